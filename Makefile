@@ -1,0 +1,66 @@
+# One environment, .venv, made on demand. Nothing but make and a Python is needed: every dependency comes as a wheel.
+VENV    := .venv
+STAMP   := $(VENV)/.installed
+PY      := $(VENV)/bin/python
+ARGS    ?=
+# Tried by running it: a version manager puts names on PATH that only print an error.
+SUITABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
+PYTHON  ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,\
+             $(shell $(name) -c '$(SUITABLE)' >/dev/null 2>&1 && echo $(name))))
+PACKAGES := $(addprefix -p tiebreak.,kernels backends cases reports matrix)
+
+# Also for the environment that pip builds the package in: the first name up to pip 25.2, the second from 25.3 on.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help venv matrix platforms test suite lint typecheck bench clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo "  ARGS='...' goes to pytest; PYTHON=... picks the Python to make .venv with"
+
+venv: $(STAMP)  ## .venv with the pinned dependencies
+
+# The stamp comes last, so a failed install leaves none and the next call starts over.
+$(STAMP): pyproject.toml constraints.txt
+	@rm -f $@
+	@$(PY) -m pip --version >/dev/null 2>&1 || { \
+	  python='$(PYTHON)'; \
+	  "$${python:-false}" -c '$(SUITABLE)' >/dev/null 2>&1 || { \
+	    echo "tiebreak needs Python 3.11 or newer with its venv module; name one: make venv PYTHON=/path/to/python3" >&2; \
+	    exit 1; }; \
+	  echo "$(VENV): $$("$$python" --version)"; \
+	  "$$python" -m venv --clear $(VENV); }
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+matrix: $(STAMP)  ## the matrix on this platform
+	$(PY) -m pytest -n auto tests/matrix $(ARGS)
+
+platforms: $(STAMP)  ## the matrix once per instruction-set level of this CPU, then the comparison
+	$(PY) -m tiebreak.backends.levels run -- -n auto tests/matrix $(ARGS)
+
+test: lint typecheck suite  ## lint, types and the whole test suite
+
+suite: $(STAMP)  ## the whole test suite alone
+	$(PY) -m pytest -n auto $(ARGS)
+
+lint: $(STAMP)  ## ruff: rules and format
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+# tests/matrix is left out of the second run: the first has it, under its import name.
+typecheck: $(STAMP)  ## mypy --strict
+	$(PY) -m mypy $(PACKAGES)
+	$(PY) -m mypy conftest.py tests --exclude '^tests/matrix/'
+
+bench: $(STAMP)  ## benchmarks
+	$(PY) -m pytest tests/bench -o python_files='bench_*.py' --benchmark-only \
+	  --benchmark-columns=min,median,max $(ARGS)
+
+clean:  ## remove .venv, build files and caches (records in out/ stay)
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Where kernels run: a device and the arithmetic on it."""

@@ -1,0 +1,1 @@
+"""Rounding, accumulators and arithmetic in software: what a declared plan predicts, bit for bit."""

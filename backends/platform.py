@@ -1,0 +1,247 @@
+"""What this machine is, and how many workers it carries.
+
+Functions that read the system take `root`, the file system's root, so that a test can hand in made-up `proc` and `sys`
+trees.
+"""
+
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tiebreak.backends.levels import current
+
+GIB = 2**30
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+NUMERIC_FEATURES = frozenset(
+    {
+        # x86
+        "sse4_1",
+        "avx",
+        "avx2",
+        "fma",
+        "f16c",
+        "avx_vnni",
+        "avx_ne_convert",
+        "avx512f",
+        "avx512bw",
+        "avx512dq",
+        "avx512vl",
+        "avx512_bf16",
+        "avx512_fp16",
+        "amx_tile",
+        "amx_bf16",
+        "amx_fp16",
+        # Arm
+        "neon",
+        "asimd",
+        "asimdhp",
+        "bf16",
+        "sve",
+        "sve2",
+        "svebf16",
+        "sme",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Platform:
+    """One machine with its software, as far as it can change the bits of a result."""
+
+    machine: str  #: architecture, as uname names it: x86_64, aarch64
+    cpu: str  #: model name of the processor
+    cpu_features: tuple[str, ...]  #: the instruction sets it has that change numerics, sorted
+    cores: int  #: cores that this process may run on
+    memory_gib: float  #: memory, or the limit of its control group if that is lower
+    aten_cpu_capability: str  #: the vector code that PyTorch's own kernels use: DEFAULT, AVX2, AVX512
+    onednn_max_cpu_isa: str | None  #: the limit set on oneDNN (ONEDNN_MAX_CPU_ISA), None if there is none
+    python: str  #: version of Python
+    torch: str  #: version of PyTorch, with its build
+    numpy: str  #: version of NumPy
+    os: str  #: operating system and its release
+    commit: str | None  #: the suite's git commit, with "-dirty" if files differ from it; None if it can't be told
+    level: str  #: name of the instruction-set level in force (see tiebreak.backends.levels)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields under their names, in values that JSON has (the tuple becomes a list)."""
+        return asdict(self) | {"cpu_features": list(self.cpu_features)}
+
+
+def describe(root: Path = Path("/")) -> Platform:
+    """Describe the machine and the software of this process.
+
+    Args:
+        root: the file system's root.
+
+    Returns:
+        The platform; what a system does not tell is empty or None, never an exception.
+    """
+    # Not at the top of the module: the level list and the worker count answer without loading torch.
+    import numpy as np
+    import torch
+
+    limits = [limit for limit, _ in _memory_limits(root)]
+    return Platform(
+        machine=platform.machine(),
+        cpu=cpu_name(root),
+        cpu_features=cpu_features(root),
+        cores=_affinity(),
+        memory_gib=round(min([_memory(root)[0], *limits]) / GIB, 1),
+        aten_cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        onednn_max_cpu_isa=os.environ.get("ONEDNN_MAX_CPU_ISA") or None,
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        numpy=np.__version__,
+        os=f"{platform.system()} {platform.release()}",
+        commit=commit(),
+        level=current(os.environ),
+    )
+
+
+def cpu_name(root: Path = Path("/")) -> str:
+    """Model name of the first processor; what uname knows where the system gives no model name, as on Arm."""
+    return _cpuinfo(root).get("model name") or platform.processor() or platform.machine()
+
+
+def cpu_features(root: Path = Path("/")) -> tuple[str, ...]:
+    """The instruction sets of the first processor that change numerics, under Linux's names, sorted.
+
+    Empty where there is no `/proc/cpuinfo`.
+    """
+    cpuinfo = _cpuinfo(root)
+    flags = cpuinfo.get("flags") or cpuinfo.get("Features") or ""
+    return tuple(sorted(NUMERIC_FEATURES.intersection(flags.split())))
+
+
+def commit(checkout: Path = CHECKOUT) -> str | None:
+    """The git commit of a checkout.
+
+    Args:
+        checkout: top folder of the checkout.
+
+    Returns:
+        The commit's 40 digits, with "-dirty" appended if tracked files differ from it. None without git, without a
+        commit, or if the folder merely lies inside someone else's repository (an installed copy in a virtual
+        environment).
+    """
+    # In a hook, git points these at the repository that the hook belongs to.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(checkout), *arguments]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != checkout.resolve():
+            return None
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def worker_count(memory_per_worker_gib: float = 2.0, root: Path = Path("/")) -> int:
+    """How many test processes this machine carries at a time.
+
+    Args:
+        memory_per_worker_gib: memory that one worker needs, in GiB.
+        root: the file system's root.
+
+    Returns:
+        The lesser of the usable cores and of the workers that the available memory holds, within the limits of the
+        control group (of version 1 or 2) that a container or a batch system sets; at least 1.
+
+    Raises:
+        ValueError: if `memory_per_worker_gib` is not positive.
+    """
+    if not memory_per_worker_gib > 0:
+        raise ValueError(f"memory_per_worker_gib must be positive, got {memory_per_worker_gib}")
+    cores = min([float(_affinity()), *_cpu_quotas(root)])
+    free = min([_memory(root)[1], *(limit - used for limit, used in _memory_limits(root))])
+    return max(1, int(min(cores, free / (memory_per_worker_gib * GIB))))
+
+
+def _affinity() -> int:
+    """Cores that the scheduler gives this process."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory(root: Path) -> tuple[float, float]:
+    """Total and available bytes of memory; both the total where the system does not tell what is available."""
+    fields = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
+    try:
+        total, available = (1024.0 * int(fields[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
+    except (KeyError, ValueError):
+        total = available = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return total, available
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """Cores' worth of time that each control group around this process allows; nothing for one without a limit."""
+    for folder in _control_groups(root, "cpu"):
+        # Version 2 writes "quota period" or "max period" in one file; version 1 has two, with -1 for no limit.
+        words = _read(folder / "cpu.max").split() or [
+            _read(folder / "cpu.cfs_quota_us").strip(),
+            _read(folder / "cpu.cfs_period_us").strip(),
+        ]
+        quota, period = (int(word) if word.isdigit() else 0 for word in words[:2])
+        if quota and period:
+            yield quota / period
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Bytes allowed and bytes in use for each control group around this process; nothing for one without a limit."""
+    for folder in _control_groups(root, "memory"):
+        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
+        if limit.strip().isdigit() and used.strip().isdigit():
+            yield int(limit), int(used) - _reclaimable(folder)
+
+
+def _reclaimable(folder: Path) -> int:
+    """Bytes in use by a control group that are file cache, which the kernel gives up before it refuses memory."""
+    fields = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+
+
+def _control_groups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of the control groups that this process is in, from the innermost outwards.
+
+    A limit may sit on any of them. In a container the path may name folders that are only visible outside it; what is
+    mounted is then the container's own group, the last folder yielded.
+    """
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            mounts = [root / "sys/fs/cgroup"]
+        elif controller in controllers.split(","):
+            mounts = [root / "sys/fs/cgroup" / name for name in (controller, controllers)]
+        else:
+            continue
+        mount = next((mount for mount in mounts if mount.is_dir()), None)
+        if mount is not None:
+            inner = mount / path.strip("/")
+            yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(mount))
+
+
+def _cpuinfo(root: Path) -> dict[str, str]:
+    """The fields that `/proc/cpuinfo` gives for its first processor."""
+    first = _read(root / "proc/cpuinfo").strip().split("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _read(path: Path) -> str:
+    """Text of a system file, empty if there is none or it can't be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

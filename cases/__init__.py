@@ -1,0 +1,1 @@
+"""Inputs, what is claimed about them, and how outputs are measured and judged."""

@@ -1,0 +1,1 @@
+"""The vocabulary of attention numerics and the algorithms, written once over an arithmetic."""

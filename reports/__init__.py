@@ -1,0 +1,1 @@
+"""Records of runs: kept, tabulated, compared. Imports no torch."""

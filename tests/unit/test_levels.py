@@ -1,0 +1,234 @@
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tiebreak.backends import levels, platform
+from tiebreak.backends.levels import LEVELS, VARIABLES, Level, current, main, supported
+
+AVX2 = {"avx", "avx2", "fma", "f16c"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+AMX = AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}
+
+
+class Runner:
+    """Stands in for the processes: notes each call, keeps records as pytest would, answers with scripted exit codes."""
+
+    def __init__(self, statuses: Mapping[str, int | type[BaseException]] = {}, keep: bool = True) -> None:
+        self.statuses = statuses
+        self.keep = keep
+        self.calls: list[tuple[list[str], dict[str, str]]] = []
+
+    def __call__(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
+        self.calls.append((list(command), dict(environment)))
+        name = command[3].removeprefix("--save=")
+        status = self.statuses.get(name, 0)
+        if not isinstance(status, int):
+            raise status
+        if self.keep and name != "compare" and status != 4:
+            Path("out").mkdir(exist_ok=True)
+            Path(f"out/{name}.json").write_text("{}")
+        return status
+
+    @property
+    def ran(self) -> list[str]:
+        return [command[3].removeprefix("--save=") for command, _ in self.calls]
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """A CPU with three levels, in an empty folder; their names."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(platform, "cpu_features", lambda: ("avx2", "fma"))
+    monkeypatch.setattr(levels, "LEVELS", (LEVELS[0], Level("b", {VARIABLES[0]: "avx2"}), Level("c", {})))
+    monkeypatch.setattr(levels, "find_spec", lambda name: "found")
+    return ["native", "b", "c"]
+
+
+def use(monkeypatch: pytest.MonkeyPatch, runner: Runner) -> Runner:
+    monkeypatch.setattr(levels, "_call", runner)
+    return runner
+
+
+@pytest.mark.parametrize(
+    ("features", "count"),
+    [((), 1), ({"asimd", "sve", "bf16"}, 1), ({"avx", "sse4_1"}, 1), (AVX2, 2), (AVX512, 6), (AMX, 7)],
+)
+def test_a_cpu_has_the_levels_whose_features_it_has(features: set[str], count: int) -> None:
+    found = supported(features)
+    assert len(found) == count
+    assert found[0].name == "native"
+    assert not found[0].environment
+
+
+def test_no_level_asks_for_code_the_cpu_lacks() -> None:
+    # ATen runs what ATEN_CPU_CAPABILITY names without looking: avx512 on a CPU without it is an illegal instruction.
+    assert not [level for level in supported(AVX2) if level.environment.get("ATEN_CPU_CAPABILITY") == "avx512"]
+
+
+def test_levels_differ_in_name_and_environment() -> None:
+    assert len({level.name for level in LEVELS}) == len(LEVELS)
+    assert len({tuple(sorted(level.environment.items())) for level in LEVELS}) == len(LEVELS)
+    assert {name for level in LEVELS for name in level.environment} <= set(VARIABLES)
+    assert len(set(LEVELS)) == len(LEVELS)
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
+def test_the_level_in_force_is_recognised(level: Level) -> None:
+    assert current({"PATH": "/bin", **level.environment}) == level.name
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({"ATEN_CPU_CAPABILITY": "avx2"}, "custom"),
+        ({"ONEDNN_MAX_CPU_ISA": "SSE41"}, "custom"),
+        ({"DNNL_MAX_CPU_ISA": "AVX2"}, "custom"),
+        ({"ATEN_CPU_CAPABILITY": "", "ONEDNN_MAX_CPU_ISA": ""}, "native"),
+    ],
+)
+def test_other_environments(environment: dict[str, str], name: str) -> None:
+    assert current(environment) == name
+
+
+def test_run_starts_pytest_once_per_level_and_compares(three: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "SSE41")
+    monkeypatch.setenv("KEPT", "yes")
+    runner = use(monkeypatch, Runner())
+    assert main(["run", "--", "-n", "auto", "tests/matrix"]) == 0
+    assert runner.ran == [*three, "compare"]
+    for command, environment in runner.calls[:-1]:
+        assert command[:3] == [sys.executable, "-m", "pytest"]
+        assert command[4:] == ["-n", "auto", "tests/matrix"]
+        assert environment["KEPT"] == "yes"
+    settings = [{name: env[name] for name in VARIABLES if name in env} for _, env in runner.calls[:-1]]
+    assert settings == [{}, {"ATEN_CPU_CAPABILITY": "avx2"}, {}]
+    assert runner.calls[-1][0][1:] == ["-m", "tiebreak.reports.cli", "compare", *(f"out/{name}.json" for name in three)]
+
+
+def test_run_shows_its_progress(
+    three: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, Runner())
+    main(["run"])
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in shown] == [f"level {number} of 3" for number in (1, 2, 3)]
+    assert "ATEN_CPU_CAPABILITY=avx2" in shown[1]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [
+        ({"b": 1}, 1),
+        ({"b": 5}, 1),
+        ({"b": -11}, 1),
+        ({"native": 1, "b": 2}, 2),
+        ({"compare": 1}, 1),
+        ({"compare": 2}, 2),
+    ],
+)
+def test_a_failing_level_does_not_stop_the_others(
+    three: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    statuses: dict[str, int],
+    expected: int,
+) -> None:
+    runner = use(monkeypatch, Runner(statuses))
+    assert main(["run"]) == expected
+    assert runner.ran == [*three, "compare"]
+    told = capsys.readouterr().err
+    assert all(f"(exit code {status})" in told for status in statuses.values())
+
+
+def test_arguments_that_pytest_refuses_end_the_round(three: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = use(monkeypatch, Runner({"native": 4}))
+    assert main(["run", "--", "--no-such-option"]) == 2
+    assert runner.ran == ["native"]
+
+
+def test_a_level_without_records_fails(
+    three: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("out").mkdir()
+    Path("out/b.json").write_text("kept by an earlier round")
+    runner = use(monkeypatch, Runner(keep=False))
+    assert main(["run"]) == 1
+    assert runner.ran == three
+    assert "level b kept no records in out/b.json" in capsys.readouterr().err
+
+
+def test_a_missing_comparison_fails(
+    three: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(levels, "find_spec", lambda name: None)
+    runner = use(monkeypatch, Runner())
+    assert main(["run"]) == 1
+    assert runner.ran == three
+    assert "out/native.json out/b.json out/c.json" in capsys.readouterr().err
+
+
+def test_ctrl_c_stops_at_once(three: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = use(monkeypatch, Runner({"b": KeyboardInterrupt}))
+    assert main(["run"]) == 130
+    assert runner.ran == ["native", "b"]
+
+
+def test_ctrl_c_lets_the_running_process_end_by_itself(tmp_path: Path) -> None:
+    # Real processes in a group of their own, as a terminal has them: the signal goes to all of it.
+    child = "import time\ntry:\n print('up', flush=True)\n time.sleep(60)\nexcept KeyboardInterrupt:\n print('tidied')"
+    parent = (
+        "import os, sys\nfrom tiebreak.backends.levels import _call\n"
+        "try:\n _call([sys.executable, '-c', sys.argv[1]], os.environ)\nexcept KeyboardInterrupt:\n sys.exit(130)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", parent, child], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "up\n"
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.stdout.read() == "tidied\n"
+    assert process.returncode == 130
+
+
+def test_list_shows_names_and_environments(three: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown] == three
+    assert shown[1].split()[1:] == ["ATEN_CPU_CAPABILITY=avx2"]
+
+
+def test_list_does_without_torch() -> None:
+    code = "import sys\nfrom tiebreak.backends.levels import main\nmain(['list'])\nsys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "list|run"),
+        (["sing"], "sing"),
+        (["run", "-n", "auto"], "-n"),
+        (["list", "--", "-x"], "--"),
+        (["run", "--", "--save=mine"], "--save"),
+        (["run", "--", "--save", "mine"], "--save"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    message = capsys.readouterr().err
+    assert len(message.splitlines()) == 1
+    assert named in message
+
+
+def test_help_says_how_to_pass_arguments_to_pytest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["run", "--help"])
+    assert exit_.value.code == 0
+    assert "run -- -n auto tests/matrix" in " ".join(capsys.readouterr().out.split())

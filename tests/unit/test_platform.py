@@ -1,0 +1,226 @@
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+
+import pytest
+
+from tiebreak.backends import levels, platform
+from tiebreak.backends.platform import Platform, commit, cpu_features, cpu_name, describe, worker_count
+
+GIB = 2**30
+
+X86 = """\
+processor\t: 0
+vendor_id\t: GenuineIntel
+model name\t: Intel(R) Xeon(R) Platinum 8480+
+flags\t\t: fpu sse2 sse4_1 avx f16c fma avx2 avx512f avx512bw avx512vl avx512_bf16 avx512_fp16 amx_bf16 amx_tile erms
+
+processor\t: 1
+model name\t: another
+flags\t\t: fpu avx512dq
+"""
+ARM = """\
+processor\t: 0
+BogoMIPS\t: 2100.00
+Features\t: fp asimd evtstrm aes asimdhp sve bf16 i8mm
+CPU part\t: 0xd40
+"""
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def memory(available_gib: float, total_gib: float = 64) -> dict[str, str]:
+    kib = 2**20
+    return {"proc/meminfo": f"MemTotal: {int(total_gib * kib)} kB\nMemAvailable: {int(available_gib * kib)} kB\nX: 1\n"}
+
+
+@pytest.fixture
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "_affinity", lambda: 8)
+
+
+def test_x86_cpu(tmp_path: Path) -> None:
+    root = write(tmp_path, {"proc/cpuinfo": X86})
+    assert cpu_name(root) == "Intel(R) Xeon(R) Platinum 8480+"
+    # Not erms, which changes no bits, and not avx512dq, which only the second processor has.
+    avx512 = ("avx512_bf16", "avx512_fp16", "avx512bw", "avx512f", "avx512vl")
+    assert cpu_features(root) == ("amx_bf16", "amx_tile", "avx", "avx2", *avx512, "f16c", "fma", "sse4_1")
+
+
+def test_arm_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.processor", lambda: "")
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    root = write(tmp_path, {"proc/cpuinfo": ARM})
+    assert cpu_name(root) == "aarch64"
+    assert cpu_features(root) == ("asimd", "asimdhp", "bf16", "sve")
+
+
+def test_system_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.processor", lambda: "arm")
+    assert cpu_name(tmp_path) == "arm"
+    assert cpu_features(tmp_path) == ()
+    assert worker_count(root=tmp_path) >= 1
+    assert describe(tmp_path).memory_gib > 0
+
+
+def test_description_of_this_machine() -> None:
+    here = describe()
+    assert here.level == levels.current(os.environ)
+    assert here.torch[0].isdigit()
+    assert here.aten_cpu_capability
+    with pytest.raises(FrozenInstanceError):
+        here.cores = 1  # type: ignore[misc]
+
+
+def test_cores_are_those_this_process_may_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5}, raising=False)
+    assert describe().cores == 3
+
+
+def test_as_dict_is_json() -> None:
+    shown = describe().as_dict()
+    assert json.loads(json.dumps(shown)) == shown
+    assert list(shown) == [field.name for field in fields(Platform)]
+
+
+def test_description_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    level = levels.LEVELS[-1]
+    for name, value in level.environment.items():
+        monkeypatch.setenv(name, value)
+    here = describe()
+    assert here.onednn_max_cpu_isa == level.environment["ONEDNN_MAX_CPU_ISA"]
+    assert here.level == level.name
+
+
+def test_memory_is_the_containers(tmp_path: Path) -> None:
+    group = {
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": str(4 * GIB),
+        "sys/fs/cgroup/memory.current": "0",
+    }
+    assert describe(write(tmp_path, memory(60) | group)).memory_gib == 4.0
+
+
+@pytest.mark.usefixtures("eight_cores")
+class TestWorkerCount:
+    @pytest.mark.parametrize(("available", "expected"), [(60, 8), (9, 4), (1, 1)])
+    def test_memory_bounds_it(self, tmp_path: Path, available: float, expected: int) -> None:
+        assert worker_count(root=write(tmp_path, memory(available))) == expected
+
+    def test_memory_per_worker(self, tmp_path: Path) -> None:
+        assert worker_count(8.0, root=write(tmp_path, memory(60))) == 7
+
+    @pytest.mark.parametrize("need", [0.0, -1.0, float("nan")])
+    def test_memory_per_worker_must_be_positive(self, need: float) -> None:
+        with pytest.raises(ValueError, match="memory_per_worker_gib"):
+            worker_count(need)
+
+    @pytest.mark.parametrize(
+        ("cpu_max", "expected"), [("max 100000", 8), ("300000 100000", 3), ("150000 100000", 1), ("1000 100000", 1)]
+    )
+    def test_quota_of_version_2(self, tmp_path: Path, cpu_max: str, expected: int) -> None:
+        group = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{cpu_max}\n"}
+        assert worker_count(root=write(tmp_path, memory(60) | group)) == expected
+
+    def test_limit_on_an_outer_group(self, tmp_path: Path) -> None:
+        group = {
+            "proc/self/cgroup": "0::/user.slice/job.scope\n",
+            "sys/fs/cgroup/user.slice/cpu.max": "200000 100000\n",
+            "sys/fs/cgroup/user.slice/job.scope/cpu.max": "max 100000\n",
+        }
+        assert worker_count(root=write(tmp_path, memory(60) | group)) == 2
+
+    def test_memory_of_version_2_gives_file_cache_back(self, tmp_path: Path) -> None:
+        group = {
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.max": f"{10 * GIB}\n",
+            "sys/fs/cgroup/memory.current": f"{9 * GIB}\n",
+            "sys/fs/cgroup/memory.stat": f"anon {4 * GIB}\ninactive_file {5 * GIB}\n",
+        }
+        assert worker_count(root=write(tmp_path, memory(60) | group)) == 3
+
+    def test_unlimited_memory_of_version_2(self, tmp_path: Path) -> None:
+        group = {
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.max": "max\n",
+            "sys/fs/cgroup/memory.current": f"{GIB}\n",
+        }
+        assert worker_count(root=write(tmp_path, memory(60) | group)) == 8
+
+    @pytest.mark.parametrize("mount", ["cpu", "cpu,cpuacct"])
+    @pytest.mark.parametrize(("quota", "expected"), [("-1", 8), ("500000", 5)])
+    def test_quota_of_version_1(self, tmp_path: Path, mount: str, quota: str, expected: int) -> None:
+        # The path is the host's, not to be seen in the container; the mount itself is the container's group.
+        group = {
+            "proc/self/cgroup": "5:cpu,cpuacct:/docker/0123\n3:cpuset:/docker/0123\n",
+            f"sys/fs/cgroup/{mount}/cpu.cfs_quota_us": f"{quota}\n",
+            f"sys/fs/cgroup/{mount}/cpu.cfs_period_us": "100000\n",
+        }
+        assert worker_count(root=write(tmp_path, memory(60) | group)) == expected
+
+    @pytest.mark.parametrize(("limit", "expected"), [(9223372036854771712, 8), (7 * GIB, 3)])
+    def test_memory_of_version_1(self, tmp_path: Path, limit: int, expected: int) -> None:
+        group = {
+            "proc/self/cgroup": "4:memory:/batch/job\n0::/\n",
+            "sys/fs/cgroup/memory/batch/job/memory.limit_in_bytes": f"{limit}\n",
+            "sys/fs/cgroup/memory/batch/job/memory.usage_in_bytes": f"{2 * GIB}\n",
+            "sys/fs/cgroup/memory/batch/job/memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB}\n",
+        }
+        assert worker_count(root=write(tmp_path, memory(60) | group)) == expected
+
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="there is no git to ask")
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository with one commit, and a tag that must not show."""
+    git(tmp_path, "init", "-q")
+    write(tmp_path, {"file": "old"})
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-q", "-m", "one")
+    git(tmp_path, "tag", "-a", "v1", "-m", "v1")
+    return tmp_path
+
+
+@needs_git
+def test_commit_of_a_clean_and_a_modified_checkout(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = git(checkout, "rev-parse", "HEAD")
+    monkeypatch.setenv("GIT_DIR", str(checkout / "elsewhere"))
+    assert commit(checkout) == head
+    write(checkout, {"file": "new"})
+    assert commit(checkout) == f"{head}-dirty"
+
+
+@needs_git
+def test_no_commit_from_an_enclosing_repository(checkout: Path) -> None:
+    write(checkout, {"inner/file": ""})
+    assert commit(checkout / "inner") is None
+
+
+@needs_git
+def test_no_commit_without_git(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert commit(checkout) is None
+
+
+@needs_git
+def test_no_commit_without_a_repository(tmp_path: Path) -> None:
+    assert commit(tmp_path) is None
+    git(tmp_path, "init", "-q")
+    assert commit(tmp_path) is None
