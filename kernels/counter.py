@@ -1,0 +1,71 @@
+"""Random numbers from a counter-based hash: the same bits in any order, on any device, in any language."""
+
+import torch
+
+_MASK = 0xFFFFFFFF
+
+
+def random_bits(seed: int, *counters: torch.Tensor | int) -> torch.Tensor:
+    """Return uniform 32-bit integers that depend on the seed and the counters alone.
+
+    Every counter c takes the 32-bit state h to ``mix(mix(c) + h)``, starting from ``mix(seed + 0x9E3779B9)``, where
+    mix is the finalizer *lowbias32* (C. Wellons, "Prospecting for Hash Functions", 2018,
+    https://nullprogram.com/blog/2018/07/31/: shifts 16, 15, 16, multipliers 0x7FEB352D and 0x846CA68B) and the start
+    constant is 2**32 divided by the golden ratio. All of it is addition, multiplication, xor and logical shift modulo
+    2**32, so a Triton or CUDA kernel that writes it on uint32 gets the same bits.
+
+    Args:
+      seed: 0 <= seed < 2**32.
+      counters: Integers or integer tensors that broadcast against one another, each taken modulo 2**32. Their order
+        matters. With the one of most elements last, the work on the others is done once, not once an element.
+
+    Returns:
+      int64 tensor of the counters' common shape and device, with values in [0, 2**32).
+
+    Raises:
+      ValueError: seed is out of range.
+      TypeError: A counter is not of an integer type.
+    """
+    if not 0 <= seed <= _MASK:
+        raise ValueError(f"seed must be in [0, 2**32), not {seed}")
+    state = _mix(torch.tensor((seed + 0x9E3779B9) & _MASK))
+    for counter in counters:
+        # Without the inner mix, two rows of counters have the same numbers in another order whenever their states
+        # differ in low bits only: among 4,096 rows of 4,096, some would.
+        state = _mix((_mix(_as_uint32(counter)) + state) & _MASK)
+    return state
+
+
+def uniform(seed: int, *counters: torch.Tensor | int) -> torch.Tensor:
+    """Return uniform numbers in [0, 1) that depend on the seed and the counters alone.
+
+    Args:
+      seed: As in `random_bits`.
+      counters: As in `random_bits`.
+
+    Returns:
+      float64 tensor: `random_bits` divided by 2**32, exactly.
+
+    Raises:
+      ValueError: seed is out of range.
+      TypeError: A counter is not of an integer type.
+    """
+    return random_bits(seed, *counters).to(torch.float64) * 2.0**-32
+
+
+def _as_uint32(counter: torch.Tensor | int) -> torch.Tensor:
+    if isinstance(counter, int):
+        return torch.tensor(counter & _MASK)
+    if counter.is_floating_point() or counter.is_complex() or counter.dtype == torch.bool:
+        raise TypeError(f"a counter is an int or an integer tensor, not {counter.dtype}")
+    return counter.to(torch.int64) & _MASK
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    # int64 holding uint32 values: torch has no logical shift, and few operations on uint32. The product may wrap
+    # around 2**64, which leaves its low 32 bits right.
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _MASK
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)

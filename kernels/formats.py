@@ -1,0 +1,141 @@
+"""Floating-point formats, rounding modes, and the unit in the last place."""
+
+import enum
+import re
+from dataclasses import dataclass
+
+import torch
+
+
+class Rounding(enum.Enum):
+    """How a value between two neighbours of a format is rounded."""
+
+    TO_EVEN = "even"  #: To the nearer neighbour; a tie to the one whose last bit is 0
+    TIES_AWAY = "away"  #: To the nearer neighbour; a tie to the one of larger magnitude
+    TOWARD_ZERO = "zero"  #: To the neighbour of smaller magnitude (truncation)
+    UP = "up"  #: To the neighbour nearer +Inf
+    DOWN = "down"  #: To the neighbour nearer -Inf
+    STOCHASTIC = "stochastic"  #: To the one of larger magnitude with probability equal to the discarded fraction
+
+
+@dataclass(frozen=True)
+class Format:
+    """A signed binary floating-point format with subnormals, all of whose values are float32 values.
+
+    Raises:
+      ValueError: A format with a value beyond float32, or without any number in its top exponent though it has no Inf.
+    """
+
+    #: Name in tables and on the command line
+    name: str
+
+    #: Bits of the exponent field, 2 to 8
+    exponent_bits: int
+
+    #: Stored fraction bits, 0 to 23 (the leading bit is not stored)
+    mantissa_bits: int
+
+    #: False: the OCP e4m3fn convention, in which the top exponent holds numbers, all ones is NaN, and there is no Inf
+    has_infinity: bool = True
+
+    def __post_init__(self) -> None:
+        if not (2 <= self.exponent_bits <= 8 and 0 <= self.mantissa_bits <= 23):
+            raise ValueError(f"{self.name}: a format has 2 to 8 exponent bits and 0 to 23 mantissa bits")
+        if not self.has_infinity and (self.exponent_bits == 8 or self.mantissa_bits == 0):
+            raise ValueError(f"{self.name}: a format without Inf has 2 to 7 exponent bits and at least 1 mantissa bit")
+
+    @property
+    def bias(self) -> int:
+        """What is subtracted from the exponent field to get the exponent."""
+        return (1 << (self.exponent_bits - 1)) - 1
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent (unbiased) of the smallest normal value."""
+        return 1 - self.bias
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent (unbiased) of the largest finite value."""
+        return self.bias if self.has_infinity else self.bias + 1
+
+    @property
+    def largest(self) -> float:
+        """Largest finite value."""
+        # Without Inf the all-ones significand of the top exponent is NaN, so the largest value is one ulp lower.
+        ulps_below_next_binade = 1 if self.has_infinity else 2
+        return 2.0**self.max_exponent * (2.0 - ulps_below_next_binade * 2.0**-self.mantissa_bits)
+
+    @property
+    def smallest_normal(self) -> float:
+        """Smallest positive normal value."""
+        return 2.0**self.min_exponent
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """Smallest positive value; the spacing of the format around 0."""
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
+
+    @property
+    def unit_roundoff(self) -> float:
+        """Largest relative error of rounding to nearest in the normal range: half an ulp of 1."""
+        return 2.0 ** -(self.mantissa_bits + 1)
+
+
+FP32 = Format("fp32", exponent_bits=8, mantissa_bits=23)
+BF16 = Format("bf16", exponent_bits=8, mantissa_bits=7)
+FP16 = Format("fp16", exponent_bits=5, mantissa_bits=10)
+TF32 = Format("tf32", exponent_bits=8, mantissa_bits=10)
+FP8_E4M3 = Format("fp8_e4m3", exponent_bits=4, mantissa_bits=3, has_infinity=False)
+FP8_E5M2 = Format("fp8_e5m2", exponent_bits=5, mantissa_bits=2)
+
+_KNOWN = {fmt.name: fmt for fmt in (FP32, BF16, FP16, TF32, FP8_E4M3, FP8_E5M2)}
+_EXMY = re.compile(r"E([2-8])M([0-9]|1[0-9]|2[0-3])")
+
+
+def parse_format(name: str) -> Format:
+    """Return the format of this name.
+
+    Args:
+      name: One of the names of this module's constants, or ``E<x>M<y>`` (2 <= x <= 8, 0 <= y <= 23): x exponent bits
+        and y stored fraction bits, IEEE-like, with Inf. So ``E4M3`` (largest 240) is not ``fp8_e4m3`` (largest 448).
+
+    Returns:
+      The format; its name is the one given.
+
+    Raises:
+      ValueError: No format has this name.
+    """
+    if name in _KNOWN:
+        return _KNOWN[name]
+    match = _EXMY.fullmatch(name)
+    if match is None:
+        known = ", ".join(_KNOWN)
+        raise ValueError(f"unknown format {name!r}: known are {known} and E<x>M<y> with 2 <= x <= 8, 0 <= y <= 23")
+    return Format(name, exponent_bits=int(match[1]), mantissa_bits=int(match[2]))
+
+
+def ulp(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return the spacing of a format's values at |x|.
+
+    That is ``2 ** (max(floor(log2 |x|), fmt.min_exponent) - fmt.mantissa_bits)``; around 0, and below the smallest
+    normal value, the spacing of the subnormals. Beyond the largest value the format is taken to go on.
+
+    Args:
+      x: float64 tensor of any shape.
+      fmt: The format.
+
+    Returns:
+      float64 tensor of x's shape, exact; NaN where x is NaN or Inf.
+
+    Raises:
+      TypeError: x is not float64.
+    """
+    if x.dtype != torch.float64:
+        raise TypeError(f"ulp takes a float64 tensor, not {x.dtype}")
+    # The exponent field gives floor(log2) exactly, where log2 can err next to a power of two and torch.ldexp goes
+    # through a float32 power. float64's own subnormals have field 0, far below any format's min_exponent.
+    field = (x.view(torch.int64) >> 52) & 0x7FF
+    exponent = (field - 1023).clamp_min(fmt.min_exponent) - fmt.mantissa_bits
+    spacing = ((exponent + 1023) << 52).view(torch.float64)
+    return torch.where(field == 0x7FF, torch.nan, spacing)

@@ -1,0 +1,413 @@
+"""Rounding against ml_dtypes and gfloat, bit for bit, and what neither of them says."""
+
+import functools
+import itertools
+import math
+from fractions import Fraction
+from typing import Any
+
+import gfloat  # type: ignore[import-untyped]
+import gfloat.formats  # type: ignore[import-untyped]
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiebreak.backends.emulation.rounding import round_to
+from tiebreak.kernels import counter
+from tiebreak.kernels.formats import (
+    BF16,
+    FP8_E4M3,
+    FP8_E5M2,
+    FP16,
+    FP32,
+    TF32,
+    Format,
+    Rounding,
+    parse_format,
+    ulp,
+)
+
+E4M3 = parse_format("E4M3")
+E3M4 = parse_format("E3M4")
+
+IN_ML_DTYPES: dict[Format, type] = {
+    BF16: ml_dtypes.bfloat16,
+    FP16: np.float16,
+    FP8_E4M3: ml_dtypes.float8_e4m3fn,
+    FP8_E5M2: ml_dtypes.float8_e5m2,
+    E4M3: ml_dtypes.float8_e4m3,
+    E3M4: ml_dtypes.float8_e3m4,
+}
+# The formats without an ml_dtypes type are there for their corners: no fraction bits, no bits to discard, fp32's
+# precision in a smaller range.
+FORMATS = [*IN_ML_DTYPES, TF32, FP32, *map(parse_format, ["E2M0", "E2M1", "E8M0", "E5M23", "E6M9"])]
+DETERMINISTIC = {
+    Rounding.TO_EVEN: gfloat.RoundMode.TiesToEven,
+    Rounding.TIES_AWAY: gfloat.RoundMode.TiesToAway,
+    Rounding.TOWARD_ZERO: gfloat.RoundMode.TowardZero,
+    Rounding.UP: gfloat.RoundMode.TowardPositive,
+    Rounding.DOWN: gfloat.RoundMode.TowardNegative,
+}
+
+Array = npt.NDArray[Any]
+
+each_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+each_mode = pytest.mark.parametrize("mode", DETERMINISTIC, ids=lambda mode: mode.value)
+each_saturate = pytest.mark.parametrize("saturate", [False, True], ids=["overflow", "saturate"])
+
+
+def _in_gfloat(fmt: Format) -> gfloat.FormatInfo:
+    named = {
+        BF16: gfloat.formats.format_info_bfloat16,
+        FP16: gfloat.formats.format_info_binary16,
+        FP32: gfloat.formats.format_info_binary32,
+        FP8_E4M3: gfloat.formats.format_info_ocp_e4m3,
+        FP8_E5M2: gfloat.formats.format_info_ocp_e5m2,
+    }
+    return named.get(fmt) or gfloat.FormatInfo(
+        fmt.name,
+        k=1 + fmt.exponent_bits + fmt.mantissa_bits,
+        precision=fmt.mantissa_bits + 1,
+        bias=fmt.bias,
+        is_signed=True,
+        domain=gfloat.Domain.Extended,
+        has_nz=True,
+        num_high_nans=2**fmt.mantissa_bits - 1,
+        has_subnormals=True,
+        is_twos_complement=False,
+    )
+
+
+def _gfloat(
+    x: torch.Tensor, fmt: Format, mode: gfloat.RoundMode, *, saturate: bool = False, **stochastic: Any
+) -> Array:
+    # In float64, where every step of gfloat's is exact.
+    array = x.to(torch.float64).numpy()
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.asarray(gfloat.round_ndarray(_in_gfloat(fmt), array, mode, saturate, **stochastic))
+
+
+def _assert_same_bits(x: torch.Tensor, got: torch.Tensor, expected: Array) -> None:
+    """NaN where NaN is expected, everywhere else the very bits, the sign of zero with them."""
+    assert got.shape == expected.shape
+    # Both types are exact in float64.
+    actual = got.to(torch.float64).numpy()
+    both_nan = np.isnan(actual) & np.isnan(expected)
+    wrong = np.flatnonzero((actual.view(np.int64) != expected.view(np.int64)) & ~both_nan)
+    first = [(x[i].item(), actual[i], expected[i]) for i in wrong[:5]]
+    assert wrong.size == 0, f"{wrong.size} of {actual.size} differ; (input, got, expected): {first}"
+
+
+@functools.cache
+def _values(fmt: Format) -> Array:
+    """All finite values of a format of at most 16 bits, ascending, from ml_dtypes' reading of its codes."""
+    dtype = np.dtype(IN_ML_DTYPES[fmt])
+    codes = np.arange(2 ** (8 * dtype.itemsize), dtype=f"u{dtype.itemsize}").view(dtype)
+    with np.errstate(invalid="ignore"):
+        return np.unique(codes[np.isfinite(codes)].astype(np.float64))
+
+
+@functools.cache
+def _ties(fmt: Format) -> Array:
+    """All midpoints of neighbouring values, and those between the largest value and the one that is not there."""
+    values = _values(fmt)
+    beyond = values[-1] + (values[-1] - values[-2]) / 2
+    return np.concatenate([[-beyond], (values[1:] + values[:-1]) / 2, [beyond]])
+
+
+@functools.cache
+def _float32_inputs() -> torch.Tensor:
+    """A million random bit patterns, all bf16 and fp16 values, and all ties of the small formats +- one ulp."""
+    rng = np.random.default_rng(20251004)
+    random = rng.integers(0, 2**32, 1_000_000, dtype=np.uint32).view(np.float32)
+    codes = np.arange(2**16, dtype=np.uint16)
+    with np.errstate(invalid="ignore"):
+        every = [codes.view(ml_dtypes.bfloat16).astype(np.float32), codes.view(np.float16).astype(np.float32)]
+    ties = np.concatenate([_ties(fmt) for fmt in IN_ML_DTYPES]).astype(np.float32)
+    up, down = np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))
+    return torch.from_numpy(np.concatenate([random, *every, ties, up, down, _special(np.float32)]))
+
+
+@functools.cache
+def _float64_inputs() -> torch.Tensor:
+    """Random bit patterns, random values in the formats' ranges, and ties +- what a cast to fp32 would lose."""
+    rng = np.random.default_rng(20251005)
+    random = rng.integers(0, 2**64, 100_000, dtype=np.uint64).view(np.float64)
+    inside = rng.standard_normal(200_000) * 2.0 ** rng.integers(-155, 130, 200_000)
+    # The 16-bit formats have most of the ties: every seventh keeps the test short and misses no exponent.
+    ties = np.concatenate([_ties(fmt)[:: 7 if fmt in (BF16, FP16) else 1] for fmt in IN_ML_DTYPES])
+    hazards = [ties * (1 + 2.0**-40), ties * (1 - 2.0**-40), np.nextafter(ties, np.inf), np.nextafter(ties, -np.inf)]
+    return torch.from_numpy(np.concatenate([random, inside, ties, *hazards, _special(np.float64)]))
+
+
+@functools.cache
+def _random_bits(n: int) -> torch.Tensor:
+    return counter.random_bits(1, torch.arange(n))
+
+
+def _special(dtype: type) -> Array:
+    """Zeros, infinities, NaN of either sign with all payload bits or only the last set, and the ends of the type."""
+    bits, one, sign, infinity = (
+        (np.uint32, 1, 2**31, 0x7F800000) if dtype is np.float32 else (np.uint64, 1, 2**63, 0x7FF << 52)
+    )
+    magnitudes = [0, one, infinity - 1, infinity, infinity + 1, sign - 1]
+    return np.array([s + m for s, m in itertools.product([0, sign], magnitudes)], dtype=bits).view(dtype)
+
+
+@each_saturate
+@each_mode
+@each_format
+def test_agrees_with_gfloat_on_float32(fmt: Format, mode: Rounding, saturate: bool) -> None:
+    x = _float32_inputs()
+    expected = _gfloat(x, fmt, DETERMINISTIC[mode], saturate=saturate)
+    _assert_same_bits(x, round_to(x, fmt, mode, saturate=saturate), expected)
+
+
+@each_saturate
+@each_mode
+@each_format
+def test_agrees_with_gfloat_on_float64(fmt: Format, mode: Rounding, saturate: bool) -> None:
+    x = _float64_inputs()
+    expected = _gfloat(x, fmt, DETERMINISTIC[mode], saturate=saturate)
+    _assert_same_bits(x, round_to(x, fmt, mode, saturate=saturate), expected)
+
+
+@pytest.mark.parametrize("fmt", IN_ML_DTYPES, ids=lambda fmt: fmt.name)
+def test_agrees_with_ml_dtypes_on_float32(fmt: Format) -> None:
+    x = _float32_inputs()
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = x.numpy().astype(IN_ML_DTYPES[fmt]).astype(np.float64)
+    _assert_same_bits(x, round_to(x, fmt), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("fmt", IN_ML_DTYPES, ids=lambda fmt: fmt.name)
+def test_values_of_the_format_stay(fmt: Format, dtype: torch.dtype) -> None:
+    x = torch.from_numpy(_values(fmt)).to(dtype)
+    for mode in DETERMINISTIC:
+        _assert_same_bits(x, round_to(x, fmt, mode), _values(fmt))
+    for random_bits in (_random_bits(len(x)), torch.tensor(2**32 - 1)):
+        _assert_same_bits(x, round_to(x, fmt, Rounding.STOCHASTIC, random_bits=random_bits), _values(fmt))
+
+
+@pytest.mark.parametrize(
+    ("above", "fmt"), [(1 + 2.0**-8, BF16), (1 + 2.0**-11, FP16), (1 + 2.0**-4, FP8_E4M3), (2.0**-10, FP8_E4M3)]
+)
+def test_float64_is_rounded_once(above: float, fmt: Format) -> None:
+    x = torch.tensor(above * (1 + 2.0**-40), dtype=torch.float64)
+    via_fp32 = round_to(x.to(torch.float32), fmt).item()
+    # The cast to fp32 makes it a tie, which goes down to even; it is above the tie.
+    assert via_fp32 < above < round_to(x, fmt).item()
+
+
+def test_worked_examples_of_the_paper() -> None:
+    # v2: a remainder breaks the tie away from zero.
+    x = torch.tensor(-2.4071154594421387) + torch.tensor(-2.296875)
+    assert x.item() == -4.703990459442139
+    assert round_to(x, BF16).item() == -4.71875
+    # v1 prints -4.71875 for an exact tie: an erratum.
+    assert round_to(torch.tensor(-2.40625 + -2.296875), BF16).item() == -4.6875
+    assert round_to(torch.tensor(-2.40625 + -2.296875), BF16, Rounding.TIES_AWAY).item() == -4.71875
+
+
+@pytest.mark.parametrize(
+    ("fmt", "mode", "positive", "negative"),
+    [
+        (FP16, Rounding.TO_EVEN, math.inf, -math.inf),
+        (FP16, Rounding.TIES_AWAY, math.inf, -math.inf),
+        (FP16, Rounding.TOWARD_ZERO, 65504.0, -65504.0),
+        (FP16, Rounding.UP, math.inf, -65504.0),
+        (FP16, Rounding.DOWN, 65504.0, -math.inf),
+        (FP16, Rounding.STOCHASTIC, math.inf, -math.inf),
+        (FP8_E4M3, Rounding.TO_EVEN, math.nan, math.nan),
+        (FP8_E4M3, Rounding.UP, math.nan, -448.0),
+        (FP8_E4M3, Rounding.STOCHASTIC, math.nan, math.nan),
+    ],
+)
+def test_overflow(fmt: Format, mode: Rounding, positive: float, negative: float) -> None:
+    random_bits = torch.tensor(0) if mode is Rounding.STOCHASTIC else None
+    past = math.inf if fmt.has_infinity else math.nan
+    for dtype in (torch.float32, torch.float64):
+        x = torch.tensor([1e6, -1e6, math.inf, -math.inf], dtype=dtype)
+        expected = np.array([positive, negative, past, -past])
+        _assert_same_bits(x, round_to(x, fmt, mode, random_bits=random_bits), expected)
+        saturated = round_to(x, fmt, mode, saturate=True, random_bits=random_bits)
+        assert saturated.tolist() == [fmt.largest, -fmt.largest, fmt.largest, -fmt.largest]
+
+
+@each_mode
+@pytest.mark.parametrize("fmt", [FP16, FP8_E4M3, E3M4], ids=lambda fmt: fmt.name)
+def test_an_element_does_not_need_its_neighbours(fmt: Format, mode: Rounding) -> None:
+    """The paths for subnormals and overflow are taken for the sake of one element, at the very edge of each."""
+    least, normal, spacing = fmt.smallest_subnormal, fmt.smallest_normal, fmt.largest - _values(fmt)[-2]
+    edges = [least / 2, least * 0.75, least * 1.5, normal - least / 2, normal + least / 2]
+    edges += [fmt.largest + part * spacing for part in (0.25, 0.5, 0.75, 1.0, 1.25)]
+    for value in [*edges, *(-edge for edge in edges)]:
+        x = torch.tensor(value)
+        _assert_same_bits(x[None], round_to(x, fmt, mode)[None], _gfloat(x[None], fmt, DETERMINISTIC[mode]))
+
+
+@each_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_stochastic_agrees_with_gfloat(fmt: Format, dtype: torch.dtype) -> None:
+    x = _float32_inputs() if dtype is torch.float32 else _float64_inputs()
+    random_bits = _random_bits(len(x))
+    expected = _gfloat(x, fmt, gfloat.RoundMode.StochasticFast, srbits=random_bits.numpy(), srnumbits=32)
+    _assert_same_bits(x, round_to(x, fmt, Rounding.STOCHASTIC, random_bits=random_bits), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("lower", [1.0, 2.0**-14, 3 * 2.0**-24, 2.0**-24, 0.0, 65504.0])
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 0.75, 2.0**-10, 1 - 2.0**-10])
+def test_stochastic_probability_is_the_fraction(dtype: torch.dtype, lower: float, fraction: float) -> None:
+    """The result is monotone in the random bits, so where it changes is its exact probability."""
+    spacing = ulp(torch.tensor(lower, dtype=torch.float64), FP16).item()
+    x = torch.tensor(lower + fraction * spacing, dtype=dtype)
+    first_up = round((1 - fraction) * 2**32)
+    random_bits = torch.tensor([0, first_up - 1, first_up, 2**32 - 1])
+    upper = math.inf if lower == FP16.largest else lower + spacing
+    for sign in (1, -1):
+        rounded = round_to(sign * x.expand(4), FP16, Rounding.STOCHASTIC, random_bits=random_bits)
+        assert rounded.tolist() == [sign * lower, sign * lower, sign * upper, sign * upper]
+
+
+@pytest.mark.parametrize("lower", [1.0, 3 * 2.0**-24], ids=["normal", "subnormal"])
+def test_stochastic_resolves_32_bits_of_float64(lower: float) -> None:
+    spacing = ulp(torch.tensor(lower, dtype=torch.float64), FP16).item()
+    fractions = torch.tensor([2.0**-32, 2.0**-33, 2.0**-33 * (1 - 2.0**-6)], dtype=torch.float64)
+    x = lower + fractions * spacing
+    for random_bits, up in ((2**32 - 1, [True, True, False]), (2**32 - 2, [False, False, False])):
+        rounded = round_to(x, FP16, Rounding.STOCHASTIC, random_bits=torch.tensor(random_bits))
+        assert (rounded > lower).tolist() == up
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 1 / 3])
+@pytest.mark.parametrize("fmt", [BF16, FP16, FP8_E4M3, FP8_E5M2], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_stochastic_rounds_up_a_fraction_of_the_time(fmt: Format, dtype: torch.dtype, fraction: float) -> None:
+    n = 200_000
+    random_bits = _random_bits(n)
+    for lower in (1.0, 2 * fmt.smallest_subnormal):
+        x = torch.tensor(lower, dtype=torch.float64)
+        value = (x + fraction * ulp(x, fmt)).to(dtype)
+        rounded = round_to(value.expand(n), fmt, Rounding.STOCHASTIC, random_bits=random_bits)
+        ups = int((rounded > lower).sum())
+        # Five standard deviations of a binomial.
+        assert abs(ups - n * fraction) < 5 * math.sqrt(n * fraction * (1 - fraction))
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP16, FP8_E4M3], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("scale", [1.0, 2.0**-16], ids=["normal", "mostly subnormal"])
+def test_stochastic_is_unbiased(fmt: Format, scale: float) -> None:
+    n = 200_000
+    x = torch.randn(n, generator=torch.Generator().manual_seed(3), dtype=torch.float32) * scale
+    rounded = round_to(x, fmt, Rounding.STOCHASTIC, random_bits=_random_bits(n))
+    exact = x.to(torch.float64)
+    spacing = ulp(exact, fmt)
+    fraction = (exact.abs() / spacing) % 1
+    away = ((rounded.to(torch.float64) - exact) / spacing * exact.sign()).sum().item()
+    # Each error, in ulps, has mean 0 and variance fraction * (1 - fraction).
+    assert abs(away) < 5 * math.sqrt((fraction * (1 - fraction)).sum().item())
+
+
+def test_stochastic_is_reproducible_and_follows_its_bits() -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(4))
+    runs = [
+        round_to(x, BF16, Rounding.STOCHASTIC, random_bits=counter.random_bits(seed, torch.arange(1000)))
+        for seed in (5, 5, 6)
+    ]
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+def test_random_bits_broadcast() -> None:
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(5)) * 2.0**-14
+    column = counter.random_bits(0, torch.arange(8))[:, None]
+    expected = round_to(x, FP16, Rounding.STOCHASTIC, random_bits=column.expand(8, 16).clone())
+    assert torch.equal(round_to(x, FP16, Rounding.STOCHASTIC, random_bits=column), expected)
+    with pytest.raises(RuntimeError):
+        round_to(x[0], FP16, Rounding.STOCHASTIC, random_bits=column)
+
+
+@each_mode
+@pytest.mark.parametrize("fmt", [FP32, BF16, FP16], ids=lambda fmt: fmt.name)
+def test_any_shape_and_layout(fmt: Format, mode: Rounding) -> None:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(6)) * 2.0**-14
+    whole = round_to(x, fmt, mode)
+    before = x.clone()
+    assert torch.equal(round_to(x.T, fmt, mode), whole.T)
+    assert torch.equal(round_to(x[::2, 1:3], fmt, mode), whole[::2, 1:3])
+    assert torch.equal(round_to(x[:1].expand(3, 4), fmt, mode), whole[:1].expand(3, 4))
+    assert torch.equal(round_to(x[2, 3], fmt, mode), whole[2, 3])
+    assert round_to(x[:0], fmt, mode).shape == (0, 4)
+    assert not round_to(x.requires_grad_(), fmt, mode).requires_grad
+    # The result never shares memory with the input, even where nothing is rounded.
+    whole.zero_()
+    assert torch.equal(x.detach(), before)
+
+
+def test_errors() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.int32):
+        with pytest.raises(TypeError, match=str(dtype)):
+            round_to(torch.ones(1, dtype=dtype), BF16)
+    with pytest.raises(TypeError, match=r"torch\.int32"):
+        round_to(torch.ones(1), BF16, Rounding.STOCHASTIC, random_bits=torch.zeros(1, dtype=torch.int32))
+    with pytest.raises(ValueError, match="STOCHASTIC"):
+        round_to(torch.ones(1), BF16, Rounding.STOCHASTIC)
+    for mode in DETERMINISTIC:
+        with pytest.raises(ValueError, match="STOCHASTIC"):
+            round_to(torch.ones(1), BF16, mode, random_bits=torch.zeros(1, dtype=torch.int64))
+
+
+any_format = st.builds(lambda x, y: parse_format(f"E{x}M{y}"), st.integers(2, 8), st.integers(0, 23)) | st.sampled_from(
+    [FP8_E4M3, BF16, FP16, TF32]
+)
+any_mode = st.sampled_from(Rounding)
+bits32 = st.integers(0, 2**32 - 1)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+
+
+def _round(values: list[float], fmt: Format, mode: Rounding, bits: int, *, saturate: bool = False) -> torch.Tensor:
+    random_bits = torch.tensor(bits) if mode is Rounding.STOCHASTIC else None
+    x = torch.tensor(values, dtype=torch.float64)
+    return round_to(x, fmt, mode, saturate=saturate, random_bits=random_bits)
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(finite | st.floats(-2.0, 2.0), min_size=2, max_size=20), any_format, any_mode, bits32)
+def test_monotone(values: list[float], fmt: Format, mode: Rounding, bits: int) -> None:
+    rounded = _round(sorted(values), fmt, mode, bits, saturate=True)
+    assert (rounded[1:] >= rounded[:-1]).all()
+
+
+@settings(deadline=None, derandomize=True)
+@given(finite | st.floats(-2.0, 2.0), any_format, any_mode, any_mode, bits32)
+def test_idempotent(value: float, fmt: Format, mode: Rounding, again: Rounding, bits: int) -> None:
+    once = _round([value], fmt, mode, bits)
+    _assert_same_bits(once, _round(once.tolist(), fmt, again, bits), once.numpy())
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.floats(-1.0, 1.0), any_format, any_mode, bits32)
+def test_result_is_a_neighbour_on_the_side_of_the_mode(value: float, fmt: Format, mode: Rounding, bits: int) -> None:
+    spacing = ulp(torch.tensor(value, dtype=torch.float64), fmt).item()
+    quotient = Fraction(value) / Fraction(spacing)
+    half = Fraction(1, 2)
+    allowed = {
+        # Without fraction bits the even one of two neighbours is not the even multiple of the spacing.
+        Rounding.TO_EVEN: {round(quotient)}
+        if fmt.mantissa_bits
+        else {math.ceil(quotient - half), math.floor(quotient + half)},
+        Rounding.TIES_AWAY: {int(math.copysign(math.floor(abs(quotient) + half), quotient))},
+        Rounding.TOWARD_ZERO: {math.trunc(quotient)},
+        Rounding.UP: {math.ceil(quotient)},
+        Rounding.DOWN: {math.floor(quotient)},
+        Rounding.STOCHASTIC: {math.floor(quotient), math.ceil(quotient)},
+    }
+    rounded = _round([value], fmt, mode, bits).item()
+    assert rounded / spacing in allowed[mode]
+    assert math.copysign(1.0, rounded) == math.copysign(1.0, value)
