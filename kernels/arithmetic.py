@@ -1,0 +1,56 @@
+"""What the algorithms need from a device: four operations that round. A backend brings them."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tiebreak.kernels.counter import random_bits, uniform
+from tiebreak.kernels.plans import Accumulator, Cast, Exponential
+
+_DITHER_STREAM = 1
+_CAST_STREAM = 2
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Counter-based random numbers of one call, the same whatever the block sizes and the device."""
+
+    seed: int  # of the call
+    heads: int  # query heads per batch entry
+
+    def _rows(self, shape: torch.Size, first_row: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        batch = torch.arange(shape[0], device=device)[:, None, None, None]
+        head = torch.arange(shape[1], device=device)[None, :, None, None]
+        row = torch.arange(first_row, first_row + shape[2], device=device)[None, None, :, None]
+        return batch, head, row
+
+    def dither(self, shape: torch.Size, first_row: int, device: torch.device) -> Tensor:
+        """One uniform number in [0, 1) a row, fp32, (batch, heads, rows, 1), from (seed, batch, head, row)."""
+        return uniform(self.seed, _DITHER_STREAM, *self._rows(shape, first_row, device)).float()
+
+    def bits(self, shape: torch.Size, first_row: int, device: torch.device) -> Tensor:
+        """32 random bits an element of (batch, heads, rows, columns), from (seed, batch, head, row, column)."""
+        column = torch.arange(shape[3], device=device)[None, None, None, :]
+        return random_bits(self.seed, _CAST_STREAM, *self._rows(shape, first_row, device), column)
+
+
+class Arithmetic(Protocol):
+    """The arithmetic of a device. Tensors are fp32 carriers of values in narrower formats."""
+
+    def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
+        """`x` rounded as `cast` says; a stochastic cast takes its random bits from `random`."""
+        ...
+
+    def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
+        """`a @ b`, accumulated in at least fp32, the result rounded by `cast`."""
+        ...
+
+    def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
+        """e to the `x`, in fp32."""
+        ...
+
+    def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
+        """Sum over the last dimension, kept, in fp32."""
+        ...

@@ -1,0 +1,251 @@
+"""Flash and standard attention, forward and backward, written once over an arithmetic.
+
+The forward pass is algorithm 1 of arXiv 2510.04212 (flash attention 2 where the shift rule is `safe`), the backward
+pass its algorithm 2. Elementwise steps are fp32 operations in the order written here; everything else goes through the
+arithmetic, which rounds as the plan says.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiebreak.kernels.arithmetic import Arithmetic, Noise
+from tiebreak.kernels.formats import FP32, Rounding
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
+from tiebreak.kernels.plans import Cast, DeltaSource, Exponential, RoundingPlan
+from tiebreak.kernels.shift_rules import ShiftRule
+
+_FP32 = Cast(FP32)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tile sizes. Tiling off is a block at least as large as the sequence."""
+
+    queries: int = 128
+    keys: int = 128
+
+    def __post_init__(self) -> None:
+        """Refuse empty tiles."""
+        if self.queries < 1 or self.keys < 1:
+            raise ValueError(f"block sizes must be at least 1, not {self.queries} x {self.keys}")
+
+
+BLOCK = Block()
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """Inputs with key heads expanded, and the masks, cut into tiles on demand."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    hidden: Tensor | None
+    scale: float
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs) -> "_Operands":
+        return cls(
+            inputs.q, inputs.expanded_k(), inputs.expanded_v(), inputs.do, _on(inputs.hidden(), inputs.q), inputs.scale
+        )
+
+    def query_tiles(self, block: Block) -> list[slice]:
+        return _tiles(self.q.shape[-2], block.queries)
+
+    def key_tiles(self, block: Block) -> list[slice]:
+        return _tiles(self.k.shape[-2], block.keys)
+
+    def scores(self, rows: slice, keys: slice, plan: RoundingPlan, arithmetic: Arithmetic) -> Tensor:
+        """One tile of S: the product in fp32, then the scale, then S's cast, then the mask."""
+        product = arithmetic.matmul(self.q[:, :, rows], self.k[:, :, keys].transpose(-1, -2), _FP32, plan.accumulator)
+        s = arithmetic.cast(product * self.scale, plan.s)
+        return s if self.hidden is None else s.masked_fill(_cut(self.hidden, rows, keys), -torch.inf)
+
+
+def _on(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if mask is None else mask.to(like.device)
+
+
+def _tiles(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _cut(mask: Tensor, rows: slice, keys: slice) -> Tensor:
+    return mask[:, :, rows if mask.shape[2] > 1 else slice(None), keys]
+
+
+def _final(
+    o: Tensor, rows: slice, operands: _Operands, plan: RoundingPlan, arithmetic: Arithmetic, noise: Noise
+) -> Tensor:
+    """O's cast; rows without a visible key give zeros."""
+    if operands.hidden is not None:
+        blind = _cut(operands.hidden, rows, slice(None)).all(-1, keepdim=True)
+        o = o.masked_fill(blind, 0.0)
+    stochastic = plan.o.rounding is Rounding.STOCHASTIC
+    return arithmetic.cast(o, plan.o, noise.bits(o.shape, rows.start, o.device) if stochastic else None)
+
+
+def flash(
+    inputs: AttentionInputs, plan: RoundingPlan, shift_rule: ShiftRule, arithmetic: Arithmetic, block: Block
+) -> AttentionOutput:
+    """Tiled attention with a running shift (paper, algorithm 1).
+
+    Args:
+        inputs: q, k, v and masks.
+        plan: where and how to round.
+        shift_rule: how each row's shift is chosen.
+        arithmetic: the device's operations.
+        block: tile sizes.
+
+    Returns:
+        O (batch, heads, queries, d) and the log-sum-exp, without gradients.
+    """
+    operands, noise = _Operands.of(inputs), Noise(inputs.noise_seed, inputs.q.shape[1])
+    tiles = [
+        _flash_rows(operands, rows, plan, shift_rule, arithmetic, block, noise) for rows in operands.query_tiles(block)
+    ]
+    return AttentionOutput(torch.cat([o for o, _ in tiles], 2), torch.cat([lse for _, lse in tiles], 2))
+
+
+def _flash_rows(
+    operands: _Operands,
+    rows: slice,
+    plan: RoundingPlan,
+    shift_rule: ShiftRule,
+    arithmetic: Arithmetic,
+    block: Block,
+    noise: Noise,
+) -> tuple[Tensor, Tensor]:
+    q = operands.q[:, :, rows]
+    m = q.new_full((*q.shape[:-1], 1), -torch.inf)
+    l, o_bar = torch.zeros_like(m), torch.zeros_like(q)
+    dither = noise.dither(q.shape, rows.start, q.device) if shift_rule.dithered else torch.zeros_like(m)
+    rescale = Exponential(plan.exponential.base_two)
+    for keys in operands.key_tiles(block):
+        s = operands.scores(rows, keys, plan, arithmetic)
+        row_max = s.amax(-1, keepdim=True)
+        proposed = shift_rule.propose(s, row_max, dither)
+        # A wholly masked tile has no maximum to shift by.
+        new_m = torch.maximum(m, torch.where(row_max == -torch.inf, row_max, proposed))
+        shift = torch.where(new_m == -torch.inf, torch.zeros_like(new_m), new_m)
+        p = arithmetic.exp(s - shift, plan.exponential)
+        alpha = arithmetic.exp(m - shift, rescale)
+        p_bar = arithmetic.cast(p, plan.p_bar)
+        block_sum = arithmetic.row_sum(p_bar if plan.row_sum_from_rounded else p, plan.accumulator)
+        if shift_rule.row_sum_floor:
+            block_sum = block_sum.clamp(min=shift_rule.row_sum_floor)
+        block_sum = arithmetic.cast(block_sum, plan.row_sum)
+        l = arithmetic.cast(arithmetic.cast(alpha * l, plan.row_sum) + block_sum, plan.row_sum)
+        pv = arithmetic.matmul(p_bar, operands.v[:, :, keys], plan.o_bar, plan.accumulator)
+        o_bar = arithmetic.cast(arithmetic.cast(alpha * o_bar, plan.o_bar) + pv, plan.o_bar)
+        m = new_m
+    o = _final(o_bar / l, rows, operands, plan, arithmetic, noise)
+    return o, m + torch.log(l)
+
+
+def standard(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, block: Block) -> AttentionOutput:
+    """Standard attention: softmax over the whole row, normalised before P is cast.
+
+    Args:
+        inputs: q, k, v and masks.
+        plan: `p_bar` casts the normalised P; `o_bar` and `row_sum` are not used.
+        arithmetic: the device's operations.
+        block: only its `queries` matters: rows are worked off in tiles to bound memory.
+
+    Returns:
+        O (batch, heads, queries, d) and the log-sum-exp, without gradients.
+    """
+    operands, noise = _Operands.of(inputs), Noise(inputs.noise_seed, inputs.q.shape[1])
+    every_key = slice(0, inputs.k.shape[-2])
+    outputs, sums = [], []
+    for rows in operands.query_tiles(block):
+        s = operands.scores(rows, every_key, plan, arithmetic)
+        row_max = s.amax(-1, keepdim=True)
+        shift = torch.where(row_max == -torch.inf, torch.zeros_like(row_max), row_max)
+        p = arithmetic.exp(s - shift, plan.exponential)
+        l = arithmetic.row_sum(p, plan.accumulator)
+        o = arithmetic.matmul(arithmetic.cast(p / l, plan.p_bar), operands.v, plan.o_bar, plan.accumulator)
+        outputs.append(_final(o, rows, operands, plan, arithmetic, noise))
+        sums.append(shift + torch.log(l))
+    return AttentionOutput(torch.cat(outputs, 2), torch.cat(sums, 2))
+
+
+def backward(
+    inputs: AttentionInputs, output: AttentionOutput, plan: RoundingPlan, arithmetic: Arithmetic, block: Block
+) -> Gradients:
+    """Gradients from the stored O and log-sum-exp (paper, algorithm 2), for flash and standard attention alike.
+
+    Args:
+        inputs: q, k, v, dO and masks.
+        output: what the forward pass returned, its log-sum-exp included.
+        plan: where and how to round; `delta_from` says what delta is computed from, which is all that separates
+            standard attention's backward pass from flash attention's.
+        arithmetic: the device's operations.
+        block: tile sizes.
+
+    Returns:
+        dQ, dK, dV and delta.
+    """
+    operands = _Operands.of(inputs)
+    tape = _Tape(operands, output, plan, arithmetic, block)
+    delta = tape.delta()
+    dq = torch.zeros_like(operands.q)
+    dk, dv = torch.zeros_like(operands.k), torch.zeros_like(operands.v)
+    for keys in operands.key_tiles(block):
+        for rows in operands.query_tiles(block):
+            p, dp = tape.p(rows, keys), tape.dp(rows, keys)
+            ds = arithmetic.cast(p * (dp - delta[:, :, rows]), plan.ds)
+            dv[:, :, keys] += tape.product(arithmetic.cast(p, plan.p).transpose(-1, -2), operands.do[:, :, rows])
+            dq[:, :, rows] += operands.scale * tape.product(ds, operands.k[:, :, keys])
+            dk[:, :, keys] += operands.scale * tape.product(ds.transpose(-1, -2), operands.q[:, :, rows])
+    dk, dv = sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
+    dq, dk, dv = (arithmetic.cast(gradient, plan.gradients) for gradient in (dq, dk, dv))
+    return Gradients(dq, dk, dv, delta)
+
+
+@dataclass(frozen=True)
+class _Tape:
+    """The tiles that the backward pass recomputes."""
+
+    operands: _Operands
+    output: AttentionOutput
+    plan: RoundingPlan
+    arithmetic: Arithmetic
+    block: Block
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.arithmetic.matmul(a, b, _FP32, self.plan.accumulator)
+
+    def p(self, rows: slice, keys: slice) -> Tensor:
+        s = self.operands.scores(rows, keys, self.plan, self.arithmetic)
+        assert self.output.lse is not None, "the forward pass must return its log-sum-exp"
+        lse = self.output.lse[:, :, rows]
+        # A row without a visible key has log-sum-exp -inf and no probabilities.
+        p = self.arithmetic.exp(s - lse, Exponential(self.plan.exponential.base_two))
+        return p.masked_fill(lse == -torch.inf, 0.0)
+
+    def dp(self, rows: slice, keys: slice) -> Tensor:
+        product = self.product(self.operands.do[:, :, rows], self.operands.v[:, :, keys].transpose(-1, -2))
+        return self.arithmetic.cast(product, self.plan.dp)
+
+    def delta(self) -> Tensor:
+        """Delta (batch, heads, queries, 1), from what the plan says (paper, section 3.2)."""
+        do, source = self.operands.do, self.plan.delta_from
+        if source is DeltaSource.OUTPUT:
+            total = self.arithmetic.row_sum(do * self.output.o.float(), self.plan.accumulator)
+            return self.arithmetic.cast(total, self.plan.delta)
+        tiles = []
+        for rows in self.operands.query_tiles(self.block):
+            total = torch.zeros_like(do[:, :, rows, :1])
+            for keys in self.operands.key_tiles(self.block):
+                p = self.p(rows, keys)
+                if source is DeltaSource.PROBABILITIES:
+                    total = total + self.arithmetic.row_sum(p * self.dp(rows, keys), self.plan.accumulator)
+                else:
+                    pv = self.product(p, self.operands.v[:, :, keys])
+                    total = total + self.arithmetic.row_sum(do[:, :, rows] * pv, self.plan.accumulator)
+            tiles.append(total)
+        return self.arithmetic.cast(torch.cat(tiles, 2), self.plan.delta)

@@ -1,0 +1,96 @@
+"""What goes into an attention kernel and what comes out of it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from tiebreak.kernels.formats import BF16, FP16, FP32, Format
+
+# Formats that torch devices compute in.
+TORCH_DTYPES: Mapping[Format, torch.dtype] = MappingProxyType(
+    {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32}
+)
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """One call of attention. Tensors hold values of `fmt` in fp32, on the host."""
+
+    q: Tensor  # (batch, heads, queries, d)
+    k: Tensor  # (batch, key heads, keys, d); heads is a multiple of key heads (grouped-query attention)
+    v: Tensor  # (batch, key heads, keys, d)
+    do: Tensor  # (batch, heads, queries, d), the upstream gradient
+    fmt: Format  # format of q, k, v, dO and O
+    causal: bool = False  # query i sees keys 0 .. i + keys - queries
+    key_padding: Tensor | None = None  # bool (batch, keys), True where a key takes part
+    noise_seed: int = 0  # seeds the dither and the stochastic casts
+
+    def __post_init__(self) -> None:
+        """Refuse shapes that no attention kernel could take."""
+        batch, heads, _, d = self.q.shape
+        if self.k.shape != self.v.shape or self.k.shape[0] != batch or self.k.shape[3] != d:
+            raise ValueError(f"q {tuple(self.q.shape)}, k {tuple(self.k.shape)}, v {tuple(self.v.shape)} do not fit")
+        if heads % self.k.shape[1]:
+            raise ValueError(f"{heads} query heads are no multiple of {self.k.shape[1]} key heads")
+        if self.do.shape != self.q.shape:
+            raise ValueError(f"dO {tuple(self.do.shape)} does not have the shape of q {tuple(self.q.shape)}")
+
+    @property
+    def scale(self) -> float:
+        """alpha = 1/sqrt(d)."""
+        return 1.0 / math.sqrt(self.q.shape[-1])
+
+    @property
+    def groups(self) -> int:
+        """Query heads per key head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    def expanded_k(self) -> Tensor:
+        """K with every key head repeated for its query heads, (batch, heads, keys, d)."""
+        return self.k.repeat_interleave(self.groups, 1) if self.groups > 1 else self.k
+
+    def expanded_v(self) -> Tensor:
+        """V with every key head repeated for its query heads, (batch, heads, keys, d)."""
+        return self.v.repeat_interleave(self.groups, 1) if self.groups > 1 else self.v
+
+    def hidden(self) -> Tensor | None:
+        """Bool, broadcastable to (batch, heads, queries, keys): True where a score is masked out; None if nowhere."""
+        queries, keys = self.q.shape[-2], self.k.shape[-2]
+        mask: Tensor | None = None
+        if self.causal:
+            mask = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)[None, None]
+        if self.key_padding is not None:
+            padded = ~self.key_padding[:, None, None, :]
+            mask = padded if mask is None else mask | padded
+        return mask
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of the inputs, in the inputs' shapes, and the row term they were computed with."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    delta: Tensor | None = None  # (batch, heads, queries, 1) as the kernel used it; None where it doesn't tell
+
+
+@dataclass(frozen=True)
+class AttentionOutput:
+    """What a kernel returned."""
+
+    o: Tensor  # (batch, heads, queries, d)
+    lse: Tensor | None = None  # (batch, heads, queries, 1), log-sum-exp of the scores, where the kernel returns it
+    gradients: Gradients | None = None  # where a backward pass was asked for and exists
+
+
+def sum_groups(gradient: Tensor, groups: int) -> Tensor:
+    """Add up the gradients of the query heads that share a key head: (batch, heads, ...) -> (batch, key heads, ...)."""
+    if groups == 1:
+        return gradient
+    batch, heads, *rest = gradient.shape
+    return gradient.reshape(batch, heads // groups, groups, *rest).sum(2)

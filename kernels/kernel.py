@@ -1,0 +1,78 @@
+"""Kernels under test: an implementation, and the declaration of how it rounds."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.flash import BLOCK, Block, backward, flash, standard
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.plans import RoundingPlan
+from tiebreak.kernels.shift_rules import ShiftRule
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a kernel says of itself: enough for the emulation to predict its output."""
+
+    algorithm: Literal["flash", "standard"]  # whether the softmax is normalised after P V or before
+    plan: RoundingPlan  # where it rounds
+    shift_rule: ShiftRule  # how it chooses a row's shift
+    block: Block = BLOCK  # its tile sizes
+
+    @property
+    def label(self) -> str:
+        """`rule@plan`, or `standard`."""
+        return "standard" if self.algorithm == "standard" else f"{self.shift_rule.name}@{self.plan.name}"
+
+
+# (inputs on the backend's device, its arithmetic, whether gradients are wanted) -> output
+Compute = Callable[[AttentionInputs, Arithmetic, bool], AttentionOutput]
+# inputs -> None, or why the kernel can't take them
+Refuses = Callable[[AttentionInputs], str | None]
+
+
+def _takes_all(inputs: AttentionInputs) -> None:
+    del inputs
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation of attention under test."""
+
+    name: str  # how tables and --kernels call it
+    compute: Compute  # runs it
+    declaration: Declaration | None  # what it claims to do; None where nobody knows
+    has_backward: bool = True  # whether it returns gradients when asked
+    refuses: Refuses = _takes_all  # why it can't take some inputs
+    external: bool = False  # a user's own: held to the contract of `tiebreak.kernels.external`
+
+
+def run_declared(
+    declaration: Declaration, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool
+) -> AttentionOutput:
+    """Attention exactly as declared, with the plan's narrow rounding points in the inputs' format.
+
+    Args:
+        declaration: algorithm, plan, shift rule and tile sizes.
+        inputs: q, k, v, dO and masks, on the arithmetic's device.
+        arithmetic: the operations of a device, or the emulation's.
+        gradients: whether to run the backward pass too.
+
+    Returns:
+        O, the log-sum-exp and, if asked for, the gradients.
+    """
+    plan = declaration.plan.in_format(inputs.fmt)
+    if declaration.algorithm == "standard":
+        output = standard(inputs, plan, arithmetic, declaration.block)
+    else:
+        output = flash(inputs, plan, declaration.shift_rule, arithmetic, declaration.block)
+    if not gradients:
+        return output
+    return replace(output, gradients=backward(inputs, output, plan, arithmetic, declaration.block))
+
+
+def composed(name: str, declaration: Declaration) -> Kernel:
+    """A kernel that is its declaration, run on whatever arithmetic a backend brings."""
+    return Kernel(name, partial(run_declared, declaration), declaration)

@@ -1,0 +1,130 @@
+"""Rounding plans: format and mode of every rounding point of an attention kernel, and the presets."""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+
+from tiebreak.kernels.formats import BF16, FP32, Format, Rounding
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One rounding: to a format, in a mode."""
+
+    fmt: Format  # the format that holds the result
+    rounding: Rounding = Rounding.TO_EVEN  # how a value between two neighbours is placed
+
+    @property
+    def narrows(self) -> bool:
+        """Whether the cast drops bits of fp32."""
+        return self.fmt != FP32
+
+
+class Accumulator(enum.Enum):
+    """How the products of a matrix product, or the terms of a row sum, are added up to one fp32 value."""
+
+    EXACT = "exact"  # in fp64, rounded once to fp32
+    SEQUENTIAL = "sequential"  # in fp32, term after term
+    PAIRWISE = "pairwise"  # in fp32, as a balanced binary tree
+
+
+class DeltaSource(enum.Enum):
+    """What delta, the row term of the softmax's gradient, is computed from (paper, section 3.2)."""
+
+    OUTPUT = "rowsum(dO*O)"  # flash attention: from the stored O, with its rounding error
+    PROBABILITIES = "rowsum(dP*P)"  # standard attention: never sees O
+    RECOMPUTED_OUTPUT = "rowsum(dO*(PV in fp32))"  # O computed anew in fp32 in the backward pass
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """The exponential function of a kernel. It is a rounding point too."""
+
+    base_two: bool = False  # exp2(x * log2(e)), the product rounded to fp32, as production kernels compute it
+    at_zero: float = 1.0  # its value at 0, where every tie sits; a fast exponential misses 1
+
+
+@dataclass(frozen=True)
+class RoundingPlan:
+    """Where a kernel rounds. The scores' scale is applied in fp32 before S is cast; all else not named is fp32."""
+
+    name: str  # how tables and --plan call it
+    s: Cast  # scores S
+    p_bar: Cast  # unnormalised probabilities P-bar (standard attention: the normalised P)
+    o_bar: Cast  # unnormalised output O-bar, at every operation on it
+    row_sum: Cast  # row sum l
+    o: Cast  # output O
+    row_sum_from_rounded: bool = False  # whether l sums P-bar after its cast
+    accumulator: Accumulator = Accumulator.EXACT  # of matrix products and row sums
+    exponential: Exponential = Exponential()  # of the softmax
+    delta_from: DeltaSource = DeltaSource.OUTPUT  # backward: what delta is computed from
+    delta: Cast = Cast(FP32)  # backward: delta
+    p: Cast = Cast(FP32)  # backward: the recomputed P where it enters dV
+    dp: Cast = Cast(FP32)  # backward: dP
+    ds: Cast = Cast(FP32)  # backward: dS where it enters dQ and dK
+    gradients: Cast = Cast(FP32)  # backward: dQ, dK and dV as returned
+
+    @property
+    def unfused(self) -> bool:
+        """Whether O-bar is rounded to a narrow format before the division by l."""
+        return self.o_bar.narrows
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether any cast is stochastic."""
+        return any(cast.rounding is Rounding.STOCHASTIC for _, cast in self.casts())
+
+    def casts(self) -> tuple[tuple[str, Cast], ...]:
+        """All rounding points, by name."""
+        pairs = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return tuple((name, value) for name, value in pairs if isinstance(value, Cast))
+
+    def in_format(self, fmt: Format) -> "RoundingPlan":
+        """The same plan with every bf16 rounding point in `fmt`."""
+        changed = {name: replace(cast, fmt=fmt) for name, cast in self.casts() if cast.fmt == BF16}
+        return replace(self, **changed) if fmt != BF16 else self  # type: ignore[arg-type]
+
+
+_LOW = Cast(BF16)
+_HIGH = Cast(FP32)
+
+PAPER = RoundingPlan("paper", s=_HIGH, p_bar=_LOW, o_bar=_LOW, row_sum=_HIGH, o=_LOW)
+ALL_BF16 = replace(PAPER, name="all_bf16", s=_LOW, row_sum=_LOW)
+FUSED = RoundingPlan("fused", s=_HIGH, p_bar=_LOW, o_bar=_HIGH, row_sum=_HIGH, o=_LOW, p=_LOW, ds=_LOW, gradients=_LOW)
+FUSED_STOCHASTIC = replace(FUSED, name="fused_stochastic", o=Cast(BF16, Rounding.STOCHASTIC))
+STANDARD = RoundingPlan(
+    "standard",
+    s=_HIGH,
+    p_bar=_LOW,
+    o_bar=_HIGH,
+    row_sum=_HIGH,
+    o=_LOW,
+    delta_from=DeltaSource.PROBABILITIES,
+)
+FP32_PLAN = RoundingPlan("fp32", s=_HIGH, p_bar=_HIGH, o_bar=_HIGH, row_sum=_HIGH, o=_HIGH)
+
+PLANS: Mapping[str, RoundingPlan] = MappingProxyType(
+    {plan.name: plan for plan in (PAPER, ALL_BF16, FUSED, FUSED_STOCHASTIC, STANDARD, FP32_PLAN)}
+)
+
+# The paper's section 3.2: what each single change to the plan is said to cure.
+ISOLATION: Mapping[str, RoundingPlan] = MappingProxyType(
+    {
+        "delta_from_dp": replace(PAPER, name="delta_from_dp", delta_from=DeltaSource.PROBABILITIES),
+        "o_recomputed": replace(PAPER, name="o_recomputed", delta_from=DeltaSource.RECOMPUTED_OUTPUT),
+        "o_fp32": replace(PAPER, name="o_fp32", o_bar=_HIGH, o=_HIGH),
+        "pv_fp32": replace(PAPER, name="pv_fp32", p_bar=_HIGH, o_bar=_HIGH),
+    }
+)
+
+
+def parse_plan(name: str) -> RoundingPlan:
+    """The preset called `name`.
+
+    Raises:
+        ValueError: no preset has that name; the message lists those there are.
+    """
+    if name not in PLANS:
+        raise ValueError(f"unknown rounding plan {name!r}: known are {', '.join(PLANS)}")
+    return PLANS[name]

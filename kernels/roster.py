@@ -1,0 +1,69 @@
+"""The composed kernels, by name: standard attention, and `rule@plan` for every shift rule and rounding plan."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from tiebreak.kernels.kernel import Declaration, Kernel, composed
+from tiebreak.kernels.plans import FUSED_STOCHASTIC, ISOLATION, PLANS, STANDARD, RoundingPlan
+from tiebreak.kernels.shift_rules import SHIFT_RULES
+
+# Tables speak of plain flash attention by its usual name.
+PLAIN = "flash"
+
+_FLASH_PLANS: Mapping[str, RoundingPlan] = MappingProxyType(
+    {name: plan for name, plan in {**PLANS, **ISOLATION}.items() if name != STANDARD.name}
+)
+
+
+def _standard() -> Kernel:
+    return composed("standard", Declaration("standard", STANDARD, SHIFT_RULES["safe"]))
+
+
+def _fair() -> Kernel:
+    return composed("fair", Declaration("flash", FUSED_STOCHASTIC, SHIFT_RULES["dithered"]))
+
+
+def composed_kernel(name: str) -> Kernel:
+    """The composed kernel called `name`: `standard`, `fair`, or `rule@plan` with `flash` for the rule `safe`.
+
+    Raises:
+        ValueError: no such rule or plan; the message lists those there are.
+    """
+    if name == "standard":
+        return _standard()
+    if name == "fair":
+        return _fair()
+    rule_name, _, plan_name = name.partition("@")
+    rule = SHIFT_RULES.get("safe" if rule_name == PLAIN else rule_name)
+    plan = _FLASH_PLANS.get(plan_name)
+    if rule is None or plan is None:
+        rules = ", ".join([PLAIN, *(rule for rule in SHIFT_RULES if rule != "safe")])
+        raise ValueError(
+            f"unknown kernel {name!r}: composed kernels are standard, fair and rule@plan"
+            f" with rules {rules} and plans {', '.join(_FLASH_PLANS)}"
+        )
+    return composed(name, Declaration("flash", plan, rule))
+
+
+# What the matrix runs unless told otherwise. Every shift rule at the plan its authors had in mind, every plan with
+# plain flash attention.
+DEFAULT_ROSTER = (
+    "standard",
+    "flash@paper",
+    "flash@all_bf16",
+    "flash@fused",
+    "flash@fused_stochastic",
+    "flash@fp32",
+    "stabilized@paper",
+    "stabilized@fused",
+    "stabilized_v1@paper",
+    "stabilized_authors@all_bf16",
+    "as_printed_v1@paper",
+    "as_printed_v2@paper",
+    "fixed_offset@paper",
+    "always_scaled@paper",
+    "gamma@paper",
+    "dithered@paper",
+    "dithered@fused",
+    "fair",
+)
