@@ -1,0 +1,90 @@
+"""Backends: a device, the arithmetic on it, and the kernels it runs."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+
+from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.backends.torch_arithmetic import TorchArithmetic
+from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
+from tiebreak.kernels.sdpa import cpu_sdpa_flash, sdpa_math
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where kernels run."""
+
+    name: str  # how tables and --backend call it
+    about: str  # one line
+    device: str  # torch's name of the device
+    arithmetic: Arithmetic  # the device's operations
+    unavailable: Callable[[], str | None]  # None, or why it can't run here, in one line
+    vendor_kernels: Callable[[], tuple[Kernel, ...]]  # kernels that only this backend has
+    predicts: bool = False  # whether its output is the prediction itself
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels of a default run, in the order of the table."""
+        return (*(composed_kernel(name) for name in DEFAULT_ROSTER), *self.vendor_kernels())
+
+    def kernel(self, name: str) -> Kernel:
+        """The kernel called `name`: one of the device's own, or any composed one.
+
+        Raises:
+            ValueError: the backend has no such kernel; the message lists what it has.
+        """
+        vendor = {kernel.name: kernel for kernel in self.vendor_kernels()}
+        return vendor[name] if name in vendor else composed_kernel(name)
+
+    def run(self, kernel: Kernel, inputs: AttentionInputs, *, gradients: bool) -> AttentionOutput:
+        """Run a kernel on the device and bring its output back to the host.
+
+        Raises:
+            Exception: whatever the kernel raises.
+        """
+        return to_device(kernel.compute(to_device(inputs, self.device), self.arithmetic, gradients), "cpu")
+
+
+_Moved = TypeVar("_Moved", AttentionInputs, AttentionOutput, Gradients)
+
+
+def to_device(value: _Moved, device: str) -> _Moved:
+    """The same dataclass with every tensor in it on `device`."""
+    moved: dict[str, Any] = {}
+    for field in fields(value):
+        part = getattr(value, field.name)
+        if isinstance(part, torch.Tensor):
+            moved[field.name] = part.to(device)
+        elif isinstance(part, Gradients):
+            moved[field.name] = to_device(part, device)
+    return replace(value, **moved)
+
+
+def _always() -> str | None:
+    return None
+
+
+EMULATION = Backend(
+    "emulation",
+    "every rounding in software, as the plan declares it",
+    "cpu",
+    EmulatedArithmetic(),
+    _always,
+    lambda: (),
+    predicts=True,
+)
+CPU = Backend(
+    "cpu",
+    "this CPU as it is: native torch operations and PyTorch's own kernels",
+    "cpu",
+    TorchArithmetic(),
+    _always,
+    lambda: (cpu_sdpa_flash(), sdpa_math()),
+)
+
+BACKENDS: Mapping[str, Backend] = MappingProxyType({backend.name: backend for backend in (EMULATION, CPU)})

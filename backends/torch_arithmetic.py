@@ -1,0 +1,42 @@
+"""The arithmetic of a torch device as it is: its own casts, matrix products, exponential and sums."""
+
+import torch
+from torch import Tensor
+
+from tiebreak.backends.emulation.rounding import round_to
+from tiebreak.kernels.formats import FP32, Rounding
+from tiebreak.kernels.inputs import TORCH_DTYPES
+from tiebreak.kernels.plans import Accumulator, Cast, Exponential
+
+_LOG2_E = 1.4426950408889634
+
+
+class TorchArithmetic:
+    """Native torch operations over fp32 carriers; see `tiebreak.kernels.arithmetic.Arithmetic`.
+
+    Accumulators and the exponential's constants are the device's own: what a plan says of them is not imposed but is
+    what the device is held against.
+    """
+
+    def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
+        """The device's own cast; a stochastic one, which no torch device has, in integer arithmetic on the device."""
+        if cast.rounding is Rounding.STOCHASTIC:
+            return round_to(x, cast.fmt, cast.rounding, random_bits=random)
+        return x if cast.fmt == FP32 else x.to(TORCH_DTYPES[cast.fmt]).float()
+
+    def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
+        """The device's product: of narrow operands where the result is narrow, of fp32 operands otherwise."""
+        del accumulator
+        if cast.fmt == FP32:
+            return a @ b
+        dtype = TORCH_DTYPES[cast.fmt]
+        return (a.to(dtype) @ b.to(dtype)).float()
+
+    def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
+        """The device's exponential."""
+        return torch.exp2(x * _LOG2_E) if exponential.base_two else torch.exp(x)
+
+    def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
+        """The device's sum."""
+        del accumulator
+        return x.sum(-1, keepdim=True)
