@@ -1,0 +1,60 @@
+"""A rounding-error bound for every element of O, from the plan alone: what accuracy is held to.
+
+First-order forward analysis (Higham, Accuracy and Stability of Numerical Algorithms, 3.1) of O = (P V) / l with
+P = exp(S - m). With u the unit roundoff of each rounding point and u32 = 2^-24,
+
+    |dS_j|  <= u_s |S_j| + (d + 2) u32 alpha |q| |k_j|
+    |dP_j|  <= P_j expm1(|dS_j| + |dS_max| + 2 u32 |S_j - m| + e_exp + u_p) + half the smallest subnormal
+    |dO|    <= sum_j |dP_j| |V_j| + sum_j |dP_j| sum_j P_j |V_j|
+               + (c u_obar + c u_l + n u32) sum_j P_j |V_j| + u_o |O| + the subnormal spacing of O
+
+with c = 3 roundings of O-bar and l a block of keys. A shift rule enters only where it makes P underflow, and that is
+the harm the bound is there to show.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tiebreak.kernels.formats import FP32, Rounding
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.plans import ALL_BF16, Cast
+from tiebreak.kernels.reference import Reference
+from tiebreak.kernels.shift_rules import SHIFT_RULES
+
+_EXPONENTIAL_ERROR = 2.0**-13  # relative; fast exponentials of 20 ulps of fp32 that miss 1 at 0 by 5e-5 stay under it
+_ROUNDINGS_A_BLOCK = 3  # of O-bar and of l: the block's own sum, the rescale, the addition
+
+# A kernel that declares nothing is held to the loosest preset.
+UNDECLARED = Declaration("flash", replace(ALL_BF16, name="undeclared"), SHIFT_RULES["safe"])
+
+
+def _roundoff(cast: Cast) -> float:
+    """Largest relative error of a cast: half an ulp to nearest, a whole one otherwise."""
+    nearest = cast.rounding in (Rounding.TO_EVEN, Rounding.TIES_AWAY)
+    return cast.fmt.unit_roundoff * (1.0 if nearest else 2.0)
+
+
+def error_bound(inputs: AttentionInputs, ref: Reference, declaration: Declaration) -> Tensor:
+    """Bound on |O - ref| for every element, fp64, (batch, heads, queries, d); Inf where rounding S can do anything."""
+    plan = declaration.plan.in_format(inputs.fmt)
+    u32 = FP32.unit_roundoff
+    v = inputs.expanded_v().double().abs()
+    norms = inputs.q.double().norm(dim=-1, keepdim=True) * inputs.expanded_k().double().norm(dim=-1)[:, :, None, :]
+    ds = _roundoff(plan.s) * ref.s.abs() + (inputs.q.shape[-1] + 2) * u32 * inputs.scale * norms
+    hidden = inputs.hidden()
+    visible = ref.s if hidden is None else ref.s.masked_fill(hidden, -torch.inf)
+    top = visible.amax(-1, keepdim=True)
+    top_error = ds.gather(-1, visible.argmax(-1, keepdim=True))
+    distance = torch.nan_to_num(top - visible, nan=0.0, posinf=0.0)
+    exponent = ds + top_error + 2 * u32 * distance + _EXPONENTIAL_ERROR + _roundoff(plan.p_bar)
+    dp = ref.p * torch.expm1(exponent) + plan.p_bar.fmt.smallest_subnormal / 2 * (ref.p > 0)
+    blocks = -(-inputs.k.shape[-2] // declaration.block.keys)
+    steps = _ROUNDINGS_A_BLOCK * blocks * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
+    relative = dp.sum(-1, keepdim=True) + steps + inputs.k.shape[-2] * u32
+    subnormal = inputs.fmt.smallest_subnormal
+    bound = dp @ v + relative * ref.magnitude + _roundoff(plan.o) * ref.o.abs() + subnormal
+    # Inf * 0: the scores' rounding can move any weight to any key.
+    return torch.nan_to_num(bound, nan=torch.inf, posinf=torch.inf)

@@ -1,0 +1,177 @@
+"""A case: scripted input with what is claimed about it."""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.random import Generator, Philox, SeedSequence
+from torch import Tensor
+
+from tiebreak.cases.claims import Claim
+from tiebreak.kernels.formats import Format
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
+from tiebreak.kernels.kernel import Declaration
+
+HEADS_PER_BATCH = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a case's tensors, heads aside."""
+
+    queries: int = 4  # a few, so that the row maximum varies within a head: heads are the samples, not rows
+    keys: int = 128
+    d: int = 64
+    groups: int = 1  # query heads per key head
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a case's recipe works with."""
+
+    rng: Generator  # numpy's, whose stream is the same on every CPU; torch's is not
+    fmt: Format  # format of q, k, v and dO
+    heads: int  # query heads in all
+
+    @property
+    def batch_and_heads(self) -> tuple[int, int]:
+        """Heads split into a batch and heads per batch entry."""
+        return (self.heads // HEADS_PER_BATCH, HEADS_PER_BATCH) if self.heads > HEADS_PER_BATCH else (1, self.heads)
+
+    def normal(self, *shape: int) -> Tensor:
+        """Standard normal numbers, fp32."""
+        return torch.from_numpy(self.rng.standard_normal(shape, dtype=np.float32))
+
+    def uniform(self, low: float, high: float, *shape: int) -> Tensor:
+        """Uniform numbers in [low, high), fp32."""
+        return low + (high - low) * torch.from_numpy(self.rng.random(shape, dtype=np.float32))
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """`x` in the case's format, carried in fp32."""
+        return x.to(TORCH_DTYPES[self.fmt]).float()
+
+
+Recipe = Callable[[Draw], AttentionInputs]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One scripted input with what is claimed about it."""
+
+    name: str  # how tables and --cases call it
+    about: str  # one line
+    source: str  # where the input or the claim comes from
+    recipe: Recipe  # makes one batch of heads
+    claims: tuple[Claim, ...] = ()  # the first that concerns a kernel holds for it
+    failure: bool = False  # an input on which rounding is known to fail: --fair asks for no bias here
+    gradients: bool = False  # whether the backward pass is run and measured too
+    traced: bool = False  # whether the error trace of one element of O-bar is recorded
+    cancels: bool = False  # V is of mixed sign and O cancels: its error in ulps has no mean worth judging
+    chaotic: bool = False  # one bit of S, or a flushed subnormal, changes O by many ulps: bits cannot be predicted
+    version: int = 1  # raised when the input changes: records of other versions are not comparable
+
+    def make(self, seed: int, batch: int, heads: int, fmt: Format) -> AttentionInputs:
+        """Inputs of one batch of heads: the same on every platform.
+
+        Args:
+            seed: of the run.
+            batch: index of the batch; each has its own random stream.
+            heads: query heads, split over the batch dimension.
+            fmt: format of the tensors.
+
+        Raises:
+            ValueError: the format is none that torch devices compute in.
+        """
+        if fmt not in TORCH_DTYPES:
+            raise ValueError(f"cases come in {', '.join(f.name for f in TORCH_DTYPES)}, not in {fmt.name}")
+        stream = SeedSequence([seed, zlib.crc32(self.name.encode()), batch])
+        return self.recipe(Draw(Generator(Philox(stream)), fmt, heads))
+
+    def claim_about(self, declaration: Declaration | None) -> Claim | None:
+        """The claim that holds for a kernel; None where the case claims nothing about it."""
+        if declaration is None:
+            return None
+        return next((claim for claim in self.claims if claim.concerns(declaration)), None)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scripted scores: some keys at the row's maximum, the others a gap below it, exactly on the bf16 grid."""
+
+    top: tuple[float, float] = (1.0, 6.0)  # the row maximum is drawn from here
+    gap: tuple[float, float] = (12.0, 18.0)  # how far the tail lies below it
+    maxima: int = 2  # keys at the maximum
+    positions: tuple[int, ...] | None = None  # their places; None: anywhere
+    offsets: tuple[float, ...] = ()  # added to the maxima's scores, one each (near ties, overshooting blocks)
+
+
+@dataclass(frozen=True)
+class Values:
+    """Normally distributed values of V, for the keys at the maximum and for the tail."""
+
+    mean: float = -2.4
+    std: float = 0.3
+    tail_mean: float | None = None  # None: as the maxima
+
+
+SHAPE = Shape()
+TWO_MAXIMA = Scores()
+ONE_SIGNED = Values()
+
+
+def scripted(
+    draw: Draw, scores: Scores = TWO_MAXIMA, values: Values = ONE_SIGNED, shape: Shape = SHAPE
+) -> AttentionInputs:
+    """Rows whose scores are as scripted.
+
+    alpha = 1/sqrt(d) is a power of two for the default d; q and k carry the row maximum in dimension 0 (k_0 = 8) and
+    the gap in dimension 1 (q_1 = 1 / alpha, k_1 = -gap), so every score is exact in fp32, and equal maxima are equal in any
+    order of summation. The other dimensions of q are 0; those of k are random, so that P K is not degenerate.
+    """
+    batch, heads = draw.batch_and_heads
+    inverse_scale = shape.d**0.5
+    keys = draw.normal(batch, heads, shape.keys, shape.d)
+    top = draw.uniform(*scores.top, batch, heads, shape.queries).bfloat16().float()
+    gaps = draw.uniform(*scores.gap, batch, heads, shape.keys).bfloat16().float()
+    is_top = _places(draw, scores, (batch, heads, shape.keys))
+    offsets = torch.tensor(scores.offsets or (0.0,) * scores.maxima)
+    k = draw.rounded(keys)
+    k[..., 0] = 8.0
+    k[..., 1] = -gaps
+    ordered = is_top.nonzero()[:, -1].reshape(batch, heads, scores.maxima)
+    k[..., 1].scatter_(2, ordered, offsets.expand(batch, heads, scores.maxima).contiguous())
+    q = torch.zeros(batch, heads, shape.queries, shape.d)
+    q[..., 0] = top * (inverse_scale / 8.0)
+    q[..., 1] = inverse_scale
+    v = values.mean + values.std * draw.normal(batch, heads, shape.keys, shape.d)
+    if values.tail_mean is not None:
+        v = torch.where(is_top[..., None], v, v + (values.tail_mean - values.mean))
+    return AttentionInputs(
+        draw.rounded(q),
+        draw.rounded(k),
+        draw.rounded(v),
+        upstream(draw, q.shape),
+        draw.fmt,
+        noise_seed=noise_seed(draw),
+    )
+
+
+def _places(draw: Draw, scores: Scores, shape: tuple[int, int, int]) -> Tensor:
+    """Bool of `shape` (batch, heads, keys): True at the keys that hold a row's maxima."""
+    if scores.positions is None:
+        at = draw.uniform(0.0, 1.0, *shape).argsort(-1)[..., : scores.maxima]
+    else:
+        at = torch.tensor(scores.positions).expand(*shape[:2], scores.maxima)
+    return torch.zeros(shape, dtype=torch.bool).scatter_(2, at, True)
+
+
+def upstream(draw: Draw, shape: torch.Size) -> Tensor:
+    """An upstream gradient dO of one sign, negative, as the paper finds it in the columns that fail (figure 5b)."""
+    return draw.rounded(-draw.uniform(0.0, 1.0, *shape))
+
+
+def noise_seed(draw: Draw) -> int:
+    """A seed for the dither and the stochastic casts of this batch."""
+    return int(draw.rng.integers(0, 2**31))

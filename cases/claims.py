@@ -1,0 +1,99 @@
+"""Claims: what a case says will happen to a kernel that declares a certain shift rule and plan."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiebreak.cases.measures import Measures
+from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, Verdict, judge
+from tiebreak.kernels.kernel import Declaration
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """One thing that can be expected of a cell's measures."""
+
+    name: str  # how reports call it
+    met: Callable[[Measures], bool | None]  # True, False, or None while the data do not tell yet
+    accurate: bool = True  # whether the output must keep within its plan's rounding-error bound
+    finite: bool = True  # whether the output must be finite where the reference is
+
+
+def _bias_is(verdict: Verdict, sign: int = 0) -> Callable[[Measures], bool | None]:
+    def met(measures: Measures) -> bool | None:
+        if measures.nonfinite:
+            return False
+        bias = measures.bias
+        found = judge(bias)
+        if found is Verdict.INCONCLUSIVE:
+            return None
+        return found is verdict and (sign == 0 or bias.mean * sign > 0)
+
+    return met
+
+
+def _gain(low: float, high: float) -> Callable[[Measures], bool | None]:
+    def met(measures: Measures) -> bool | None:
+        return measures.nonfinite == 0 and low <= measures.gain <= high
+
+    return met
+
+
+UNBIASED = Expectation("unbiased", _bias_is(Verdict.UNBIASED))
+BIASED = Expectation("biased", _bias_is(Verdict.BIASED))
+BIASED_AWAY = Expectation("biased away from zero", _bias_is(Verdict.BIASED, +1))
+BIASED_TOWARD = Expectation("biased toward zero", _bias_is(Verdict.BIASED, -1))
+ACCURATE = Expectation("accurate", lambda measures: measures.nonfinite == 0)
+# Harm that a rule does: nothing else is asked of such a cell.
+BREAKS_DOWN = Expectation(
+    "NaN or Inf where the reference is finite", lambda measures: measures.nonfinite > 0, accurate=False, finite=False
+)
+INACCURATE = Expectation(
+    "beyond the plan's error bound",
+    lambda measures: measures.nonfinite == 0 and measures.error_over_bound > 1.0,
+    accurate=False,
+)
+FLUSHED_OR_ACCURATE = Expectation(
+    "accurate, or subnormals flushed to zero",
+    lambda measures: measures.error_over_bound <= 1.0 or measures.output_size == 0.0,
+    accurate=False,
+)
+
+
+def shrinks(low: float, high: float) -> Expectation:
+    """The output keeps only a share of its size, between `low` and `high`, without a NaN."""
+    return Expectation(f"output shrinks to {low:g} .. {high:g}", _gain(low, high), accurate=False)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """An expectation, for the kernels it is about."""
+
+    expectation: Expectation
+    rules: frozenset[str]  # shift rules it speaks of; empty: all
+    plans: frozenset[str]  # plans it speaks of, by name; empty: all
+    source: str  # who claims it, and where
+
+    def concerns(self, declaration: Declaration) -> bool:
+        """Whether it speaks of a kernel that declares this."""
+        algorithm_fits = declaration.algorithm == "flash" or not self.rules or "standard" in self.rules
+        rule = "standard" if declaration.algorithm == "standard" else declaration.shift_rule.name
+        return (
+            algorithm_fits
+            and (not self.rules or rule in self.rules)
+            and (not self.plans or declaration.plan.name in self.plans)
+        )
+
+
+def claim(expectation: Expectation, source: str, *, rules: str = "", plans: str = "") -> Claim:
+    """A claim about the shift rules and plans named, space-separated; none named means all."""
+    return Claim(expectation, frozenset(rules.split()), frozenset(plans.split()), source)
+
+
+def predicted(difference: Interval) -> bool | None:
+    """Whether a bias is what the emulation predicts: their paired difference lies inside the margin.
+
+    Returns:
+        True or False, or None while the interval straddles the margin.
+    """
+    verdict = judge(difference, MARGIN_ULPS)
+    return None if verdict is Verdict.INCONCLUSIVE else verdict is Verdict.UNBIASED

@@ -1,0 +1,132 @@
+"""Measures of a kernel's output against the fp64 reference: signed errors in ulps, never absolute tolerances."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiebreak.cases.verdicts import Interval, interval
+from tiebreak.kernels.formats import Format, ulp
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.reference import Reference
+
+
+def signed_error_ulps(out: Tensor, ref: Tensor, fmt: Format) -> Tensor:
+    """sign(ref) * (out - ref) / ulp(ref): positive is away from zero.
+
+    Args:
+        out: a kernel's output.
+        ref: the reference, fp64, same shape.
+        fmt: the output's format, whose ulp at `ref` is the unit.
+
+    Returns:
+        fp64, same shape; NaN where `ref` is 0 (no sign) or either is not finite.
+    """
+    error = torch.sign(ref) * (out.double() - ref) / ulp(ref, fmt)
+    return torch.where((ref == 0) | ~torch.isfinite(error), torch.full_like(error, torch.nan), error)
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What was measured on one or more batches of heads. The samples are means over what shares K and V."""
+
+    head_bias: Tensor  # mean signed error in ulps, (batch * key heads,)
+    head_square: Tensor  # mean squared error in ulps^2, (batch * key heads,)
+    head_delta: Tensor  # mean of delta_lp - delta_hp, (batch * key heads,)
+    head_delta_size: Tensor  # mean |delta_hp|, (batch * key heads,)
+    max_ulps: float  # largest |error| in ulps; 0 where nothing could be compared
+    error_over_bound: float  # largest |error| as a share of the plan's rounding-error bound
+    output_size: float  # sum of |out| where both are finite
+    reference_size: float  # sum of |ref| likewise
+    left_out: int  # elements with ref == 0
+    nonfinite: int  # elements that are NaN or Inf where the reference is finite
+    missed: int  # elements that are finite where the reference is not
+    elements: int  # all elements
+
+    @property
+    def bias(self) -> Interval:
+        """Mean signed error in ulps."""
+        return interval(self.head_bias[torch.isfinite(self.head_bias)])
+
+    @property
+    def rms_ulps(self) -> float:
+        """Root mean square error in ulps."""
+        finite = self.head_square[torch.isfinite(self.head_square)]
+        return finite.mean().sqrt().item()
+
+    @property
+    def delta_bias(self) -> Interval:
+        """Mean of delta_lp - delta_hp, relative to mean |delta_hp|."""
+        finite = torch.isfinite(self.head_delta)
+        raw, size = interval(self.head_delta[finite]), self.head_delta_size[finite].mean().item()
+        return Interval(raw.mean / size, raw.half_width / size) if size else Interval(torch.nan, torch.inf)
+
+    @property
+    def gain(self) -> float:
+        """sum |out| / sum |ref|: below 1 the output shrinks."""
+        return self.output_size / self.reference_size if self.reference_size else torch.nan
+
+
+def by_key_head(x: Tensor, groups: int) -> Tensor:
+    """Mean over all that shares one key head, NaN left out: (batch, heads, ...) -> (batch * key heads,)."""
+    batch, heads = x.shape[:2]
+    return x.reshape(batch * heads // groups, -1).nanmean(1)
+
+
+def measure(output: Tensor, delta: Tensor | None, inputs: AttentionInputs, ref: Reference, bound: Tensor) -> Measures:
+    """Measure one batch.
+
+    Args:
+        output: O as the kernel returned it, on the host, (batch, heads, queries, d).
+        delta: the delta that its backward pass used, (batch, heads, queries, 1); None: rowsum(dO * O) of that output.
+        inputs: what it was given.
+        ref: the fp64 reference.
+        bound: rounding-error bound of every element of O (`tiebreak.cases.bounds`).
+
+    Returns:
+        The batch's measures.
+    """
+    finite_ref, finite_out = torch.isfinite(ref.o), torch.isfinite(output)
+    both = finite_ref & finite_out
+    error = signed_error_ulps(output, ref.o, inputs.fmt)
+    magnitude = torch.nan_to_num(error.abs(), nan=0.0)
+    absolute = torch.where(both, (output.double() - ref.o).abs(), torch.zeros_like(ref.o))
+    if delta is None:
+        delta = (inputs.do.double() * output.double()).sum(-1, keepdim=True)
+    return Measures(
+        head_bias=by_key_head(error, inputs.groups),
+        head_square=by_key_head(error.square(), inputs.groups),
+        head_delta=by_key_head(delta.double() - ref.delta, inputs.groups),
+        head_delta_size=by_key_head(ref.delta.abs(), inputs.groups),
+        max_ulps=magnitude.max().item(),
+        error_over_bound=torch.nan_to_num(absolute / bound, nan=0.0).max().item(),
+        output_size=output.double().abs()[both].sum().item(),
+        reference_size=ref.o.abs()[both].sum().item(),
+        left_out=int((ref.o == 0).sum()),
+        nonfinite=int((finite_ref & ~finite_out).sum()),
+        missed=int((~finite_ref & finite_out).sum()),
+        elements=output.numel(),
+    )
+
+
+def merge(batches: list[Measures]) -> Measures:
+    """The measures of several batches as one."""
+    return Measures(
+        head_bias=torch.cat([batch.head_bias for batch in batches]),
+        head_square=torch.cat([batch.head_square for batch in batches]),
+        head_delta=torch.cat([batch.head_delta for batch in batches]),
+        head_delta_size=torch.cat([batch.head_delta_size for batch in batches]),
+        max_ulps=max(batch.max_ulps for batch in batches),
+        error_over_bound=max(batch.error_over_bound for batch in batches),
+        output_size=sum(batch.output_size for batch in batches),
+        reference_size=sum(batch.reference_size for batch in batches),
+        left_out=sum(batch.left_out for batch in batches),
+        nonfinite=sum(batch.nonfinite for batch in batches),
+        missed=sum(batch.missed for batch in batches),
+        elements=sum(batch.elements for batch in batches),
+    )
+
+
+def difference(ours: Measures, theirs: Measures) -> Interval:
+    """Bias of one output less that of another on the same heads, paired head by head."""
+    return interval((ours.head_bias - theirs.head_bias)[torch.isfinite(ours.head_bias - theirs.head_bias)])

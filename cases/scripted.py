@@ -1,0 +1,411 @@
+"""The scripted failure inputs and their controls.
+
+A claim is made only where its source makes one: the paper (arXiv 2510.04212, v1 and v2), its published code, the
+commentary on it (kexue.fm, archive 11371), or this suite's own measurements (docs/expected-values.md). Everything else
+is measured, held to its plan's error bound and, on a device, to the emulation's prediction.
+"""
+
+from functools import partial
+
+import torch
+
+from tiebreak.cases.case import ONE_SIGNED, Case, Draw, Scores, Shape, Values, noise_seed, scripted, upstream
+from tiebreak.cases.claims import (
+    BIASED,
+    BIASED_AWAY,
+    BIASED_TOWARD,
+    BREAKS_DOWN,
+    FLUSHED_OR_ACCURATE,
+    INACCURATE,
+    UNBIASED,
+    Claim,
+    claim,
+    shrinks,
+)
+from tiebreak.kernels.inputs import AttentionInputs
+
+_PAPER = "arXiv 2510.04212"
+_COMMENTARY = "kexue.fm 11371"
+_OWN = "this suite"
+
+_FIXES = "stabilized stabilized_v1 stabilized_authors as_printed_v2 gamma always_scaled"
+
+# fair = dithered + fused_stochastic; each of its halves is claimed only where it is sound on its own.
+_FAIR = claim(UNBIASED, f"{_OWN}: the cure", rules="dithered", plans="fused_stochastic")
+_STOCHASTIC = claim(UNBIASED, f"{_OWN}: stochastic rounding of O", rules="safe", plans="fused_stochastic")
+_DITHERED = claim(UNBIASED, f"{_OWN}: the dithered shift", rules="dithered", plans="paper")
+_PLAIN_IS_BIASED = claim(
+    BIASED_AWAY, f"{_PAPER}, section 3.3.2, claim 3", rules="safe as_printed_v1", plans="paper all_bf16"
+)
+_FUSED_IS_NOT = claim(UNBIASED, f"{_OWN}: where a kernel rounds decides", rules="safe", plans="fused")
+_FIX_HOLDS = claim(UNBIASED, f"{_PAPER} v2, section 4", rules=_FIXES, plans="paper all_bf16")
+_OFFSET_HARMS = claim(BIASED, f"{_PAPER} v1, appendix C: fixed offset", rules="fixed_offset", plans="paper")
+_SAFE_BLIND_FIXES = "safe as_printed_v1 stabilized stabilized_v1 stabilized_authors"
+
+
+def _tied(
+    name: str,
+    about: str,
+    scores: Scores,
+    *claims: Claim,
+    values: Values = ONE_SIGNED,
+    gradients: bool = False,
+    traced: bool = False,
+    chaotic: bool = False,
+) -> Case:
+    recipe = partial(scripted, scores=scores, values=values)
+    return Case(
+        name,
+        about,
+        _PAPER,
+        recipe,
+        (*claims, _DITHERED, _FAIR),
+        failure=True,
+        gradients=gradients,
+        traced=traced,
+        chaotic=chaotic,
+    )
+
+
+def _tied_maxima() -> list[Case]:
+    """K equal maxima with one-signed V: the bias falls about as 1/(2k), so from k = 8 on it is inside the margin."""
+    cases = []
+    for k in (2, 3, 4, 8, 16):
+        biased = (
+            (_PLAIN_IS_BIASED, _FIX_HOLDS, _FUSED_IS_NOT, _STOCHASTIC, _OFFSET_HARMS)
+            if k <= 4
+            else (_FUSED_IS_NOT, _STOCHASTIC)
+        )
+        scores = Scores(maxima=k, gap=(9.0, 15.0) if k == 2 else (12.0, 18.0))
+        about = f"{k} equal maxima, V negative"
+        cases.append(_tied(f"tied_maxima[k={k}]", about, scores, *biased, gradients=k == 2, traced=k == 2))
+    return cases
+
+
+def _shapes_of_v() -> list[Case]:
+    positive = _tied(
+        "tied_maxima_positive_v",
+        "2 equal maxima, V positive: the same bias, the other way",
+        Scores(),
+        _PLAIN_IS_BIASED,
+        _FIX_HOLDS,
+        _FUSED_IS_NOT,
+        _STOCHASTIC,
+        _OFFSET_HARMS,
+        values=Values(mean=2.4),
+    )
+    sink = _tied(
+        "sink_tie",
+        "2 equal maxima on an attention sink, the tail's V near 0",
+        Scores(),
+        _PLAIN_IS_BIASED,
+        claim(BIASED_TOWARD, f"{_OWN}: where a kernel rounds decides", rules="safe", plans="fused"),
+        _FIX_HOLDS,
+        _STOCHASTIC,
+        values=Values(tail_mean=-0.1),
+        gradients=True,
+    )
+    mixed = Case(
+        "mixed_sign_v",
+        "2 equal maxima, V of mixed sign (control): ties break both ways",
+        _PAPER,
+        partial(scripted, values=Values(mean=0.0, std=1.0)),
+        (claim(UNBIASED, f"{_PAPER}, section 3.3.2", rules="safe as_printed_v1", plans="paper"), _FAIR),
+    )
+    no_tail = Case(
+        "no_tail",
+        "2 equal maxima and no remainder (control): exact ties go to even",
+        _COMMENTARY,
+        partial(scripted, scores=Scores(gap=(200.0, 210.0))),
+        (
+            claim(BIASED_AWAY, f"{_OWN}: an exp(0) below 1 makes l small", rules="safe", plans="fused_fast_exp"),
+            claim(UNBIASED, f"{_COMMENTARY}: eliminating the remainder", rules="safe as_printed_v1"),
+            _FAIR,
+        ),
+    )
+    return [positive, sink, mixed, no_tail]
+
+
+def _single_maximum() -> list[Case]:
+    plain = Case(
+        "single_maximum",
+        "1 maximum, the tail's V like the rest (control)",
+        _PAPER,
+        partial(scripted, scores=Scores(maxima=1, gap=(9.0, 15.0))),
+        (_FAIR,),
+    )
+    sink = Case(
+        "single_maximum_sink",
+        "1 maximum on a sink, the tail's V near 0: nothing repeats, no fix sees it",
+        _OWN,
+        partial(scripted, scores=Scores(maxima=1, gap=(9.0, 15.0)), values=Values(tail_mean=-0.1)),
+        (
+            claim(BIASED_AWAY, f"{_OWN}: the limit of the fix", rules=_SAFE_BLIND_FIXES, plans="paper all_bf16 fused"),
+            _DITHERED,
+            _STOCHASTIC,
+            _FAIR,
+        ),
+        failure=True,
+    )
+    large = Case(
+        "single_maximum_large",
+        "1 maximum of 105 to 120: scaling it although nothing repeats underflows",
+        f"{_PAPER} v1, appendix C",
+        partial(scripted, scores=Scores(maxima=1, top=(105.0, 120.0))),
+        (
+            claim(BREAKS_DOWN, f"{_PAPER} v1, appendix C: unconditional scaling", rules="always_scaled"),
+            _FAIR,
+        ),
+    )
+    return [plain, sink, large]
+
+
+def _row_maximum_near_zero() -> list[Case]:
+    zero = _tied(
+        "repeated_zero",
+        "repeated maximum exactly 0: neither branch of the fix applies",
+        Scores(top=(0.0, 0.0)),
+        _PLAIN_IS_BIASED,
+        claim(BIASED_AWAY, f"{_OWN}: no branch for 0", rules=_FIXES, plans="paper all_bf16"),
+        _FUSED_IS_NOT,
+        _STOCHASTIC,
+    )
+    tiny = _tied(
+        "repeated_tiny",
+        "repeated maximum of 0.001 to 0.004: P-bar rounds back to 1",
+        Scores(top=(0.001, 0.004)),
+        _PLAIN_IS_BIASED,
+        claim(BIASED, f"{_OWN}: P-bar rounds back to 1", rules="stabilized", plans="paper"),
+        _FUSED_IS_NOT,
+        _STOCHASTIC,
+    )
+    negative = _tied(
+        "repeated_negative",
+        "repeated maximum of -6 to -1: the fix's negative branch",
+        Scores(top=(-6.0, -1.0)),
+        _PLAIN_IS_BIASED,
+        claim(BIASED_AWAY, f"{_OWN}: line 10 of v2 as printed loses this branch", rules="as_printed_v2", plans="paper"),
+        claim(BIASED, f"{_PAPER} v1, appendix C: gamma close to 1", rules="gamma", plans="paper"),
+        _FIX_HOLDS,
+        _FUSED_IS_NOT,
+        _STOCHASTIC,
+    )
+    return [zero, tiny, negative]
+
+
+def _row_maximum_large() -> list[Case]:
+    """Where beta * r_m makes P-bar underflow: exp(-r_m) is subnormal in fp32 from 87.4 on and 0 from 104 on.
+
+    The authors' code clamps the row sum 2 exp(-r_m) at 1e-10, so its output is that share of the right one.
+    """
+    scaled = "stabilized as_printed_v2 gamma always_scaled"
+    holds = claim(UNBIASED, f"{_PAPER} v2, section 4", rules=scaled, plans="paper")
+    common = claim(BIASED, f"{_OWN}: one r_m is one common error of P-bar", rules=scaled, plans="paper")
+    coarse = claim(INACCURATE, f"{_OWN}: P-bar is subnormal", rules=scaled, plans="paper fused")
+    breaks = claim(BREAKS_DOWN, f"{_OWN}: 0/0", rules=scaled, plans="paper fused")
+    v1_breaks = claim(BREAKS_DOWN, f"{_OWN}: beta = 7 underflows from 17.4 on", rules="stabilized_v1", plans="paper")
+    authors_right = claim(UNBIASED, f"{_PAPER}, published code", rules="stabilized_authors", plans="all_bf16")
+
+    def authors(low: float, high: float) -> Claim:
+        clamp = f"{_PAPER}, published code: the row sum's clamp at 1e-10"
+        return claim(shrinks(low, high), clamp, rules="stabilized_authors", plans="all_bf16")
+
+    gone = authors(0.0, 1e-9)
+    rows: dict[int, tuple[float, tuple[Claim, ...]]] = {
+        20: (22.0, (v1_breaks, authors_right)),
+        25: (25.0, (common, v1_breaks, authors(0.26, 0.30))),
+        30: (32.0, (holds, v1_breaks, authors(0.0002, 0.0019))),
+        60: (65.0, (holds, v1_breaks, gone)),
+        90: (92.0, (coarse, v1_breaks, gone)),
+        105: (110.0, (breaks, v1_breaks, gone)),
+        10000: (10100.0, (breaks, v1_breaks)),
+    }
+    # At 1e4 bf16 spaces scores by 64 and every key ties: of plain flash, only the plan with S in fp32 is told anything.
+    plain = claim(BIASED_AWAY, f"{_PAPER}, section 3.3.2", rules="safe as_printed_v1", plans="paper")
+    return [
+        _tied(
+            f"repeated_large[r={r}]",
+            f"repeated maximum of {r}" + (f" to {high:g}" if high > r else " in every row"),
+            Scores(top=(float(r), high)),
+            plain,
+            *claims,
+            _FUSED_IS_NOT,
+            _STOCHASTIC,
+            chaotic=r == 90,  # whether the device flushes a subnormal P-bar decides
+        )
+        for r, (high, claims) in rows.items()
+    ]
+
+
+def _across_blocks() -> list[Case]:
+    across = Case(
+        "ties_across_blocks",
+        "2 equal maxima, each in a key block of its own: no block sees a repeat",
+        _OWN,
+        partial(scripted, scores=Scores(positions=(17, 145)), shape=Shape(keys=256)),
+        (_FAIR,),
+        failure=True,
+    )
+    overshoot = Case(
+        "overshooting_shift",
+        "a repeated maximum in the first block, scaled above the true maximum of the second",
+        _OWN,
+        partial(
+            scripted,
+            scores=Scores(maxima=3, positions=(5, 40, 200), offsets=(0.0, 0.0, 0.5)),
+            shape=Shape(keys=256),
+        ),
+        (_FAIR,),
+    )
+    return [across, overshoot]
+
+
+def _near_ties() -> list[Case]:
+    inside = _tied(
+        "near_tie_inside",
+        "2 maxima 5e-4 apart, inside the fix's tolerance of 1e-3",
+        Scores(offsets=(0.0, -(2.0**-11))),
+        claim(
+            BIASED_AWAY, f"{_PAPER} v2: both P-bar round to 1", rules="safe as_printed_v1 stabilized_v1", plans="paper"
+        ),
+        claim(UNBIASED, f"{_PAPER} v2: eps = 1e-3", rules="stabilized", plans="paper"),
+    )
+    outside = _tied(
+        "near_tie_outside",
+        "2 maxima 1.5e-3 apart, outside the fix's tolerance: both P-bar still round to 1",
+        Scores(offsets=(0.0, -(2.0**-10 + 2.0**-11))),
+        claim(BIASED_AWAY, f"{_OWN}: the limit of eps", rules="safe stabilized stabilized_v1", plans="paper"),
+    )
+    return [inside, outside]
+
+
+def _equal_keys(draw: Draw) -> AttentionInputs:
+    """Duplicate tokens: three tokens share one key of random direction, so their scores tie in any arithmetic."""
+    inputs = scripted(draw, Scores(positions=(0, 1)))
+    q, k = inputs.q.clone(), inputs.k.clone()
+    q[..., 2:] = draw.rounded(0.05 * draw.normal(*q[..., 2:].shape))
+    k[:, :, 1] = k[:, :, 0]
+    return AttentionInputs(q, k, inputs.v, inputs.do, inputs.fmt, noise_seed=inputs.noise_seed)
+
+
+def _plain(
+    draw: Draw, shape: Shape, *, causal: bool = False, size: float = 1.0, v_mean: float = 1.0, v_std: float = 0.25
+) -> AttentionInputs:
+    """Normally distributed q, k and v, scores of about `size`.
+
+    V is normal about 1: where it is about 0, O cancels and an error in ulps of O tells by how much, not how the kernel
+    rounds.
+    """
+    batch, heads = draw.batch_and_heads
+    key_heads = heads // shape.groups
+    q = draw.rounded(size * draw.normal(batch, heads, shape.queries, shape.d))
+    k = draw.rounded(draw.normal(batch, key_heads, shape.keys, shape.d))
+    v = draw.rounded(v_mean + v_std * draw.normal(batch, key_heads, shape.keys, shape.d))
+    return AttentionInputs(q, k, v, upstream(draw, q.shape), draw.fmt, causal=causal, noise_seed=noise_seed(draw))
+
+
+def _padded(draw: Draw, shape: Shape, *, all_masked: bool) -> AttentionInputs:
+    """Random input with a key padding mask; with `all_masked`, the first batch entry sees no key at all."""
+    inputs = _plain(draw, shape)
+    batch = inputs.q.shape[0]
+    lengths = torch.from_numpy(draw.rng.integers(shape.keys // 4, shape.keys + 1, batch))
+    visible = torch.arange(shape.keys)[None] < lengths[:, None]
+    if all_masked:
+        visible[0] = False
+    return AttentionInputs(
+        inputs.q, inputs.k, inputs.v, inputs.do, inputs.fmt, key_padding=visible, noise_seed=inputs.noise_seed
+    )
+
+
+def _poisoned(draw: Draw, value: float, tensor: str) -> AttentionInputs:
+    """Random input with one NaN or Inf in q (its row is lost) or in v (its column is)."""
+    inputs = _plain(draw, Shape())
+    q, v = inputs.q.clone(), inputs.v.clone()
+    (q if tensor == "q" else v)[:, :, 1, 0] = value
+    return AttentionInputs(q, inputs.k, v, inputs.do, inputs.fmt, noise_seed=inputs.noise_seed)
+
+
+def _subnormal(draw: Draw) -> AttentionInputs:
+    """V below the smallest normal value of the format."""
+    inputs = _plain(draw, Shape())
+    v = draw.rounded(inputs.v.abs().clamp(max=1.9) * (0.5 * inputs.fmt.smallest_normal))
+    return AttentionInputs(inputs.q, inputs.k, v, inputs.do, inputs.fmt, noise_seed=inputs.noise_seed)
+
+
+def _controls() -> list[Case]:
+    plain = partial(_plain, shape=Shape())
+    duplicates = (_PLAIN_IS_BIASED, _FIX_HOLDS, _FUSED_IS_NOT, _STOCHASTIC, _DITHERED, _FAIR)
+    faint = partial(scripted, scores=Scores(gap=(20.5, 22.5)))
+    return [
+        Case(
+            "equal_keys", "duplicate tokens: ties exact in any arithmetic", _OWN, _equal_keys, duplicates, failure=True
+        ),
+        Case(
+            "faint_tail",
+            "2 equal maxima, a tail of about 2^-24 of the row sum: fp32 itself rounds it away",
+            _OWN,
+            faint,
+            (_FAIR,),
+        ),
+        Case("random_mixed_v", "normal q, k, v: O cancels", _OWN, partial(plain, v_mean=0.0, v_std=1.0), cancels=True),
+    ]
+
+
+def _random() -> list[Case]:
+    """Normal q and k, V normal about 1: the accuracy baseline, in every shape that a kernel must take."""
+    sound = claim(UNBIASED, f"{_OWN}: accuracy baseline", rules="safe standard dithered")
+    recipes = {
+        "random": ("normal q and k, V about 1: the accuracy baseline", partial(_plain, shape=Shape())),
+        "random_causal": (
+            "under a causal mask",
+            partial(_plain, shape=Shape(queries=48, keys=48, d=32), causal=True),
+        ),
+        "random_grouped": ("grouped-query heads, 4 to a key head", partial(_plain, shape=Shape(groups=4))),
+        "random_odd": (
+            "7 queries, 100 keys, d = 40: no powers of two",
+            partial(_plain, shape=Shape(queries=7, keys=100, d=40)),
+        ),
+    }
+    return [Case(name, about, _OWN, recipe, (sound,), gradients=True) for name, (about, recipe) in recipes.items()]
+
+
+def _edges() -> list[Case]:
+    padded, poisoned = partial(_padded, shape=Shape()), partial(_poisoned)
+    scaled = claim(BREAKS_DOWN, f"{_PAPER} v1, appendix C: unconditional scaling", rules="always_scaled")
+    shrunk = claim(INACCURATE, f"{_OWN}: scaling takes P V below the subnormals", rules="always_scaled")
+    flushed = claim(FLUSHED_OR_ACCURATE, f"{_OWN}: a device may flush subnormals")
+    huge = partial(_plain, shape=Shape(), size=1e4)
+    return [
+        Case("padded", "a key padding mask", _OWN, partial(padded, all_masked=False)),
+        Case("wholly_masked", "rows without a visible key give zeros", _OWN, partial(padded, all_masked=True)),
+        Case("huge_logits", "scores of about 1e4: near one-hot rows", _OWN, huge, (scaled,), chaotic=True),
+        Case(
+            "inf_in_v",
+            "one Inf in V: its column is lost, no other",
+            _OWN,
+            partial(poisoned, value=torch.inf, tensor="v"),
+        ),
+        Case("nan_in_q", "a NaN in q: its row is lost, no other", _OWN, partial(poisoned, value=torch.nan, tensor="q")),
+        Case(
+            "subnormal_v",
+            "V below the smallest normal value: exact, or flushed to zero",
+            _OWN,
+            _subnormal,
+            (shrunk, flushed),
+            chaotic=True,
+        ),
+    ]
+
+
+SCRIPTED: tuple[Case, ...] = (
+    *_tied_maxima(),
+    *_shapes_of_v(),
+    *_single_maximum(),
+    *_row_maximum_near_zero(),
+    *_row_maximum_large(),
+    *_across_blocks(),
+    *_near_ties(),
+    *_controls(),
+    *_random(),
+    *_edges(),
+)
