@@ -1,0 +1,142 @@
+"""Which cells a run has: the names on the command line, checked, and what they stand for."""
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tiebreak.backends.backend import BACKENDS, Backend
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.formats import Format, parse_format
+from tiebreak.kernels.inputs import TORCH_DTYPES
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.plans import parse_plan
+from tiebreak.matrix.cell import Cell
+
+_T = TypeVar("_T")
+
+_EXTERNAL_BACKEND = "cpu"  # where a user's kernel runs unless --backend says otherwise
+
+
+class SelectionError(ValueError):
+    """A name on the command line that stands for nothing; one line that lists the known ones."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The command line's words, before they are looked up. Lists are comma-separated; globs are allowed."""
+
+    backends: str | None = None
+    kernels: str | None = None
+    cases: str | None = None
+    formats: str = "bf16"
+    kernel: str | None = None  # a user's own, path/to/file.py:function or package.module:function
+    plan: str | None = None  # the rounding plan that it declares
+
+
+def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
+    """The cells of a run, case by case, and the backends that can't run, with their reasons.
+
+    Raises:
+        SelectionError: a name is unknown.
+    """
+    chosen = _backends(selection)
+    reasons = {backend.name: reason for backend in chosen if (reason := backend.unavailable()) is not None}
+    running = [backend for backend in chosen if backend.name not in reasons]
+    kernels = _kernels(selection, running)
+    formats = _formats(selection.formats)
+    cases = _pick("case", selection.cases, {case.name: case for case in SCRIPTED})
+    return [Cell(*pair, case, fmt) for fmt in formats for case in cases for pair in kernels], reasons
+
+
+def _backends(selection: Selection) -> list[Backend]:
+    default = _EXTERNAL_BACKEND if selection.kernel else None
+    return _pick("backend", selection.backends or default, BACKENDS)
+
+
+def _formats(names: str) -> list[Format]:
+    known = {fmt.name: fmt for fmt in TORCH_DTYPES}
+    for name in _split(names):
+        try:
+            parse_format(name)
+        except ValueError as error:
+            raise SelectionError(f"--dtype: {error}") from error
+    return _pick("dtype", names, known)
+
+
+def _kernels(selection: Selection, backends: Sequence[Backend]) -> list[tuple[Backend, Kernel]]:
+    if selection.plan is not None and selection.kernel is None:
+        raise SelectionError("--plan declares the plan of a user's kernel: it needs --kernel")
+    if selection.kernel is not None and selection.kernels is None:
+        return [(backend, _external(selection)) for backend in backends]
+    pairs = [(backend, kernel) for backend in backends for kernel in _of(backend, selection.kernels)]
+    if selection.kernels is not None:
+        _all_used(selection.kernels, [kernel.name for _, kernel in pairs], backends)
+    if selection.kernel is not None:
+        pairs += [(backend, _external(selection)) for backend in backends]
+    return pairs
+
+
+def _external(selection: Selection) -> Kernel:
+    assert selection.kernel is not None
+    try:
+        plan = None if selection.plan is None else parse_plan(selection.plan)
+        return external_kernel(selection.kernel, plan)
+    except ValueError as error:
+        raise SelectionError(str(error)) from error
+
+
+def _of(backend: Backend, names: str | None) -> list[Kernel]:
+    """A backend's kernels under these names: its default ones by glob, and any composed one by its full name."""
+    default = {kernel.name: kernel for kernel in backend.kernels()}
+    if names is None:
+        return list(default.values())
+    found: dict[str, Kernel] = {}
+    for name in _split(names):
+        matches = _matches(name, default)
+        if not matches and not _is_glob(name):
+            try:
+                found.setdefault(name, backend.kernel(name))
+            except ValueError:
+                continue  # perhaps another backend's own: `_all_used` decides
+        found.update({match: default[match] for match in matches})
+    return list(found.values())
+
+
+def _all_used(names: str, used: Iterable[str], backends: Sequence[Backend]) -> None:
+    used = list(used)
+    for name in _split(names):
+        if not _matches(name, dict.fromkeys(used)):
+            known = list(dict.fromkeys(kernel.name for backend in backends for kernel in backend.kernels()))
+            composed = "any rule@plan such as dithered@all_bf16"
+            raise SelectionError(f"unknown kernel {name!r}: known are {', '.join(known)}, and {composed}")
+
+
+def _pick(kind: str, names: str | None, known: Mapping[str, _T]) -> list[_T]:
+    """The values whose names are listed, all without a list."""
+    if names is None:
+        return list(known.values())
+    found: dict[str, _T] = {}
+    for name in _split(names):
+        matches = _matches(name, known)
+        if not matches:
+            raise SelectionError(f"unknown {kind} {name!r}: known are {', '.join(known)}")
+        found.update({match: known[match] for match in matches})
+    if not found:
+        raise SelectionError(f"no {kind} named: known are {', '.join(known)}")
+    return list(found.values())
+
+
+def _split(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def _is_glob(name: str) -> bool:
+    return "*" in name or "?" in name
+
+
+def _matches(name: str, known: Iterable[str]) -> list[str]:
+    """Names that equal `name` or match it as a glob; brackets are part of a name, as in tied_maxima[k=2]."""
+    pattern = name.replace("[", "[[]")
+    return [candidate for candidate in known if candidate == name or fnmatch.fnmatchcase(candidate, pattern)]
