@@ -127,8 +127,8 @@ def scripted(
     """Rows whose scores are as scripted.
 
     alpha = 1/sqrt(d) is a power of two for the default d; q and k carry the row maximum in dimension 0 (k_0 = 8) and
-    the gap in dimension 1 (q_1 = 1 / alpha, k_1 = -gap), so every score is exact in fp32, and equal maxima are equal in any
-    order of summation. The other dimensions of q are 0; those of k are random, so that P K is not degenerate.
+    the gap in dimension 1 (q_1 = 1 / alpha, k_1 = -gap), so every score is exact in fp32, and equal maxima are equal
+    in any order of summation. The other dimensions of q are 0; those of k are random, so that P K is not degenerate.
     """
     batch, heads = draw.batch_and_heads
     inverse_scale = shape.d**0.5
