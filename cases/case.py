@@ -10,7 +10,7 @@ from numpy.random import Generator, Philox, SeedSequence
 from torch import Tensor
 
 from tiebreak.cases.claims import Claim
-from tiebreak.kernels.formats import Format
+from tiebreak.kernels.formats import BF16, Format
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 
@@ -89,11 +89,11 @@ class Case:
         stream = SeedSequence([seed, zlib.crc32(self.name.encode()), batch])
         return self.recipe(Draw(Generator(Philox(stream)), fmt, heads))
 
-    def claim_about(self, declaration: Declaration | None) -> Claim | None:
+    def claim_about(self, declaration: Declaration | None, fmt: Format = BF16) -> Claim | None:
         """The claim that holds for a kernel; None where the case claims nothing about it."""
         if declaration is None:
             return None
-        return next((claim for claim in self.claims if claim.concerns(declaration)), None)
+        return next((claim for claim in self.claims if claim.concerns(declaration, fmt)), None)
 
 
 @dataclass(frozen=True)

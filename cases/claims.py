@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tiebreak.cases.measures import Measures
 from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, Verdict, judge
+from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
 
 
@@ -71,22 +72,32 @@ class Claim:
     expectation: Expectation
     rules: frozenset[str]  # shift rules it speaks of; empty: all
     plans: frozenset[str]  # plans it speaks of, by name; empty: all
+    formats: frozenset[str]  # formats it speaks of, by name
     source: str  # who claims it, and where
 
-    def concerns(self, declaration: Declaration) -> bool:
-        """Whether it speaks of a kernel that declares this."""
+    def concerns(self, declaration: Declaration, fmt: Format) -> bool:
+        """Whether it speaks of a kernel that declares this, in this format."""
         algorithm_fits = declaration.algorithm == "flash" or not self.rules or "standard" in self.rules
         rule = "standard" if declaration.algorithm == "standard" else declaration.shift_rule.name
         return (
             algorithm_fits
+            and fmt.name in self.formats
             and (not self.rules or rule in self.rules)
             and (not self.plans or declaration.plan.name in self.plans)
         )
 
 
-def claim(expectation: Expectation, source: str, *, rules: str = "", plans: str = "") -> Claim:
-    """A claim about the shift rules and plans named, space-separated; none named means all."""
-    return Claim(expectation, frozenset(rules.split()), frozenset(plans.split()), source)
+def claim(expectation: Expectation, source: str, *, rules: str = "", plans: str = "", formats: str = "bf16") -> Claim:
+    """A claim about the shift rules, plans and formats named, space-separated.
+
+    No rules or no plans named means all. Formats are bf16 unless said: that is what the papers speak of, and fp16 has
+    no room below 6e-8 for the P-bar of a scaled shift.
+    """
+    return Claim(expectation, _words(rules), _words(plans), _words(formats), source)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
 def predicted(difference: Interval) -> bool | None:

@@ -31,7 +31,7 @@ _OWN = "this suite"
 _FIXES = "stabilized stabilized_v1 stabilized_authors as_printed_v2 gamma always_scaled"
 
 # fair = dithered + fused_stochastic; each of its halves is claimed only where it is sound on its own.
-_FAIR = claim(UNBIASED, f"{_OWN}: the cure", rules="dithered", plans="fused_stochastic")
+_FAIR = claim(UNBIASED, f"{_OWN}: the cure", rules="dithered", plans="fused_stochastic", formats="bf16 fp16")
 _STOCHASTIC = claim(UNBIASED, f"{_OWN}: stochastic rounding of O", rules="safe", plans="fused_stochastic")
 _DITHERED = claim(UNBIASED, f"{_OWN}: the dithered shift", rules="dithered", plans="paper")
 _PLAIN_IS_BIASED = claim(
@@ -153,7 +153,12 @@ def _single_maximum() -> list[Case]:
         f"{_PAPER} v1, appendix C",
         partial(scripted, scores=Scores(maxima=1, top=(105.0, 120.0))),
         (
-            claim(BREAKS_DOWN, f"{_PAPER} v1, appendix C: unconditional scaling", rules="always_scaled"),
+            claim(
+                BREAKS_DOWN,
+                f"{_PAPER} v1, appendix C: unconditional scaling",
+                rules="always_scaled",
+                formats="bf16 fp16",
+            ),
             _FAIR,
         ),
     )
@@ -297,7 +302,7 @@ def _plain(
     rounds.
     """
     batch, heads = draw.batch_and_heads
-    key_heads = heads // shape.groups
+    key_heads = 1 if heads % shape.groups else heads // shape.groups  # few heads: all share one
     q = draw.rounded(size * draw.normal(batch, heads, shape.queries, shape.d))
     k = draw.rounded(draw.normal(batch, key_heads, shape.keys, shape.d))
     v = draw.rounded(v_mean + v_std * draw.normal(batch, key_heads, shape.keys, shape.d))
@@ -353,7 +358,7 @@ def _controls() -> list[Case]:
 
 def _random() -> list[Case]:
     """Normal q and k, V normal about 1: the accuracy baseline, in every shape that a kernel must take."""
-    sound = claim(UNBIASED, f"{_OWN}: accuracy baseline", rules="safe standard dithered")
+    sound = claim(UNBIASED, f"{_OWN}: accuracy baseline", rules="safe standard dithered", formats="bf16 fp16")
     recipes = {
         "random": ("normal q and k, V about 1: the accuracy baseline", partial(_plain, shape=Shape())),
         "random_causal": (
@@ -371,9 +376,13 @@ def _random() -> list[Case]:
 
 def _edges() -> list[Case]:
     padded, poisoned = partial(_padded, shape=Shape()), partial(_poisoned)
-    scaled = claim(BREAKS_DOWN, f"{_PAPER} v1, appendix C: unconditional scaling", rules="always_scaled")
-    shrunk = claim(INACCURATE, f"{_OWN}: scaling takes P V below the subnormals", rules="always_scaled")
-    flushed = claim(FLUSHED_OR_ACCURATE, f"{_OWN}: a device may flush subnormals")
+    scaled = claim(
+        BREAKS_DOWN, f"{_PAPER} v1, appendix C: unconditional scaling", rules="always_scaled", formats="bf16 fp16"
+    )
+    shrunk = claim(
+        INACCURATE, f"{_OWN}: scaling takes P V below the subnormals", rules="always_scaled", formats="bf16 fp16"
+    )
+    flushed = claim(FLUSHED_OR_ACCURATE, f"{_OWN}: a device may flush subnormals", formats="bf16 fp16")
     huge = partial(_plain, shape=Shape(), size=1e4)
     return [
         Case("padded", "a key padding mask", _OWN, partial(padded, all_masked=False)),
