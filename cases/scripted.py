@@ -285,7 +285,7 @@ def _near_ties() -> list[Case]:
 
 
 def _equal_keys(draw: Draw) -> AttentionInputs:
-    """Duplicate tokens: three tokens share one key of random direction, so their scores tie in any arithmetic."""
+    """Duplicate tokens: two tokens share one key of random direction, so their scores tie in any arithmetic."""
     inputs = scripted(draw, Scores(positions=(0, 1)))
     q, k = inputs.q.clone(), inputs.k.clone()
     q[..., 2:] = draw.rounded(0.05 * draw.normal(*q[..., 2:].shape))

@@ -51,7 +51,7 @@ def quantile(samples: int, confidence: float = CONFIDENCE, looks: int = LOOKS) -
     """Two-sided Student quantile for `samples` values, the error split evenly over `looks` (Bonferroni).
 
     The normal quantile is widened by Cornish and Fisher's expansion (Abramowitz and Stegun, 26.7.5); at 15 degrees of
-    freedom, the fewest the command line lets through, it is 0.9 % short of the true quantile at this confidence.
+    freedom, the fewest the command line lets through, it is 0.1 % short of the true quantile at this confidence.
     """
     z = NormalDist().inv_cdf(1.0 - (1.0 - confidence) / (2.0 * looks))
     freedom = samples - 1

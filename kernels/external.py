@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel
-from tiebreak.kernels.plans import RoundingPlan
+from tiebreak.kernels.plans import STANDARD, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -36,12 +37,24 @@ def load(spec: str) -> UserFunction:
         raise ValueError(f"--kernel {spec}: expected path/to/file.py:function or package.module:function")
     try:
         module = _from_file(Path(target)) if target.endswith(".py") else importlib.import_module(target)
-    except Exception as error:  # whatever the user's module raises while it is imported
-        raise ValueError(f"--kernel {spec}: cannot import {target}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
+        told = " ".join(f"{type(error).__name__}: {error}".split())  # in one line
+        raise ValueError(f"--kernel {spec}: cannot import {target}: {told}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"--kernel {spec}: {target} has no function {name!r}")
+        functions = ", ".join(sorted(_functions(module))) or "none"
+        raise ValueError(f"--kernel {spec}: {target} has no function {name!r}; its functions are {functions}")
     return function  # type: ignore[no-any-return]
+
+
+def _functions(module: object) -> list[str]:
+    """Names of the public functions that a module defines itself."""
+    own = getattr(module, "__name__", None)
+    return [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == own
+    ]
 
 
 def _from_file(path: Path) -> object:
@@ -58,13 +71,14 @@ def _from_file(path: Path) -> object:
 
 
 def external_kernel(spec: str, plan: RoundingPlan | None) -> Kernel:
-    """A kernel around the user's function, named for it; with `plan`, it declares plain flash attention at that plan.
+    """A kernel around the user's function, named for it; with `plan`, it declares plain attention at that plan.
 
     Raises:
         ValueError: the function can't be loaded.
     """
     function = load(spec)
-    declaration = None if plan is None else Declaration("flash", plan, SHIFT_RULES["safe"])
+    algorithm: Literal["flash", "standard"] = "standard" if plan == STANDARD else "flash"
+    declaration = None if plan is None else Declaration(algorithm, plan, SHIFT_RULES["safe"])
     name = spec.rpartition(":")[2]
     return Kernel(name, partial(_compute, function), declaration, has_backward=False, refuses=_refuses, external=True)
 
@@ -83,7 +97,8 @@ def _compute(
 ) -> AttentionOutput:
     del arithmetic, gradients
     dtype = TORCH_DTYPES[inputs.fmt]
-    given = tuple(tensor.to(dtype) for tensor in (inputs.q, inputs.k, inputs.v))
+    # Copies, in fp32 too: a kernel that writes into its inputs must not spoil those of the other cells.
+    given = tuple(tensor.to(dtype, copy=True) for tensor in (inputs.q, inputs.k, inputs.v))
     kept = tuple(tensor.clone() for tensor in given)
     out = function(*given, causal=inputs.causal, scale=inputs.scale)
     _hold_to_contract(out, given, kept)

@@ -1,0 +1,129 @@
+"""The emulation's accumulators against sums written out one addition at a time."""
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from tiebreak.backends.emulation.accumulators import ACCUMULATIONS
+from tiebreak.kernels.plans import Accumulator
+
+Array = npt.NDArray[Any]
+LENGTHS = [1, 2, 3, 7, 33, 64, 100]
+
+
+def _exact(terms: list[np.float32]) -> np.float32:
+    """The sum of rationals; here it always fits fp64, so that there is one rounding."""
+    total = sum((Fraction(float(term)) for term in terms), Fraction(0))
+    assert Fraction(float(total)) == total, "choose terms whose sum fits fp64"
+    return np.float32(float(total))
+
+
+def _sequential(terms: list[np.float32]) -> np.float32:
+    total = terms[0]
+    for term in terms[1:]:
+        total = np.float32(total + term)
+    return total
+
+
+def _pairwise(terms: list[np.float32]) -> np.float32:
+    if len(terms) == 1:
+        return terms[0]
+    half = len(terms) // 2
+    return np.float32(_pairwise(terms[:half]) + _pairwise(terms[half:]))
+
+
+ORACLES: dict[Accumulator, Callable[[list[np.float32]], np.float32]] = {
+    Accumulator.EXACT: _exact,
+    Accumulator.SEQUENTIAL: _sequential,
+    Accumulator.PAIRWISE: _pairwise,
+}
+
+each_accumulator = pytest.mark.parametrize("accumulator", Accumulator, ids=lambda accumulator: accumulator.value)
+each_length = pytest.mark.parametrize("length", LENGTHS)
+
+
+def _terms(*shape: int, seed: int = 0) -> Array:
+    """Both signs, up to about 2^5, multiples of 2^-26: most sums round in fp32, and all fit fp64."""
+    rng = np.random.default_rng(seed)
+    scaled = rng.standard_normal(shape) * 2.0 ** rng.integers(-4, 3, shape)
+    return (np.round(scaled * 2.0**26) / 2.0**26).astype(np.float32)
+
+
+def _bf16_terms(*shape: int, seed: int = 0) -> Array:
+    """Values of 8 bits, whose products fp32 holds exactly."""
+    return torch.from_numpy(_terms(*shape, seed=seed)).bfloat16().float().numpy()
+
+
+def test_every_accumulator_is_held_to_an_oracle() -> None:
+    assert set(ORACLES) == set(Accumulator) == set(ACCUMULATIONS)
+
+
+@pytest.mark.parametrize(
+    ("accumulator", "total"),
+    [
+        # fp32 is spaced by 2 from 2^24 on. The true sum, 2^24 + 3, is a tie, and the even neighbour is the upper one.
+        (Accumulator.EXACT, 2.0**24 + 4),
+        # Each 1 is a tie that goes back to the even 2^24.
+        (Accumulator.SEQUENTIAL, 2.0**24),
+        # (2^24 + 1) + (1 + 1): the first pair is such a tie, the second is kept.
+        (Accumulator.PAIRWISE, 2.0**24 + 2),
+    ],
+    ids=lambda value: value.value if isinstance(value, Accumulator) else "",
+)
+def test_a_sum_that_tells_the_three_apart_by_hand(accumulator: Accumulator, total: float) -> None:
+    terms = torch.tensor([2.0**24, 1.0, 1.0, 1.0])
+    assert ACCUMULATIONS[accumulator].total(terms).tolist() == [total]
+    assert ACCUMULATIONS[accumulator].matmul(terms[None], torch.ones(4, 1)).tolist() == [[total]]
+
+
+@each_length
+@each_accumulator
+def test_a_total_adds_in_the_accumulators_order(accumulator: Accumulator, length: int) -> None:
+    x = _terms(2, 5, length)
+    total = ACCUMULATIONS[accumulator].total(torch.from_numpy(x))
+    expected = [[[ORACLES[accumulator](list(row))] for row in rows] for rows in x]
+    assert total.dtype == torch.float32
+    assert np.array_equal(total.numpy(), np.array(expected))
+
+
+@each_length
+@each_accumulator
+def test_a_product_adds_in_the_accumulators_order(accumulator: Accumulator, length: int) -> None:
+    a, b = _bf16_terms(2, 3, length), _bf16_terms(2, length, 4, seed=1)
+    product = ACCUMULATIONS[accumulator].matmul(torch.from_numpy(a), torch.from_numpy(b))
+    assert product.shape == (2, 3, 4)
+    assert product.dtype == torch.float32
+    for batch, row, column in np.ndindex(2, 3, 4):
+        expected = ORACLES[accumulator](list(a[batch, row] * b[batch, :, column]))
+        assert product[batch, row, column].item() == expected
+
+
+@pytest.mark.parametrize(
+    "accumulator", [Accumulator.SEQUENTIAL, Accumulator.PAIRWISE], ids=lambda accumulator: accumulator.value
+)
+def test_a_product_of_wide_operands_rounds_each_product_to_fp32(accumulator: Accumulator) -> None:
+    a, b = _terms(3, 33), _terms(33, 4, seed=1)
+    product = ACCUMULATIONS[accumulator].matmul(torch.from_numpy(a), torch.from_numpy(b))
+    expected = [[ORACLES[accumulator](list(row * column)) for column in b.T] for row in a]
+    assert np.array_equal(product.numpy(), np.array(expected))
+
+
+def test_an_exact_product_does_not_round_its_products() -> None:
+    # (1 + 2^-12)^2 - 1 = 2^-11 + 2^-24, but the square is a tie of fp32 whose even neighbour lacks the last term.
+    a, b = torch.tensor([[1.0 + 2.0**-12, -1.0]]), torch.tensor([[1.0 + 2.0**-12], [1.0]])
+    assert ACCUMULATIONS[Accumulator.EXACT].matmul(a, b).item() == 2.0**-11 + 2.0**-24
+    assert ACCUMULATIONS[Accumulator.SEQUENTIAL].matmul(a, b).item() == 2.0**-11
+
+
+@pytest.mark.parametrize("length", [33, 64, 100])
+def test_the_oracles_differ_on_the_inputs_they_judge(length: int) -> None:
+    rows = [list(row) for row in _terms(2, 5, length).reshape(10, length)]
+    sums = {accumulator: [oracle(row) for row in rows] for accumulator, oracle in ORACLES.items()}
+    assert sums[Accumulator.EXACT] != sums[Accumulator.SEQUENTIAL]
+    assert sums[Accumulator.EXACT] != sums[Accumulator.PAIRWISE]
+    assert sums[Accumulator.SEQUENTIAL] != sums[Accumulator.PAIRWISE]

@@ -1,0 +1,158 @@
+"""The two arithmetics: the emulation's exponential, the device's casts."""
+
+from decimal import Decimal, localcontext
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tiebreak.backends.backend import BACKENDS
+from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.backends.torch_arithmetic import TorchArithmetic
+from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.counter import random_bits
+from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Rounding, ulp
+from tiebreak.kernels.inputs import TORCH_DTYPES
+from tiebreak.kernels.plans import Accumulator, Cast, Exponential
+
+EMULATED = EmulatedArithmetic()
+NATIVE = TorchArithmetic()
+
+each_arithmetic = pytest.mark.parametrize(
+    "arithmetic", [backend.arithmetic for backend in BACKENDS.values()], ids=list(BACKENDS)
+)
+each_format = pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
+
+
+def _normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _exponents() -> Tensor:
+    """Where the softmax works, from subnormal results up to large ones, and next to 0."""
+    spread = torch.linspace(-103.0, 20.0, 1500)
+    small = torch.tensor([2.0**-k for k in range(1, 30)])
+    return torch.cat([spread, small, -small, torch.tensor([0.0, -87.5, -103.9])])
+
+
+def _is_nearest(result: float, exact: Decimal) -> bool:
+    """Whether no fp32 neighbour of `result` lies nearer to `exact`."""
+    value = np.float32(result)
+    neighbours = (np.nextafter(value, np.float32(bound)) for bound in (-np.inf, np.inf))
+    distance = abs(Decimal(float(value)) - exact)
+    return all(distance <= abs(Decimal(float(neighbour)) - exact) for neighbour in neighbours)
+
+
+def test_the_emulated_exponential_is_correctly_rounded() -> None:
+    x = _exponents()
+    results = EMULATED.exp(x, Exponential())
+    assert results.dtype == torch.float32
+    with localcontext(prec=40):
+        wrong = [
+            value
+            for value, result in zip(x.tolist(), results.tolist(), strict=True)
+            if not _is_nearest(result, Decimal(value).exp())
+        ]
+    assert wrong == []
+
+
+def test_the_emulated_exponential_in_base_two_is_a_correctly_rounded_power_of_an_fp32_product() -> None:
+    x = _exponents()
+    results = EMULATED.exp(x, Exponential(base_two=True))
+    products = x.numpy() * np.float32(1.4426950408889634)
+    assert products.dtype == np.float32
+    with localcontext(prec=40):
+        wrong = [
+            product
+            for product, result in zip(products.tolist(), results.tolist(), strict=True)
+            if not _is_nearest(result, Decimal(2) ** Decimal(product))
+        ]
+    assert wrong == []
+    assert not torch.equal(results, EMULATED.exp(x, Exponential()))
+
+
+@pytest.mark.parametrize("base_two", [False, True], ids=["base_e", "base_two"])
+def test_the_value_at_zero_is_taken_at_zero_alone(base_two: bool) -> None:
+    x = _exponents()
+    plain = EMULATED.exp(x, Exponential(base_two))
+    fast = EMULATED.exp(x, Exponential(base_two, at_zero=0.75))
+    assert (x == 0).any()
+    assert torch.equal(fast, torch.where(x == 0, torch.tensor(0.75), plain))
+
+
+def test_the_value_at_zero_holds_for_both_zeros_and_not_for_the_smallest_number() -> None:
+    x = torch.tensor([0.0, -0.0, FP32.smallest_subnormal, -FP32.smallest_subnormal])
+    assert EMULATED.exp(x, Exponential(at_zero=0.75)).tolist() == [0.75, 0.75, 1.0, 1.0]
+
+
+@each_arithmetic
+@pytest.mark.parametrize("base_two", [False, True], ids=["base_e", "base_two"])
+def test_the_exponential_of_a_masked_score_is_zero(arithmetic: Arithmetic, base_two: bool) -> None:
+    assert arithmetic.exp(torch.tensor([-torch.inf]), Exponential(base_two)).item() == 0.0
+
+
+@each_arithmetic
+@each_format
+@pytest.mark.parametrize("sign", [1.0, -1.0], ids=["positive", "negative"])
+def test_every_tie_between_one_and_two_goes_to_even(arithmetic: Arithmetic, fmt: Format, sign: float) -> None:
+    steps = 2**fmt.mantissa_bits
+    index = torch.arange(steps)
+    ties = sign * (1.0 + (index + 0.5) / steps)
+    even = sign * (1.0 + (index + index % 2) / steps)
+    assert torch.equal(arithmetic.cast(ties, Cast(fmt)), even)
+
+
+@each_arithmetic
+@each_format
+def test_a_step_of_fp32_beside_a_tie_goes_to_the_nearer(arithmetic: Arithmetic, fmt: Format) -> None:
+    steps = 2**fmt.mantissa_bits
+    index = torch.arange(steps)
+    ties = 1.0 + (index + 0.5) / steps
+    assert torch.equal(arithmetic.cast(ties - 2.0**-23, Cast(fmt)), 1.0 + index / steps)
+    assert torch.equal(arithmetic.cast(ties + 2.0**-23, Cast(fmt)), 1.0 + (index + 1) / steps)
+
+
+@each_format
+def test_both_arithmetics_cast_alike(fmt: Format) -> None:
+    x = torch.cat([_normal(2000) * 2.0**e for e in (-30, -20, -10, 0, 10, 20)])
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 65519.0, 65520.0])
+    for values in (x, special):
+        emulated, native = EMULATED.cast(values, Cast(fmt)), NATIVE.cast(values, Cast(fmt))
+        assert torch.equal(emulated.view(torch.int32), native.view(torch.int32))
+
+
+@each_arithmetic
+def test_a_cast_to_fp32_is_the_identity(arithmetic: Arithmetic) -> None:
+    x = _normal(100)
+    assert torch.equal(arithmetic.cast(x, Cast(FP32)), x)
+
+
+@each_format
+def test_a_stochastic_cast_has_the_same_bits_in_both_arithmetics(fmt: Format) -> None:
+    x, bits = _normal(50, 40), random_bits(3, torch.arange(50)[:, None], torch.arange(40))
+    cast = Cast(fmt, Rounding.STOCHASTIC)
+    emulated, native = EMULATED.cast(x, cast, bits), NATIVE.cast(x, cast, bits)
+    assert torch.equal(emulated.view(torch.int32), native.view(torch.int32))
+    assert not torch.equal(emulated, EMULATED.cast(x, Cast(fmt)))
+
+
+@each_arithmetic
+@each_format
+def test_a_narrow_product_lies_on_the_grid_within_an_ulp(arithmetic: Arithmetic, fmt: Format) -> None:
+    # One signed, so that the fp32 accumulation errs by at most 40 * 2^-24, far less than the half ulp over the cast's.
+    a, b = (_normal(*shape).abs().to(TORCH_DTYPES[fmt]).float() for shape in [(2, 5, 40), (2, 40, 6)])
+    product = arithmetic.matmul(a, b, Cast(fmt), Accumulator.EXACT)
+    exact = a.double() @ b.double()
+    assert product.dtype == torch.float32
+    assert torch.equal(product, product.to(TORCH_DTYPES[fmt]).float())
+    assert ((product.double() - exact).abs() < ulp(exact, fmt)).all()
+
+
+@each_arithmetic
+def test_a_wide_product_and_a_row_sum_keep_fp32(arithmetic: Arithmetic) -> None:
+    a, b = _normal(3, 40).abs(), _normal(40, 4, seed=1).abs()
+    product, total = arithmetic.matmul(a, b, Cast(FP32), Accumulator.EXACT), arithmetic.row_sum(a, Accumulator.EXACT)
+    # Any order of summation of n one-signed terms, each product rounded too: n unit roundoffs (Higham, 4.2).
+    assert torch.allclose(product.double(), a.double() @ b.double(), rtol=40 * FP32.unit_roundoff, atol=0.0)
+    assert torch.allclose(total.double(), a.double().sum(-1, keepdim=True), rtol=40 * FP32.unit_roundoff, atol=0.0)

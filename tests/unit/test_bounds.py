@@ -1,0 +1,127 @@
+"""The error bound of a plan: it holds, not so wide that nothing breaks it, and is Inf where nothing is sure."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiebreak.backends.backend import EMULATION
+from tiebreak.cases.bounds import UNDECLARED, error_bound
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.flash import BLOCK, Block
+from tiebreak.kernels.formats import BF16, FP16, FP32, Format
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import Declaration, composed
+from tiebreak.kernels.plans import FP32_PLAN, ISOLATION, PLANS, RoundingPlan
+from tiebreak.kernels.reference import reference
+from tiebreak.kernels.shift_rules import SHIFT_RULES
+
+CASES = {case.name: case for case in SCRIPTED}
+RANDOM = ["random", "random_causal", "random_grouped", "random_odd", "random_mixed_v", "padded", "wholly_masked"]
+
+each_format = pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
+each_plan = pytest.mark.parametrize("plan", [*PLANS.values(), *ISOLATION.values()], ids=lambda plan: plan.name)
+each_block = pytest.mark.parametrize("block", [BLOCK, Block(7, 16)], ids=lambda block: f"{block.queries}x{block.keys}")
+
+
+def _declared(plan: RoundingPlan, block: Block = BLOCK) -> Declaration:
+    return Declaration("standard" if plan.name == "standard" else "flash", plan, SHIFT_RULES["safe"], block)
+
+
+def _inputs(name: str, fmt: Format) -> AttentionInputs:
+    return CASES[name].make(2, 0, 32, fmt)
+
+
+def _output(inputs: AttentionInputs, declaration: Declaration) -> Tensor:
+    return EMULATION.run(composed(declaration.label, declaration), inputs, gradients=False).o.double()
+
+
+def _error_over_bound(inputs: AttentionInputs, declaration: Declaration, *, factor: float = 1.0) -> float:
+    """Largest error, of an output `factor` times too large, as a share of the bound."""
+    ref = reference(inputs)
+    error = (_output(inputs, declaration) * factor - ref.o).abs()
+    bound = error_bound(inputs, ref, declaration)
+    assert bound.shape == ref.o.shape
+    assert (bound > 0).all()
+    return (error / bound).max().item()
+
+
+@each_block
+@each_format
+@each_plan
+@pytest.mark.parametrize("name", RANDOM)
+def test_the_bound_of_a_plan_holds(plan: RoundingPlan, fmt: Format, name: str, block: Block) -> None:
+    assert _error_over_bound(_inputs(name, fmt), _declared(plan, block)) <= 1.0
+
+
+@each_format
+@each_plan
+def test_the_bound_holds_on_ties_too(plan: RoundingPlan, fmt: Format) -> None:
+    assert _error_over_bound(_inputs("tied_maxima[k=2]", fmt), _declared(plan)) <= 1.0
+
+
+@each_format
+@pytest.mark.parametrize("plan", [plan for plan in PLANS.values() if plan != FP32_PLAN], ids=lambda plan: plan.name)
+def test_some_error_comes_near_the_bound(plan: RoundingPlan, fmt: Format) -> None:
+    assert _error_over_bound(_inputs("random", fmt), _declared(plan)) > 1 / 50
+
+
+@each_format
+@each_plan
+@pytest.mark.parametrize("name", ["random", "random_causal", "random_grouped", "random_odd"])
+def test_an_output_a_few_ulps_off_breaks_the_bound(plan: RoundingPlan, fmt: Format, name: str) -> None:
+    # 1 % in fp16, and as many ulps in bf16: each rounding point may take half an ulp or more, so that 1 % in bf16,
+    # whose ulp is up to 0.8 %, breaks no bound on three narrow points.
+    factor = 1.0 + 0.01 * fmt.unit_roundoff / FP16.unit_roundoff
+    assert _error_over_bound(_inputs(name, fmt), _declared(plan), factor=factor) > 1.0
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP16, FP32], ids=lambda fmt: fmt.name)
+def test_one_percent_breaks_the_bound_of_fp32(fmt: Format) -> None:
+    assert _error_over_bound(_inputs("random", fmt), _declared(FP32_PLAN), factor=1.01) > 1.0
+
+
+def test_a_truncated_output_breaks_the_bound_of_fp32_and_of_no_fused_plan() -> None:
+    # Half an ulp more than rounding to nearest: the bound tells gross errors; truncation is for the bias to tell.
+    inputs = _inputs("random", BF16)
+    ref = reference(inputs)
+    truncated = (ref.o.float().view(torch.int32) & ~0xFFFF).view(torch.float32).double()
+    share = {
+        plan.name: ((truncated - ref.o).abs() / error_bound(inputs, ref, _declared(plan))).max().item()
+        for plan in (FP32_PLAN, PLANS["fused"])
+    }
+    assert share["fp32"] > 1.0
+    assert share["fused"] <= 1.0
+
+
+@each_plan
+def test_a_kernel_that_declares_nothing_is_held_to_the_loosest_bound(plan: RoundingPlan) -> None:
+    inputs = _inputs("random_causal", BF16)
+    ref = reference(inputs)
+    assert (error_bound(inputs, ref, UNDECLARED) >= error_bound(inputs, ref, _declared(plan))).all()
+
+
+def test_more_key_blocks_widen_the_bound_of_an_unfused_plan() -> None:
+    inputs = _inputs("random", BF16)
+    ref = reference(inputs)
+    whole, tiled = (error_bound(inputs, ref, _declared(PLANS["paper"], block)) for block in (BLOCK, Block(7, 16)))
+    assert (tiled > whole).all()
+
+
+def test_where_rounding_the_scores_can_do_anything_the_bound_is_infinite() -> None:
+    # Scores of about 1e6 err by 4e3 in bf16, and exp(4e3) is beyond fp64.
+    inputs = _inputs("huge_logits", BF16)
+    inputs = replace(inputs, q=100 * inputs.q)
+    bound = error_bound(inputs, reference(inputs), _declared(PLANS["all_bf16"]))
+    assert torch.isinf(bound).any()
+    assert not torch.isnan(bound).any()
+
+
+def test_a_row_that_sees_no_key_is_bound_by_the_smallest_number_alone() -> None:
+    inputs = _inputs("wholly_masked", BF16)
+    bound = error_bound(inputs, reference(inputs), _declared(PLANS["paper"]))
+    hidden = inputs.hidden()
+    assert hidden is not None
+    assert hidden[0].all()
+    assert (bound[0] == BF16.smallest_subnormal).all()

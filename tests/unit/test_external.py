@@ -1,0 +1,240 @@
+"""A user's own kernel: how it is found, and the contract that it is held to."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tiebreak.backends.backend import CPU
+from tiebreak.kernels.external import ContractError, external_kernel, load
+from tiebreak.kernels.formats import BF16, FP16, FP32, Format
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
+from tiebreak.kernels.plans import FUSED, STANDARD
+
+SOUND = """
+from torch.nn.functional import scaled_dot_product_attention
+
+def sound(q, k, v, *, causal=False, scale=None):
+    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+not_a_function = 3
+"""
+
+each_format = pytest.mark.parametrize("fmt", [BF16, FP16, FP32], ids=lambda fmt: fmt.name)
+
+
+def _inputs(fmt: Format = BF16, *, causal: bool = False, groups: int = 1, padded: bool = False) -> AttentionInputs:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (
+        torch.randn(2, heads, 8, 16, generator=generator).to(TORCH_DTYPES[fmt]).float()
+        for heads in (4, 4 // groups, 4 // groups, 4)
+    )
+    padding = torch.ones(2, 8, dtype=torch.bool) if padded else None
+    return AttentionInputs(q, k, v, do, fmt, causal=causal, key_padding=padding)
+
+
+def _run(source: str, tmp_path: Path, inputs: AttentionInputs | None = None) -> Tensor:
+    """O of the function `kernel` in a file with this source."""
+    file = tmp_path / "kernel.py"
+    file.write_text(source)
+    return CPU.run(external_kernel(f"{file}:kernel", None), inputs or _inputs(), gradients=False).o
+
+
+def _kernel(body: str) -> str:
+    lines = body.replace("; ", "\n    ")
+    return f"import torch\n\ndef kernel(q, k, v, *, causal=False, scale=None):\n    {lines}\n"
+
+
+@pytest.fixture
+def sound_file(tmp_path: Path) -> Path:
+    file = tmp_path / "sound_kernel.py"
+    file.write_text(SOUND)
+    return file
+
+
+def test_a_function_is_loaded_from_a_file(sound_file: Path) -> None:
+    assert load(f"{sound_file}:sound").__name__ == "sound"
+
+
+def test_a_function_is_loaded_from_a_module(sound_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(sound_file.parent)
+    assert load("sound_kernel:sound").__name__ == "sound"
+    assert load("torch.nn.functional:scaled_dot_product_attention") is scaled_dot_product_attention
+
+
+def test_a_file_with_dataclasses_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "with_dataclass.py"
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n"
+        "@dataclass\nclass Size:\n    n: int = 1\n\ndef kernel(q, k, v):\n    return q\n"
+    )
+    assert callable(load(f"{file}:kernel"))
+
+
+@pytest.mark.parametrize("spec", ["", ":", "kernel.py", "kernel.py:", ":function", "package.module"])
+def test_a_malformed_name_is_told_what_is_expected(spec: str) -> None:
+    with pytest.raises(
+        ValueError, match=re.escape(f"--kernel {spec}: expected path/to/file.py:function or package.module:function")
+    ):
+        load(spec)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    spec = f"{tmp_path / 'absent.py'}:kernel"
+    with pytest.raises(ValueError, match=rf"^--kernel {re.escape(spec)}: .*no such file: .*absent\.py$"):
+        load(spec)
+
+
+def test_a_missing_module_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^--kernel no_such_package\.module:f: .*ModuleNotFoundError.*"):
+        load("no_such_package.module:f")
+
+
+@pytest.mark.parametrize("name", ["absent", "not_a_function"])
+def test_a_missing_function_is_named(sound_file: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"has no function '{name}'; its functions are sound$"):
+        load(f"{sound_file}:{name}")
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("def kernel(:", "SyntaxError"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("import absent", "absent"),
+    ],
+    ids=["syntax", "raises", "imports"],
+)
+def test_what_a_file_raises_while_it_is_imported_is_told(tmp_path: Path, source: str, error: str) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(source)
+    with pytest.raises(ValueError, match=error) as caught:
+        load(f"{file}:kernel")
+    assert str(caught.value).startswith(f"--kernel {file}:kernel: cannot import")
+
+
+@each_format
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_sound_kernel_gets_tensors_of_the_format(sound_file: Path, fmt: Format, causal: bool) -> None:
+    inputs = _inputs(fmt, causal=causal)
+    kernel = external_kernel(f"{sound_file}:sound", None)
+    q, k, v = (tensor.to(TORCH_DTYPES[fmt]) for tensor in (inputs.q, inputs.k, inputs.v))
+    output = CPU.run(kernel, inputs, gradients=False)
+    assert kernel.name == "sound"
+    assert output.o.dtype == torch.float32
+    assert torch.equal(output.o, scaled_dot_product_attention(q, k, v, is_causal=causal).float())
+
+
+def test_a_kernel_is_told_the_scale_and_the_mask(tmp_path: Path) -> None:
+    # The output tells what the kernel was given.
+    body = "out = torch.zeros_like(q); out[..., 0] = scale; out[..., 1] = float(causal); return out"
+    o = _run(_kernel(body), tmp_path, _inputs(causal=True))
+    assert set(o[..., 0].flatten().tolist()) == {1.0 / math.sqrt(16)}
+    assert set(o[..., 1].flatten().tolist()) == {1.0}
+
+
+def test_a_kernel_of_unknown_plan_declares_nothing(sound_file: Path) -> None:
+    kernel = external_kernel(f"{sound_file}:sound", None)
+    assert kernel.declaration is None
+    assert kernel.external
+    assert not kernel.has_backward
+
+
+def test_a_kernel_with_a_plan_declares_plain_flash_attention(sound_file: Path) -> None:
+    declaration = external_kernel(f"{sound_file}:sound", FUSED).declaration
+    assert declaration is not None
+    assert declaration.label == "safe@fused"
+
+
+def test_a_kernel_with_the_plan_of_standard_attention_declares_that(sound_file: Path) -> None:
+    declaration = external_kernel(f"{sound_file}:sound", STANDARD).declaration
+    assert declaration is not None
+    assert declaration.label == "standard"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [(_inputs(), None), (_inputs(padded=True), "padding mask"), (_inputs(groups=2), "one key head a query head")],
+    ids=["plain", "padded", "grouped"],
+)
+def test_what_the_signature_cannot_say_is_refused(
+    sound_file: Path, inputs: AttentionInputs, reason: str | None
+) -> None:
+    refusal = external_kernel(f"{sound_file}:sound", None).refuses(inputs)
+    assert refusal is None if reason is None else reason in str(refusal)
+
+
+@pytest.mark.parametrize(
+    ("body", "broken"),
+    [
+        ("return None", "returned NoneType, not a tensor"),
+        ("return (q, q)", "returned tuple, not a tensor"),
+        ("return q.numpy(force=True) if q.dtype == torch.float32 else [q]", "returned list, not a tensor"),
+        ("return q[..., :8]", "returned shape (2, 4, 8, 8), expected (2, 4, 8, 16)"),
+        ("return q.transpose(1, 2)", "returned shape (2, 8, 4, 16), expected (2, 4, 8, 16)"),
+        ("return q.float()", "returned torch.float32, expected torch.bfloat16"),
+        ("return q.half()", "returned torch.float16, expected torch.bfloat16"),
+        ("return q.to('meta')", "returned a tensor on meta, expected cpu"),
+        ("q *= 2; return q.clone()", "changed its input q"),
+        ("k[0, 0, 0, 0] += 1; return q.clone()", "changed its input k"),
+        ("v[-1, -1, -1, -1] = 0; return q.clone()", "changed its input v"),
+        ("v.neg_(); return q.clone()", "changed its input v"),
+        ("k[0, 0, 0, 0] = torch.nan; return q.clone()", "changed its input k"),
+    ],
+    ids=[
+        "none",
+        "tuple",
+        "list",
+        "shape",
+        "transposed",
+        "fp32",
+        "fp16",
+        "device",
+        "scales-q",
+        "shifts-k",
+        "zeroes-v",
+        "negates-v",
+        "nan-in-k",
+    ],
+)
+def test_a_broken_contract_is_named(tmp_path: Path, body: str, broken: str) -> None:
+    with pytest.raises(ContractError, match=f"^{re.escape(broken)}$"):
+        _run(_kernel(body), tmp_path)
+
+
+@each_format
+def test_a_changed_sign_of_zero_is_a_change(tmp_path: Path, fmt: Format) -> None:
+    inputs = _inputs(fmt)
+    inputs.v[0, 0, 0, 0] = 0.0
+    with pytest.raises(ContractError, match="changed its input v"):
+        _run(_kernel("v[0, 0, 0, 0] = -0.0; return q.clone()"), tmp_path, inputs)
+
+
+@each_format
+def test_nan_inputs_left_alone_do_not_count_as_changed(tmp_path: Path, fmt: Format) -> None:
+    inputs = _inputs(fmt)
+    inputs.q[0, 0, 0, 0] = torch.nan
+    inputs.v[0, 0, 0, 0] = torch.nan
+    o = _run(_kernel("return q.clone()"), tmp_path, inputs)
+    assert torch.equal(o.isnan(), inputs.q.isnan())
+
+
+def test_a_kernel_cannot_change_the_inputs_of_the_next(tmp_path: Path) -> None:
+    inputs = _inputs(FP32)
+    before = inputs.q.clone()
+    with pytest.raises(ContractError, match="changed its input q"):
+        _run(_kernel("q.zero_(); return v.clone()"), tmp_path, inputs)
+    assert torch.equal(inputs.q, before)
+
+
+def test_what_a_kernel_raises_comes_through(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="out of luck"):
+        _run(_kernel("raise RuntimeError('out of luck')"), tmp_path)
+
+
+def test_a_kernel_that_tracks_gradients_is_detached(tmp_path: Path) -> None:
+    assert not _run(_kernel("return q.clone().requires_grad_()"), tmp_path).requires_grad

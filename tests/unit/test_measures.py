@@ -1,0 +1,326 @@
+"""Measures and verdicts: signed errors by hand, intervals against tables and by simulation, what NaN does to them."""
+
+import math
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tiebreak.cases.measures import Measures, by_key_head, difference, measure, merge, signed_error_ulps
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.verdicts import (
+    CONFIDENCE,
+    LOOKS,
+    MARGIN_ULPS,
+    Interval,
+    Verdict,
+    interval,
+    judge,
+    quantile,
+)
+from tiebreak.kernels.formats import BF16, FP16, Format
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.reference import reference
+
+NAN, INF = math.nan, math.inf
+ULP_1 = 2.0**-7  # of bf16 in [1, 2)
+
+
+@pytest.mark.parametrize(
+    ("out", "ref", "expected"),
+    [
+        (1.0 + ULP_1, 1.0, 1.0),
+        (1.0 - ULP_1, 1.0, -1.0),
+        (-1.0 - ULP_1, -1.0, 1.0),
+        (-1.0 + ULP_1, -1.0, -1.0),
+        (1.0, 1.0, 0.0),
+        (1.0, 1.0 + ULP_1 / 4, -0.25),
+        # The paper's worked example (v2): -4.703990459442139 rounds to -4.71875, and bf16 is spaced by 2^-5 there.
+        (-4.71875, -4.703990459442139, 0.014759540557861328 * 32),
+        (2.0, 1.0, 128.0),
+        (-1.0, 1.0, -256.0),
+        # The ulp is the reference's, just below a power of two as just above it.
+        (4.0, 4.0 - 2.0**-6, 1.0),
+        (4.0 - 2.0**-6, 4.0, -0.5),
+    ],
+)
+def test_an_error_is_positive_away_from_zero_in_ulps_of_the_reference(out: float, ref: float, expected: float) -> None:
+    error = signed_error_ulps(torch.tensor([out]), torch.tensor([ref], dtype=torch.float64), BF16)
+    assert error.dtype == torch.float64
+    assert error.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_ulp_is_the_formats() -> None:
+    error = signed_error_ulps(torch.tensor([1.0 + 2.0**-10]), torch.ones(1, dtype=torch.float64), FP16)
+    assert error.item() == 1.0
+
+
+def test_below_the_normal_range_the_ulp_is_the_spacing_of_the_subnormals() -> None:
+    tiny = 2.0**-24  # fp16's smallest number
+    error = signed_error_ulps(torch.tensor([2 * tiny]), torch.tensor([tiny / 2], dtype=torch.float64), FP16)
+    assert error.item() == 1.5
+
+
+@pytest.mark.parametrize(
+    ("out", "ref"),
+    [(1.0, 0.0), (0.0, 0.0), (-1.0, -0.0), (NAN, 1.0), (1.0, NAN), (INF, 1.0), (-INF, 1.0), (1.0, INF), (INF, INF)],
+)
+def test_what_cannot_be_compared_is_nan(out: float, ref: float) -> None:
+    error = signed_error_ulps(torch.tensor([out]), torch.tensor([ref], dtype=torch.float64), BF16)
+    assert math.isnan(error.item())
+
+
+# Two-sided quantiles of Student's distribution, as printed in tables.
+@pytest.mark.parametrize(
+    ("confidence", "freedom", "table"),
+    [
+        (0.999, 15, 4.073),
+        (0.999, 20, 3.850),
+        (0.999, 30, 3.646),
+        (0.999, 60, 3.460),
+        (0.999, 120, 3.373),
+        (0.99, 15, 2.947),
+        (0.99, 30, 2.750),
+        (0.99, 60, 2.660),
+        (0.95, 15, 2.131),
+        (0.95, 30, 2.042),
+        (0.95, 120, 1.980),
+    ],
+)
+def test_the_quantile_is_that_of_tables(confidence: float, freedom: int, table: float) -> None:
+    # Twice the first term that the expansion leaves out (Abramowitz and Stegun, 26.7.5), and a table's rounding.
+    z = quantile(10**9, confidence, looks=1)
+    left_out = (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160 / freedom**4
+    assert quantile(freedom + 1, confidence, looks=1) == pytest.approx(table, abs=2 * left_out + 5e-4)
+
+
+def _tail(t: float, freedom: int) -> float:
+    """P(|T| > t): with t = sqrt(freedom) tan(a), Student's density is proportional to cos(a)^(freedom - 1)."""
+    angle = np.linspace(0.0, math.pi / 2, 400_001)
+    density = np.cos(angle) ** (freedom - 1)
+    return float(density[angle > math.atan(t / math.sqrt(freedom))].sum() / density.sum())
+
+
+@pytest.mark.parametrize("samples", [16, 32, 256, 2048])
+def test_every_look_gets_an_equal_share_of_the_error(samples: int) -> None:
+    share = (1 - CONFIDENCE) / LOOKS
+    # By how much a quantile 0.1 % short, the docstring's figure, makes the tail of 15 degrees of freedom heavier.
+    slack = _tail(quantile(16) * 0.999, 15) / _tail(quantile(16), 15)
+    assert share / slack <= _tail(quantile(samples), samples - 1) <= share * slack
+
+
+def test_more_looks_widen_the_interval() -> None:
+    widths = [quantile(64, looks=looks) for looks in (1, 2, 4, 8)]
+    assert widths == sorted(set(widths))
+
+
+@pytest.mark.parametrize("samples", [0, 1])
+def test_too_few_samples_have_no_quantile(samples: int) -> None:
+    assert quantile(samples) == INF
+
+
+def test_an_interval_by_hand() -> None:
+    found = interval(torch.tensor([1.0, 2.0, 3.0, 6.0], dtype=torch.float64))
+    # Mean 3; squared deviations 4 + 1 + 0 + 9 over 3 degrees of freedom, over 4 samples.
+    assert found.mean == 3.0
+    assert found.half_width == pytest.approx(quantile(4) * math.sqrt(14 / 3 / 4))
+    assert (found.low, found.high) == (found.mean - found.half_width, found.mean + found.half_width)
+
+
+def test_intervals_of_no_and_of_one_sample_tell_nothing() -> None:
+    none, one = interval(torch.zeros(0)), interval(torch.ones(1))
+    assert math.isnan(none.mean)
+    assert (one.mean, one.half_width) == (1.0, INF)
+    assert judge(none) is judge(one) is Verdict.INCONCLUSIVE
+
+
+def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
+    runs, samples = 20_000, 16
+    draws = torch.from_numpy(np.random.default_rng(1).standard_normal((runs, samples))) + 0.5
+    missed = sum(abs(found.mean - 0.5) > found.half_width for found in map(interval, draws))
+    expected = runs * (1 - CONFIDENCE) / LOOKS
+    # Binomial: five standard deviations above. Below, 5 expected misses leave a chance of exp(-5) for none.
+    assert 0 < missed <= expected + 5 * math.sqrt(expected)
+
+
+def test_the_quantile_covers_the_mean_as_often_as_it_says() -> None:
+    runs, samples, confidence = 20_000, 16, 0.95
+    draws = np.random.default_rng(2).standard_normal((runs, samples))
+    half_widths = quantile(samples, confidence, looks=1) * draws.std(1, ddof=1) / math.sqrt(samples)
+    missed = int((np.abs(draws.mean(1)) > half_widths).sum())
+    assert abs(missed - runs * 0.05) <= 5 * math.sqrt(runs * 0.05 * 0.95)
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        (Interval(0.23, 0.01), Verdict.BIASED),
+        (Interval(-0.23, 0.01), Verdict.BIASED),
+        (Interval(0.0, 0.01), Verdict.UNBIASED),
+        (Interval(0.03, 0.01), Verdict.UNBIASED),
+        (Interval(-0.03, 0.01), Verdict.UNBIASED),
+        (Interval(0.0, MARGIN_ULPS), Verdict.UNBIASED),  # its ends are the margin's
+        (Interval(0.0625, 0.0625 - MARGIN_ULPS), Verdict.INCONCLUSIVE),  # begins on the margin
+        (Interval(0.045, 0.01), Verdict.INCONCLUSIVE),
+        (Interval(0.055, 0.01), Verdict.INCONCLUSIVE),
+        (Interval(-0.055, 0.01), Verdict.INCONCLUSIVE),
+        (Interval(0.0, 0.2), Verdict.INCONCLUSIVE),
+        (Interval(0.0, INF), Verdict.INCONCLUSIVE),
+        (Interval(NAN, 0.0), Verdict.INCONCLUSIVE),
+        (Interval(0.0, NAN), Verdict.INCONCLUSIVE),
+        (Interval(NAN, NAN), Verdict.INCONCLUSIVE),
+        (Interval(INF, INF), Verdict.INCONCLUSIVE),
+    ],
+    ids=lambda value: value.value if isinstance(value, Verdict) else f"{value.mean}+-{value.half_width}",
+)
+def test_the_verdict_on_an_interval(found: Interval, verdict: Verdict) -> None:
+    assert judge(found) is verdict
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.05, INF])
+@pytest.mark.parametrize("found", [Interval(NAN, 0.0), Interval(0.0, NAN), Interval(NAN, NAN)], ids=str)
+def test_nan_is_neither_inside_nor_beyond_any_margin(found: Interval, margin: float) -> None:
+    assert not found.inside(margin)
+    assert not found.beyond(margin)
+
+
+def test_by_key_head_averages_what_shares_a_key_head() -> None:
+    # 1 batch entry, 4 query heads in 2 groups, 2 queries, 1 column.
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0, 10.0, 20.0, 30.0, 40.0]).reshape(1, 4, 2, 1)
+    assert by_key_head(x, groups=2).tolist() == [2.5, 25.0]
+    assert by_key_head(x, groups=1).tolist() == [1.5, 3.5, 15.0, 35.0]
+    assert by_key_head(x.expand(3, 4, 2, 1), groups=4).tolist() == [13.75] * 3
+
+
+def test_by_key_head_leaves_nan_out_and_keeps_a_head_of_nothing_else_nan() -> None:
+    x = torch.tensor([[1.0, NAN], [NAN, NAN]]).reshape(1, 2, 2)
+    means = by_key_head(x, groups=1)
+    assert means[0] == 1.0
+    assert math.isnan(means[1].item())
+
+
+def _inputs(name: str, fmt: Format = BF16) -> AttentionInputs:
+    case = next(case for case in SCRIPTED if case.name == name)
+    return case.make(0, 0, 64, fmt)
+
+
+def _measured(inputs: AttentionInputs, output: Tensor | None = None, delta: Tensor | None = None) -> Measures:
+    """The measures of an output, by default the reference's own in the format; the bound is one ulp of 1."""
+    ref = reference(inputs)
+    out = ref.o.bfloat16().float() if output is None else output
+    return measure(out, delta, inputs, ref, torch.full_like(ref.o, ULP_1))
+
+
+def _part(inputs: AttentionInputs, entries: slice) -> AttentionInputs:
+    """Some of the batch's entries."""
+    q, k, v, do = (tensor[entries] for tensor in (inputs.q, inputs.k, inputs.v, inputs.do))
+    return replace(inputs, q=q, k=k, v=v, do=do)
+
+
+@pytest.mark.parametrize("name", ["random_grouped", "tied_maxima[k=2]", "nan_in_q", "random_mixed_v"])
+def test_merging_batches_is_measuring_all_at_once(name: str) -> None:
+    inputs = _inputs(name)
+    whole, merged = _measured(inputs), merge([_measured(_part(inputs, part)) for part in (slice(1), slice(1, None))])
+    for field in fields(Measures):
+        ours, theirs = getattr(merged, field.name), getattr(whole, field.name)
+        if isinstance(ours, Tensor):
+            # Sums over a head in another order of at most 2^10 fp64 terms.
+            assert torch.allclose(ours, theirs, rtol=2.0**-42, atol=2.0**-42, equal_nan=True), field.name
+        else:
+            assert ours == pytest.approx(theirs, rel=2.0**-42), field.name
+    for ours_, theirs_ in ((merged.bias, whole.bias), (merged.delta_bias, whole.delta_bias)):
+        assert ours_.mean == pytest.approx(theirs_.mean, rel=1e-9)
+        assert ours_.half_width == pytest.approx(theirs_.half_width, rel=1e-9)
+
+
+def test_the_samples_are_heads_that_share_keys() -> None:
+    assert _measured(_inputs("random_grouped")).head_bias.numel() == 64 // 4
+    assert _measured(_inputs("random")).head_bias.numel() == 64
+
+
+def test_an_output_one_ulp_off_is_measured_as_that() -> None:
+    inputs = _inputs("random")
+    o = reference(inputs).o
+    # V is about 1, O within [0.5, 2): ulps of 2^-8 and 2^-7. fp32 holds O only to 2^-24, 2^-16 ulp at most.
+    exponent = torch.where(o.abs() < 1, -8.0, -7.0)
+    away = (o + o.sign() * 2.0**exponent).float()
+    assert (o.abs() > 0.5).all()
+    assert (o.abs() < 2).all()
+    found = _measured(inputs, away)
+    assert found.bias.mean == pytest.approx(1.0, abs=2.0**-16)
+    assert found.rms_ulps == pytest.approx(1.0, abs=2.0**-16)
+    assert found.max_ulps == pytest.approx(1.0, abs=2.0**-15)
+    assert found.error_over_bound == pytest.approx(1.0, abs=2.0**-15)
+    assert found.gain > 1
+    toward = _measured(inputs, (o - o.sign() * 2.0**exponent).float())
+    assert toward.bias.mean == pytest.approx(-1.0, abs=2.0**-16)
+    assert toward.gain < 1
+
+
+def test_a_zero_output_has_gain_zero_and_an_exact_one_gain_one() -> None:
+    inputs = _inputs("random")
+    o = reference(inputs).o
+    assert _measured(inputs, torch.zeros_like(o)).gain == 0.0
+    assert _measured(inputs, o).gain == 1.0
+
+
+def test_the_bias_of_delta_is_relative_to_its_size() -> None:
+    inputs = _inputs("random")
+    ref = reference(inputs)
+    off = ref.delta + 0.01 * ref.delta.abs().mean()
+    assert _measured(inputs, delta=off).delta_bias.mean == pytest.approx(0.01)
+    assert _measured(inputs, delta=ref.delta).delta_bias.mean == 0.0
+
+
+def test_delta_is_taken_from_the_output_where_the_kernel_does_not_tell_it() -> None:
+    inputs = _inputs("random")
+    out = reference(inputs).o.bfloat16().float()
+    delta = (inputs.do.double() * out.double()).sum(-1, keepdim=True)
+    assert torch.equal(_measured(inputs, out).head_delta, _measured(inputs, out, delta).head_delta)
+
+
+def test_what_is_left_out_not_finite_and_missed_is_counted() -> None:
+    inputs = _inputs("random")
+    ref = reference(inputs)
+    o = ref.o.clone()
+    o[0, 0, 0, :3] = 0.0
+    o[0, 0, 1, :2] = NAN
+    out = o.clone()
+    out[0, 0, 0, 0] = 1.0  # no sign to err by
+    out[0, 0, 1, :2] = torch.tensor([NAN, 1.0])  # the second is finite where the reference is not
+    out[0, 0, 2, :5] = torch.tensor([NAN, INF, -INF, NAN, NAN])
+    found = measure(out, None, inputs, replace(ref, o=o), torch.ones_like(o))
+    assert (found.left_out, found.nonfinite, found.missed, found.elements) == (3, 5, 1, o.numel())
+    assert math.isfinite(found.bias.mean)
+    assert math.isfinite(found.rms_ulps)
+    assert math.isfinite(found.gain)
+    assert found.bias.mean == found.max_ulps == 0.0
+
+
+def test_an_output_of_nan_alone_has_no_bias_and_no_verdict() -> None:
+    inputs = _inputs("random")
+    found = _measured(inputs, torch.full_like(inputs.q, NAN))
+    assert found.nonfinite == found.elements
+    assert judge(found.bias) is Verdict.INCONCLUSIVE
+    assert math.isnan(found.gain)
+    assert judge(found.delta_bias) is Verdict.INCONCLUSIVE
+
+
+def test_a_difference_is_paired_head_by_head() -> None:
+    base = _measured(_inputs("random"))
+    spread = replace(base, head_bias=torch.linspace(-1.0, 1.0, 64, dtype=torch.float64))
+    shifted = replace(base, head_bias=spread.head_bias + 0.125)
+    found = difference(shifted, spread)
+    # Unpaired, the spread of the heads would widen it to over 0.1.
+    assert found.mean == pytest.approx(0.125)
+    assert found.half_width < 1e-12
+    assert difference(spread, shifted).mean == pytest.approx(-0.125)
+
+
+def test_a_difference_leaves_heads_out_that_either_lacks() -> None:
+    base = _measured(_inputs("random"))
+    ours = replace(base, head_bias=torch.tensor([1.0, NAN, 3.0, 4.0], dtype=torch.float64))
+    theirs = replace(base, head_bias=torch.tensor([NAN, 2.0, 2.0, 2.0], dtype=torch.float64))
+    assert difference(ours, theirs).mean == 1.5

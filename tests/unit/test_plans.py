@@ -1,0 +1,200 @@
+"""The presets as DESIGN.md states them, and the kernels composed of a shift rule and a plan."""
+
+from dataclasses import fields
+
+import pytest
+
+from tiebreak.kernels.formats import BF16, FP16, FP32, Rounding
+from tiebreak.kernels.plans import (
+    FUSED,
+    FUSED_STOCHASTIC,
+    ISOLATION,
+    PAPER,
+    PLANS,
+    Accumulator,
+    Cast,
+    DeltaSource,
+    Exponential,
+    RoundingPlan,
+    parse_plan,
+)
+from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
+from tiebreak.kernels.shift_rules import SHIFT_RULES
+
+FORWARD = {"s", "p_bar", "o_bar", "row_sum", "o"}
+BACKWARD = {"delta", "p", "dp", "ds", "gradients"}
+
+# The forward rounding points that a preset narrows to bf16; all others are fp32.
+NARROW = {
+    "paper": {"p_bar", "o_bar", "o"},
+    "all_bf16": {"s", "p_bar", "o_bar", "row_sum", "o"},
+    "fused": {"p_bar", "o"},
+    "standard": {"p_bar", "o"},
+    "fused_stochastic": {"p_bar", "o"},
+    "fp32": set[str](),
+}
+
+each_preset = pytest.mark.parametrize("name", NARROW)
+each_plan = pytest.mark.parametrize("plan", [*PLANS.values(), *ISOLATION.values()], ids=lambda plan: plan.name)
+
+
+def _narrow(plan: RoundingPlan) -> set[str]:
+    return {name for name, cast in plan.casts() if cast.fmt == BF16}
+
+
+def _differences(a: RoundingPlan, b: RoundingPlan) -> set[str]:
+    return {field.name for field in fields(a) if getattr(a, field.name) != getattr(b, field.name)} - {"name"}
+
+
+def test_the_presets_are_those_of_the_design() -> None:
+    assert set(PLANS) == set(NARROW)
+    assert all(plan.name == name for name, plan in PLANS.items())
+
+
+@each_preset
+def test_a_preset_narrows_the_points_that_the_design_names(name: str) -> None:
+    assert _narrow(PLANS[name]) & FORWARD == NARROW[name]
+
+
+@each_plan
+def test_a_rounding_point_of_a_preset_is_bf16_or_fp32(plan: RoundingPlan) -> None:
+    assert {name for name, _ in plan.casts()} == FORWARD | BACKWARD
+    assert {cast.fmt for _, cast in plan.casts()} <= {BF16, FP32}
+
+
+@each_preset
+def test_every_preset_sums_unrounded_probabilities_exactly_with_an_exact_exponential(name: str) -> None:
+    plan = PLANS[name]
+    assert not plan.row_sum_from_rounded
+    assert plan.accumulator is Accumulator.EXACT
+    assert plan.exponential == Exponential(base_two=False, at_zero=1.0)
+
+
+def test_only_the_output_of_fused_stochastic_is_rounded_other_than_to_even() -> None:
+    others = {(plan.name, name) for plan in PLANS.values() for name, cast in plan.casts() if cast != Cast(cast.fmt)}
+    assert others == {("fused_stochastic", "o")}
+    assert FUSED_STOCHASTIC.o == Cast(BF16, Rounding.STOCHASTIC)
+
+
+def test_fused_stochastic_is_fused_but_for_the_last_cast() -> None:
+    assert _differences(FUSED, FUSED_STOCHASTIC) == {"o"}
+
+
+@pytest.mark.parametrize(
+    ("name", "narrow"),
+    [
+        ("paper", set()),
+        ("all_bf16", set()),
+        # Operands of the tensor cores' products, and what is returned.
+        ("fused", {"p", "ds", "gradients"}),
+        ("fused_stochastic", {"p", "ds", "gradients"}),
+        ("standard", set()),
+        ("fp32", set()),
+    ],
+)
+def test_the_backward_pass_of_a_preset_narrows(name: str, narrow: set[str]) -> None:
+    assert _narrow(PLANS[name]) & BACKWARD == narrow
+
+
+def test_standard_attention_takes_delta_from_the_probabilities_and_flash_from_the_output() -> None:
+    sources = {name: plan.delta_from for name, plan in PLANS.items()}
+    assert sources.pop("standard") is DeltaSource.PROBABILITIES
+    assert set(sources.values()) == {DeltaSource.OUTPUT}
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("delta_from_dp", {"delta_from"}),
+        ("o_recomputed", {"delta_from"}),
+        ("o_fp32", {"o_bar", "o"}),
+        ("pv_fp32", {"p_bar", "o_bar"}),
+    ],
+)
+def test_a_switch_of_section_3_2_changes_the_paper_plan_in_one_thing(name: str, changed: set[str]) -> None:
+    assert ISOLATION[name].name == name
+    assert _differences(PAPER, ISOLATION[name]) == changed
+
+
+@pytest.mark.parametrize("name", ["paper", "all_bf16"])
+def test_the_paper_plans_are_unfused(name: str) -> None:
+    assert PLANS[name].unfused
+
+
+@pytest.mark.parametrize("name", ["fused", "fused_stochastic", "standard", "fp32"])
+def test_the_other_plans_are_not_unfused(name: str) -> None:
+    assert not PLANS[name].unfused
+
+
+@each_preset
+def test_stochastic_says_whether_any_cast_is(name: str) -> None:
+    assert PLANS[name].stochastic is (name == "fused_stochastic")
+
+
+@each_plan
+def test_in_format_moves_every_bf16_point_and_no_other(plan: RoundingPlan) -> None:
+    moved = plan.in_format(FP16)
+    for (name, before), (_, after) in zip(plan.casts(), moved.casts(), strict=True):
+        assert after == (Cast(FP16, before.rounding) if before.fmt == BF16 else before), name
+    assert _differences(plan, moved) == _narrow(plan)
+    assert moved.name == plan.name
+
+
+@each_plan
+def test_in_format_bf16_is_the_plan_itself(plan: RoundingPlan) -> None:
+    assert plan.in_format(BF16) == plan
+
+
+@each_preset
+def test_parse_plan_finds_every_preset(name: str) -> None:
+    assert parse_plan(name) is PLANS[name]
+
+
+@pytest.mark.parametrize("name", ["", "Paper", "papers", "delta_from_dp"])
+def test_parse_plan_names_what_it_does_not_know_and_lists_what_it_does(name: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown rounding plan '{name}'") as caught:
+        parse_plan(name)
+    assert all(known in str(caught.value) for known in NARROW)
+    assert "\n" not in str(caught.value)
+
+
+def test_standard_and_fair_are_what_the_design_says() -> None:
+    standard, fair = composed_kernel("standard").declaration, composed_kernel("fair").declaration
+    assert standard is not None
+    assert fair is not None
+    assert (standard.algorithm, standard.plan.name, standard.label) == ("standard", "standard", "standard")
+    assert (fair.algorithm, fair.plan.name, fair.shift_rule.name) == ("flash", "fused_stochastic", "dithered")
+
+
+@pytest.mark.parametrize("rule", ["flash", *SHIFT_RULES])
+@pytest.mark.parametrize("plan", [name for name in (*PLANS, *ISOLATION) if name != "standard"])
+def test_every_rule_composes_with_every_plan_of_flash_attention(rule: str, plan: str) -> None:
+    kernel = composed_kernel(f"{rule}@{plan}")
+    assert kernel.name == f"{rule}@{plan}"
+    assert kernel.declaration is not None
+    assert kernel.declaration.algorithm == "flash"
+    assert kernel.declaration.shift_rule.name == ("safe" if rule == "flash" else rule)
+    assert kernel.declaration.plan.name == plan
+
+
+@pytest.mark.parametrize(
+    "name", ["", "flash", "paper", "flash@", "@paper", "flash@papers", "flashy@paper", "flash@standard", "flash@paper@"]
+)
+def test_an_unknown_kernel_is_named_and_the_known_ones_are_listed(name: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown kernel '{name}'") as caught:
+        composed_kernel(name)
+    message = str(caught.value)
+    known = ["standard", "fair", "flash", *(rule for rule in SHIFT_RULES if rule != "safe"), *PLANS, *ISOLATION]
+    assert all(part in message for part in known)
+    assert "\n" not in message
+
+
+def test_the_default_roster_names_every_kernel_once() -> None:
+    assert len(set(DEFAULT_ROSTER)) == len(DEFAULT_ROSTER)
+    assert [composed_kernel(name).name for name in DEFAULT_ROSTER] == list(DEFAULT_ROSTER)
+
+
+def test_the_default_roster_has_every_rule_and_every_preset() -> None:
+    declarations = [composed_kernel(name).declaration for name in DEFAULT_ROSTER]
+    assert {found.shift_rule.name for found in declarations if found} == set(SHIFT_RULES)
+    assert {found.plan.name for found in declarations if found} == set(PLANS)
