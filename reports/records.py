@@ -6,12 +6,23 @@ One JSON object a cell; numbers that are NaN or infinite are written as null, wh
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-SCHEMA = 1
+from tiebreak.reports.decode import decoder
 
-HELD, FELL, INCONCLUSIVE, SKIPPED, CRASHED = "held", "fell", "inconclusive", "skipped", "crashed"
+SCHEMA = 2  # see tiebreak.reports.migrations for what changed
+
+HELD, FELL, INCONCLUSIVE, SKIPPED = "held", "fell", "inconclusive", "skipped"
+CRASHED, TIMED_OUT = "crashed", "timed_out"
+OUTCOMES = (HELD, FELL, INCONCLUSIVE, CRASHED, TIMED_OUT, SKIPPED)
 PASSING = frozenset({HELD})
+
+UNBIASED, UNDECIDED, BIASED, NONFINITE = "unbiased", "inconclusive", "biased", "nonfinite"
+VERDICTS = (UNBIASED, UNDECIDED, BIASED, NONFINITE)  # from the best to the worst
+
+Outcome = Annotated[str, frozenset(OUTCOMES)]
+VerdictName = Annotated[str, frozenset(VERDICTS)]
+Count = Annotated[int, 0]
 
 
 @dataclass(frozen=True)
@@ -19,7 +30,7 @@ class Estimate:
     """A mean with the half width of its confidence interval; None where there is no such number."""
 
     mean: float | None
-    half_width: float | None
+    half_width: Annotated[float, 0] | None
 
     @classmethod
     def of(cls, mean: float, half_width: float) -> "Estimate":
@@ -62,10 +73,29 @@ class MeasuresRecord:
     error_over_bound: float | None  # largest error as a share of the plan's rounding-error bound
     gain: float | None  # sum |O| / sum |reference|
     delta_bias: Estimate  # mean of delta_lp - delta_hp, relative to mean |delta_hp|
-    left_out: int  # elements whose reference is 0
-    nonfinite: int  # elements that are NaN or Inf where the reference is finite
-    elements: int
+    left_out: Count  # elements whose reference is 0
+    nonfinite: Count  # elements that are NaN or Inf where the reference is finite
+    elements: Count
     gradients: Mapping[str, float | None] = field(default_factory=dict)  # see tiebreak.cases.gradients
+    repeatable: bool | None = None  # whether two runs on the same input agree to the bit; None: not known
+
+
+@dataclass(frozen=True)
+class TraceRecord:
+    """The error of one element of O-bar as its sum over the keys proceeds (paper, equation 5)."""
+
+    error: tuple[float | None, ...]  # after each key
+    at_one: tuple[Count, ...]  # keys whose P-bar is exactly 1
+
+
+@dataclass(frozen=True)
+class HistogramRecord:
+    """Signed errors of O in ulps, counted in bins of one width."""
+
+    low: float  # lower edge of the first bin
+    width: float  # of a bin
+    counts: tuple[Count, ...]
+    outside: Count  # elements beyond the bins
 
 
 @dataclass(frozen=True)
@@ -76,60 +106,36 @@ class Record:
     backend: str
     kernel: str
     case: str
-    case_version: int
+    case_version: Count
     format: str
-    seed: int
-    heads: int  # drawn in all
-    outcome: str  # held, fell, inconclusive, skipped, crashed
+    seed: Count
+    heads: Count  # drawn in all
+    outcome: Outcome
     reasons: tuple[str, ...]  # why it did not hold
     command: str  # reruns this one cell
     plan: str | None = None  # rule@plan the kernel declares
-    verdict: str | None = None  # biased, unbiased, inconclusive, nonfinite
+    verdict: VerdictName | None = None
     measures: MeasuresRecord | None = None
     claim: ClaimRecord | None = None
     prediction: PredictionRecord | None = None
     fits: Mapping[str, Estimate] = field(default_factory=dict)  # undeclared kernels: difference to each known plan
     digest: str | None = None  # of the bits of the first batch's O
-    trace: Mapping[str, Any] = field(default_factory=dict)  # see tiebreak.cases.trace
+    trace: TraceRecord | None = None  # of a traced case under emulation
+    histogram: HistogramRecord | None = None  # of a traced case
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        plain: dict[str, Any] = asdict(self)
-        plain["reasons"] = list(self.reasons)
-        return plain
+        """Plain values that JSON has (tuples are written as lists)."""
+        return asdict(self)
 
 
 def from_dict(plain: Mapping[str, Any]) -> Record:
-    """The record that `as_dict` wrote.
+    """The record that `as_dict` wrote, after its way through JSON.
 
     Raises:
-        KeyError, TypeError: a field is missing or of the wrong kind.
+        tiebreak.reports.decode.FieldError: a field is missing, unknown or of the wrong kind.
     """
-
-    def estimate(value: Mapping[str, Any]) -> Estimate:
-        return Estimate(value["mean"], value["half_width"])
-
-    measures, prediction, claim = plain["measures"], plain["prediction"], plain["claim"]
-    return Record(
-        **{
-            **plain,
-            "reasons": tuple(plain["reasons"]),
-            "measures": measures
-            and MeasuresRecord(
-                **{**measures, "bias": estimate(measures["bias"]), "delta_bias": estimate(measures["delta_bias"])}
-            ),
-            "claim": claim and ClaimRecord(**claim),
-            "prediction": prediction
-            and PredictionRecord(
-                **{
-                    **prediction,
-                    "bias": estimate(prediction["bias"]),
-                    "difference": estimate(prediction["difference"]),
-                }
-            ),
-            "fits": {name: estimate(value) for name, value in plain["fits"].items()},
-        }
-    )
+    record: Record = decoder(Record)(plain)
+    return record
 
 
 @dataclass(frozen=True)
@@ -140,15 +146,17 @@ class Run:
     options: Mapping[str, Any]  # of the command line
     records: tuple[Record, ...]
     unavailable: Mapping[str, str] = field(default_factory=dict)  # backends that could not run, and why
-    seconds: Mapping[str, float] = field(default_factory=dict)  # by cell; kept apart: all else repeats to the bit
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by cell; this and `run` alone don't repeat to the bit
     explanations: Mapping[str, str] = field(default_factory=dict)  # undeclared kernels: the plan that fits best
     complete: bool = True  # False: the run was interrupted
     schema: int = SCHEMA
+    run: str | None = None  # tells this run from every other; None in a baseline
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types, records in order of their ids."""
+        """Plain values that JSON has, records in order of their ids."""
         return {
             "schema": self.schema,
+            "run": self.run,
             "complete": self.complete,
             "platform": dict(self.platform),
             "options": dict(self.options),

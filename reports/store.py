@@ -1,11 +1,20 @@
-"""Files of records: written whole or not at all."""
+"""Files of records: written whole or not at all; read whole or refused in one line."""
 
 import json
 import os
+import re
+import stat
 import tempfile
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
-from tiebreak.reports.records import SCHEMA, Run, from_dict
+from tiebreak.reports.decode import FieldError, decoder
+from tiebreak.reports.migrations import upgrade
+from tiebreak.reports.records import SCHEMA, Run
+
+MAX_BYTES = 128 * 2**20  # 5,000 cells take about 8 MiB: what is larger is no file of records
 
 
 class UnreadableRecordsError(Exception):
@@ -31,48 +40,135 @@ def check_writable(folder: Path) -> None:
 
 
 def write(run: Run, path: Path) -> None:
-    """Write a run to `path`, through a temporary file beside it: a reader never sees half a file.
+    """Write a run to `path`; see `write_text`."""
+    write_text(json.dumps(run.as_dict(), indent=1, allow_nan=False) + "\n", path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write a file through a temporary one beside it: a reader never sees half of it.
 
     Raises:
         UnwritableFolderError: the folder can't be written to; an older file at `path` is left as it was.
     """
     check_writable(path.parent)
-    text = json.dumps(run.as_dict(), indent=1, allow_nan=False) + "\n"
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    part = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
     except OSError as error:
-        Path(name).unlink(missing_ok=True)
-        raise UnwritableFolderError(f"cannot write records to {path}: {error.strerror or error}") from error
+        part.unlink(missing_ok=True)
+        raise UnwritableFolderError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def read(path: Path) -> Run:
-    """Read a run.
+    """Read a run, of this schema or an older one.
 
     Raises:
-        UnreadableRecordsError: no file, no JSON, another schema, or a field that is missing or of the wrong kind.
+        UnreadableRecordsError: no regular file, too large, no JSON, a newer schema, a field that is missing, unknown or
+            of the wrong kind, two records of one cell.
     """
+    return parse(_content(path), path)
+
+
+def read_all(paths: Sequence[Path]) -> list[Run]:
+    """Read several runs, each once.
+
+    Raises:
+        UnreadableRecordsError: as `read`; or two of the files hold the same run.
+    """
+    runs: list[Run] = []
+    for path in paths:
+        run = read(path)
+        for earlier, other in zip(paths, runs, strict=False):
+            if _same(run, other):
+                raise UnreadableRecordsError(f"{path}: run: the same run as in {earlier}; give each run once")
+        runs.append(run)
+    return runs
+
+
+def _same(run: Run, other: Run) -> bool:
+    """Whether two files hold one run. Without the names that tell runs apart, the times of the cells do."""
+    if run.run is not None or other.run is not None:
+        return run.run == other.run
+    return run == other
+
+
+def _content(path: Path) -> bytes:
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UnreadableRecordsError(f"{path}: not a regular file")
+            content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise UnreadableRecordsError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UnreadableRecordsError(f"{path}: not JSON ({error})") from error
-    if not isinstance(plain, dict) or plain.get("schema") != SCHEMA:
-        raise UnreadableRecordsError(f"{path}: schema {SCHEMA} expected; written by another version of tiebreak?")
-    try:
-        return Run(
-            platform=plain["platform"],
-            options=plain["options"],
-            records=tuple(from_dict(record) for record in plain["records"]),
-            unavailable=plain["unavailable"],
-            seconds=plain["seconds"],
-            explanations=plain["explanations"],
-            complete=plain["complete"],
-        )
-    except KeyError as error:
-        raise UnreadableRecordsError(f"{path}: field {error} is missing") from error
-    except (TypeError, AttributeError) as error:
+    except ValueError as error:  # a name with a null byte
         raise UnreadableRecordsError(f"{path}: {error}") from error
+    if len(content) > MAX_BYTES:
+        raise UnreadableRecordsError(f"{path}: larger than {MAX_BYTES >> 20} MiB: not a file of records")
+    return content
+
+
+def parse(content: bytes, path: Path) -> Run:
+    """The run in the content of a file; see `read`.
+
+    Args:
+        content: of the file.
+        path: its name, for messages.
+    """
+    plain = _json(content, path)
+    if not isinstance(plain, dict):
+        raise UnreadableRecordsError(f"{path}: the whole: expected an object with the fields of a run")
+    schema = plain.get("schema")
+    if type(schema) is not int or schema < 1:
+        raise UnreadableRecordsError(f"{path}: schema: expected a version from 1 to {SCHEMA}: not a file of records?")
+    if schema > SCHEMA:
+        raise UnreadableRecordsError(
+            f"{path}: schema: {schema} is newer than {SCHEMA}, the newest that this tiebreak reads; update tiebreak"
+        )
+    upgrade(plain, schema)
+    try:
+        run: Run = decoder(Run)(plain)
+    except FieldError as error:
+        raise UnreadableRecordsError(_one_line(f"{path}: {error}")) from None
+    except RecursionError:
+        raise UnreadableRecordsError(f"{path}: nested too deeply") from None
+    _check(run, path)
+    return run
+
+
+def _json(content: bytes, path: Path) -> Any:
+    if not content.strip():
+        raise UnreadableRecordsError(f"{path}: empty")
+    try:
+        text = content.decode("utf-8")
+        plain = json.loads(text, parse_constant=_refuse_constant)
+        if re.search(r"\\ud[89a-f]", text, re.IGNORECASE):
+            json.dumps(plain, ensure_ascii=False).encode("utf-8")
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise UnreadableRecordsError(_one_line(f"{path}: not UTF-8 ({error.reason})")) from None
+    except ValueError as error:
+        raise UnreadableRecordsError(_one_line(f"{path}: not JSON ({error})")) from None
+    except RecursionError:
+        raise UnreadableRecordsError(f"{path}: nested too deeply") from None
+    return plain
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number in JSON; a number that is missing is null")
+
+
+def _check(run: Run, path: Path) -> None:
+    """What holds between fields."""
+    for name in ("cpu", "level"):
+        if not isinstance(run.platform.get(name), str):
+            raise UnreadableRecordsError(f"{path}: platform.{name}: expected a string")
+    seen: set[str] = set()
+    for number, record in enumerate(run.records):
+        if record.id in seen:
+            raise UnreadableRecordsError(_one_line(f"{path}: records[{number}].id: a second record of {record.id}"))
+        seen.add(record.id)
+
+
+def _one_line(text: str) -> str:
+    """Control characters, which a file may carry in its names, spelled out."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

@@ -1,11 +1,25 @@
 """Tables of a run for the terminal: kernels across, cases down, bias with its verdict."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tabulate import tabulate
 
-from tiebreak.reports.records import CRASHED, FELL, HELD, INCONCLUSIVE, SKIPPED, Record, Run
+from tiebreak.reports.records import (
+    BIASED,
+    CRASHED,
+    FELL,
+    HELD,
+    INCONCLUSIVE,
+    OUTCOMES,
+    SKIPPED,
+    TIMED_OUT,
+    UNDECIDED,
+    MeasuresRecord,
+    Record,
+    Run,
+)
 
 LEGEND = (
     "bias of O in ulps, + away from zero. B: biased (99.9 % beyond 0.05 ulp), ?: not known yet, no mark: unbiased;\n"
@@ -21,24 +35,27 @@ def cell_text(record: Record) -> str:
     if record.outcome == SKIPPED:
         return "skip"
     if record.measures is None:
-        return "!crash!"
-    text = _bias_text(record)
+        return "!time!" if record.outcome == TIMED_OUT else "!crash!"
+    text = bias_text(record.measures, record.verdict)
     if record.outcome == HELD:
         return text
     return f"?{text}?" if record.outcome == INCONCLUSIVE else f"!{text}!"
 
 
-def _bias_text(record: Record) -> str:
-    measures = record.measures
-    assert measures is not None
+def bias_text(measures: MeasuresRecord, verdict: str | None) -> str:
+    """The bias with its verdict, or what there is in its place."""
     if measures.nonfinite:
         return "NaN"
     if measures.gain is not None and measures.gain < _SHRUNK:
         return f"x{measures.gain:.2g}" if measures.gain >= 0.01 else "x0"
     if measures.bias.mean is None:
         return "none"
-    mark = {"biased": " B", "inconclusive": " ?"}.get(record.verdict or "", "")
-    return f"{measures.bias.mean:+.2f}{mark}"
+    return f"{measures.bias.mean:+.2f}{verdict_mark(verdict)}"
+
+
+def verdict_mark(verdict: str | None) -> str:
+    """What stands behind a bias: B for biased, ? for not known yet."""
+    return {BIASED: " B", UNDECIDED: " ?"}.get(verdict or "", "")
 
 
 @dataclass(frozen=True)
@@ -46,26 +63,46 @@ class _Grid:
     """One backend's and format's records as a grid."""
 
     title: str
-    kernels: list[str]
-    cases: list[str]
-    cells: dict[tuple[str, str], Record]
+    absent: str  # stands where there is no record
+    cells: dict[tuple[str, str], Record] = field(default_factory=dict)  # by kernel and case
 
-    def render(self, width: int, tablefmt: str) -> str:
+    def render(self, width: int | None, tablefmt: str) -> str:
         """The grid, split into as many tables as the width asks for."""
-        first = max(len(case) for case in self.cases) + 2
-        columns = max(1, (width - first) // _CELL_WIDTH)
-        parts = [self.title]
-        for start in range(0, len(self.kernels), columns):
-            kernels = self.kernels[start : start + columns]
-            rows = [[case, *(self._text(kernel, case) for kernel in kernels)] for case in self.cases]
-            headers = ["case", *(_broken(kernel) for kernel in kernels)]
-            aligned = ("left", *("right" for _ in kernels))
-            parts.append(tabulate(rows, headers=headers, tablefmt=tablefmt, colalign=aligned, disable_numparse=True))
+        kernels, cases = (list(dict.fromkeys(names)) for names in zip(*self.cells, strict=True))
+        first = max(map(len, cases)) + 2
+        columns = len(kernels) if width is None else max(1, (width - first) // _CELL_WIDTH)
+        parts = [aside(self.title, tablefmt)]
+        for start in range(0, len(kernels), columns):
+            shown = kernels[start : start + columns]
+            rows = [[case, *(self._text(kernel, case) for kernel in shown)] for case in cases]
+            headers = ["case", *(_broken(kernel) if width else kernel for kernel in shown)]
+            parts.append(grid_text(rows, headers, tablefmt))
         return "\n\n".join(parts)
 
     def _text(self, kernel: str, case: str) -> str:
         record = self.cells.get((kernel, case))
-        return "missing" if record is None else cell_text(record)
+        return self.absent if record is None else cell_text(record)
+
+
+def grid_text(rows: Sequence[Sequence[str]], headers: Sequence[str], tablefmt: str) -> str:
+    """A table with its first column to the left, the others to the right."""
+    if tablefmt == "github":
+        # A bar would end the cell, and names may hold HTML, which GitHub renders.
+        rows = [[_escaped(text) for text in row] for row in rows]
+        headers = [_escaped(text) for text in headers]
+    aligned = ("left", *("right" for _ in headers[1:]))
+    return tabulate(rows, headers=headers, tablefmt=tablefmt, colalign=aligned, disable_numparse=True)
+
+
+def aside(text: str, tablefmt: str) -> str:
+    """Text between tables, as the format takes it."""
+    if tablefmt == "latex":
+        return "\n".join(f"% {line}" for line in text.splitlines())
+    return _escaped(text) if tablefmt == "github" else text
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
 
 
 def _broken(name: str) -> str:
@@ -73,13 +110,16 @@ def _broken(name: str) -> str:
     return name.replace("@", "\n@").replace("_", "_\n").replace("_\n\n", "_\n")
 
 
-def tables(records: Sequence[Record], width: int = 120, tablefmt: str = "simple") -> str:
+def tables(
+    records: Sequence[Record], width: int | None = 120, tablefmt: str = "simple", absent: str = "missing"
+) -> str:
     """Tables of records, one a backend and format, kernels and cases in the order they come in.
 
     Args:
         records: of one run.
-        width: of the terminal, in columns; wider tables are split.
+        width: of the terminal, in columns; wider tables are split. None: no limit.
         tablefmt: tabulate's name of the table's style.
+        absent: stands where there is no record.
 
     Returns:
         The tables with their legend; empty without records.
@@ -87,33 +127,39 @@ def tables(records: Sequence[Record], width: int = 120, tablefmt: str = "simple"
     grids: dict[tuple[str, str], _Grid] = {}
     for record in records:
         key = (record.backend, record.format)
-        grid = grids.setdefault(key, _Grid(f"{record.backend}, {record.format}", [], [], {}))
-        if record.kernel not in grid.kernels:
-            grid.kernels.append(record.kernel)
-        if record.case not in grid.cases:
-            grid.cases.append(record.case)
+        grid = grids.setdefault(key, _Grid(f"{record.backend}, {record.format}", absent))
         grid.cells[record.kernel, record.case] = record
     if not grids:
         return ""
-    return "\n\n".join([*(grid.render(width, tablefmt) for grid in grids.values()), LEGEND])
+    return "\n\n".join([*(grid.render(width, tablefmt) for grid in grids.values()), aside(LEGEND, tablefmt)])
 
 
 def fallen(records: Sequence[Record]) -> str:
     """Every cell that did not hold: what fell, why, and the command that reruns that one cell."""
     lines = []
     for record in records:
-        if record.outcome in (FELL, CRASHED, INCONCLUSIVE):
+        if record.outcome in (FELL, CRASHED, TIMED_OUT, INCONCLUSIVE):
             lines.append(f"{record.outcome} {record.id}")
             lines += [f"    {reason}" for reason in record.reasons]
             lines.append(f"    rerun: {record.command}")
     return "\n".join(lines)
 
 
+def counted(number: int, word: str) -> str:
+    """The number with its noun: 1 cell, 2 cells."""
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def counts(records: Sequence[Record]) -> str:
+    """How many cells there are of each outcome."""
+    found = Counter(record.outcome for record in records)
+    parts = [f"{found[name]} {name.replace('_', ' ')}" for name in OUTCOMES if found[name]]
+    return ": ".join([counted(len(records), "cell"), *([", ".join(parts)] if parts else [])])
+
+
 def summary(run: Run) -> str:
     """Counts by outcome, reasons of skips, and the plans that undeclared kernels follow."""
-    counts = {name: sum(record.outcome == name for record in run.records) for name in
-              (HELD, FELL, INCONCLUSIVE, CRASHED, SKIPPED)}  # fmt: skip
-    lines = [f"{len(run.records)} cells: " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)]
+    lines = [counts(run.records)]
     skips: dict[str, int] = {}
     for record in run.records:
         if record.outcome == SKIPPED:

@@ -33,6 +33,7 @@ def test_attention(
     batch, heads, queries, d = inputs.q.shape
     rows = batch * heads * queries
     products = 7 if gradients else 2  # S, PV; S again, dV, dP, dQ, dK
+    assert benchmark.stats is not None
     seconds = benchmark.stats.stats.median
     benchmark.group = "forward+backward" if gradients else "forward"
     millions, billions = rows / seconds / 1e6, products * rows * inputs.k.shape[2] * d / seconds / 1e9

@@ -1,8 +1,11 @@
 """One cell of the matrix: make inputs, run the kernel, measure, judge, record."""
 
 import hashlib
+import math
 import shlex
-from dataclasses import dataclass, field
+import traceback
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,17 +15,24 @@ from tiebreak.cases.bounds import UNDECLARED, error_bound
 from tiebreak.cases.case import Case
 from tiebreak.cases.claims import UNBIASED, Claim, claim, predicted
 from tiebreak.cases.gradients import gradient_measures
-from tiebreak.cases.measures import Measures, difference, measure, merge
+from tiebreak.cases.measures import Measures, difference, measure, merge, signed_error_ulps
 from tiebreak.cases.trace import trace
-from tiebreak.cases.verdicts import LOOKS, Interval, Verdict, judge
-from tiebreak.kernels.formats import Format
+from tiebreak.cases.verdicts import LOOKS, MARGIN_ULPS, Interval, Verdict, judge
+from tiebreak.kernels.external import ContractError
+from tiebreak.kernels.flash import Block
+from tiebreak.kernels.formats import FP32, Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel, composed
 from tiebreak.kernels.reference import Reference, reference
-from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
+from tiebreak.kernels.roster import DEFAULT_ROSTER, PLAIN
 from tiebreak.reports import records
 
-_FAIR_CLAIM = claim(UNBIASED, "--fair: no bias on any failure input")
+_BINS, _REACH_ULPS = 64, 2.0  # of the histogram of signed errors
+
+ONE_TILE = " in one tile"  # what a plan's name ends with where rows are not split into tiles
+_ONE_TILE = Block(2**31, 2**31)
+
+_FAIR_CLAIM = claim(UNBIASED, "--fair: no bias on any failure input", formats="bf16 fp16 fp32")
 
 
 @dataclass(frozen=True)
@@ -44,18 +54,19 @@ class Cell:
 class Settings:
     """What the command line says of every cell."""
 
-    seed: int = 0
+    seed: int = 1
     heads: int = 256  # query heads of one batch; a cell draws up to 8 times as many
     fair: bool = False  # hold external kernels to no bias on failure inputs
     kernel_options: tuple[str, ...] = ()  # --kernel and --plan as given, for the command that reruns a cell
+    matrix: str = "tests/matrix"  # the folder of the cells from where pytest was called, for the same command
 
     def command(self, cell: Cell) -> str:
         """The command that reruns one cell."""
-        narrowed = ["--backend", cell.backend.name, "--kernels", cell.kernel.name, "--cases", cell.case.name]
+        kernel: tuple[str, ...] = ("--kernels", cell.kernel.name)
         if cell.kernel.external:
-            narrowed = [*self.kernel_options, *(("--fair",) if self.fair else ()), "--cases", cell.case.name]
-        common = ["--dtype", cell.fmt.name, "--seed", str(self.seed), "--heads", str(self.heads)]
-        return shlex.join(["pytest", "tests/matrix", *narrowed, *common])
+            kernel = (*self.kernel_options, *(("--fair",) if self.fair else ()))
+        where = ["--backend", cell.backend.name, *kernel, "--cases", cell.case.name, "--dtype", cell.fmt.name]
+        return shlex.join(["pytest", self.matrix, *where, "--seed", str(self.seed), "--heads", str(self.heads)])
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,10 @@ class Workbench:
     def emulated(self, cell: Cell, index: int, declaration: Declaration) -> tuple[AttentionOutput, Measures]:
         """What the emulation makes of a declaration on one batch."""
         batch = self.batch(cell.case, cell.fmt, index)
+        # Tiles beyond the input's size change nothing: such declarations share one emulation.
+        queries, keys = batch.inputs.q.shape[-2], batch.inputs.k.shape[-2]
+        block = Block(min(declaration.block.queries, queries), min(declaration.block.keys, keys))
+        declaration = replace(declaration, block=block)
         key = (declaration, index)
         if key not in self._emulated:
             kernel = composed(declaration.label, declaration)
@@ -117,9 +132,9 @@ class _Progress:
     """What has been measured of a cell so far, look after look."""
 
     batches: list[Measures] = field(default_factory=list)
-    predictions: list[Measures] = field(default_factory=list)
+    predictions: dict[Declaration, list[Measures]] = field(default_factory=dict)
     fits: dict[str, list[Measures]] = field(default_factory=dict)
-    equal_bits: list[float] = field(default_factory=list)
+    equal_bits: dict[Declaration, list[float]] = field(default_factory=dict)
 
 
 def run_cell(cell: Cell, bench: Workbench) -> records.Record:
@@ -133,14 +148,14 @@ def run_cell(cell: Cell, bench: Workbench) -> records.Record:
         The record, whatever happened.
     """
     runner = _Runner(cell, bench)
-    refusal = cell.kernel.refuses(bench.batch(cell.case, cell.fmt, 0).inputs)
-    if refusal is not None:
-        return runner.record(records.SKIPPED, (refusal,))
     try:
+        refusal = cell.kernel.refuses(bench.batch(cell.case, cell.fmt, 0).inputs)
+        if refusal is not None:
+            return runner.record(records.SKIPPED, (refusal,))
         return runner.run()
     except Exception as error:  # the kernel is not ours: whatever it raises belongs into its record
         where = f"kernel {cell.kernel.name}, case {cell.case.name}, seed {bench.settings.seed}"
-        return runner.record(records.CRASHED, (f"{where}: {type(error).__name__}: {error}".splitlines()[0],))
+        return runner.record(records.CRASHED, (f"{where}: {_told(error)}",))
 
 
 class _Runner:
@@ -150,17 +165,19 @@ class _Runner:
         self.cell, self.bench = cell, bench
         self.progress = _Progress()
         self.first: AttentionOutput | None = None
+        self.repeatable: bool | None = None
         declaration = cell.kernel.declaration
         self.declaration = declaration or UNDECLARED
         self.predictable = declaration is not None and not cell.backend.predicts
+        self.tilings = _tilings(self.declaration) if cell.kernel.external else (self.declaration,)
         self.claim = self._claim()
-        self.candidates = _candidates() if declaration is None else {}
+        self.candidates = _candidates(cell) if declaration is None else {}
 
     def _claim(self) -> Claim | None:
         if self.cell.kernel.external and self.bench.settings.fair and self.cell.case.failure:
             return _FAIR_CLAIM
         # A declared plan of a user's kernel is a prediction to be held to, not an allowance to be biased.
-        return self.cell.case.claim_about(self.cell.kernel.declaration)
+        return self.cell.case.claim_about(self.cell.kernel.declaration, self.cell.fmt)
 
     def run(self) -> records.Record:
         """Look at ever more heads until everything is settled or the cap is reached."""
@@ -169,6 +186,7 @@ class _Runner:
                 self._measure(index)
             if self._settled():
                 break
+        self.repeatable = self._repeats()
         reasons = self._reasons()
         unsettled = [] if reasons else self._unsettled()
         outcome = records.FELL if reasons else records.INCONCLUSIVE if unsettled else records.HELD
@@ -181,14 +199,15 @@ class _Runner:
             output, measures = self.bench.emulated(self.cell, index, self.declaration)
         else:
             output = self.cell.backend.run(self.cell.kernel, batch.inputs, gradients=gradients)
-            measures = self.bench.measure(self.cell, index, output, self.declaration)
+            # The bound grows with the number of tiles.
+            measures = self.bench.measure(self.cell, index, output, self.tilings[-1])
         self.progress.batches.append(measures)
         if self.first is None:
             self.first = output
-        if self.predictable:
-            prediction, predicted_measures = self.bench.emulated(self.cell, index, self.declaration)
-            self.progress.predictions.append(predicted_measures)
-            self.progress.equal_bits.append(_equal(output.o.float(), prediction.o))
+        for declaration in self.tilings if self.predictable else ():
+            prediction, predicted_measures = self.bench.emulated(self.cell, index, declaration)
+            self.progress.predictions.setdefault(declaration, []).append(predicted_measures)
+            self.progress.equal_bits.setdefault(declaration, []).append(_equal(output.o.float(), prediction.o))
         for name, declaration in self.candidates.items():
             emulated = self.bench.emulated(self.cell, index, declaration)[1]
             self.progress.fits.setdefault(name, []).append(emulated)
@@ -205,16 +224,33 @@ class _Runner:
     def _prediction_met(self) -> bool | None:
         if not self.predictable or not self.judged or self.cell.case.chaotic:
             return True
-        prediction, measures = merge(self.progress.predictions), self.measures
+        (_, prediction), measures = self._prediction(), self.measures
         if measures.nonfinite or prediction.nonfinite:
             return abs(measures.nonfinite - prediction.nonfinite) <= _few(measures)
         return predicted(difference(measures, prediction))
+
+    def _prediction(self) -> tuple[Declaration, Measures]:
+        """What is predicted, in the tiles that come nearest: nobody has said in which a user's kernel works."""
+        merged = [(declaration, merge(found)) for declaration, found in self.progress.predictions.items()]
+        return min(merged, key=lambda pair: _distance(self.measures, pair[1]))
 
     def _settled(self) -> bool:
         measures = self.measures
         told = self.claim is None or self.claim.expectation.met(measures) is not None
         verdict_told = not self.judged or measures.nonfinite > 0 or judge(measures.bias) is not Verdict.INCONCLUSIVE
-        return told and verdict_told and self._prediction_met() is not None
+        return told and verdict_told and self._prediction_met() is not None and self._fit_told()
+
+    def _fit_told(self) -> bool:
+        """Whether the heads drawn tell which known plans an undeclared kernel may follow here.
+
+        They do where it and some plan agree nearly to the bit. A kernel with a random stream of its own agrees with
+        none so closely; then every plan that may be its own is to be told.
+        """
+        measures = self.measures
+        found = [difference(measures, merge(emulated)) for _, emulated in self._fits()]
+        if any(fit.half_width < MARGIN_ULPS / 4 and predicted(fit) for fit in found):
+            return True
+        return not any(predicted(fit) is None and abs(fit.mean) <= fit.half_width for fit in found)
 
     def _reasons(self) -> list[str]:
         """Why the cell falls; empty if it does not."""
@@ -232,11 +268,10 @@ class _Runner:
         if self.claim and self.claim.expectation.met(measures) is False:
             reasons.append(f"claim fell: {self.claim.expectation.name} ({self.claim.source}); {_found(measures)}")
         if self._prediction_met() is False:
-            prediction = merge(self.progress.predictions)
-            reasons.append(
-                f"not what {self.declaration.label} predicts: {_found(measures)}, {_found(prediction)} emulated"
-            )
-        if not self._repeats():
+            _, prediction = self._prediction()
+            found = f"{_found(measures)} measured, {_found(prediction)} emulated"
+            reasons.append(f"not what {self.declaration.label} predicts: {found}")
+        if self.repeatable is False:
             reasons.append(f"not repeatable: two runs on the same input of {case.name} differ in bits")
         return reasons
 
@@ -244,14 +279,19 @@ class _Runner:
         measures, heads = self.measures, self._heads()
         unsettled = []
         if self.claim and self.claim.expectation.met(measures) is None:
-            unsettled.append(f"{heads} heads do not settle the claim {self.claim.expectation.name}; {_found(measures)}")
+            told = f"{heads} heads do not settle the claim: {self.claim.expectation.name}"
+            unsettled.append(f"{told} ({self.claim.source}); {_found(measures)}; raise --heads")
         if self._prediction_met() is None:
-            unsettled.append(f"{heads} heads do not settle the prediction of {self.declaration.label}")
+            _, prediction = self._prediction()
+            found = f"{_found(measures)} measured, {_found(prediction)} emulated"
+            told = f"{heads} heads do not settle whether it is what {self.declaration.label} predicts"
+            unsettled.append(f"{told}: {found}; raise --heads")
         return unsettled
 
-    def _repeats(self) -> bool:
+    def _repeats(self) -> bool | None:
+        """Whether a second run on the same input gives the same bits; None: not run twice."""
         if self.cell.backend.predicts:
-            return True  # a unit test shows it once for all of the emulation
+            return None  # a unit test shows it once for all of the emulation
         assert self.first is not None
         batch = self.bench.batch(self.cell.case, self.cell.fmt, 0)
         gradients = self.first.gradients is not None
@@ -296,6 +336,7 @@ class _Runner:
             "fits": {name: _estimate(difference(measures, merge(emulated))) for name, emulated in self._fits()},
             "digest": _digest(self.first),
             "trace": self._trace(),
+            "histogram": self._histogram(),
         }
 
     def _fits(self) -> list[tuple[str, list[Measures]]]:
@@ -319,33 +360,76 @@ class _Runner:
             nonfinite=measures.nonfinite,
             elements=measures.elements,
             gradients=gradients,
+            repeatable=self.repeatable,
         )
 
     def _prediction_record(self, measures: Measures) -> records.PredictionRecord | None:
         if not self.predictable:
             return None
-        prediction = merge(self.progress.predictions)
+        declaration, prediction = self._prediction()
+        equal_bits = self.progress.equal_bits[declaration]
         return records.PredictionRecord(
             plan=self.declaration.label,
             bias=_estimate(prediction.bias),
             difference=_estimate(difference(measures, prediction)),
-            equal_bits=sum(self.progress.equal_bits) / len(self.progress.equal_bits),
+            equal_bits=sum(equal_bits) / len(equal_bits),
             met=self._prediction_met(),
         )
 
-    def _trace(self) -> dict[str, object]:
+    def _trace(self) -> records.TraceRecord | None:
         declaration = self.cell.kernel.declaration
         if not (self.cell.case.traced and self.cell.backend.predicts and declaration):
-            return {}
+            return None
         batch = self.bench.batch(self.cell.case, self.cell.fmt, 0)
         found = trace(declaration, batch.inputs, batch.ref)
-        return {"error": found.error.tolist(), "at_one": found.at_one}
+        return records.TraceRecord(tuple(map(records.finite, found.error.tolist())), tuple(found.at_one))
+
+    def _histogram(self) -> records.HistogramRecord | None:
+        """Signed errors of the first batch, where the case is traced."""
+        if not self.cell.case.traced or self.first is None:
+            return None
+        batch = self.bench.batch(self.cell.case, self.cell.fmt, 0)
+        error = signed_error_ulps(self.first.o.float(), batch.ref.o, self.cell.fmt)
+        error = error[torch.isfinite(error)]
+        counts = torch.histc(error, _BINS, -_REACH_ULPS, _REACH_ULPS).int().tolist()
+        return records.HistogramRecord(-_REACH_ULPS, 2 * _REACH_ULPS / _BINS, tuple(counts), len(error) - sum(counts))
 
 
-def _candidates() -> dict[str, Declaration]:
-    """The plans that an undeclared kernel may turn out to follow."""
-    kernels = (composed_kernel(name) for name in DEFAULT_ROSTER)
-    return {kernel.name: kernel.declaration for kernel in kernels if kernel.declaration is not None}
+def _told(error: Exception) -> str:
+    """One line: what was raised and, unless a broken contract says it all, the line of code that raised it."""
+    text = (str(error).strip().splitlines() or ["no message"])[0]
+    if isinstance(error, ContractError):
+        return f"{type(error).__name__}: {text}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {text} ({Path(frame.filename).name}, line {frame.lineno})"
+
+
+def _candidates(cell: Cell) -> dict[str, Declaration]:
+    """The plans that an undeclared kernel may turn out to follow, in the declared tiles and in one tile.
+
+    Not those that leave O in fp32: a kernel returns O in the format of its inputs.
+    """
+    tiled: dict[str, Declaration] = {}
+    for kernel in cell.backend.kernels():
+        found = kernel.declaration
+        if found is not None and (found.plan.o.narrows or cell.fmt == FP32):
+            tiled[kernel.name if kernel.name in DEFAULT_ROSTER else f"{PLAIN}@{found.plan.name}"] = found
+    flash = {name: found for name, found in tiled.items() if found.algorithm == "flash"}
+    return tiled | {f"{name}{ONE_TILE}": replace(found, block=_ONE_TILE) for name, found in flash.items()}
+
+
+def _tilings(declaration: Declaration) -> tuple[Declaration, ...]:
+    """The tiles that a user's kernel may work in, the smallest last; where O-bar is rounded they change its bias."""
+    if declaration.algorithm != "flash":
+        return (declaration,)
+    blocks = (declaration.block, _ONE_TILE, Block(64, 64), Block(32, 32))
+    return tuple(replace(declaration, block=block) for block in blocks)
+
+
+def _distance(ours: Measures, theirs: Measures) -> float:
+    """How far apart two biases are; a difference that is no number is farther than any."""
+    mean = abs(difference(ours, theirs).mean)
+    return mean if math.isfinite(mean) else math.inf
 
 
 def _estimate(interval: Interval) -> records.Estimate:

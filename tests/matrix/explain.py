@@ -1,10 +1,11 @@
 """Which known plan an undeclared kernel follows, over all of its cells."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiebreak.cases.claims import predicted
 from tiebreak.cases.verdicts import Interval
+from tiebreak.matrix.cell import ONE_TILE
 from tiebreak.reports.records import Estimate, Record
 
 
@@ -12,49 +13,87 @@ from tiebreak.reports.records import Estimate, Record
 class Explanation:
     """The plan that fits a kernel best."""
 
+    backend: str
     kernel: str
-    plan: str  # rule@plan
+    plan: str  # rule@plan, in one tile if so
     cells: int  # cells that were compared
     misses: tuple[str, ...]  # cases in which it does not fit
+    unsettled: tuple[str, ...]  # cases whose heads do not tell
     distance: float  # mean |difference of bias| in ulps
+    others: tuple[str, ...] = ()  # plans that fit in every cell too, tiles aside
 
     @property
     def explained(self) -> bool:
-        """Whether the plan fits in every cell."""
-        return not self.misses
+        """Whether the plan fits in every cell; a cell that does not tell is no pass."""
+        return not self.misses and not self.unsettled
 
     @property
     def text(self) -> str:
         """One line for the report."""
-        if self.explained:
-            return f"follows {self.plan} in all {self.cells} cells compared (mean difference {self.distance:.4f} ulp)"
-        some = ", ".join(self.misses[:3]) + (", ..." if len(self.misses) > 3 else "")
-        return f"unexplained: {self.plan} is nearest but misses {len(self.misses)} of {self.cells} cells ({some})"
+        if self.misses:
+            nearest = f"{self.plan} is nearest but misses {len(self.misses)} of {self.cells} cells"
+            return f"unexplained: no known plan fits; {nearest} ({_some(self.misses)})"
+        if self.unsettled:
+            nearest = f"{self.plan} is nearest but {len(self.unsettled)} of {self.cells} cells do not tell"
+            return f"unexplained: too few heads; {nearest} ({_some(self.unsettled)}): raise --heads"
+        cells = "the 1 cell" if self.cells == 1 else f"all {self.cells} cells"
+        others = f"; fit too: {_some(self.others)}" if self.others else ""
+        return f"follows {self.plan} in {cells} compared (mean difference {self.distance:.4f} ulp{others})"
 
 
 def explain(found: Sequence[Record]) -> list[Explanation]:
-    """The best plan of every kernel whose records carry fits: fewest misses first, then the smallest distance."""
-    kernels: dict[str, list[Record]] = {}
+    """The best plan of every kernel whose records carry fits.
+
+    Fewest misses first, then fewest cells that do not tell, then the smallest distance.
+    """
+    kernels: dict[tuple[str, str], list[Record]] = {}
     for record in found:
         if record.fits:
-            kernels.setdefault(record.kernel, []).append(record)
-    return [_best(kernel, found) for kernel, found in kernels.items()]
+            kernels.setdefault((record.backend, record.kernel), []).append(record)
+    return [_best(records) for records in kernels.values()]
 
 
-def _best(kernel: str, found: Sequence[Record]) -> Explanation:
-    plans = found[0].fits
-    return min((_fit(kernel, plan, found) for plan in plans), key=lambda fit: (len(fit.misses), fit.distance))
+def _best(found: Sequence[Record]) -> Explanation:
+    best, *rest = sorted((_fit(plan, found) for plan in _plans(found)), key=_rank)
+    others = dict.fromkeys(_untiled(fit.plan) for fit in rest if fit.explained)
+    return replace(best, others=tuple(name for name in others if name != _untiled(best.plan)))
 
 
-def _fit(kernel: str, plan: str, found: Sequence[Record]) -> Explanation:
-    misses = tuple(record.case for record in found if not _fits(record, record.fits[plan]))
-    distances = [abs(mean) for record in found if (mean := record.fits[plan].mean) is not None]
-    distance = sum(distances) / len(distances) if distances else float("inf")
-    return Explanation(kernel, plan, len(found), misses, distance)
+def _plans(found: Sequence[Record]) -> list[str]:
+    """The plans that every cell was compared with: those that leave O in fp32 are for fp32 alone."""
+    return [plan for plan in found[0].fits if all(plan in record.fits for record in found)]
 
 
-def _fits(record: Record, difference: Estimate) -> bool:
-    """An interval that straddles the margin is no miss; a missing one is, unless the kernel's output is missing too."""
-    if difference.mean is None or difference.half_width is None:
+def _untiled(plan: str) -> str:
+    return plan.removesuffix(ONE_TILE)
+
+
+def _rank(fit: Explanation) -> tuple[int, int, float]:
+    return len(fit.misses), len(fit.unsettled), fit.distance
+
+
+def _fit(plan: str, found: Sequence[Record]) -> Explanation:
+    fits = [(record.case, record.fits[plan]) for record in found]
+    told = [(case, _follows(difference)) for case, difference in fits]
+    distances = [abs(difference.mean) for _, difference in fits if difference.mean is not None]
+    return Explanation(
+        found[0].backend,
+        found[0].kernel,
+        plan,
+        len(found),
+        misses=tuple(case for case, follows in told if follows is False),
+        unsettled=tuple(case for case, follows in told if follows is None),
+        distance=sum(distances) / len(distances) if distances else float("inf"),
+    )
+
+
+def _follows(difference: Estimate) -> bool | None:
+    """True, False, or None where the heads do not tell. NaN on either side is no fit."""
+    if difference.mean is None:
         return False
-    return predicted(Interval(difference.mean, difference.half_width)) is not False
+    half_width = float("inf") if difference.half_width is None else difference.half_width
+    return predicted(Interval(difference.mean, half_width))
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

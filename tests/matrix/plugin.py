@@ -1,9 +1,14 @@
 """The pytest side of the matrix: options, workers, and the way of the records from the workers to the file."""
 
+import contextlib
 import json
+import os
+import re
+import uuid
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -11,13 +16,20 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tiebreak.backends.backend import BACKENDS
 from tiebreak.backends.platform import describe, worker_count
+from tiebreak.cases.case import HEADS_PER_BATCH
 from tiebreak.matrix.cell import Cell, Settings, Workbench
 from tiebreak.matrix.explain import explain
+from tiebreak.matrix.gating import Gatekeeper, add_options
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 from tiebreak.reports import records, store, tables
+from tiebreak.reports.errors import UsageError
 
 _USAGE = 2
 _WORKER_GIB = 2.0
+_NO_RUN = ("help", "collectonly", "markers", "showfixtures")  # pytest's options that run no cell
+_WORKER_DIED = re.compile(r"worker '\w+' crashed while running")  # xdist's words; which worker is chance
+_QUEUED = 2  # tests that a worker has before it, at least
+_CHECKPOINT = 256  # records between two checkpoints
 PROPERTY = "tiebreak"  # name of the property that carries a cell's record from its worker to the controller
 
 ACCOUNT = pytest.StashKey[str]()  # a cell's own account of why it did not hold
@@ -34,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--kernels", metavar="NAMES", help="kernels to run, also any rule@plan such as dithered@all_bf16")
     group.addoption("--cases", metavar="NAMES", help="cases to run, such as 'tied_maxima*'")
     group.addoption("--dtype", metavar="NAMES", default="bf16", help="formats of q, k, v and O (default: bf16)")
-    group.addoption("--seed", default="0", metavar="N", help="seed of all inputs (default: 0)")
+    group.addoption("--seed", default="1", metavar="N", help="seed of all inputs (default: 1)")
     group.addoption(
         "--heads", default="256", metavar="N", help="heads a cell draws at first; up to 8 times as many (default: 256)"
     )
@@ -48,27 +60,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--fair", action="store_true", help="hold --kernel to no bias on every failure input")
     group.addoption("--save", metavar="NAME", help="keep the records as OUT/NAME.json")
     group.addoption("--out", default="out", metavar="DIR", help="folder for records (default: out)")
+    add_options(group)
 
 
-def _refuse(message: str) -> None:
+def _refuse(message: str) -> NoReturn:
     """End with one line and exit code 2, before any work."""
-    pytest.exit(message, returncode=_USAGE)
+    pytest.exit(" ".join(message.split()), returncode=_USAGE)
 
 
-def _positive(config: pytest.Config, option: str, least: int) -> int:
+def _positive(config: pytest.Config, option: str) -> int:
     text = str(config.getoption(option))
-    if not text.isascii() or not text.isdigit() or int(text) < least:
-        _refuse(f"--{option} {text}: expected an integer of at least {least}")
+    if not re.fullmatch("0*[1-9][0-9]{0,17}", text):
+        _refuse(f"--{option} {text}: expected a positive integer")
     return int(text)
 
 
 def _settings(config: pytest.Config) -> Settings:
     options = [(name, config.getoption(name)) for name in ("kernel", "plan")]
     given = tuple(word for name, value in options if value is not None for word in (f"--{name}", str(value)))
-    seed, heads = _positive(config, "seed", 0), _positive(config, "heads", 1)
-    if heads > 1 and heads % 16 and heads > 16:
-        _refuse(f"--heads {heads}: expected at most 16 or a multiple of 16")
-    return Settings(seed, heads, bool(config.getoption("fair")), given)
+    seed, heads = _positive(config, "seed"), _positive(config, "heads")
+    if heads > HEADS_PER_BATCH and heads % HEADS_PER_BATCH:
+        _refuse(f"--heads {heads}: expected at most {HEADS_PER_BATCH} or a multiple of {HEADS_PER_BATCH}")
+    here = os.path.relpath(Path(__file__).resolve().parent, config.invocation_params.dir)
+    return Settings(seed, heads, bool(config.getoption("fair")), given, Path(here).as_posix())
 
 
 def _selection(config: pytest.Config) -> Selection:
@@ -81,7 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # One thread a worker, however many workers: sums are added in one order and records repeat to the bit.
     torch.set_num_threads(1)
     if config.getoption("fair") and config.getoption("kernel") is None:
-        _refuse("--fair holds a user's kernel to no bias: it needs --kernel")
+        _refuse("--fair holds your own kernel to no bias: it needs --kernel")
     config.stash[_bench] = Workbench(_settings(config))
     try:
         config.stash[_cells], config.stash[_unavailable] = cells(_selection(config))
@@ -90,19 +104,26 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         keeper = Keeper(config)
         config.stash[_keeper] = keeper
+        keeper.check_path()
         config.pluginmanager.register(keeper, "tiebreak-keeper")
-
-
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Workers for -n auto: by cores and memory."""
-    del config
-    return worker_count(_WORKER_GIB)
+        try:
+            gatekeeper = Gatekeeper(config, keeper.options(), lambda: keeper.run)
+        except (UsageError, store.UnreadableRecordsError, store.UnwritableFolderError) as error:
+            _refuse(str(error))
+        config.pluginmanager.register(gatekeeper, "tiebreak-gatekeeper")
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Keep the cells of one case on one worker: they share inputs, references and predictions."""
-    return CaseScheduling(config, log)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Workers for -n auto: by cores and memory, unless xdist's own variable says how many."""
+    del config
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else worker_count(_WORKER_GIB)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
+    """Keep the cells of one case on one worker, unless --dist asks for another way than the default."""
+    return CaseScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
 class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
@@ -114,6 +135,31 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
             return nodeid
         # backend-kernel-case-format]: no name has a dash.
         return f"{path}::{'-'.join(cell.split('-')[2:])}"
+
+    def remove_node(self, node: Any) -> str | None:
+        """The test that killed a worker; the rest of its work goes to the others.
+
+        xdist 3.8 queues that test again, and finished groups too, whose completion it then awaits forever.
+        """
+        workload = self.assigned_work.pop(node)
+        left = [(scope, test) for scope, unit in workload.items() for test, done in unit.items() if not done]
+        for scope, test in left[1:]:
+            self.workqueue.setdefault(scope, {})[test] = False
+        for other in self.nodes:
+            self._reschedule(other)
+        return left[0][1] if left else None
+
+    def _reschedule(self, node: Any) -> None:
+        """Keep a worker busy: it runs its last test only when it knows the next or that there is none.
+
+        xdist 3.8 hands out one group a time, after which a replacement with a group of one waits forever.
+        """
+        if node.shutting_down or node not in self.registered_collections:
+            return
+        while self.workqueue and self._pending_of(self.assigned_work[node]) <= _QUEUED:
+            self._assign_work_unit(node)
+        if not self.workqueue:
+            node.shutdown()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -138,8 +184,10 @@ class Keeper:
         self.seconds: dict[str, float] = {}
         self.expected = {cell.id: cell for cell in config.stash[_cells]}
         self.collected: set[str] = set()
+        self.name = uuid.uuid4().hex
         self.run: records.Run | None = None
         self.failure: str | None = None
+        self.fallen: list[str] = []  # what fails the session though no single cell fell
 
     @property
     def path(self) -> Path:
@@ -154,31 +202,47 @@ class Keeper:
         lines.append(f"platform: {platform.cpu}, level {platform.level}, torch {platform.torch}")
         return [*lines, *(f"backend {name} can't run: {reason}" for name, reason in unavailable.items())]
 
-    def pytest_sessionstart(self) -> None:
-        """Refuse a folder that can't be written to before the work, not after it."""
-        if self.config.getoption("collectonly"):
+    def check_path(self) -> None:
+        """Refuse a place that can't be written to before the work, not after it."""
+        name = self.config.getoption("save")
+        if name is not None and (not name or {"/", "\\"} & set(name) or name.startswith(".")):
+            _refuse(f"--save {name}: expected a plain name such as main; its folder is --out")
+        if any(self.config.getoption(option) for option in _NO_RUN):
             return
         try:
             store.check_writable(self.path.parent)
         except store.UnwritableFolderError as error:
-            _refuse(str(error))
+            _refuse(f"--out: {error}; name another folder")
+        if self.path.is_dir():
+            _refuse(f"--save {name}: {self.path} is a folder; take another name")
 
+    @pytest.hookimpl(tryfirst=True)  # before JUnit's XML takes the properties
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take the record that a cell's report carries; a cell whose worker died has none and is marked crashed."""
         name = _cell_id(report.nodeid)
         if name not in self.expected:
             return
         carried = [value for key, value in report.user_properties if key == PROPERTY]
-        if carried and name not in self.records:
-            self.records[name] = records.from_dict(json.loads(str(carried[0])))
+        if name not in self.records and (carried or report.failed):
+            self.records[name] = (
+                records.from_dict(json.loads(str(carried[0]))) if carried else self._crashed(name, _why(report))
+            )
             self.seconds[name] = round(report.duration, 3)
-        elif report.failed and name not in self.records:
-            self.records[name] = self._crashed(name, str(report.longrepr))
+            self._checkpoint()
+        if carried:
+            # The whole record was for the way here; a report in JUnit's XML gets the numbers.
+            report.user_properties = [pair for pair in report.user_properties if pair[0] != PROPERTY]
+            report.user_properties += properties(self.records[name])
+
+    def _checkpoint(self) -> None:
+        """Now and then keep what is done: not even a killed process or a full disk shall cost hours of work."""
+        if len(self.records) % _CHECKPOINT == 0:
+            with contextlib.suppress(store.UnwritableFolderError):  # said when the session ends
+                store.write(self._as_run(complete=False), self.path)
 
     def _crashed(self, name: str, why: str) -> records.Record:
         cell, settings = self.expected[name], self.config.stash[_bench].settings
         where = f"kernel {cell.kernel.name}, case {cell.case.name}, seed {settings.seed}"
-        last = why.strip().splitlines()[-1] if why.strip() else "no report"
         return records.Record(
             id=name,
             backend=cell.backend.name,
@@ -188,8 +252,8 @@ class Keeper:
             format=cell.fmt.name,
             seed=settings.seed,
             heads=0,
-            outcome=records.CRASHED,
-            reasons=(f"{where}: {last}",),
+            outcome=records.TIMED_OUT if why.startswith("Failed: Timeout") else records.CRASHED,
+            reasons=(f"{where}: {why}",),
             command=settings.command(cell),
         )
 
@@ -197,25 +261,25 @@ class Keeper:
         """Remember which cells were to run (without workers; with them the controller collects nothing)."""
         self.collected = {_cell_id(item.nodeid) for item in session.items} & set(self.expected)
 
+    @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
         """The same, as a worker tells it."""
         self.collected = {_cell_id(nodeid) for nodeid in ids} & set(self.expected)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write the records; an undeclared kernel that no plan explains fails the session."""
-        if not self.records or self.config.getoption("collectonly"):
+        """Write the records; a user's kernel that no plan explains fails the session, and so does a run of skips."""
+        if not (self.records or self.collected) or self.config.getoption("collectonly"):
             return
         explanations = explain(list(self.records.values()))
         unexplained = [found for found in explanations if not found.explained and self._external(found.kernel)]
-        self.run = records.Run(
-            platform=describe().as_dict(),
-            options=self._options(),
-            records=tuple(self.records[name] for name in self.expected if name in self.records),
-            unavailable=self.config.stash[_unavailable],
-            seconds=self.seconds,
-            explanations={found.kernel: found.text for found in explanations},
-            complete=set(self.records) >= self.collected and not session.shouldstop,
+        self.fallen = [f"fell {found.backend}-{found.kernel}: {found.text}" for found in unexplained]
+        if all(record.outcome == records.SKIPPED for record in self.records.values()):
+            self.fallen.append("fell: no cell ran, and what did not run does not pass")
+        complete = set(self.records) >= self.collected and not session.shouldstop
+        self.run = replace(
+            self._as_run(complete=complete),
+            explanations={f"{found.backend}-{found.kernel}": found.text for found in explanations},
         )
         try:
             store.write(self.run, self.path)
@@ -223,13 +287,25 @@ class Keeper:
             self.failure = str(error)
             session.exitstatus = _USAGE
             return
-        if unexplained and session.exitstatus == pytest.ExitCode.OK:
+        if self.fallen and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _as_run(self, *, complete: bool) -> records.Run:
+        return records.Run(
+            platform=describe().as_dict(),
+            options=self.options(),
+            records=tuple(self.records[name] for name in self.expected if name in self.records),
+            unavailable=self.config.stash[_unavailable],
+            seconds=self.seconds,
+            complete=complete,
+            run=self.name,
+        )
 
     def _external(self, kernel: str) -> bool:
         return any(cell.kernel.external for cell in self.expected.values() if cell.kernel.name == kernel)
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
+        """Those of the command line that decide what runs."""
         names = ("backend", "kernels", "cases", "dtype", "seed", "heads", "kernel", "plan", "fair")
         return {name: self.config.getoption(name) for name in names}
 
@@ -246,7 +322,28 @@ class Keeper:
                 terminalreporter.write_line("")
                 terminalreporter.write_line(text)
         terminalreporter.write_line("")
+        for text in self.fallen:
+            terminalreporter.write_line(text, red=True)
         terminalreporter.write_line(f"records: {self.path}")
+
+
+def properties(record: records.Record) -> list[tuple[str, object]]:
+    """What a cell's entry in JUnit's XML carries: its outcome and its numbers."""
+    found: dict[str, object] = {"outcome": record.outcome, "verdict": record.verdict, "plan": record.plan}
+    if measures := record.measures:
+        found |= {"bias_ulps": measures.bias.mean, "bias_half_width_ulps": measures.bias.half_width}
+        found |= {"rms_ulps": measures.rms_ulps, "max_ulps": measures.max_ulps, "nonfinite": measures.nonfinite}
+        found |= {"delta_bias": measures.delta_bias.mean, "repeatable": measures.repeatable}
+    return [(f"tiebreak.{name}", value) for name, value in found.items() if value is not None]
+
+
+def _why(report: pytest.TestReport) -> str:
+    """Why a test failed that gave no record, in one line."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    lines = str(crash.message if crash else report.longrepr).strip().splitlines()
+    if lines and _WORKER_DIED.match(lines[-1]):
+        return "its process died: killed by a signal, out of memory, or ended by the kernel itself"
+    return (lines[0] if crash else lines[-1]) if lines else "no report"
 
 
 def _cell_id(nodeid: str) -> str:

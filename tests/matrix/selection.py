@@ -8,7 +8,7 @@ from typing import TypeVar
 from tiebreak.backends.backend import BACKENDS, Backend
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
-from tiebreak.kernels.formats import Format, parse_format
+from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.plans import parse_plan
@@ -20,7 +20,7 @@ _EXTERNAL_BACKEND = "cpu"  # where a user's kernel runs unless --backend says ot
 
 
 class SelectionError(ValueError):
-    """A name on the command line that stands for nothing; one line that lists the known ones."""
+    """A name on the command line that stands for nothing; one line with the flag and the names it takes."""
 
 
 @dataclass(frozen=True)
@@ -39,52 +39,63 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
     """The cells of a run, case by case, and the backends that can't run, with their reasons.
 
     Raises:
-        SelectionError: a name is unknown.
+        SelectionError: a name is unknown, or no cell is left: a run of nothing would pass.
     """
     chosen = _backends(selection)
     reasons = {backend.name: reason for backend in chosen if (reason := backend.unavailable()) is not None}
     running = [backend for backend in chosen if backend.name not in reasons]
+    if not running:
+        why = "; ".join(f"{name} can't run here: {reason}" for name, reason in reasons.items())
+        raise SelectionError(f"--backend: {why}")
     kernels = _kernels(selection, running)
     formats = _formats(selection.formats)
-    cases = _pick("case", selection.cases, {case.name: case for case in SCRIPTED})
+    cases = _pick("--cases", "case", selection.cases, {case.name: case for case in SCRIPTED})
     return [Cell(*pair, case, fmt) for fmt in formats for case in cases for pair in kernels], reasons
 
 
 def _backends(selection: Selection) -> list[Backend]:
     default = _EXTERNAL_BACKEND if selection.kernel else None
-    return _pick("backend", selection.backends or default, BACKENDS)
+    names = default if selection.backends is None else selection.backends
+    return _pick("--backend", "backend", names, BACKENDS)
 
 
 def _formats(names: str) -> list[Format]:
-    known = {fmt.name: fmt for fmt in TORCH_DTYPES}
-    for name in _split(names):
-        try:
-            parse_format(name)
-        except ValueError as error:
-            raise SelectionError(f"--dtype: {error}") from error
-    return _pick("dtype", names, known)
+    return _pick("--dtype", "format", names, {fmt.name: fmt for fmt in TORCH_DTYPES})
 
 
 def _kernels(selection: Selection, backends: Sequence[Backend]) -> list[tuple[Backend, Kernel]]:
     if selection.plan is not None and selection.kernel is None:
-        raise SelectionError("--plan declares the plan of a user's kernel: it needs --kernel")
-    if selection.kernel is not None and selection.kernels is None:
-        return [(backend, _external(selection)) for backend in backends]
+        raise SelectionError("--plan declares the plan of your own kernel: it needs --kernel")
+    external = [] if selection.kernel is None else _external(selection, backends)
+    if external and selection.kernels is None:
+        return external
     pairs = [(backend, kernel) for backend in backends for kernel in _of(backend, selection.kernels)]
     if selection.kernels is not None:
         _all_used(selection.kernels, [kernel.name for _, kernel in pairs], backends)
-    if selection.kernel is not None:
-        pairs += [(backend, _external(selection)) for backend in backends]
-    return pairs
+    names = {kernel.name for _, kernel in pairs}
+    if any(kernel.name in names for _, kernel in external):
+        raise SelectionError(
+            f"--kernel {selection.kernel}: --kernels has a {external[0][1].name} too; give your function another name"
+        )
+    return [*pairs, *external]
 
 
-def _external(selection: Selection) -> Kernel:
+def _external(selection: Selection, backends: Sequence[Backend]) -> list[tuple[Backend, Kernel]]:
+    """The user's kernel on every device chosen; the emulation runs no code but its own."""
     assert selection.kernel is not None
+    devices = [backend for backend in backends if not backend.predicts]
+    if not devices:
+        known = ", ".join(backend.name for backend in BACKENDS.values() if not backend.predicts)
+        raise SelectionError(f"--kernel runs on a device, not in the emulation: give --backend one of {known}")
     try:
         plan = None if selection.plan is None else parse_plan(selection.plan)
-        return external_kernel(selection.kernel, plan)
+    except ValueError as error:
+        raise SelectionError(f"--plan: {error}") from error
+    try:
+        kernel = external_kernel(selection.kernel, plan)
     except ValueError as error:
         raise SelectionError(str(error)) from error
+    return [(backend, kernel) for backend in devices]
 
 
 def _of(backend: Backend, names: str | None) -> list[Kernel]:
@@ -106,14 +117,16 @@ def _of(backend: Backend, names: str | None) -> list[Kernel]:
 
 def _all_used(names: str, used: Iterable[str], backends: Sequence[Backend]) -> None:
     used = list(used)
+    known = list(dict.fromkeys(kernel.name for backend in backends for kernel in backend.kernels()))
+    listed = f"known are {', '.join(known)}, and any rule@plan such as dithered@all_bf16"
     for name in _split(names):
-        if not _matches(name, dict.fromkeys(used)):
-            known = list(dict.fromkeys(kernel.name for backend in backends for kernel in backend.kernels()))
-            composed = "any rule@plan such as dithered@all_bf16"
-            raise SelectionError(f"unknown kernel {name!r}: known are {', '.join(known)}, and {composed}")
+        if not _matches(name, used):
+            raise SelectionError(f"--kernels: unknown kernel {name!r}; {listed}")
+    if not used:
+        raise SelectionError(f"--kernels: no kernel named; {listed}")
 
 
-def _pick(kind: str, names: str | None, known: Mapping[str, _T]) -> list[_T]:
+def _pick(flag: str, kind: str, names: str | None, known: Mapping[str, _T]) -> list[_T]:
     """The values whose names are listed, all without a list."""
     if names is None:
         return list(known.values())
@@ -121,10 +134,10 @@ def _pick(kind: str, names: str | None, known: Mapping[str, _T]) -> list[_T]:
     for name in _split(names):
         matches = _matches(name, known)
         if not matches:
-            raise SelectionError(f"unknown {kind} {name!r}: known are {', '.join(known)}")
+            raise SelectionError(f"{flag}: unknown {kind} {name!r}; known are {', '.join(known)}")
         found.update({match: known[match] for match in matches})
     if not found:
-        raise SelectionError(f"no {kind} named: known are {', '.join(known)}")
+        raise SelectionError(f"{flag}: no {kind} named; known are {', '.join(known)}")
     return list(found.values())
 
 

@@ -13,7 +13,7 @@ _REMAINDER = -(2.0**-12)  # of the sign of the operands, far below bf16's last b
 _ULP = 2.0**-5  # of bf16 in [4, 8)
 
 
-@pytest.fixture(params=BACKENDS.values(), ids=BACKENDS)
+@pytest.fixture(params=list(BACKENDS.values()), ids=list(BACKENDS))
 def backend(request: pytest.FixtureRequest) -> Backend:
     backend: Backend = request.param
     reason = backend.unavailable()

@@ -1,0 +1,97 @@
+"""The command `tiebreak`: a table of verbs, each imported when it is called."""
+
+import argparse
+import gc
+import io
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import NoReturn
+
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.store import UnreadableRecordsError, UnwritableFolderError
+
+HELD, FELL, USAGE, INTERRUPTED = 0, 1, 2, 130  # exit codes
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that complains in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with exit code 2."""
+        self.exit(USAGE, f"{self.prog}: {message}; --help says more\n")
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb of the command."""
+
+    module: str  # has main(arguments) -> exit code
+    help: str
+
+
+VERBS = {
+    "show": Verb("tiebreak.reports.show", "the table of one run"),
+    "compare": Verb("tiebreak.reports.compare", "several runs side by side: what agrees to the bit, what does not"),
+    "gate": Verb("tiebreak.reports.gate_command", "fail if a run is worse than a baseline"),
+    "page": Verb("tiebreak.reports.page", "one HTML file with heat maps and figures"),
+}
+_CODES = "exit codes: 0 all held, 1 a claim or the gate fell, 2 bad usage or unreadable input"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line.
+
+    Args:
+        argv: its arguments, those of the process by default.
+
+    Returns:
+        The exit code: 0 all held, 1 a claim or the gate fell, 2 bad usage or unreadable input.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks is no error
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    verb = arguments[0] if arguments else ""
+    if verb in ("-h", "--help"):
+        print(_help())
+        return HELD
+    if verb not in VERBS:
+        problem = f"unknown verb {verb!r}" if verb else "a verb is missing"
+        print(f"tiebreak: {problem}: known are {', '.join(VERBS)}; --help says more", file=sys.stderr)
+        return USAGE
+    collecting = gc.isenabled()
+    gc.disable()  # a command makes hundreds of thousands of objects and no garbage; looking for some takes a third
+    try:
+        return _call(verb, arguments[1:])
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _help() -> str:
+    lines = [f"  {name:9}{verb.help}" for name, verb in VERBS.items()]
+    return "\n".join(["usage: tiebreak VERB ...; tiebreak VERB --help says more", "", *lines, "", _CODES])
+
+
+def _call(verb: str, arguments: Sequence[str]) -> int:
+    try:
+        code: int = import_module(VERBS[verb].module).main(arguments)
+        sys.stdout.flush()
+    except (UsageError, UnreadableRecordsError, UnwritableFolderError) as error:
+        print(f"tiebreak {verb}: {error}", file=sys.stderr)
+        return USAGE
+    except SystemExit as request:  # argparse ends the process; a function returns
+        return request.code if isinstance(request.code, int) else HELD
+    except BrokenPipeError:
+        # The reader (head, a pager) has had enough; without this the interpreter complains as it closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return HELD
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

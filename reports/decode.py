@@ -1,0 +1,197 @@
+"""From plain JSON values to data classes, by their annotations; the first value of the wrong kind is named."""
+
+import sys
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+_Decoder = Callable[[Any], Any]
+
+_LARGEST_INTEGER = 2**63 - 1
+_LARGEST = sys.float_info.max
+_NUMBERS = (int, float)
+_SHOWN = 40  # characters of a wrong value that a message quotes
+
+
+class FieldError(ValueError):
+    """A field that is missing, unknown or of the wrong kind."""
+
+    def __init__(self, problem: str, path: str = "") -> None:
+        super().__init__(f"{path.removeprefix('.') or 'the whole'}: {problem}")
+        self.problem, self.path = problem, path
+
+    def within(self, step: str) -> "FieldError":
+        """The same, seen from one level further out."""
+        return FieldError(self.problem, step + self.path)
+
+
+def _wrong(expected: str, found: object) -> FieldError:
+    text = "null" if found is None else repr(found)
+    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return FieldError(f"expected {expected}, found {shown}")
+
+
+@cache
+def decoder(kind: Any) -> _Decoder:
+    """The function that takes a JSON value to `kind`.
+
+    Args:
+        kind: str, bool, int, float (finite), Any (JSON without NaN), an Annotated[str, frozenset of allowed values],
+            Annotated[int or float, least value], X | None, tuple[X, ...], Mapping[str, X], or a data class with
+            such fields.
+
+    Returns:
+        A function of the value that raises `FieldError`, with the path of the field, if it is not of that kind.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind in _LEAVES:
+        return _LEAVES[kind]
+    if is_dataclass(kind):
+        return _of_dataclass(kind)
+    if origin is Annotated:
+        kind, limit = arguments
+        return _one_of(limit) if kind is str else _at_least(decoder(kind), limit)
+    if origin in (Union, types.UnionType):
+        (inner,) = (argument for argument in arguments if argument is not types.NoneType)
+        return _or_null(decoder(inner))
+    if origin is tuple:
+        return _of_list(decoder(arguments[0]))
+    if origin is Mapping:
+        return _of_object(decoder(arguments[1]))
+    raise TypeError(f"no JSON value stands for {kind}")
+
+
+def _string(value: Any) -> str:
+    if type(value) is not str:
+        raise _wrong("a string", value)
+    return value
+
+
+def _boolean(value: Any) -> bool:
+    if type(value) is not bool:
+        raise _wrong("true or false", value)
+    return value
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int or not -_LARGEST_INTEGER <= value <= _LARGEST_INTEGER:
+        raise _wrong("an integer of 64 bits", value)
+    return value
+
+
+def _number(value: Any) -> Any:
+    # The comparison also turns away NaN, and 1e999, which Python's reader takes for infinity.
+    if type(value) not in _NUMBERS or not -_LARGEST <= value <= _LARGEST:
+        raise _wrong("a finite number", value)
+    return value
+
+
+def _number_or_null(value: Any) -> Any:
+    if value is None or (type(value) in _NUMBERS and -_LARGEST <= value <= _LARGEST):
+        return value
+    raise _wrong("a finite number or null", value)
+
+
+def _anything(value: Any) -> Any:
+    if type(value) is dict:
+        return _of_object(_anything)(value)
+    if type(value) is list:
+        return list(_of_list(_anything)(value))
+    if type(value) in _NUMBERS:
+        return _number(value)
+    return value
+
+
+_LEAVES: dict[Any, _Decoder] = {
+    str: _string,
+    bool: _boolean,
+    int: _integer,
+    float: _number,
+    float | None: _number_or_null,
+    Any: _anything,
+}
+
+
+def _one_of(allowed: frozenset[str]) -> _Decoder:
+    def decode(value: Any) -> str:
+        if type(value) is not str or value not in allowed:
+            raise _wrong(f"one of {', '.join(sorted(allowed))}", value)
+        return value
+
+    return decode
+
+
+def _at_least(inner: _Decoder, least: int) -> _Decoder:
+    def decode(value: Any) -> Any:
+        number = inner(value)
+        if number < least:
+            raise _wrong(f"at least {least}", value)
+        return number
+
+    return decode
+
+
+def _or_null(inner: _Decoder) -> _Decoder:
+    def decode(value: Any) -> Any:
+        return None if value is None else inner(value)
+
+    return decode
+
+
+def _of_list(inner: _Decoder) -> _Decoder:
+    def decode(value: Any) -> tuple[Any, ...]:
+        if type(value) is not list:
+            raise _wrong("a list", value)
+        found: list[Any] = []
+        try:
+            for item in value:
+                found.append(inner(item))
+        except FieldError as error:
+            raise error.within(f"[{len(found)}]") from None
+        return tuple(found)
+
+    return decode
+
+
+def _of_object(inner: _Decoder) -> _Decoder:
+    def decode(value: Any) -> dict[str, Any]:
+        if type(value) is not dict:
+            raise _wrong("an object", value)
+        found = {}
+        for name, item in value.items():
+            try:
+                found[name] = inner(item)
+            except FieldError as error:
+                raise error.within(f".{name}") from None
+        return found
+
+    return decode
+
+
+def _of_dataclass(kind: Any) -> _Decoder:
+    hints = get_type_hints(kind, include_extras=True)
+    parts = [(field.name, decoder(hints[field.name])) for field in fields(kind)]
+    known = frozenset(hints)
+
+    def decode(value: Any) -> Any:
+        if type(value) is not dict:
+            raise _wrong("an object", value)
+        found = {}
+        name = ""
+        try:
+            for name, part in parts:
+                found[name] = part(value[name])
+        except KeyError:
+            raise FieldError("missing", f".{name}") from None
+        except FieldError as error:
+            raise error.within(f".{name}") from None
+        if len(value) != len(parts):
+            raise FieldError("unknown field", f".{min(value.keys() - known)}")
+        # The constructor of a frozen class takes as long as all the checks above.
+        made = object.__new__(kind)
+        vars(made).update(found)
+        return made
+
+    return decode

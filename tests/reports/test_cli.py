@@ -1,0 +1,120 @@
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tiebreak.reports import cli, terminal
+from tiebreak.reports.records import Run
+
+Keep = Callable[[Run, str], Path]
+
+
+def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in cli.VERBS)
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([verb, "--help"]) == 0
+    assert f"usage: tiebreak {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "tiebreak: a verb is missing: known are show, compare, gate, page"),
+        (["shew"], "tiebreak: unknown verb 'shew': known are show"),
+        (["show"], "tiebreak show: the following arguments are required: FILE"),
+        (["show", "none.json"], "tiebreak show: none.json: No such file or directory"),
+        (["show", "none.json", "--format", "xml"], "tiebreak show: argument --format: invalid choice: 'xml'"),
+        (["show", "none.json", "--only", "fallen"], "tiebreak show: argument --only: invalid choice: 'fallen'"),
+        (["compare", "none.json"], "tiebreak compare: one file alone has nothing to compare with"),
+        (["gate", "none.json"], "tiebreak gate: the following arguments are required: NEW"),
+        (["gate", "a.json", "b.json", "--fail", "bias"], "tiebreak gate: --fail: 'bias': expected NAME:NUMBER"),
+        (["page", "none.json", "-o", "out"], "tiebreak page: none.json: No such file or directory"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith(said)
+    assert output.err.count("\n") == 1
+    assert output.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_loads_neither_torch_nor_numpy_nor_matplotlib(telling: Run, keep: Keep) -> None:
+    path, other = keep(telling, "a"), keep(telling, "b")
+    calls = [["show", path], ["compare", path, other], ["gate", path, other], ["page", path, "-o", path.parent / "p"]]
+    script = (
+        "import sys; from tiebreak.reports.cli import main\n"
+        f"codes = [main([str(word) for word in call]) for call in {[[str(word) for word in call] for call in calls]}]\n"
+        "heavy = {'torch', 'numpy', 'matplotlib', 'pytest', 'jsonschema'} & set(sys.modules)\n"
+        "sys.exit(f'{codes} {heavy}' if heavy or codes != [0, 0, 0, 0] else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_verbs_are_loaded_when_called() -> None:
+    script = (
+        "import sys; from tiebreak.reports.cli import main; main(['--help'])\n"
+        "sys.exit(str({'tiebreak.reports.show', 'tabulate'} & set(sys.modules) or ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""
+
+
+def test_a_reader_that_has_had_enough_is_no_error(telling: Run, keep: Keep) -> None:
+    path = keep(telling, "a")
+    command = [sys.executable, "-m", "tiebreak.reports.cli", "show", str(path), "--format", "json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("tty", "environment", "expected"),
+    [
+        (True, {"TERM": "xterm"}, True),
+        (True, {"TERM": "xterm", "NO_COLOR": "1"}, False),
+        (True, {"TERM": "xterm", "NO_COLOR": ""}, True),
+        (True, {"TERM": "dumb"}, False),
+        (False, {"TERM": "xterm"}, False),
+    ],
+)
+def test_colours_only_on_a_terminal_that_wants_them(
+    tty: bool,
+    environment: dict[str, str],
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    telling: Run,
+    keep: Keep,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: tty)
+    assert cli.main(["show", str(keep(telling, "a"))]) == 0
+    out = capsys.readouterr().out
+    assert ("\033[31m!+0.23 B!\033[0m" in out) is expected
+    assert ("\033" in out) is expected
+
+
+def test_control_characters_of_a_file_do_not_reach_the_terminal() -> None:
+    assert terminal.clean("a\x1b[31m\x9b\r\nb ±") == "a\\x1b[31m\\x9b\\r\nb ±"

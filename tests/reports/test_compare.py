@@ -1,0 +1,147 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiebreak.reports.cli import main
+from tiebreak.reports.compare import cell_texts, render
+from tiebreak.reports.comparison import Agreement, Row, compare, platform_labels
+from tiebreak.reports.records import Estimate, Record, Run
+
+Keep = Callable[[Run, str], Path]
+Make = Callable[..., Record]
+MakeRun = Callable[..., Run]
+
+
+def one_row(run: MakeRun, *records: Record | None, other: Record, **fields: Any) -> Row:
+    """The row of the first cell, in runs that each have `other` as well."""
+    runs = [run(*([record] if record else []), other, **fields) for record in records]
+    comparison = compare(runs, [str(number) for number in range(len(runs))])
+    return next(row for row in comparison.rows if row.record.id != other.id)
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        ({}, Agreement.BITS),
+        ({"digest": "f" * 16}, Agreement.VERDICT),
+        ({"digest": "f" * 16, "measures": {"bias": Estimate(0.04, 0.001)}}, Agreement.VERDICT),
+        ({"digest": None}, Agreement.VERDICT),
+        ({"verdict": "biased"}, Agreement.DISAGREE),
+        ({"digest": "f" * 16, "verdict": "inconclusive"}, Agreement.DISAGREE),
+        ({"outcome": "fell"}, Agreement.DISAGREE),
+        ({"case_version": 2}, Agreement.NOT_COMPARABLE),
+        ({"seed": 2}, Agreement.NOT_COMPARABLE),
+        ({"case_version": 2, "digest": "f" * 16, "verdict": "biased"}, Agreement.NOT_COMPARABLE),
+    ],
+)
+def test_what_two_runs_agree_on(run: MakeRun, record: Make, there: dict[str, Any], expected: Agreement) -> None:
+    row = one_row(run, record(), record(**there), other=record(case="other"))
+    assert row.agreement is expected
+
+
+def test_a_cell_that_one_side_lacks_is_shown_and_never_equal(run: MakeRun, record: Make, skip: Make) -> None:
+    other = record(case="other")
+    lacking = one_row(run, record(), None, other=other)
+    assert (lacking.agreement, cell_texts(lacking)[1]) == (Agreement.LACKING, "missing")
+    skipped = one_row(run, record(), skip(), other=other)
+    assert (skipped.agreement, cell_texts(skipped)[1]) == (Agreement.LACKING, "skip")
+    nowhere = one_row(run, skip(), skip(), other=other)
+    assert nowhere.agreement is Agreement.LACKING
+    crashed = one_row(run, skip(outcome="crashed"), skip(outcome="crashed"), other=other)
+    assert (crashed.agreement, cell_texts(crashed)) == (Agreement.VERDICT, ["!crash!", "!crash!"])
+
+
+def test_a_disagreement_is_not_hidden_by_a_third_run_that_lacks_the_cell(run: MakeRun, record: Make) -> None:
+    row = one_row(run, record(), None, record(verdict="biased"), other=record(case="other"))
+    assert row.agreement is Agreement.DISAGREE
+
+
+def test_other_numbers_of_heads_are_other_inputs(run: MakeRun, record: Make) -> None:
+    comparison = compare([run(record()), run(record(), options={"heads": "64"})], ["a", "b"])
+    assert comparison.rows[0].agreement is Agreement.NOT_COMPARABLE
+    assert cell_texts(comparison.rows[0])[1].startswith("case v1, seed 1, 64 heads")
+
+
+def test_letters_tell_bits_apart(run: MakeRun, record: Make) -> None:
+    digests = ["p", "q", "p", None, "r"]
+    row = one_row(run, *(record(digest=digest) for digest in digests), other=record(case="other"))
+    assert row.letters == ("a", "b", "a", "", "c")
+
+
+def test_texts_have_bias_interval_verdict_and_largest_error(run: MakeRun, record: Make) -> None:
+    held = record(verdict="biased", measures={"bias": Estimate(0.2314, 0.0071), "max_ulps": 1.953})
+    fell = record(verdict="nonfinite", outcome="fell", measures={"nonfinite": 3, "max_ulps": None}, digest="q")
+    row = one_row(run, held, fell, other=record(case="other"))
+    assert cell_texts(row) == ["a +0.231±0.007 B max 1.95", "b !NaN!"]
+
+
+def test_the_summary_counts_every_row_once(run: MakeRun, record: Make) -> None:
+    ours = [record(case=name) for name in "abcde"]
+    theirs = [
+        record(case="a"),
+        record(case="b", digest="q"),
+        record(case="c", verdict="biased"),
+        record(case="d", seed=2),
+    ]
+    text = render(compare([run(*ours), run(*theirs)], ["x", "y"]))
+    assert text.startswith(
+        "5 cells on 2 platforms: 1 agree to the bit, 1 agree in verdict, not in bits, 1 disagree in verdict or outcome,"
+        " 1 missing or skipped somewhere, 1 not comparable (other inputs)"
+    )
+
+
+def test_rows_that_agree_to_the_bit_are_left_out_unless_asked_for(run: MakeRun, record: Make) -> None:
+    same, other = record(case="same_bits"), record(case="other_bits")
+    comparison = compare([run(same, other), run(same, record(case="other_bits", digest="q"))], ["x", "y"])
+    short, long = render(comparison), render(comparison, everything=True)
+    assert "same_bits" not in short
+    assert "left out: 1 row with the same bits everywhere" in short
+    assert "= flash@paper same_bits" in long
+    assert "~ flash@paper other_bits" in short
+
+
+def test_every_platform_is_shown_however_narrow_the_terminal(
+    run: MakeRun, record: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    runs = [run(record(digest=str(number))) for number in range(5)]
+    text = render(compare(runs, [f"platform-{number}" for number in range(5)]))
+    assert all(f"platform-{number}" in text for number in range(5))
+    assert max(map(len, text.split("Bias of O")[0].splitlines()[2:])) <= 60
+
+
+@pytest.mark.parametrize(
+    ("levels", "names", "expected"),
+    [
+        (["native", "avx2"], ["a.json", "b.json"], ["native Made-up 9000", "avx2 Made-up 9000"]),
+        (["native", "native"], ["a.json", "b.json"], ["a", "b"]),
+        (["native", "native", "avx2"], ["a.json", "b.json", "c.json"], ["a", "b", "avx2 Made-up 9000"]),
+        (["native", "native"], ["x/a.json", "y/a.json"], ["x/a.json", "y/a.json"]),
+    ],
+)
+def test_labels_differ(run: MakeRun, levels: list[str], names: list[str], expected: list[str]) -> None:
+    runs = [run(platform={"level": level}) for level in levels]
+    assert platform_labels(runs, [Path(name) for name in names]) == expected
+
+
+def test_the_command(run: MakeRun, record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
+    first = keep(run(record(), record(case="other")), "first")
+    second = keep(run(record(digest="q"), complete=False, platform={"level": "avx2"}), "second")
+    assert main(["compare", str(first), str(second)]) == 0
+    out = capsys.readouterr().out
+    assert "second.json, 1 cell, torch 2.13.0, numpy 2.4.6, INCOMPLETE" in out
+    assert "2 cells on 2 platforms" in out
+    assert "missing" in out
+    assert main(["compare", str(first), str(second), "--case", "rand*", "--format", "github"]) == 0
+    assert "1 cell on 2 platforms" in (out := capsys.readouterr().out)
+    assert "| kernel, case" in out
+    assert main(["compare", str(first), str(second), "--case", "nope"]) == 2
+    assert "unknown case 'nope': known are other, random" in capsys.readouterr().err
+
+
+def test_the_same_run_twice_is_refused(keep: Keep, run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    path = keep(run(), "a")
+    assert main(["compare", str(path), str(path)]) == 2
+    assert "run: the same run as in" in capsys.readouterr().err

@@ -1,0 +1,301 @@
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiebreak.reports import store
+from tiebreak.reports.cli import main
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.gate import gate, update
+from tiebreak.reports.limits import Limits, limits
+from tiebreak.reports.records import ClaimRecord, Estimate, Record, Run
+
+Keep = Callable[[Run, str], Path]
+Make = Callable[..., Record]
+MakeRun = Callable[..., Run]
+
+BIASED = {"verdict": "biased", "measures": {"bias": Estimate(0.2, 0.01)}}
+NAN: dict[str, Any] = {"bias": Estimate(None, None), "nonfinite": 5}
+
+
+def judge(
+    run: MakeRun, old: Record, new: Record, *, across: bool = False, fail: Limits | None = None
+) -> list[tuple[bool, str]]:
+    """What changed, worse or not, and the text."""
+    found = gate(run(old), run(new), fail or Limits(), across=across)
+    assert found.compared == 1
+    assert found.held is not any(one.change.worse for one in found.changes)
+    return [(one.change.worse, one.change.text) for one in found.changes]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ({}, {"verdict": "biased"}, "verdict biased, unbiased in the baseline"),
+        ({}, {"verdict": "inconclusive"}, "verdict inconclusive, unbiased in the baseline"),
+        ({}, {"verdict": None}, "verdict none, unbiased in the baseline"),
+        ({"verdict": "biased"}, {"verdict": "nonfinite"}, "verdict nonfinite, biased in the baseline"),
+        ({}, {"measures": {"bias": Estimate(0.0701, 0.02)}}, "bias +0.0701 ±0.0200 ulp, +0.0100 ±0.0200"),
+        ({}, {"measures": {"bias": Estimate(-0.0701, 0.02)}}, "bias -0.0701 ±0.0200 ulp, +0.0100 ±0.0200"),
+        ({}, {"measures": {"max_ulps": 2.6}}, "largest error 2.6 ulp, 1.5 in the baseline"),
+        ({"measures": {"max_ulps": 50.0}}, {"measures": {"max_ulps": 55.1}}, "largest error 55.1 ulp, 50"),
+        ({}, {"measures": {"repeatable": False}}, "two runs on the same input no longer give the same bits"),
+        ({}, {"measures": {"repeatable": None}}, "two runs on the same input no longer give the same bits"),
+        ({"measures": {"repeatable": None}}, {"measures": {"repeatable": False}}, "two runs on the same input give"),
+        ({}, {"measures": {"nonfinite": 1}}, "1 of 65536 elements NaN or Inf, 0 in the baseline"),
+        ({"measures": {"nonfinite": 5}}, {"measures": {"nonfinite": 6}}, "6 of 65536 elements NaN or Inf, 5"),
+        ({}, {"measures": {"bias": Estimate(None, None)}}, "NaN or missing: bias, interval of bias; a number"),
+        ({}, {"measures": {"bias": Estimate(0.01, None)}}, "NaN or missing: interval of bias; a number"),
+        ({}, {"measures": {"max_ulps": None, "gain": None}}, "NaN or missing: max_ulps, gain; a number"),
+        ({}, {"measures": {"gradients": {}}}, "NaN or missing: dq; a number"),
+        ({}, {"outcome": "fell", "reasons": ("why",)}, "fell, held in the baseline: why"),
+        ({}, {"outcome": "inconclusive"}, "inconclusive, held in the baseline"),
+        ({"outcome": "fell"}, {"outcome": "timed_out"}, "timed_out, fell in the baseline"),
+        ({}, {"claim": None}, "claims nothing, unbiased in the baseline"),
+        ({}, {"claim": ClaimRecord("any", "us", True)}, "claims any, unbiased in the baseline"),
+        ({}, {"claim": ClaimRecord("unbiased", "us", None)}, "the claim unbiased is no longer met"),
+        ({}, {"prediction": None}, "no longer held to the prediction of safe@paper"),
+        ({}, {"case_version": 2}, "not comparable: version 2 of the case, not 1"),
+    ],
+)
+def test_what_makes_the_gate_fall(run: MakeRun, record: Make, old: Any, new: Any, said: str) -> None:
+    found = judge(run, record(**old), record(**new))
+    assert [worse for worse, _ in found] == [True]
+    assert found[0][1].startswith(said)
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        {},
+        {"measures": {"bias": Estimate(0.0699, 0.02)}},
+        {"measures": {"max_ulps": 2.4}},
+        {"digest": "q"},
+        {"measures": {"bias": Estimate(-0.01, 0.02)}},
+    ],
+)
+def test_what_does_not(run: MakeRun, record: Make, new: Any) -> None:
+    assert judge(run, record(), record(**new)) == []
+
+
+def test_a_large_error_has_to_grow_by_more_than_a_tenth(run: MakeRun, record: Make) -> None:
+    assert judge(run, record(measures={"max_ulps": 50.0}), record(measures={"max_ulps": 54.9})) == []
+
+
+def test_nan_that_the_baseline_has_is_not_new(run: MakeRun, record: Make) -> None:
+    nan = record(verdict="nonfinite", measures=NAN)
+    assert judge(run, nan, nan) == []
+
+
+def test_a_case_that_cancels_has_no_bias_to_speak_of(run: MakeRun, record: Make) -> None:
+    old = record(verdict=None, measures={"max_ulps": 1e4})
+    new = record(verdict=None, measures={"max_ulps": 3e4, "bias": Estimate(0.9, 0.1)})
+    assert judge(run, old, new) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (BIASED, {}, ["verdict unbiased, biased in the baseline", "bias +0.0100 ±0.0200 ulp, +0.2000 ±0.0100"]),
+        ({"measures": {"max_ulps": 9.0}}, {}, ["largest error 1.5 ulp, 9 in the baseline"]),
+        ({"measures": {"repeatable": False}}, {}, ["two runs on the same input now give the same bits"]),
+        ({"measures": {"nonfinite": 5}}, {}, ["no element is NaN or Inf, 5 in the baseline"]),
+        ({"outcome": "fell"}, {}, ["held, fell in the baseline"]),
+    ],
+)
+def test_improvements_are_listed(run: MakeRun, record: Make, old: Any, new: Any, said: list[str]) -> None:
+    found = judge(run, record(**old), record(**new))
+    assert all(not worse for worse, _ in found)
+    assert [text.startswith(start) for (_, text), start in zip(found, said, strict=True)] == [True] * len(said)
+
+
+def test_a_skip_is_no_pass(run: MakeRun, record: Make, skip: Make) -> None:
+    assert judge(run, record(), skip()) == [(True, "turned into a skip (no backward pass), held in the baseline")]
+    assert judge(run, record(outcome="fell"), skip())[0][0]
+    assert judge(run, skip(outcome="crashed"), skip())[0][0]
+    assert judge(run, skip(), record(outcome="fell"))[0] == (True, "fell, skipped in the baseline")
+    assert judge(run, skip(), record()) == [(False, "held, skipped in the baseline")]
+    assert judge(run, skip(), skip()) == []
+
+
+def test_a_cell_that_vanished_is_no_pass(run: MakeRun, record: Make) -> None:
+    found = gate(run(record(), record(case="gone")), run(record()), Limits())
+    assert not found.held
+    assert [(one.record.case, one.change.text) for one in found.worse] == [("gone", "vanished: the new run lacks it")]
+
+
+def test_a_narrowed_run_is_judged_by_its_own_cells_and_says_so(run: MakeRun, record: Make) -> None:
+    baseline = run(record(case="tied[k=2]"), record(case="tied[k=3]"), record(case="other"))
+    narrow = run(record(case="tied[k=2]"), options={"cases": "tied*"})
+    found = gate(baseline, narrow, Limits())
+    assert [one.record.case for one in found.worse] == ["tied[k=3]"]
+    assert "1 cell of the baseline NOT compared: outside --cases tied* --dtype bf16" in found.notes
+
+
+def test_nothing_compared_is_no_pass(run: MakeRun, record: Make) -> None:
+    found = gate(run(record(case="a")), run(record(case="b"), options={"cases": "b"}), Limits())
+    assert (found.compared, found.worse, found.held) == (0, [], False)
+
+
+def test_a_new_cell_is_told_and_has_to_hold(run: MakeRun, record: Make) -> None:
+    found = gate(run(record()), run(record(), record(case="new")), Limits())
+    assert found.held
+    assert "1 cell not in the baseline; --update-baseline adds what is new" in found.notes
+    fallen = gate(run(record()), run(record(), record(case="new", outcome="fell")), Limits())
+    assert [one.change.text for one in fallen.worse] == ["not in the baseline, and fell"]
+
+
+def test_a_baseline_of_another_platform_is_refused_unless_across(run: MakeRun, record: Make) -> None:
+    other = run(record(), platform={"cpu": "Another"})
+    with pytest.raises(UsageError, match=r"platform\.cpu: 'Made-up 9000' in the baseline, 'Another' in the new run"):
+        gate(run(record()), other, Limits())
+    assert gate(run(record()), other, Limits(), across=True).held
+
+
+def test_other_software_is_told_not_refused(run: MakeRun, record: Make) -> None:
+    found = gate(run(record()), run(record(), platform={"torch": "2.14.0", "cores": 64}), Limits())
+    assert found.held
+    assert found.notes == ("torch 2.13.0 in the baseline, 2.14.0 in the new run",)
+
+
+def test_across_compares_claims_not_numbers(run: MakeRun, record: Make, skip: Make) -> None:
+    assert judge(run, record(), record(digest="q", **BIASED), across=True) == []
+    assert judge(run, record(), record(outcome="fell"), across=True)[0][0]
+    assert judge(run, record(), record(claim=None), across=True)[0][0]
+    assert judge(run, record(), record(measures=NAN), across=True)[0][0]
+    assert judge(run, record(), skip(), across=True)[0][0]
+
+
+@pytest.mark.parametrize("name", ["seed", "heads"])
+def test_other_inputs_are_refused(run: MakeRun, name: str) -> None:
+    with pytest.raises(UsageError, match=rf"options\.{name}: {run().options[name]} in the baseline, 7 in the new run"):
+        gate(run(), run(options={name: "7"}), Limits(), across=True)
+
+
+def test_an_interrupted_baseline_is_refused(run: MakeRun) -> None:
+    with pytest.raises(UsageError, match="complete: the baseline's run was interrupted"):
+        gate(run(complete=False), run(), Limits())
+
+
+def test_limits_come_from_the_flag_over_the_file_over_the_default(tmp_path: Path) -> None:
+    assert limits(None, tmp_path) == Limits(0.02, 1.0, 0.1)
+    (tmp_path / "pyproject.toml").write_text("[tool.tiebreak.fail]\nbias = 0.5\nmax = 3\n")
+    deeper = tmp_path / "a" / "b"
+    deeper.mkdir(parents=True)
+    assert limits(None, deeper) == Limits(0.5, 3.0, 0.1)
+    assert limits("max:7, share:0", deeper) == Limits(0.5, 7.0, 0.0)
+
+
+@pytest.mark.parametrize("flag", ["bias", "bias:", "bias:x", "bais:1", "bias:-1", "bias:nan", "max:inf", "max:1:2"])
+def test_bad_limits_are_refused(flag: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^--fail: "):
+        limits(flag, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[",
+        "tool = 1",
+        "[tool]\ntiebreak = 1",
+        "[tool.tiebreak]\nfial = 1",
+        "[tool.tiebreak]\nfail = 1",
+        "[tool.tiebreak.fail]\nbias = true",
+        "[tool.tiebreak.fail]\nbias = nan",
+        "[tool.tiebreak.fail]\nx = 1",
+    ],
+)
+def test_a_bad_file_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+    with pytest.raises(UsageError, match=r"pyproject\.toml: "):
+        limits(None, tmp_path)
+
+
+def test_limits_are_used(run: MakeRun, record: Make) -> None:
+    new = record(measures={"bias": Estimate(0.3, 0.02), "max_ulps": 9.0})
+    assert judge(run, record(), new, fail=Limits(bias=1.0, max=10.0)) == []
+    assert len(judge(run, record(), new, fail=Limits(bias=1.0, max=10.0, share=0.0))) == 0
+    assert len(judge(run, record(), new, fail=Limits(bias=0.1, max=7.0))) == 2
+
+
+def test_the_command_falls_with_exit_code_1_and_the_way_to_rerun(
+    run: MakeRun, record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = keep(run(record(), record(case="b")), "old"), keep(run(record(**BIASED), record(case="b")), "new")
+    assert main(["gate", str(old), str(new)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith(f"gate FELL: 2 cells compared with {old}: 2 worse, 0 better\nworse   cpu-flash@paper-random")
+    assert "        rerun: pytest tests/matrix --kernels flash@paper" in out
+    assert main(["gate", str(new), str(old)]) == 0
+    assert main(["gate", str(old), str(new), "--across"]) == 0
+    assert main(["gate", str(old), str(keep(run(platform={"level": "avx2"}), "other"))]) == 2
+    assert f"tiebreak gate: {old}: platform.level" in capsys.readouterr().err
+
+
+def test_the_command_uses_the_limits(run: MakeRun, record: Make, keep: Keep) -> None:
+    old, new = keep(run(record()), "old"), keep(run(record(measures={"bias": Estimate(0.2, 0.01)})), "new")
+    assert main(["gate", str(old), str(new)]) == 1
+    assert main(["gate", str(old), str(new), "--fail", "bias:0.5"]) == 0
+
+
+def test_an_updated_baseline_has_a_stable_order_and_nothing_that_changes_by_itself(
+    telling: Run, tmp_path: Path
+) -> None:
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    update(telling, one)
+    shuffled = replace(telling, records=telling.records[::-1], run="b" * 32, seconds={"x": 1.0})
+    update(shuffled, two)
+    assert one.read_bytes() == two.read_bytes()
+    kept = store.read(one)
+    assert [record.id for record in kept.records] == sorted(record.id for record in telling.records)
+    assert gate(kept, telling, Limits()).notes == ()
+    assert gate(kept, telling, Limits()).changes == ()
+
+
+def test_the_command_updates_the_baseline(
+    run: MakeRun, record: Make, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    baseline, new = tmp_path / "base" / "line.json", keep(run(record()), "new")
+    assert main(["gate", str(baseline), str(new), "--update-baseline"]) == 0
+    worse = keep(run(record(**BIASED)), "worse")
+    assert main(["gate", str(baseline), str(worse)]) == 1
+    assert main(["gate", str(baseline), str(worse), "--update-baseline"]) == 0
+    assert "2 worse" in capsys.readouterr().out
+    assert main(["gate", str(baseline), str(worse)]) == 0
+    elsewhere = keep(run(record(), options={"seed": "9"}), "elsewhere")
+    assert main(["gate", str(baseline), str(elsewhere), "--update-baseline"]) == 0
+    assert "not compared: options.seed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"complete": False}, "not updated: the run was interrupted"),
+        ({"options": {"cases": "random"}}, "1 of its cells"),
+    ],
+)
+def test_a_baseline_is_not_replaced_by_less(
+    fields: dict[str, Any], said: str, run: MakeRun, record: Make, tmp_path: Path
+) -> None:
+    path = tmp_path / "base.json"
+    update(run(record(), record(case="other")), path)
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match=said):
+        update(run(record(), **fields), path)
+    assert path.read_bytes() == before
+
+
+def test_github_gets_the_findings(
+    run: MakeRun, record: Make, keep: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    old = keep(run(*(record(case=f"c{number}") for number in range(30))), "old")
+    new = keep(run(*(record(case=f"c{number}", outcome="fell", reasons=("<b>",)) for number in range(30))), "new")
+    assert main(["gate", str(old), str(new)]) == 1
+    text = (tmp_path / "summary.md").read_text(encoding="utf-8")
+    assert text.startswith("### tiebreak: the gate fell (30 cells compared")
+    assert text.count("- worse:") == 20
+    assert "- and 10 more" in text
+    assert "&lt;b>" in text

@@ -1,0 +1,160 @@
+"""The page and its figures without a browser; see test_page_browser.py for the rest."""
+
+import builtins
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiebreak.reports.cli import main
+from tiebreak.reports.figures import figures
+from tiebreak.reports.page import page
+from tiebreak.reports.records import Estimate, HistogramRecord, Record, Run, TraceRecord
+from tiebreak.reports.svg import draw, ticks
+
+Keep = Callable[[Run, str], Path]
+Make = Callable[..., Record]
+MakeRun = Callable[..., Run]
+EVIL = "</script><script>document.title='hacked'</script>&\"'<img src=x onerror=alert(1)>"
+
+
+class Tags(HTMLParser):
+    """All start tags with their attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def data_of(html: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert found
+    parsed: dict[str, Any] = json.loads(found.group(1))
+    return parsed
+
+
+def evil_run(run: MakeRun, record: Make) -> Run:
+    trace = TraceRecord((0.0, 1.0), (1,))
+    cells = [record(EVIL, f"tied_maxima[k={k}]", trace=trace if k == 2 else None) for k in (2, 3)]
+    return run(
+        *cells, record("b", EVIL, outcome="fell", reasons=(EVIL,)), platform={"cpu": EVIL, "torch": EVIL, "os": EVIL}
+    )
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(telling: Run) -> None:
+    html = page([telling], ["here"], figures([telling], ["here"]))
+    tags = Tags(html).found
+    for tag, attributes in tags:
+        assert "src" not in attributes, tag
+        assert attributes.get("href", "data:,") == "data:,"
+    assert "url(" not in html
+    assert "default-src 'none'" in html
+    assert html.count("<script") == 2
+
+
+def test_strings_of_records_are_escaped(run: MakeRun, record: Make) -> None:
+    run_ = evil_run(run, record)
+    html = page([run_], [EVIL], figures([run_], [EVIL]))
+    tags = [tag for tag, _ in Tags(html).found]
+    assert tags.count("script") == 2
+    assert "img" not in tags
+    assert "<img" not in html
+    assert EVIL in data_of(html)["strings"]
+
+
+def test_the_data_have_every_cell(telling: Run) -> None:
+    data = data_of(page([telling, telling], ["a", "b"], []))
+    assert len(data["cells"]) == 2 * len(telling.records)
+    assert len(data["strings"]) == len(set(data["strings"]))
+    nan = next(cell for cell in data["cells"] if data["strings"][cell[4]] == "huge")
+    assert nan[8:] == [None, 0.02 if nan[9] else None, 0.35, None, 7, 1e-05, 1.0]
+
+
+def test_figures_show_the_most_biased_and_the_least(run: MakeRun, record: Make) -> None:
+    def tied(kernel: str, bias: float, at_one: tuple[int, ...], error: float) -> list[Record]:
+        bins = HistogramRecord(-1.0, 1.0, (3, 1), 0)
+        trace = TraceRecord((0.0, error), at_one)
+        return [
+            record(kernel, f"tied_maxima[k={k}]", measures={"bias": Estimate(bias / k, 0.01)},
+                   trace=trace if k == 2 else None, histogram=bins if k == 2 else None)
+            for k in (2, 4)
+        ]  # fmt: skip
+
+    cells = [*tied("plain", 0.5, (1,), 0.1), *tied("twin", 0.4, (1,), 0.1), *tied("mild", 0.3, (1,), 0.2),
+             *tied("milder", 0.2, (1,), 0.3), *tied("fixed", 0.0, (), 0.4), *tied("worse", 0.6, (), 0.5)]  # fmt: skip
+    trace, histogram, fall = figures([run(record()), run(*cells)], ["empty", "full"])
+    assert [line.label for line in trace.series] == ["plain", "mild", "fixed", "worse"]
+    assert trace.note.endswith("From full.")
+    assert trace.series[0].marked == ((1.0, 0.1),)
+    assert histogram.series[0].points == ((-1.0, 0.75), (0.0, 0.75), (0.0, 0.25), (1.0, 0.25))
+    assert fall.series[0].points == ((1.0, 0.25), (2.0, 0.125))
+    theory = fall.series[-1]
+    assert (theory.dashed, theory.points) == (True, ((1.0, 0.25), (2.0, 0.125)))
+    assert figures([run(record())], ["empty"]) == []
+
+
+def test_axes_have_round_numbers() -> None:
+    assert ticks(0.0, 0.25) == pytest.approx([0.0, 0.05, 0.1, 0.15, 0.2, 0.25])
+    assert ticks(-0.00113, 0.00097) == pytest.approx([-0.001, -0.0005, 0.0, 0.0005])
+    for low, high in ((0.0, 1.0), (-3.0, 4.0), (1e-9, 2e-9), (0.0, 1e300)):
+        assert 3 <= len(ticks(low, high)) <= 9
+
+
+def test_a_drawing_puts_every_point_inside(telling: Run) -> None:
+    for figure in figures([telling], ["here"]):
+        text = draw(figure)
+        _, _, width, height = map(float, re.findall(r'viewBox="([^"]*)"', text)[0].split())
+        places = [
+            tuple(map(float, pair.split(",")))
+            for line in re.findall(r'points="([^"]*)"', text)
+            for pair in line.split()
+        ]
+        assert places
+        assert all(0 <= x <= width and 0 <= y <= height for x, y in places)
+
+
+def test_the_command_writes_the_page(telling: Run, keep: Keep, tmp_path: Path) -> None:
+    assert main(["page", str(keep(telling, "a")), "-o", str(tmp_path / "deep" / "page")]) == 0
+    assert [file.name for file in (tmp_path / "deep" / "page").iterdir()] == ["index.html"]
+
+
+def test_nothing_is_written_where_input_cannot_be_read(
+    telling: Run, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.json").write_text("{")
+    assert main(["page", str(keep(telling, "a")), str(tmp_path / "bad.json"), "-o", str(tmp_path / "page")]) == 2
+    assert "bad.json: not JSON" in capsys.readouterr().err
+    assert not (tmp_path / "page").exists()
+
+
+def test_figures_are_drawn_to_files(run: MakeRun, record: Make, telling: Run, keep: Keep, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra plots is not installed")
+    costly = keep(run(record("$x^$", "a/../../b"), record(EVIL, "c")), "b")
+    assert main(["page", str(keep(telling, "a")), str(costly), "-o", str(tmp_path / "page"), "--figures"]) == 0
+    names = {file.name for file in (tmp_path / "page" / "figures").iterdir()}
+    stems = {"trace", "histogram", "maxima", "heat-1", "heat-2", "heat-3"}
+    assert names == {f"{stem}.{kind}" for stem in stems for kind in ("svg", "png")}
+    assert all((tmp_path / "page" / "figures" / name).stat().st_size > 1000 for name in names)
+
+
+def test_figures_without_matplotlib_are_refused_in_one_line(
+    telling: Run, keep: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return load(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert main(["page", str(keep(telling, "a")), "-o", str(tmp_path / "page"), "--figures"]) == 2
+    assert capsys.readouterr().err.startswith("tiebreak page: --figures needs matplotlib: pip install")

@@ -1,0 +1,296 @@
+"""The page in a real browser, headless Chromium, driven over its debugging pipe: no driver and no library is needed."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiebreak.reports.figures import figures
+from tiebreak.reports.page import page
+from tiebreak.reports.records import Estimate, Record, Run, TraceRecord
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
+
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--remote-debugging-pipe")
+LONGEST = 60  # seconds after which a browser that hangs is killed
+EVIL = "<script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">"
+
+
+# The protocol's pipe is on descriptors 3 and 4. Copies above 9 come first: either may be in the other's place.
+LAUNCH = """
+import fcntl, os, sys
+read, write = (fcntl.fcntl(int(text), fcntl.F_DUPFD, 10) for text in sys.argv[1:3])
+os.dup2(read, 3)
+os.dup2(write, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
+
+class Browser:
+    """One tab of a headless browser."""
+
+    def __init__(self, folder: Path) -> None:
+        assert CHROMIUM is not None
+        read, self.write = os.pipe()
+        self.read, write = os.pipe()
+        command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder}"]
+        launcher = [sys.executable, "-c", LAUNCH, str(read), str(write), *command]
+        self.process = subprocess.Popen(launcher, pass_fds=(read, write), stderr=subprocess.DEVNULL)
+        os.close(read)
+        os.close(write)
+        self.watchdog = threading.Timer(LONGEST, self.process.kill)
+        self.watchdog.daemon = True
+        self.watchdog.start()
+        self.rest, self.number, self.session = b"", 0, ""
+        self.events: list[dict[str, Any]] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def close(self) -> None:
+        self.watchdog.cancel()
+        self.process.kill()
+        self.process.wait()
+        os.close(self.read)
+        os.close(self.write)
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": params}
+        os.write(
+            self.write, json.dumps(message | ({"sessionId": self.session} if self.session else {})).encode() + b"\0"
+        )
+        while (answer := self._next()).get("id") != self.number:
+            self.events.append(answer)
+        assert "error" not in answer, answer
+        result: dict[str, Any] = answer["result"]
+        return result
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self.rest:
+            part = os.read(self.read, 1 << 16)
+            assert part, "the browser ended"
+            self.rest += part
+        line, self.rest = self.rest.split(b"\0", 1)
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def open(self, path: Path, width: int) -> None:
+        """Open a file and wait until its script is through."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.events.clear()
+        self.call("Page.navigate", url=path.as_uri())
+        while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
+            self.events.append(self._next())
+        assert self.ask("document.body.dataset.ready") == "true"
+
+    def ask(self, expression: str) -> Any:
+        """The value of an expression in the page."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def of(self, method: str) -> list[dict[str, Any]]:
+        return [event["params"] for event in self.events if event.get("method") == method]
+
+    def complaints(self) -> list[Any]:
+        """Errors and warnings of the console."""
+        spoken = [
+            said for said in self.of("Runtime.consoleAPICalled") if said["type"] in ("error", "warning", "assert")
+        ]
+        return [*spoken, *self.of("Runtime.exceptionThrown"), *self.of("Log.entryAdded")]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    found = Browser(tmp_path_factory.mktemp("profile"))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def file(telling: Run, record: Callable[..., Record], skip: Callable[..., Record], tmp_path: Path) -> Path:
+    """A page of two platforms, with a kernel, a case, a reason and a platform that would like to be code."""
+    trace = TraceRecord((0.0, 0.5), (1,))
+    more = (
+        record(EVIL, "tied_maxima[k=2]", outcome="fell", reasons=(EVIL,), trace=trace),
+        record(EVIL, EVIL, outcome="inconclusive", verdict="inconclusive"),
+        record("sdpa", "mixed", verdict=None),
+        record("sdpa", "dark", measures={"bias": Estimate(0.9, 0.01)}),
+        record("sdpa", "darkest", measures={"bias": Estimate(-99.0, 0.01)}),
+        skip("sdpa", "slow", "timed_out"),
+    )
+    first = replace(telling, records=(*telling.records, *more))
+    runs, labels = [first, replace(telling, run="b" * 32)], [f"first {EVIL}", "second"]
+    path = tmp_path / "index.html"
+    path.write_text(page(runs, labels, figures(runs, labels)), encoding="utf-8")
+    return path
+
+
+# Every element with text of its own: the ratio of its colour to the nearest opaque background (WCAG 2, 1.4.3).
+CONTRAST = """(() => {
+  const channels = (text) => text.match(/[\\d.]+/g).map(Number);
+  const linear = (c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4);
+  const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  const behind = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const [r, g, b, a = 1] = channels(getComputedStyle(at).backgroundColor);
+      if (a === 1) return [r, g, b];
+    }
+    return [255, 255, 255];
+  };
+  return WITH_TEXT.map((element) => {
+    const style = getComputedStyle(element);
+    const ink = channels(element.ownerSVGElement ? style.fill : style.color).slice(0, 3);
+    const [a, b] = [light(ink), light(behind(element))].sort((x, y) => y - x);
+    return [(a + 0.05) / (b + 0.05), element.tagName, element.textContent.slice(0, 30)];
+  }).sort((x, y) => x[0] - y[0]);
+})()"""
+
+# The size at which text is seen: a figure is scaled with the page.
+SIZES = """WITH_TEXT.map((element) => {
+  const svg = element.ownerSVGElement;
+  const scale = svg ? svg.getBoundingClientRect().width / svg.viewBox.baseVal.width : 1;
+  return parseFloat(getComputedStyle(element).fontSize) * scale;
+})"""
+
+# Elements that are seen and have text of their own.
+WITH_TEXT = """[...document.querySelectorAll("body *")].filter((element) => element.getClientRects().length &&
+  [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim()))"""
+
+
+@pytest.mark.parametrize("width", [400, 1600])
+def test_it_opens_without_a_complaint_and_asks_for_nothing(browser: Browser, file: Path, width: int) -> None:
+    browser.open(file, width)
+    assert browser.complaints() == []
+    asked = [one["request"]["url"] for one in browser.of("Network.requestWillBeSent")]
+    assert [url for url in asked if not url.startswith(("file://", "data:"))] == []
+    assert browser.ask("document.title") == "tiebreak"
+
+
+@pytest.mark.parametrize("width", [400, 1600])
+def test_it_is_legible(browser: Browser, file: Path, width: int) -> None:
+    browser.open(file, width)
+    ratios = browser.ask(CONTRAST.replace("WITH_TEXT", WITH_TEXT))
+    assert len(ratios) > 200
+    assert ratios[0][0] >= 4.5, ratios[:3]
+    assert min(browser.ask(SIZES.replace("WITH_TEXT", WITH_TEXT))) >= 10
+    assert browser.ask("document.documentElement.scrollWidth") <= width
+
+
+def test_names_that_would_be_code_are_text(browser: Browser, file: Path) -> None:
+    browser.open(file, 1600)
+    assert browser.ask("document.title") == "tiebreak"
+    assert browser.ask("document.querySelectorAll('img').length") == 0
+    heads = browser.ask("[...document.querySelectorAll('.heat thead th')].map((th) => th.textContent)")
+    assert EVIL in heads
+    assert browser.ask("document.querySelector('summary').textContent").startswith("first <script>")
+
+
+def test_every_cell_is_in_a_map_with_its_outcome_in_words_or_marks(browser: Browser, file: Path) -> None:
+    browser.open(file, 1600)
+    assert browser.ask("document.querySelectorAll('#maps details').length") == 4
+    texts = browser.ask("[...document.querySelectorAll('.heat td')].map((td) => td.textContent)")
+    assert {"NaN!", "skip", "crash", "time", "missing", "+0.23!", "+0.01?"} <= set(texts)
+
+
+def test_hovering_over_a_cell_shows_its_numbers(browser: Browser, file: Path) -> None:
+    browser.open(file, 400)
+    place = browser.ask(
+        "(() => { const td = [...document.querySelectorAll('.heat td')].find((td) => td.textContent === '+0.23!');"
+        " td.scrollIntoView({block: 'center', inline: 'center'}); const box = td.getBoundingClientRect();"
+        " return [box.x + box.width / 2, box.y + box.height / 2]; })()"
+    )
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=place[0], y=place[1])
+    tip = browser.ask(
+        "(() => { const tip = document.getElementById('tip'); return tip.hidden ? '' : tip.textContent; })()"
+    )
+    assert "sdpa, no_tail" in tip
+    assert "bias +0.23000 ± 0.01000 ulp" in tip
+    assert "claim fell: unbiased" in tip
+    left, right = browser.ask("(() => { const box = tip.getBoundingClientRect(); return [box.left, box.right]; })()")
+    assert 0 <= left < right <= 400
+
+
+ROWS = "[...document.querySelectorAll('#cells tbody tr')].map((tr) => [...tr.cells].map((td) => td.textContent))"
+
+
+def test_the_filter_works(browser: Browser, file: Path) -> None:
+    browser.open(file, 1600)
+    total = len(browser.ask(ROWS))
+    assert total == 14 + 6 + 14
+
+    def typed(words: str) -> list[list[str]]:
+        browser.ask(f"words.value = {json.dumps(words)}; words.dispatchEvent(new Event('input'))")
+        found: list[list[str]] = browser.ask(ROWS)
+        return found
+
+    assert {row[0] for row in typed("FAIR k=2")} == {"fair"}
+    assert len(typed("fair k=2")) == 2
+    assert typed("nothing has this name") == []
+    assert browser.ask("document.getElementById('count').textContent") == f"0 of 0 cells that fit; {total} in all"
+    typed("")
+    browser.ask("outcome.value = 'fell'; outcome.dispatchEvent(new Event('change'))")
+    assert {row[2] for row in browser.ask(ROWS)} == {"fell"}
+    browser.ask("platform.value = 'second'; platform.dispatchEvent(new Event('change'))")
+    assert sorted(row[1] for row in browser.ask(ROWS)) == ["huge", "no_tail"]
+
+
+def test_the_sort_works_both_ways_and_leaves_what_is_missing_last(browser: Browser, file: Path) -> None:
+    browser.open(file, 1600)
+    for way in ("ascending", "descending"):
+        browser.ask(
+            "[...document.querySelectorAll('#cells th button')].find((b) => b.textContent === 'bias, ulps').click()"
+        )
+        biases = [row[4] for row in browser.ask(ROWS)]
+        numbers = [float(text) for text in biases if text]
+        assert numbers == sorted(numbers, reverse=way == "descending")
+        assert biases[-5:] == [""] * 5 or biases[len(numbers) :] == [""] * (len(biases) - len(numbers))
+        assert browser.ask("document.querySelectorAll('#cells th[aria-sort]:not([aria-sort=none])').length") == 1
+        assert browser.ask(f"document.querySelectorAll('#cells th[aria-sort={way}]').length") == 1
+
+
+def test_more_rows_come_when_asked_for(
+    browser: Browser, run: Callable[..., Run], record: Callable[..., Record], tmp_path: Path
+) -> None:
+    many = run(*(record(case=f"case{number}") for number in range(250)))
+    path = tmp_path / "many.html"
+    path.write_text(page([many], ["one"], []), encoding="utf-8")
+    browser.open(path, 1600)
+    assert len(browser.ask(ROWS)) == 200
+    browser.ask("more.click()")
+    assert len(browser.ask(ROWS)) == 250
+    assert browser.ask("more.hidden") is True
+
+
+@pytest.mark.parametrize("width", [400, 1600])
+def test_names_of_cases_stand_on_one_line_unless_they_would_fill_the_screen(
+    browser: Browser, run: Callable[..., Run], record: Callable[..., Record], tmp_path: Path, width: int
+) -> None:
+    wide = run(*(record(f"kernel_{number}@paper", case) for number in range(60) for case in ("tied_maxima[k=2]", EVIL)))
+    path = tmp_path / "wide.html"
+    path.write_text(page([wide], ["one"], []), encoding="utf-8")
+    browser.open(path, width)
+    boxes = "[...document.querySelectorAll('.heat th[scope=row]')].map((th) => [th.offsetHeight, th.offsetWidth])"
+    (short, _), (_, long) = browser.ask(boxes)
+    assert short < 30
+    assert long <= 0.5 * width
+
+
+def test_keyboards_reach_every_control(browser: Browser, file: Path) -> None:
+    browser.open(file, 1600)
+    names = "[...document.querySelectorAll('input, select, button, summary, [tabindex]')]"
+    assert browser.ask(f"{names}.every((element) => element.tabIndex === 0)") is True
+    assert (
+        browser.ask("[...document.querySelectorAll('input, select')].every((one) => one.labels.length === 1)") is True
+    )

@@ -1,0 +1,201 @@
+"""The gate, JUnit's XML and GitHub's summary as pytest gives them, with workers and without."""
+
+import json
+import os
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiebreak.matrix.gating import Gatekeeper
+from tiebreak.reports import store
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.records import Run
+
+MATRIX = Path(__file__).parents[1] / "matrix" / "test_cells.py"
+QUICK = ["--backend", "cpu", "--kernels", "flash@paper", "--heads", "16", "--out", "out"]
+CASES = ["--cases", "tied_maxima[k=2],random"]
+IDS = ["cpu-flash@paper-tied_maxima[k=2]-bf16", "cpu-flash@paper-random-bf16"]
+KERNEL = """
+import pytest
+import torch
+
+def attention(q, k, v, *, causal=False, scale=None):
+    {body}
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+"""
+
+
+@pytest.fixture
+def matrix(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
+    """Runs two quick cells of the matrix in this process, its workers, if any, in theirs."""
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    here = os.path.relpath(MATRIX, pytester.path)
+
+    def call(*arguments: str, workers: int = 0, cells: Sequence[str] = (*QUICK, *CASES)) -> pytest.RunResult:
+        common = [here, "-p", "no:cacheprovider", "-p", "no:benchmark", "-n", str(workers), *cells, *arguments]
+        return pytester.runpytest_inprocess(*common)
+
+    return call
+
+
+Matrix = Callable[..., pytest.RunResult]
+Change = Callable[[Path, Sequence[str | int], Any], None]
+
+
+@pytest.fixture
+def baseline(matrix: Matrix) -> Path:
+    """A baseline of the two cells, made without workers."""
+    assert matrix("--baseline", "base.json", "--update-baseline").ret == 0
+    return Path("base.json").absolute()
+
+
+def junit(name: str) -> dict[str, str | None]:
+    """The properties of a cell in junit.xml."""
+    cases = ET.parse("junit.xml").getroot().iter("testcase")
+    found = {
+        case.get("name"): {str(one.get("name")): one.get("value") for one in case.iter("property")} for case in cases
+    }
+    assert set(found) == {f"test_cell[{cell}]" for cell in IDS}
+    return found[f"test_cell[{name}]"]
+
+
+def check_junit() -> None:
+    """JUnit's XML carries the numbers and not the whole record."""
+    (record,) = (one for one in store.read(Path("out/last.json")).records if one.id == IDS[0])
+    assert record.measures is not None
+    properties = junit(IDS[0])
+    assert properties["tiebreak.bias_ulps"] == str(record.measures.bias.mean)
+    assert properties["tiebreak.verdict"] == "biased"
+    assert properties["tiebreak.repeatable"] == "True"
+    assert "tiebreak" not in properties
+
+
+def test_the_gate_and_junit_work_with_workers(matrix: Matrix, baseline: Path, change: Change) -> None:
+    tied = [record.case for record in store.read(baseline).records].index("tied_maxima[k=2]")
+    change(baseline, ["records", tied, "verdict"], "unbiased")
+    worse = matrix("--baseline", "base.json", "--junitxml", "junit.xml", workers=2)
+    assert worse.ret == 1
+    worse.assert_outcomes(passed=2)
+    worse.stdout.fnmatch_lines(
+        ["gate FELL: 2 cells compared*: 1 worse*", "worse   cpu-flash@paper-tied*: verdict biased*"]
+    )
+    check_junit()
+
+
+def test_the_gate_works_without_workers(matrix: Matrix, baseline: Path, change: Change) -> None:
+    assert matrix("--baseline", str(baseline), "--junitxml", "junit.xml").ret == 0
+    check_junit()
+    change(baseline, ["records", 0, "measures", "max_ulps"], 0.0)
+    change(baseline, ["records", 0, "measures", "repeatable"], None)
+    worse = matrix("--baseline", str(baseline), "--fail", "max:0.01")
+    assert worse.ret == 1
+    worse.stdout.fnmatch_lines([f"gate FELL: 2 cells compared with {baseline}: 1 worse, 0 better"])
+    assert matrix("--baseline", str(baseline), "--fail", "max:1000").ret == 0
+
+
+def test_a_cell_that_the_run_leaves_out_by_another_way_than_the_options_vanished(
+    matrix: Matrix, baseline: Path
+) -> None:
+    fell = matrix("--baseline", str(baseline), "-k", "random")
+    assert fell.ret == 1
+    fell.stdout.fnmatch_lines(["worse   *tied_maxima*: vanished*"])
+    narrowed = matrix("--baseline", str(baseline), cells=(*QUICK, "--cases", "random"))
+    assert narrowed.ret == 0
+    narrowed.stdout.fnmatch_lines(["note    1 cell of the baseline NOT compared: outside *--cases random*"])
+
+
+def test_a_run_without_cells_does_not_pass_the_gate(matrix: Matrix, baseline: Path) -> None:
+    fell = matrix("--baseline", str(baseline), "-k", "nothing_has_this_name")
+    assert fell.ret == 1
+    fell.stdout.fnmatch_lines(["gate FELL: no cell ran*"])
+
+
+def test_a_baseline_of_another_platform_is_refused_before_any_work(
+    matrix: Matrix, pytester: pytest.Pytester, baseline: Path, change: Change
+) -> None:
+    change(baseline, ["platform", "cpu"], "Another")
+    assert matrix("--baseline", str(baseline), "--across").ret == 0
+    Path("out/last.json").unlink()
+    refused = pytester.runpytest_subprocess(MATRIX, *QUICK, *CASES, "--baseline", str(baseline))
+    assert refused.ret == 2
+    refused.stderr.fnmatch_lines(["*: platform.cpu: 'Another' in the baseline*--across compares claims alone"])
+    assert not Path("out/last.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--baseline", "none.json"], r"none\.json: No such file or directory"),
+        (["--across"], "--across is about a baseline: it needs --baseline FILE"),
+        (["--update-baseline"], "--update-baseline is about a baseline"),
+        (["--fail", "bias:1"], "--fail is about a baseline"),
+        (["--baseline", "none.json", "--fail", "bais:1"], "--fail: unknown limit 'bais': known are bias, max, share"),
+    ],
+)
+def test_bad_usage_is_refused(pytester: pytest.Pytester, arguments: list[str], said: str) -> None:
+    config = pytester.parseconfig(MATRIX, *arguments)
+    with pytest.raises((UsageError, store.UnreadableRecordsError), match=said):
+        Gatekeeper(config, {}, lambda: None)
+
+
+def test_an_interrupted_run_keeps_what_was_done_and_no_baseline(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(mine=KERNEL.format(body="if causal: raise KeyboardInterrupt"))
+    cells = ["--kernel", "mine.py:attention", "--cases", "random,random_causal", "--heads", "16", "--out", "out"]
+    arguments = [str(MATRIX), "-p", "no:cacheprovider", *cells, "--baseline", "base.json", "--update-baseline"]
+    assert pytester.inline_run(*arguments, no_reraise_ctrlc=True).ret == 2
+    run = store.read(Path("out/last.json"))
+    assert not run.complete
+    assert len(run.records) == 1
+    assert not Path("base.json").exists()
+
+
+def test_records_are_kept_on_the_way(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[tuple[int, bool]] = []
+    write = store.write
+
+    def note(run: Run, path: Path) -> None:
+        kept.append((len(run.records), run.complete))
+        write(run, path)
+
+    monkeypatch.setattr("tiebreak.matrix.plugin._CHECKPOINT", 1)
+    monkeypatch.setattr(store, "write", note)
+    assert matrix().ret == 0
+    assert kept == [(1, False), (2, False), (2, True)]
+
+
+def test_a_time_out_is_an_outcome_of_its_own(matrix: Matrix, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(mine=KERNEL.format(body='pytest.fail("Timeout (>1.0s) from pytest-timeout.")'))
+    cells = ["--kernel", "mine.py:attention", "--cases", "random", "--heads", "16", "--out", "out"]
+    assert matrix(cells=cells).ret == 1
+    (record,) = store.read(Path("out/last.json")).records
+    assert record.outcome == "timed_out"
+    assert record.reasons[0].endswith("Failed: Timeout (>1.0s) from pytest-timeout.")
+
+
+def test_github_gets_the_short_table(
+    matrix: Matrix, baseline: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    assert matrix("--baseline", str(baseline)).ret == 0
+    text = (tmp_path / "summary.md").read_text(encoding="utf-8")
+    assert "### tiebreak: 2 cells: 2 held" in text
+    assert "| cpu" in text
+    assert "### tiebreak: the gate held (2 cells compared" in text
+
+
+def test_every_file_that_the_matrix_writes_fits_the_published_schema(matrix: Matrix) -> None:
+    import jsonschema
+
+    import tiebreak.reports
+
+    schema = Path(tiebreak.reports.__file__).with_name("schema.json")
+    cells = ["--backend", "emulation", "--kernels", "flash@paper,flash@fused", *CASES, "--heads", "16", "--out", "out"]
+    assert matrix(cells=cells).ret == 0
+    plain = json.loads(Path("out/last.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator(json.loads(schema.read_text(encoding="utf-8"))).validate(plain)
+    traced = [record for record in plain["records"] if record["trace"]]
+    assert {record["case"] for record in traced} == {"tied_maxima[k=2]"}
+    assert all(record["histogram"] for record in traced)

@@ -1,0 +1,112 @@
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tiebreak.reports import store, tables
+from tiebreak.reports.cli import main
+from tiebreak.reports.records import OUTCOMES, Record, Run
+
+Keep = Callable[[Run, str], Path]
+Make = Callable[..., Record]
+
+
+@pytest.fixture
+def show(telling: Run, keep: Keep, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Calls the verb on a run with a bit of everything; its output."""
+    path = keep(telling, "a")
+
+    def call(*arguments: str) -> str:
+        assert main(["show", str(path), *arguments]) == 0
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_the_table_shows_every_cell_and_what_fell(show: Callable[..., str]) -> None:
+    out = show()
+    assert "14 cells: 10 held, 2 fell, 1 crashed, 1 skipped" in out
+    assert "fell cpu-sdpa-no_tail-bf16\n    claim fell: unbiased\n    rerun: pytest" in out
+    for text in ("+0.23 B", "!+0.23 B!", "!NaN!", "skip", "!crash!", "emulation, bf16", "cpu, bf16"):
+        assert text in out
+
+
+def test_filters_take_lists_globs_and_names_with_brackets(show: Callable[..., str]) -> None:
+    assert "5 cells" in show("--kernel", "fa*")
+    assert "2 cells" in show("--case", "tied_maxima[k=2]")
+    assert "4 cells" in show("--case", "tied_maxima[k=?],", "--kernel", "fair")
+    assert "3 cells" in show("--case", "no_tail,huge,odd", "--backend", "cpu")
+    assert show("--only", "crashed").startswith("cpu, bf16")
+
+
+def test_what_a_filter_by_outcome_leaves_out_is_not_called_missing(show: Callable[..., str]) -> None:
+    assert "missing" not in show("--only", "held", "--backend", "emulation")
+    out = show("--only", "fell")
+    assert "missing" not in out
+    assert "2 cells: 2 fell" in out
+    assert show("--only", "inconclusive").strip() == "0 cells"
+
+
+def test_a_cell_that_another_kernel_has_is_shown_as_missing(
+    run: Callable[..., Run], record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = keep(run(record("a", "x"), record("a", "y"), record("b", "x")), "a")
+    assert main(["show", str(path)]) == 0
+    assert "missing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("flag", "kind"), [("--kernel", "kernel"), ("--case", "case"), ("--backend", "backend")])
+def test_an_unknown_name_lists_the_known_ones(
+    flag: str, kind: str, telling: Run, keep: Keep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", str(keep(telling, "a")), flag, "nope"]) == 2
+    known = getattr(telling.records[0], kind)
+    assert f"{flag}: unknown {kind} 'nope': known are" in (err := capsys.readouterr().err)
+    assert known in err
+
+
+def test_json_is_a_file_of_records_again(show: Callable[..., str]) -> None:
+    run = store.parse(show("--format", "json", "--only", "fell").encode(), Path("-"))
+    assert {record.case for record in run.records} == {"no_tail", "huge"}
+
+
+def test_csv_has_a_line_a_cell_and_leaves_missing_numbers_empty(show: Callable[..., str], telling: Run) -> None:
+    rows = list(csv.DictReader(io.StringIO(show("--format", "csv"))))
+    assert len(rows) == len(telling.records)
+    (nan,) = (row for row in rows if row["case"] == "huge")
+    assert (nan["bias"], nan["max_ulps"], nan["nonfinite"], nan["outcome"]) == ("", "", "7", "fell")
+    (fell,) = (row for row in rows if row["case"] == "no_tail")
+    assert float(fell["bias"]) == 0.23
+    assert show("--format", "csv", "--only", "timed_out") == "id\n"
+
+
+def test_github_and_latex_escape_names(
+    run: Callable[..., Run], record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = keep(run(record("<b>|x_y", "a_b")), "a")
+    main(["show", str(path), "--format", "github"])
+    assert "&lt;b>\\|x_y" in (out := capsys.readouterr().out)
+    assert "<b>" not in out
+    main(["show", str(path), "--format", "latex"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any("x\\_y" in line for line in lines)
+    text = [line for line in lines if line and not line.startswith(("%", "\\", " "))]
+    assert text == []
+
+
+def test_counts_know_every_outcome(record: Make) -> None:
+    records = [record(case=name, outcome=name) for name in OUTCOMES]
+    expected = "6 cells: 1 held, 1 fell, 1 inconclusive, 1 crashed, 1 timed out, 1 skipped"
+    assert tables.counts(records) == expected
+
+
+def test_an_interrupted_run_is_called_so(
+    run: Callable[..., Run], keep: Keep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = keep(run(complete=False), "a")
+    assert main(["show", str(path)]) == 0
+    assert "INCOMPLETE" in capsys.readouterr().out
+    assert json.loads(path.read_text(encoding="utf-8"))["complete"] is False

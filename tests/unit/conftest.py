@@ -1,0 +1,64 @@
+"""Runs of the matrix inside a test."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tiebreak.reports import store
+from tiebreak.reports.records import Run
+
+CELLS = Path(__file__).parents[1] / "matrix" / "test_cells.py"
+# Plug-ins that take longer to import than a cell to run, and a cache that would be the repository's own.
+LEAN = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:benchmark")
+
+
+@pytest.fixture
+def matrix(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
+    """Runs the matrix in a folder of its own, with these options of the command line.
+
+    In this process, where torch has been imported, unless it is told to run `apart`.
+    """
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+
+    def run(*options: str, apart: bool = False) -> pytest.RunResult:
+        if apart:
+            return pytester.runpytest_subprocess(CELLS, *LEAN, *options, timeout=120)
+        # An exit code of 2 is no Ctrl-C that pytester would have to pass on.
+        return pytester.runpytest_inprocess(CELLS, *LEAN, *options, no_reraise_ctrlc=True)
+
+    return run
+
+
+@pytest.fixture
+def kept(pytester: pytest.Pytester) -> Callable[..., Run]:
+    """Reads the records that a run has kept under a name."""
+    return lambda name="last": store.read(pytester.path / "out" / f"{name}.json")
+
+
+@pytest.fixture
+def interrupted(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+    """Runs the matrix and presses Ctrl-C once something has opened the pipe `started` for writing.
+
+    Returns the exit code and all that was printed.
+    """
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+
+    def run(*options: str) -> tuple[int, str]:
+        pipe = pytester.path / "started"
+        os.mkfifo(pipe)
+        words = [sys.executable, "-m", "pytest", str(CELLS), *LEAN, *options]
+        # A session of its own: as from a terminal, Ctrl-C goes to the whole process group, workers and all.
+        with subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        ) as process:
+            pipe.open("rb").close()
+            os.killpg(process.pid, signal.SIGINT)
+            output, _ = process.communicate(timeout=60)
+        return process.returncode, output
+
+    return run

@@ -1,0 +1,420 @@
+"""The matrix as a pytest plug-in: what it runs, prints, keeps and refuses."""
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiebreak.backends.backend import CPU, EMULATION, Backend
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.formats import BF16
+from tiebreak.matrix import plugin
+from tiebreak.reports.records import CRASHED, HELD, INCONCLUSIVE, Run
+
+MatrixRun = Callable[..., pytest.RunResult]
+Kept = Callable[..., Run]
+
+HEADER = """
+import os
+import torch
+
+def plain(q, k, v, *, causal=False, scale=None):
+    s = q.float() @ k.float().mT * scale
+    if causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    return (s.softmax(-1) @ v.float()).to(q.dtype)
+"""
+ODD_QUERIES = 7  # of the case random_odd: by them a kernel knows the case
+
+FEW = ("--backend", "emulation", "--kernels", "standard,flash@paper", "--cases", "tied_maxima[k=2],random,no_tail")
+QUICK = (*FEW, "--heads", "32")
+SUMMARY = re.compile(r"^(\d+) cells?: (.*)$")
+
+
+def user_kernel(pytester: pytest.Pytester, body: str) -> str:
+    """A file with a function `mine`, written around `plain`; what --kernel takes."""
+    lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
+    source = f"{HEADER}\ndef mine(q, k, v, *, causal=False, scale=None):\n{lines}"
+    pytester.path.joinpath("mine.py").write_text(source, encoding="utf-8")
+    return "mine.py:mine"
+
+
+def outcomes(run: Run) -> dict[str, str]:
+    return {record.case: record.outcome for record in run.records}
+
+
+def all_records(pytester: pytest.Pytester, name: str = "last") -> list[Mapping[str, Any]]:
+    found: list[Mapping[str, Any]] = json.loads((pytester.path / "out" / f"{name}.json").read_text())["records"]
+    return found
+
+
+class TestCells:
+    def test_ids_are_readable(self, matrix: MatrixRun) -> None:
+        result = matrix(*FEW, "--collect-only", "-q")
+        assert result.ret == 0
+        result.stdout.fnmatch_lines(["*::test_cell[[]emulation-flash@paper-tied_maxima[[]k=2]-bf16]"])
+
+    def test_collecting_writes_nothing(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
+        matrix(*FEW, "--collect-only")
+        assert list(pytester.path.iterdir()) == []
+
+    def test_records_are_the_same_with_any_number_of_workers(
+        self, matrix: MatrixRun, pytester: pytest.Pytester
+    ) -> None:
+        both = ("--backend", "emulation,cpu", "--kernels", "flash@paper,fair", "--cases", "tied_maxima[k=2],random")
+        for workers in ("0", "1", "2"):
+            assert matrix(*both, "--heads", "64", "-n", workers, "--save", f"n{workers}").ret == 0
+        one = all_records(pytester, "n0")
+        assert len(one) == 8
+        assert one == all_records(pytester, "n1") == all_records(pytester, "n2")
+
+    def test_another_seed_gives_other_records(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
+        for seed in ("1", "2"):
+            matrix(*QUICK, "--seed", seed, "--save", f"seed{seed}")
+        digests = [[record["digest"] for record in all_records(pytester, f"seed{seed}")] for seed in "12"]
+        assert not set(digests[0]) & set(digests[1])
+
+    def test_the_default_seed_is_1(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
+        matrix(*QUICK)
+        matrix(*QUICK, "--seed", "1", "--save", "one")
+        assert all_records(pytester) == all_records(pytester, "one")
+
+    def test_too_few_heads_are_no_pass(self, matrix: MatrixRun, kept: Kept) -> None:
+        result = matrix("--backend", "emulation", "--kernels", "fair", "--cases", "tied_maxima[k=2]", "--heads", "1")
+        assert result.ret == 1
+        record = kept().records[0]
+        assert record.outcome == INCONCLUSIVE
+        assert record.heads == 8
+        assert re.match(r"8 heads do not settle the claim: unbiased .*raise --heads$", record.reasons[0])
+
+    @pytest.mark.parametrize("heads", range(1, 17))
+    def test_every_case_takes_any_number_of_heads(self, heads: int) -> None:
+        for case in SCRIPTED:
+            assert case.make(1, 0, heads, BF16).q.shape[:2] == (1, heads)
+
+    def test_no_name_has_the_ids_dash(self) -> None:
+        names = [case.name for case in SCRIPTED]
+        names += [kernel.name for backend in (EMULATION, CPU) for kernel in backend.kernels()]
+        assert not [name for name in names if "-" in name]
+
+
+class TestBadInput:
+    """Exit code 2, one line that names the flag and what it takes, and nothing written."""
+
+    KNOWN: Mapping[str, tuple[tuple[str, ...], str]] = {
+        "backend": (("--backend", "nosuch"), r"--backend: unknown backend 'nosuch'; known are .*emulation.*cpu"),
+        "kernel": (("--kernels", "nosuch"), r"--kernels: unknown kernel 'nosuch'; known are .*flash@paper.*rule@plan"),
+        "rule": (("--kernels", "nosuch@paper"), r"--kernels: unknown kernel 'nosuch@paper'; known are .*flash@paper"),
+        "no kernel": (("--kernels", ""), r"--kernels: no kernel named; known are .*flash@paper"),
+        "case": (("--cases", "nosuch*"), r"--cases: unknown case 'nosuch\*'; known are .*tied_maxima\[k=2\]"),
+        "no case": (("--cases", ","), r"--cases: no case named; known are .*tied_maxima\[k=2\]"),
+        "dtype": (("--dtype", "bf17"), r"--dtype: unknown format 'bf17'; known are bf16, fp16, fp32"),
+        "dtype of no device": (("--dtype", "E4M3"), r"--dtype: unknown format 'E4M3'; known are bf16, fp16, fp32"),
+        "plan": (("--plan", "nosuch", "--kernel", "mine.py:mine"), r"--plan: unknown .*'nosuch'.*paper.*fused"),
+        "plan alone": (("--plan", "fused"), "--plan .*needs --kernel"),
+        "fair alone": (("--fair",), "--fair .*needs --kernel"),
+        "kernel in the emulation": (
+            ("--kernel", "mine.py:mine", "--backend", "emulation"),
+            "--kernel .*not in the emulation: give --backend one of cpu",
+        ),
+        "kernel with a taken name": (
+            ("--kernel", "mine.py:fair", "--kernels", "fair"),
+            "--kernel mine.py:fair: --kernels has a fair too; give your function another name",
+        ),
+        "malformed kernel": (("--kernel", "mine.py"), r"--kernel mine.py: expected path/to/file.py:function or .*"),
+        "missing file": (("--kernel", "no.py:f"), r"--kernel no.py:f: .*no such file: no.py"),
+        "missing module": (
+            ("--kernel", "no.such:f"),
+            r"--kernel no.such:f: cannot import no.such: .*No module named .*",
+        ),
+        "missing function": (("--kernel", "mine.py:f"), r"--kernel mine.py:f: .*no function 'f'.* fair, mine, plain"),
+        "no function": (("--kernel", "mine.py:N"), r"--kernel mine.py:N: .*no function 'N'.* fair, mine, plain"),
+        "import error": (("--kernel", "imports.py:f"), "--kernel imports.py:f: .*No module named 'no_such_module'"),
+        "syntax error": (("--kernel", "syntax.py:f"), r"--kernel syntax.py:f: .*SyntaxError: .*\(syntax.py, line 1\)"),
+        "exit at import": (("--kernel", "exits.py:f"), r"--kernel exits.py:f: cannot import .*SystemExit: .*usage.*"),
+        "file in the way": (("--out", "mine.py"), "--out: cannot write records to mine.py: .*; name another folder"),
+        "separator in name": (("--save", "a/b"), "--save a/b: expected a plain name.*--out"),
+        "name of a folder": (("--save", ".."), r"--save \.\.: expected a plain name.*"),
+        "empty name": (("--save", ""), "--save : expected a plain name.*"),
+        "heads in between": (("--heads", "40"), "--heads 40: expected at most 16 or a multiple of 16"),
+        **{
+            f"{flag} {text}": ((f"--{flag}", text), f"--{flag} {re.escape(text)}: expected a positive integer")
+            for flag in ("heads", "seed")
+            for text in ("0", "-1", "x", "1.5", "", "9" * 30)
+        },
+    }
+
+    @pytest.fixture(autouse=True)
+    def files(self, pytester: pytest.Pytester) -> set[Path]:
+        user_kernel(pytester, "return plain(q, k, v, causal=causal, scale=scale)")
+        with (pytester.path / "mine.py").open("a") as file:
+            file.write("\nN = 3\n\ndef fair(q, k, v):\n    return q\n")
+        (pytester.path / "imports.py").write_text("import no_such_module\n")
+        (pytester.path / "syntax.py").write_text("def f(:\n")
+        (pytester.path / "exits.py").write_text("raise SystemExit('usage:\\n  exits.py FILE')\n")
+        return set(pytester.path.iterdir())
+
+    @pytest.mark.parametrize("workers", ["0", "2"])
+    @pytest.mark.parametrize(("options", "message"), KNOWN.values(), ids=KNOWN)
+    def test_it_is_refused(
+        self, matrix: MatrixRun, options: tuple[str, ...], message: str, workers: str, files: set[Path]
+    ) -> None:
+        result = matrix(*options, "-n", workers)
+        assert result.ret == 2
+        lines = [line for line in (*result.outlines, *result.errlines) if line]
+        assert len(lines) == 1
+        assert re.fullmatch(f"Exit: {message}.*", lines[0])
+        assert {path for path in Path.cwd().iterdir() if path.name != "__pycache__"} == files
+
+    def test_a_process_of_its_own_ends_with_2_too(self, matrix: MatrixRun) -> None:
+        result = matrix("--cases", "nosuch", "-n", "2", apart=True)
+        assert result.ret == 2
+        assert len([line for line in (*result.outlines, *result.errlines) if line]) == 1
+
+    def test_a_folder_in_the_records_way_is_seen_before_the_work(self, matrix: MatrixRun) -> None:
+        Path("out", "main.json").mkdir(parents=True)
+        result = matrix(*QUICK, "--save", "main")
+        assert result.ret == 2
+        result.stderr.fnmatch_lines(["Exit: --save main: out/main.json is a folder; take another name"])
+
+
+class TestUserKernel:
+    def test_one_that_raises_fails_its_own_cell_alone(
+        self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester
+    ) -> None:
+        spec = user_kernel(
+            pytester,
+            'if causal:\n    raise RuntimeError("no causal mask\\nhere")\nreturn plain(q, k, v, scale=scale)',
+        )
+        result = matrix("--kernel", spec, "--cases", "random,random_causal,random_odd", "--heads", "16", "--seed", "3")
+        assert result.ret == 1
+        found = {record.case: record for record in kept().records}
+        assert {case: record.outcome for case, record in found.items()} == {
+            "random": HELD,
+            "random_causal": CRASHED,
+            "random_odd": HELD,
+        }
+        told = r"kernel mine, case random_causal, seed 3: RuntimeError: no causal mask \(mine\.py, line \d+\)"
+        assert re.fullmatch(told, found["random_causal"].reasons[0])
+        result.stdout.re_match_lines([rf"\s*{told}"])
+        result.stdout.no_fnmatch_line("*Traceback*")
+
+    def test_one_that_kills_its_worker_fails_its_own_cell_alone(
+        self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester
+    ) -> None:
+        spec = user_kernel(
+            pytester,
+            f"if q.shape[-2] == {ODD_QUERIES}:\n    os._exit(3)\nreturn plain(q, k, v, causal=causal, scale=scale)",
+        )
+        result = matrix(
+            "--kernel",
+            spec,
+            "--cases",
+            "random_odd,random,random_causal,no_tail",
+            "--heads",
+            "16",
+            "-n",
+            "2",
+            apart=True,
+        )
+        assert result.ret == 1
+        run = kept()
+        assert outcomes(run) == {"random_odd": CRASHED, "random": HELD, "random_causal": HELD, "no_tail": HELD}
+        assert run.complete
+        died = next(record for record in run.records if record.outcome == CRASHED)
+        assert died.reasons == (
+            "kernel mine, case random_odd, seed 1: its process died: killed by a signal, out of memory, or ended by the"
+            " kernel itself",
+        )
+
+    def test_a_fallen_cell_is_rerun_by_the_command_that_is_printed(
+        self, matrix: MatrixRun, pytester: pytest.Pytester
+    ) -> None:
+        spec = user_kernel(pytester, "return plain(q, k, v, causal=causal, scale=scale) * 1.5")
+        first = matrix("--kernel", spec, "--plan", "fused", "--cases", "random*,tied_maxima[k=2]", "--heads", "16")
+        assert first.ret == 1
+        printed = [line.split("rerun: ")[1] for line in first.outlines if line.startswith("    rerun: ")]
+        command = next(line for line in printed if "tied_maxima" in line)
+        name, *words = shlex.split(command)
+        assert name == "pytest"
+        again = pytester.runpytest_inprocess(*words, "-p", "no:cacheprovider", "--save", "again", "-k", "test_cell")
+        assert again.ret == 1
+        assert again.parseoutcomes()["failed"] == 1
+        assert all_records(pytester, "again") == [
+            record for record in all_records(pytester) if record["case"] == "tied_maxima[k=2]"
+        ]
+
+    def test_it_runs_beside_kernels_that_are_named(
+        self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester
+    ) -> None:
+        spec = user_kernel(pytester, "return plain(q, k, v, causal=causal, scale=scale)")
+        matrix(
+            "--kernel",
+            spec,
+            "--backend",
+            "cpu,emulation",
+            "--kernels",
+            "standard",
+            "--cases",
+            "random",
+            "--heads",
+            "16",
+        )
+        names = {(record.backend, record.kernel) for record in kept().records}
+        assert names == {("cpu", "mine"), ("cpu", "standard"), ("emulation", "standard")}
+
+    def test_what_does_not_run_does_not_pass(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
+        spec = user_kernel(pytester, "return plain(q, k, v, causal=causal, scale=scale)")
+        result = matrix("--kernel", spec, "--cases", "padded", "--heads", "16")
+        assert result.ret == 1
+        result.stdout.fnmatch_lines(["fell: no cell ran*"])
+
+
+class TestInterruption:
+    @pytest.mark.parametrize("workers", ["0", "2"])
+    def test_what_is_done_is_kept(
+        self, interrupted: Callable[..., tuple[int, str]], kept: Kept, pytester: pytest.Pytester, workers: str
+    ) -> None:
+        # The pipe's other end is never written to: the cell waits until Ctrl-C.
+        body = f"""
+if q.shape[-2] == {ODD_QUERIES}:
+    open("started", "wb").close()
+    os.mkfifo("never")
+    open("never", "rb")
+return plain(q, k, v, causal=causal, scale=scale)
+"""
+        spec = user_kernel(pytester, body)
+        # One group: the cell that waits comes after the one that is done.
+        options = ("--kernel", spec, "--cases", "random_odd,random,random_causal", "--heads", "16", "-n", workers)
+        code, output = interrupted(*options)
+        assert code == pytest.ExitCode.INTERRUPTED
+        run = kept()
+        assert not run.complete
+        assert "random_odd" not in outcomes(run)
+        assert set(outcomes(run).values()) <= {HELD}
+        assert "INCOMPLETE" in output
+        assert "Traceback" not in output
+        assert "INTERNALERROR" not in output
+
+
+class TestFiles:
+    def test_records_are_kept_under_a_name(self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester) -> None:
+        result = matrix(*QUICK, "--save", "main")
+        assert result.ret == 0
+        result.stdout.fnmatch_lines(["records: out/main.json"])
+        run = kept("main")
+        assert run.complete
+        assert [path.name for path in (pytester.path / "out").iterdir()] == ["main.json"]
+        assert run.options["heads"] == "32"
+        assert set(run.seconds) == {record.id for record in run.records}
+
+    def test_another_folder(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
+        assert matrix(*QUICK, "--out", "some/where").ret == 0
+        assert (pytester.path / "some" / "where" / "last.json").is_file()
+
+    def test_tests_without_cells_write_nothing(self, pytester: pytest.Pytester) -> None:
+        pytester.makepyfile("def test_other(): pass")
+        result = pytester.runpytest_inprocess("-p", "tiebreak.matrix.plugin", "-p", "no:cacheprovider")
+        assert result.ret == 0
+        assert not list(pytester.path.glob("out/*"))
+
+
+class TestTerminal:
+    def test_help_has_a_group(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
+        result = matrix("--help")
+        result.stdout.fnmatch_lines(["tiebreak: the matrix*", "*--backend=NAMES*", "*--seed=N*", "*--kernel=*"])
+        assert list(pytester.path.iterdir()) == []
+
+    def test_header_names_the_platform_and_what_cannot_run(
+        self, matrix: MatrixRun, kept: Kept, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        absent(monkeypatch, "abacus", "its beads are stuck")
+        result = matrix("--kernels", "standard", "--cases", "random", "--heads", "16")
+        assert result.ret == 0
+        result.stdout.fnmatch_lines(["platform: *, level *, torch *", "backend abacus can't run: its beads are stuck"])
+        result.stdout.fnmatch_lines(["backend abacus did not run: its beads are stuck"])
+        assert kept().unavailable == {"abacus": "its beads are stuck"}
+
+    def test_a_run_of_nothing_but_what_cannot_run_is_refused(
+        self, matrix: MatrixRun, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        absent(monkeypatch, "abacus", "its beads are stuck")
+        result = matrix("--backend", "abacus")
+        assert result.ret == 2
+        result.stderr.fnmatch_lines(["Exit: --backend: abacus can't run here: its beads are stuck"])
+
+    def test_the_table_and_what_fell_close_the_report(self, matrix: MatrixRun) -> None:
+        result = matrix(*QUICK)
+        result.stdout.fnmatch_lines(
+            ["*= tiebreak =*", "emulation, bf16", "case*", "*", "6 cells: 6 held", "records: *"]
+        )
+
+
+class TestWorkers:
+    def test_auto_asks_for_cores_and_memory(self, matrix: MatrixRun, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[float] = []
+
+        def one(memory: float) -> int:
+            asked.append(memory)
+            return 1
+
+        monkeypatch.setattr(plugin, "worker_count", one)
+        monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
+        result = matrix(*QUICK, "-n", "auto")
+        result.stdout.fnmatch_lines(["*1 worker [[]6 items]*"])
+        assert asked == [2.0]
+
+    def test_xdists_own_variable_wins(self, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "5")
+        assert plugin.pytest_xdist_auto_num_workers(pytestconfig) is None
+
+    def test_cells_of_a_case_share_a_worker(self, pytester: pytest.Pytester, matrix: MatrixRun) -> None:
+        del matrix
+        places: dict[str, set[str]] = {}
+
+        class Spy:
+            def pytest_runtest_logreport(self, report: Any) -> None:
+                case = report.nodeid.split("-")[2]
+                places.setdefault(case, set()).add(report.node.gateway.id)
+
+        options = ("--backend", "emulation", "--kernels", "standard,flash@paper,flash@fused", "--heads", "16")
+        cells = Path(plugin.__file__).with_name("test_cells.py")
+        lean = ("-p", "no:cacheprovider", "-n", "2", "--cases", "random,random_odd,no_tail,mixed_sign_v")
+        pytester.inline_run(cells, *options, *lean, plugins=[Spy()])
+        assert len(places) == 4
+        assert all(len(workers) == 1 for workers in places.values())
+        assert len(set.union(*places.values())) == 2
+
+    @pytest.mark.parametrize(
+        ("test", "group"),
+        [
+            ("a.py::test_cell[cpu-flash@paper-tied_maxima[k=2]-bf16]", "a.py::tied_maxima[k=2]-bf16]"),
+            ("a.py::test_cell[emulation-fair-tied_maxima[k=2]-bf16]", "a.py::tied_maxima[k=2]-bf16]"),
+            ("a.py::test_cell[cpu-flash@paper-tied_maxima[k=2]-fp16]", "a.py::tied_maxima[k=2]-fp16]"),
+            ("a.py::test_other[x-y-z]", "a.py::test_other[x-y-z]"),
+        ],
+    )
+    def test_groups(self, test: str, group: str) -> None:
+        assert object.__new__(plugin.CaseScheduling)._split_scope(test) == group
+
+    def test_another_way_of_dist_is_left_to_xdist(self, pytester: pytest.Pytester) -> None:
+        config = pytester.parseconfig("-p", "tiebreak.matrix.plugin", "--dist", "worksteal")
+        assert plugin.pytest_xdist_make_scheduler(config, None) is None
+
+    def test_it_runs_without_xdist(self, matrix: MatrixRun) -> None:
+        result = matrix(*QUICK, "-p", "no:xdist", apart=True)
+        assert result.ret == 0
+        result.assert_outcomes(passed=6)
+
+
+def absent(monkeypatch: pytest.MonkeyPatch, name: str, reason: str) -> None:
+    """A backend more, which can't run."""
+    backends: Mapping[str, Backend] = {
+        backend.name: backend for backend in (EMULATION, CPU, replace(CPU, name=name, unavailable=lambda: reason))
+    }
+    monkeypatch.setattr("tiebreak.matrix.selection.BACKENDS", backends)

@@ -1,0 +1,119 @@
+"""From names on the command line to cells."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tiebreak.backends.backend import CPU, EMULATION
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.roster import DEFAULT_ROSTER
+from tiebreak.matrix.selection import Selection, SelectionError, cells
+
+
+def chosen(selection: Selection) -> list[str]:
+    """Ids of the cells."""
+    return [cell.id for cell in cells(selection)[0]]
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text("def mine(q, k, v, *, causal=False, scale=None):\n    return q\n")
+    return f"{tmp_path / 'mine.py'}:mine"
+
+
+def test_all_of_everything_is_chosen_once() -> None:
+    ids = chosen(Selection())
+    vendor = len(CPU.kernels()) - len(DEFAULT_ROSTER)
+    assert len(ids) == len(set(ids)) == len(SCRIPTED) * (2 * len(DEFAULT_ROSTER) + vendor)
+
+
+def test_cells_of_a_case_stand_together() -> None:
+    cases = [cell.case.name for cell in cells(Selection(formats="bf16,fp16"))[0]]
+    changes = sum(one != other for one, other in pairwise(cases))
+    assert changes == 2 * len(SCRIPTED) - 1
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ("random", ["random"]),
+        ("no_tail,random", ["no_tail", "random"]),
+        (" no_tail , random,", ["no_tail", "random"]),
+        ("random,random", ["random"]),
+        ("tied_maxima[[]k=2]", []),
+        ("tied_maxima[k=2]", ["tied_maxima[k=2]"]),
+        ("tied_maxima[k=?]", [f"tied_maxima[k={k}]" for k in (2, 3, 4, 8)]),
+        ("*[k=1*", ["tied_maxima[k=16]"]),
+        ("random_o*,random_odd", ["random_odd"]),
+    ],
+)
+def test_cases_are_named_in_lists_and_globs(names: str, found: list[str]) -> None:
+    selection = Selection(backends="emulation", kernels="standard", cases=names)
+    if found:
+        assert chosen(selection) == [f"emulation-standard-{name}-bf16" for name in found]
+    else:
+        with pytest.raises(SelectionError, match=r"^--cases: unknown case"):
+            cells(selection)
+
+
+def test_any_rule_at_any_plan_is_a_kernel() -> None:
+    assert "dithered@all_bf16" not in DEFAULT_ROSTER
+    assert chosen(Selection(backends="cpu", kernels="dithered@all_bf16", cases="random")) == [
+        "cpu-dithered@all_bf16-random-bf16"
+    ]
+
+
+def test_a_kernel_of_one_backend_alone_runs_there() -> None:
+    assert chosen(Selection(kernels="sdpa_flash", cases="random")) == ["cpu-sdpa_flash-random-bf16"]
+
+
+def test_a_kernel_that_no_chosen_backend_has_is_unknown() -> None:
+    with pytest.raises(
+        SelectionError, match=r"^--kernels: unknown kernel 'sdpa_flash'; known are standard, .*fair, and"
+    ):
+        cells(Selection(backends="emulation", kernels="sdpa_flash"))
+
+
+@pytest.mark.parametrize(("names", "found"), [("fp16", ["fp16"]), ("*16", ["bf16", "fp16"]), ("fp32,bf16", None)])
+def test_formats_take_lists_and_globs(names: str, found: list[str] | None) -> None:
+    formats = [cell.fmt.name for cell in cells(Selection("emulation", "standard", "random", names))[0]]
+    assert formats == (names.split(",") if found is None else found)
+
+
+@pytest.mark.parametrize("name", ["backends", "kernels", "cases", "formats"])
+@pytest.mark.parametrize("empty", ["", ",", " "])
+def test_an_empty_list_is_no_list_of_all(name: str, empty: str) -> None:
+    options: Mapping[str, str] = {name: empty}
+    with pytest.raises(SelectionError, match=r"^--\w+: no \w+ named; known are "):
+        cells(Selection(**options))
+
+
+def test_a_users_kernel_runs_alone_on_the_cpu(mine: str) -> None:
+    assert chosen(Selection(kernel=mine, cases="random")) == ["cpu-mine-random-bf16"]
+
+
+def test_a_users_kernel_never_runs_in_the_emulation(mine: str) -> None:
+    # With a plan the emulation would compare that plan with itself, and every kernel would pass.
+    with pytest.raises(SelectionError, match=r"^--kernel runs on a device, not in the emulation: .* one of cpu$"):
+        cells(Selection(backends="emulation", kernel=mine, plan="fused"))
+    both = chosen(Selection(backends="emulation,cpu", kernel=mine, kernels="fair", cases="random"))
+    assert both == ["emulation-fair-random-bf16", "cpu-fair-random-bf16", "cpu-mine-random-bf16"]
+
+
+@pytest.mark.parametrize(("plan", "label"), [(None, None), ("fused", "safe@fused"), ("standard", "standard")])
+def test_a_users_plan_is_its_declaration(mine: str, plan: str | None, label: str | None) -> None:
+    declared = cells(Selection(kernel=mine, plan=plan))[0][0].kernel.declaration
+    assert (declared and declared.label) == label
+
+
+def test_a_backend_that_cannot_run_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = replace(CPU, name="abacus", unavailable=lambda: "its beads are stuck")
+    monkeypatch.setattr("tiebreak.matrix.selection.BACKENDS", {"emulation": EMULATION, "abacus": absent})
+    found, unavailable = cells(Selection(kernels="standard", cases="random"))
+    assert [cell.id for cell in found] == ["emulation-standard-random-bf16"]
+    assert unavailable == {"abacus": "its beads are stuck"}
+    with pytest.raises(SelectionError, match=r"^--backend: abacus can't run here: its beads are stuck$"):
+        cells(Selection(backends="abacus"))

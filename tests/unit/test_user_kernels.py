@@ -1,0 +1,236 @@
+"""Kernels of users in the matrix: sound ones pass and are told which plan they follow, each kind of slip is caught."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from tiebreak.reports.records import CRASHED, FELL, Run
+
+MatrixRun = Callable[..., pytest.RunResult]
+Kept = Callable[..., Run]
+
+KERNELS = '''
+"""Attention as users write it; every function is one kernel."""
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def scores(q, k, causal, scale):
+    s = q.float() @ k.float().mT * scale
+    if causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    return s
+
+
+def exact(q, k, v, causal, scale):
+    return scores(q, k, causal, scale).softmax(-1) @ v.float()
+
+
+def precise(q, k, v, *, causal=False, scale=None):
+    return exact(q, k, v, causal, scale).to(q.dtype)
+
+
+def unfused(q, k, v, *, causal=False, scale=None):
+    s = scores(q, k, causal, scale)
+    p = torch.exp(s - s.amax(-1, keepdim=True))
+    return ((p.to(v.dtype) @ v) / p.sum(-1, keepdim=True)).to(q.dtype)
+
+
+def fused(q, k, v, *, causal=False, scale=None):
+    s = scores(q, k, causal, scale)
+    p = torch.exp(s - s.amax(-1, keepdim=True))
+    return ((p.to(v.dtype).float() @ v.float()) / p.sum(-1, keepdim=True)).to(q.dtype)
+
+
+def eager(q, k, v, *, causal=False, scale=None):
+    return (scores(q, k, causal, scale).softmax(-1).to(v.dtype).float() @ v.float()).to(q.dtype)
+
+
+def sdpa(q, k, v, *, causal=False, scale=None):
+    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+
+def stochastic(q, k, v, *, causal=False, scale=None):
+    """Fused, with a dithered shift and a stochastic cast of O."""
+    noise = torch.Generator().manual_seed(1)
+    s = scores(q, k, causal, scale)
+    u = torch.rand((*s.shape[:-1], 1), generator=noise)
+    p = torch.exp(s - s.amax(-1, keepdim=True) - u * 0.6931472)
+    o = (p.to(v.dtype).float() @ v.float()) / p.sum(-1, keepdim=True)
+    bits = o.view(torch.int32) + torch.randint(0, 1 << 16, o.shape, generator=noise, dtype=torch.int32)
+    return (bits & -65536).view(torch.float32).to(q.dtype)
+
+
+def wrong_shape(q, k, v, *, causal=False, scale=None):
+    return precise(q, k, v, causal=causal, scale=scale)[..., :-1]
+
+
+def wrong_dtype(q, k, v, *, causal=False, scale=None):
+    return exact(q, k, v, causal, scale)
+
+
+def changes_q(q, k, v, *, causal=False, scale=None):
+    out = precise(q, k, v, causal=causal, scale=scale)
+    q.mul_(scale)
+    return out
+
+
+calls = 0
+
+
+def counts(q, k, v, *, causal=False, scale=None):
+    global calls
+    calls += 1
+    out = precise(q, k, v, causal=causal, scale=scale)
+    out[0, 0, 0, 0] *= 1 + 2**-7 * (calls % 2)
+    return out
+
+
+def nan(q, k, v, *, causal=False, scale=None):
+    out = precise(q, k, v, causal=causal, scale=scale)
+    out[0, 0, 0, 0] = torch.nan
+    return out
+
+
+def truncates(q, k, v, *, causal=False, scale=None):
+    o = exact(q, k, v, causal, scale)
+    return (o.view(torch.int32) & -65536).view(torch.float32).to(q.dtype)
+
+
+def drops_scale(q, k, v, *, causal=False, scale=None):
+    return precise(q, k, v, causal=causal, scale=1.0)
+
+
+def ignores_causal(q, k, v, *, causal=False, scale=None):
+    return precise(q, k, v, causal=False, scale=scale)
+
+
+def drops_a_key(q, k, v, *, causal=False, scale=None):
+    return precise(q, k[:, :, 1:], v[:, :, 1:], causal=False, scale=scale)
+'''
+
+# Cases that tell plans apart, two that span several tiles, and plain ones.
+TELLING = "tied_maxima[k=2],sink_tie,single_maximum_sink,ties_across_blocks,overshooting_shift,random,random_causal"
+FOLLOWS = re.compile(r"cpu-(\w+): follows (\S+)( in one tile)? in all 7 cells compared")
+
+
+@pytest.fixture
+def judge(matrix: MatrixRun, pytester: pytest.Pytester) -> MatrixRun:
+    """Runs the matrix on one of the kernels above."""
+    (pytester.path / "mine.py").write_text(KERNELS, encoding="utf-8")
+
+    def run(name: str, *options: str, cases: str = TELLING, heads: int = 64) -> pytest.RunResult:
+        return matrix("--kernel", f"mine.py:{name}", "--cases", cases, "--heads", str(heads), *options)
+
+    return run
+
+
+def output(result: pytest.RunResult) -> str:
+    return "\n".join(result.outlines)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "plan"),
+    [
+        ("precise", "flash@fp32_inside"),  # as torch's composed implementation
+        ("unfused", "flash@paper"),
+        ("fused", "flash@fused"),
+        ("eager", "standard"),
+    ],
+)
+def test_sound_kernel_is_told_its_plan(judge: MatrixRun, kernel: str, plan: str) -> None:
+    result = judge(kernel)
+    assert result.ret == 0, output(result)
+    found = FOLLOWS.search(output(result))
+    assert found is not None
+    assert found.group(1, 2) == (kernel, plan)
+
+
+def test_torchs_own_flash_kernel_follows_the_declared_one(judge: MatrixRun) -> None:
+    result = judge("sdpa")
+    assert result.ret == 0, output(result)
+    found = FOLLOWS.search(output(result))
+    assert found is not None
+    # Without vector instructions its exponential is exact at 0 and its plan is `fused`.
+    assert found[2] in ("flash@fused_fast_exp", "flash@fused")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "outcome", "told"),
+    [
+        (
+            "wrong_shape",
+            CRASHED,
+            r"ContractError: returned shape \(2, 16, \d+, (63|31)\), expected \(2, 16, \d+, (64|32)\)",
+        ),
+        ("wrong_dtype", CRASHED, r"ContractError: returned torch\.float32, expected torch\.bfloat16"),
+        ("changes_q", CRASHED, "ContractError: changed its input q"),
+        ("counts", FELL, "not repeatable"),
+        ("nan", FELL, "are NaN or Inf, the reference is not"),
+        ("drops_scale", FELL, "largest error is .* times the bound"),
+    ],
+)
+def test_unsound_kernel_falls(judge: MatrixRun, kept: Kept, kernel: str, outcome: str, told: str) -> None:
+    assert judge(kernel, cases="random,random_causal", heads=32).ret == 1
+    for record in kept().records:
+        assert record.outcome == outcome
+        assert re.search(told, " ".join(record.reasons)), record.reasons
+
+
+def test_a_causal_mask_that_is_ignored_falls_where_there_is_one(judge: MatrixRun, kept: Kept) -> None:
+    assert judge("ignores_causal", cases="random,random_causal", heads=32).ret == 1
+    assert [record.case for record in kept().records if record.outcome == FELL] == ["random_causal"]
+
+
+def test_a_key_that_is_left_out_falls_where_it_carries_the_row(judge: MatrixRun, kept: Kept) -> None:
+    assert judge("drops_a_key", cases="tied_maxima[k=2]", heads=64).ret == 1
+    assert re.search("largest error is .* times the bound", " ".join(kept().records[0].reasons))
+
+
+def test_kernel_that_follows_no_plan_is_unexplained(judge: MatrixRun) -> None:
+    result = judge("truncates")
+    assert result.ret == 1
+    fell = [line for line in result.outlines if line.startswith("fell cpu-truncates: unexplained: no known plan fits;")]
+    assert len(fell) == 1
+    assert "is nearest but misses" in fell[0]
+
+
+def test_too_few_heads_explain_nothing(judge: MatrixRun) -> None:
+    result = judge("stochastic", cases="tied_maxima[k=2]", heads=1)
+    assert result.ret == 1
+    result.stdout.re_match_lines([r"fell cpu-stochastic: unexplained: too few heads; .*: raise --heads"])
+
+
+@pytest.mark.parametrize(("kernel", "plan"), [("unfused", "paper"), ("fused", "fused"), ("eager", "standard")])
+def test_right_plan_holds(judge: MatrixRun, kept: Kept, kernel: str, plan: str) -> None:
+    result = judge(kernel, "--plan", plan)
+    assert result.ret == 0, output(result)
+    for record in kept().records:
+        assert record.prediction is not None
+        assert record.prediction.met
+
+
+@pytest.mark.parametrize(("kernel", "plan"), [("unfused", "fused"), ("fused", "paper"), ("truncates", "fused")])
+def test_wrong_plan_falls(judge: MatrixRun, kept: Kept, kernel: str, plan: str) -> None:
+    assert judge(kernel, "--plan", plan).ret == 1
+    reasons = " ".join(reason for record in kept().records for reason in record.reasons)
+    assert re.search(rf"not what \S+@{plan} predicts: bias \S+ \+- \S+ ulp measured, bias .* emulated", reasons)
+
+
+def test_biased_kernel_is_not_fair(judge: MatrixRun, kept: Kept) -> None:
+    assert judge("unfused", "--fair").ret == 1
+    fell = {record.case: record.reasons[0] for record in kept().records if record.outcome == FELL}
+    assert set(fell) == {"tied_maxima[k=2]", "sink_tie", "single_maximum_sink", "ties_across_blocks"}
+    assert all("--fair: no bias on any failure input" in reason for reason in fell.values())
+    assert all("--fair" in record.command for record in kept().records)
+
+
+@pytest.mark.parametrize("plan", [(), ("--plan", "fused_stochastic")], ids=["undeclared", "declared"])
+def test_fair_kernel_is_fair(judge: MatrixRun, kept: Kept, plan: tuple[str, ...]) -> None:
+    result = judge("stochastic", "--fair", *plan, cases="tied_maxima[k=2],sink_tie", heads=256)
+    assert result.ret == 0, output(result)
+    claims = [record.claim for record in kept().records if record.claim is not None]
+    assert [claim.source for claim in claims] == ["--fair: no bias on any failure input"] * 2
+    assert all(claim.met for claim in claims)
