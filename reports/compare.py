@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError("one file alone has nothing to compare with; name two or more")
     runs = store.read_all(options.files)
     labels = platform_labels(runs, options.files)
-    chosen = _select(runs, selection.Selection(options.backend, options.kernel, options.case))
+    chosen = _select(runs, selection.Selection(options.backend, options.kernels, options.cases))
     comparison = compare(chosen, labels)
     terminal.show(_platforms(runs, options.files, labels, options.format))
     terminal.show(render(comparison, options.format, everything=options.all))

@@ -15,6 +15,7 @@ from typing import Any
 from tiebreak.reports import store
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.limits import Limits
+from tiebreak.reports.names import matching, split
 from tiebreak.reports.records import (
     CRASHED,
     FELL,
@@ -29,7 +30,6 @@ from tiebreak.reports.records import (
     Record,
     Run,
 )
-from tiebreak.reports.selection import matching, split
 from tiebreak.reports.tables import counted
 
 _SEVERITY = {HELD: 0, INCONCLUSIVE: 1, FELL: 2, CRASHED: 3, TIMED_OUT: 3, SKIPPED: 4}

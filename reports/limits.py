@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.selection import split
+from tiebreak.reports.names import split
 
 
 @dataclass(frozen=True)

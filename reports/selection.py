@@ -1,12 +1,15 @@
 """Which records of a run are shown: by names, globs and outcome."""
 
 import argparse
-import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.names import matching, split
 from tiebreak.reports.records import OUTCOMES, Record
+
+# Flag, named as pytest's own, and the field of a record that it filters by.
+_FILTERS = {"backend": "backend", "kernels": "kernel", "cases": "case"}
 
 
 @dataclass(frozen=True)
@@ -14,8 +17,8 @@ class Selection:
     """Names on the command line: comma-separated, globs allowed; None selects all."""
 
     backend: str | None = None
-    kernel: str | None = None
-    case: str | None = None
+    kernels: str | None = None
+    cases: str | None = None
     only: str | None = None  # an outcome
 
     def apply(self, records: Sequence[Record]) -> list[Record]:
@@ -25,19 +28,19 @@ class Selection:
             UsageError: a name fits no record.
         """
         chosen = list(records)
-        for field in ("backend", "kernel", "case"):
-            names = getattr(self, field)
+        for flag, field in _FILTERS.items():
+            names = getattr(self, flag)
             if names is not None:
                 known = list(dict.fromkeys(getattr(record, field) for record in records))
-                wanted = pick(field, names, known)
+                wanted = pick(flag, field, names, known)
                 chosen = [record for record in chosen if getattr(record, field) in wanted]
         return [record for record in chosen if self.only in (None, record.outcome)]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The filters of `show` and `compare`."""
-    for field in ("backend", "kernel", "case"):
-        parser.add_argument(f"--{field}", metavar="NAMES", help=f"{field}s to show; a comma list, globs allowed")
+    for flag, field in _FILTERS.items():
+        parser.add_argument(f"--{flag}", metavar="NAMES", help=f"{field}s to show; a comma list, globs allowed")
 
 
 def add_only(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +48,7 @@ def add_only(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=OUTCOMES, help="show cells with this outcome alone")
 
 
-def pick(kind: str, names: str, known: Sequence[str]) -> set[str]:
+def pick(flag: str, kind: str, names: str, known: Sequence[str]) -> set[str]:
     """The known names that a comma list of names and globs selects.
 
     Raises:
@@ -55,19 +58,8 @@ def pick(kind: str, names: str, known: Sequence[str]) -> set[str]:
     for name in split(names):
         fitting = matching(name, known)
         if not fitting:
-            raise UsageError(f"--{kind}: unknown {kind} {name!r}: known are {', '.join(known)}")
+            raise UsageError(f"--{flag}: unknown {kind} {name!r}: known are {', '.join(known)}")
         found.update(fitting)
     if not found:
-        raise UsageError(f"--{kind}: no {kind} named: known are {', '.join(known)}")
+        raise UsageError(f"--{flag}: no {kind} named: known are {', '.join(known)}")
     return found
-
-
-def split(names: str) -> list[str]:
-    """The names of a comma list."""
-    return [name.strip() for name in names.split(",") if name.strip()]
-
-
-def matching(name: str, known: Iterable[str]) -> list[str]:
-    """Names that equal `name` or match it as a glob; brackets are part of a name, as in tied_maxima[k=2]."""
-    pattern = name.replace("[", "[[]")
-    return [candidate for candidate in known if candidate == name or fnmatch.fnmatchcase(candidate, pattern)]

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     selection.add_only(parser)
     options = parser.parse_args(arguments)
     run = store.read(options.file)
-    chosen = selection.Selection(options.backend, options.kernel, options.case, options.only).apply(run.records)
+    chosen = selection.Selection(options.backend, options.kernels, options.cases, options.only).apply(run.records)
     run = replace(run, records=tuple(chosen))
     if options.format == "json":
         print(json.dumps(run.as_dict(), indent=1))

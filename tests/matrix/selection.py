@@ -1,6 +1,5 @@
 """Which cells a run has: the names on the command line, checked, and what they stand for."""
 
-import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,6 +12,7 @@ from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.plans import parse_plan
 from tiebreak.matrix.cell import Cell
+from tiebreak.reports.names import matching, split
 
 _T = TypeVar("_T")
 
@@ -104,8 +104,8 @@ def _of(backend: Backend, names: str | None) -> list[Kernel]:
     if names is None:
         return list(default.values())
     found: dict[str, Kernel] = {}
-    for name in _split(names):
-        matches = _matches(name, default)
+    for name in split(names):
+        matches = matching(name, default)
         if not matches and not _is_glob(name):
             try:
                 found.setdefault(name, backend.kernel(name))
@@ -119,8 +119,8 @@ def _all_used(names: str, used: Iterable[str], backends: Sequence[Backend]) -> N
     used = list(used)
     known = list(dict.fromkeys(kernel.name for backend in backends for kernel in backend.kernels()))
     listed = f"known are {', '.join(known)}, and any rule@plan such as dithered@all_bf16"
-    for name in _split(names):
-        if not _matches(name, used):
+    for name in split(names):
+        if not matching(name, used):
             raise SelectionError(f"--kernels: unknown kernel {name!r}; {listed}")
     if not used:
         raise SelectionError(f"--kernels: no kernel named; {listed}")
@@ -131,8 +131,8 @@ def _pick(flag: str, kind: str, names: str | None, known: Mapping[str, _T]) -> l
     if names is None:
         return list(known.values())
     found: dict[str, _T] = {}
-    for name in _split(names):
-        matches = _matches(name, known)
+    for name in split(names):
+        matches = matching(name, known)
         if not matches:
             raise SelectionError(f"{flag}: unknown {kind} {name!r}; known are {', '.join(known)}")
         found.update({match: known[match] for match in matches})
@@ -141,15 +141,5 @@ def _pick(flag: str, kind: str, names: str | None, known: Mapping[str, _T]) -> l
     return list(found.values())
 
 
-def _split(names: str) -> list[str]:
-    return [name.strip() for name in names.split(",") if name.strip()]
-
-
 def _is_glob(name: str) -> bool:
     return "*" in name or "?" in name
-
-
-def _matches(name: str, known: Iterable[str]) -> list[str]:
-    """Names that equal `name` or match it as a glob; brackets are part of a name, as in tied_maxima[k=2]."""
-    pattern = name.replace("[", "[[]")
-    return [candidate for candidate in known if candidate == name or fnmatch.fnmatchcase(candidate, pattern)]

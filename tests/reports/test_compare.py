@@ -134,10 +134,10 @@ def test_the_command(run: MakeRun, record: Make, keep: Keep, capsys: pytest.Capt
     assert "second.json, 1 cell, torch 2.13.0, numpy 2.4.6, INCOMPLETE" in out
     assert "2 cells on 2 platforms" in out
     assert "missing" in out
-    assert main(["compare", str(first), str(second), "--case", "rand*", "--format", "github"]) == 0
+    assert main(["compare", str(first), str(second), "--cases", "rand*", "--format", "github"]) == 0
     assert "1 cell on 2 platforms" in (out := capsys.readouterr().out)
     assert "| kernel, case" in out
-    assert main(["compare", str(first), str(second), "--case", "nope"]) == 2
+    assert main(["compare", str(first), str(second), "--cases", "nope"]) == 2
     assert "unknown case 'nope': known are other, random" in capsys.readouterr().err
 
 

@@ -35,10 +35,10 @@ def test_the_table_shows_every_cell_and_what_fell(show: Callable[..., str]) -> N
 
 
 def test_filters_take_lists_globs_and_names_with_brackets(show: Callable[..., str]) -> None:
-    assert "5 cells" in show("--kernel", "fa*")
-    assert "2 cells" in show("--case", "tied_maxima[k=2]")
-    assert "4 cells" in show("--case", "tied_maxima[k=?],", "--kernel", "fair")
-    assert "3 cells" in show("--case", "no_tail,huge,odd", "--backend", "cpu")
+    assert "5 cells" in show("--kernels", "fa*")
+    assert "2 cells" in show("--cases", "tied_maxima[k=2]")
+    assert "4 cells" in show("--cases", "tied_maxima[k=?],", "--kernels", "fair")
+    assert "3 cells" in show("--cases", "no_tail,huge,odd", "--backend", "cpu")
     assert show("--only", "crashed").startswith("cpu, bf16")
 
 
@@ -58,7 +58,7 @@ def test_a_cell_that_another_kernel_has_is_shown_as_missing(
     assert "missing" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("flag", "kind"), [("--kernel", "kernel"), ("--case", "case"), ("--backend", "backend")])
+@pytest.mark.parametrize(("flag", "kind"), [("--kernels", "kernel"), ("--cases", "case"), ("--backend", "backend")])
 def test_an_unknown_name_lists_the_known_ones(
     flag: str, kind: str, telling: Run, keep: Keep, capsys: pytest.CaptureFixture[str]
 ) -> None:
