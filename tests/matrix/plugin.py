@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kernel",
         metavar="FILE.py:FUNCTION",
         help="add your own kernel, a function of (q, k, v, *, causal=False, scale=None) in (batch, heads, N, d) that"
-        " returns O; package.module:function works too",
+        " returns O; package.module:function works too; it runs alone unless --kernels names others",
     )
     group.addoption("--plan", metavar="NAME", help="hold --kernel to what this rounding plan predicts, case by case")
     group.addoption("--fair", action="store_true", help="hold --kernel to no bias on every failure input")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tiebreak.backends.backend import CPU, EMULATION, Backend
 from tiebreak.cases.scripted import SCRIPTED
@@ -372,6 +373,12 @@ class TestWorkers:
     def test_xdists_own_variable_wins(self, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "5")
         assert plugin.pytest_xdist_auto_num_workers(pytestconfig) is None
+
+    def test_torch_computes_in_one_thread(self, matrix: MatrixRun) -> None:
+        # However many cores a machine has, sums are added in one order.
+        torch.set_num_threads(2)
+        matrix(*QUICK, "--collect-only")
+        assert torch.get_num_threads() == 1
 
     def test_cells_of_a_case_share_a_worker(self, pytester: pytest.Pytester, matrix: MatrixRun) -> None:
         del matrix
