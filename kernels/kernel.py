@@ -11,6 +11,8 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.plans import RoundingPlan
 from tiebreak.kernels.shift_rules import ShiftRule
 
+PLAIN = "flash"  # what tables call flash attention with the shift rule `safe`
+
 
 @dataclass(frozen=True)
 class Declaration:
@@ -23,8 +25,10 @@ class Declaration:
 
     @property
     def label(self) -> str:
-        """`rule@plan`, or `standard`."""
-        return "standard" if self.algorithm == "standard" else f"{self.shift_rule.name}@{self.plan.name}"
+        """`standard`, or `rule@plan` with the rule `safe` called by its usual name."""
+        if self.algorithm == "standard":
+            return "standard"
+        return f"{PLAIN if self.shift_rule.name == 'safe' else self.shift_rule.name}@{self.plan.name}"
 
 
 # (inputs on the backend's device, its arithmetic, whether gradients are wanted) -> output

@@ -3,12 +3,9 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tiebreak.kernels.kernel import Declaration, Kernel, composed
+from tiebreak.kernels.kernel import PLAIN, Declaration, Kernel, composed
 from tiebreak.kernels.plans import FUSED_STOCHASTIC, ISOLATION, PLANS, STANDARD, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES
-
-# Tables speak of plain flash attention by its usual name.
-PLAIN = "flash"
 
 _FLASH_PLANS: Mapping[str, RoundingPlan] = MappingProxyType(
     {name: plan for name, plan in {**PLANS, **ISOLATION}.items() if name != STANDARD.name}

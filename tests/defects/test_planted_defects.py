@@ -17,7 +17,9 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel, run_declared
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 from tiebreak.kernels.roster import composed_kernel
-from tiebreak.matrix.cell import Cell, Settings, Workbench, run_cell
+from tiebreak.matrix.cell import Cell, Settings
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import FELL, HELD, Record
 
 CASES = {case.name: case for case in SCRIPTED}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from tiebreak.cases.claims import predicted
 from tiebreak.cases.verdicts import Interval
-from tiebreak.matrix.cell import ONE_TILE
+from tiebreak.matrix.candidates import ONE_TILE
 from tiebreak.reports.records import Estimate, Record
 
 

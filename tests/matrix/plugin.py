@@ -17,10 +17,11 @@ from xdist.scheduler import LoadScopeScheduling
 from tiebreak.backends.backend import BACKENDS
 from tiebreak.backends.platform import describe, worker_count
 from tiebreak.cases.case import HEADS_PER_BATCH
-from tiebreak.matrix.cell import Cell, Settings, Workbench
+from tiebreak.matrix.cell import Cell, Settings, blank_record, place
 from tiebreak.matrix.explain import explain
 from tiebreak.matrix.gating import Gatekeeper, add_options
 from tiebreak.matrix.selection import Selection, SelectionError, cells
+from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports import records, store, tables
 from tiebreak.reports.errors import UsageError
 
@@ -242,20 +243,8 @@ class Keeper:
 
     def _crashed(self, name: str, why: str) -> records.Record:
         cell, settings = self.expected[name], self.config.stash[_bench].settings
-        where = f"kernel {cell.kernel.name}, case {cell.case.name}, seed {settings.seed}"
-        return records.Record(
-            id=name,
-            backend=cell.backend.name,
-            kernel=cell.kernel.name,
-            case=cell.case.name,
-            case_version=cell.case.version,
-            format=cell.fmt.name,
-            seed=settings.seed,
-            heads=0,
-            outcome=records.TIMED_OUT if why.startswith("Failed: Timeout") else records.CRASHED,
-            reasons=(f"{where}: {why}",),
-            command=settings.command(cell),
-        )
+        outcome = records.TIMED_OUT if why.startswith("Failed: Timeout") else records.CRASHED
+        return blank_record(cell, settings, outcome, (f"{place(cell, settings)}: {why}",))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Remember which cells were to run (without workers; with them the controller collects nothing)."""

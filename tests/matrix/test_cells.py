@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from tiebreak.matrix.cell import Cell, Workbench, run_cell
+from tiebreak.matrix.cell import Cell
 from tiebreak.matrix.plugin import ACCOUNT, PROPERTY
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import PASSING, SKIPPED
 
 

@@ -68,11 +68,11 @@ def make_record(
         outcome="held",
         reasons=(),
         command=f"pytest tests/matrix --kernels {kernel} --cases '{case}'",
-        plan="safe@paper",
+        plan="flash@paper",
         verdict="unbiased",
         measures=replace(MEASURES, **(measures or {})),
         claim=ClaimRecord("unbiased", "section 4", True),
-        prediction=PredictionRecord("safe@paper", Estimate(0.01, 0.02), Estimate(0.0, 0.001), 1.0, True),
+        prediction=PredictionRecord("flash@paper", Estimate(0.01, 0.02), Estimate(0.0, 0.001), 1.0, True),
         digest="0123456789abcdef",
     )
     return replace(base, **fields)

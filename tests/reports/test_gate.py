@@ -56,7 +56,7 @@ def judge(
         ({}, {"claim": None}, "claims nothing, unbiased in the baseline"),
         ({}, {"claim": ClaimRecord("any", "us", True)}, "claims any, unbiased in the baseline"),
         ({}, {"claim": ClaimRecord("unbiased", "us", None)}, "the claim unbiased is no longer met"),
-        ({}, {"prediction": None}, "no longer held to the prediction of safe@paper"),
+        ({}, {"prediction": None}, "no longer held to the prediction of flash@paper"),
         ({}, {"case_version": 2}, "not comparable: version 2 of the case, not 1"),
     ],
 )

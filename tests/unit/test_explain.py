@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tiebreak.matrix.cell import ONE_TILE
+from tiebreak.matrix.candidates import ONE_TILE
 from tiebreak.matrix.explain import Explanation, explain
 from tiebreak.reports.records import Estimate, Record
 

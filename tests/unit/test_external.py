@@ -147,7 +147,7 @@ def test_a_kernel_of_unknown_plan_declares_nothing(sound_file: Path) -> None:
 def test_a_kernel_with_a_plan_declares_plain_flash_attention(sound_file: Path) -> None:
     declaration = external_kernel(f"{sound_file}:sound", FUSED).declaration
     assert declaration is not None
-    assert declaration.label == "safe@fused"
+    assert declaration.label == "flash@fused"
 
 
 def test_a_kernel_with_the_plan_of_standard_attention_declares_that(sound_file: Path) -> None:

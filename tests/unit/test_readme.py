@@ -11,7 +11,9 @@ from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
-from tiebreak.matrix.cell import Cell, Settings, Workbench, run_cell
+from tiebreak.matrix.cell import Cell, Settings
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import HELD
 
 README = Path(__file__).parents[2] / "README.md"

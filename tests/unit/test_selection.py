@@ -103,7 +103,7 @@ def test_a_users_kernel_never_runs_in_the_emulation(mine: str) -> None:
     assert both == ["emulation-fair-random-bf16", "cpu-fair-random-bf16", "cpu-mine-random-bf16"]
 
 
-@pytest.mark.parametrize(("plan", "label"), [(None, None), ("fused", "safe@fused"), ("standard", "standard")])
+@pytest.mark.parametrize(("plan", "label"), [(None, None), ("fused", "flash@fused"), ("standard", "standard")])
 def test_a_users_plan_is_its_declaration(mine: str, plan: str | None, label: str | None) -> None:
     declared = cells(Selection(kernel=mine, plan=plan))[0][0].kernel.declaration
     assert (declared and declared.label) == label

@@ -1,0 +1,158 @@
+"""A cell's looks at its data: run the kernel on ever more heads until claim, verdict and prediction are settled."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tiebreak.cases.bounds import UNDECLARED
+from tiebreak.cases.claims import UNBIASED, Claim, claim, predicted
+from tiebreak.cases.measures import Measures, difference, merge
+from tiebreak.cases.verdicts import LOOKS, MARGIN_ULPS, Verdict, judge
+from tiebreak.kernels.inputs import AttentionOutput
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.matrix.candidates import candidates, tilings
+from tiebreak.matrix.cell import Cell
+from tiebreak.matrix.workbench import Workbench
+
+_FAIR_CLAIM = claim(UNBIASED, "--fair: no bias on any failure input", formats="bf16 fp16 fp32")
+
+
+@dataclass
+class _Progress:
+    """What has been measured of a cell so far, look after look."""
+
+    batches: list[Measures] = field(default_factory=list)
+    predictions: dict[Declaration, list[Measures]] = field(default_factory=dict)
+    fits: dict[str, list[Measures]] = field(default_factory=dict)
+    equal_bits: dict[Declaration, list[float]] = field(default_factory=dict)
+
+
+class Looks:
+    """One cell's looks at its data."""
+
+    def __init__(self, cell: Cell, bench: Workbench) -> None:
+        self.cell, self.bench = cell, bench
+        self.progress = _Progress()
+        self.first: AttentionOutput | None = None
+        self.repeatable: bool | None = None
+        declaration = cell.kernel.declaration
+        self.declaration = declaration or UNDECLARED
+        self.predictable = declaration is not None and not cell.backend.predicts
+        self.tilings = tilings(self.declaration) if cell.kernel.external else (self.declaration,)
+        self.claim = self._claim()
+        self.candidates = candidates(cell) if declaration is None else {}
+
+    def _claim(self) -> Claim | None:
+        if self.cell.kernel.external and self.bench.settings.fair and self.cell.case.failure:
+            return _FAIR_CLAIM
+        # A declared plan of a user's kernel is a prediction to be held to, not an allowance to be biased.
+        return self.cell.case.claim_about(self.cell.kernel.declaration, self.cell.fmt)
+
+    def look(self) -> None:
+        """Look at ever more heads until everything is settled or the cap is reached, then run once more."""
+        for look in range(LOOKS):
+            for index in range(2**look // 2, 2**look):
+                self._measure(index)
+            if self._settled():
+                break
+        self.repeatable = self._repeats()
+
+    def _measure(self, index: int) -> None:
+        batch = self.bench.batch(self.cell.case, self.cell.fmt, index)
+        gradients = self.cell.case.gradients and self.cell.kernel.has_backward
+        if self.cell.backend.predicts and self.cell.kernel.declaration is not None:
+            output, measures = self.bench.emulated(self.cell, index, self.declaration)
+        else:
+            output = self.cell.backend.run(self.cell.kernel, batch.inputs, gradients=gradients)
+            # The bound grows with the number of tiles.
+            measures = self.bench.measure(self.cell, index, output, self.tilings[-1])
+        self.progress.batches.append(measures)
+        if self.first is None:
+            self.first = output
+        for declaration in self.tilings if self.predictable else ():
+            prediction, predicted_measures = self.bench.emulated(self.cell, index, declaration)
+            self.progress.predictions.setdefault(declaration, []).append(predicted_measures)
+            self.progress.equal_bits.setdefault(declaration, []).append(equal_bits(output.o.float(), prediction.o))
+        for name, declaration in self.candidates.items():
+            emulated = self.bench.emulated(self.cell, index, declaration)[1]
+            self.progress.fits.setdefault(name, []).append(emulated)
+
+    @property
+    def measures(self) -> Measures:
+        """Of all heads drawn."""
+        return merge(self.progress.batches)
+
+    @property
+    def judged(self) -> bool:
+        """Whether the mean error in ulps says anything in this case."""
+        return not self.cell.case.cancels
+
+    def prediction_met(self) -> bool | None:
+        """Whether the output is what the declaration predicts; None: the data do not tell."""
+        if not self.predictable or not self.judged or self.cell.case.chaotic:
+            return True
+        (_, prediction), measures = self.prediction(), self.measures
+        if measures.nonfinite or prediction.nonfinite:
+            return abs(measures.nonfinite - prediction.nonfinite) <= _few(measures)
+        return predicted(difference(measures, prediction))
+
+    def prediction(self) -> tuple[Declaration, Measures]:
+        """What is predicted, in the tiles that come nearest: nobody has said in which a user's kernel works."""
+        merged = [(declaration, merge(found)) for declaration, found in self.progress.predictions.items()]
+        return min(merged, key=lambda pair: _distance(self.measures, pair[1]))
+
+    def fits(self) -> list[tuple[str, list[Measures]]]:
+        """What every candidate predicts, where that tells."""
+        told = self.judged and not self.cell.case.chaotic
+        return list(self.progress.fits.items()) if told else []
+
+    def _settled(self) -> bool:
+        measures = self.measures
+        told = self.claim is None or self.claim.expectation.met(measures) is not None
+        verdict_told = not self.judged or measures.nonfinite > 0 or judge(measures.bias) is not Verdict.INCONCLUSIVE
+        return told and verdict_told and self.prediction_met() is not None and self._fit_told()
+
+    def _fit_told(self) -> bool:
+        """Whether the heads drawn tell which known plans an undeclared kernel may follow here.
+
+        They do where it and some plan agree nearly to the bit. A kernel with a random stream of its own agrees with
+        none so closely; then every plan that may be its own is to be told.
+        """
+        measures = self.measures
+        found = [difference(measures, merge(emulated)) for _, emulated in self.fits()]
+        if any(fit.half_width < MARGIN_ULPS / 4 and predicted(fit) for fit in found):
+            return True
+        return not any(predicted(fit) is None and abs(fit.mean) <= fit.half_width for fit in found)
+
+    def _repeats(self) -> bool | None:
+        """Whether a second run on the same input gives the same bits; None: not run twice."""
+        if self.cell.backend.predicts:
+            return None  # a unit test shows it once for all of the emulation
+        assert self.first is not None
+        batch = self.bench.batch(self.cell.case, self.cell.fmt, 0)
+        gradients = self.first.gradients is not None
+        again = self.cell.backend.run(self.cell.kernel, batch.inputs, gradients=gradients)
+        return equal_bits(again.o.float(), self.first.o.float()) == 1.0
+
+    def heads(self) -> int:
+        """Heads drawn in all."""
+        return self.bench.settings.heads * len(self.progress.batches)
+
+
+def _distance(ours: Measures, theirs: Measures) -> float:
+    """How far apart two biases are; a difference that is no number is farther than any."""
+    mean = abs(difference(ours, theirs).mean)
+    return mean if math.isfinite(mean) else math.inf
+
+
+def _few(measures: Measures) -> int:
+    """Elements that may differ in being finite: underflow sits on an edge that the exponential's last bit decides."""
+    return measures.elements // 100
+
+
+def equal_bits(ours: Tensor, theirs: Tensor) -> float:
+    """Share of elements that agree to the bit, NaN counting as equal to NaN."""
+    same = (ours == theirs) | (torch.isnan(ours) & torch.isnan(theirs))
+    return same.double().mean().item()
