@@ -1,0 +1,132 @@
+"""Attention inside a model: any declared kernel on any arithmetic, as one differentiable function."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.counter import random_bits
+from tiebreak.kernels.flash import backward, flash, standard
+from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.plans import Cast
+
+_LAYER_STREAM = 3
+_BF16 = Cast(BF16)
+
+
+@dataclass(frozen=True)
+class HeadKernel:
+    """How one head computes attention."""
+
+    declaration: Declaration  # algorithm, plan, shift rule and tiles; the plan's formats are taken as they stand
+    inputs: Cast = _BF16  # what q, k and v are rounded to first
+
+
+# Of every layer, of every head.
+Kernels = tuple[tuple[HeadKernel, ...], ...]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """All that one call of attention saw, forward and backward: what monitors work from."""
+
+    layer: int  # of the model, from 0
+    heads: tuple[int, ...]  # the heads that this call computed: those of the layer that share a kernel
+    kernel: HeadKernel  # theirs
+    arithmetic: Arithmetic  # it ran on this
+    inputs: AttentionInputs  # q, k, v as rounded, dO: each (batch, heads, tokens, d)
+    output: AttentionOutput  # O, log-sum-exp and gradients
+    x: Tensor  # the layer's normalised input, which the weights multiply, (batch, tokens, width)
+
+
+Observer = Callable[[Observation], None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Where in a run one call of a layer's attention stands, and who watches."""
+
+    arithmetic: Arithmetic  # the device's operations
+    layer: int  # from 0
+    noise_seed: int  # of the layer at this step: see `noise_seed`
+    observer: Observer | None  # called in the backward pass; None: nothing is kept for it
+    x: Tensor  # the layer's normalised input, (batch, tokens, width), for the observer
+
+
+def noise_seed(seed: int, step: int, layer: int) -> int:
+    """The seed of a layer's dither and stochastic casts at one step, a hash of the three."""
+    return int(random_bits(seed, _LAYER_STREAM, step, layer))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, kernels: tuple[HeadKernel, ...], call: Call) -> Tensor:
+    """Causal attention, every head with its own kernel.
+
+    Args:
+        q, k, v: (batch, heads, tokens, d), fp32, not yet rounded.
+        kernels: one a head.
+        call: arithmetic, place and observer.
+
+    Returns:
+        O, (batch, heads, tokens, d), differentiable; the gradient passes the rounding of q, k and v unchanged, as that
+        of a cast does.
+    """
+    distinct = dict.fromkeys(kernels)
+    if len(distinct) == 1:
+        return _apply(q, k, v, kernels[0], tuple(range(len(kernels))), call)
+    out = torch.zeros_like(q)
+    for kernel in distinct:
+        heads = tuple(index for index, each in enumerate(kernels) if each == kernel)
+        at = torch.tensor(heads, device=q.device)
+        q_part, k_part, v_part = (tensor.index_select(1, at) for tensor in (q, k, v))
+        out = out.index_copy(1, at, _apply(q_part, k_part, v_part, kernel, heads, call))
+    return out
+
+
+def _apply(q: Tensor, k: Tensor, v: Tensor, kernel: HeadKernel, heads: tuple[int, ...], call: Call) -> Tensor:
+    out: Tensor = _Attention.apply(q, k, v, kernel, heads, call)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    """The suite's algorithms, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: HeadKernel, heads: tuple[int, ...], call: Call
+    ) -> Tensor:
+        q, k, v = (call.arithmetic.cast(tensor, kernel.inputs) for tensor in (q, k, v))
+        declared = kernel.declaration
+        # dO is not known yet; the forward pass does not look at it.
+        inputs = _inputs(q, k, v, q, heads, call)
+        if declared.algorithm == "standard":
+            output = standard(inputs, declared.plan, call.arithmetic, declared.block)
+        else:
+            output = flash(inputs, declared.plan, declared.shift_rule, call.arithmetic, declared.block)
+        assert output.lse is not None
+        ctx.save_for_backward(q, k, v, output.o, output.lse)
+        ctx.kernel, ctx.heads, ctx.call = kernel, heads, call
+        return output.o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        kernel, call = ctx.kernel, ctx.call
+        inputs = _inputs(q, k, v, do, ctx.heads, call)
+        gradients = backward(
+            inputs, AttentionOutput(o, lse), kernel.declaration.plan, call.arithmetic, kernel.declaration.block
+        )
+        if call.observer is not None:
+            output = AttentionOutput(o, lse, gradients)
+            call.observer(Observation(call.layer, ctx.heads, kernel, call.arithmetic, inputs, output, call.x))
+        return gradients.dq, gradients.dk, gradients.dv, None, None, None
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: tuple[int, ...], call: Call) -> AttentionInputs:
+    # The kernel numbers its heads from 0: without the first head, two groups of heads would share their noise.
+    seed = int(random_bits(call.noise_seed, heads[0]))
+    return AttentionInputs(q, k, v, do, BF16, causal=True, noise_seed=seed)

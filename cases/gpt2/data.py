@@ -1,0 +1,107 @@
+"""Tokens and batches: the same sequence to the byte for every variant, on every platform."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.random import Philox, SeedSequence
+from numpy.typing import NDArray
+from torch import Tensor
+
+Tokens = NDArray[np.uint16]
+
+TRAINING_FILE = "train.bin"  # as nanoGPT's prepare.py names it
+_CHUNK = 1 << 24  # tokens looked at together: a file may be larger than memory
+
+
+class DataError(Exception):
+    """Token data that can't be trained on; the message names the file and what to do, in one line."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text as one token a character."""
+
+    tokens: Tokens  # (characters,), indices into the vocabulary
+    vocabulary: str  # every character that occurs, sorted
+
+    def decode(self, tokens: Tokens) -> str:
+        """The text of tokens."""
+        return "".join(self.vocabulary[token] for token in tokens)
+
+
+@cache
+def corpus() -> Corpus:
+    """The text that ships with the suite: sections of the Python language reference (see LICENSE-corpus.txt)."""
+    text = files("tiebreak.cases.gpt2").joinpath("corpus.txt").read_bytes()
+    characters, tokens = np.unique(np.frombuffer(text, dtype=np.uint8), return_inverse=True)
+    shared = tokens.astype(np.uint16)
+    shared.flags.writeable = False
+    return Corpus(shared, characters.tobytes().decode("ascii"))
+
+
+def read_bin(folder: Path, vocabulary: int, context: int) -> Tokens:
+    """nanoGPT's token file `train.bin` in a folder: uint16, little-endian, mapped, not loaded.
+
+    Args:
+        folder: where the file is.
+        vocabulary: tokens that the model knows; all must be below.
+        context: tokens of a sequence; the file must hold one more at least.
+
+    Raises:
+        DataError: no file, too few tokens, half a token, or one out of range.
+    """
+    path = folder / TRAINING_FILE
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; nanoGPT's data/*/prepare.py writes it")
+    size = path.stat().st_size
+    if size % 2:
+        raise DataError(f"{path}: {size} bytes are no whole number of uint16 tokens; the file is cut short")
+    if size // 2 <= context:
+        raise DataError(f"{path}: {size // 2} tokens, at least {context + 1} are needed for a context of {context}")
+    tokens: Tokens = np.memmap(path, dtype="<u2", mode="r")
+    for start in range(0, len(tokens), _CHUNK):
+        beyond = np.flatnonzero(tokens[start : start + _CHUNK] >= vocabulary)
+        if len(beyond):
+            at = start + int(beyond[0])
+            raise DataError(f"{path}: token {tokens[at]} at position {at} is not below the vocabulary of {vocabulary}")
+    return tokens
+
+
+@dataclass(frozen=True)
+class Batches:
+    """A sequence of batches that any step can be asked of: replayed for every variant, resumed at any step."""
+
+    tokens: Tokens  # the text
+    sequences: int  # of a batch
+    context: int  # tokens of a sequence
+    seed: int  # of the sequence of batches
+
+    def __post_init__(self) -> None:
+        """Refuse a text shorter than one sequence and its target."""
+        if len(self.tokens) <= self.context:
+            raise DataError(f"{len(self.tokens)} tokens, at least {self.context + 1} are needed")
+
+    def starts(self, step: int) -> list[int]:
+        """Where the sequences of a step's batch begin in the text."""
+        # Raw bits: NumPy promises that they never change, which it does not of its distributions.
+        raw = Philox(SeedSequence([self.seed, step])).random_raw(self.sequences)
+        return [int(bits) % (len(self.tokens) - self.context) for bits in raw]
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Tokens and the tokens that follow each, both int64 (sequences, context)."""
+        windows = np.stack([self.tokens[at : at + self.context + 1] for at in self.starts(step)]).astype(np.int64)
+        both = torch.from_numpy(windows)
+        return both[:, :-1], both[:, 1:]
+
+    def digest(self, steps: int) -> str:
+        """SHA-256 of the first batches: equal digests mean equal training data."""
+        found = hashlib.sha256()
+        for step in range(steps):
+            for part in self.batch(step):
+                found.update(part.numpy().astype("<i8").tobytes())
+        return found.hexdigest()

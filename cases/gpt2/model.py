@@ -1,0 +1,148 @@
+"""GPT-2 without biases, its attention any kernel of the suite, per layer and head."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from numpy.random import Generator, Philox
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tiebreak.cases.gpt2.attention import Call, HeadKernel, Kernels, Observer, attend, noise_seed
+from tiebreak.kernels.arithmetic import Arithmetic
+
+INITIAL_STD = 0.02  # of GPT-2's matrices
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Sizes of a model."""
+
+    layers: int
+    heads: int  # per layer
+    width: int  # of the residual stream; a multiple of heads
+    context: int  # tokens of a sequence, at most
+    vocabulary: int  # tokens that exist
+    tied: bool = False  # whether the head shares its weight with the token embedding
+
+    def __post_init__(self) -> None:
+        """Refuse widths that the heads don't divide, in one line."""
+        if min(self.layers, self.heads, self.width, self.context, self.vocabulary) < 1:
+            raise ValueError(f"sizes of a model must be at least 1: {self}")
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is no multiple of {self.heads} heads")
+
+    @property
+    def d(self) -> int:
+        """Width of a head."""
+        return self.width // self.heads
+
+
+# The paper's two models (section 4, GPT-2 as nanoGPT builds it, its vocabulary padded to 50,304), and a toy.
+PRESETS: Mapping[str, Configuration] = MappingProxyType(
+    {
+        "gpt2_small": Configuration(layers=12, heads=12, width=768, context=1024, vocabulary=50304, tied=True),
+        "gpt2_medium": Configuration(layers=24, heads=16, width=1024, context=1024, vocabulary=50304, tied=True),
+        "tiny": Configuration(layers=2, heads=4, width=64, context=64, vocabulary=128),
+    }
+)
+
+
+def everywhere(kernel: HeadKernel, configuration: Configuration) -> Kernels:
+    """One kernel in every head of every layer."""
+    return ((kernel,) * configuration.heads,) * configuration.layers
+
+
+class Block(nn.Module):
+    """Attention and a two-layer perceptron, each after a normalisation and added to the residual stream."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        super().__init__()
+        width = configuration.width
+        self.heads = configuration.heads
+        self.norm_1 = nn.LayerNorm(width, bias=False)
+        self.wq = nn.Linear(width, width, bias=False)
+        self.wk = nn.Linear(width, width, bias=False)
+        self.wv = nn.Linear(width, width, bias=False)
+        self.wo = nn.Linear(width, width, bias=False)
+        self.norm_2 = nn.LayerNorm(width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor, kernels: tuple[HeadKernel, ...], call: Callable[[Tensor], Call]) -> Tensor:
+        """The residual stream (batch, tokens, width) after the block; `call` makes the attention's call from X."""
+        h = self.norm_1(x)
+        q, k, v = (self._split(weight(h)) for weight in (self.wq, self.wk, self.wv))
+        o = attend(q, k, v, kernels, call(h.detach()))
+        x = x + self.wo(o.transpose(1, 2).flatten(2))
+        out: Tensor = x + self.down(functional.gelu(self.up(self.norm_2(x))))
+        return out
+
+    def _split(self, x: Tensor) -> Tensor:
+        """(batch, tokens, width) -> (batch, heads, tokens, d)."""
+        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+
+
+class GPT2(nn.Module):
+    """The model. Weights and everything but attention are in fp32."""
+
+    def __init__(self, configuration: Configuration, kernels: Kernels, arithmetic: Arithmetic, seed: int) -> None:
+        """GPT-2's initial weights.
+
+        Args:
+            configuration: sizes.
+            kernels: of every head of every layer.
+            arithmetic: what attention runs on.
+            seed: of the weights and of the kernels' noise.
+
+        Raises:
+            ValueError: not one kernel for every head.
+        """
+        super().__init__()
+        if [len(layer) for layer in kernels] != [configuration.heads] * configuration.layers:
+            raise ValueError(f"expected {configuration.layers} layers of {configuration.heads} kernels")
+        self.configuration, self.kernels, self.arithmetic, self.seed = configuration, kernels, arithmetic, seed
+        self.observer: Observer | None = None
+        self.tokens = nn.Embedding(configuration.vocabulary, configuration.width)
+        self.positions = nn.Embedding(configuration.context, configuration.width)
+        self.blocks = nn.ModuleList(Block(configuration) for _ in range(configuration.layers))
+        self.norm = nn.LayerNorm(configuration.width, bias=False)
+        self.head = nn.Linear(configuration.width, configuration.vocabulary, bias=False)
+        if configuration.tied:
+            self.head.weight = self.tokens.weight
+        self._initialise(seed)
+
+    def _initialise(self, seed: int) -> None:
+        """Normal weights, those that write to the residual stream smaller. NumPy's numbers are the same everywhere."""
+        rng = Generator(Philox(seed))
+        residual = 1.0 / math.sqrt(2 * self.configuration.layers)
+        with torch.no_grad():
+            for name, weight in self.named_parameters():
+                if weight.dim() < 2:
+                    continue
+                std = INITIAL_STD * (residual if name.endswith(("wo.weight", "down.weight")) else 1.0)
+                weight.copy_(std * torch.from_numpy(rng.standard_normal(weight.shape, dtype=np.float32)))
+
+    def block(self, layer: int) -> Block:
+        """The block of a layer, from 0."""
+        found = self.blocks[layer]
+        assert isinstance(found, Block)
+        return found
+
+    def forward(self, tokens: Tensor, step: int) -> Tensor:
+        """Logits (batch, tokens, vocabulary) of int64 tokens (batch, tokens); `step` seeds the kernels' noise."""
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for layer in range(self.configuration.layers):
+            x = self.block(layer)(x, self.kernels[layer], lambda h, layer=layer: self._call(h, layer, step))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def _call(self, x: Tensor, layer: int, step: int) -> Call:
+        return Call(self.arithmetic, layer, noise_seed(self.seed, step, layer), self.observer, x)
+
+    def loss(self, tokens: Tensor, targets: Tensor, step: int) -> Tensor:
+        """Mean cross-entropy in nats of the next tokens, a scalar."""
+        return functional.cross_entropy(self(tokens, step).flatten(0, 1), targets.flatten())

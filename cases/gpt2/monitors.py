@@ -1,0 +1,285 @@
+"""Monitors: what one call of attention did to its gradients, and the state of a layer's weights.
+
+A monitor is a function of a `View`, which a `Recorder` calls for every call of attention that it is shown. A model
+without an observer keeps and computes nothing for them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from tiebreak.cases.gpt2.attention import Observation
+from tiebreak.cases.gpt2.model import Block
+from tiebreak.kernels.arithmetic import Noise
+from tiebreak.kernels.formats import FP32
+from tiebreak.kernels.inputs import Gradients
+from tiebreak.kernels.plans import Cast, Exponential
+from tiebreak.kernels.shift_rules import repeated
+
+
+@dataclass(frozen=True)
+class View:
+    """An observation with the intermediates that monitors share, each computed once and only if asked for."""
+
+    observation: Observation
+
+    @property
+    def gradients(self) -> Gradients:
+        """What the backward pass returned."""
+        found = self.observation.output.gradients
+        assert found is not None
+        return found
+
+    @property
+    def delta(self) -> Tensor:
+        """Delta as the backward pass used it, fp64 (batch, heads, tokens, 1)."""
+        assert self.gradients.delta is not None
+        return self.gradients.delta.double()
+
+    @cached_property
+    def s(self) -> Tensor:
+        """Scores as the kernel rounds them, -inf where masked, (batch, heads, tokens, tokens)."""
+        inputs, plan = self.observation.inputs, self.observation.kernel.declaration.plan
+        arithmetic = self.observation.arithmetic
+        product = arithmetic.matmul(inputs.q, inputs.k.transpose(-1, -2), Cast(FP32), plan.accumulator)
+        hidden = inputs.hidden()
+        assert hidden is not None
+        return arithmetic.cast(product * inputs.scale, plan.s).masked_fill(hidden.to(product.device), -torch.inf)
+
+    @cached_property
+    def row_max(self) -> Tensor:
+        """The largest score of every row, (batch, heads, tokens, 1)."""
+        return self.s.amax(-1, keepdim=True)
+
+    @cached_property
+    def p(self) -> Tensor:
+        """P as the backward pass recomputes it from the log-sum-exp, fp64 of an fp32 exponential."""
+        lse = self.observation.output.lse
+        assert lse is not None
+        base_two = self.observation.kernel.declaration.plan.exponential.base_two
+        return self.observation.arithmetic.exp(self.s - lse, Exponential(base_two)).double()
+
+    @cached_property
+    def p_bar(self) -> Tensor:
+        """P-bar as rounded, in rows of one tile (a kernel with several rounds the earlier ones at an earlier shift)."""
+        observed, declared = self.observation, self.observation.kernel.declaration
+        noise = Noise(observed.inputs.noise_seed, len(observed.heads))
+        shift = declared.shift_rule.propose(self.s, self.row_max, noise.dither(self.s.shape, 0, self.s.device))
+        exponential = observed.arithmetic.exp(self.s - shift, declared.plan.exponential)
+        return observed.arithmetic.cast(exponential, declared.plan.p_bar)
+
+    @cached_property
+    def output_error(self) -> Tensor:
+        """O less what fp64 makes of the same rounded P-bar (paper, equation 4), fp64 (batch, heads, tokens, d)."""
+        p_bar = self.p_bar.double()
+        exact = p_bar @ self.observation.inputs.v.double() / p_bar.sum(-1, keepdim=True)
+        return self.observation.output.o.double() - exact
+
+    @cached_property
+    def delta_error(self) -> Tensor:
+        """delta_lp - delta_hp of every row (paper, equation 1), fp64 (batch, heads, tokens).
+
+        hp is rowsum(dP * P) in fp64 with the P of the backward pass, and delta_lp counts with the sum of that P, which
+        is 1 but for rounding: so it is -rowsum(dS), exactly what the query weights feel.
+        """
+        inputs = self.observation.inputs
+        dp = inputs.do.double() @ inputs.v.double().transpose(-1, -2)
+        return (self.delta * self.p.sum(-1, keepdim=True) - (dp * self.p).sum(-1, keepdim=True)).squeeze(-1)
+
+    @cached_property
+    def pk(self) -> Tensor:
+        """P K, (batch, heads, tokens, d), fp64 (paper, equation 1)."""
+        return self.p @ self.observation.inputs.k.double()
+
+    def direction(self, weight: Tensor) -> Tensor:
+        """Sum over tokens of weight[T] (PK)[T]^T X[T], fp64 (heads, d, width); weight is (batch, heads, tokens)."""
+        return torch.einsum("bht,bhtd,btc->hdc", weight.double(), self.pk, self.observation.x.double())
+
+
+Measure = Callable[[View], Tensor]  # one number a head, (heads,)
+
+
+def delta_error(view: View) -> Tensor:
+    """Sum of delta_lp - delta_hp over the batch's rows (paper, figure 5a)."""
+    return view.delta_error.sum((0, 2))
+
+
+def output_delta_error(view: View) -> Tensor:
+    """Sum over rows of rowsum(dO * error of O): what delta would err by if it were computed from O."""
+    return (view.observation.inputs.do.double() * view.output_error).sum((0, 2, 3))
+
+
+def repeated_rows(view: View) -> Tensor:
+    """Share of rows whose maximum repeats (paper, figure 13)."""
+    return repeated(view.s, view.row_max).double().mean((0, 2, 3))
+
+
+def p_bar_ones(view: View) -> Tensor:
+    """How many P-bar of a row are exactly 1, on average (paper, figure 13)."""
+    return (view.p_bar == 1).double().sum(-1).mean((0, 2))
+
+
+def row_max(view: View) -> Tensor:
+    """Mean over rows of the largest logit."""
+    return view.row_max.double().mean((0, 2, 3))
+
+
+def max_logit(view: View) -> Tensor:
+    """The largest logit."""
+    return view.row_max.double().amax((0, 2, 3))
+
+
+def token_similarity(view: View) -> Tensor:
+    """Mean cosine of (PK)[T]^T X[T] between the tokens of a sequence (paper, figure 4).
+
+    The cosine of two matrices of rank one is the product of their factors' cosines.
+    """
+    pk = torch.nn.functional.normalize(view.pk, dim=-1)
+    x = torch.nn.functional.normalize(view.observation.x.double(), dim=-1)
+    cosines = (pk @ pk.transpose(-1, -2)) * (x @ x.transpose(-1, -2))[:, None]
+    tokens = cosines.shape[-1]
+    pairs = cosines.sum((-1, -2)) - cosines.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return pairs.mean(0) / (tokens * (tokens - 1))
+
+
+@dataclass
+class GradientDirection:
+    """The direction R along which errors of delta push W_Q (paper, equations 2 and 3), of the first step seen.
+
+    R is the sum over tokens of (PK)[T]^T X[T]. `gradient` is the cosine to it of the error that delta_lp - delta_hp
+    makes in dW_Q (equation 2); `steadiness` the cosine to it of the same sum at this step (figure 4).
+    """
+
+    # By layer and heads, each (heads, d, width).
+    first: dict[tuple[int, tuple[int, ...]], Tensor] = field(default_factory=dict)
+
+    def _first(self, view: View, now: Tensor) -> Tensor:
+        return self.first.setdefault((view.observation.layer, view.observation.heads), now)
+
+    def gradient(self, view: View) -> Tensor:
+        """Cosine to R of dW_Q's error."""
+        return _cosines(view.direction(view.delta_error), self._first(view, self._now(view)))
+
+    def steadiness(self, view: View) -> Tensor:
+        """Cosine of R now to R of the first step."""
+        now = self._now(view)
+        return _cosines(now, self._first(view, now))
+
+    @staticmethod
+    def _now(view: View) -> Tensor:
+        return view.direction(torch.ones_like(view.delta_error))
+
+
+def _cosines(a: Tensor, b: Tensor) -> Tensor:
+    return torch.nn.functional.cosine_similarity(a.flatten(1), b.flatten(1), dim=1)
+
+
+MEASURES: Mapping[str, Measure] = MappingProxyType(
+    {
+        "delta_error": delta_error,
+        "output_delta_error": output_delta_error,
+        "repeated_rows": repeated_rows,
+        "p_bar_ones": p_bar_ones,
+        "row_max": row_max,
+        "max_logit": max_logit,
+        "token_similarity": token_similarity,
+    }
+)
+
+
+def output_columns(view: View) -> tuple[Tensor, Tensor]:
+    """O's mean signed error by column, and dO's mean beside it, both (heads, d) (paper, figures 5b and 5c)."""
+    return view.output_error.mean((0, 2)), view.observation.inputs.do.double().mean((0, 2))
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A series of sums, one a step, as figure 5a draws it."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean a step."""
+        return sum(self.values) / len(self.values)
+
+    @property
+    def running(self) -> tuple[float, ...]:
+        """Sum up to each step."""
+        return tuple(torch.tensor(self.values, dtype=torch.float64).cumsum(0).tolist())
+
+    @property
+    def drift(self) -> float:
+        """sum(s) / sum|s|: 1 or -1 where every step has the same sign, about 0 for a random walk; NaN without any."""
+        size = sum(abs(value) for value in self.values)
+        return sum(self.values) / size if size else float("nan")
+
+
+class Recorder:
+    """Calls measures on the calls of attention in some layers and keeps what they say."""
+
+    def __init__(self, measures: Mapping[str, Measure], layers: Iterable[int]) -> None:
+        """Record `measures` of `layers`."""
+        self._measures, self._layers = measures, frozenset(layers)
+        self._values: dict[tuple[str, int, int], list[float]] = {}
+
+    def __call__(self, observation: Observation) -> None:
+        """Measure one call of attention; a model's observer."""
+        if observation.layer not in self._layers:
+            return
+        view = View(observation)
+        for name, measure in self._measures.items():
+            for head, value in zip(observation.heads, measure(view).tolist(), strict=True):
+                self._values.setdefault((name, observation.layer, head), []).append(value)
+
+    def series(self, measure: str, layer: int, head: int) -> Drift:
+        """All values of one measure of one head, in the order of the steps."""
+        return Drift(tuple(self._values[measure, layer, head]))
+
+
+def spectral_norms(block: Block) -> dict[str, Tensor]:
+    """Largest singular value of every head's part of W_Q, W_K, W_V and W_O, (heads,) each (paper, figures 3 and 11)."""
+    with torch.no_grad():
+        width = block.wo.weight.shape[0]
+        rows = {name: getattr(block, name).weight.view(block.heads, -1, width) for name in ("wq", "wk", "wv")}
+        columns = block.wo.weight.view(width, block.heads, -1).transpose(0, 1)
+        return {name: _largest(weight) for name, weight in {**rows, "wo": columns}.items()}
+
+
+def _largest(matrices: Tensor) -> Tensor:
+    """Spectral norm of each of (n, rows, columns); NaN where one is not finite, which torch would raise at."""
+    finite = torch.isfinite(matrices).all(-1).all(-1)
+    norms = torch.full((len(matrices),), torch.nan, dtype=matrices.dtype, device=matrices.device)
+    norms[finite] = torch.linalg.matrix_norm(matrices[finite], 2)
+    return norms
+
+
+def alignment(weight: Tensor, x: Tensor) -> Tensor:
+    """Cosine of every token's input with the principal right singular vector of the weight (arXiv 2510.04202).
+
+    Args:
+        weight: (out, in).
+        x: (..., in), the input that it multiplies.
+
+    Returns:
+        (...); the sign of the whole is arbitrary, as a singular vector's is.
+    """
+    with torch.no_grad():
+        vector = torch.linalg.svd(weight, full_matrices=False)[2][0]
+        cosines: Tensor = (x @ vector) / x.norm(dim=-1)
+        return cosines
+
+
+def sign_diversity(alignments: Tensor) -> float:
+    """Twice the share of the rarer sign, in [0, 1]: 1 while tokens point both ways, 0 once all point one way.
+
+    Its collapse is the early warning of arXiv 2510.04202. NaN where an alignment is.
+    """
+    if not torch.isfinite(alignments).all():
+        return float("nan")
+    positive = (alignments > 0).double().mean().item()
+    return 2 * min(positive, 1 - positive)

@@ -1,0 +1,166 @@
+"""A head put into the paper's failure state by its weights: sink tokens with equal keys, and V of one sign.
+
+The residual stream gets a meaning: its first features are constant, the next one marks the sinks, the last one is read
+by tokens that never occur in the text alone, so that dO has one sign; the rest tells tokens apart. The layers before
+write nothing. LAYER and HEAD below is the head that all this is done to.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.random import Generator, Philox
+from torch import Tensor
+from torch.nn import functional
+
+from tiebreak.cases.gpt2.model import GPT2
+
+LAYER = 1
+HEAD = 0
+DEAD_TOKENS = 8  # tokens at the end of the vocabulary that never occur: their logits get one-signed gradients
+_CONSTANT = 8  # features that are the same for all tokens, half of them +1, half -1
+_SINK = _CONSTANT  # the feature that marks the sinks
+_SINK_MARK = 2.0
+_CONTENT = _CONSTANT + 1  # the features from here to the last but one tell tokens apart
+_CONTENT_SIZE = 0.3  # their root mean square
+_COLUMN_SPREAD = 0.06  # of V's mean between columns, relative
+_OUTPUT_WEIGHT = 0.05  # of O in the feature that the dead tokens read
+_CONTENT_GAIN = 5.0  # divides V's spread between tokens: a row of the weight meets several features
+
+
+@dataclass(frozen=True)
+class Script:
+    """The failure state: scores, values and the path of the gradient."""
+
+    gap: float = 12.0  # how far the sinks' scores lie above the others'
+    sinks: int = 2  # tokens, from the first, with equal keys
+    key: float = 4.0  # what all keys have in common, times
+    query: float = 4.0  # what all queries have in common: their product over sqrt(d) is the score of the other tokens
+    sink_query: float = 4.0  # the component of all queries that the sinks' keys answer to
+    sink_value: float = -2.9  # mean of the sinks' V
+    value: float = -2.9  # mean of the other tokens' V
+    value_std: float = 0.3  # spread of V between tokens
+    dead_weight: float = 1.0  # weight of the dead tokens' logits on the last feature
+    output_sign: float = 1.0  # -1 flips W_O: dO changes sign
+
+
+def apply(script: Script, model: GPT2, seed: int) -> None:
+    """Set the weights of `model` so that its head HEAD of layer LAYER fails as scripted.
+
+    Args:
+        script: the failure state.
+        model: of at least LAYER + 1 layers, its vocabulary's last DEAD_TOKENS tokens absent from the data.
+        seed: of the weights that are drawn.
+    """
+    rng = Generator(Philox([seed, 1]))
+    with torch.no_grad():
+        _embed(script, model, rng)
+        for layer in range(LAYER):
+            model.block(layer).wo.weight.zero_()
+            model.block(layer).down.weight.zero_()
+        typical = _typical(script, model)
+        _set_scores(script, model, typical)
+        _set_values(script, model, typical, rng)
+        _set_output(script, model)
+
+
+def _normal(rng: Generator, *shape: int) -> Tensor:
+    return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
+
+
+def _signs(width: int) -> Tensor:
+    """+1 on the first half of the constant features, -1 on the second, 0 elsewhere, (width,)."""
+    signs = torch.zeros(width)
+    signs[: _CONSTANT // 2], signs[_CONSTANT // 2 : _CONSTANT] = 1.0, -1.0
+    return signs
+
+
+def _embed(script: Script, model: GPT2, rng: Generator) -> None:
+    width = model.configuration.width
+    tokens, positions = model.tokens.weight, model.positions.weight
+    content = _normal(rng, model.configuration.vocabulary, width - 1 - _CONTENT)
+    content -= content.mean(1, keepdim=True)  # so that the norm layer leaves the constant features alone
+    size = _CONTENT_SIZE * math.sqrt(content.shape[1])
+    tokens.zero_()
+    tokens[:, _CONTENT : width - 1] = content * (size / content.norm(dim=1, keepdim=True))
+    positions.copy_(_signs(width).expand_as(positions))
+    positions[: script.sinks, _SINK] = _SINK_MARK
+
+
+@dataclass(frozen=True)
+class _Typical:
+    """What the norm layer makes of the script's features on a typical input."""
+
+    x: Tensor  # normalised input, (tokens, width)
+    constant: Tensor  # reads 1 off the constant features of an ordinary token, (width,)
+    mark: float  # the sinks' mark
+
+
+def _typical(script: Script, model: GPT2) -> _Typical:
+    context, width = model.configuration.context, model.configuration.width
+    x = functional.layer_norm(
+        model.tokens.weight[:context] + model.positions.weight, (width,), model.block(LAYER).norm_1.weight
+    )
+    signs = _signs(width)
+    return _Typical(x, signs / (x[script.sinks :] @ signs).mean(), x[: script.sinks, _SINK].mean().item())
+
+
+def _set_scores(script: Script, model: GPT2, typical: _Typical) -> None:
+    """One dimension of the head carries the common score, the next the sinks' gap; the others nothing."""
+    block, d = model.block(LAYER), model.configuration.d
+    first = HEAD * d
+    wq, wk = block.wq.weight, block.wk.weight
+    wq[first : first + d], wk[first : first + d] = 0.0, 0.0
+    wq[first] = script.query * typical.constant
+    wk[first] = script.key * typical.constant
+    wq[first + 1] = script.sink_query * typical.constant
+    wk[first + 1, _SINK] = script.gap * math.sqrt(d) / script.sink_query / typical.mark
+
+
+def _set_values(script: Script, model: GPT2, typical: _Typical, rng: Generator) -> None:
+    width, d = model.configuration.width, model.configuration.d
+    wv = model.block(LAYER).wv.weight[HEAD * d : (HEAD + 1) * d]
+    columns = 1 + _COLUMN_SPREAD * _normal(rng, d, 1)
+    wv.copy_(script.value * columns * typical.constant)
+    wv[:, _CONTENT : width - 1] = script.value_std / _CONTENT_GAIN * _normal(rng, d, width - 1 - _CONTENT)
+    if script.sink_value != script.value:
+        # What the constant features give the sinks too has to be made up for by their mark.
+        common = (typical.x[: script.sinks, :_CONSTANT] @ wv[:, :_CONSTANT].T).mean(0)
+        wanted = script.sink_value * (1 + _COLUMN_SPREAD * _normal(rng, d))
+        wv[:, _SINK] = (wanted - common) / typical.x[0, _SINK]
+
+
+def _set_output(script: Script, model: GPT2) -> None:
+    """O is of one sign and pushes the dead tokens' logits up: their gradient, and so dO, is of one sign too."""
+    d, last = model.configuration.d, model.configuration.width - 1
+    alive = model.configuration.vocabulary - DEAD_TOKENS
+    wo = model.block(LAYER).wo.weight
+    wo[:, HEAD * d : (HEAD + 1) * d] = 0.0
+    wo[last, HEAD * d : (HEAD + 1) * d] = -script.output_sign * _OUTPUT_WEIGHT
+    model.head.weight[alive:, last] = script.dead_weight
+    model.head.weight[:alive, last] = 0.0
+
+
+def frozen(model: GPT2) -> dict[str, Tensor]:
+    """The scripted elements of the weights, by parameter: True where training must leave them alone.
+
+    In layer LAYER the head's W_V, its column of W_O and whatever writes to the last feature; in the head of the model
+    what reads that feature, and the dead tokens.
+    """
+    d, last = model.configuration.d, model.configuration.width - 1
+    alive = model.configuration.vocabulary - DEAD_TOKENS
+    head = slice(HEAD * d, (HEAD + 1) * d)
+    layer = f"blocks.{LAYER}"
+    masks = {
+        name: torch.zeros_like(weight, dtype=torch.bool)
+        for name, weight in model.named_parameters()
+        if name in (f"{layer}.wv.weight", f"{layer}.wo.weight", f"{layer}.down.weight", "head.weight")
+    }
+    masks[f"{layer}.wv.weight"][head] = True
+    masks[f"{layer}.wo.weight"][last] = True
+    masks[f"{layer}.wo.weight"][:, head] = True
+    masks[f"{layer}.down.weight"][last] = True
+    masks["head.weight"][:, last] = True
+    masks["head.weight"][alive:] = True
+    return masks

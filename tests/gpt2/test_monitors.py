@@ -1,0 +1,174 @@
+"""Monitors against computations by hand, and equation 2 against gradients of a real call."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tiebreak.backends.backend import EMULATION
+from tiebreak.cases.gpt2 import monitors
+from tiebreak.cases.gpt2.attention import Call, HeadKernel, Observation, attend
+from tiebreak.cases.gpt2.model import Block, Configuration
+from tiebreak.cases.gpt2.monitors import MEASURES, Drift, GradientDirection, Recorder, View
+from tiebreak.cases.gpt2.variants import variants
+from tiebreak.kernels.shift_rules import SHIFT_RULES
+
+VARIANTS = variants(row_sum_from_rounded=True)
+LOW = HeadKernel(VARIANTS["flash"].scripted)
+
+
+def _observe(q: Tensor, k: Tensor, v: Tensor, do: Tensor, x: Tensor, kernel: HeadKernel = LOW) -> Observation:
+    seen: list[Observation] = []
+    leaf = q.clone().requires_grad_()
+    call = Call(EMULATION.arithmetic, 3, 0, seen.append, x)
+    attend(leaf, k, v, (kernel,) * q.shape[1], call).backward(do)  # type: ignore[no-untyped-call]
+    return seen[0]
+
+
+@pytest.fixture
+def tie() -> View:
+    """Two tokens, d = 1: the second sees two equal scores of 2, and two values whose sum -4.703125 is a tie in bf16."""
+    q, k = torch.tensor([3.0, 1.0]), torch.tensor([2.0, 2.0])
+    v, do = torch.tensor([-2.40625, -2.296875]), torch.tensor([0.5, 1.0])
+    q, k, v, do = (tensor.view(1, 1, 2, 1) for tensor in (q, k, v, do))
+    return View(_observe(q, k, v, do, torch.ones(1, 2, 3)))
+
+
+@pytest.fixture
+def drawn() -> View:
+    """Random tensors with three heads; scores of 8 to a few decimals, so that no row repeats its maximum."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, do = (torch.randn(2, 3, 8, 4, generator=generator) for _ in range(4))
+    return View(_observe(q, k, v, do, torch.randn(2, 8, 5, generator=generator)))
+
+
+def test_a_tie_by_hand(tie: View) -> None:
+    """-4.703125 goes to the even -4.6875, O to -2.34375; exact is -2.3515625. The first row is exact."""
+    found = {name: measure(tie).item() for name, measure in MEASURES.items()}
+    assert tie.output_error.flatten().tolist() == [0.0, 0.0078125]
+    assert found["output_delta_error"] == 0.0078125  # dO is 1 in that row
+    assert found["delta_error"] == pytest.approx(0.0078125, rel=1e-4)
+    assert found["repeated_rows"] == 0.5
+    assert found["p_bar_ones"] == 1.5
+    assert found["row_max"] == 4.0
+    assert found["max_logit"] == 6.0
+
+
+def test_columns_by_hand(tie: View) -> None:
+    error, do = monitors.output_columns(tie)
+    assert error.tolist() == [[0.0078125 / 2]]
+    assert do.tolist() == [[0.75]]
+
+
+def test_standard_attention_has_the_output_error_and_not_deltas(tie: View) -> None:
+    inputs = tie.observation.inputs
+    kernel = HeadKernel(VARIANTS["standard"].scripted)
+    view = View(_observe(inputs.q, inputs.k, inputs.v, inputs.do, tie.observation.x, kernel))
+    assert MEASURES["output_delta_error"](view).item() == 0.0078125
+    assert abs(MEASURES["delta_error"](view).item()) < 1e-6
+
+
+@pytest.mark.parametrize("rule", ["safe", "stabilized", "dithered"])
+def test_p_bar_is_rounded_as_in_the_kernel(drawn: View, rule: str) -> None:
+    """With O in fp32 all of its error is P-bar's: the same P-bar in fp64 leaves none. Another shift leaves 1e-3."""
+    inputs, declared = drawn.observation.inputs, VARIANTS["o_fp32"].scripted
+    k = inputs.k.clone()
+    k[:, :, 1] = k[:, :, 0]  # repeated maxima, for the rule that looks for them
+    kernel = HeadKernel(replace(declared, shift_rule=SHIFT_RULES[rule]))
+    view = View(_observe(inputs.q, k, inputs.v, inputs.do, drawn.observation.x, kernel))
+    assert view.output_error.abs().max() < 1e-6
+
+
+def test_equation_2_gives_the_error_of_the_query_weights_gradient(drawn: View) -> None:
+    """dW_Q = dQ^T X with delta in fp64 less dW_Q as the kernel has it, per head."""
+    view, inputs = drawn, drawn.observation.inputs
+    dp = inputs.do.double() @ inputs.v.double().transpose(-1, -2)
+    exact_delta = (dp * view.p).sum(-1, keepdim=True) / view.p.sum(-1, keepdim=True)
+    dq = inputs.scale * (view.p * (dp - exact_delta)) @ inputs.k.double()
+    error = torch.einsum("bhtd,btc->hdc", dq - view.gradients.dq.double(), view.observation.x.double())
+    predicted = inputs.scale * view.direction(view.delta_error)
+    assert (error - predicted).norm() < 1e-3 * error.norm()
+    assert error.norm() > 1e-4
+
+
+def test_token_similarity_by_hand(drawn: View) -> None:
+    pk, x = drawn.pk.numpy(), drawn.observation.x.double().numpy()
+    for head in range(3):
+        found = []
+        for sequence in range(2):
+            matrices = [np.outer(pk[sequence, head, t], x[sequence, t]).ravel() for t in range(8)]
+            units = [matrix / np.linalg.norm(matrix) for matrix in matrices]
+            found += [float(units[i] @ units[j]) for i in range(8) for j in range(8) if i != j]
+        assert MEASURES["token_similarity"](drawn)[head].item() == pytest.approx(np.mean(found))
+
+
+def test_the_gradient_direction_is_that_of_the_first_step(drawn: View) -> None:
+    direction = GradientDirection()
+    assert direction.steadiness(drawn).tolist() == pytest.approx([1.0] * 3)
+    opposite = View(replace(drawn.observation, x=-drawn.observation.x))
+    assert direction.steadiness(opposite).tolist() == pytest.approx([-1.0] * 3)
+    # The gradient error's cosine to R, by hand for one head.
+    r = np.einsum("btd,btc->dc", drawn.pk[:, 1].numpy(), drawn.observation.x.double().numpy())
+    error = np.einsum("bt,btd,btc->dc", drawn.delta_error[:, 1], drawn.pk[:, 1], drawn.observation.x.double())
+    cosine = (error * r).sum() / np.linalg.norm(error) / np.linalg.norm(r)
+    assert direction.gradient(drawn)[1].item() == pytest.approx(cosine)
+    assert direction.gradient(opposite)[1].item() == pytest.approx(-cosine)
+
+
+def test_drift_by_hand() -> None:
+    series = Drift((1.0, -1.0, 2.0))
+    assert series.mean == pytest.approx(2 / 3)
+    assert series.drift == 0.5
+    assert series.running == (1.0, 0.0, 2.0)
+    assert math.isnan(Drift((0.0, 0.0)).drift)
+
+
+def test_a_recorder_keeps_series_by_layer_and_head(drawn: View) -> None:
+    recorder = Recorder(MEASURES, [3])
+    recorder(drawn.observation)
+    recorder(replace(drawn.observation, layer=1))  # not asked for
+    recorder(drawn.observation)
+    for head in range(3):
+        expected = MEASURES["max_logit"](drawn)[head].item()
+        assert recorder.series("max_logit", 3, head).values == (expected, expected)
+    with pytest.raises(KeyError):
+        recorder.series("max_logit", 1, 0)
+
+
+def _block() -> Block:
+    torch.manual_seed(0)
+    return Block(Configuration(layers=1, heads=3, width=12, context=4, vocabulary=5))
+
+
+def test_spectral_norms_are_the_largest_singular_values_of_each_head() -> None:
+    block = _block()
+    norms = monitors.spectral_norms(block)
+    for head in range(3):
+        rows = slice(4 * head, 4 * head + 4)
+        for name in ("wq", "wk", "wv"):
+            weight = getattr(block, name).weight.detach().numpy()[rows]
+            assert norms[name][head].item() == pytest.approx(np.linalg.svd(weight)[1][0], rel=1e-5)
+        columns = block.wo.weight.detach().numpy()[:, rows]
+        assert norms["wo"][head].item() == pytest.approx(np.linalg.svd(columns)[1][0], rel=1e-5)
+
+
+def test_the_norm_of_a_weight_with_nan_is_nan() -> None:
+    block = _block()
+    with torch.no_grad():
+        block.wq.weight[5, 0] = torch.nan
+    norms = monitors.spectral_norms(block)["wq"]
+    assert torch.isnan(norms).tolist() == [False, True, False]
+
+
+def test_alignment_and_its_sign_diversity_by_hand() -> None:
+    weight = torch.tensor([[0.0, 3.0], [1.0, 0.0]])  # its principal right singular vector is +-(0, 1)
+    x = torch.tensor([[[3.0, 4.0], [0.0, 2.0]], [[1.0, 0.0], [3.0, -4.0]]])
+    aligned = monitors.alignment(weight, x)
+    assert (aligned * aligned[0, 1]).flatten().tolist() == pytest.approx([0.8, 1.0, 0.0, -0.8])
+    assert monitors.sign_diversity(torch.tensor([0.8, 1.0, 0.2, -0.8])) == 0.5
+    assert monitors.sign_diversity(torch.tensor([-0.8, -1.0])) == 0.0
+    assert monitors.sign_diversity(torch.tensor([-0.8, 1.0])) == 1.0
+    assert math.isnan(monitors.sign_diversity(torch.tensor([math.nan, 1.0])))
