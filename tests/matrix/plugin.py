@@ -1,6 +1,7 @@
 """The pytest side of the matrix: options, workers, and the way of the records from the workers to the file."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tiebreak.backends.backend import BACKENDS
 from tiebreak.backends.platform import describe, worker_count
+from tiebreak.backends.probes import fingerprint
 from tiebreak.cases.case import HEADS_PER_BATCH
 from tiebreak.matrix.cell import Cell, Settings, blank_record, place
 from tiebreak.matrix.explain import explain
@@ -203,6 +205,12 @@ class Keeper:
         lines.append(f"platform: {platform.cpu}, level {platform.level}, torch {platform.torch}")
         return [*lines, *(f"backend {name} can't run: {reason}" for name, reason in unavailable.items())]
 
+    @functools.cached_property
+    def _fingerprints(self) -> dict[str, Mapping[str, str | float]]:
+        """What the arithmetic of every backend that ran does, by backend."""
+        ran = {cell.backend.name: cell.backend for cell in self.expected.values()}
+        return {name: fingerprint(backend.arithmetic, backend.device) for name, backend in ran.items()}
+
     def check_path(self) -> None:
         """Refuse a place that can't be written to before the work, not after it."""
         name = self.config.getoption("save")
@@ -281,7 +289,7 @@ class Keeper:
 
     def _as_run(self, *, complete: bool) -> records.Run:
         return records.Run(
-            platform=describe().as_dict(),
+            platform=describe().as_dict() | {"fingerprint": self._fingerprints},
             options=self.options(),
             records=tuple(self.records[name] for name in self.expected if name in self.records),
             unavailable=self.config.stash[_unavailable],

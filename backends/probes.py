@@ -1,0 +1,78 @@
+"""Probes: what a device's arithmetic does, measured, not read off a data sheet. The answers are its fingerprint."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tiebreak.backends.emulation.rounding import round_to
+from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.formats import BF16, Format, Rounding
+from tiebreak.kernels.plans import Accumulator, Cast, Exponential
+
+_SIZE = 64
+_DETERMINISTIC = tuple(mode for mode in Rounding if mode is not Rounding.STOCHASTIC)
+
+
+def fingerprint(arithmetic: Arithmetic, device: str, fmt: Format = BF16) -> Mapping[str, str | float]:
+    """What the arithmetic on a device does where devices are known to differ.
+
+    Args:
+        arithmetic: of the device.
+        device: torch's name of it.
+        fmt: the narrow format that is probed.
+
+    Returns:
+        `cast` and `matmul`: the mode in which a cast and a matrix product round, `none known` if no mode fits;
+        `matmul_sums_in`: whether the product's running sum is wider than `fmt`; `matmul_subnormals`: kept or flushed;
+        `exp_at_zero`: the device's exp(0).
+    """
+    values = _probe_values(fmt)
+    cast = arithmetic.cast(values.to(device), Cast(fmt)).cpu()
+    # Each row's two terms add up to one probe value, exactly in fp32.
+    high = round_to(values, fmt, Rounding.TOWARD_ZERO)
+    pairs = torch.stack([high, values - high], -1)
+    product = _dot(arithmetic, pairs, device, fmt)
+    kept = _dot(arithmetic, torch.full((1, 1), fmt.smallest_normal / 4), device, fmt).item() != 0.0
+    return {
+        "cast": _mode_of(values, cast, fmt),
+        "matmul": _mode_of(values, product, fmt),
+        "matmul_sums_in": "fp32 or wider" if _sums_wide(arithmetic, device, fmt) else fmt.name,
+        "matmul_subnormals": "kept" if kept else "flushed",
+        "exp_at_zero": arithmetic.exp(torch.zeros(1, device=device), Exponential()).item(),
+    }
+
+
+def _dot(arithmetic: Arithmetic, rows: Tensor, device: str, fmt: Format) -> Tensor:
+    """Row sums as the device's matrix product forms them: rows (m, k) times ones, padded with zeros to (m, 64).
+
+    A single column, or a short row, may take another path through a library than the products of attention do.
+    """
+    shared = -(-rows.shape[1] // _SIZE) * _SIZE
+    a = torch.zeros(max(rows.shape[0], _SIZE), shared)
+    a[: rows.shape[0], : rows.shape[1]] = rows
+    b = torch.ones(shared, _SIZE)
+    product = arithmetic.matmul(a.to(device), b.to(device), Cast(fmt), Accumulator.EXACT)
+    return product.cpu()[: rows.shape[0], 0]
+
+
+def _probe_values(fmt: Format) -> Tensor:
+    """Ties of both parities and values a little beside them, both signs, in [1, 2)."""
+    ulp = 2.0**-fmt.mantissa_bits
+    numbers = 1.0 + torch.arange(16, dtype=torch.float32) * ulp
+    offsets = torch.tensor([0.25, 0.5, 0.75]) * ulp
+    positive = (numbers[:, None] + offsets).flatten()
+    return torch.cat([positive, -positive])
+
+
+def _mode_of(values: Tensor, rounded: Tensor, fmt: Format) -> str:
+    fitting = [mode.value for mode in _DETERMINISTIC if torch.equal(round_to(values, fmt, mode), rounded)]
+    return fitting[0] if fitting else "none known"
+
+
+def _sums_wide(arithmetic: Arithmetic, device: str, fmt: Format) -> bool:
+    """Whether 1 and many terms of a quarter ulp each add up: in the narrow format itself they never leave 1."""
+    terms = 2 ** (fmt.mantissa_bits + 2)
+    row = torch.full((1, terms + 1), 1.0 / terms)
+    row[0, 0] = 1.0
+    return _dot(arithmetic, row, device, fmt).item() >= 1.5
