@@ -1,9 +1,11 @@
 """Runs of the matrix inside a test."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,17 @@ from tiebreak.reports.records import Run
 CELLS = Path(__file__).parents[1] / "matrix" / "test_cells.py"
 # Plug-ins that take longer to import than a cell to run, and a cache that would be the repository's own.
 LEAN = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:benchmark")
+
+# As `python -m pytest`, also where the shell has put this process into the background: Ctrl-C is ignored there.
+HEEDING_CTRL_C = (
+    "import signal, sys, pytest; signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(pytest.main())"
+)
+
+
+def _open_at_the_end(process: subprocess.Popen[str], pipe: Path) -> None:
+    process.wait()
+    with contextlib.suppress(OSError):  # nobody waits any more
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
 
 
 @pytest.fixture
@@ -51,11 +64,13 @@ def interrupted(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> C
     def run(*options: str) -> tuple[int, str]:
         pipe = pytester.path / "started"
         os.mkfifo(pipe)
-        words = [sys.executable, "-m", "pytest", str(CELLS), *LEAN, *options]
+        words = [sys.executable, "-c", HEEDING_CTRL_C, str(CELLS), *LEAN, *options]
         # A session of its own: as from a terminal, Ctrl-C goes to the whole process group, workers and all.
         with subprocess.Popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         ) as process:
+            # Should pytest end before the cell runs, the pipe is opened in its place: nothing waits forever.
+            threading.Thread(target=_open_at_the_end, args=(process, pipe), daemon=True).start()
             pipe.open("rb").close()
             os.killpg(process.pid, signal.SIGINT)
             output, _ = process.communicate(timeout=60)

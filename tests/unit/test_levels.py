@@ -181,8 +181,10 @@ def test_ctrl_c_stops_at_once(three: list[str], monkeypatch: pytest.MonkeyPatch)
 def test_ctrl_c_lets_the_running_process_end_by_itself(tmp_path: Path) -> None:
     # Real processes in a group of their own, as a terminal has them: the signal goes to all of it.
     child = "import time\ntry:\n print('up', flush=True)\n time.sleep(60)\nexcept KeyboardInterrupt:\n print('tidied')"
+    # A process that a shell has put into the background inherits a Ctrl-C that is ignored.
     parent = (
-        "import os, sys\nfrom tiebreak.backends.levels import _call\n"
+        "import os, signal, sys\nfrom tiebreak.backends.levels import _call\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "try:\n _call([sys.executable, '-c', sys.argv[1]], os.environ)\nexcept KeyboardInterrupt:\n sys.exit(130)"
     )
     with subprocess.Popen(
