@@ -168,6 +168,14 @@ def test_across_compares_claims_not_numbers(run: MakeRun, record: Make, skip: Ma
     assert judge(run, record(), skip(), across=True)[0][0]
 
 
+def test_across_a_kernel_may_declare_another_plan_with_a_claim_of_its_own(run: MakeRun, record: Make) -> None:
+    other = {"plan": "flash@fused_fast_exp", "claim": ClaimRecord("biased away from zero", "us", True)}
+    assert judge(run, record(), record(**other), across=True) == []
+    assert judge(run, record(), record(**other))[0][0], "on one platform a changed plan is a changed kernel"
+    unmet = {**other, "claim": ClaimRecord("biased away from zero", "us", False)}
+    assert judge(run, record(), record(**unmet), across=True)[0][0]
+
+
 @pytest.mark.parametrize("name", ["seed", "heads"])
 def test_other_inputs_are_refused(run: MakeRun, name: str) -> None:
     with pytest.raises(UsageError, match=rf"options\.{name}: {run().options[name]} in the baseline, 7 in the new run"):
