@@ -9,6 +9,7 @@ from tiebreak.reports.records import Record, Run
 
 _TIED = re.compile(r"tied_maxima\[k=(\d+)\]")
 _EACH = 2  # kernels of each kind in a figure: more lines than four can't be told apart
+_WELL_KNOWN = ("flash@paper", "stabilized@paper")  # the paper's own, which come first where they were run
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Figure:
 def figures(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
     """The figures that the runs have data for.
 
-    The kernels are the most biased of those whose P-bar reaches 1, where ties break, and the least biased of the
-    others, under emulation, where the trace is known. They come from the first run that traced any.
+    The kernels are the paper's own, then the most biased of those whose P-bar reaches 1, where ties break, and the
+    least biased of the others, under emulation, where the trace is known. They come from the first run that traced any.
 
     Args:
         runs: the runs.
@@ -60,10 +61,11 @@ def _from(figure: Figure, label: str) -> Figure:
 
 
 def _chosen(records: Sequence[Record]) -> list[Record]:
-    traced = sorted((record for record in records if record.trace is not None), key=_size)
-    stepping = [record for record in traced if record.trace and record.trace.at_one]
-    smooth = [record for record in traced if record.trace and not record.trace.at_one]
-    return [*_different(stepping[::-1]), *_different(smooth)]
+    stepping = [record for record in records if record.trace and record.trace.at_one]
+    smooth = [record for record in records if record.trace and not record.trace.at_one]
+    stepping.sort(key=lambda record: (record.kernel not in _WELL_KNOWN, -_size(record)))
+    smooth.sort(key=lambda record: (record.kernel not in _WELL_KNOWN, _size(record)))
+    return [*_different(stepping), *_different(smooth)]
 
 
 def _different(records: Sequence[Record]) -> list[Record]:
