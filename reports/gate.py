@@ -35,6 +35,7 @@ from tiebreak.reports.tables import counted
 _SEVERITY = {HELD: 0, INCONCLUSIVE: 1, FELL: 2, CRASHED: 3, TIMED_OUT: 3, SKIPPED: 4}
 _SOFTWARE = ("python", "torch", "numpy", "os", "commit")  # a baseline is there to see these change
 _CAPACITY = ("cores", "memory_gib")
+_FINGERPRINT = "fingerprint"  # follows from platform and software, so a change of it is told, not refused
 _NARROWING = {"backend": "backend", "kernels": "kernel", "cases": "case", "dtype": "format"}  # option: field
 
 
@@ -96,7 +97,7 @@ def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mappin
         old, new = (str(found.get(name)) for found in (baseline.options, options))
         if old != new:
             raise UsageError(f"options.{name}: {old} in the baseline, {new} in the new run; run with --{name} {old}")
-    kinds = (baseline.platform.keys() | platform.keys()) - {*_SOFTWARE, *_CAPACITY}
+    kinds = (baseline.platform.keys() | platform.keys()) - {*_SOFTWARE, *_CAPACITY, _FINGERPRINT}
     for name in sorted(kinds):
         old, new = (_plain(found.get(name)) for found in (baseline.platform, platform))
         if old != new and not across:
@@ -150,6 +151,12 @@ def _notes(baseline: Run, run: Run, fresh: int, outside: int) -> Iterator[str]:
         old, new = baseline.platform.get(name), run.platform.get(name)
         if old != new:
             yield f"{name} {old} in the baseline, {new} in the new run"
+    before, after = (found.platform.get(_FINGERPRINT, {}) for found in (baseline, run))
+    for backend in before.keys() & after.keys():
+        for probe in sorted(before[backend].keys() & after[backend].keys()):
+            old, new = before[backend][probe], after[backend][probe]
+            if old != new:
+                yield f"{backend}, {probe}: {old} in the baseline, {new} in the new run"
     if fresh:
         yield f"{counted(fresh, 'cell')} not in the baseline; --update-baseline adds what is new"
     if outside:

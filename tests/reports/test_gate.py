@@ -160,6 +160,15 @@ def test_other_software_is_told_not_refused(run: MakeRun, record: Make) -> None:
     assert found.notes == ("torch 2.13.0 in the baseline, 2.14.0 in the new run",)
 
 
+def test_a_changed_fingerprint_is_told_not_refused(run: MakeRun, record: Make) -> None:
+    kept = {"cpu": {"matmul_subnormals": "kept"}, "cuda": {"matmul": "even"}}
+    flushed = {"cpu": {"matmul_subnormals": "flushed"}}
+    before = run(record(), platform={"fingerprint": kept})
+    found = gate(before, run(record(), platform={"fingerprint": flushed}), Limits())
+    assert found.held
+    assert found.notes == ("cpu, matmul_subnormals: kept in the baseline, flushed in the new run",)
+
+
 def test_across_compares_claims_not_numbers(run: MakeRun, record: Make, skip: Make) -> None:
     assert judge(run, record(), record(digest="q", **BIASED), across=True) == []
     assert judge(run, record(), record(outcome="fell"), across=True)[0][0]
