@@ -91,8 +91,6 @@ class Case:
 
     def claim_about(self, declaration: Declaration | None, fmt: Format = BF16) -> Claim | None:
         """The claim that holds for a kernel; None where the case claims nothing about it."""
-        if declaration is None:
-            return None
         return next((claim for claim in self.claims if claim.concerns(declaration, fmt)), None)
 
 

@@ -75,16 +75,17 @@ class Claim:
     formats: frozenset[str]  # formats it speaks of, by name
     source: str  # who claims it, and where
 
-    def concerns(self, declaration: Declaration, fmt: Format) -> bool:
-        """Whether it speaks of a kernel that declares this, in this format."""
-        algorithm_fits = declaration.algorithm == "flash" or not self.rules or "standard" in self.rules
+    def concerns(self, declaration: Declaration | None, fmt: Format) -> bool:
+        """Whether it speaks of a kernel that declares this, in this format.
+
+        Of a kernel that declares nothing only a claim about all kernels does.
+        """
+        if fmt.name not in self.formats:
+            return False
+        if declaration is None:
+            return not self.rules and not self.plans
         rule = "standard" if declaration.algorithm == "standard" else declaration.shift_rule.name
-        return (
-            algorithm_fits
-            and fmt.name in self.formats
-            and (not self.rules or rule in self.rules)
-            and (not self.plans or declaration.plan.name in self.plans)
-        )
+        return (not self.rules or rule in self.rules) and (not self.plans or declaration.plan.name in self.plans)
 
 
 def claim(expectation: Expectation, source: str, *, rules: str = "", plans: str = "", formats: str = "bf16") -> Claim:

@@ -320,9 +320,10 @@ def test_the_first_claim_that_concerns_a_kernel_is_its_claim(kernel: str, source
     assert (found.source if found else None) == source
 
 
-def test_no_claim_is_made_about_a_kernel_that_declares_nothing() -> None:
-    case = Case("made_up", "", "", CASES["random"].recipe, (claim(UNBIASED, "all"),))
-    assert case.claim_about(None) is None
+def test_only_a_claim_about_all_kernels_speaks_of_one_that_declares_nothing() -> None:
+    of_all = claim(UNBIASED, "all")
+    assert Case("made_up", "", "", CASES["random"].recipe, (SECOND, THIRD, of_all)).claim_about(None) is of_all
+    assert Case("made_up", "", "", CASES["random"].recipe, (SECOND, THIRD)).claim_about(None) is None
 
 
 def test_a_claim_speaks_of_the_formats_that_it_names() -> None:

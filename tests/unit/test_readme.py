@@ -53,6 +53,14 @@ def test_your_kernel_follows_the_plan_that_the_command_names(tmp_path: Path) -> 
     assert nearest in ("flash@paper", "flash@all_bf16", "standard", "as_printed_v1@paper")
 
 
+def test_your_kernel_holds_wherever_the_device_flushes_subnormals(tmp_path: Path) -> None:
+    file = tmp_path / "my_attention.py"
+    file.write_text(snippet("Your kernel"), encoding="utf-8")
+    kernel = external_kernel(f"{file}:attention", None)
+    record = run_cell(Cell(CPU, kernel, case_named("subnormal_v"), BF16), Workbench(SETTINGS))
+    assert record.outcome == HELD, record.reasons
+
+
 def test_added_case_runs_and_its_claim_holds() -> None:
     case = names_of("Add a case")["TWO_MAXIMA"]
     record = run_cell(Cell(CPU, CPU.kernel("flash@paper"), case, BF16), Workbench(SETTINGS))
