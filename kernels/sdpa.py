@@ -33,7 +33,8 @@ def _compute(
 ) -> AttentionOutput:
     del arithmetic
     dtype = TORCH_DTYPES[inputs.fmt]
-    q, k, v = (tensor.to(dtype) for tensor in (inputs.q, inputs.k, inputs.v))
+    # Copies also where the format is fp32: leaves of a graph of their own.
+    q, k, v = (tensor.to(dtype, copy=True) for tensor in (inputs.q, inputs.k, inputs.v))
     if not gradients:
         return AttentionOutput(_call(implementation, q, k, v, inputs))
     leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())

@@ -16,7 +16,7 @@ from tiebreak.matrix.candidates import candidates, tilings
 from tiebreak.matrix.cell import Cell
 from tiebreak.matrix.workbench import Workbench
 
-_FAIR_CLAIM = claim(UNBIASED, "--fair: no bias on any failure input", formats="bf16 fp16 fp32")
+_FAIR_CLAIM = claim(UNBIASED, "--fair: no bias on any failure input", formats="bf16 fp16")
 
 
 @dataclass

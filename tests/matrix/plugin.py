@@ -48,7 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--backend", metavar="NAMES", help=f"backends to run: {', '.join(BACKENDS)}")
     group.addoption("--kernels", metavar="NAMES", help="kernels to run, also any rule@plan such as dithered@all_bf16")
     group.addoption("--cases", metavar="NAMES", help="cases to run, such as 'tied_maxima*'")
-    group.addoption("--dtype", metavar="NAMES", default="bf16", help="formats of q, k, v and O (default: bf16)")
+    group.addoption(
+        "--dtype", metavar="NAMES", default="bf16", help="formats of q, k, v and O: bf16, fp16 (default: bf16)"
+    )
     group.addoption("--seed", default="1", metavar="N", help="seed of all inputs (default: 1)")
     group.addoption(
         "--heads", default="256", metavar="N", help="heads a cell draws at first; up to 8 times as many (default: 256)"

@@ -174,3 +174,11 @@ def test_the_kernels_return_gradients(kernel: str) -> None:
         assert gradient.shape == exact.shape
         # P, dS and the result round to bf16, and O, whose own error of up to 3 roundings enters through delta.
         assert ((gradient.double() - exact).abs() <= 6 * BF16.unit_roundoff * scale).all()
+
+
+@pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_math"])
+def test_the_backward_pass_leaves_the_inputs_out_of_its_graph(name: str) -> None:
+    """In fp32 a cast makes no copy, and the inputs are shared by every other cell."""
+    inputs = CASES["random"].make(1, 0, 16, FP32)
+    CPU.run(CPU.kernel(name), inputs, gradients=True)
+    assert not any(tensor.requires_grad for tensor in (inputs.q, inputs.k, inputs.v, inputs.do))

@@ -77,10 +77,17 @@ def test_a_kernel_that_no_chosen_backend_has_is_unknown() -> None:
         cells(Selection(backends="emulation", kernels="sdpa_flash"))
 
 
-@pytest.mark.parametrize(("names", "found"), [("fp16", ["fp16"]), ("*16", ["bf16", "fp16"]), ("fp32,bf16", None)])
-def test_formats_take_lists_and_globs(names: str, found: list[str] | None) -> None:
+@pytest.mark.parametrize(
+    ("names", "found"), [("fp16", ["fp16"]), ("*16", ["bf16", "fp16"]), ("fp16,bf16", ["fp16", "bf16"])]
+)
+def test_formats_take_lists_and_globs(names: str, found: list[str]) -> None:
     formats = [cell.fmt.name for cell in cells(Selection("emulation", "standard", "random", names))[0]]
-    assert formats == (names.split(",") if found is None else found)
+    assert formats == found
+
+
+def test_fp32_is_no_format_of_the_matrix() -> None:
+    with pytest.raises(SelectionError, match=r"^--dtype: unknown format 'fp32'; known are bf16, fp16$"):
+        cells(Selection(formats="fp32"))
 
 
 @pytest.mark.parametrize("name", ["backends", "kernels", "cases", "formats"])
