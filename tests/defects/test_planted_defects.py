@@ -151,3 +151,11 @@ def test_v2_as_printed_is_right_but_for_the_negative_branch() -> None:
     declaration = _declared(defect.declared)
     kernel = Kernel("as_printed_v2", defect.compute(declaration), declaration, has_backward=False)
     assert _run(kernel, EXACT, "tied_maxima[k=2]").outcome == HELD
+
+
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.chaotic or case.cancels])
+def test_a_case_that_cannot_be_predicted_records_no_prediction(case: str) -> None:
+    """Else an exemption would read as a prediction that was met."""
+    declaration = _declared("flash@fused")
+    record = _run(Kernel("sound", partial(run_declared, declaration), declaration), EXACT, case)
+    assert record.prediction is None

@@ -39,7 +39,9 @@ class Looks:
         self.repeatable: bool | None = None
         declaration = cell.kernel.declaration
         self.declaration = declaration or UNDECLARED
-        self.predictable = declaration is not None and not cell.backend.predicts
+        # A chaotic or cancelling case predicts nothing: its records say none is made, not that one was met.
+        told = self.judged and not cell.case.chaotic
+        self.predictable = declaration is not None and not cell.backend.predicts and told
         self.tilings = tilings(self.declaration) if cell.kernel.external else (self.declaration,)
         self.claim = self._claim()
         self.candidates = candidates(cell) if declaration is None else {}
@@ -91,7 +93,7 @@ class Looks:
 
     def prediction_met(self) -> bool | None:
         """Whether the output is what the declaration predicts; None: the data do not tell."""
-        if not self.predictable or not self.judged or self.cell.case.chaotic:
+        if not self.predictable:
             return True
         (_, prediction), measures = self.prediction(), self.measures
         if measures.nonfinite or prediction.nonfinite:
