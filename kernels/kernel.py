@@ -51,6 +51,7 @@ class Kernel:
     has_backward: bool = True  # whether it returns gradients when asked
     refuses: Refuses = _takes_all  # why it can't take some inputs
     external: bool = False  # a user's own: held to the contract of `tiebreak.kernels.external`
+    composed: bool = False  # whether it is its declaration, run on whatever arithmetic it is given
 
 
 def run_declared(
@@ -79,4 +80,4 @@ def run_declared(
 
 def composed(name: str, declaration: Declaration) -> Kernel:
     """A kernel that is its declaration, run on whatever arithmetic a backend brings."""
-    return Kernel(name, partial(run_declared, declaration), declaration)
+    return Kernel(name, partial(run_declared, declaration), declaration, composed=True)

@@ -11,24 +11,35 @@ from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.counter import random_bits
 from tiebreak.kernels.flash import backward, flash, standard
 from tiebreak.kernels.formats import BF16
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.plans import Cast
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
+from tiebreak.kernels.kernel import Declaration, Kernel
+from tiebreak.kernels.plans import FP32_PLAN, FUSED, Cast
+from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 _LAYER_STREAM = 3
 _BF16 = Cast(BF16)
+FP32_ATTENTION = Declaration("flash", FP32_PLAN, SHIFT_RULES["safe"])
+_UNTOLD = Declaration("flash", FUSED, SHIFT_RULES["safe"])
 
 
 @dataclass(frozen=True)
 class HeadKernel:
     """How one head computes attention."""
 
-    declaration: Declaration  # algorithm, plan, shift rule and tiles; the plan's formats are taken as they stand
+    implementation: Declaration | Kernel  # a declaration, its formats as they stand, or a device's or a user's kernel
     inputs: Cast = _BF16  # what q, k and v are rounded to first
 
+    @property
+    def declaration(self) -> Declaration:
+        """What it declares; of a kernel that declares nothing monitors assume what production kernels do."""
+        if isinstance(self.implementation, Declaration):
+            return self.implementation
+        return self.implementation.declaration or _UNTOLD
 
-# Of every layer, of every head.
-Kernels = tuple[tuple[HeadKernel, ...], ...]
+
+# Of every head of a layer. None leaves a head out, its O zero: one whose W_O is zero is computed in vain.
+Heads = tuple[HeadKernel | None, ...]
+Kernels = tuple[Heads, ...]  # of every layer
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ def noise_seed(seed: int, step: int, layer: int) -> int:
     return int(random_bits(seed, _LAYER_STREAM, step, layer))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, kernels: tuple[HeadKernel, ...], call: Call) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: Call) -> Tensor:
     """Causal attention, every head with its own kernel.
 
     Args:
@@ -75,9 +86,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, kernels: tuple[HeadKernel, ...], cal
         O, (batch, heads, tokens, d), differentiable; the gradient passes the rounding of q, k and v unchanged, as that
         of a cast does.
     """
-    distinct = dict.fromkeys(kernels)
-    if len(distinct) == 1:
-        return _apply(q, k, v, kernels[0], tuple(range(len(kernels))), call)
+    distinct = [kernel for kernel in dict.fromkeys(kernels) if kernel is not None]
+    if len(distinct) == 1 and None not in kernels:
+        return _apply(q, k, v, distinct[0], tuple(range(len(kernels))), call)
     out = torch.zeros_like(q)
     for kernel in distinct:
         heads = tuple(index for index, each in enumerate(kernels) if each == kernel)
@@ -100,14 +111,8 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: HeadKernel, heads: tuple[int, ...], call: Call
     ) -> Tensor:
         q, k, v = (call.arithmetic.cast(tensor, kernel.inputs) for tensor in (q, k, v))
-        declared = kernel.declaration
         # dO is not known yet; the forward pass does not look at it.
-        inputs = _inputs(q, k, v, q, heads, call)
-        if declared.algorithm == "standard":
-            output = standard(inputs, declared.plan, call.arithmetic, declared.block)
-        else:
-            output = flash(inputs, declared.plan, declared.shift_rule, call.arithmetic, declared.block)
-        assert output.lse is not None
+        output = _forward(kernel.implementation, _inputs(q, k, v, q, heads, call), call.arithmetic)
         ctx.save_for_backward(q, k, v, output.o, output.lse)
         ctx.kernel, ctx.heads, ctx.call = kernel, heads, call
         return output.o
@@ -116,14 +121,41 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         kernel, call = ctx.kernel, ctx.call
+        if isinstance(kernel.implementation, Kernel) and kernel.implementation.has_backward:
+            do = call.arithmetic.cast(do, kernel.inputs)  # as it takes it; the suite's backward pass works in fp32
         inputs = _inputs(q, k, v, do, ctx.heads, call)
-        gradients = backward(
-            inputs, AttentionOutput(o, lse), kernel.declaration.plan, call.arithmetic, kernel.declaration.block
-        )
+        gradients = _backward(kernel.implementation, inputs, AttentionOutput(o, lse), call.arithmetic)
         if call.observer is not None:
             output = AttentionOutput(o, lse, gradients)
             call.observer(Observation(call.layer, ctx.heads, kernel, call.arithmetic, inputs, output, call.x))
         return gradients.dq, gradients.dk, gradients.dv, None, None, None
+
+
+def _forward(implementation: Declaration | Kernel, inputs: AttentionInputs, arithmetic: Arithmetic) -> AttentionOutput:
+    """O in fp32 and the log-sum-exp; a kernel that does not return the latter gets it from fp32 attention."""
+    if isinstance(implementation, Kernel):
+        output = implementation.compute(inputs, arithmetic, False)
+        lse = output.lse
+        if lse is None:
+            lse = flash(inputs, FP32_ATTENTION.plan, FP32_ATTENTION.shift_rule, arithmetic, FP32_ATTENTION.block).lse
+        return AttentionOutput(output.o.float(), lse)
+    if implementation.algorithm == "standard":
+        return standard(inputs, implementation.plan, arithmetic, implementation.block)
+    return flash(inputs, implementation.plan, implementation.shift_rule, arithmetic, implementation.block)
+
+
+def _backward(
+    implementation: Declaration | Kernel, inputs: AttentionInputs, output: AttentionOutput, arithmetic: Arithmetic
+) -> Gradients:
+    """Gradients by the kernel's own backward pass; one that has none gets that of fp32 flash attention with its O."""
+    if isinstance(implementation, Declaration):
+        return backward(inputs, output, implementation.plan, arithmetic, implementation.block)
+    if not implementation.has_backward:
+        return backward(inputs, output, FP32_ATTENTION.plan, arithmetic, FP32_ATTENTION.block)
+    with torch.enable_grad():  # which autograd turns off in here, and a kernel may rest on
+        found = implementation.compute(inputs, arithmetic, True).gradients
+    assert found is not None
+    return Gradients(found.dq.float(), found.dk.float(), found.dv.float(), found.delta)
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: tuple[int, ...], call: Call) -> AttentionInputs:

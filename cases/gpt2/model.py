@@ -11,7 +11,7 @@ from numpy.random import Generator, Philox
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tiebreak.cases.gpt2.attention import Call, HeadKernel, Kernels, Observer, attend, noise_seed
+from tiebreak.cases.gpt2.attention import Call, HeadKernel, Heads, Kernels, Observer, attend, noise_seed
 from tiebreak.kernels.arithmetic import Arithmetic
 
 INITIAL_STD = 0.02  # of GPT-2's matrices
@@ -27,6 +27,8 @@ class Configuration:
     context: int  # tokens of a sequence, at most
     vocabulary: int  # tokens that exist
     tied: bool = False  # whether the head shares its weight with the token embedding
+    qk_norm: bool = False  # whether every head normalises its queries and keys: see `HeadNorm`
+    gated: bool = False  # whether a gate multiplies every head's output: see `Gate`
 
     def __post_init__(self) -> None:
         """Refuse widths that the heads don't divide, in one line."""
@@ -56,6 +58,46 @@ def everywhere(kernel: HeadKernel, configuration: Configuration) -> Kernels:
     return ((kernel,) * configuration.heads,) * configuration.layers
 
 
+def _split(x: Tensor, heads: int) -> Tensor:
+    """(batch, tokens, width) -> (batch, heads, tokens, d)."""
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
+
+
+class HeadNorm(nn.Module):
+    """QK-norm: the RMS norm of every head's queries or keys, with a learnable gain (arXiv 2010.04245, 2302.05442).
+
+    The gains bound a head's scores, however much its weights grow; the gains themselves nothing bounds. Every dimension
+    of every head has its own. They start at 1: `tiebreak.cases.gpt2.mitigations.match_scores` sets them otherwise.
+    """
+
+    def __init__(self, configuration: Configuration) -> None:
+        super().__init__()
+        self._shape = (configuration.heads, 1, configuration.d)
+        self.gain = nn.Parameter(torch.ones(configuration.width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normalised (batch, heads, tokens, d)."""
+        return functional.rms_norm(x, self._shape[-1:]) * self.gain.view(self._shape)
+
+
+class Gate(nn.Module):
+    """Gated attention: an elementwise factor on every head's output, from the layer's input (arXiv 2505.06708, G1).
+
+    The weight starts at 0 and the sigmoid is doubled, so that a gate starts as exactly 1 and a model with gates as the
+    model without. Doubling only moves a factor of W_O, so nothing that a gate can learn is lost.
+    """
+
+    def __init__(self, configuration: Configuration) -> None:
+        super().__init__()
+        self._heads = configuration.heads
+        self.weight = nn.Parameter(torch.zeros(configuration.width, configuration.width))
+
+    def forward(self, o: Tensor, h: Tensor) -> Tensor:
+        """The gated output (batch, heads, tokens, d) of a layer whose normalised input is h, (batch, tokens, width)."""
+        gate = 2 * torch.sigmoid(functional.linear(h, self.weight))
+        return o * _split(gate, self._heads)
+
+
 class Block(nn.Module):
     """Attention and a two-layer perceptron, each after a normalisation and added to the residual stream."""
 
@@ -68,22 +110,25 @@ class Block(nn.Module):
         self.wk = nn.Linear(width, width, bias=False)
         self.wv = nn.Linear(width, width, bias=False)
         self.wo = nn.Linear(width, width, bias=False)
+        self.q_norm = HeadNorm(configuration) if configuration.qk_norm else None
+        self.k_norm = HeadNorm(configuration) if configuration.qk_norm else None
+        self.gate = Gate(configuration) if configuration.gated else None
         self.norm_2 = nn.LayerNorm(width, bias=False)
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
 
-    def forward(self, x: Tensor, kernels: tuple[HeadKernel, ...], call: Callable[[Tensor], Call]) -> Tensor:
+    def forward(self, x: Tensor, kernels: Heads, call: Callable[[Tensor], Call]) -> Tensor:
         """The residual stream (batch, tokens, width) after the block; `call` makes the attention's call from X."""
         h = self.norm_1(x)
-        q, k, v = (self._split(weight(h)) for weight in (self.wq, self.wk, self.wv))
+        q, k, v = (_split(weight(h), self.heads) for weight in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         o = attend(q, k, v, kernels, call(h.detach()))
+        if self.gate is not None:
+            o = self.gate(o, h)
         x = x + self.wo(o.transpose(1, 2).flatten(2))
         out: Tensor = x + self.down(functional.gelu(self.up(self.norm_2(x))))
         return out
-
-    def _split(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) -> (batch, heads, tokens, d)."""
-        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
 
 
 class GPT2(nn.Module):
@@ -121,7 +166,8 @@ class GPT2(nn.Module):
         residual = 1.0 / math.sqrt(2 * self.configuration.layers)
         with torch.no_grad():
             for name, weight in self.named_parameters():
-                if weight.dim() < 2:
+                # Gates start at 0 and draw nothing: a model with them has the other weights of the model without.
+                if weight.dim() < 2 or name.endswith("gate.weight"):
                     continue
                 std = INITIAL_STD * (residual if name.endswith(("wo.weight", "down.weight")) else 1.0)
                 weight.copy_(std * torch.from_numpy(rng.standard_normal(weight.shape, dtype=np.float32)))

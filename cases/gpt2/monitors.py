@@ -34,12 +34,6 @@ class View:
         assert found is not None
         return found
 
-    @property
-    def delta(self) -> Tensor:
-        """Delta as the backward pass used it, fp64 (batch, heads, tokens, 1)."""
-        assert self.gradients.delta is not None
-        return self.gradients.delta.double()
-
     @cached_property
     def s(self) -> Tensor:
         """Scores as the kernel rounds them, -inf where masked, (batch, heads, tokens, tokens)."""
@@ -84,11 +78,18 @@ class View:
         """delta_lp - delta_hp of every row (paper, equation 1), fp64 (batch, heads, tokens).
 
         hp is rowsum(dP * P) in fp64 with the P of the backward pass, and delta_lp counts with the sum of that P, which
-        is 1 but for rounding: so it is -rowsum(dS), exactly what the query weights feel.
+        is 1 but for rounding: so it is -rowsum(dS), exactly what the query weights feel. Of a kernel that keeps delta
+        to itself it is what the error of dQ says: that error's part along P K (equation 1), so it counts what else the
+        kernel rounds in its backward pass.
         """
-        inputs = self.observation.inputs
+        inputs, delta = self.observation.inputs, self.gradients.delta
         dp = inputs.do.double() @ inputs.v.double().transpose(-1, -2)
-        return (self.delta * self.p.sum(-1, keepdim=True) - (dp * self.p).sum(-1, keepdim=True)).squeeze(-1)
+        exact = (dp * self.p).sum(-1, keepdim=True)
+        if delta is not None:
+            return (delta.double() * self.p.sum(-1, keepdim=True) - exact).squeeze(-1)
+        dq = inputs.scale * (self.p * (dp - exact)) @ inputs.k.double()
+        along = ((dq - self.gradients.dq.double()) * self.pk).sum(-1)
+        return along / (inputs.scale * self.pk.square().sum(-1))
 
     @cached_property
     def pk(self) -> Tensor:

@@ -5,7 +5,6 @@ Every snippet trains the same small GPT-2 on the same batches with a head script
 """
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -14,15 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from tiebreak.cases.gpt2 import scripting
-from tiebreak.cases.gpt2.attention import HeadKernel, Kernels
+from tiebreak.cases.gpt2.attention import HeadKernel, Heads, Kernels
 from tiebreak.cases.gpt2.data import Batches, corpus
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, Configuration
 from tiebreak.cases.gpt2.monitors import MEASURES, GradientDirection, Recorder, spectral_norms
 from tiebreak.cases.gpt2.scripting import HEAD, LAYER, Script
-from tiebreak.cases.gpt2.variants import FP32_ATTENTION, Variant
+from tiebreak.cases.gpt2.variants import Variant, variant_names
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.formats import BF16, FP32, Format, parse_format
-from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.formats import BF16, Format, parse_format
+from tiebreak.kernels.inputs import TORCH_DTYPES
+from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.plans import Cast
 
 _SEQUENCES = 8  # of a batch
@@ -33,23 +33,18 @@ _CLIP = 1.0  # of the gradient's norm
 _FIXED = "stabilized o_fp32 standard"
 _PAPER = "arXiv 2510.04212, section 3; margins of this suite"
 _SUITE = "this suite"
+_SECTION_3_2 = "standard_in_layer_2 delta_from_dp o_recomputed o_fp32_in_worst_head"  # said to be stable, beside _FIXED
 
 
 @dataclass(frozen=True)
 class SnippetClaim:
     """Bounds of one measure, for some variants."""
 
-    variants: frozenset[str]  # by name
+    variants: frozenset[str]  # by full name
     measure: str  # a name of SnippetResult.measures
     source: str  # who claims it
     low: float = -math.inf  # the measure must be above
     high: float = math.inf  # the measure must be below
-    row_sum_from_rounded: bool | None = None  # of the plans that it speaks of; None: both
-
-    def concerns(self, variant: Variant) -> bool:
-        """Whether it speaks of a variant."""
-        speaks = self.row_sum_from_rounded in (None, variant.row_sum_from_rounded)
-        return speaks and variant.name in self.variants
 
     def held(self, measures: Mapping[str, float]) -> bool:
         """Whether the measure lies between the bounds; NaN does not."""
@@ -72,7 +67,9 @@ def _claim(
     high: float = math.inf,
     rounded: bool | None = None,
 ) -> SnippetClaim:
-    return SnippetClaim(frozenset(variants.split()), measure, source, low, high, rounded)
+    """A claim about variants by their short names, space-separated, with l from rounded P-bar, unrounded, or both."""
+    names = (name for short in variants.split() for name in variant_names(short, rounded=rounded))
+    return SnippetClaim(frozenset(names), measure, source, low, high)
 
 
 def _within(variants: str, measure: str, source: str, bound: float, *, rounded: bool | None = None) -> SnippetClaim:
@@ -83,8 +80,11 @@ def _within(variants: str, measure: str, source: str, bound: float, *, rounded: 
 class Snippet:
     """The recipe of one short training run."""
 
-    name: str  # how tables call it
+    name: str  # how tables and --cases call it
+    label: str  # a letter or two for headings
     about: str  # one line
+    headline: str  # the measure that tables show
+    spec: str  # how they format it
     steps: int  # of the optimiser
     rate: float  # learning rate of AdamW
     epsilon: float  # AdamW's
@@ -92,9 +92,19 @@ class Snippet:
     trained: tuple[str, ...]  # parameters that train; empty: all
     every: int  # steps between two readings of the monitors
     claims: tuple[SnippetClaim, ...]  # what must hold, by variant
-    before: Declaration | None = None  # attention of the layer before the scripted one; None: as that one
+    roster: tuple[str, ...]  # variants of a default run, by full name
+    silent_before: bool = False  # whether the layer before the scripted one, whose W_O stays zero, is left out
     scores: Format = BF16  # that S is kept in
-    amplified: bool = False  # whether it takes a narrower format than anyone trains with to show the effect
+    version: int = 1  # raised when the recipe changes: records of other versions are not comparable
+
+    @property
+    def amplified(self) -> bool:
+        """Whether it takes a narrower format than anyone trains with to show the effect."""
+        return self.scores not in TORCH_DTYPES
+
+    def claims_about(self, variant: Variant) -> tuple[SnippetClaim, ...]:
+        """What is claimed about a variant."""
+        return tuple(claim for claim in self.claims if (variant.held_to or variant.name) in claim.variants)
 
 
 @dataclass(frozen=True)
@@ -115,17 +125,22 @@ class SnippetResult:
     measures: Mapping[str, float]  # by name; see `run_snippet`
     verdicts: tuple[Judged, ...]  # of the claims that concern the variant
     losses: tuple[float, ...]  # in nats, one a step; cut short by the first that is not finite
-    seconds: float  # wall time
+    steps: tuple[int, ...]  # at which monitors were read
+    series: Mapping[str, tuple[float, ...]]  # of the scripted head at those steps: delta_error, row_max, wq_norm
 
     @property
     def fell(self) -> tuple[str, ...]:
-        """The claims that did not hold, each with what was measured."""
-        return tuple(
-            f"{self.snippet}, {self.variant.name}, seed {self.seed}: claim fell: {judged.claim.text};"
-            f" {judged.claim.measure} = {self.measures[judged.claim.measure]:.3g}"
+        """What did not hold, with what was measured: claims, and a loss that is not a number."""
+        name = f"{self.snippet}, {self.variant.name}, seed {self.seed}"
+        claims = tuple(
+            f"{name}: claim fell: {judged.claim.text}; {judged.claim.measure} ="
+            f" {self.measures[judged.claim.measure]:.3g}"
             for judged in self.verdicts
             if not judged.held
         )
+        if all(math.isfinite(loss) for loss in self.losses):
+            return claims
+        return (*claims, f"{name}: the loss is {self.losses[-1]} at step {len(self.losses)}")
 
 
 _QUERIES = (f"blocks.{LAYER}.wq.weight",)
@@ -134,12 +149,16 @@ _SECOND_LAYER = (
     *(f"blocks.{LAYER}.{name}.weight" for name in ("wv", "wo", "norm_2", "up", "down")),
     "head.weight",
 )
+_SHORT_ROSTER = tuple(variant_names(short, rounded=True)[0] for short in ("flash", "stabilized", "fair"))
 # Logits of 25 and 37 to begin with, and values so far apart that a small change of P shows in O.
 _RUNAWAY = Script(key=32.0, query=100 / 32, sink_query=16.0, value=-12.0)
 
 DRIFT = Snippet(
+    "train_drift",
     "A",
-    "drift: delta errs to one side in every step and pushes W_Q along one direction",
+    "delta errs to one side in every step and pushes W_Q along one direction",
+    headline="delta_error_mean",
+    spec="+.1e",
     steps=60,
     rate=1e-5,
     epsilon=1e-8,
@@ -161,10 +180,22 @@ DRIFT = Snippet(
         _within("dithered stochastic_fused", "delta_error_mean", _SUITE, 1e-4, rounded=True),
         _within("fair", "delta_error_mean", _SUITE, 1e-4),
     ),
+    roster=(
+        *_SHORT_ROSTER,
+        *variant_names("o_fp32", rounded=True),
+        *(
+            name
+            for short in ("standard", "flash", "flash_fused", "stabilized", "dithered_fused", "fair")
+            for name in variant_names(short, rounded=False)
+        ),
+    ),
 )
 RUNAWAY = Snippet(
+    "train_runaway",
     "Q",
-    "run-away: only W_Q trains, and grows",
+    "only W_Q trains, and grows",
+    headline="wq_norm_growth",
+    spec=".2f",
     steps=300,
     rate=0.1,
     epsilon=0.1,
@@ -179,13 +210,22 @@ RUNAWAY = Snippet(
         _claim("dithered_fused", "wq_norm_growth", _SUITE, high=1.6, rounded=False),
         _claim("dithered stochastic_fused", "wq_norm_growth", _SUITE, high=1.6),
         _claim("fair", "wq_norm_growth", _SUITE, high=1.3),
+        _claim("flash_in_layer_2", "wq_norm_growth", _PAPER, low=4.0),
+        _claim("flash_tiled", "wq_norm_growth", _PAPER, low=2.0),
+        _claim(_SECTION_3_2, "wq_norm_growth", _PAPER, high=1.6),
+        # The paper says that it is stable: see docs/science.md.
+        _claim("pv_fp32", "wq_norm_growth", _SUITE, low=2.0),
     ),
-    before=FP32_ATTENTION,
+    roster=(*_SHORT_ROSTER, *variant_names("standard"), *variant_names("flash_fused", rounded=False)),
+    silent_before=True,
 )
 LANGUAGE_MODEL = replace(
     RUNAWAY,
-    name="LM",
-    about="run-away in a run whose second layer and head learn the text",
+    name="train_lm",
+    label="LM",
+    about="logits run away in a run whose second layer and head learn the text",
+    headline="row_max_rise",
+    spec="+.0f",
     steps=400,
     rate=3e-3,
     epsilon=1e-8,
@@ -195,19 +235,23 @@ LANGUAGE_MODEL = replace(
         _claim(_FIXED, "row_max_rise", _PAPER, high=5.0, rounded=True),
         _claim("dithered stochastic_fused fair", "row_max_rise", _SUITE, high=5.0),
     ),
+    roster=_SHORT_ROSTER,
 )
 AMPLIFIED = replace(
     RUNAWAY,
-    name="X",
-    about="amplified: with S in E8M5 the loss explodes",
+    name="train_amplified",
+    label="X",
+    about="amplified, S in E8M5: the loss goes up",
+    headline="loss_rise",
+    spec="+.2f",
     script=replace(_RUNAWAY, value=-24.0, dead_weight=3.0),
     claims=(
         _claim("flash", "loss_rise", _PAPER, low=2.0, rounded=True),
         _claim(_FIXED, "loss_rise", _PAPER, high=0.5, rounded=True),
         _claim("dithered stochastic_fused fair", "loss_rise", _SUITE, high=0.5, rounded=True),
     ),
+    roster=_SHORT_ROSTER,
     scores=parse_format("E8M5"),
-    amplified=True,
 )
 
 SNIPPETS: Mapping[str, Snippet] = MappingProxyType(
@@ -215,7 +259,9 @@ SNIPPETS: Mapping[str, Snippet] = MappingProxyType(
 )
 
 
-def run_snippet(snippet: Snippet, variant: Variant, arithmetic: Arithmetic, seed: int) -> SnippetResult:
+def run_snippet(
+    snippet: Snippet, variant: Variant, arithmetic: Arithmetic, seed: int, device: str = "cpu"
+) -> SnippetResult:
     """Train for a moment and judge what came of it.
 
     Measures, of the scripted head: `delta_error_mean` and `_drift` (sum of delta_lp - delta_hp over a step's rows, its
@@ -227,34 +273,39 @@ def run_snippet(snippet: Snippet, variant: Variant, arithmetic: Arithmetic, seed
     Args:
         snippet: the recipe.
         variant: the kernels.
-        arithmetic: what attention runs on; everything else runs in fp32 on the CPU.
+        arithmetic: what attention runs on; everything else runs in fp32.
         seed: of weights and noise. The batches are the same for all seeds.
+        device: torch's name of the device that all of it runs on.
 
     Returns:
         Measures and verdicts.
     """
-    began = time.perf_counter()
-    model = _model(snippet, variant, arithmetic, seed)
+    model = _model(snippet, variant, arithmetic, seed).to(device)
+    if snippet.trained:
+        _keep_script(model)
     direction = GradientDirection()
     recorder = Recorder({**MEASURES, "direction_cosine": direction.gradient}, [LAYER])
-    losses, norms = _train(snippet, model, recorder)
+    losses, steps, norms = _train(snippet, model, recorder)
     measures = _measures(recorder, losses, norms)
-    verdicts = tuple(Judged(claim, claim.held(measures)) for claim in snippet.claims if claim.concerns(variant))
-    return SnippetResult(snippet.name, variant, seed, measures, verdicts, tuple(losses), time.perf_counter() - began)
+    verdicts = tuple(Judged(claim, claim.held(measures)) for claim in snippet.claims_about(variant))
+    read = {name: recorder.series(name, LAYER, HEAD).values for name in ("delta_error", "row_max")}
+    series = {**read, "wq_norm": tuple(norms)}
+    return SnippetResult(snippet.name, variant, seed, measures, verdicts, tuple(losses), tuple(steps), series)
 
 
 def _kernels(snippet: Snippet, variant: Variant, configuration: Configuration) -> Kernels:
-    """The variant's kernels, with S in the snippet's format; fp32 attention takes its inputs unrounded."""
+    """The variant's kernels, with S in the snippet's format where they say what they round it to."""
 
-    def head(declared: Declaration) -> HeadKernel:
-        if declared == FP32_ATTENTION:
-            return HeadKernel(declared, Cast(FP32))
-        return HeadKernel(replace(declared, plan=replace(declared.plan, s=Cast(snippet.scores))))
+    def head(implementation: Declaration | Kernel) -> HeadKernel:
+        if isinstance(implementation, Kernel) or not snippet.amplified:
+            return HeadKernel(implementation)
+        return HeadKernel(replace(implementation, plan=replace(implementation.plan, s=Cast(snippet.scores))))
 
-    before = variant.before or snippet.before or variant.scripted
-    scripted = [head(variant.scripted)] * configuration.heads
-    scripted[HEAD] = head(variant.head or variant.scripted)
-    return (*((head(before),) * configuration.heads for _ in range(LAYER)), tuple(scripted))
+    scripted: Heads = (head(variant.scripted),) * configuration.heads
+    if variant.head is not None:
+        scripted = tuple(head(variant.head) if at == HEAD else kernel for at, kernel in enumerate(scripted))
+    before = None if snippet.silent_before else head(variant.before or variant.scripted)
+    return (*((before,) * configuration.heads for _ in range(LAYER)), scripted)
 
 
 def _model(snippet: Snippet, variant: Variant, arithmetic: Arithmetic, seed: int) -> GPT2:
@@ -264,7 +315,6 @@ def _model(snippet: Snippet, variant: Variant, arithmetic: Arithmetic, seed: int
     if snippet.trained:
         for name, weight in model.named_parameters():
             weight.requires_grad_(name in snippet.trained)
-        _keep_script(model)
     return model
 
 
@@ -276,23 +326,25 @@ def _keep_script(model: GPT2) -> None:
             parameters[name].register_hook(lambda gradient, mask=mask: gradient.masked_fill(mask, 0.0))  # type: ignore[no-untyped-call]
 
 
-def _train(snippet: Snippet, model: GPT2, recorder: Recorder) -> tuple[list[float], list[float]]:
-    """Losses, one a step, and the scripted head's norm of W_Q, one a reading."""
+def _train(snippet: Snippet, model: GPT2, recorder: Recorder) -> tuple[list[float], list[int], list[float]]:
+    """Losses, one a step; the steps of the readings, and the scripted head's norm of W_Q at each."""
     text = corpus()
     batches = Batches(text.tokens, _SEQUENCES, model.configuration.context, _BATCH_SEED)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, snippet.rate, betas=_BETAS, eps=snippet.epsilon, weight_decay=0.0)
     losses: list[float] = []
+    steps: list[int] = []
     norms: list[float] = []
     for step in range(snippet.steps):
         reading = step % snippet.every == 0 or step == snippet.steps - 1
         model.observer = recorder if reading else None
         losses.append(_step(model, batches.batch(step), step, optimizer, weights))
         if reading:
+            steps.append(step)
             norms.append(spectral_norms(model.block(LAYER))["wq"][HEAD].item())
         if not math.isfinite(losses[-1]):
             break
-    return losses, norms
+    return losses, steps, norms
 
 
 def _step(
@@ -302,7 +354,8 @@ def _step(
     optimizer: torch.optim.Optimizer,
     weights: list[nn.Parameter],
 ) -> float:
-    loss = model.loss(*batch, step)
+    tokens, targets = (part.to(model.tokens.weight.device) for part in batch)
+    loss = model.loss(tokens, targets, step)
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     nn.utils.clip_grad_norm_(weights, _CLIP)

@@ -2,82 +2,98 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP32, Rounding
-from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.plans import FP32_PLAN, ISOLATION, PAPER, STANDARD, Cast, RoundingPlan
+from tiebreak.kernels.kernel import Declaration, Kernel
+from tiebreak.kernels.plans import ISOLATION, PAPER, STANDARD, Cast, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 _LOW, _HIGH = Cast(BF16), Cast(FP32)
 _TILES = Block(queries=16, keys=16)  # of the snippets' 64 tokens
+_SUFFIX, _ROUNDED_SUFFIX = "@train", "@train_l_rounded"
 
 
 @dataclass(frozen=True)
 class Variant:
     """The kernels of one training run."""
 
-    name: str  # how tables call it
-    scripted: Declaration  # of the layer with the scripted head
-    before: Declaration | None = None  # of the layers before it; None: as the snippet has it
+    name: str  # how tables and --kernels call it
+    scripted: Declaration | Kernel  # of the layer with the scripted head
+    before: Declaration | None = None  # of the layer before it; None: as that one
     head: Declaration | None = None  # of the scripted head itself; None: as its layer
-
-    @property
-    def row_sum_from_rounded(self) -> bool:
-        """Whether l sums P-bar after its cast; standard attention has no such choice."""
-        return self.scripted.plan.row_sum_from_rounded
+    stable: bool | None = None  # whether the paper says that training is stable with it (section 3.2); None: not said
+    held_to: str | None = None  # the variant whose claims it is held to; None: its own
 
 
-FP32_ATTENTION = Declaration("flash", FP32_PLAN, SHIFT_RULES["safe"])
+def variant_names(short: str, *, rounded: bool | None = None) -> tuple[str, ...]:
+    """Full names of the variants called `short`: with l summed from rounded P-bar, from unrounded, or (None) both.
+
+    Standard attention has no such choice, and one name.
+    """
+    if short == "standard":
+        return (short + _SUFFIX,)
+    suffixes = {True: (_ROUNDED_SUFFIX,), False: (_SUFFIX,), None: (_SUFFIX, _ROUNDED_SUFFIX)}
+    return tuple(short + suffix for suffix in suffixes[rounded])
 
 
-def _base(name: str, row_sum_from_rounded: bool, plan: RoundingPlan = PAPER) -> RoundingPlan:
-    """A plan as training runs have it: S in bf16 too (torch's autocast), the backward pass in fp32."""
-    return replace(plan, name=name, s=_LOW, row_sum_from_rounded=row_sum_from_rounded)
+def _base(name: str, plan: RoundingPlan, *, rounded: bool) -> RoundingPlan:
+    """An unfused plan as training runs have it: S in bf16 too (torch's autocast); its backward pass is in fp32."""
+    name = f"{name}_l_rounded" if rounded else name
+    return replace(plan, name=name, s=_LOW, row_sum_from_rounded=rounded)
 
 
-def variants(*, row_sum_from_rounded: bool) -> Mapping[str, Variant]:
-    """Plain flash attention, the fixes and standard attention, unfused and fused, by name."""
-    unfused = _base("training", row_sum_from_rounded)
-    fused = replace(unfused, name="training_fused", o_bar=_HIGH)
-    stochastic = replace(fused, name="training_stochastic", o=Cast(BF16, Rounding.STOCHASTIC))
-    o_fp32 = replace(unfused, name="training_o_fp32", o_bar=_HIGH, o=_HIGH)
-    flash = {
-        "flash": (unfused, "safe"),
-        "flash_fused": (fused, "safe"),
-        "stabilized": (unfused, "stabilized"),
-        "stabilized_fused": (fused, "stabilized"),
-        "dithered": (unfused, "dithered"),
-        "dithered_fused": (fused, "dithered"),
-        "o_fp32": (o_fp32, "safe"),
-        "stochastic_fused": (stochastic, "safe"),
-        "fair": (stochastic, "dithered"),
-    }
-    found = {name: Variant(name, Declaration("flash", plan, SHIFT_RULES[rule])) for name, (plan, rule) in flash.items()}
-    return {**found, "standard": Variant("standard", _standard(row_sum_from_rounded))}
+def _flash(plan: RoundingPlan, rule: str = "safe") -> Declaration:
+    return Declaration("flash", plan, SHIFT_RULES[rule])
 
 
-def _standard(row_sum_from_rounded: bool) -> Declaration:
-    return Declaration("standard", _base("training_standard", row_sum_from_rounded, STANDARD), SHIFT_RULES["safe"])
+def _standard() -> Declaration:
+    return Declaration("standard", _base("train_standard", STANDARD, rounded=False), SHIFT_RULES["safe"])
 
 
-def isolation(*, row_sum_from_rounded: bool) -> Mapping[str, Variant]:
-    """The single changes of section 3.2 to plain flash attention, by name, plain flash attention itself first."""
-    safe = SHIFT_RULES["safe"]
-    flash = variants(row_sum_from_rounded=row_sum_from_rounded)["flash"].scripted
-    standard = _standard(row_sum_from_rounded)
-    changed = {
-        name: Declaration("flash", _base(name, row_sum_from_rounded, plan), safe) for name, plan in ISOLATION.items()
-    }
-    found = [
-        Variant("flash in tiles", replace(flash, block=_TILES), before=replace(flash, block=_TILES)),
-        Variant("tiling off", flash, before=flash),
-        Variant("flash in layer 2 only", flash, before=standard),
-        Variant("standard in layer 2 only", standard, before=flash),
-        Variant("delta from rowsum(dP*P)", changed["delta_from_dp"], before=changed["delta_from_dp"]),
-        Variant("O recomputed in fp32", changed["o_recomputed"], before=changed["o_recomputed"]),
-        Variant("O in fp32", changed["o_fp32"], before=changed["o_fp32"]),
-        Variant("P̄V in fp32", changed["pv_fp32"], before=changed["pv_fp32"]),
-        Variant("O in fp32 for the worst head", flash, before=flash, head=changed["o_fp32"]),
-    ]
-    return {variant.name: variant for variant in found}
+def _family(*, rounded: bool) -> Mapping[str, Variant]:
+    """All variants but standard attention with one way of summing l, by short name."""
+    unfused = _base("train", PAPER, rounded=rounded)
+    fused = replace(_base("train_fused", PAPER, rounded=rounded), o_bar=_HIGH)
+    stochastic = replace(
+        _base("train_stochastic", PAPER, rounded=rounded), o_bar=_HIGH, o=Cast(BF16, Rounding.STOCHASTIC)
+    )
+    changed = {name: _flash(_base(f"train_{name}", plan, rounded=rounded)) for name, plan in ISOLATION.items()}
+    plain, tiled = _flash(unfused), replace(_flash(unfused), block=_TILES)
+    found = (
+        Variant("flash", plain, stable=False),  # tiling off: one tile holds a whole row
+        Variant("flash_fused", _flash(fused)),
+        Variant("stabilized", _flash(unfused, "stabilized"), stable=True),
+        Variant("stabilized_fused", _flash(fused, "stabilized")),
+        Variant("dithered", _flash(unfused, "dithered")),
+        Variant("dithered_fused", _flash(fused, "dithered")),
+        Variant("stochastic_fused", _flash(stochastic)),
+        Variant("fair", _flash(stochastic, "dithered")),
+        Variant("o_fp32", changed["o_fp32"], stable=True),
+        # The rest of section 3.2: what of the paper's failing kernel is changed, and where.
+        Variant("flash_tiled", tiled, stable=False),
+        Variant("flash_in_layer_2", plain, before=_standard(), stable=False),
+        Variant("standard_in_layer_2", _standard(), before=plain, stable=True),
+        Variant("delta_from_dp", changed["delta_from_dp"], stable=True),
+        Variant("o_recomputed", changed["o_recomputed"], stable=True),
+        Variant("pv_fp32", changed["pv_fp32"], stable=True),
+        Variant("o_fp32_in_worst_head", plain, head=changed["o_fp32"], stable=True),
+    )
+    return {each.name: replace(each, name=variant_names(each.name, rounded=rounded)[0]) for each in found}
+
+
+def variants(*, rounded: bool) -> Mapping[str, Variant]:
+    """Every variant by its short name.
+
+    Args:
+        rounded: whether l sums P-bar after its cast; FlashAttention-2 sums it before. Standard attention, which has no
+            such choice, is in both.
+    """
+    return {**_family(rounded=rounded), "standard": Variant(variant_names("standard")[0], _standard(), stable=True)}
+
+
+#: Every variant by its full name, `short@train` or `short@train_l_rounded`.
+VARIANTS: Mapping[str, Variant] = MappingProxyType(
+    {each.name: each for rounded in (False, True) for each in variants(rounded=rounded).values()}
+)

@@ -1,24 +1,30 @@
 """Attention in a model is the suite's kernel, to the bit, and its gradients are those of attention."""
 
+import sys
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from tiebreak.backends.backend import EMULATION
-from tiebreak.cases.gpt2.attention import Call, HeadKernel, Observation, attend, noise_seed
-from tiebreak.cases.gpt2.variants import FP32_ATTENTION, variants
+from tiebreak.cases.gpt2.attention import FP32_ATTENTION, Call, HeadKernel, Heads, Observation, attend, noise_seed
+from tiebreak.cases.gpt2.variants import variants
 from tiebreak.kernels.counter import random_bits
+from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP32
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, run_declared
 from tiebreak.kernels.plans import FP32_PLAN, Cast, DeltaSource
+from tiebreak.kernels.sdpa import cpu_sdpa_flash
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 SHAPE = (2, 3, 12, 8)
-VARIANTS = variants(row_sum_from_rounded=True)
+VARIANTS = variants(rounded=True)
 EXACT = HeadKernel(FP32_ATTENTION, Cast(FP32))
 LOW = HeadKernel(VARIANTS["flash"].scripted)
 FAIR = HeadKernel(VARIANTS["fair"].scripted)
@@ -35,7 +41,7 @@ def _call(seed: int = 0, observer: list[Observation] | None = None) -> Call:
     return Call(EMULATION.arithmetic, 0, seed, None if observer is None else observer.append, x)
 
 
-def _run(kernels: tuple[HeadKernel, ...], call: Call) -> tuple[Tensor, ...]:
+def _run(kernels: Heads, call: Call) -> tuple[Tensor, ...]:
     """O and the gradients of q, k and v."""
     q, k, v, do = _tensors()
     for leaf in (q, k, v):
@@ -74,7 +80,7 @@ def test_fp32_attention_has_the_gradients_of_a_softmax(declared: Declaration) ->
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_is_the_declared_kernel_to_the_bit(name: str) -> None:
-    declared = VARIANTS[name].scripted
+    declared = HeadKernel(VARIANTS[name].scripted).declaration
     q, k, v, do = _tensors()
     q, k, v = (tensor.bfloat16().float() for tensor in (q, k, v))
     seed = int(random_bits(5, 0))  # of the group that begins with head 0
@@ -84,6 +90,44 @@ def test_it_is_the_declared_kernel_to_the_bit(name: str) -> None:
     found = _run((HeadKernel(declared),) * SHAPE[1], _call(seed=5))
     wanted = (expected.o, expected.gradients.dq, expected.gradients.dk, expected.gradients.dv)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
+
+
+def test_a_kernel_without_a_backward_pass_gets_that_of_fp32_attention_with_its_o() -> None:
+    """As a user's own: here plain attention in fp64, O rounded once, which the emulation has as a plan."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+        hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
+        scores = (q.double() @ k.double().transpose(-1, -2) * scale).masked_fill(hidden & causal, -torch.inf)
+        return (torch.softmax(scores, -1) @ v.double()).to(q.dtype)
+
+    module = ModuleType("mine")
+    module.attention = attention  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "mine", module)
+        kernel = external_kernel("mine:attention", None)
+    rounded_once = replace(FP32_ATTENTION, plan=replace(FP32_PLAN, o=Cast(BF16)))
+    expected = _run((HeadKernel(rounded_once),) * SHAPE[1], _call())
+    for ours, theirs in zip(_run((HeadKernel(kernel),) * SHAPE[1], _call()), expected, strict=True):
+        assert (ours - theirs).norm() < 1e-6 * theirs.norm()
+
+
+def test_a_kernel_with_a_backward_pass_of_its_own_is_trained_with_by_it() -> None:
+    """PyTorch's, whose gradients are those of its own autograd, dO rounded as it takes it."""
+    q, k, v, do = (tensor.bfloat16() for tensor in _tensors())
+    leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
+    hidden = torch.ones(SHAPE[2], SHAPE[2], dtype=torch.bool).triu(1)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+        out = scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
+    expected = (out.detach(), *torch.autograd.grad(out, leaves, do))
+    found = _run((HeadKernel(cpu_sdpa_flash()),) * SHAPE[1], _call())
+    assert all(torch.equal(ours, theirs.float()) for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_a_head_left_out_gives_zeros_and_the_others_are_as_ever() -> None:
+    found, whole = _run((LOW, None, LOW), _call()), _run((LOW,) * 3, _call())
+    for part, full in zip(found, whole, strict=True):
+        assert not part[:, 1].any()
+        assert torch.equal(part[:, [0, 2]], full[:, [0, 2]])
 
 
 def test_every_head_has_its_own_kernel() -> None:

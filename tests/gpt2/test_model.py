@@ -1,12 +1,15 @@
-"""The model: sizes, initial weights, causality, errors."""
+"""The model: sizes, initial weights, causality, QK-norm, gates, errors."""
+
+import math
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tiebreak.backends.backend import EMULATION
-from tiebreak.cases.gpt2.attention import HeadKernel
-from tiebreak.cases.gpt2.model import GPT2, PRESETS, Configuration, everywhere
-from tiebreak.cases.gpt2.variants import FP32_ATTENTION
+from tiebreak.cases.gpt2.attention import FP32_ATTENTION, HeadKernel
+from tiebreak.cases.gpt2.model import GPT2, PRESETS, Configuration, Gate, HeadNorm, everywhere
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.plans import Cast
 
@@ -78,3 +81,79 @@ def test_more_heads_than_the_width_divides_is_one_clear_line() -> None:
 def test_every_head_needs_a_kernel() -> None:
     with pytest.raises(ValueError, match="expected 2 layers of 2 kernels"):
         GPT2(SMALL, ((EXACT,), (EXACT, EXACT)), EMULATION.arithmetic, 0)
+
+
+def test_the_random_stream_of_the_weights_is_as_ever() -> None:
+    """The first and the last number drawn: records and checkpoints of earlier versions rest on them."""
+    model = _model()
+    assert model.tokens.weight[0, 0].item() == pytest.approx(-0.0049645831, rel=1e-7)
+    assert model.head.weight[-1, -1].item() == pytest.approx(0.0113639729, rel=1e-7)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_qk_norm_and_gates_leave_the_other_weights_alone(qk_norm: bool, gated: bool) -> None:
+    plain = dict(_model().named_parameters())
+    changed = dict(_model(0, replace(SMALL, qk_norm=qk_norm, gated=gated)).named_parameters())
+    assert all(torch.equal(changed[name], weight) for name, weight in plain.items())
+    assert len(changed) - len(plain) == SMALL.layers * (2 * qk_norm + gated)
+
+
+def test_gates_start_open() -> None:
+    tokens = torch.arange(6)[None]
+    assert torch.equal(_model(0, replace(SMALL, gated=True))(tokens, 0), _model()(tokens, 0))
+
+
+def test_a_gate_by_hand() -> None:
+    """2 sigmoid(ln 3) = 1.5 on the second dimension of the second head; a gate of a token depends on that token."""
+    gate = Gate(SMALL)
+    with torch.no_grad():
+        gate.weight[5, 0] = math.log(3)
+    h = torch.zeros(1, 2, 8)
+    h[0, 1, 0] = 1.0
+    o = torch.ones(1, 2, 2, 4)
+    expected = o.clone()
+    expected[0, 1, 1, 1] = 1.5
+    torch.testing.assert_close(gate(o, h).detach(), expected)
+
+
+def test_a_head_norm_by_hand() -> None:
+    """(3, 4, 0, 0) has a root mean square of 2.5, whatever the other head and token have."""
+    norm = HeadNorm(SMALL)
+    with torch.no_grad():
+        norm.gain[4:] = torch.tensor([1.0, 10.0, 1.0, 1.0])
+    x = torch.full((1, 2, 2, 4), 7.0)
+    x[0, 1, 1] = torch.tensor([3.0, 4.0, 0.0, 0.0])
+    found = norm(x).detach()
+    torch.testing.assert_close(found[0, 1, 1], torch.tensor([1.2, 16.0, 0.0, 0.0]))
+    torch.testing.assert_close(found[0, 0], torch.ones(2, 4))
+
+
+def test_qk_norm_makes_the_size_of_the_weights_of_queries_and_keys_irrelevant() -> None:
+    tokens, model = torch.arange(6)[None], _model(0, replace(SMALL, qk_norm=True))
+    before = model(tokens, 0)
+    with torch.no_grad():
+        for layer in range(SMALL.layers):
+            model.block(layer).wq.weight.mul_(64.0)
+            model.block(layer).wk.weight.mul_(16.0)
+    torch.testing.assert_close(model(tokens, 0), before, rtol=1e-3, atol=1e-5)
+    assert not torch.allclose(before, _model()(tokens, 0), rtol=1e-3, atol=1e-5)
+
+
+def test_gates_read_the_layers_normalised_input_and_act_before_the_output_weight() -> None:
+    """Shut, they leave what is left without W_O."""
+    tokens, gated, without = torch.arange(6)[None], _model(0, replace(SMALL, gated=True)), _model()
+    read: list[Tensor] = []
+
+    def shut(module: nn.Module, arguments: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
+        del module
+        read.append(arguments[1])
+        return torch.zeros_like(output)
+
+    for layer in range(SMALL.layers):
+        gate = gated.block(layer).gate
+        assert gate is not None
+        gate.register_forward_hook(shut)
+        without.block(layer).wo.weight.data.zero_()
+    torch.testing.assert_close(gated(tokens, 0), without(tokens, 0))
+    assert torch.equal(read[0], gated.block(0).norm_1(gated.tokens(tokens) + gated.positions.weight))

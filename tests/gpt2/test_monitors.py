@@ -16,7 +16,7 @@ from tiebreak.cases.gpt2.monitors import MEASURES, Drift, GradientDirection, Rec
 from tiebreak.cases.gpt2.variants import variants
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
-VARIANTS = variants(row_sum_from_rounded=True)
+VARIANTS = variants(rounded=True)
 LOW = HeadKernel(VARIANTS["flash"].scripted)
 
 
@@ -74,7 +74,7 @@ def test_standard_attention_has_the_output_error_and_not_deltas(tie: View) -> No
 @pytest.mark.parametrize("rule", ["safe", "stabilized", "dithered"])
 def test_p_bar_is_rounded_as_in_the_kernel(drawn: View, rule: str) -> None:
     """With O in fp32 all of its error is P-bar's: the same P-bar in fp64 leaves none. Another shift leaves 1e-3."""
-    inputs, declared = drawn.observation.inputs, VARIANTS["o_fp32"].scripted
+    inputs, declared = drawn.observation.inputs, HeadKernel(VARIANTS["o_fp32"].scripted).declaration
     k = inputs.k.clone()
     k[:, :, 1] = k[:, :, 0]  # repeated maxima, for the rule that looks for them
     kernel = HeadKernel(replace(declared, shift_rule=SHIFT_RULES[rule]))
@@ -92,6 +92,16 @@ def test_equation_2_gives_the_error_of_the_query_weights_gradient(drawn: View) -
     predicted = inputs.scale * view.direction(view.delta_error)
     assert (error - predicted).norm() < 1e-3 * error.norm()
     assert error.norm() > 1e-4
+
+
+def test_delta_s_error_is_found_in_dq_where_a_kernel_keeps_delta_to_itself(drawn: View) -> None:
+    """Equation 1 backwards. P sums to 1 and the backward pass is in fp32 here: nothing but delta's error is in dQ."""
+    inputs, kernel = drawn.observation.inputs, HeadKernel(variants(rounded=False)["flash"].scripted)
+    told = View(_observe(inputs.q, inputs.k, inputs.v, inputs.do, drawn.observation.x, kernel))
+    silent = replace(told.observation.output, gradients=replace(told.gradients, delta=None))
+    found = View(replace(told.observation, output=silent)).delta_error
+    assert (found - told.delta_error).norm() < 1e-3 * told.delta_error.norm()
+    assert told.delta_error.norm() > 1e-3
 
 
 def test_token_similarity_by_hand(drawn: View) -> None:
