@@ -64,10 +64,11 @@ def _split(x: Tensor, heads: int) -> Tensor:
 
 
 class HeadNorm(nn.Module):
-    """QK-norm: the RMS norm of every head's queries or keys, with a learnable gain (arXiv 2010.04245, 2302.05442).
+    """QK-norm: every head's queries or keys normalised, with a learnable gain (arXiv 2010.04245, 2302.05442).
 
-    The gains bound a head's scores, however much its weights grow; the gains themselves nothing bounds. Every dimension
-    of every head has its own. They start at 1: `tiebreak.cases.gpt2.mitigations.match_scores` sets them otherwise.
+    By their root mean square, as arXiv 2505.09388 has it. The gains bound a head's scores, however much its weights
+    grow; the gains themselves nothing bounds. Every dimension of every head has its own. They start at 1:
+    `tiebreak.cases.gpt2.mitigations.match_scores` sets them otherwise.
     """
 
     def __init__(self, configuration: Configuration) -> None:

@@ -5,7 +5,7 @@ Every snippet trains the same small GPT-2 on the same batches with a head script
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from tiebreak.cases.gpt2 import scripting
-from tiebreak.cases.gpt2.attention import HeadKernel, Heads, Kernels
+from tiebreak.cases.gpt2.attention import HeadKernel, Heads, Kernels, Observation, Observer
 from tiebreak.cases.gpt2.data import Batches, corpus
+from tiebreak.cases.gpt2.mitigations import QKClip
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, Configuration
 from tiebreak.cases.gpt2.monitors import MEASURES, GradientDirection, Recorder, spectral_norms
 from tiebreak.cases.gpt2.scripting import HEAD, LAYER, Script
@@ -33,6 +34,7 @@ _CLIP = 1.0  # of the gradient's norm
 _FIXED = "stabilized o_fp32 standard"
 _PAPER = "arXiv 2510.04212, section 3; margins of this suite"
 _SUITE = "this suite"
+_MITIGATED = "flash_qk_norm flash_qk_clip flash_gated"
 _SECTION_3_2 = "standard_in_layer_2 delta_from_dp o_recomputed o_fp32_in_worst_head"  # said to be stable, beside _FIXED
 
 
@@ -89,7 +91,7 @@ class Snippet:
     rate: float  # learning rate of AdamW
     epsilon: float  # AdamW's
     script: Script  # of the failing head
-    trained: tuple[str, ...]  # parameters that train; empty: all
+    trained: tuple[str, ...]  # parameters that train, beside those that a mitigation adds; empty: all
     every: int  # steps between two readings of the monitors
     claims: tuple[SnippetClaim, ...]  # what must hold, by variant
     roster: tuple[str, ...]  # variants of a default run, by full name
@@ -120,7 +122,7 @@ class SnippetResult:
     """What one run of a snippet measured."""
 
     snippet: str  # its name
-    variant: Variant  # the kernels it trained with
+    variant: Variant  # what it trained with
     seed: int  # of weights and noise
     measures: Mapping[str, float]  # by name; see `run_snippet`
     verdicts: tuple[Judged, ...]  # of the claims that concern the variant
@@ -179,6 +181,9 @@ DRIFT = Snippet(
         _within("dithered dithered_fused", "delta_error_mean", _SUITE, 1e-4, rounded=False),
         _within("dithered stochastic_fused", "delta_error_mean", _SUITE, 1e-4, rounded=True),
         _within("fair", "delta_error_mean", _SUITE, 1e-4),
+        # What acts on logits and sinks leaves the rounding as it is.
+        _claim(_MITIGATED, "delta_error_mean", _SUITE, low=1.2e-3, rounded=True),
+        _claim(_MITIGATED, "delta_error_mean", _SUITE, low=0.65e-3, rounded=False),
     ),
     roster=(
         *_SHORT_ROSTER,
@@ -215,6 +220,11 @@ RUNAWAY = Snippet(
         _claim(_SECTION_3_2, "wq_norm_growth", _PAPER, high=1.6),
         # The paper says that it is stable: see docs/science.md.
         _claim("pv_fp32", "wq_norm_growth", _SUITE, low=2.0),
+        # QK-norm's gains grow instead of W_Q; QK-clip holds the logits at 100 and W_Q grows; the gate shuts the head.
+        _claim("flash_qk_norm", "row_max_rise", _SUITE, low=100.0),
+        _claim("flash_qk_clip", "wq_norm_growth", _SUITE, low=2.0),
+        _claim("flash_qk_clip", "row_max_rise", _SUITE, high=100.0),
+        _claim("flash_gated", "wq_norm_growth", _SUITE, high=1.6),
     ),
     roster=(*_SHORT_ROSTER, *variant_names("standard"), *variant_names("flash_fused", rounded=False)),
     silent_before=True,
@@ -272,7 +282,7 @@ def run_snippet(
 
     Args:
         snippet: the recipe.
-        variant: the kernels.
+        variant: the kernels, and a change beside them.
         arithmetic: what attention runs on; everything else runs in fp32.
         seed: of weights and noise. The batches are the same for all seeds.
         device: torch's name of the device that all of it runs on.
@@ -285,7 +295,7 @@ def run_snippet(
         _keep_script(model)
     direction = GradientDirection()
     recorder = Recorder({**MEASURES, "direction_cosine": direction.gradient}, [LAYER])
-    losses, steps, norms = _train(snippet, model, recorder)
+    losses, steps, norms = _train(snippet, model, recorder, variant.mitigation.clipper())
     measures = _measures(recorder, losses, norms)
     verdicts = tuple(Judged(claim, claim.held(measures)) for claim in snippet.claims_about(variant))
     read = {name: recorder.series(name, LAYER, HEAD).values for name in ("delta_error", "row_max")}
@@ -309,12 +319,15 @@ def _kernels(snippet: Snippet, variant: Variant, configuration: Configuration) -
 
 
 def _model(snippet: Snippet, variant: Variant, arithmetic: Arithmetic, seed: int) -> GPT2:
-    configuration = replace(PRESETS["tiny"], vocabulary=len(corpus().vocabulary) + scripting.DEAD_TOKENS)
+    vocabulary = len(corpus().vocabulary) + scripting.DEAD_TOKENS
+    configuration = variant.mitigation.configured(replace(PRESETS["tiny"], vocabulary=vocabulary))
     model = GPT2(configuration, _kernels(snippet, variant, configuration), arithmetic, seed)
     scripting.apply(snippet.script, model, seed)
+    variant.mitigation.adapt(model, snippet.script)
     if snippet.trained:
+        trained = (*snippet.trained, *variant.mitigation.trained)
         for name, weight in model.named_parameters():
-            weight.requires_grad_(name in snippet.trained)
+            weight.requires_grad_(name in trained)
     return model
 
 
@@ -326,7 +339,9 @@ def _keep_script(model: GPT2) -> None:
             parameters[name].register_hook(lambda gradient, mask=mask: gradient.masked_fill(mask, 0.0))  # type: ignore[no-untyped-call]
 
 
-def _train(snippet: Snippet, model: GPT2, recorder: Recorder) -> tuple[list[float], list[int], list[float]]:
+def _train(
+    snippet: Snippet, model: GPT2, recorder: Recorder, clipper: QKClip | None
+) -> tuple[list[float], list[int], list[float]]:
     """Losses, one a step; the steps of the readings, and the scripted head's norm of W_Q at each."""
     text = corpus()
     batches = Batches(text.tokens, _SEQUENCES, model.configuration.context, _BATCH_SEED)
@@ -337,14 +352,26 @@ def _train(snippet: Snippet, model: GPT2, recorder: Recorder) -> tuple[list[floa
     norms: list[float] = []
     for step in range(snippet.steps):
         reading = step % snippet.every == 0 or step == snippet.steps - 1
-        model.observer = recorder if reading else None
+        model.observer = _together([each for each in (recorder if reading else None, clipper) if each is not None])
         losses.append(_step(model, batches.batch(step), step, optimizer, weights))
+        if clipper is not None:
+            clipper.after_step(model)
         if reading:
             steps.append(step)
             norms.append(spectral_norms(model.block(LAYER))["wq"][HEAD].item())
         if not math.isfinite(losses[-1]):
             break
     return losses, steps, norms
+
+
+def _together(observers: Sequence[Observer]) -> Observer | None:
+    """Several observers as one; None for none, so that nothing is kept for them."""
+
+    def look(observation: Observation) -> None:
+        for each in observers:
+            each(observation)
+
+    return look if observers else None
 
 
 def _step(

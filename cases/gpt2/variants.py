@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from tiebreak.cases.gpt2.mitigations import GATED, NO_MITIGATION, QK_CLIP, QK_NORM, Mitigation
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP32, Rounding
 from tiebreak.kernels.kernel import Declaration, Kernel
@@ -24,6 +25,7 @@ class Variant:
     before: Declaration | None = None  # of the layer before it; None: as that one
     head: Declaration | None = None  # of the scripted head itself; None: as its layer
     stable: bool | None = None  # whether the paper says that training is stable with it (section 3.2); None: not said
+    mitigation: Mitigation = NO_MITIGATION  # what is changed beside the kernels
     held_to: str | None = None  # the variant whose claims it is held to; None: its own
 
 
@@ -79,6 +81,10 @@ def _family(*, rounded: bool) -> Mapping[str, Variant]:
         Variant("o_recomputed", changed["o_recomputed"], stable=True),
         Variant("pv_fp32", changed["pv_fp32"], stable=True),
         Variant("o_fp32_in_worst_head", plain, head=changed["o_fp32"], stable=True),
+        # What the paper names as stabilisers in use and does not try (sections 1 and 3.1).
+        Variant("flash_qk_norm", plain, mitigation=QK_NORM),
+        Variant("flash_qk_clip", plain, mitigation=QK_CLIP),
+        Variant("flash_gated", plain, mitigation=GATED),
     )
     return {each.name: replace(each, name=variant_names(each.name, rounded=rounded)[0]) for each in found}
 

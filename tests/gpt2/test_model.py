@@ -109,9 +109,9 @@ def test_a_gate_by_hand() -> None:
     gate = Gate(SMALL)
     with torch.no_grad():
         gate.weight[5, 0] = math.log(3)
-    h = torch.zeros(1, 2, 8)
+    h = torch.zeros(1, 3, 8)
     h[0, 1, 0] = 1.0
-    o = torch.ones(1, 2, 2, 4)
+    o = torch.ones(1, 2, 3, 4)
     expected = o.clone()
     expected[0, 1, 1, 1] = 1.5
     torch.testing.assert_close(gate(o, h).detach(), expected)

@@ -188,7 +188,7 @@ def test_the_amplified_snippet_keeps_s_in_a_narrower_format() -> None:
 
 
 def test_every_single_change_of_section_3_2_is_a_change() -> None:
-    kernels = {(each.scripted, each.before, each.head) for each in ROUNDED.values()}
+    kernels = {(each.scripted, each.before, each.head, each.mitigation) for each in ROUNDED.values()}
     assert len(kernels) == len(ROUNDED)
 
 

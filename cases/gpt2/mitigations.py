@@ -1,0 +1,135 @@
+"""What the paper names as stabilisers and does not try: QK-norm, QK-clip and gated attention.
+
+All three act on symptoms, logits or sinks that grow, none on a rounding. A snippet takes each from the same failure
+state as plain attention: what a model trained with it from the start would have become is another question.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tiebreak.cases.gpt2.attention import Observation
+from tiebreak.cases.gpt2.model import GPT2, Block, Configuration
+from tiebreak.cases.gpt2.monitors import View, max_logit
+from tiebreak.cases.gpt2.scripting import LAYER, Script
+
+
+def clip(block: Block, largest: Tensor, tau: float) -> None:
+    """QK-clip: shrink W_Q and W_K of the heads whose logits are too large (arXiv 2507.20534, section 2.1).
+
+    Both are multiplied by sqrt(tau / largest), so that on the same input the largest logit becomes tau.
+
+    Args:
+        block: whose weights change in place.
+        largest: logit of every head over the step's batch, (heads,).
+        tau: what it may be.
+    """
+    factor = (tau / largest.clamp(min=tau)).sqrt()
+    with torch.no_grad():
+        for layer in (block.wq, block.wk):
+            rows = layer.weight.view(block.heads, -1, layer.weight.shape[1])
+            rows.mul_(factor.to(rows)[:, None, None])
+
+
+class QKClip:
+    """Watches the largest logits of a step, as a model's observer, and clips the weights after it."""
+
+    def __init__(self, tau: float) -> None:
+        """Let no logit stay above `tau`."""
+        self._tau = tau
+        self._largest: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+
+    def __call__(self, observation: Observation) -> None:
+        """Note the largest logits of one call of attention."""
+        self._largest[observation.layer, observation.heads] = max_logit(View(observation))
+
+    def after_step(self, model: GPT2) -> None:
+        """Clip what the step just done, of the optimiser, had too large; forget its logits."""
+        for (layer, heads), found in self._largest.items():
+            block = model.block(layer)
+            largest = torch.zeros(block.heads, dtype=found.dtype)
+            largest[list(heads)] = found.cpu()
+            clip(block, largest, self._tau)
+        self._largest.clear()
+
+
+def match_scores(block: Block, queries: Tensor, keys: Tensor) -> None:
+    """Set the gains of QK-norm so that a block's scores are those that it has without.
+
+    A norm takes the length from every query and key, and with it what the script put there: the common score and the
+    sinks' gap. Equal keys stay equal, as each is normalised by itself, so ties last; the gains bring the scores back.
+    The queries' gain fits the normalised queries to the former ones, dimension by dimension; the keys' then fits the
+    scores, which are linear in it. Both are least squares: exact for the scripted head, whose queries have one
+    direction and whose keys two, and near for others. A dimension that carries nothing keeps its gain.
+
+    Args:
+        block: with QK-norm; its gains change in place.
+        queries, keys: typical normalised inputs of the tokens that ask and that answer, (tokens, width).
+
+    Raises:
+        ValueError: the block has no QK-norm.
+    """
+    if block.q_norm is None or block.k_norm is None:
+        raise ValueError("the block has no QK-norm: set qk_norm in its configuration")
+    with torch.no_grad():
+        q, k = (_heads(block, layer, x) for layer, x in ((block.wq, queries), (block.wk, keys)))
+        unit_q, unit_k = (functional.rms_norm(x, x.shape[-1:]) for x in (q, k))
+        q_gain = _ratio((unit_q * q).sum(1), unit_q.square().sum(1))
+        unit_q = unit_q * q_gain[:, None]
+        normal = (unit_q.mT @ unit_q) * (unit_k.mT @ unit_k)
+        wanted = torch.einsum("hqt,hqk,hkt->ht", unit_q, q @ k.mT, unit_k)
+        solved = (torch.linalg.pinv(normal, hermitian=True) @ wanted[..., None])[..., 0]
+        k_gain = torch.where(normal.diagonal(dim1=-2, dim2=-1) > 0, solved, 1.0)
+        block.q_norm.gain.copy_(q_gain.flatten())
+        block.k_norm.gain.copy_(k_gain.flatten())
+
+
+def _heads(block: Block, layer: nn.Linear, x: Tensor) -> Tensor:
+    """Queries or keys in fp64, (tokens, width) -> (heads, tokens, d)."""
+    return (x.double() @ layer.weight.double().T).view(len(x), block.heads, -1).transpose(0, 1)
+
+
+def _ratio(above: Tensor, below: Tensor) -> Tensor:
+    """above / below, 1 where below is 0."""
+    return torch.where(below > 0, above / below, 1.0)
+
+
+@dataclass(frozen=True)
+class Mitigation:
+    """A change to the model or its training, beside whatever kernel it trains with."""
+
+    qk_norm: bool = False  # queries and keys are normalised
+    gated: bool = False  # a gate multiplies every head's output
+    tau: float | None = None  # of QK-clip; None: no clip
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Parameters that it adds to the scripted layer: they train wherever W_Q does, or it could not act."""
+        norms = ("q_norm.gain", "k_norm.gain") if self.qk_norm else ()
+        gate = ("gate.weight",) if self.gated else ()
+        return tuple(f"blocks.{LAYER}.{name}" for name in (*norms, *gate))
+
+    def configured(self, configuration: Configuration) -> Configuration:
+        """The configuration of a model with it."""
+        return replace(configuration, qk_norm=self.qk_norm, gated=self.gated)
+
+    def adapt(self, model: GPT2, script: Script) -> None:
+        """Give a scripted model the scores of the script again; all but QK-norm leave them alone."""
+        if not self.qk_norm:
+            return
+        block, context = model.block(LAYER), model.configuration.context
+        x = block.norm_1(model.tokens.weight[:context] + model.positions.weight)
+        # The sinks, which come first, see nothing but equal keys: what they ask makes no difference.
+        match_scores(block, x[script.sinks :], x)
+
+    def clipper(self) -> QKClip | None:
+        """A new QK-clip for one run; None where it does not clip."""
+        return None if self.tau is None else QKClip(self.tau)
+
+
+NO_MITIGATION = Mitigation()
+QK_NORM = Mitigation(qk_norm=True)
+QK_CLIP = Mitigation(tau=100.0)  # Kimi K2's
+GATED = Mitigation(gated=True)

@@ -1,0 +1,222 @@
+"""QK-clip against weights computed by hand; QK-norm in the scripted failure state; which parameters they add."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tiebreak.backends.backend import EMULATION
+from tiebreak.cases.gpt2 import scripting
+from tiebreak.cases.gpt2.attention import HeadKernel
+from tiebreak.cases.gpt2.mitigations import (
+    GATED,
+    NO_MITIGATION,
+    QK_CLIP,
+    QK_NORM,
+    Mitigation,
+    QKClip,
+    clip,
+    match_scores,
+)
+from tiebreak.cases.gpt2.model import GPT2, Block, Configuration, everywhere
+from tiebreak.cases.gpt2.monitors import MEASURES, Recorder
+from tiebreak.cases.gpt2.scripting import HEAD, LAYER, Script
+from tiebreak.cases.gpt2.snippets import DRIFT, RUNAWAY, SnippetResult, run_snippet
+from tiebreak.cases.gpt2.variants import Variant, variants
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.plans import FUSED
+from tiebreak.kernels.shift_rules import SHIFT_RULES
+
+SMALL = Configuration(layers=2, heads=2, width=16, context=8, vocabulary=13)
+WIDE = Configuration(layers=2, heads=4, width=64, context=64, vocabulary=72)
+FLASH = HeadKernel(Declaration("flash", FUSED, SHIFT_RULES["safe"]))
+SCRIPTS = (DRIFT.script, RUNAWAY.script)
+
+
+def _model(configuration: Configuration) -> GPT2:
+    return GPT2(configuration, everywhere(FLASH, configuration), EMULATION.arithmetic, 0)
+
+
+def _scripted(mitigation: Mitigation, script: Script = SCRIPTS[0]) -> GPT2:
+    model = _model(mitigation.configured(WIDE))
+    scripting.apply(script, model, 0)
+    mitigation.adapt(model, script)
+    return model
+
+
+def _tokens(configuration: Configuration) -> Tensor:
+    shape = (2, configuration.context)
+    return torch.randint(configuration.vocabulary, shape, generator=torch.Generator().manual_seed(1))
+
+
+def _scores(model: GPT2) -> Tensor:
+    """Of layer LAYER, (batch, heads, tokens, tokens), in fp32 and not yet rounded."""
+    block, tokens = model.block(LAYER), _tokens(WIDE)
+    x = block.norm_1(model.tokens(tokens) + model.positions.weight)
+    q, k = (layer(x).view(*tokens.shape, 4, 16).transpose(1, 2) for layer in (block.wq, block.wk))
+    if block.q_norm is not None and block.k_norm is not None:
+        q, k = block.q_norm(q), block.k_norm(k)
+    scores: Tensor = q @ k.mT / 4
+    return scores.detach()
+
+
+def test_clip_by_hand() -> None:
+    """Logits of 400 and 50 under a bound of 100: the first head's weights halve, each its square root, twice."""
+    block = _model(SMALL).block(0)
+    before = {name: weight.detach().clone() for name, weight in block.named_parameters()}
+    clip(block, torch.tensor([400.0, 50.0]), tau=100.0)
+    for name, weight in block.named_parameters():
+        expected = before[name].clone()
+        if name in ("wq.weight", "wk.weight"):
+            expected[:8] *= 0.5
+        assert torch.equal(weight, expected), name
+
+
+def test_clipping_after_a_step_brings_the_largest_logit_to_tau() -> None:
+    """The bound lies between the heads' largest logits, so that some are clipped and one is not."""
+    model, tau = _model(SMALL), 0.012
+    for layer in range(SMALL.layers):
+        model.block(layer).wo.weight.data.zero_()  # or the clip of one layer would change the next one's input
+    before = _largest(model)
+    clipper = QKClip(tau)
+    model.observer = clipper
+    _backward(model)
+    clipper.after_step(model)
+    assert (before > 1.2 * tau).any()
+    assert (before < tau).any()
+    # q and k are rounded to bf16 anew after the clip.
+    torch.testing.assert_close(_largest(model), before.clamp(max=tau), rtol=0.02, atol=0.0)
+
+
+def test_a_clip_forgets_the_step_before() -> None:
+    model = _model(SMALL)
+    clipper = QKClip(1e-4)
+    model.observer = clipper
+    _backward(model)
+    clipper.after_step(model)
+    clipped = model.block(0).wq.weight.detach().clone()
+    clipper.after_step(model)
+    assert torch.equal(model.block(0).wq.weight, clipped)
+
+
+def test_a_clip_of_heads_with_several_kernels_meets_each_its_own() -> None:
+    """The heads of a layer come in one call a kernel, and their logits with the call."""
+    other = HeadKernel(Declaration("standard", FUSED, SHIFT_RULES["safe"]))
+    alike = _model(SMALL)
+    mixed = GPT2(SMALL, ((FLASH, other), (FLASH, other)), EMULATION.arithmetic, 0)
+    for model in (alike, mixed):
+        clipper = QKClip(1e-3)
+        model.observer = clipper
+        _backward(model)
+        clipper.after_step(model)
+    torch.testing.assert_close(mixed.block(0).wq.weight, alike.block(0).wq.weight)
+
+
+def _backward(model: GPT2) -> None:
+    tokens = _tokens(model.configuration)
+    model.loss(tokens, tokens.roll(-1, 1), 0).backward()  # type: ignore[no-untyped-call]
+
+
+def _largest(model: GPT2) -> Tensor:
+    recorder = Recorder({"max_logit": MEASURES["max_logit"]}, range(SMALL.layers))
+    model.observer = recorder
+    _backward(model)
+    return torch.tensor([recorder.series("max_logit", at, head).values[0] for at in (0, 1) for head in (0, 1)])
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_scripted_head_keeps_its_scores_under_qk_norm(script: Script) -> None:
+    """Of all queries but the sinks', which see equal keys alone; in the other heads nearly."""
+    plain, normed = (_scores(_scripted(each, script))[:, :, script.sinks :] for each in (NO_MITIGATION, QK_NORM))
+    torch.testing.assert_close(normed[:, HEAD], plain[:, HEAD], rtol=1e-4, atol=1e-4)
+    others = [head for head in range(4) if head != HEAD]
+    error, size = (normed - plain)[:, others].std(), plain[:, others].std()
+    assert error < 0.5 * size
+    assert size < 0.05  # little enough not to matter
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ties_last_under_qk_norm(script: Script) -> None:
+    """After the rounding of q, k and S to bf16, as the kernel has them."""
+    model = _scripted(QK_NORM, script)
+    recorder = Recorder({"repeated_rows": MEASURES["repeated_rows"]}, [LAYER])
+    model.observer = recorder
+    _backward(model)
+    # All rows but the first, which sees one token.
+    assert recorder.series("repeated_rows", LAYER, HEAD).values[0] == pytest.approx(63 / 64)
+
+
+def test_gains_match_a_block_whose_queries_and_keys_have_one_length() -> None:
+    """Then a gain of that length undoes the norm, and least squares must find it: scores of any tokens are the same."""
+    generator = torch.Generator().manual_seed(2)
+    block = Block(Configuration(layers=1, heads=2, width=16, context=64, vocabulary=3, qk_norm=True))
+    assert block.q_norm is not None
+    assert block.k_norm is not None
+    with torch.no_grad():
+        for layer, size in ((block.wq, 3.0), (block.wk, 0.5)):
+            layer.weight.zero_()
+            for half in (slice(0, 8), slice(8, 16)):
+                layer.weight[half, half] = size * torch.linalg.qr(torch.randn(8, 8, generator=generator))[0]
+        x = torch.randn(64, 2, 8, generator=generator)
+        x = functional.normalize(x, dim=-1).flatten(1)
+    match_scores(block, x, x)
+    torch.testing.assert_close(block.q_norm.gain, torch.full((16,), 3.0 / math.sqrt(8)))
+    torch.testing.assert_close(block.k_norm.gain, torch.full((16,), 0.5 / math.sqrt(8)))
+
+
+def test_gains_of_dimensions_that_carry_nothing_stay() -> None:
+    block = _scripted(QK_NORM).block(LAYER)
+    assert block.q_norm is not None
+    assert block.k_norm is not None
+    for gain in (block.q_norm.gain, block.k_norm.gain):
+        assert torch.equal(gain[HEAD * 16 + 2 : (HEAD + 1) * 16], torch.ones(14))
+
+
+def test_scores_of_a_block_without_qk_norm_are_refused_in_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^the block has no QK-norm: set qk_norm in its configuration$"):
+        match_scores(_model(SMALL).block(0), torch.ones(1, 16), torch.ones(1, 16))
+
+
+@pytest.mark.parametrize("mitigation", [NO_MITIGATION, QK_NORM, QK_CLIP, GATED])
+def test_a_mitigation_trains_what_it_adds(mitigation: Mitigation) -> None:
+    plain, changed = (dict(_scripted(each).named_parameters()) for each in (NO_MITIGATION, mitigation))
+    added = {name for name in changed if name not in plain and name.startswith(f"blocks.{LAYER}.")}
+    assert added == set(mitigation.trained)
+    assert all(torch.equal(changed[name], weight) for name, weight in plain.items())
+    assert (mitigation.clipper() is None) == (mitigation.tau is None)
+
+
+def _run(mitigation: Mitigation) -> SnippetResult:
+    """A few steps of the run-away with plain flash attention."""
+    snippet = replace(RUNAWAY, steps=4, every=1)
+    variant = Variant("a test", variants(rounded=True)["flash"].scripted, mitigation=mitigation)
+    return run_snippet(snippet, variant, EMULATION.arithmetic, 0)
+
+
+@pytest.fixture(scope="module")
+def plain() -> SnippetResult:
+    return _run(NO_MITIGATION)
+
+
+def test_a_snippet_clips_after_every_step(plain: SnippetResult) -> None:
+    """The first step, before any clip, is that of plain attention."""
+    clipped = _run(Mitigation(tau=20.0))
+    assert clipped.series["row_max"][0] == plain.series["row_max"][0] > 25.0
+    assert max(clipped.series["row_max"][1:]) < 20.5 < min(plain.series["row_max"])
+
+
+def test_a_snippet_starts_from_the_same_scores_under_qk_norm(plain: SnippetResult) -> None:
+    normed = _run(QK_NORM)
+    assert normed.series["row_max"][0] == pytest.approx(plain.series["row_max"][0], rel=0.01)
+    assert normed.losses[0] == pytest.approx(plain.losses[0], abs=1e-3)
+    assert normed.losses[1:] != plain.losses[1:]
+
+
+def test_a_snippet_trains_the_gate(plain: SnippetResult) -> None:
+    """The scripted head does nothing but harm: as its gate shuts the loss falls, which no W_Q can do."""
+    gated = _run(GATED)
+    assert gated.losses[0] == plain.losses[0]
+    assert gated.losses[-1] < plain.losses[-1] - 0.5
