@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tiebreak.reports import selection, store, tables, terminal
+from tiebreak.reports import grids, selection, store, tables, terminal
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.comparison import WORDS, Agreement, Comparison, Row, compare, platform_labels
 from tiebreak.reports.errors import UsageError
@@ -15,7 +15,8 @@ from tiebreak.reports.records import SKIPPED, Record, Run
 _COLUMN = 26  # characters of a platform's column
 _LEGEND = (
     "Bias of O in ulps with the half width of its 99.9 % interval, B: biased, ?: not known yet; max: largest error in"
-    " ulps.\nThe same letter: the same bits. !..!: the cell fell there. Rows: "
+    " ulps;\nof a training run (train_...) its headline, as in tiebreak show. The same letter: the same bits. !..!: the"
+    " cell fell there. Rows: "
 )
 
 
@@ -52,7 +53,7 @@ def _platforms(runs: Sequence[Run], paths: Sequence[Path], labels: Sequence[str]
         lines.append(f"{label}: {path}, {tables.counted(len(run.records), 'cell')}, {software}{note}")
     if tablefmt == "github":
         lines = [f"- {line}" for line in lines]
-    return tables.aside("\n".join(lines), tablefmt) + "\n"
+    return grids.aside("\n".join(lines), tablefmt) + "\n"
 
 
 def render(comparison: Comparison, tablefmt: str = "simple", *, everything: bool = False) -> str:
@@ -67,21 +68,21 @@ def render(comparison: Comparison, tablefmt: str = "simple", *, everything: bool
         The text.
     """
     shown = [row for row in comparison.rows if everything or row.agreement is not Agreement.BITS]
-    parts = [tables.aside(_summary(comparison), tablefmt)]
+    parts = [grids.aside(_summary(comparison), tablefmt)]
     groups: dict[str, list[Row]] = {}
     for row in shown:
         groups.setdefault(f"{row.record.backend}, {row.record.format}", []).append(row)
     for title, rows in groups.items():
-        parts += [tables.aside(title, tablefmt), *_tables(comparison.labels, rows, tablefmt)]
+        parts += [grids.aside(title, tablefmt), *_tables(comparison.labels, rows, tablefmt)]
     if hidden := len(comparison.rows) - len(shown):
         parts.append(
-            tables.aside(
+            grids.aside(
                 f"left out: {tables.counted(hidden, 'row')} with the same bits everywhere; --all shows all", tablefmt
             )
         )
     if shown:
         marks = ", ".join(f"{agreement.value} {words}" for agreement, words in WORDS.items())
-        parts.append(tables.aside(_LEGEND + marks, tablefmt))
+        parts.append(grids.aside(_LEGEND + marks, tablefmt))
     return "\n\n".join(parts)
 
 
@@ -102,7 +103,7 @@ def _tables(labels: Sequence[str], rows: Sequence[Row], tablefmt: str) -> list[s
         part = slice(start, start + columns)
         heads = [label if tablefmt != "simple" else textwrap.fill(label, _COLUMN) for label in labels[part]]
         body = [[name, *text[part]] for name, text in zip(names, texts, strict=True)]
-        found.append(tables.grid_text(body, ["kernel, case", *heads], tablefmt))
+        found.append(grids.grid_text(body, ["kernel, case", *heads], tablefmt))
     return found
 
 
@@ -116,6 +117,8 @@ def _text(record: Record | None) -> str:
     if record is None:
         return "missing"
     measures = record.measures
+    if record.training is not None:
+        return record.training.shown if record.outcome == CELL_HELD else f"!{record.training.shown}!"
     if measures is None:
         return "skip" if record.outcome == SKIPPED else tables.cell_text(record)
     bias = measures.bias

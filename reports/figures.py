@@ -4,12 +4,15 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from tiebreak.reports.records import Record, Run
+from tiebreak.reports.records import Record, Run, TrainingRecord
 
 _TIED = re.compile(r"tied_maxima\[k=(\d+)\]")
 _EACH = 2  # kernels of each kind in a figure: more lines than four can't be told apart
 _WELL_KNOWN = ("flash@paper", "stabilized@paper")  # the paper's own, which come first where they were run
+# The paper's failing kernel, its fix and the suite's; beside them a device's or a user's own that drifts most.
+_TRAINED = ("flash@train_l_rounded", "stabilized@train_l_rounded", "fair@train_l_rounded")
 
 
 @dataclass(frozen=True)
@@ -46,14 +49,79 @@ def figures(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
         labels: of their platforms.
 
     Returns:
-        Up to three figures: error trace, histogram of signed errors, bias against the number of maxima.
+        Up to five figures: error trace, histogram of signed errors, bias against the number of maxima; delta's error
+        summed up over a training run, and the growth of W_Q.
     """
+    return [*_scripted(runs, labels), *_trained(runs, labels)]
+
+
+def _scripted(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
     for run, label in zip(runs, labels, strict=True):
         chosen = _chosen(run.records)
         if chosen:
             found = [_trace(chosen), _histogram(chosen), _fall(run.records, chosen)]
             return [_from(figure, label) for figure in found if figure is not None]
     return []
+
+
+def _trained(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
+    for run, label in zip(runs, labels, strict=True):
+        drift = _runs_of("delta_error", "delta_error_mean", run.records)
+        growth = _runs_of("wq_norm", "wq_norm_growth", run.records)
+        if drift or growth:
+            found = [_running_sum(drift), _growth(growth)]
+            return [_from(figure, label) for figure in found if figure is not None]
+    return []
+
+
+def _runs_of(series: str, headline: str, records: Sequence[Record]) -> list[tuple[str, TrainingRecord]]:
+    """The training runs to draw, with their names: one backend's well-known kernels, and the worst of all others."""
+    told = [(one, one.training) for one in records if one.training and one.training.headline == headline]
+    told = [(one, training) for one, training in told if training.series.get(series)]
+    if not told:
+        return []
+    first = told[0][0].backend
+    known = [(one.kernel, training) for one, training in told if one.backend == first and one.kernel in _TRAINED]
+    others = [(f"{one.kernel} ({one.backend})", training) for one, training in told if "@train" not in one.kernel]
+    others.sort(key=lambda pair: -abs(pair[1].measures.get(headline) or 0.0))
+    return [*known, *others[:1]]
+
+
+def _running_sum(chosen: Sequence[tuple[str, TrainingRecord]]) -> Figure | None:
+    series = [
+        Series(name, tuple((float(step), total) for step, total in zip(
+            training.steps, accumulate(value or 0.0 for value in training.series["delta_error"]), strict=True)))
+        for name, training in chosen
+    ]  # fmt: skip
+    if not series:
+        return None
+    return Figure(
+        name="drift",
+        title="Training: delta's error summed up",
+        note="delta as the kernel has it less delta in fp64, summed over the rows of the scripted head and over the"
+        " steps. A straight line is a bias: the query weights are pushed one way in every step.",
+        x_label="step",
+        y_label="sum of delta's error",
+        series=tuple(series),
+    )
+
+
+def _growth(chosen: Sequence[tuple[str, TrainingRecord]]) -> Figure | None:
+    series = []
+    for name, training in chosen:
+        norms = training.series["wq_norm"]
+        pairs = zip(training.steps, norms, strict=True)
+        series.append(Series(name, tuple((float(step), norm) for step, norm in pairs if norm is not None)))
+    if not series:
+        return None
+    return Figure(
+        name="growth",
+        title="Training: W_Q's norm",
+        note="Spectral norm of the scripted head's query weights while they alone train.",
+        x_label="step",
+        y_label="spectral norm",
+        series=tuple(series),
+    )
 
 
 def _from(figure: Figure, label: str) -> Figure:

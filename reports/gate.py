@@ -29,6 +29,7 @@ from tiebreak.reports.records import (
     MeasuresRecord,
     Record,
     Run,
+    TrainingRecord,
 )
 from tiebreak.reports.tables import counted
 
@@ -181,6 +182,8 @@ def _compare(old: Record, new: Record, limits: Limits, across: bool) -> Iterator
         return
     yield from _outcome(old, new)
     yield from _promises(old, new, across)
+    if old.training is not None and new.training is not None:
+        yield from _trained(old.training, new.training)
     if old.measures is not None and new.measures is not None:
         yield from _finite(old.measures, new.measures)
         yield from _repeatable(old.measures, new.measures)
@@ -205,7 +208,7 @@ def _outcome(old: Record, new: Record) -> Iterator[Change]:
 
 def _promises(old: Record, new: Record, across: bool) -> Iterator[Change]:
     """Claim and prediction: no longer made, or no longer met."""
-    if new.measures is None:
+    if new.measures is None and new.training is None:
         return  # the outcome says it
     # A vendor's kernel may declare another plan on another platform, and a case claims other things of another plan.
     excused = across and old.plan != new.plan and new.claim is not None and new.claim.met is True
@@ -218,6 +221,12 @@ def _promises(old: Record, new: Record, across: bool) -> Iterator[Change]:
         yield Change(True, f"no longer held to the prediction of {old.prediction.plan}")
     elif old.prediction and new.prediction and old.prediction.met is True and new.prediction.met is not True:
         yield Change(True, f"the prediction of {new.prediction.plan} is no longer met")
+
+
+def _trained(old: TrainingRecord, new: TrainingRecord) -> Iterator[Change]:
+    lost = [name for name, value in old.measures.items() if value is not None and new.measures.get(name) is None]
+    if lost:
+        yield Change(True, f"NaN or missing: {', '.join(lost)}; a number in the baseline")
 
 
 def _finite(old: MeasuresRecord, new: MeasuresRecord) -> Iterator[Change]:
@@ -311,5 +320,10 @@ def update(run: Run, path: Path) -> None:
         outside = [record for record in store.read(path).records if not _selected(record, run.options)]
         if outside:
             raise UsageError(f"{path}: not updated: {len(outside)} of its cells lie outside this run's options")
-    records = tuple(replace(record, trace=None, histogram=None) for record in run.records)
-    store.write(replace(run, records=records, run=None, seconds={}), path)
+    store.write(replace(run, records=tuple(map(_compact, run.records)), run=None, seconds={}), path)
+
+
+def _compact(record: Record) -> Record:
+    """Without what is there to be drawn alone."""
+    training = record.training and replace(record.training, steps=(), series={})
+    return replace(record, trace=None, histogram=None, training=training)

@@ -2,6 +2,8 @@
 
 1 -> 2: `run` tells runs apart; measures say whether the cell is `repeatable`; a traced case has a `histogram`, and its
 `trace` is null where there is none.
+
+2 -> 3: a record of a short training run has `training`.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,9 +33,14 @@ def _to_2(plain: dict[str, Any]) -> None:
             measures.setdefault("repeatable", None)
 
 
+def _to_3(plain: dict[str, Any]) -> None:
+    for record in _records(plain):
+        record.setdefault("training", None)
+
+
 def _records(plain: dict[str, Any]) -> Iterator[dict[str, Any]]:
     found = plain.get("records")
     return (record for record in (found if isinstance(found, list) else ()) if isinstance(record, dict))
 
 
-_STEPS: dict[int, Callable[[dict[str, Any]], None]] = {1: _to_2}
+_STEPS: dict[int, Callable[[dict[str, Any]], None]] = {1: _to_2, 2: _to_3}

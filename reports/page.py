@@ -14,6 +14,7 @@ from tiebreak.reports.comparison import platform_labels
 from tiebreak.reports.figures import Figure, figures
 from tiebreak.reports.records import Record, Run
 from tiebreak.reports.svg import draw
+from tiebreak.reports.training import training_grids, training_legend
 
 _HERE = Path(__file__).parent
 _DIGITS = 6  # significant ones of a number on the page: the files have them all
@@ -85,7 +86,8 @@ def page(runs: Sequence[Run], labels: Sequence[str], found: Sequence[Figure]) ->
 <div id="maps"></div>
 <div id="tip" role="tooltip" hidden></div>
 {_figures(found)}
-<h2 id="all">All cells</h2>
+{_training(runs, labels)}
+<h2 id="all">All cells but the training runs</h2>
 {_TABLE}
 <script type="application/json" id="data">{_data(runs, labels)}</script>
 <script>{script}</script>
@@ -134,6 +136,27 @@ def _figures(found: Sequence[Figure]) -> str:
     return "\n".join(['<h2 id="figures">Where it comes from</h2>', '<div class="figures">', *parts, "</div>"])
 
 
+def _training(runs: Sequence[Run], labels: Sequence[str]) -> str:
+    """A table a platform and backend of the short training runs."""
+    parts = []
+    for run, label in zip(runs, labels, strict=True):
+        for grid in training_grids(run.records):
+            head = "".join(
+                f'<th scope="col">{escape(text)}</th>' for text in ("kernel", *map(grid.heading, grid.cases))
+            )
+            rows = []
+            for kernel in grid.kernels:
+                cells = "".join(f"<td>{escape(grid.text(kernel, case))}</td>" for case in grid.cases)
+                rows.append(f'<tr><th scope="row">{escape(kernel)}</th>{cells}</tr>')
+            caption = f"<caption>{escape(label)}: {escape(grid.backend)}</caption>"
+            parts.append(f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>")
+    if not parts:
+        return ""
+    about = escape(training_legend([record for run in runs for record in run.records])).replace("\n", "<br>")
+    return "\n".join(['<h2 id="training">Short training runs</h2>', f"<p>{about}</p>", '<div class="wide">', *parts,
+                      "</div>"])  # fmt: skip
+
+
 def _data(runs: Sequence[Run], labels: Sequence[str]) -> str:
     """The cells as JSON that can stand inside a script element; each string is there once."""
     strings: dict[str, int] = {}
@@ -145,6 +168,8 @@ def _data(runs: Sequence[Run], labels: Sequence[str]) -> str:
     for run, label in zip(runs, labels, strict=True):
         platform = number(label)
         for one in run.records:
+            if one.trained:
+                continue
             names = (one.backend, one.format, one.kernel, one.case, one.outcome, one.verdict or "")
             cells.append([platform, *map(number, names), number("; ".join(one.reasons)), *_numbers(one)])
     plain = {"strings": list(strings), "scale": _SCALE, "cells": cells}

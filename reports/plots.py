@@ -1,7 +1,8 @@
 """Figures as files, by matplotlib (the extra `plots`), which is loaded when one is asked for."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.figures import Figure
 from tiebreak.reports.records import Record, Run
 from tiebreak.reports.svg import COLOURS, THEORY
+from tiebreak.reports.training import TrainingGrid
 
 FORMATS = ("svg", "png")
 _STYLES = ("-", "--", ":", "-.")
 _LONGEST = 60  # characters of a name
+_ROUNDED = "_l_rounded"  # ends the names of kernels that sum l from rounded P-bar
 _SCALE = 0.35  # ulp at which the colours of a heat map end
 
 
@@ -31,19 +34,17 @@ def save(figures: Sequence[Figure], runs: Sequence[Run], labels: Sequence[str], 
     Raises:
         UsageError: matplotlib is not installed, or a file can't be written.
     """
-    try:
-        from matplotlib.figure import Figure as Canvas
-    except ImportError as error:
-        raise UsageError("--figures needs matplotlib: pip install 'tiebreak[plots]'") from error
-    drawn: dict[str, Canvas] = {}
+    canvas_of = _canvas("--figures")
+    drawn: dict[str, Any] = {}
     for figure in figures:
-        drawn[figure.name] = canvas = Canvas(figsize=(6, 4), layout="constrained")
+        drawn[figure.name] = canvas = canvas_of(figsize=(6, 4), layout="constrained")
         _lines(canvas.subplots(), figure)
     for run, label in zip(runs, labels, strict=True):
-        for backend, fmt in dict.fromkeys((record.backend, record.format) for record in run.records):
-            records = [record for record in run.records if (record.backend, record.format) == (backend, fmt)]
+        scripted = [record for record in run.records if not record.trained]
+        for backend, fmt in dict.fromkeys((record.backend, record.format) for record in scripted):
+            records = [record for record in scripted if (record.backend, record.format) == (backend, fmt)]
             # A number, not a name out of the records: those may hold anything, a slash for one.
-            drawn[f"heat-{len(drawn) - len(figures) + 1}"] = canvas = Canvas(layout="constrained")
+            drawn[f"heat-{len(drawn) - len(figures) + 1}"] = canvas = canvas_of(layout="constrained")
             _heat(canvas, records, f"{label}: {backend}, {fmt}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,6 +54,88 @@ def save(figures: Sequence[Figure], runs: Sequence[Run], labels: Sequence[str], 
     except OSError as error:
         raise UsageError(f"{folder}: {error.strerror or error}") from error
     return [path for _, path in paths]
+
+
+def save_training(grids: Sequence[TrainingGrid], path: Path) -> None:
+    """Draw the training runs: a row a kernel, a column a snippet, a mark for every seed.
+
+    Kernels that differ in the sum of l alone share a row.
+
+    Args:
+        grids: one a backend.
+        path: of the file; its ending says the kind.
+
+    Raises:
+        UsageError: matplotlib is not installed, the ending is unknown, or the file can't be written.
+    """
+    canvas_of = _canvas("--figure")
+    rows = [len(_rows(grid)) for grid in grids]
+    canvas = canvas_of(figsize=(9.5, 0.6 + sum(0.8 + 0.24 * count for count in rows)), layout="constrained")
+    parts = canvas.subfigures(len(grids), 1, squeeze=False, height_ratios=[4 + count for count in rows])
+    for part, grid in zip(parts[:, 0], grids, strict=True):
+        part.suptitle(_plain(grid.backend), fontsize="medium")
+        panels = part.subplots(1, len(grid.cases), squeeze=False, sharey=True)
+        for axes, case in zip(panels[0], grid.cases, strict=True):
+            _marks(axes, grid, case)
+    marks = dict(zip(*reversed(canvas.axes[0].get_legend_handles_labels()), strict=True))
+    canvas.legend(marks.values(), marks, loc="outside lower center", ncols=len(marks), fontsize="small")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        canvas.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--figure {path}: {error}") from error
+
+
+def _rows(grid: TrainingGrid) -> list[str]:
+    """Kernels without what says how l is summed, in the grid's order."""
+    return list(dict.fromkeys(kernel.removesuffix(_ROUNDED) for kernel in grid.kernels))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How the marks of some kernels are drawn."""
+
+    label: str
+    shift: float  # up or down from the row's middle
+    style: Mapping[str, Any]  # of matplotlib's plot
+
+
+_UNROUNDED_L = _Kind("l from P̄ before its cast", -0.15, {"color": COLOURS[0], "marker": "o", "linestyle": ""})
+_ROUNDED_L = _Kind("l from rounded P̄", 0.15, {**_UNROUNDED_L.style, "color": COLOURS[1], "fillstyle": "none"})
+_OWN = _Kind("the device's or a user's own", 0.0, {**_UNROUNDED_L.style, "color": THEORY, "marker": "D"})
+
+
+def _kind(kernel: str) -> _Kind:
+    if "@train" not in kernel:
+        return _OWN
+    return _ROUNDED_L if kernel.endswith(_ROUNDED) else _UNROUNDED_L
+
+
+def _marks(axes: Any, grid: TrainingGrid, case: str) -> None:
+    rows = _rows(grid)
+    for kernel in grid.kernels:
+        values, kind = grid.values(kernel, case), _kind(kernel)
+        place = rows.index(kernel.removesuffix(_ROUNDED)) + kind.shift
+        axes.plot(values, [place] * len(values), **kind.style, label=kind.label)
+    axes.axvline(0, color="#666666", linewidth=0.8)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_yticks(range(len(rows)), labels=[_plain(row.removesuffix("@train")) for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.tick_params(labelsize="small")
+    axes.set_title(_plain(grid.heading(case)), fontsize="small")
+
+
+def _canvas(flag: str) -> Any:
+    """Matplotlib's class of a figure.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure as Canvas
+    except ImportError as error:
+        raise UsageError(f"{flag} needs matplotlib: pip install 'tiebreak[plots]'") from error
+    return Canvas
 
 
 def _plain(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from tiebreak.reports.decode import decoder
 
-SCHEMA = 2  # see tiebreak.reports.migrations for what changed
+SCHEMA = 3  # see tiebreak.reports.migrations for what changed
 
 HELD, FELL, INCONCLUSIVE, SKIPPED = "held", "fell", "inconclusive", "skipped"
 CRASHED, TIMED_OUT = "crashed", "timed_out"
@@ -99,6 +99,22 @@ class HistogramRecord:
 
 
 @dataclass(frozen=True)
+class TrainingRecord:
+    """What a short training run measured."""
+
+    label: str  # a letter or two for headings
+    about: str  # the run in one line
+    amplified: bool  # whether it takes a narrower format than anyone trains with to show the effect
+    headline: str  # the measure that tables show
+    shown: str  # as they print it
+    stable: bool | None  # whether the paper says that training is stable with the kernel; None: it says nothing
+    measures: Mapping[str, float | None]  # see tiebreak.cases.gpt2.snippets
+    claims: tuple[ClaimRecord, ...]  # one a bound; the record's own claim is all of them
+    steps: tuple[Count, ...]  # at which monitors were read
+    series: Mapping[str, tuple[float | None, ...]]  # of the scripted head, one number a reading
+
+
+@dataclass(frozen=True)
 class Record:
     """The result of one cell: backend x kernel x case x format."""
 
@@ -119,9 +135,15 @@ class Record:
     claim: ClaimRecord | None = None
     prediction: PredictionRecord | None = None
     fits: Mapping[str, Estimate] = field(default_factory=dict)  # undeclared kernels: difference to each known plan
-    digest: str | None = None  # of the bits of the first batch's O
+    digest: str | None = None  # of the bits of the first batch's O; of a training run, of its losses
     trace: TraceRecord | None = None  # of a traced case under emulation
     histogram: HistogramRecord | None = None  # of a traced case
+    training: TrainingRecord | None = None  # of a short training run, which has no measures of O
+
+    @property
+    def trained(self) -> bool:
+        """Whether the cell is a short training run, whatever became of it: their cases are called train_something."""
+        return self.case.startswith("train_")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that JSON has (tuples are written as lists)."""

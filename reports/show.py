@@ -54,7 +54,7 @@ def as_csv(run: Run) -> str:
 
 
 def _row(record: Record, run: Run) -> dict[str, Any]:
-    measures, claim, prediction = record.measures, record.claim, record.prediction
+    measures, claim, prediction, training = record.measures, record.claim, record.prediction, record.training
     named = ("id", "backend", "kernel", "case", "case_version", "format", "seed", "heads", "outcome", "verdict")
     numbers = ("rms_ulps", "max_ulps", "error_over_bound", "gain", "nonfinite", "left_out", "elements", "repeatable")
     return {
@@ -70,6 +70,8 @@ def _row(record: Record, run: Run) -> dict[str, Any]:
         "predicted_bias": prediction and prediction.bias.mean,
         "prediction_met": prediction and prediction.met,
         "equal_bits": prediction and prediction.equal_bits,
+        "trained_measure": training and training.headline,
+        "trained_value": training and training.measures.get(training.headline),
         "digest": record.digest,
         "seconds": run.seconds.get(record.id),
         "reasons": "; ".join(record.reasons),

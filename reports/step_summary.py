@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from tiebreak.reports import tables
+from tiebreak.reports import grids, tables
 from tiebreak.reports.gate import Outcome
 from tiebreak.reports.records import PASSING, SKIPPED, Run
 
@@ -31,7 +31,7 @@ def of_run(run: Run) -> str:
     lines = [f"- {record.outcome} {record.id}: {'; '.join(record.reasons)}" for record in fallen]
     note = [] if run.complete else ["The run was interrupted: these are the cells that were done."]
     title = f"### tiebreak: {tables.counts(run.records)}"
-    return "\n\n".join([title, *note, tables.grid_text(rows, ["backend", "cells"], "github"), *_listed(lines)])
+    return "\n\n".join([title, *note, grids.grid_text(rows, ["backend", "cells"], "github"), *_listed(lines)])
 
 
 def of_gate(outcome: Outcome, baseline: Path) -> str:
@@ -48,4 +48,4 @@ def _listed(lines: list[str]) -> list[str]:
     """A Markdown list of one paragraph, cut short."""
     more = [f"- and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
     shown = "\n".join([*lines[:_MOST], *more])
-    return [tables.aside(shown, "github")] if shown else []
+    return [grids.aside(shown, "github")] if shown else []

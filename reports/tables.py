@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tabulate import tabulate
-
+from tiebreak.reports.grids import aside, broken, grid_text
 from tiebreak.reports.records import (
     BIASED,
     CRASHED,
@@ -20,6 +19,7 @@ from tiebreak.reports.records import (
     Record,
     Run,
 )
+from tiebreak.reports.training import training_tables
 
 LEGEND = (
     "bias of O in ulps, + away from zero. B: biased (99.9 % beyond 0.05 ulp), ?: not known yet, no mark: unbiased;\n"
@@ -75,7 +75,7 @@ class _Grid:
         for start in range(0, len(kernels), columns):
             shown = kernels[start : start + columns]
             rows = [[case, *(self._text(kernel, case) for kernel in shown)] for case in cases]
-            headers = ["case", *(_broken(kernel) if width else kernel for kernel in shown)]
+            headers = ["case", *(broken(kernel) if width else kernel for kernel in shown)]
             parts.append(grid_text(rows, headers, tablefmt))
         return "\n\n".join(parts)
 
@@ -84,36 +84,10 @@ class _Grid:
         return self.absent if record is None else cell_text(record)
 
 
-def grid_text(rows: Sequence[Sequence[str]], headers: Sequence[str], tablefmt: str) -> str:
-    """A table with its first column to the left, the others to the right."""
-    if tablefmt == "github":
-        # A bar would end the cell, and names may hold HTML, which GitHub renders.
-        rows = [[_escaped(text) for text in row] for row in rows]
-        headers = [_escaped(text) for text in headers]
-    aligned = ("left", *("right" for _ in headers[1:]))
-    return tabulate(rows, headers=headers, tablefmt=tablefmt, colalign=aligned, disable_numparse=True)
-
-
-def aside(text: str, tablefmt: str) -> str:
-    """Text between tables, as the format takes it."""
-    if tablefmt == "latex":
-        return "\n".join(f"% {line}" for line in text.splitlines())
-    return _escaped(text) if tablefmt == "github" else text
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
-
-
-def _broken(name: str) -> str:
-    """A column's heading on several lines."""
-    return name.replace("@", "\n@").replace("_", "_\n").replace("_\n\n", "_\n")
-
-
 def tables(
     records: Sequence[Record], width: int | None = 120, tablefmt: str = "simple", absent: str = "missing"
 ) -> str:
-    """Tables of records, one a backend and format, kernels and cases in the order they come in.
+    """Tables of records, one a backend and format, kernels and cases in the order they come in; then training runs.
 
     Args:
         records: of one run.
@@ -126,12 +100,16 @@ def tables(
     """
     grids: dict[tuple[str, str], _Grid] = {}
     for record in records:
+        if record.trained:
+            continue
         key = (record.backend, record.format)
         grid = grids.setdefault(key, _Grid(f"{record.backend}, {record.format}", absent))
         grid.cells[record.kernel, record.case] = record
-    if not grids:
-        return ""
-    return "\n\n".join([*(grid.render(width, tablefmt) for grid in grids.values()), aside(LEGEND, tablefmt)])
+    parts = [grid.render(width, tablefmt) for grid in grids.values()]
+    if parts:
+        parts.append(aside(LEGEND, tablefmt))
+    trained = training_tables(records, tablefmt)
+    return "\n\n".join([*parts, *([trained] if trained else [])])
 
 
 def fallen(records: Sequence[Record]) -> str:

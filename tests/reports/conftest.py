@@ -18,6 +18,7 @@ from tiebreak.reports.records import (
     Record,
     Run,
     TraceRecord,
+    TrainingRecord,
 )
 
 PLATFORM = {
@@ -94,6 +95,33 @@ def make_run(*records: Record, **fields: Any) -> Run:
     return replace(Run(platform, options, given, seconds=seconds, run="a" * 32), **fields)
 
 
+def make_trained(
+    kernel: str = "flash@train", case: str = "train_drift", value: float | None = 2e-3, **fields: Any
+) -> Record:
+    """The record of a training run that held."""
+    shown = "nan" if value is None else f"{value:+.1e}"
+    claim = ClaimRecord("0.0012 < delta_error_mean", "section 3", True)
+    training = TrainingRecord(
+        label="A",
+        about="delta errs",
+        amplified=False,
+        headline="delta_error_mean",
+        shown=shown,
+        stable=False,
+        measures={"delta_error_mean": value},
+        claims=(claim,),
+        steps=(0, 1, 2),
+        series={"delta_error": (2e-3, None, 1e-3), "wq_norm": (1.0, 2.0, 4.0)},
+    )
+    held = {"outcome": "held", "reasons": (), "heads": 0, "claim": claim, "digest": "fedcba9876543210"}
+    return replace(make_skip(kernel, case), **(held | {"training": training} | fields))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def trained() -> Callable[..., Record]:
+    return make_trained
+
+
 @pytest.fixture
 def record() -> Callable[..., Record]:
     return make_record
@@ -129,7 +157,9 @@ def telling() -> Run:
                        measures={"bias": Estimate(0.23, 0.01)})  # fmt: skip
     nan = make_record("sdpa", "huge", verdict="nonfinite", outcome="fell", reasons=("NaN",),
                       measures={"bias": Estimate(None, None), "nonfinite": 7, "max_ulps": None})  # fmt: skip
-    return make_run(*tied, *fair, fell, nan, make_skip("sdpa", "random"), make_skip("sdpa", "odd", "crashed"))
+    trained = (make_trained(), make_trained("sdpa"), make_trained("sdpa", "train_lm", None, outcome="fell"))
+    return make_run(*tied, *fair, fell, nan, make_skip("sdpa", "random"), make_skip("sdpa", "odd", "crashed"),
+                    *trained)  # fmt: skip
 
 
 @pytest.fixture

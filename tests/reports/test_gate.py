@@ -111,6 +111,18 @@ def test_improvements_are_listed(run: MakeRun, record: Make, old: Any, new: Any,
     assert [text.startswith(start) for (_, text), start in zip(found, said, strict=True)] == [True] * len(said)
 
 
+def test_a_training_run_is_held_to_its_claims_and_its_numbers(run: MakeRun, trained: Make) -> None:
+    good = trained()
+    assert judge(run, good, trained(value=5e-3, digest="0")) == []
+    assert judge(run, good, trained(value=None)) == [
+        (True, "NaN or missing: delta_error_mean; a number in the baseline")
+    ]
+    assert good.claim is not None
+    missed = replace(good.claim, met=False)
+    assert judge(run, good, trained(claim=missed)) == [(True, f"the claim {missed.expectation} is no longer met")]
+    assert judge(run, good, trained(claim=None))[0][1].startswith("claims nothing")
+
+
 def test_a_skip_is_no_pass(run: MakeRun, record: Make, skip: Make) -> None:
     assert judge(run, record(), skip()) == [(True, "turned into a skip (no backward pass), held in the baseline")]
     assert judge(run, record(outcome="fell"), skip())[0][0]

@@ -4,6 +4,7 @@ import builtins
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def test_strings_of_records_are_escaped(run: MakeRun, record: Make) -> None:
 
 def test_the_data_have_every_cell(telling: Run) -> None:
     data = data_of(page([telling, telling], ["a", "b"], []))
-    assert len(data["cells"]) == 2 * len(telling.records)
+    assert len(data["cells"]) == 2 * sum(not record.trained for record in telling.records)
     assert len(data["strings"]) == len(set(data["strings"]))
     nan = next(cell for cell in data["cells"] if data["strings"][cell[4]] == "huge")
     assert nan[8:] == [None, 0.02 if nan[9] else None, 0.35, None, 7, 1e-05, 1.0]
@@ -135,12 +136,34 @@ def test_nothing_is_written_where_input_cannot_be_read(
     assert not (tmp_path / "page").exists()
 
 
+def test_training_runs_have_figures_of_the_well_known_kernels_and_the_worst_other(run: MakeRun, trained: Make) -> None:
+    names = ("flash@train", "fair@train_l_rounded", "flash@train_l_rounded")
+    growth = trained("flash@train_l_rounded", "train_runaway")
+    assert growth.training is not None
+    other = replace(growth.training, headline="wq_norm_growth")
+    cells = [*(trained(name) for name in names), trained("mild", value=1e-4), trained("worse", value=-3e-3),
+             replace(growth, training=other)]  # fmt: skip
+    drift, norm = figures([run(*cells)], ["a platform"])
+    assert [line.label for line in drift.series] == ["fair@train_l_rounded", "flash@train_l_rounded", "worse (cpu)"]
+    # The series is 2e-3, none, 1e-3.
+    assert [sum_ for _, sum_ in drift.series[0].points] == pytest.approx([2e-3, 2e-3, 3e-3])
+    assert [line.points for line in norm.series] == [((0.0, 1.0), (1.0, 2.0), (2.0, 4.0))]
+
+
+def test_training_runs_have_a_table_on_the_page_and_their_strings_are_escaped(run: MakeRun, trained: Make) -> None:
+    html = page([run(trained(EVIL))], ["a"], [])
+    assert EVIL not in html
+    assert '<h2 id="training">' in html
+    assert "<td>+2.0e-03</td>" in html
+    assert 'id="training"' not in page([run()], ["a"], [])
+
+
 def test_figures_are_drawn_to_files(run: MakeRun, record: Make, telling: Run, keep: Keep, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra plots is not installed")
     costly = keep(run(record("$x^$", "a/../../b"), record(EVIL, "c")), "b")
     assert main(["page", str(keep(telling, "a")), str(costly), "-o", str(tmp_path / "page"), "--figures"]) == 0
     names = {file.name for file in (tmp_path / "page" / "figures").iterdir()}
-    stems = {"trace", "histogram", "maxima", "heat-1", "heat-2", "heat-3"}
+    stems = {"trace", "histogram", "maxima", "drift", "heat-1", "heat-2", "heat-3"}
     assert names == {f"{stem}.{kind}" for stem in stems for kind in ("svg", "png")}
     assert all((tmp_path / "page" / "figures" / name).stat().st_size > 1000 for name in names)
 

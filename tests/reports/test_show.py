@@ -28,10 +28,27 @@ def show(telling: Run, keep: Keep, capsys: pytest.CaptureFixture[str]) -> Callab
 
 def test_the_table_shows_every_cell_and_what_fell(show: Callable[..., str]) -> None:
     out = show()
-    assert "14 cells: 10 held, 2 fell, 1 crashed, 1 skipped" in out
+    assert "17 cells: 12 held, 3 fell, 1 crashed, 1 skipped" in out
     assert "fell cpu-sdpa-no_tail-bf16\n    claim fell: unbiased\n    rerun: pytest" in out
     for text in ("+0.23 B", "!+0.23 B!", "!NaN!", "skip", "!crash!", "emulation, bf16", "cpu, bf16"):
         assert text in out
+
+
+def test_training_runs_have_a_table_of_their_own(show: Callable[..., str]) -> None:
+    out = show()
+    table = out[out.index("training, cpu, seed 1") :]
+    assert "train_drift" not in out[: -len(table)]
+    rows = {line.split()[0]: line.split()[1:] for line in table.splitlines() if line.startswith(("flash", "sdpa"))}
+    assert rows == {"flash@train": ["+2.0e-03", "fails"], "sdpa": ["+2.0e-03", "!nan!", "fails"]}
+    assert "A, train_drift: delta errs" in table
+    assert show("--cases", "train_drift").startswith("training, cpu, seed 1")
+
+
+def test_csv_has_the_headline_of_a_training_run(show: Callable[..., str]) -> None:
+    rows = list(csv.DictReader(io.StringIO(show("--format", "csv", "--cases", "train_drift"))))
+    assert [(row["trained_measure"], row["trained_value"], row["bias"]) for row in rows] == [
+        ("delta_error_mean", "0.002", "")
+    ] * 2
 
 
 def test_filters_take_lists_globs_and_names_with_brackets(show: Callable[..., str]) -> None:
@@ -46,7 +63,7 @@ def test_what_a_filter_by_outcome_leaves_out_is_not_called_missing(show: Callabl
     assert "missing" not in show("--only", "held", "--backend", "emulation")
     out = show("--only", "fell")
     assert "missing" not in out
-    assert "2 cells: 2 fell" in out
+    assert "3 cells: 3 fell" in out
     assert show("--only", "inconclusive").strip() == "0 cells"
 
 
@@ -70,7 +87,7 @@ def test_an_unknown_name_lists_the_known_ones(
 
 def test_json_is_a_file_of_records_again(show: Callable[..., str]) -> None:
     run = store.parse(show("--format", "json", "--only", "fell").encode(), Path("-"))
-    assert {record.case for record in run.records} == {"no_tail", "huge"}
+    assert {record.case for record in run.records} == {"no_tail", "huge", "train_lm"}
 
 
 def test_csv_has_a_line_a_cell_and_leaves_missing_numbers_empty(show: Callable[..., str], telling: Run) -> None:

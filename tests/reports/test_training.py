@@ -1,0 +1,107 @@
+"""Tables and the figure of training runs over seeds."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tiebreak.reports.cli import main
+from tiebreak.reports.records import Record, Run
+from tiebreak.reports.training import training_tables
+
+Keep = Callable[[Run, str], Path]
+Make = Callable[..., Record]
+MakeRun = Callable[..., Run]
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Cells by kernel."""
+    lines = [line.split("  ") for line in text.splitlines() if line.startswith(("flash", "sdpa"))]
+    return {cells[0]: [cell.strip() for cell in cells[1:] if cell.strip()] for cells in lines}
+
+
+def test_seeds_are_shown_from_the_lowest_to_the_highest(trained: Make) -> None:
+    found = [trained(value=value, seed=seed) for seed, value in ((1, -1e-3), (2, 3e-3), (3, -2e-3))]
+    text = training_tables(found)
+    assert text.startswith("training, cpu, seeds 1, 2, 3\n")
+    assert rows(text) == {"flash@train": ["-2.0e-03 to +3.0e-03", "fails"]}
+
+
+def test_seeds_that_read_the_same_are_shown_once(trained: Make) -> None:
+    assert rows(training_tables([trained(), trained(seed=2)])) == {"flash@train": ["+2.0e-03", "fails"]}
+
+
+@pytest.mark.parametrize(("outcome", "shown"), [("fell", "!+1.0e-03 to +2.0e-03!"), ("held", "+1.0e-03 to +2.0e-03")])
+def test_one_seed_that_fell_marks_all(trained: Make, outcome: str, shown: str) -> None:
+    found = [trained(), trained(value=1e-3, seed=2, outcome=outcome)]
+    assert rows(training_tables(found))["flash@train"][0] == shown
+
+
+@pytest.mark.parametrize(("outcome", "shown"), [("skipped", "skip"), ("crashed", "!crash!"), ("timed_out", "!time!")])
+def test_a_run_that_gave_nothing_says_so(skip: Make, outcome: str, shown: str) -> None:
+    text = training_tables([skip("flash@train", "train_drift", outcome)])
+    assert rows(text) == {"flash@train": [shown]}
+
+
+def test_a_nan_is_no_lowest_number(trained: Make) -> None:
+    text = training_tables([trained(), trained(value=None, seed=2, outcome="fell")])
+    assert rows(text)["flash@train"][0] == "!+2.0e-03 to nan!"
+
+
+def test_backends_have_tables_of_their_own_and_other_records_none(trained: Make, record: Make) -> None:
+    text = training_tables([trained(), trained(backend="emulation"), record()])
+    assert [line for line in text.splitlines() if line.startswith("training")] == [
+        "training, cpu, seed 1",
+        "training, emulation, seed 1",
+    ]
+    assert training_tables([record()]) == ""
+
+
+def test_the_command_takes_several_files_and_draws(
+    run: MakeRun, trained: Make, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="the extra plots is not installed")
+    files = [
+        str(keep(run(trained(seed=seed, value=seed * 1e-3), trained("sdpa", seed=seed), run="ab"[seed - 1] * 32), name))
+        for seed, name in ((1, "a"), (2, "b"))
+    ]
+    figure = tmp_path / "new" / "figure.svg"
+    assert main(["training", *files, "--figure", str(figure), "--kernels", "flash*"]) == 0
+    assert rows(capsys.readouterr().out) == {"flash@train": ["+1.0e-03 to +2.0e-03", "fails"]}
+    assert figure.stat().st_size > 1000
+
+
+def test_files_of_two_platforms_are_no_seeds(
+    run: MakeRun, trained: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = keep(run(trained()), "a"), keep(run(trained(), platform={"cpu": "Another"}, run="b" * 32), "b")
+    assert main(["training", str(one), str(other)]) == 2
+    error = capsys.readouterr().err
+    said = f"platform.cpu is 'Another', 'Made-up 9000' in {one}; compare puts them side by side"
+    assert error == f"tiebreak training: {other}: {said}\n"
+
+
+def test_a_file_without_training_runs_is_refused(
+    run: MakeRun, record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["training", str(keep(run(record()), "a"))]) == 2
+    assert "no training runs in there" in capsys.readouterr().err
+
+
+def test_an_unknown_kind_of_figure_is_refused_in_one_line(
+    run: MakeRun, trained: Make, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="the extra plots is not installed")
+    assert main(["training", str(keep(run(trained()), "a")), "--figure", str(tmp_path / "x.docx")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"tiebreak training: --figure {tmp_path / 'x.docx'}: ")
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "x.docx").exists()
+
+
+def test_what_the_paper_says_comes_from_any_seed_that_ran(trained: Make, skip: Make) -> None:
+    stable = trained()
+    assert stable.training is not None
+    found = [skip("flash@train", "train_lm"), replace(stable, training=replace(stable.training, stable=True))]
+    assert rows(training_tables(found))["flash@train"][-1] == "stable"
