@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv matrix platforms test suite lint typecheck bench clean
+.PHONY: help venv matrix platforms training test suite lint typecheck bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,16 @@ matrix: $(STAMP)  ## the matrix on this platform
 
 platforms: $(STAMP)  ## the matrix once per instruction-set level of this CPU, then the comparison
 	$(PY) -m tiebreak.backends.levels run -- -n auto tests/matrix $(ARGS)
+
+# Every seed runs, whatever the seeds before it did; the table shows what fell.
+training: $(STAMP)  ## the short training runs at three seeds: table and figure
+	@status=0; for seed in 1 2 3; do \
+	  $(PY) -m pytest -n auto tests/matrix/test_cells.py --cases 'train_*' --seed $$seed --save training-$$seed $(ARGS) \
+	    || status=$$?; \
+	done; \
+	$(VENV)/bin/tiebreak training out/training-1.json out/training-2.json out/training-3.json \
+	  --figure out/training.svg || status=$$?; \
+	exit $$status
 
 test: lint typecheck suite  ## lint, types and the whole test suite
 

@@ -1,4 +1,4 @@
-"""A case: scripted input with what is claimed about it."""
+"""A case: an input, scripted or captured, with what is claimed about it."""
 
 import zlib
 from collections.abc import Callable
@@ -34,6 +34,7 @@ class Draw:
     rng: Generator  # numpy's, whose stream is the same on every CPU; torch's is not
     fmt: Format  # format of q, k, v and dO
     heads: int  # query heads in all
+    batch: int = 0  # index of the batch
 
     @property
     def batch_and_heads(self) -> tuple[int, int]:
@@ -57,8 +58,24 @@ Recipe = Callable[[Draw], AttentionInputs]
 
 
 @dataclass(frozen=True)
+class Stock:
+    """What a case has to give whose heads are not made but at hand."""
+
+    heads: int  # query heads in all
+    groups: int  # query heads per key head: they stay together
+    formats: tuple[Format, ...]  # it can be given in
+    options: tuple[str, ...]  # of the command line, that bring the case in
+    checksum: Callable[[], int]  # of the tensors
+
+    def part(self, batch: int, heads: int) -> slice:
+        """The key heads of batch `batch`, of whole groups and about `heads` query heads; empty past the last."""
+        size, held = max(1, heads // self.groups), self.heads // self.groups
+        return slice(min(batch * size, held), min((batch + 1) * size, held))
+
+
+@dataclass(frozen=True)
 class Case:
-    """One scripted input with what is claimed about it."""
+    """One input, made or at hand, with what is claimed about it."""
 
     name: str  # how tables and --cases call it
     about: str  # one line
@@ -70,7 +87,20 @@ class Case:
     traced: bool = False  # whether the error trace of one element of O-bar is recorded
     cancels: bool = False  # V is of mixed sign and O cancels: its error in ulps has no mean worth judging
     chaotic: bool = False  # one bit of S, or a flushed subnormal, changes O by many ulps: bits cannot be predicted
-    version: int = 1  # raised when the input changes: records of other versions are not comparable
+    revision: int = 1  # raised when the recipe makes another input
+    stock: Stock | None = None  # None: the recipe makes as many heads as it is asked for
+
+    @property
+    def version(self) -> int:
+        """Records of other versions are not comparable: the recipe's revision, or the checksum of what is at hand."""
+        return self.revision if self.stock is None else self.stock.checksum()
+
+    def has(self, batch: int, heads: int) -> bool:
+        """Whether there is a batch `batch` where a batch has `heads` query heads."""
+        if self.stock is None:
+            return True
+        part = self.stock.part(batch, heads)
+        return bool(part.start < part.stop)
 
     def make(self, seed: int, batch: int, heads: int, fmt: Format) -> AttentionInputs:
         """Inputs of one batch of heads: the same on every platform.
@@ -78,7 +108,7 @@ class Case:
         Args:
             seed: of the run.
             batch: index of the batch; each has its own random stream.
-            heads: query heads, split over the batch dimension.
+            heads: query heads, split over the batch dimension; of a stock the last batch may have fewer.
             fmt: format of the tensors.
 
         Raises:
@@ -87,7 +117,7 @@ class Case:
         if fmt not in TORCH_DTYPES:
             raise ValueError(f"cases come in {', '.join(f.name for f in TORCH_DTYPES)}, not in {fmt.name}")
         stream = SeedSequence([seed, zlib.crc32(self.name.encode()), batch])
-        return self.recipe(Draw(Generator(Philox(stream)), fmt, heads))
+        return self.recipe(Draw(Generator(Philox(stream)), fmt, heads, batch))
 
     def claim_about(self, declaration: Declaration | None, fmt: Format = BF16) -> Claim | None:
         """The claim that holds for a kernel; None where the case claims nothing about it."""

@@ -37,6 +37,7 @@ VERBS = {
     "compare": Verb("tiebreak.reports.compare", "several runs side by side: what agrees to the bit, what does not"),
     "gate": Verb("tiebreak.reports.gate_command", "fail if a run is worse than a baseline"),
     "page": Verb("tiebreak.reports.page", "one HTML file with heat maps and figures"),
+    "training": Verb("tiebreak.reports.training_command", "the short training runs of several seeds: table and figure"),
     "train": Verb("tiebreak.cases.gpt2.train", "train a GPT-2 with any attention kernel, watched by monitors"),
 }
 _CODES = "exit codes: 0 all held, 1 a claim or the gate fell, 2 bad usage or unreadable input"

@@ -161,14 +161,16 @@ def _notes(baseline: Run, run: Run, fresh: int, outside: int) -> Iterator[str]:
     if fresh:
         yield f"{counted(fresh, 'cell')} not in the baseline; --update-baseline adds what is new"
     if outside:
-        names = [f"--{name} {run.options[name]}" for name in _NARROWING if run.options.get(name)]
+        names = [f"--{name} {run.options[name]}" for name in (*_NARROWING, "captured") if run.options.get(name)]
         yield f"{counted(outside, 'cell')} of the baseline NOT compared: outside {' '.join(names)}"
     if not run.complete:
         yield "the new run was interrupted"
 
 
 def _selected(record: Record, options: Mapping[str, Any]) -> bool:
-    """Whether the new run's command line asked for a cell."""
+    """Whether the new run's command line asked for a cell; captured tensors run alone unless cases are named."""
+    if options.get("captured") and not options.get("cases") and not record.case.startswith("captured["):
+        return False
     return all(
         any(matching(name, [getattr(record, field)]) for name in split(str(options[option])))
         for option, field in _NARROWING.items()

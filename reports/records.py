@@ -73,7 +73,7 @@ class MeasuresRecord:
     error_over_bound: float | None  # largest error as a share of the plan's rounding-error bound
     gain: float | None  # sum |O| / sum |reference|
     delta_bias: Estimate  # mean of delta_lp - delta_hp, relative to mean |delta_hp|
-    left_out: Count  # elements whose reference is 0
+    left_out: Count  # elements whose reference is 0; of captured tensors those that cancelled too
     nonfinite: Count  # elements that are NaN or Inf where the reference is finite
     elements: Count
     gradients: Mapping[str, float | None] = field(default_factory=dict)  # see tiebreak.cases.gradients

@@ -35,7 +35,7 @@ class Explanation:
             return f"unexplained: no known plan fits; {nearest} ({_some(self.misses)})"
         if self.unsettled:
             nearest = f"{self.plan} is nearest but {len(self.unsettled)} of {self.cells} cells do not tell"
-            return f"unexplained: too few heads; {nearest} ({_some(self.unsettled)}): raise --heads"
+            return f"unexplained: too few heads; {nearest} ({_some(self.unsettled)}): it takes more"
         cells = "the 1 cell" if self.cells == 1 else f"all {self.cells} cells"
         others = f"; fit too: {_some(self.others)}" if self.others else ""
         return f"follows {self.plan} in {cells} compared (mean difference {self.distance:.4f} ulp{others})"

@@ -34,12 +34,12 @@ def unsettled(looks: Looks) -> list[str]:
     open_questions: list[str] = []
     if looks.claim and looks.claim.expectation.met(measures) is None:
         told = f"{heads} heads do not settle the claim: {looks.claim.expectation.name}"
-        open_questions.append(f"{told} ({looks.claim.source}); {_found(measures)}; raise --heads")
+        open_questions.append(f"{told} ({looks.claim.source}); {_found(measures)}; {looks.remedy}")
     if looks.prediction_met() is None:
         _, prediction = looks.prediction()
         told = f"{heads} heads do not settle whether it is what {looks.declaration.label} predicts"
         numbers = f"{_found(measures)} measured, {_found(prediction)} emulated"
-        open_questions.append(f"{told}: {numbers}; raise --heads")
+        open_questions.append(f"{told}: {numbers}; {looks.remedy}")
     return open_questions
 
 

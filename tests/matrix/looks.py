@@ -27,6 +27,7 @@ class _Progress:
     predictions: dict[Declaration, list[Measures]] = field(default_factory=dict)
     fits: dict[str, list[Measures]] = field(default_factory=dict)
     equal_bits: dict[Declaration, list[float]] = field(default_factory=dict)
+    heads: int = 0
 
 
 class Looks:
@@ -53,13 +54,35 @@ class Looks:
         return self.cell.case.claim_about(self.cell.kernel.declaration, self.cell.fmt)
 
     def look(self) -> None:
-        """Look at ever more heads until everything is settled or the cap is reached, then run once more."""
+        """Look at ever more heads until all is settled, there are no more or the cap is reached, then run once more."""
         for look in range(LOOKS):
             for index in range(2**look // 2, 2**look):
-                self._measure(index)
-            if self._settled():
+                if self._has(index):
+                    self._measure(index)
+            if self._settled() or self.exhausted:
                 break
         self.repeatable = self._repeats()
+
+    def _has(self, index: int) -> bool:
+        return self.cell.case.has(index, self.bench.settings.heads)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the case has no more heads than have been drawn."""
+        return not self._has(len(self.progress.batches))
+
+    @property
+    def remedy(self) -> str:
+        """What to do about a cell that its heads do not settle."""
+        if not self.exhausted:
+            return "raise --heads"
+        if self._all_cancelled:
+            return "every element of O has cancelled: no kernel's bias shows on this input"
+        return "the case has no more: capture more sequences a batch"
+
+    @property
+    def _all_cancelled(self) -> bool:
+        return self.measures.left_out == self.measures.elements
 
     def _measure(self, index: int) -> None:
         batch = self.bench.batch(self.cell.case, self.cell.fmt, index)
@@ -71,6 +94,7 @@ class Looks:
             # The bound grows with the number of tiles.
             measures = self.bench.measure(self.cell, index, output, self.tilings[-1])
         self.progress.batches.append(measures)
+        self.progress.heads += batch.inputs.q.shape[0] * batch.inputs.q.shape[1]
         if self.first is None:
             self.first = output
         for declaration in self.tilings if self.predictable else ():
@@ -107,7 +131,7 @@ class Looks:
 
     def fits(self) -> list[tuple[str, list[Measures]]]:
         """What every candidate predicts, where that tells."""
-        told = self.judged and not self.cell.case.chaotic
+        told = self.judged and not self.cell.case.chaotic and not self._all_cancelled
         return list(self.progress.fits.items()) if told else []
 
     def _settled(self) -> bool:
@@ -140,7 +164,7 @@ class Looks:
 
     def heads(self) -> int:
         """Heads drawn in all."""
-        return self.bench.settings.heads * len(self.progress.batches)
+        return self.progress.heads
 
 
 def _distance(ours: Measures, theirs: Measures) -> float:

@@ -19,10 +19,11 @@ from tiebreak.backends.backend import BACKENDS
 from tiebreak.backends.platform import describe, worker_count
 from tiebreak.backends.probes import fingerprint
 from tiebreak.cases.case import HEADS_PER_BATCH
-from tiebreak.matrix.cell import Cell, Settings, blank_record, place
+from tiebreak.cases.gpt2.snippets import SNIPPETS
+from tiebreak.matrix.cell import Cell, Settings, TrainingCell, blank_record, place
 from tiebreak.matrix.explain import explain
 from tiebreak.matrix.gating import Gatekeeper, add_options
-from tiebreak.matrix.selection import Selection, SelectionError, cells
+from tiebreak.matrix.selection import Selection, SelectionError, cells, check_captured
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports import records, store, tables
 from tiebreak.reports.errors import UsageError
@@ -36,7 +37,7 @@ _CHECKPOINT = 256  # records between two checkpoints
 PROPERTY = "tiebreak"  # name of the property that carries a cell's record from its worker to the controller
 
 ACCOUNT = pytest.StashKey[str]()  # a cell's own account of why it did not hold
-_cells = pytest.StashKey[list[Cell]]()
+_cells = pytest.StashKey[list[Cell | TrainingCell]]()
 _unavailable = pytest.StashKey[Mapping[str, str]]()
 _bench = pytest.StashKey[Workbench]()
 _keeper = pytest.StashKey["Keeper"]()
@@ -62,6 +63,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         " returns O; package.module:function works too; it runs alone unless --kernels names others",
     )
     group.addoption("--plan", metavar="NAME", help="hold --kernel to what this rounding plan predicts, case by case")
+    group.addoption(
+        "--captured",
+        metavar="DIR",
+        help="add the q, k, v, dO in DIR/inputs-STEP.safetensors (docs/captured.md) as cases, in the format that they"
+        " are in, fp32 rounded to --dtype; they run alone unless --cases is given",
+    )
     group.addoption("--fair", action="store_true", help="hold --kernel to no bias on every failure input")
     group.addoption("--save", metavar="NAME", help="keep the records as OUT/NAME.json")
     group.addoption("--out", default="out", metavar="DIR", help="folder for records (default: out)")
@@ -91,7 +98,7 @@ def _settings(config: pytest.Config) -> Settings:
 
 
 def _selection(config: pytest.Config) -> Selection:
-    names = ("backend", "kernels", "cases", "dtype", "kernel", "plan")
+    names = ("backend", "kernels", "cases", "dtype", "kernel", "plan", "captured")
     return Selection(*(config.getoption(name) for name in names))
 
 
@@ -104,6 +111,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_bench] = Workbench(_settings(config))
     try:
         config.stash[_cells], config.stash[_unavailable] = cells(_selection(config))
+        if not hasattr(config, "workerinput"):
+            check_captured(config.stash[_cells])
     except SelectionError as error:
         _refuse(str(error))
     if not hasattr(config, "workerinput"):
@@ -132,14 +141,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 
 class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Groups the matrix by case and format; every other test is a group of its own."""
+    """Groups the matrix by case and format; a training run, as every other test, is a group of its own."""
 
     def _split_scope(self, nodeid: str) -> str:
         path, _, cell = nodeid.partition("::test_cell[")
-        if not cell:
-            return nodeid
         # backend-kernel-case-format]: no name has a dash.
-        return f"{path}::{'-'.join(cell.split('-')[2:])}"
+        case = cell.split("-")[2:]
+        if not case or case[0] in SNIPPETS:
+            return nodeid
+        return f"{path}::{'-'.join(case)}"
 
     def remove_node(self, node: Any) -> str | None:
         """The test that killed a worker; the rest of its work goes to the others.
@@ -305,7 +315,7 @@ class Keeper:
 
     def options(self) -> dict[str, Any]:
         """Those of the command line that decide what runs."""
-        names = ("backend", "kernels", "cases", "dtype", "seed", "heads", "kernel", "plan", "fair")
+        names = ("backend", "kernels", "cases", "dtype", "seed", "heads", "kernel", "plan", "captured", "fair")
         return {name: self.config.getoption(name) for name in names}
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

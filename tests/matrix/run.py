@@ -5,15 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from tiebreak.kernels.external import ContractError
-from tiebreak.matrix.cell import Cell, blank_record, place
+from tiebreak.matrix.cell import Cell, TrainingCell, blank_record, place
 from tiebreak.matrix.judging import reasons, unsettled
 from tiebreak.matrix.looks import Looks
 from tiebreak.matrix.recording import results
+from tiebreak.matrix.training import run_training
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports import records
 
 
-def run_cell(cell: Cell, bench: Workbench) -> records.Record:
+def run_cell(cell: Cell | TrainingCell, bench: Workbench) -> records.Record:
     """Run one cell to its record. A kernel that raises crashes its own cell alone.
 
     Args:
@@ -25,6 +26,8 @@ def run_cell(cell: Cell, bench: Workbench) -> records.Record:
     """
     settings = bench.settings
     try:
+        if isinstance(cell, TrainingCell):
+            return run_training(cell, settings)
         refusal = cell.kernel.refuses(bench.batch(cell.case, cell.fmt, 0).inputs)
         if refusal is not None:
             return blank_record(cell, settings, records.SKIPPED, (refusal,))

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from tiebreak.matrix.cell import Cell
+from tiebreak.matrix.cell import Cell, TrainingCell
 from tiebreak.matrix.plugin import ACCOUNT, PROPERTY
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import PASSING, SKIPPED
 
 
-def test_cell(cell: Cell, bench: Workbench, request: pytest.FixtureRequest) -> None:
+def test_cell(cell: Cell | TrainingCell, bench: Workbench, request: pytest.FixtureRequest) -> None:
     record = run_cell(cell, bench)
     request.node.user_properties.append((PROPERTY, json.dumps(record.as_dict())))
     if record.outcome == SKIPPED:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.bounds import error_bound
+from tiebreak.cases.captured import without_cancelled
 from tiebreak.cases.case import Case
 from tiebreak.cases.measures import Measures, measure
 from tiebreak.kernels.flash import Block
@@ -57,7 +58,9 @@ class Workbench:
         """Measures of an output on one batch."""
         batch = self.batch(cell.case, cell.fmt, index)
         delta = output.gradients.delta if output.gradients else None
-        return measure(output.o.float(), delta, batch.inputs, batch.ref, self.bound(cell, index, declaration))
+        o = output.o.float()
+        found = measure(o, delta, batch.inputs, batch.ref, self.bound(cell, index, declaration))
+        return found if cell.case.stock is None else without_cancelled(found, o, batch.inputs, batch.ref)
 
     def emulated(self, cell: Cell, index: int, declaration: Declaration) -> tuple[AttentionOutput, Measures]:
         """What the emulation makes of a declaration on one batch."""

@@ -123,6 +123,14 @@ def test_a_training_run_is_held_to_its_claims_and_its_numbers(run: MakeRun, trai
     assert judge(run, good, trained(claim=None))[0][1].startswith("claims nothing")
 
 
+def test_captured_tensors_run_alone_and_the_scripted_cases_are_no_loss(run: MakeRun, record: Make) -> None:
+    kept = record(case="captured[step=1.layer=0]")
+    baseline, alone = run(record(), kept), run(kept, options={"captured": "here"})
+    assert gate(baseline, alone, Limits()).held
+    named = run(kept, options={"captured": "here", "cases": "captured*,random"})
+    assert [one.record.case for one in gate(baseline, named, Limits()).worse] == ["random"]
+
+
 def test_a_skip_is_no_pass(run: MakeRun, record: Make, skip: Make) -> None:
     assert judge(run, record(), skip()) == [(True, "turned into a skip (no backward pass), held in the baseline")]
     assert judge(run, record(outcome="fell"), skip())[0][0]

@@ -48,7 +48,7 @@ def test_a_cell_that_does_not_tell_is_no_fit(open_: Estimate) -> None:
     found = only(record("a", paper=FITS), record("b", paper=open_))
     assert not found.explained
     assert found.text == (
-        "unexplained: too few heads; paper is nearest but 1 of 2 cells do not tell (b): raise --heads"
+        "unexplained: too few heads; paper is nearest but 1 of 2 cells do not tell (b): it takes more"
     )
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from tiebreak.backends.backend import CPU, EMULATION
+from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.roster import DEFAULT_ROSTER
+from tiebreak.matrix.cell import Cell
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 
 
@@ -25,15 +27,17 @@ def mine(tmp_path: Path) -> str:
 
 
 def test_all_of_everything_is_chosen_once() -> None:
-    ids = chosen(Selection())
+    found = cells(Selection())[0]
     vendor = len(CPU.kernels()) - len(DEFAULT_ROSTER)
-    assert len(ids) == len(set(ids)) == len(SCRIPTED) * (2 * len(DEFAULT_ROSTER) + vendor)
+    assert len({cell.id for cell in found}) == len(found)
+    scripted = [cell for cell in found if isinstance(cell, Cell)]
+    assert len(scripted) == len(SCRIPTED) * (2 * len(DEFAULT_ROSTER) + vendor)
 
 
 def test_cells_of_a_case_stand_together() -> None:
     cases = [cell.case.name for cell in cells(Selection(formats="bf16,fp16"))[0]]
     changes = sum(one != other for one, other in pairwise(cases))
-    assert changes == 2 * len(SCRIPTED) - 1
+    assert changes == 2 * len(SCRIPTED) + len(SNIPPETS) - 1
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,7 @@ def test_a_kernel_of_one_backend_alone_runs_there() -> None:
 
 def test_a_kernel_that_no_chosen_backend_has_is_unknown() -> None:
     with pytest.raises(
-        SelectionError, match=r"^--kernels: unknown kernel 'sdpa_flash'; known are standard, .*fair, and"
+        SelectionError, match=r"^--kernels: unknown kernel 'sdpa_flash'; known are standard, .*fair, any"
     ):
         cells(Selection(backends="emulation", kernels="sdpa_flash"))
 

@@ -1,0 +1,252 @@
+"""Captured tensors as cases: q, k, v and dO as a training run has kept them (docs/captured.md).
+
+A case claims nothing, but it is a failure input: `--fair` asks for no bias on it.
+"""
+
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiebreak.cases.case import Case, Draw, Stock, noise_seed
+from tiebreak.cases.measures import Measures, by_key_head, signed_error_ulps
+from tiebreak.kernels.formats import BF16, FP16, FP32, Format
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.reference import Reference
+
+CANCELLED = 0.25  # an element below this share of sum P |V| is left out: it has cancelled
+
+_FILE = re.compile(r"inputs-([0-9]+)\.safetensors")
+_KEY = re.compile(r"layer([0-9]+)\.(?:q|k|v|do)")
+_PARTS = ("q", "k", "v", "do")
+_FORMATS = {"BF16": BF16, "F16": FP16, "F32": FP32}  # as files call them
+_SCORES = 2**22  # of a case, at most: a worker then stays within 1.5 GiB (measured: 256 heads, 1,024 keys, d = 128)
+_FEWEST_ROWS = 32  # a case of very many heads gives up heads rather than more rows
+
+
+class CapturedError(ValueError):
+    """A folder or a file of captured tensors that can't be used; one line that names it and the key."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer of one file, and as much of it as is used."""
+
+    path: Path
+    number: str  # as the file's keys write it
+    causal: bool
+    fmt: Format  # that the tensors are in
+    groups: int  # query heads per key head
+    heads: int  # query heads used, the first of batch x heads
+    rows: int  # queries of each used, the first
+    keys: int  # keys used, the first: all that these queries see
+
+    def key(self, part: str) -> str:
+        """The file's key of q, k, v or do."""
+        return f"layer{self.number}.{part}"
+
+
+def captured_cases(folder: Path) -> tuple[Case, ...]:
+    """A case for every layer in every file `inputs-STEP.safetensors` of a folder, by step and layer.
+
+    Only the files' headers are read.
+
+    Args:
+        folder: with at least one such file; others in it are ignored.
+
+    Raises:
+        CapturedError: no such folder or file, an unreadable file, or layers that are no call of attention; also where
+            safetensors is not installed.
+    """
+    if not folder.is_dir():
+        raise CapturedError(f"--captured {folder}: no such folder")
+    files = [(int(found[1]), path) for path in folder.iterdir() if (found := _FILE.fullmatch(path.name))]
+    if not files:
+        raise CapturedError(f"--captured {folder}: no file in it is called inputs-STEP.safetensors, STEP a number")
+    return tuple(_case(layer, folder) for _, path in sorted(files) for layer in _layers(path))
+
+
+def without_cancelled(found: Measures, output: Tensor, inputs: AttentionInputs, ref: Reference) -> Measures:
+    """The same measures, errors in ulps without the elements of O that have cancelled.
+
+    V of a real model is of both signs. Where its terms cancel, |O| is far below sum P |V|, to which rounding errors are
+    in proportion, and an error in ulps of O tells by how much they cancelled, not how the kernel rounds.
+
+    Args:
+        found: measures of `output`, with all elements.
+        output: O as the kernel returned it, (batch, heads, queries, d).
+        inputs: what the kernel was given.
+        ref: the fp64 reference.
+
+    Returns:
+        Measures with the bias, the squares and the largest error over the elements of at least `CANCELLED` times
+        sum P |V|; the others count as left out. All else, the bound among it, is still over all elements.
+    """
+    cancelled = ref.o.abs() < CANCELLED * ref.magnitude
+    error = signed_error_ulps(output, ref.o, inputs.fmt).masked_fill(cancelled, torch.nan)
+    return replace(
+        found,
+        head_bias=by_key_head(error, inputs.groups),
+        head_square=by_key_head(error.square(), inputs.groups),
+        max_ulps=torch.nan_to_num(error.abs(), nan=0.0).max().item(),
+        left_out=int((cancelled | (ref.o == 0)).sum()),
+    )
+
+
+def _case(layer: _Layer, folder: Path) -> Case:
+    found = _FILE.fullmatch(layer.path.name)
+    assert found is not None
+    stock = Stock(
+        heads=layer.heads,
+        groups=layer.groups,
+        formats=(BF16, FP16) if layer.fmt == FP32 else (layer.fmt,),
+        options=("--captured", str(folder)),
+        checksum=partial(_checksum, layer),
+    )
+    return Case(
+        f"captured[step={found[1]}.layer={layer.number}]",  # no comma: --cases takes lists
+        f"layer {layer.number} as captured in step {found[1]}",
+        layer.path.name,
+        partial(_inputs, layer=layer, stock=stock),
+        failure=True,
+        stock=stock,
+    )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise CapturedError("--captured reads safetensors files: pip install safetensors") from error
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise CapturedError(f"{path}: cannot be read as safetensors: {error}") from error
+
+
+def _layers(path: Path) -> list[_Layer]:
+    with _opened(path) as file:
+        keys: list[str] = list(file.keys())
+        numbers = {found[1] for key in keys if (found := _KEY.fullmatch(key))}
+        if not numbers:
+            raise CapturedError(f"{path}: no layers; expected keys such as layer0.q")
+        causal = _causal(path, file.metadata() or {})
+        return [_layer(path, file, number, causal) for number in sorted(numbers, key=int)]
+
+
+def _causal(path: Path, metadata: dict[str, str]) -> bool:
+    causal = metadata.get("causal", "missing")
+    if causal not in {"true", "false"}:
+        raise CapturedError(f"{path}: metadata causal is {causal}; expected true or false")
+    return causal == "true"
+
+
+def _layer(path: Path, file: Any, number: str, causal: bool) -> _Layer:
+    names = {part: f"layer{number}.{part}" for part in _PARTS}
+    if missing := sorted(set(names.values()) - set(file.keys())):
+        raise CapturedError(f"{path}: {', '.join(missing)} is missing")
+    slices = {part: file.get_slice(name) for part, name in names.items()}
+    dtypes = {names[part]: found.get_dtype() for part, found in slices.items()}
+    ours, *others, do = dtypes.values()
+    # Training may leave dO in fp32: it is rounded like any fp32 tensor.
+    if ours not in _FORMATS or set(others) != {ours} or do not in {ours, "F32"}:
+        told = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise CapturedError(f"{path}: {told}; expected one of {', '.join(_FORMATS)} for all four, or F32 for do alone")
+    q, k = _shapes(path, number, causal, {part: tuple(found.get_shape()) for part, found in slices.items()})
+    heads, groups = q[0] * q[1], q[1] // k[1]
+    used = _used(heads, groups, queries=q[2], keys=k[2], causal=causal)
+    return _Layer(path, number, causal, _FORMATS[ours], groups, *used)
+
+
+def _shapes(
+    path: Path, number: str, causal: bool, shapes: dict[str, tuple[int, ...]]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of q and k, of a layer whose four shapes fit."""
+    told = ", ".join(f"layer{number}.{part} {shape}" for part, shape in shapes.items())
+    if any(len(shape) != 4 or 0 in shape for shape in shapes.values()):
+        raise CapturedError(f"{path}: {told}; expected (batch, heads, tokens, d), none of them 0")
+    # The inputs' own check, on tensors without data.
+    q, k, v, do = (torch.empty(shapes[part], device="meta") for part in _PARTS)
+    try:
+        AttentionInputs(q, k, v, do, BF16)
+    except ValueError as error:
+        raise CapturedError(f"{path}: {told}: {error}") from error
+    if causal and q.shape[2] > k.shape[2]:
+        raise CapturedError(f"{path}: {told}: a causal mask leaves the first of more queries than keys without a key")
+    return shapes["q"], shapes["k"]
+
+
+def _used(heads: int, groups: int, *, queries: int, keys: int, causal: bool) -> tuple[int, int, int]:
+    """Heads, rows and keys that stay within `_SCORES`.
+
+    The first rows: under a causal mask these see the first keys alone and are what they were in the full call. The last
+    rows would need all keys, and kernels do not agree on what a causal mask means for fewer queries than keys.
+    """
+
+    def seen(rows: int) -> int:
+        return keys - queries + rows if causal else keys
+
+    rows = queries
+    while rows > _FEWEST_ROWS and heads * rows * seen(rows) > _SCORES:
+        rows = max(_FEWEST_ROWS, rows // 2)
+    most = _SCORES // (rows * seen(rows)) // groups * groups
+    return min(heads, max(most, groups)), rows, seen(rows)
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """What is used of a layer, heads and batch entries in one dimension, fp32."""
+
+    q: Tensor  # (heads, rows, d)
+    k: Tensor  # (key heads, keys, d)
+    v: Tensor  # (key heads, keys, d)
+    do: Tensor  # (heads, rows, d)
+
+
+@lru_cache(maxsize=1)  # the cells of one case follow each other on a worker
+def _load(layer: _Layer) -> _Tensors:
+    with _opened(layer.path) as file:
+        return _Tensors(*(_part(layer, file, part) for part in _PARTS))
+
+
+def _part(layer: _Layer, file: Any, part: str) -> Tensor:
+    ours, heads = (layer.rows, layer.heads) if part in {"q", "do"} else (layer.keys, layer.heads // layer.groups)
+    tensor: Tensor = file.get_slice(layer.key(part))[:, :, :ours].flatten(0, 1)[:heads].float()
+    if not bool(torch.isfinite(tensor).all()):
+        raise CapturedError(f"{layer.path}: {layer.key(part)} holds NaN or Inf; leave its case out with --cases")
+    return tensor
+
+
+@lru_cache(maxsize=1)
+def _checksum(layer: _Layer) -> int:
+    """CRC-32 of what is used, 0 where the file is gone or cannot be read any more."""
+    try:
+        tensors = _load(layer)
+    except CapturedError:
+        return 0
+    crc = zlib.crc32(b"causal" if layer.causal else b"")
+    for tensor in (tensors.q, tensors.k, tensors.v, tensors.do):
+        crc = zlib.crc32(tensor.contiguous().numpy().tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode(), crc))
+    return crc
+
+
+def _inputs(draw: Draw, layer: _Layer, stock: Stock) -> AttentionInputs:
+    """One batch of a layer's heads as one batch entry."""
+    tensors, keys = _load(layer), stock.part(draw.batch, draw.heads)
+    queries = slice(keys.start * layer.groups, keys.stop * layer.groups)
+    parts = {"q": tensors.q[queries], "k": tensors.k[keys], "v": tensors.v[keys], "do": tensors.do[queries]}
+    rounded = {part: draw.rounded(tensor)[None] for part, tensor in parts.items()}
+    for part, tensor in rounded.items():
+        if not bool(torch.isfinite(tensor).all()):
+            told = f"holds values beyond {draw.fmt.name}; give another --dtype, or leave its case out with --cases"
+            raise CapturedError(f"{layer.path}: {layer.key(part)} {told}")
+    return AttentionInputs(**rounded, fmt=draw.fmt, causal=layer.causal, noise_seed=noise_seed(draw))

@@ -1,0 +1,163 @@
+"""Short training runs as cells: which are chosen, and what their records say."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tiebreak.backends.backend import CPU, EMULATION, Backend
+from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS, SnippetClaim
+from tiebreak.cases.gpt2.variants import VARIANTS
+from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.matrix.cell import Settings, TrainingCell
+from tiebreak.matrix.selection import Selection, SelectionError, cells
+from tiebreak.matrix.training import run_training, trained_kernel
+from tiebreak.reports.records import FELL, HELD, SKIPPED, Record
+
+FLASH, FAIR = (trained_kernel(VARIANTS[f"{name}@train_l_rounded"]) for name in ("flash", "fair"))
+SHORT = replace(DRIFT, steps=4)
+USER = """
+import torch
+
+def mine(q, k, v, *, causal=False, scale=None):
+    s = q.float() @ k.float().mT * scale
+    s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    return (s.softmax(-1) @ v.float()).to(q.dtype)
+"""
+
+
+def chosen(selection: Selection) -> dict[str, list[str]]:
+    """Kernels by backend and snippet, of the training cells."""
+    found: dict[str, list[str]] = {}
+    for cell in cells(selection)[0]:
+        if isinstance(cell, TrainingCell):
+            found.setdefault(f"{cell.backend.name} {cell.case.name}", []).append(cell.kernel.name)
+    return found
+
+
+def train(kernel: Kernel, snippet: str | None = None, backend: Backend = EMULATION, **settings: bool) -> Record:
+    case = SNIPPETS[snippet] if snippet else SHORT
+    return run_training(TrainingCell(backend, kernel, case, BF16), Settings(**settings))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(USER)
+    return f"{tmp_path / 'mine.py'}:mine"
+
+
+def test_snippets_carry_the_name_that_reports_know_them_by() -> None:
+    assert all(name == snippet.name and name.startswith("train_") for name, snippet in SNIPPETS.items())
+    assert train(FLASH).trained
+
+
+def test_a_default_run_trains_the_roster_and_the_devices_own_kernels() -> None:
+    found = chosen(Selection())
+    own = [kernel.name for kernel in CPU.vendor_kernels()]
+    for name, snippet in SNIPPETS.items():
+        assert found[f"emulation {name}"] == list(snippet.roster)
+        # No device computes in the format that the amplified snippet asks for.
+        assert found.get(f"cpu {name}") == (None if snippet.amplified else [*snippet.roster, *own])
+
+
+@pytest.mark.parametrize(
+    ("selection", "found"),
+    [
+        (Selection(backends="cpu", kernels="fair,flash@paper"), {}),
+        (Selection(backends="cpu", kernels="fair", cases="train_drift"), {"cpu train_drift": ["fair"]}),
+        (
+            Selection(backends="cpu", kernels="sdpa_flash", cases="train_lm,train_amplified"),
+            {f"cpu {name}": ["sdpa_flash"] for name in ("train_lm", "train_amplified")},
+        ),
+        (
+            Selection(backends="emulation", kernels="standard@train"),
+            {"emulation train_drift": ["standard@train"], "emulation train_runaway": ["standard@train"]},
+        ),
+        (
+            Selection(backends="emulation", kernels="pv_fp32@*", cases="train_drift"),
+            {"emulation train_drift": ["pv_fp32@train", "pv_fp32@train_l_rounded"]},
+        ),
+        (Selection(backends="cpu", formats="fp16"), {}),
+    ],
+)
+def test_names_choose(selection: Selection, found: dict[str, list[str]]) -> None:
+    assert chosen(selection) == found
+
+
+def test_a_users_kernel_trains_in_all_but_the_amplified(mine: str) -> None:
+    found = chosen(Selection(kernel=mine))
+    assert found == {f"cpu {name}": ["mine"] for name, snippet in SNIPPETS.items() if not snippet.amplified}
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [
+        Selection(kernels="fair@train", cases="random"),
+        Selection(cases="train_drift", formats="fp16"),
+    ],
+)
+def test_what_leaves_no_cell_is_refused(selection: Selection) -> None:
+    with pytest.raises(SelectionError, match=r"^no cell is left: kernels called \.\.\.@train"):
+        cells(selection)
+
+
+def test_a_run_that_drifts_as_claimed_holds() -> None:
+    record = train(FLASH)
+    assert (record.outcome, record.reasons, record.measures, record.plan) == (HELD, (), None, "flash@train_l_rounded")
+    assert record.claim is not None
+    assert record.claim.expectation == "0.0012 < delta_error_mean, 0.9 < delta_error_drift"
+    assert record.claim.met is True
+    told = record.training
+    assert told is not None
+    assert (told.label, told.headline, told.stable) == ("A", "delta_error_mean", False)
+    assert told.shown == f"{told.measures['delta_error_mean']:+.1e}"
+    assert told.steps == (0, 1, 2, 3)
+    errors = [value for value in told.series["delta_error"] if value is not None]
+    assert sum(errors) / 4 == pytest.approx(told.measures["delta_error_mean"], rel=1e-5)
+    assert "--kernels flash@train_l_rounded --cases train_drift" in record.command
+
+
+def test_a_run_that_breaks_its_claim_falls_with_the_number() -> None:
+    claim = SnippetClaim(frozenset({FAIR.name}), "delta_error_mean", "a test", low=1.0)
+    snippet = replace(SHORT, claims=(claim, replace(claim, low=-1.0, high=2.0)))
+    record = run_training(TrainingCell(EMULATION, FAIR, snippet, BF16), Settings())
+    assert record.outcome == FELL
+    assert record.claim is not None
+    assert record.claim.met is False
+    assert len(record.reasons) == 1
+    assert "claim fell: 1 < delta_error_mean; delta_error_mean = " in record.reasons[0]
+
+
+def test_the_same_run_has_the_same_digest_and_another_seed_another() -> None:
+    cell = TrainingCell(EMULATION, FAIR, SHORT, BF16)
+    one, again, other = (run_training(cell, Settings(seed=seed)).digest for seed in (1, 1, 2))
+    assert one == again != other
+
+
+def test_a_device_without_the_snippets_format_and_a_kernel_that_cannot_be_told_are_skipped() -> None:
+    record = train(FLASH, "train_amplified", CPU)
+    assert (record.outcome, record.reasons) == (SKIPPED, ("the device computes in no E8M5",))
+    own = train(CPU.kernel("sdpa_flash"), "train_amplified")
+    assert (own.outcome, own.reasons) == (SKIPPED, ("the kernel can't be told to keep S in E8M5",))
+
+
+def test_a_users_kernel_is_held_to_fairness_where_that_is_asked(mine: str) -> None:
+    """P V in fp32 and one cast of O: that cast meets the same ties."""
+    kernel = external_kernel(mine, None)
+    free, held = (train(kernel, backend=CPU, fair=fair) for fair in (False, True))
+    assert (free.outcome, free.claim) == (HELD, None)
+    assert free.training is not None
+    assert free.training.measures == (held.training and held.training.measures)
+    assert held.outcome == FELL
+    assert held.claim is not None
+    assert held.claim.expectation == "-0.0001 < delta_error_mean < 0.0001"
+
+
+def test_pytorchs_own_flash_kernel_drifts_as_fused_kernels_do() -> None:
+    """Its backward pass in bf16 keeps delta to itself: the error is read off dQ."""
+    record = train(CPU.kernel("sdpa_flash"), backend=CPU)
+    fused = SNIPPETS["train_drift"].claims_about(VARIANTS["flash_fused@train"])[0]
+    assert record.training is not None
+    assert fused.held({name: value or 0.0 for name, value in record.training.measures.items()})
