@@ -16,6 +16,10 @@ from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
 from tiebreak.kernels.sdpa import cpu_sdpa_flash, sdpa_math
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Backend:
     """Where kernels run."""
@@ -27,6 +31,7 @@ class Backend:
     unavailable: Callable[[], str | None]  # None, or why it can't run here, in one line
     vendor_kernels: Callable[[], tuple[Kernel, ...]]  # kernels that only this backend has
     predicts: bool = False  # whether its output is the prediction itself
+    poisoned: Callable[[], bool] = _never  # whether an error has left the device unusable for this process
 
     def kernels(self) -> tuple[Kernel, ...]:
         """The kernels of a default run, in the order of the table."""

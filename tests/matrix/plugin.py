@@ -19,10 +19,10 @@ from tiebreak.backends.backend import BACKENDS
 from tiebreak.backends.platform import describe, worker_count
 from tiebreak.backends.probes import fingerprint
 from tiebreak.cases.case import HEADS_PER_BATCH
-from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.matrix.cell import Cell, Settings, TrainingCell, blank_record, place
 from tiebreak.matrix.explain import explain
 from tiebreak.matrix.gating import Gatekeeper, add_options
+from tiebreak.matrix.scheduling import CaseScheduling
 from tiebreak.matrix.selection import Selection, SelectionError, cells, check_captured
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports import records, store, tables
@@ -32,11 +32,12 @@ _USAGE = 2
 _WORKER_GIB = 2.0
 _NO_RUN = ("help", "collectonly", "markers", "showfixtures")  # pytest's options that run no cell
 _WORKER_DIED = re.compile(r"worker '\w+' crashed while running")  # xdist's words; which worker is chance
-_QUEUED = 2  # tests that a worker has before it, at least
 _CHECKPOINT = 256  # records between two checkpoints
 PROPERTY = "tiebreak"  # name of the property that carries a cell's record from its worker to the controller
+POISONED = "tiebreak.poisoned"  # name of the property that says that a cell has left its worker's device unusable
 
 ACCOUNT = pytest.StashKey[str]()  # a cell's own account of why it did not hold
+_poisoned = pytest.StashKey[bool]()  # of the session: whether its device is beyond use for this process
 _cells = pytest.StashKey[list[Cell | TrainingCell]]()
 _unavailable = pytest.StashKey[Mapping[str, str]]()
 _bench = pytest.StashKey[Workbench]()
@@ -140,48 +141,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     return CaseScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
-class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Groups the matrix by case and format; a training run, as every other test, is a group of its own."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        path, _, cell = nodeid.partition("::test_cell[")
-        # backend-kernel-case-format]: no name has a dash.
-        case = cell.split("-")[2:]
-        if not case or case[0] in SNIPPETS:
-            return nodeid
-        return f"{path}::{'-'.join(case)}"
-
-    def remove_node(self, node: Any) -> str | None:
-        """The test that killed a worker; the rest of its work goes to the others.
-
-        xdist 3.8 queues that test again, and finished groups too, whose completion it then awaits forever.
-        """
-        workload = self.assigned_work.pop(node)
-        left = [(scope, test) for scope, unit in workload.items() for test, done in unit.items() if not done]
-        for scope, test in left[1:]:
-            self.workqueue.setdefault(scope, {})[test] = False
-        for other in self.nodes:
-            self._reschedule(other)
-        return left[0][1] if left else None
-
-    def _reschedule(self, node: Any) -> None:
-        """Keep a worker busy: it runs its last test only when it knows the next or that there is none.
-
-        xdist 3.8 hands out one group a time, after which a replacement with a group of one waits forever.
-        """
-        if node.shutting_down or node not in self.registered_collections:
-            return
-        while self.workqueue and self._pending_of(self.assigned_work[node]) <= _QUEUED:
-            self._assign_work_unit(node)
-        if not self.workqueue:
-            node.shutdown()
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test a cell."""
     if "cell" in metafunc.fixturenames:
         chosen = metafunc.config.stash[_cells]
         metafunc.parametrize("cell", chosen, ids=[cell.id for cell in chosen])
+
+
+def poison(item: pytest.Item) -> None:
+    """Note that a cell has left the device unusable for its process: no other cell runs there."""
+    item.user_properties.append((POISONED, True))
+    item.session.stash[_poisoned] = True
+    if not hasattr(item.config, "workerinput"):
+        item.session.shouldstop = "the device is beyond use for this process; -n 1 puts another in its place"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """End a worker whose device is beyond use before it spoils another cell; xdist puts a new one in its place."""
+    if item.session.stash.get(_poisoned, False) and hasattr(item.config, "workerinput"):
+        os._exit(0)
 
 
 @pytest.fixture
@@ -240,6 +219,8 @@ class Keeper:
     @pytest.hookimpl(tryfirst=True)  # before JUnit's XML takes the properties
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take the record that a cell's report carries; a cell whose worker died has none and is marked crashed."""
+        if any(key == POISONED for key, _ in report.user_properties):
+            self._expect_to_leave(getattr(report, "node", None))
         name = _cell_id(report.nodeid)
         if name not in self.expected:
             return
@@ -254,6 +235,12 @@ class Keeper:
             # The whole record was for the way here; a report in JUnit's XML gets the numbers.
             report.user_properties = [pair for pair in report.user_properties if pair[0] != PROPERTY]
             report.user_properties += properties(self.records[name])
+
+    def _expect_to_leave(self, worker: Any) -> None:
+        """Tell the scheduler, if there is one, that a worker will end itself, and not by fault of its next cell."""
+        session = self.config.pluginmanager.get_plugin("dsession")
+        if session is not None and isinstance(session.sched, CaseScheduling):
+            session.sched.leaving.add(worker)
 
     def _checkpoint(self) -> None:
         """Now and then keep what is done: not even a killed process or a full disk shall cost hours of work."""

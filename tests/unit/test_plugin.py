@@ -14,7 +14,7 @@ import torch
 from tiebreak.backends.backend import CPU, EMULATION, Backend
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16
-from tiebreak.matrix import plugin
+from tiebreak.matrix import plugin, scheduling
 from tiebreak.reports.records import CRASHED, HELD, INCONCLUSIVE, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
@@ -233,6 +233,44 @@ class TestUserKernel:
             " kernel itself",
         )
 
+    @pytest.mark.parametrize("workers", ["0", "2"])
+    def test_one_that_leaves_the_device_unusable_takes_no_other_cell_with_it(
+        self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester, workers: str
+    ) -> None:
+        """As a GPU's sticky error: in the process that has it all later calls fail."""
+        spec = user_kernel(
+            pytester,
+            f"""
+            import sys
+            if q.shape[-2] == {ODD_QUERIES} or hasattr(sys, "broken"):
+                sys.broken = True
+                raise RuntimeError("an illegal memory access was encountered")
+            return plain(q, k, v, causal=causal, scale=scale)
+            """.replace("\n            ", "\n"),
+        )
+        pytester.makeconftest(
+            """
+            import sys
+            from tiebreak.backends.backend import CPU
+            object.__setattr__(CPU, "poisoned", lambda: hasattr(sys, "broken"))
+            """
+        )
+        cases = ("random_odd", "random", "random_causal", "no_tail")
+        options = ("--kernel", spec, "--cases", ",".join(cases), "--heads", "16", "-n", workers)
+        result = matrix(*options, "-p", "conftest", "--rootdir", str(pytester.path), apart=True)
+        assert result.ret != 0
+        run = kept()
+        spoiled = next(record for record in run.records if record.outcome == CRASHED)
+        assert spoiled.case == "random_odd"
+        assert "RuntimeError: an illegal memory access was encountered" in spoiled.reasons[0]
+        if workers == "0":
+            assert (len(run.records), run.complete) == (1, False)
+            result.stdout.fnmatch_lines(["*the device is beyond use for this process; -n 1 puts another in its place*"])
+        else:
+            assert {record.case for record in run.records if record.outcome == HELD} == set(cases[1:])
+            assert run.complete
+            assert result.parseoutcomes()["failed"] == 1
+
     def test_a_fallen_cell_is_rerun_by_the_command_that_is_printed(
         self, matrix: MatrixRun, pytester: pytest.Pytester
     ) -> None:
@@ -407,7 +445,7 @@ class TestWorkers:
         ],
     )
     def test_groups(self, test: str, group: str) -> None:
-        assert object.__new__(plugin.CaseScheduling)._split_scope(test) == group
+        assert object.__new__(scheduling.CaseScheduling)._split_scope(test) == group
 
     def test_another_way_of_dist_is_left_to_xdist(self, pytester: pytest.Pytester) -> None:
         config = pytester.parseconfig("-p", "tiebreak.matrix.plugin", "--dist", "worksteal")
