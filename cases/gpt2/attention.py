@@ -99,7 +99,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: Call) -> Tenso
 
 
 def _apply(q: Tensor, k: Tensor, v: Tensor, kernel: HeadKernel, heads: tuple[int, ...], call: Call) -> Tensor:
-    out: Tensor = _Attention.apply(q, k, v, kernel, heads, call)  # type: ignore[no-untyped-call]
+    # Under autocast too, the plan alone says what is rounded.
+    with torch.autocast(q.device.type, enabled=False):
+        out: Tensor = _Attention.apply(q.float(), k.float(), v.float(), kernel, heads, call)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -23,14 +23,23 @@ class Checkpoint:
     step: int  # steps done
     run: dict[str, str | int | float]  # what the run was told: a checkpoint of another run is refused
     model: dict[str, Any]  # the model's state
-    optimizer: dict[str, Any]  # the optimiser's
+    optimizers: list[dict[str, Any]]  # of each optimiser
     watch: tuple[float, int]  # lowest loss so far, steps in a row far above it
 
 
 def save(checkpoint: Checkpoint, folder: Path) -> None:
-    """Replace the folder's checkpoint; a kill in between leaves the former."""
+    """Replace the folder's checkpoint; a kill in between leaves the former.
+
+    Raises:
+        CheckpointError: it can't be written, the disk is full for instance; the former is left.
+    """
     partial = folder / f"{CHECKPOINT}.partial"
-    torch.save(vars(checkpoint), partial)
+    try:
+        torch.save(vars(checkpoint), partial)
+    except (RuntimeError, OSError) as error:  # torch's writer raises the former on a full disk
+        partial.unlink(missing_ok=True)
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{partial}: can't be written ({reason}); the last checkpoint is kept") from error
     os.replace(partial, folder / CHECKPOINT)
 
 
@@ -48,7 +57,7 @@ def load(folder: Path, run: dict[str, str | int | float]) -> Checkpoint:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; start without --resume")
     try:
-        found = Checkpoint(**torch.load(path, weights_only=True))
+        found = Checkpoint(**torch.load(path, map_location="cpu", weights_only=True))
     except (RuntimeError, EOFError, OSError, TypeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         raise CheckpointError(
             f"{path}: not a whole checkpoint ({type(error).__name__}); start without --resume"

@@ -92,9 +92,17 @@ class Batches:
         raw = Philox(SeedSequence([self.seed, step])).random_raw(self.sequences)
         return [int(bits) % (len(self.tokens) - self.context) for bits in raw]
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens and the tokens that follow each, both int64 (sequences, context)."""
-        windows = np.stack([self.tokens[at : at + self.context + 1] for at in self.starts(step)]).astype(np.int64)
+    def batch(self, step: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
+        """Tokens and the tokens that follow each, both int64 (sequences, context), of one of the batch's equal parts.
+
+        Args:
+            step: of the run, from 0.
+            part: which part, from 0; parts one after the other make up the batch.
+            parts: how many; they must divide the sequences.
+        """
+        size = self.sequences // parts
+        starts = self.starts(step)[part * size : (part + 1) * size]
+        windows = np.stack([self.tokens[at : at + self.context + 1] for at in starts]).astype(np.int64)
         both = torch.from_numpy(windows)
         return both[:, :-1], both[:, 1:]
 

@@ -192,4 +192,4 @@ class GPT2(nn.Module):
 
     def loss(self, tokens: Tensor, targets: Tensor, step: int) -> Tensor:
         """Mean cross-entropy in nats of the next tokens, a scalar."""
-        return functional.cross_entropy(self(tokens, step).flatten(0, 1), targets.flatten())
+        return functional.cross_entropy(self(tokens, step).float().flatten(0, 1), targets.flatten())

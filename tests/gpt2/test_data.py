@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tiebreak.cases.gpt2.data import Batches, DataError, corpus, read_bin
 
@@ -41,6 +42,15 @@ def test_any_step_can_be_asked_for() -> None:
     for step in range(5):
         batches.batch(step)
     assert all(bool((a == b).all()) for a, b in zip(batches.batch(5), later, strict=True))
+
+
+def test_the_parts_of_a_batch_make_it_up() -> None:
+    batches = Batches(corpus().tokens, 6, 8, 0)
+    whole = batches.batch(3)
+    for parts in (1, 2, 3):
+        found = [batches.batch(3, part, parts) for part in range(parts)]
+        for side in (0, 1):
+            assert torch.equal(torch.cat([each[side] for each in found]), whole[side])
 
 
 def test_targets_are_the_tokens_that_follow() -> None:

@@ -2,22 +2,30 @@
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from safetensors import safe_open
+from torch import Tensor, nn
 
 from tiebreak.cases.gpt2.attention import Observation
+from tiebreak.cases.gpt2.captures import KEPT_STEPS
 from tiebreak.cases.gpt2.checkpoints import CHECKPOINT
 from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.monitors import View
-from tiebreak.cases.gpt2.train import main
-from tiebreak.cases.gpt2.training import KEPT_STEPS, LOG, Schedule, Watch
+from tiebreak.cases.gpt2.progress import COLLAPSED_REPORTS, EXPLOSION_STEPS, LOG, EarlyWarning, Progress, Watch
+from tiebreak.matrix.train import main
 
 TOY = ["--sequences", "2", "--report-every", "2", "--checkpoint-every", "2", "--warm-up", "2", "--kernel", "fair"]
+PROGRESS = "tiebreak.cases.gpt2.progress"
 
 
 def _train(out: Path, *arguments: str, steps: int = 6) -> int:
@@ -33,6 +41,12 @@ def _weights(out: Path) -> dict[str, Tensor]:
     return found
 
 
+def _same_end(one: Path, other: Path) -> bool:
+    """Whether two runs ended in the same log and the same weights, to the bit."""
+    a, b = _weights(one), _weights(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) and _log(one) == _log(other)
+
+
 def _killed_at(step: int, patch: pytest.MonkeyPatch) -> None:
     """Let the run be killed in a step."""
     loss = GPT2.loss
@@ -45,19 +59,31 @@ def _killed_at(step: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GPT2, "loss", until)
 
 
+@pytest.fixture
+def heeding_ctrl_c() -> Iterator[None]:
+    """Ctrl-C as on a terminal, also where a shell has put the tests into the background, which ignores it."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
 def test_a_run_tells_of_its_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _train(tmp_path / "run") == 0
+    assert _train(tmp_path / "run", "--checkpoint-every", "4") == 0
+    assert torch.load(tmp_path / "run" / CHECKPOINT, weights_only=True)["step"] == 6  # the last has one too
     log = _log(tmp_path / "run")
     assert [entry["step"] for entry in log] == [2, 4, 6]
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("step 2  loss ")
-    assert all(word in lines[0] for word in ("max logit", "drift", "sign diversity"))
+    assert lines[0].startswith("tiny: 2 layers, 4 heads, width 64, 119,104 parameters; fair on cpu")
+    assert "on 1 process;" in lines[0]
+    assert lines[1].startswith("step 2  loss ")
+    assert all(word in lines[1] for word in ("max logit", "drift", "sign diversity", "s a step", "tokens/s"))
+    assert lines[-1] == f"done: 6 steps; {tmp_path / 'run' / CHECKPOINT}"
     assert log[-1]["loss"] < log[0]["loss"]
     assert all(math.isfinite(value) for entry in log for value in entry.values())
     assert 0 <= log[0]["sign_diversity"] <= 1
 
 
-def test_a_killed_run_resumes_to_the_bit(tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_to_the_bit(tmp_path: Path) -> None:
     assert _train(tmp_path / "straight") == 0
     with pytest.MonkeyPatch.context() as patch:
         _killed_at(5, patch)  # the last checkpoint is of step 4
@@ -67,9 +93,66 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path) -> None:
         '{"step": 5, "loss": 1.0}\n{"step'
     )  # later than the checkpoint, and cut
     assert _train(tmp_path / "killed", "--resume") == 0
-    straight, resumed = _weights(tmp_path / "straight"), _weights(tmp_path / "killed")
-    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
-    assert _log(tmp_path / "straight") == _log(tmp_path / "killed")
+    assert _same_end(tmp_path / "straight", tmp_path / "killed")
+
+
+# As `tiebreak train`, but for a SIGKILL in the middle of the step that comes first.
+KILLED = """
+import os, signal, sys
+from tiebreak.cases.gpt2.model import GPT2
+from tiebreak.matrix.train import main
+loss = GPT2.loss
+def until(self, tokens, targets, now):
+    if now == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return loss(self, tokens, targets, now)
+GPT2.loss = until
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_a_killed_process_resumes_to_the_bit(tmp_path: Path) -> None:
+    arguments = [*TOY, "--steps", "6", "--optimizer", "muon"]
+    assert main([*arguments, "--out", str(tmp_path / "straight")]) == 0
+    words = [sys.executable, "-c", KILLED, "5", *arguments, "--out", str(tmp_path / "killed")]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert torch.load(tmp_path / "killed" / CHECKPOINT, weights_only=True)["step"] == 4
+    assert main([*arguments, "--out", str(tmp_path / "killed"), "--resume"]) == 0
+    assert _same_end(tmp_path / "straight", tmp_path / "killed")
+
+
+@pytest.mark.usefixtures("heeding_ctrl_c")
+def test_ctrl_c_ends_the_step_and_leaves_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _train(tmp_path / "straight") == 0
+    loss = GPT2.loss
+
+    def pressed(self: GPT2, tokens: Tensor, targets: Tensor, now: int) -> Tensor:
+        if now == 2:
+            signal.raise_signal(signal.SIGINT)
+        return loss(self, tokens, targets, now)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GPT2, "loss", pressed)
+        assert _train(tmp_path / "stopped", "--checkpoint-every", "100") == 130
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told == f"interrupted after step 3; {tmp_path / 'stopped' / CHECKPOINT} has it all: go on with --resume"
+    assert _train(tmp_path / "stopped", "--resume") == 0
+    assert _same_end(tmp_path / "straight", tmp_path / "stopped")
+
+
+@pytest.mark.usefixtures("heeding_ctrl_c")
+def test_a_second_ctrl_c_interrupts_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(*arguments: object) -> Tensor:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not interrupted")
+
+    monkeypatch.setattr(GPT2, "loss", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        _train(tmp_path / "run")
 
 
 def test_a_resumed_run_remembers_the_lowest_loss(tmp_path: Path) -> None:
@@ -106,6 +189,72 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_former(tmp_path: Path) 
     assert _train(tmp_path, "--resume") == 0
 
 
+def test_a_full_disk_is_one_clear_line_and_leaves_the_former_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = torch.save
+
+    def full(state: dict[str, Any], path: Path) -> None:
+        if state["step"] == 4:
+            path.write_bytes(b"half")
+            raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed\nmore")
+        save(state, path)
+
+    monkeypatch.setattr(torch, "save", full)
+    assert _train(tmp_path) == 2
+    error = capsys.readouterr().err
+    assert "can't be written (PytorchStreamWriter failed" in error
+    assert error.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CHECKPOINT, LOG]
+    assert torch.load(tmp_path / CHECKPOINT, weights_only=True)["step"] == 2
+
+
+def test_a_batch_in_parts_is_the_same_step(tmp_path: Path) -> None:
+    for name, at_once in (("whole", "4"), ("parts", "1")):
+        arguments = ("--sequences", "4", "--at-once", at_once, "--kernel", "flash@paper")
+        assert _train(tmp_path / name, *arguments, steps=4) == 0
+    logs = _log(tmp_path / "whole"), _log(tmp_path / "parts")
+    assert [entry["loss"] for entry in logs[0]] == pytest.approx([entry["loss"] for entry in logs[1]], rel=1e-5)
+    assert [entry["drift"] for entry in logs[0]] == pytest.approx([entry["drift"] for entry in logs[1]], rel=0.1)
+    assert logs[0][0]["max_logit"] == pytest.approx(logs[1][0]["max_logit"], rel=1e-2)
+
+
+def test_the_parts_of_a_batch_have_noise_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
+    def view(observation: Observation) -> View:
+        seeds.append(observation.inputs.noise_seed)
+        return View(observation)
+
+    monkeypatch.setattr(f"{PROGRESS}.View", view)
+    assert _train(tmp_path / "run", "--at-once", "1", "--report-every", "1", steps=2) == 0
+    assert len(seeds) == len(set(seeds)) == 2 * 2 * 2  # steps, parts, layers
+
+
+def test_bf16_rounds_the_linear_layers_but_neither_weights_nor_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, seen = nn.Linear.forward, set()
+
+    def linear(self: nn.Linear, x: Tensor) -> Tensor:
+        out = forward(self, x)
+        seen.add((self.weight.dtype, out.dtype))
+        return out
+
+    def view(observation: Observation) -> View:
+        q, k, v = (getattr(observation.inputs, name).double() for name in ("q", "k", "v"))
+        exact = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        # A product that autocast rounds would be off by 1e-3.
+        assert (observation.output.o - exact).abs().max() < 1e-5 * exact.abs().max()
+        return View(observation)
+
+    monkeypatch.setattr(nn.Linear, "forward", linear)
+    monkeypatch.setattr(f"{PROGRESS}.View", view)
+    assert _train(tmp_path / "run", "--precision", "bf16", "--kernel", "flash@fp32", steps=2) == 0
+    assert seen == {(torch.float32, torch.bfloat16)}
+    assert {weight.dtype for weight in _weights(tmp_path / "run").values()} == {torch.float32}
+
+
 def test_the_rate_follows_the_schedule(tmp_path: Path) -> None:
     assert _train(tmp_path / "one", steps=2) == 0
     assert _train(tmp_path / "other", "--warm-up", "5", steps=2) == 0
@@ -113,29 +262,94 @@ def test_the_rate_follows_the_schedule(tmp_path: Path) -> None:
     assert not torch.equal(one["head.weight"], other["head.weight"])
 
 
-def test_monitors_look_at_the_reported_steps_only(tmp_path: Path) -> None:
+def test_gradients_are_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, step, norms = GPT2.loss, torch.optim.AdamW.step, []
+
+    def look(self: torch.optim.AdamW) -> None:
+        gradients = [weight.grad.flatten() for weight in self.param_groups[0]["params"]]
+        norms.append(torch.cat(gradients).norm().item())
+        step(self)
+
+    monkeypatch.setattr(GPT2, "loss", lambda *arguments: 1000 * loss(*arguments))
+    monkeypatch.setattr(torch.optim.AdamW, "step", look)
+    assert _train(tmp_path, steps=1) == 0
+    assert norms == pytest.approx([1.0], rel=1e-4)
+
+
+def test_monitors_look_at_the_reported_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Observation] = []
 
     def view(observation: Observation) -> View:
         looked.append(observation)
         return View(observation)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tiebreak.cases.gpt2.training.View", view)
-        assert _train(tmp_path) == 0
+    monkeypatch.setattr(f"{PROGRESS}.View", view)
+    assert _train(tmp_path) == 0
     assert len(looked) == 3 * 2  # reports, layers
 
 
+@pytest.mark.parametrize(("threshold", "warnings"), [(1.1, 1), (0.0, 0)])
+def test_a_collapse_of_the_sign_diversity_is_told_once(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    threshold: float,
+    warnings: int,
+) -> None:
+    monkeypatch.setattr(f"{PROGRESS}.COLLAPSED_DIVERSITY", threshold)
+    assert _train(tmp_path, "--report-every", "1", steps=COLLAPSED_REPORTS + 2) == 0
+    assert capsys.readouterr().out.count("early warning") == warnings
+
+
+def test_only_a_lasting_collapse_warns() -> None:
+    warning, low, high = EarlyWarning(), Progress(1, 2.0, 1e-3, sign_diversity=0.01), Progress(1, 2.0, 1e-3)
+    dip = [low] * (COLLAPSED_REPORTS - 1) + [high]
+    assert not any(warning.due(progress) for progress in dip * 2)
+    assert [warning.due(low) for _ in range(COLLAPSED_REPORTS + 5)].count(True) == 1
+
+
 def test_an_explosion_ends_the_run_and_keeps_its_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _train(tmp_path / "run", "--rate", "30", steps=40) == 1
-    assert "the loss exploded" in capsys.readouterr().out
+    assert _train(tmp_path / "run", "--rate", "30", "--seed", "3", steps=40) == 1
     last = _log(tmp_path / "run")[-1]["step"]
-    assert last < 40
-    kept = sorted(path.name for path in (tmp_path / "run").glob("inputs-*.npz"))
-    assert kept == [f"inputs-{step:06d}.npz" for step in range(last - KEPT_STEPS + 1, last + 1)]
-    with np.load(tmp_path / "run" / kept[-1]) as arrays:
-        assert sorted(arrays) == [f"layer{layer}_{name}" for layer in (0, 1) for name in ("do", "k", "q", "v")]
-        assert arrays["layer1_do"].shape == (1, 4, 64, 16)
+    assert f"the loss exploded at step {last}" in capsys.readouterr().out
+    assert EXPLOSION_STEPS <= last < 40
+    kept = sorted(path.name for path in (tmp_path / "run").glob("inputs-*"))
+    steps = range(max(1, last - KEPT_STEPS + 1), last + 1)
+    assert kept == [f"inputs-{step:06d}.safetensors" for step in steps]
+    with safe_open(tmp_path / "run" / kept[-1], framework="pt") as file:
+        names = file.keys()
+        assert sorted(names) == [f"layer{layer}.{name}" for layer in (0, 1) for name in ("do", "k", "q", "v")]
+        assert file.metadata() == {
+            "step": str(last),
+            "layers": "2",
+            "causal": "true",
+            "kernel": "fair",
+            "preset": "tiny",
+            "seed": "3",
+        }
+        found = {name: file.get_tensor(name) for name in names}
+    assert {tuple(tensor.shape) for tensor in found.values()} == {(2, 4, 64, 16)}
+    assert {name: tensor.dtype for name, tensor in found.items() if name.startswith("layer1")} == {
+        "layer1.q": torch.bfloat16,
+        "layer1.k": torch.bfloat16,
+        "layer1.v": torch.bfloat16,
+        "layer1.do": torch.float32,
+    }
+
+
+def test_inputs_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
+    loss = GPT2.loss
+
+    def scripted(self: GPT2, tokens: Tensor, targets: Tensor, now: int) -> Tensor:
+        return loss(self, tokens, targets, now) * (math.nan if now == 3 else 1.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GPT2, "loss", scripted)
+        assert _train(tmp_path) == 1
+    assert sorted(path.name for path in tmp_path.glob("inputs-*")) == [
+        f"inputs-{step:06d}.safetensors" for step in (1, 2, 3)
+    ]
+    assert _log(tmp_path)[-1]["step"] == 4
 
 
 def test_the_first_loss_must_be_a_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,16 +360,32 @@ def test_the_first_loss_must_be_a_number(tmp_path: Path, capsys: pytest.CaptureF
     assert "the loss of the first step is nan" in capsys.readouterr().err
 
 
+def test_a_users_kernel_trains(tmp_path: Path) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text(
+        "import torch\n"
+        "def attention(q, k, v, *, causal=False, scale=None):\n"
+        "    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)\n"
+    )
+    assert _train(tmp_path / "run", "--kernel", f"{source}:attention", steps=2) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["--data", "nowhere"], "train.bin: no such file"),
         (["--resume"], "checkpoint.pt: no such file; start without --resume"),
         (["--kernel", "flsh@paper"], "unknown kernel 'flsh@paper'"),
+        (["--kernel", "nowhere.py:attention"], "no such file: nowhere.py"),
         (["--steps", "0"], "--steps must be at least 1, not 0"),
+        (["--at-once", "4"], "--at-once 4 does not divide the 2 sequences of a process"),
+        (["--heads", "5"], "width 64 is no multiple of 5 heads"),
+        (["--rate", "nan"], "--rate must be above 0, not nan"),
+        (["--seed", "-1"], "--seed must be in [0, 2**32), not -1"),
+        (["--preset", "gpt3"], "argument --preset: invalid choice: 'gpt3'"),
     ],
 )
-def test_bad_usage_is_one_clear_line(
+def test_bad_usage_is_one_clear_line_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
 ) -> None:
     assert _train(tmp_path / "run", *arguments) == 2
@@ -163,14 +393,33 @@ def test_bad_usage_is_one_clear_line(
     assert error.startswith("tiebreak train: ")
     assert told in error
     assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_safetensors_is_missed_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    assert _train(tmp_path / "run") == 2
+    assert "pip install safetensors" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_preset_is_written_with_either_dash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--layers", "1", "--heads", "2", "--width", "4", "--context", "4", "--steps", "1", "--sequences", "2"]
+    assert main(["--preset", "gpt2-small", *small, "--out", str(tmp_path / "run")]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("gpt2_small: 1 layers, 2 heads, width 4, ")
+    assert "linear layers in bf16" in told
 
 
 def test_checkpoints_of_another_run_or_cut_short_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _train(tmp_path, steps=2) == 0
-    assert _train(tmp_path, "--resume", "--seed", "1", steps=2) == 2
-    assert "was written with seed = 0, not 1" in capsys.readouterr().err
+    for flag, name, value in (("--seed", "seed = 0", "1"), ("--layers", "layers = 2", "1")):
+        assert _train(tmp_path, "--resume", flag, value, steps=2) == 2
+        assert f"was written with {name}, not {value}" in capsys.readouterr().err
     assert _train(tmp_path, steps=2) == 2
     assert "holds a run already" in capsys.readouterr().err
     whole = (tmp_path / CHECKPOINT).read_bytes()
@@ -187,13 +436,6 @@ def test_other_data_is_another_run(tmp_path: Path, capsys: pytest.CaptureFixture
     assert _train(tmp_path / "run", "--data", str(tmp_path / "one"), steps=2) == 0
     assert _train(tmp_path / "run", "--data", str(tmp_path / "other"), "--resume", steps=2) == 2
     assert "was written with data = " in capsys.readouterr().err
-
-
-def test_the_schedule_warms_up_and_falls_to_a_tenth() -> None:
-    schedule = Schedule(steps=110, rate=1.0, warm_up=10)
-    assert [schedule.at(step) for step in (0, 9, 10)] == pytest.approx([0.1, 1.0, 1.0])
-    assert schedule.at(60) == pytest.approx(0.55)
-    assert schedule.at(110) == pytest.approx(0.1)
 
 
 def test_the_watch_waits_for_a_loss_that_stays_high() -> None:

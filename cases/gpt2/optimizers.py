@@ -1,0 +1,60 @@
+"""Optimisers of a real run, and their learning rate."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.optim import AdamW, Optimizer
+
+from tiebreak.cases.gpt2.model import GPT2
+
+OPTIMIZERS = ("adamw", "muon")
+CLIP = 1.0  # of the gradient's norm (arXiv 2510.04212, section 3.1)
+_BETAS = (0.9, 0.95)
+_MUON_DECAY = 0.01
+_FLOOR = 0.01  # of the highest rate, at the end
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate: linear warm-up, then a cosine down to a hundredth (arXiv 2510.04212, section 3.1)."""
+
+    steps: int  # of the whole run
+    rate: float  # the highest
+    warm_up: int  # steps
+
+    def at(self, step: int) -> float:
+        """The rate of a step, from 0."""
+        if step < self.warm_up:
+            return self.rate * (step + 1) / self.warm_up
+        done = (step - self.warm_up) / max(1, self.steps - self.warm_up)
+        return self.rate * (_FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def optimizers(name: str, model: GPT2) -> list[Optimizer]:
+    """The optimisers of a model's weights; their rate is set step by step.
+
+    Args:
+        name: `adamw` for the paper's (betas 0.9 and 0.95, no decay; section 3.1), or `muon` for Muon with the root mean
+            square of its updates matched to AdamW's (arXiv 2502.16982, section 2.2) and decay 0.01 on the matrices of
+            the blocks, beside that AdamW on embeddings, head and vectors.
+        model: whose weights they update.
+
+    Raises:
+        ValueError: no such optimiser, or a torch without Muon.
+    """
+    if name not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {name!r}: known are {', '.join(OPTIMIZERS)}")
+    if name == "adamw":
+        return [_adamw(list(model.parameters()))]
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(f"torch {torch.__version__} has no Muon: 2.9 and newer do; or train with adamw")
+    matrices = [weight for weight in model.blocks.parameters() if weight.dim() == 2]
+    chosen = {id(weight) for weight in matrices}
+    rest = [weight for weight in model.parameters() if id(weight) not in chosen]
+    muon = torch.optim.Muon(matrices, weight_decay=_MUON_DECAY, adjust_lr_fn="match_rms_adamw")
+    return [muon, _adamw(rest)]
+
+
+def _adamw(weights: list[torch.nn.Parameter]) -> AdamW:
+    return AdamW(weights, betas=_BETAS, weight_decay=0.0)

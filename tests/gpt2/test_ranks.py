@@ -1,0 +1,77 @@
+"""Two processes of torchrun: the steps of one process to the bit, also after a kill, and errors told once."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiebreak.cases.gpt2.checkpoints import CHECKPOINT
+from tiebreak.cases.gpt2.progress import LOG
+from tiebreak.cases.gpt2.ranks import Ranks
+from tiebreak.matrix.train import main
+
+TOY = ["--sequences", "4", "--report-every", "2", "--checkpoint-every", "2", "--warm-up", "2", "--kernel", "fair"]
+# As `tiebreak train`, but for a SIGKILL of the second process in the middle of step 5.
+KILLED = """
+import os, signal, sys
+from tiebreak.cases.gpt2.model import GPT2
+from tiebreak.matrix.train import main
+loss = GPT2.loss
+def until(self, tokens, targets, now):
+    if os.environ["RANK"] == "1" and now // 2 == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return loss(self, tokens, targets, now)
+GPT2.loss = until
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def _torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_two_processes_take_the_steps_of_one_also_after_a_kill(tmp_path: Path) -> None:
+    script, run = tmp_path / "killed.py", [*TOY, "--steps", "6"]
+    script.write_text(KILLED)
+    assert main([*run, "--at-once", "2", "--out", str(tmp_path / "one")]) == 0
+    killed = _torchrun(str(script), *run, "--out", str(tmp_path / "two"))
+    assert "SIGKILL" in killed.stderr
+    assert torch.load(tmp_path / "two" / CHECKPOINT, weights_only=True)["step"] == 4
+    resumed = _torchrun("-m", "tiebreak.reports.cli", "train", *run, "--out", str(tmp_path / "two"), "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "on 2 processes;" in resumed.stdout
+    assert resumed.stdout.count("step 6  loss") == 1
+    one, two = (torch.load(tmp_path / name / CHECKPOINT, weights_only=True)["model"] for name in ("one", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert (tmp_path / "one" / LOG).read_text() == (tmp_path / "two" / LOG).read_text()
+
+
+def test_what_is_wrong_is_told_once(tmp_path: Path) -> None:
+    arguments = [*TOY, "--steps", "1", "--sequences", "3", "--out", str(tmp_path / "run")]
+    done = _torchrun("-m", "tiebreak.reports.cli", "train", *arguments)
+    assert done.returncode != 0
+    assert done.stderr.count("tiebreak train: --sequences 3 must be a multiple of the 2 processes") == 1
+    assert "exitcode  : 2 " in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_share_the_parts_of_a_batch() -> None:
+    shares = [list(Ranks(rank, 3).share(12)) for rank in range(3)]
+    assert shares == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_an_environment_that_torchrun_did_not_make_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(TOY) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tiebreak train: ")
+    assert "RANK" in error
+    assert error.count("\n") == 1
