@@ -20,8 +20,10 @@ _KEPT_ELEMENTS = 2**20  # of each tensor, about
 class Captures:
     """Keeps q, k, v and dO of the first sequences of the last steps' batches, and writes them when asked."""
 
-    # By step: by layer and name (sequences, heads, tokens, d).
-    kept: deque[tuple[int, dict[str, Tensor]]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    # By step: by layer and name, by heads (those that share a kernel come together), (sequences, heads, tokens, d).
+    kept: deque[tuple[int, dict[str, dict[tuple[int, ...], Tensor]]]] = field(
+        default_factory=lambda: deque(maxlen=KEPT_STEPS)
+    )
 
     def begin(self, step: int) -> None:
         """Start with a step, from 1; the oldest is forgotten."""
@@ -32,7 +34,8 @@ class Captures:
         tensors, inputs = self.kept[-1][1], observation.inputs
         for name, tensor in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("do", inputs.do)):
             sequences = max(1, _KEPT_ELEMENTS // tensor[0].numel())
-            tensors[f"layer{observation.layer}.{name}"] = tensor[:sequences].clone()
+            layer = tensors.setdefault(f"layer{observation.layer}.{name}", {})
+            layer[observation.heads] = tensor[:sequences].clone()
 
     def write(self, folder: Path, metadata: Mapping[str, str]) -> list[Path]:
         """One file a step, `inputs-STEP.safetensors`, its keys `layer0.q`, `layer0.k`, `layer0.v`, `layer0.do`, ...
@@ -50,7 +53,8 @@ class Captures:
         from safetensors.torch import save_file
 
         paths: list[Path] = []
-        for step, tensors in self.kept:
+        for step, parts in self.kept:
+            tensors = {name: _in_order(heads) for name, heads in parts.items()}
             if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
                 continue
             path = folder / f"inputs-{step:06d}.safetensors"
@@ -60,6 +64,12 @@ class Captures:
             os.replace(partial, path)
             paths.append(path)
         return paths
+
+
+def _in_order(parts: Mapping[tuple[int, ...], Tensor]) -> Tensor:
+    """All heads of a layer, put together from those of each kernel."""
+    order = torch.tensor([head for heads in parts for head in heads]).argsort()
+    return torch.cat(list(parts.values()), 1)[:, order]
 
 
 def _narrowed(tensor: Tensor) -> Tensor:

@@ -16,12 +16,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from tiebreak.cases.gpt2.attention import Observation
-from tiebreak.cases.gpt2.captures import KEPT_STEPS
+from tiebreak.backends.backend import CPU
+from tiebreak.cases.gpt2.attention import Call, HeadKernel, Observation, attend
+from tiebreak.cases.gpt2.captures import KEPT_STEPS, Captures
 from tiebreak.cases.gpt2.checkpoints import CHECKPOINT
 from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.monitors import View
 from tiebreak.cases.gpt2.progress import COLLAPSED_REPORTS, EXPLOSION_STEPS, LOG, EarlyWarning, Progress, Watch
+from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.train import main
 
 TOY = ["--sequences", "2", "--report-every", "2", "--checkpoint-every", "2", "--warm-up", "2", "--kernel", "fair"]
@@ -335,6 +337,46 @@ def test_an_explosion_ends_the_run_and_keeps_its_inputs(tmp_path: Path, capsys: 
         "layer1.v": torch.bfloat16,
         "layer1.do": torch.float32,
     }
+
+
+def test_kernels_are_chosen_by_layer_and_by_head(tmp_path: Path) -> None:
+    """Fair in every layer one by one is fair everywhere; one head of another kernel is not."""
+    for name, options in {
+        "everywhere": [],
+        "one by one": ["--kernel", "standard", "--in-layers", "1=fair,2=fair"],
+        "but one": ["--in-layers", "2.3=flash@fp32"],
+    }.items():
+        assert _train(tmp_path / name, *options, steps=2) == 0
+    assert _same_end(tmp_path / "everywhere", tmp_path / "one by one")
+    assert not _same_end(tmp_path / "everywhere", tmp_path / "but one")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("2", "expected LAYER=KERNEL or LAYER.HEAD=KERNEL"),
+        ("3=fair", "the model has 2 layers of 4 heads, from 1"),
+        ("0=fair", "the model has 2 layers of 4 heads, from 1"),
+        ("1.5=fair", "the model has 2 layers of 4 heads, from 1"),
+    ],
+)
+def test_a_layer_or_head_that_is_not_there_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str, said: str
+) -> None:
+    assert _train(tmp_path / "run", "--in-layers", value) == 2
+    assert capsys.readouterr().err == f"tiebreak train: --in-layers {value}: {said}\n"
+
+
+def test_heads_of_several_kernels_are_kept_in_their_order(tmp_path: Path) -> None:
+    captures, kernels = Captures(), [HeadKernel(composed_kernel(name)) for name in ("fair", "flash@paper")]
+    captures.begin(1)
+    tensors = torch.arange(3.0)[None, :, None, None].expand(1, 3, 2, 8)  # each head holds its own number
+    call = Call(CPU.arithmetic, 0, 1, captures, torch.zeros(1, 2, 8))
+    leaf = tensors.clone().requires_grad_()
+    attend(leaf, tensors, tensors, (kernels[0], kernels[1], kernels[0]), call).sum().backward()  # type: ignore[no-untyped-call]
+    (path,) = captures.write(tmp_path, {})
+    with safe_open(path, framework="pt") as file:
+        assert file.get_tensor("layer0.q")[0, :, 0, 0].tolist() == [0.0, 1.0, 2.0]
 
 
 def test_inputs_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:

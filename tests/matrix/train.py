@@ -32,7 +32,7 @@ from tiebreak.kernels.formats import BF16, FP32
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.plans import FP32_PLAN, Cast
-from tiebreak.matrix.train_options import configuration, parse, parts
+from tiebreak.matrix.train_options import configuration, in_layers, parse, parts
 from tiebreak.reports.errors import UsageError
 
 DONE, EXPLODED, USAGE, INTERRUPTED = 0, 1, 2, 130  # exit codes
@@ -171,18 +171,32 @@ def _batches(options: argparse.Namespace, sizes: Configuration) -> Batches:
 
 
 def _model(options: argparse.Namespace, sizes: Configuration, backend: Backend) -> GPT2:
-    kernel = _kernel(options.kernel, backend)
+    kernels = [list(layer) for layer in everywhere(_head("--kernel", options.kernel, backend, sizes), sizes)]
+    for place, name in in_layers(options.in_layers, sizes).items():
+        layer, heads = place
+        head = _head("--in-layers", name, backend, sizes)
+        for at in heads:
+            kernels[layer][at] = head
+    with torch.device(backend.device):
+        return GPT2(sizes, tuple(map(tuple, kernels)), backend.arithmetic, options.seed)
+
+
+def _head(flag: str, name: str, backend: Backend, sizes: Configuration) -> HeadKernel:
+    """A kernel by name, as heads of these sizes use it.
+
+    Raises:
+        ValueError: the backend has no such kernel.
+        UsageError: it does not take such heads.
+    """
+    kernel = _kernel(name, backend)
     probe = torch.zeros(1, sizes.heads, 2, sizes.d)
     refusal = kernel.refuses(AttentionInputs(probe, probe, probe, probe, BF16, causal=True))
     if refusal is not None:
-        raise UsageError(f"--kernel {options.kernel}: {refusal}")
-    head = HeadKernel(kernel)
-    if kernel.composed and kernel.declaration is not None:
-        head = HeadKernel(kernel.declaration)
-        if kernel.declaration.plan == FP32_PLAN:
-            head = replace(head, inputs=Cast(FP32))
-    with torch.device(backend.device):
-        return GPT2(sizes, everywhere(head, sizes), backend.arithmetic, options.seed)
+        raise UsageError(f"{flag} {name}: {refusal}")
+    if not kernel.composed or kernel.declaration is None:
+        return HeadKernel(kernel)
+    head = HeadKernel(kernel.declaration)
+    return replace(head, inputs=Cast(FP32)) if kernel.declaration.plan == FP32_PLAN else head
 
 
 def _kernel(name: str, backend: Backend) -> Kernel:

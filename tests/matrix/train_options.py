@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -13,6 +14,7 @@ from tiebreak.cases.gpt2.optimizers import OPTIMIZERS
 from tiebreak.cases.gpt2.training import PRECISIONS
 from tiebreak.reports.cli import Parser
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.names import split
 
 _SIZES = ("layers", "heads", "width", "context")  # of the model, each with a flag
 _MUON_RATE = 5e-4
@@ -76,6 +78,25 @@ def configuration(options: argparse.Namespace) -> Configuration:
         ValueError: heads that don't divide the width.
     """
     return replace(PRESETS[options.preset], **{name: getattr(options, name) for name in _SIZES})
+
+
+def in_layers(text: str, sizes: Configuration) -> dict[tuple[int, tuple[int, ...]], str]:
+    """Kernels' names by layer and heads, both from 0, out of a list such as `2=standard,3.1=flash@fp32`.
+
+    Raises:
+        UsageError: not such a list, or a layer or head that the model lacks.
+    """
+    found: dict[tuple[int, tuple[int, ...]], str] = {}
+    for item in split(text):
+        match = re.fullmatch(r"([0-9]+)(?:\.([0-9]+))?=(.+)", item)
+        if match is None:
+            raise UsageError(f"--in-layers {item}: expected LAYER=KERNEL or LAYER.HEAD=KERNEL")
+        layer, head = int(match[1]), int(match[2] or 1)
+        if not (1 <= layer <= sizes.layers and 1 <= head <= sizes.heads):
+            raise UsageError(f"--in-layers {item}: the model has {sizes.layers} layers of {sizes.heads} heads, from 1")
+        heads = tuple(range(sizes.heads)) if match[2] is None else (head - 1,)
+        found[layer - 1, heads] = match[3]
+    return found
 
 
 def parts(options: argparse.Namespace, ranks: int) -> int:
@@ -148,6 +169,13 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="of attention: standard, fair, rule@plan, the backend's own, or path/to/file.py:function; "
         "default: flash@paper",
+    )
+    group.add_argument(
+        "--in-layers",
+        default="",
+        metavar="LIST",
+        help="other kernels in some layers or heads, counted from 1: 2=standard,3.1=flash@fp32 is standard attention in"
+        " layer 2 and fp32 in head 1 of layer 3",
     )
     group.add_argument("--backend", choices=BACKENDS, default="cpu", help="what everything runs on; default: cpu")
 
