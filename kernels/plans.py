@@ -27,6 +27,9 @@ class Accumulator(enum.Enum):
     EXACT = "exact"  # in fp64, rounded once to fp32
     SEQUENTIAL = "sequential"  # in fp32, term after term
     PAIRWISE = "pairwise"  # in fp32, as a balanced binary tree
+    # Matrix products as NVIDIA's tensor cores add them up; row sums, which they do not do, as PAIRWISE.
+    AMPERE = "tensor core of Ampere or Ada"
+    HOPPER = "tensor core of Hopper or Blackwell"
 
 
 class DeltaSource(enum.Enum):
@@ -115,6 +118,16 @@ ISOLATION: Mapping[str, RoundingPlan] = MappingProxyType(
         "o_recomputed": replace(PAPER, name="o_recomputed", delta_from=DeltaSource.RECOMPUTED_OUTPUT),
         "o_fp32": replace(PAPER, name="o_fp32", o_bar=_HIGH, o=_HIGH),
         "pv_fp32": replace(PAPER, name="pv_fp32", p_bar=_HIGH, o_bar=_HIGH),
+    }
+)
+
+
+# Plans whose matrix products are a tensor core's: what a GPU makes of them, before one is at hand.
+TENSOR_CORE: Mapping[str, RoundingPlan] = MappingProxyType(
+    {
+        (name := f"{plan.name}_{core.name.lower()}"): replace(plan, name=name, accumulator=core)
+        for plan in (PAPER, FUSED, FUSED_STOCHASTIC)
+        for core in (Accumulator.AMPERE, Accumulator.HOPPER)
     }
 )
 
