@@ -81,7 +81,8 @@ _HOPPER = _TensorCore(products=16, fraction_bits=25)
 
 def _tensor_core_matmul(core: _TensorCore, a: Tensor, b: Tensor) -> Tensor:
     """Step after step: terms are cut off below the largest exponent's last bit, summed exactly, rounded toward zero."""
-    shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    heads = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
+    shape = (*heads, a.shape[-2], b.shape[-1])
     total = torch.zeros(shape, device=a.device)
     columns = b.transpose(-1, -2)
     for start in range(0, a.shape[-1], core.products):
