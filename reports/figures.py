@@ -80,7 +80,8 @@ def _runs_of(series: str, headline: str, records: Sequence[Record]) -> list[tupl
     told = [(one, training) for one, training in told if training.series.get(series)]
     if not told:
         return []
-    first = told[0][0].backend
+    first, case = told[0][0].backend, min(told, key=lambda pair: pair[1].label)[0].case
+    told = [(one, training) for one, training in told if one.case == case]
     known = [(one.kernel, training) for one, training in told if one.backend == first and one.kernel in _TRAINED]
     others = [(f"{one.kernel} ({one.backend})", training) for one, training in told if "@train" not in one.kernel]
     others.sort(key=lambda pair: -abs(pair[1].measures.get(headline) or 0.0))

@@ -149,7 +149,8 @@ def _training(runs: Sequence[Run], labels: Sequence[str]) -> str:
                 cells = "".join(f"<td>{escape(grid.text(kernel, case))}</td>" for case in grid.cases)
                 rows.append(f'<tr><th scope="row">{escape(kernel)}</th>{cells}</tr>')
             caption = f"<caption>{escape(label)}: {escape(grid.backend)}</caption>"
-            parts.append(f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>")
+            head = f"<thead><tr>{head}</tr></thead>"
+            parts.append(f'<table class="trained">{caption}{head}<tbody>{"".join(rows)}</tbody></table>')
     if not parts:
         return ""
     about = escape(training_legend([record for run in runs for record in run.records])).replace("\n", "<br>")

@@ -143,6 +143,10 @@ def test_training_runs_have_figures_of_the_well_known_kernels_and_the_worst_othe
     other = replace(growth.training, headline="wq_norm_growth")
     cells = [*(trained(name) for name in names), trained("mild", value=1e-4), trained("worse", value=-3e-3),
              replace(growth, training=other)]  # fmt: skip
+    # A later snippet of the same measure is another figure's matter: one is enough.
+    late = trained("late", "train_late", value=1.0)
+    assert late.training is not None
+    cells.append(replace(late, training=replace(late.training, label="B")))
     drift, norm = figures([run(*cells)], ["a platform"])
     assert [line.label for line in drift.series] == ["fair@train_l_rounded", "flash@train_l_rounded", "worse (cpu)"]
     # The series is 2e-3, none, 1e-3.
