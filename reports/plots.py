@@ -70,7 +70,8 @@ def save_training(grids: Sequence[TrainingGrid], path: Path) -> None:
     """
     canvas_of = _canvas("--figure")
     rows = [len(_rows(grid)) for grid in grids]
-    canvas = canvas_of(figsize=(9.5, 0.6 + sum(0.8 + 0.24 * count for count in rows)), layout="constrained")
+    width = 2.5 + 1.6 * max(len(grid.cases) for grid in grids)
+    canvas = canvas_of(figsize=(width, 0.6 + sum(0.9 + 0.24 * count for count in rows)), layout="constrained")
     parts = canvas.subfigures(len(grids), 1, squeeze=False, height_ratios=[4 + count for count in rows])
     for part, grid in zip(parts[:, 0], grids, strict=True):
         part.suptitle(_plain(grid.backend), fontsize="medium")
@@ -122,7 +123,10 @@ def _marks(axes: Any, grid: TrainingGrid, case: str) -> None:
     axes.set_yticks(range(len(rows)), labels=[_plain(row.removesuffix("@train")) for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.tick_params(labelsize="small")
-    axes.set_title(_plain(grid.heading(case)), fontsize="small")
+    axes.locator_params(axis="x", nbins=4)
+    axes.ticklabel_format(axis="x", style="sci", scilimits=(-2, 3))
+    axes.xaxis.offsetText.set_fontsize("small")
+    axes.set_title(_plain(grid.heading(case).replace(": ", "\n")), fontsize="small")
 
 
 def _canvas(flag: str) -> Any:

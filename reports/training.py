@@ -28,7 +28,7 @@ class TrainingGrid:
     @property
     def cases(self) -> list[str]:
         """In the order of their labels."""
-        return sorted(dict.fromkeys(case for _, case in self.cells), key=self.heading)
+        return sorted(dict.fromkeys(case for _, case in self.cells), key=lambda case: self.heading(case).split(":"))
 
     def about(self, case: str) -> TrainingRecord | None:
         """What a record of the case says of it; None if none ran to its end."""
