@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv matrix platforms training test suite lint typecheck bench clean
+.PHONY: help venv matrix platforms training test suite lint typecheck bench bench-gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -55,8 +55,14 @@ training: $(STAMP)  ## the short training runs at three seeds: table and figure
 
 test: lint typecheck suite  ## lint, types and the whole test suite
 
+# A wheel of 290 MB, which the matrix on a CPU does without.
+TRITON  := $(VENV)/.triton
+$(TRITON): $(STAMP)
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[triton]'
+	@touch $@
+
 # The emulation's committed records gate this repository itself; --across: they are the same on every platform.
-suite: $(STAMP)  ## the whole test suite alone, held against the committed baseline
+suite: $(TRITON)  ## the whole test suite alone, held against the committed baseline
 	$(PY) -m pytest -n auto --baseline reports/baselines/emulation.json --across $(ARGS)
 
 lint: $(STAMP)  ## ruff: rules and format
@@ -71,6 +77,9 @@ typecheck: $(STAMP)  ## mypy --strict
 bench: $(STAMP)  ## benchmarks
 	$(PY) -m pytest tests/bench -o python_files='bench_*.py' --benchmark-only \
 	  --benchmark-columns=min,median,max $(ARGS)
+
+bench-gpu: $(STAMP)  ## attention on a GPU, side by side with PyTorch's
+	$(PY) -m pytest tests/bench/gpu -o python_files='bench_*.py' $(ARGS)
 
 clean:  ## remove .venv, build files and caches (records in out/ stay)
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

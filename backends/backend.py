@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.backends.probes import fingerprint
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
@@ -31,11 +31,13 @@ class Backend:
     unavailable: Callable[[], str | None]  # None, or why it can't run here, in one line
     vendor_kernels: Callable[[], tuple[Kernel, ...]]  # kernels that only this backend has
     predicts: bool = False  # whether its output is the prediction itself
+    composed: bool = True  # whether the composed kernels run on it too, or its own alone
     poisoned: Callable[[], bool] = _never  # whether an error has left the device unusable for this process
 
     def kernels(self) -> tuple[Kernel, ...]:
         """The kernels of a default run, in the order of the table."""
-        return (*(composed_kernel(name) for name in DEFAULT_ROSTER), *self.vendor_kernels())
+        composed = DEFAULT_ROSTER if self.composed else ()
+        return (*(composed_kernel(name) for name in composed), *self.vendor_kernels())
 
     def kernel(self, name: str) -> Kernel:
         """The kernel called `name`: one of the device's own, or any composed one.
@@ -44,7 +46,13 @@ class Backend:
             ValueError: the backend has no such kernel; the message lists what it has.
         """
         vendor = {kernel.name: kernel for kernel in self.vendor_kernels()}
+        if name not in vendor and not self.composed:
+            raise ValueError(f"unknown kernel {name!r}: {self.name} has {', '.join(vendor)}")
         return vendor[name] if name in vendor else composed_kernel(name)
+
+    def fingerprint(self) -> Mapping[str, str | float]:
+        """What the device's arithmetic does, measured, for the record of a run."""
+        return fingerprint(self.arithmetic, self.device)
 
     def run(self, kernel: Kernel, inputs: AttentionInputs, *, gradients: bool) -> AttentionOutput:
         """Run a kernel on the device and bring its output back to the host.
@@ -91,5 +99,3 @@ CPU = Backend(
     _always,
     lambda: (cpu_sdpa_flash(), sdpa_math()),
 )
-
-BACKENDS: Mapping[str, Backend] = MappingProxyType({backend.name: backend for backend in (EMULATION, CPU)})

@@ -32,8 +32,8 @@ def fingerprint(arithmetic: Arithmetic, device: str, fmt: Format = BF16) -> Mapp
     # Each row's two terms add up to one probe value, exactly in fp32.
     high = round_to(values, fmt, Rounding.TOWARD_ZERO)
     pairs = torch.stack([high, values - high], -1)
-    product = _dot(arithmetic, pairs, device, fmt)
-    kept = _dot(arithmetic, torch.full((1, 1), fmt.smallest_normal / 4), device, fmt).item() != 0.0
+    product = dot(arithmetic, pairs, device, fmt)
+    kept = dot(arithmetic, torch.full((1, 1), fmt.smallest_normal / 4), device, fmt).item() != 0.0
     return {
         "cast": _mode_of(values, cast, fmt),
         "matmul": _mode_of(values, product, fmt),
@@ -43,7 +43,7 @@ def fingerprint(arithmetic: Arithmetic, device: str, fmt: Format = BF16) -> Mapp
     }
 
 
-def _dot(arithmetic: Arithmetic, rows: Tensor, device: str, fmt: Format) -> Tensor:
+def dot(arithmetic: Arithmetic, rows: Tensor, device: str, fmt: Format) -> Tensor:
     """Row sums as the device's matrix product forms them: rows (m, k) times ones, padded with zeros to (m, 64).
 
     A single column, or a short row, may take another path through a library than the products of attention do.
@@ -75,4 +75,4 @@ def _sums_wide(arithmetic: Arithmetic, device: str, fmt: Format) -> bool:
     terms = 2 ** (fmt.mantissa_bits + 2)
     row = torch.full((1, terms + 1), 1.0 / terms)
     row[0, 0] = 1.0
-    return _dot(arithmetic, row, device, fmt).item() >= 1.5
+    return dot(arithmetic, row, device, fmt).item() >= 1.5

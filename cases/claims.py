@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tiebreak.cases.measures import Measures
 from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, Verdict, judge
+from tiebreak.kernels.flash import BLOCK
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
 
@@ -74,6 +75,7 @@ class Claim:
     plans: frozenset[str]  # plans it speaks of, by name; empty: all
     formats: frozenset[str]  # formats it speaks of, by name
     source: str  # who claims it, and where
+    tiled: bool | None = None  # whether of kernels whose tiles cut the scripted rows alone, of the others alone, or all
 
     def concerns(self, declaration: Declaration | None, fmt: Format) -> bool:
         """Whether it speaks of a kernel that declares this, in this format.
@@ -83,18 +85,28 @@ class Claim:
         if fmt.name not in self.formats:
             return False
         if declaration is None:
-            return not self.rules and not self.plans
+            return not self.rules and not self.plans and self.tiled is None
         rule = "standard" if declaration.algorithm == "standard" else declaration.shift_rule.name
+        if self.tiled is not None and self.tiled != (declaration.block.keys < BLOCK.keys):
+            return False
         return (not self.rules or rule in self.rules) and (not self.plans or declaration.plan.name in self.plans)
 
 
-def claim(expectation: Expectation, source: str, *, rules: str = "", plans: str = "", formats: str = "bf16") -> Claim:
+def claim(
+    expectation: Expectation,
+    source: str,
+    *,
+    rules: str = "",
+    plans: str = "",
+    formats: str = "bf16",
+    tiled: bool | None = None,
+) -> Claim:
     """A claim about the shift rules, plans and formats named, space-separated.
 
     No rules or no plans named means all. Formats are bf16 unless said: that is what the papers speak of, and fp16 has
     no room below 6e-8 for the P-bar of a scaled shift.
     """
-    return Claim(expectation, _words(rules), _words(plans), _words(formats), source)
+    return Claim(expectation, _words(rules), _words(plans), _words(formats), source, tiled)
 
 
 def _words(text: str) -> frozenset[str]:

@@ -23,6 +23,7 @@ from tiebreak.cases.claims import (
     shrinks,
 )
 from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.tied_p_bar import tied_p_bar
 
 _PAPER = "arXiv 2510.04212"
 _COMMENTARY = "kexue.fm 11371"
@@ -38,6 +39,7 @@ _PLAIN_IS_BIASED = claim(
     BIASED_AWAY, f"{_PAPER}, section 3.3.2, claim 3", rules="safe as_printed_v1", plans="paper all_bf16"
 )
 _FUSED_IS_NOT = claim(UNBIASED, f"{_OWN}: where a kernel rounds decides", rules="safe", plans="fused")
+_TIES_GO_AWAY = claim(BIASED_AWAY, f"{_OWN}: a cast of O away from zero", rules="safe", plans="fused_ties_away")
 _FIX_HOLDS = claim(UNBIASED, f"{_PAPER} v2, section 4", rules=_FIXES, plans="paper all_bf16")
 _OFFSET_HARMS = claim(BIASED, f"{_PAPER} v1, appendix C: fixed offset", rules="fixed_offset", plans="paper")
 _SAFE_BLIND_FIXES = "safe as_printed_v1 stabilized stabilized_v1 stabilized_authors"
@@ -110,7 +112,7 @@ def _shapes_of_v() -> list[Case]:
         "2 equal maxima, V of mixed sign (control): ties break both ways",
         _PAPER,
         partial(scripted, values=Values(mean=0.0, std=1.0)),
-        (claim(UNBIASED, f"{_PAPER}, section 3.3.2", rules="safe as_printed_v1", plans="paper"), _FAIR),
+        (claim(UNBIASED, f"{_PAPER}, section 3.3.2", rules="safe as_printed_v1", plans="paper", tiled=False), _FAIR),
     )
     no_tail = Case(
         "no_tail",
@@ -119,6 +121,7 @@ def _shapes_of_v() -> list[Case]:
         partial(scripted, scores=Scores(gap=(200.0, 210.0))),
         (
             claim(BIASED_AWAY, f"{_OWN}: an exp(0) below 1 makes l small", rules="safe", plans="fused_fast_exp"),
+            _TIES_GO_AWAY,
             claim(UNBIASED, f"{_COMMENTARY}: eliminating the remainder", rules="safe as_printed_v1"),
             _FAIR,
         ),
@@ -158,6 +161,12 @@ def _single_maximum() -> list[Case]:
                 f"{_PAPER} v1, appendix C: unconditional scaling",
                 rules="always_scaled",
                 formats="bf16 fp16",
+            ),
+            claim(
+                INACCURATE,
+                f"{_OWN}: a tile without the maximum repeats its own, is scaled, and overshoots",
+                rules="stabilized",
+                tiled=True,
             ),
             _FAIR,
         ),
@@ -337,6 +346,15 @@ def _subnormal(draw: Draw) -> AttentionInputs:
     return AttentionInputs(inputs.q, inputs.k, v, inputs.do, inputs.fmt, noise_seed=inputs.noise_seed)
 
 
+def _tied_p_bar(draw: Draw) -> AttentionInputs:
+    """Every other head's ties lie above neighbours with an odd last bit."""
+    batch, heads = draw.batch_and_heads
+    odd = (torch.arange(batch * heads) % 2 == 1).view(batch, heads)
+    inputs = tied_p_bar(draw.rng, odd, noise_seed(draw))
+    q, k, v = map(draw.rounded, (inputs.q, inputs.k, inputs.v))
+    return AttentionInputs(q, k, v, upstream(draw, q.shape), draw.fmt, noise_seed=inputs.noise_seed)
+
+
 def _controls() -> list[Case]:
     plain = partial(_plain, shape=Shape())
     duplicates = (_PLAIN_IS_BIASED, _FIX_HOLDS, _FUSED_IS_NOT, _STOCHASTIC, _DITHERED, _FAIR)
@@ -350,7 +368,17 @@ def _controls() -> list[Case]:
             "2 equal maxima, a tail of about 2^-24 of the row sum: fp32 itself rounds it away",
             _OWN,
             faint,
-            (_FAIR,),
+            (_TIES_GO_AWAY, _FAIR),
+        ),
+        Case(
+            "tied_p_bar",
+            "every P-bar but the maximum's is a tie in bf16: tells how a kernel casts P-bar",
+            _OWN,
+            _tied_p_bar,
+            (
+                claim(BIASED_AWAY, f"{_OWN}: ties go away from zero", plans="fused_half_up fused_ties_away"),
+                claim(UNBIASED, f"{_OWN}: to even, half of the ties go either way", rules="safe", plans="fused paper"),
+            ),
         ),
         Case("random_mixed_v", "normal q, k, v: O cancels", _OWN, partial(plain, v_mean=0.0, v_std=1.0), cancels=True),
     ]

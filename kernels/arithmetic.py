@@ -6,11 +6,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.counter import random_bits, uniform
+from tiebreak.kernels.counter import random_bits
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 
-_DITHER_STREAM = 1
-_CAST_STREAM = 2
+DITHER_STREAM = 1
+CAST_STREAM = 2
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,13 @@ class Noise:
 
     def dither(self, shape: torch.Size, first_row: int, device: torch.device) -> Tensor:
         """One uniform number in [0, 1) a row, fp32, (batch, heads, rows, 1), from (seed, batch, head, row)."""
-        return uniform(self.seed, _DITHER_STREAM, *self._rows(shape, first_row, device)).float()
+        # Not through float64, which an NPU lacks; the one rounding, of 32 bits to fp32, is the same.
+        return random_bits(self.seed, DITHER_STREAM, *self._rows(shape, first_row, device)).float() * 2.0**-32
 
     def bits(self, shape: torch.Size, first_row: int, device: torch.device) -> Tensor:
         """32 random bits an element of (batch, heads, rows, columns), from (seed, batch, head, row, column)."""
         column = torch.arange(shape[3], device=device)[None, None, None, :]
-        return random_bits(self.seed, _CAST_STREAM, *self._rows(shape, first_row, device), column)
+        return random_bits(self.seed, CAST_STREAM, *self._rows(shape, first_row, device), column)
 
 
 class Arithmetic(Protocol):

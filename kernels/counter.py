@@ -36,23 +36,6 @@ def random_bits(seed: int, *counters: torch.Tensor | int) -> torch.Tensor:
     return state
 
 
-def uniform(seed: int, *counters: torch.Tensor | int) -> torch.Tensor:
-    """Return uniform numbers in [0, 1) that depend on the seed and the counters alone.
-
-    Args:
-      seed: As in `random_bits`.
-      counters: As in `random_bits`.
-
-    Returns:
-      float64 tensor: `random_bits` divided by 2**32, exactly.
-
-    Raises:
-      ValueError: seed is out of range.
-      TypeError: A counter is not of an integer type.
-    """
-    return random_bits(seed, *counters).to(torch.float64) * 2.0**-32
-
-
 def _as_uint32(counter: torch.Tensor | int) -> torch.Tensor:
     if isinstance(counter, int):
         return torch.tensor(counter & _MASK)

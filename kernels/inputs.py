@@ -62,7 +62,7 @@ class AttentionInputs:
         queries, keys = self.q.shape[-2], self.k.shape[-2]
         mask: Tensor | None = None
         if self.causal:
-            mask = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)[None, None]
+            mask = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)[None, None].to(self.q.device)
         if self.key_padding is not None:
             padded = ~self.key_padding[:, None, None, :]
             mask = padded if mask is None else mask | padded

@@ -122,6 +122,15 @@ ISOLATION: Mapping[str, RoundingPlan] = MappingProxyType(
 )
 
 
+# Ties go away from zero, as public AscendC attention code casts P (CAST_ROUND): a bias of its own.
+_AWAY = Cast(BF16, Rounding.TIES_AWAY)
+TIES_AWAY: Mapping[str, RoundingPlan] = MappingProxyType(
+    {
+        "fused_half_up": replace(FUSED, name="fused_half_up", p_bar=_AWAY),
+        "fused_ties_away": replace(FUSED, name="fused_ties_away", p_bar=_AWAY, o=_AWAY),
+    }
+)
+
 # Plans whose matrix products are a tensor core's: what a GPU makes of them, before one is at hand.
 TENSOR_CORE: Mapping[str, RoundingPlan] = MappingProxyType(
     {
@@ -133,11 +142,12 @@ TENSOR_CORE: Mapping[str, RoundingPlan] = MappingProxyType(
 
 
 def parse_plan(name: str) -> RoundingPlan:
-    """The preset called `name`.
+    """The plan called `name`.
 
     Raises:
-        ValueError: no preset has that name; the message lists those there are.
+        ValueError: no plan has that name; the message lists those there are.
     """
-    if name not in PLANS:
-        raise ValueError(f"unknown rounding plan {name!r}: known are {', '.join(PLANS)}")
-    return PLANS[name]
+    known = {**PLANS, **TIES_AWAY, **TENSOR_CORE}
+    if name not in known:
+        raise ValueError(f"unknown rounding plan {name!r}: known are {', '.join(known)}")
+    return known[name]

@@ -1,56 +1,165 @@
-"""PyTorch's own scaled_dot_product_attention, one implementation forced at a time."""
+"""PyTorch's own scaled_dot_product_attention, one implementation forced at a time.
+
+What is told here of the implementations on a GPU is from PyTorch's source; none of them has been run on one yet.
+"""
 
 import math
-from dataclasses import replace
+import warnings
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.flash import Block
+from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.formats import BF16
-from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.plans import FP32_PLAN, FUSED, Cast, DeltaSource, Exponential
 from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.kernels.vendor import empty, fused_on_gpu, through_autograd
 
 # Key block of PyTorch's CPU flash kernel (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
 _CPU_FLASH_BLOCK = Block(queries=32, keys=512)
+# At a head dimension of 64: FlashAttention-2's flash_fwd_launch_template.h (run_mha_fwd_hdim64), which PyTorch carries,
+# and the kernel fmha_cutlassF_bf16_aligned_64x64_rf_sm80 of PyTorch's mem_eff_attention. cuDNN does not tell its own.
+FLASH_2_BLOCK = Block(queries=128, keys=128)
+_EFFICIENT_BLOCK = Block(queries=64, keys=64)
+
+_FUSED_OPERATORS = "aten::_scaled_dot_product_"
+_COMPOSED_OPERATOR = "aten::_scaled_dot_product_attention_math"
 
 
-def _call(implementation: SDPBackend, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> Tensor:
-    """One call; PyTorch raises RuntimeError rather than falling back where the forced implementation can't run."""
-    hidden = inputs.hidden()
-    mask = None if hidden is None else ~hidden.to(q.device)
-    with sdpa_kernel([implementation]):
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=inputs.groups > 1)
+class NotTheOneForcedError(RuntimeError):
+    """PyTorch ran another implementation than the one that was forced."""
 
 
-def _compute(
-    implementation: SDPBackend, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool
+@dataclass(frozen=True)
+class Implementation:
+    """One implementation behind `scaled_dot_product_attention`."""
+
+    backend: SDPBackend  # PyTorch's name of it
+    operator: str | None  # the one operator that PyTorch calls where it runs; None: it is composed of many
+    takes_masks: bool = True  # whether it takes a tensor that masks scores
+    causal_flag: bool = False  # whether it is told of a causal mask by is_causal, where queries and keys are as many
+
+
+CPU_FLASH = Implementation(SDPBackend.FLASH_ATTENTION, "aten::_scaled_dot_product_flash_attention_for_cpu")
+MATH = Implementation(SDPBackend.MATH, None)
+CUDA_FLASH = Implementation(
+    SDPBackend.FLASH_ATTENTION, "aten::_scaled_dot_product_flash_attention", takes_masks=False, causal_flag=True
+)
+CUDA_CUDNN = Implementation(
+    SDPBackend.CUDNN_ATTENTION, "aten::_scaled_dot_product_cudnn_attention", takes_masks=False, causal_flag=True
+)
+CUDA_EFFICIENT = Implementation(
+    SDPBackend.EFFICIENT_ATTENTION, "aten::_scaled_dot_product_efficient_attention", causal_flag=True
+)
+
+
+def _flagged(implementation: Implementation, inputs: AttentionInputs) -> bool:
+    """Whether is_causal says it all.
+
+    PyTorch's flag lets query i see keys 0 .. i, this suite's inputs keys 0 .. i + keys - queries.
+    """
+    square = inputs.q.shape[2] == inputs.k.shape[2]
+    return implementation.causal_flag and inputs.causal and square and inputs.key_padding is None
+
+
+def _mask(implementation: Implementation, inputs: AttentionInputs) -> Tensor | None:
+    """The mask to pass, True where a key is seen; None where there is nothing to say, or is_causal says it."""
+    hidden = None if _flagged(implementation, inputs) else inputs.hidden()
+    return None if hidden is None else ~hidden.to(inputs.q.device)
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Notes the names of the operators that PyTorch calls, below autograd: what runs, not what was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def _call(implementation: Implementation, inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One call, and the proof that it went where it was sent. Its backward pass is bound to the same operator.
+
+    Raises:
+        NotTheOneForcedError: another implementation ran.
+        RuntimeError: PyTorch has none to run: the forced one can't take the inputs.
+    """
+    mask, flag = _mask(implementation, inputs), _flagged(implementation, inputs)
+    with sdpa_kernel([implementation.backend]), _Operators() as ran:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=flag, enable_gqa=inputs.groups > 1)
+    fused = {name for name in ran.names if name.startswith(_FUSED_OPERATORS) and name != _COMPOSED_OPERATOR}
+    if fused != {implementation.operator} - {None}:
+        told = ", ".join(sorted(fused)) or "the composed implementation"
+        raise NotTheOneForcedError(f"{implementation.backend.name} was forced, but PyTorch ran {told}")
+    return out
+
+
+def compute(
+    implementation: Implementation, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool
 ) -> AttentionOutput:
+    """Attention by one implementation of `scaled_dot_product_attention`.
+
+    Args:
+        implementation: the one that is forced.
+        inputs: q, k, v, dO and masks, on the device.
+        arithmetic: not used: the implementation brings its own.
+        gradients: whether to run the backward pass too.
+
+    Returns:
+        O, in the inputs' format, and the gradients if asked for.
+
+    Raises:
+        NotTheOneForcedError: another implementation ran.
+        RuntimeError: PyTorch has none to run: the forced one can't take the inputs.
+    """
     del arithmetic
+    return through_autograd(partial(_call, implementation, inputs), inputs, gradients)
+
+
+def refusal(implementation: Implementation, inputs: AttentionInputs) -> str | None:
+    """None, or why an implementation can't take some inputs on their device, in one line.
+
+    Where the rules here don't tell, PyTorch does, in its own words: head dimensions, formats and grouped heads that an
+    implementation takes differ between releases and cards. Nothing is computed.
+    """
+    if (nothing := empty(inputs)) is not None:
+        return nothing
+    mask, flag = _mask(implementation, inputs), _flagged(implementation, inputs)
+    if mask is not None and not implementation.takes_masks:
+        queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+        kind = "key padding" if inputs.key_padding is not None else f"causal mask of {queries} queries, {keys} keys"
+        return f"{implementation.backend.name} takes no mask but a square causal one: {kind}"
     dtype = TORCH_DTYPES[inputs.fmt]
-    # Copies also where the format is fp32: leaves of a graph of their own.
-    q, k, v = (tensor.to(dtype, copy=True) for tensor in (inputs.q, inputs.k, inputs.v))
-    if not gradients:
-        return AttentionOutput(_call(implementation, q, k, v, inputs))
-    leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
-    out = _call(implementation, q, k, v, inputs)
-    dq, dk, dv = torch.autograd.grad(out, leaves, inputs.do.to(dtype))
-    return AttentionOutput(out.detach(), gradients=Gradients(dq, dk, dv))
+    # As for a backward pass: some implementations take more without one.
+    q, k, v = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
+    with warnings.catch_warnings(record=True) as told, sdpa_kernel([implementation.backend]):
+        warnings.simplefilter("always")
+        try:
+            chosen = torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=flag, enable_gqa=inputs.groups > 1)
+        except RuntimeError as error:
+            return f"{implementation.backend.name}: {_reason([str(warning.message) for warning in told], error)}"
+    if chosen == implementation.backend.value:
+        return None
+    return f"{implementation.backend.name} can't take these inputs: PyTorch would run {SDPBackend(chosen).name}"
 
 
-def flash_compute(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-    """SDPA's flash implementation."""
-    return _compute(SDPBackend.FLASH_ATTENTION, inputs, arithmetic, gradients)
-
-
-def math_compute(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-    """SDPA's composed implementation."""
-    return _compute(SDPBackend.MATH, inputs, arithmetic, gradients)
+def _reason(told: list[str], error: RuntimeError) -> str:
+    """Of PyTorch's warnings the one that is about the implementation that was left on, or else its error."""
+    reasons = [text for text in told if "kernel not used because" not in text and "runtime disabled" not in text]
+    text = (reasons or [str(error)])[0]
+    return " ".join(text.partition("(Triggered internally")[0].split())
 
 
 def measure_exp_at_zero(scores: int = 64) -> float:
@@ -74,10 +183,24 @@ def cpu_sdpa_flash() -> Kernel:
     exponential = Exponential(at_zero=_fp32_exp_at_zero())
     plan = FUSED if exponential.at_zero == 1.0 else replace(FUSED, name="fused_fast_exp", exponential=exponential)
     declaration = Declaration("flash", plan, SHIFT_RULES["safe"], _CPU_FLASH_BLOCK)
-    return Kernel("sdpa_flash", flash_compute, declaration)
+    return Kernel("sdpa_flash", partial(compute, CPU_FLASH), declaration)
 
 
 def sdpa_math() -> Kernel:
     """PyTorch's composed implementation, which upcasts narrow inputs to fp32 and casts O only."""
     plan = replace(FP32_PLAN, name="fp32_inside", o=Cast(BF16), delta_from=DeltaSource.PROBABILITIES)
-    return Kernel("sdpa_math", math_compute, Declaration("flash", plan, SHIFT_RULES["safe"]))
+    return Kernel("sdpa_math", partial(compute, MATH), Declaration("flash", plan, SHIFT_RULES["safe"]))
+
+
+def gpu_sdpa_kernels() -> tuple[Kernel, ...]:
+    """PyTorch's implementations on a GPU: FlashAttention-2, cuDNN's, the memory-efficient one, and the composed one."""
+    fused = (
+        ("sdpa_flash", CUDA_FLASH, FLASH_2_BLOCK),
+        ("sdpa_cudnn", CUDA_CUDNN, BLOCK),
+        ("sdpa_efficient", CUDA_EFFICIENT, _EFFICIENT_BLOCK),
+    )
+    kernels = (
+        Kernel(name, partial(compute, one), fused_on_gpu(block), refuses=partial(refusal, one))
+        for name, one, block in fused
+    )
+    return (*kernels, sdpa_math())

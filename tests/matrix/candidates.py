@@ -5,10 +5,11 @@ from dataclasses import replace
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.kernel import PLAIN, Declaration
-from tiebreak.kernels.roster import DEFAULT_ROSTER
+from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.cell import Cell
 
 ONE_TILE = " in one tile"  # what a plan's name ends with where rows are not split into tiles
+_ELSEWHERE = ("flash@fused_half_up", "flash@fused_ties_away")  # plans that no kernel of a default run has
 _ONE_TILE = Block(2**31, 2**31)
 
 
@@ -18,10 +19,10 @@ def candidates(cell: Cell) -> dict[str, Declaration]:
     Not those that leave O in fp32: a kernel returns O in the format of its inputs.
     """
     tiled: dict[str, Declaration] = {}
-    for kernel in cell.backend.kernels():
+    for kernel in (*cell.backend.kernels(), *map(composed_kernel, _ELSEWHERE)):
         found = kernel.declaration
         if found is not None and (found.plan.o.narrows or cell.fmt == FP32):
-            tiled[kernel.name if kernel.name in DEFAULT_ROSTER else f"{PLAIN}@{found.plan.name}"] = found
+            tiled[kernel.name if kernel.composed else f"{PLAIN}@{found.plan.name}"] = found
     flash = {name: found for name, found in tiled.items() if found.algorithm == "flash"}
     return tiled | {f"{name}{ONE_TILE}": replace(found, block=_ONE_TILE) for name, found in flash.items()}
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tiebreak.backends.platform import describe
 from tiebreak.reports import gate, step_summary, store
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.limits import Limits, limits
@@ -27,19 +26,26 @@ def add_options(group: pytest.OptionGroup) -> None:
 class Gatekeeper:
     """Checks the baseline before the run, compares after it, and tells GitHub."""
 
-    def __init__(self, config: pytest.Config, options: dict[str, Any], result: Callable[[], Run | None]) -> None:
+    def __init__(
+        self,
+        config: pytest.Config,
+        options: dict[str, Any],
+        platform: dict[str, Any],
+        result: Callable[[], Run | None],
+    ) -> None:
         """Read the baseline.
 
         Args:
             config: pytest's.
             options: the matrix's own, as the records keep them.
+            platform: of this run, as the records keep it.
             result: gives the run when the session has ended; None if no cell was to run.
 
         Raises:
             UsageError: options that don't go together, or a baseline that tells nothing about this run.
             tiebreak.reports.store.UnreadableRecordsError: the baseline can't be read.
         """
-        self.options, self.result = options, result
+        self.options, self.platform, self.result = options, platform, result
         self.across, self.update = (bool(config.getoption(name)) for name in ("across", "update_baseline"))
         name = config.getoption("baseline")
         self.path = None if name is None else Path(str(name))
@@ -59,7 +65,7 @@ class Gatekeeper:
         baseline = store.read(self.path)
         if not self.update:
             try:
-                gate.check_comparable(baseline, describe().as_dict(), self.options, across=self.across)
+                gate.check_comparable(baseline, self.platform, self.options, across=self.across)
             except UsageError as error:
                 raise UsageError(f"--baseline {self.path}: {error}") from error
         return baseline

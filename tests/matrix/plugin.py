@@ -6,7 +6,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,15 +15,15 @@ import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
-from tiebreak.backends.backend import BACKENDS
-from tiebreak.backends.platform import describe, worker_count
-from tiebreak.backends.probes import fingerprint
+from tiebreak.backends import cuda
+from tiebreak.backends.platform import describe, describe_gpu, worker_count
+from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.case import HEADS_PER_BATCH
 from tiebreak.matrix.cell import Cell, Settings, TrainingCell, blank_record, place
 from tiebreak.matrix.explain import explain
 from tiebreak.matrix.gating import Gatekeeper, add_options
 from tiebreak.matrix.scheduling import CaseScheduling
-from tiebreak.matrix.selection import Selection, SelectionError, cells, check_captured
+from tiebreak.matrix.selection import Selection, SelectionError, cells, check_captured, matching_backends
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports import records, store, tables
 from tiebreak.reports.errors import UsageError
@@ -33,6 +33,7 @@ _WORKER_GIB = 2.0
 _NO_RUN = ("help", "collectonly", "markers", "showfixtures")  # pytest's options that run no cell
 _WORKER_DIED = re.compile(r"worker '\w+' crashed while running")  # xdist's words; which worker is chance
 _CHECKPOINT = 256  # records between two checkpoints
+_GPU = "tiebreak_gpu"  # of a worker's input: what its environment says of the GPU that it uses
 PROPERTY = "tiebreak"  # name of the property that carries a cell's record from its worker to the controller
 POISONED = "tiebreak.poisoned"  # name of the property that says that a cell has left its worker's device unusable
 
@@ -107,6 +108,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Check every option before any work, on the controller and again on the workers."""
     # One thread a worker, however many workers: sums are added in one order and records repeat to the bit.
     torch.set_num_threads(1)
+    os.environ.update(getattr(config, "workerinput", {}).get(_GPU, {}))
     if config.getoption("fair") and config.getoption("kernel") is None:
         _refuse("--fair holds your own kernel to no bias: it needs --kernel")
     config.stash[_bench] = Workbench(_settings(config))
@@ -122,7 +124,8 @@ def pytest_configure(config: pytest.Config) -> None:
         keeper.check_path()
         config.pluginmanager.register(keeper, "tiebreak-keeper")
         try:
-            gatekeeper = Gatekeeper(config, keeper.options(), lambda: keeper.run)
+            platform = platform_of(keeper.expected.values())
+            gatekeeper = Gatekeeper(config, keeper.options(), platform, lambda: keeper.run)
         except (UsageError, store.UnreadableRecordsError, store.UnwritableFolderError) as error:
             _refuse(str(error))
         config.pluginmanager.register(gatekeeper, "tiebreak-gatekeeper")
@@ -131,8 +134,20 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Workers for -n auto: by cores and memory, unless xdist's own variable says how many."""
-    del config
-    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else worker_count(_WORKER_GIB)
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    try:
+        chosen = matching_backends(_selection(config))
+    except SelectionError:  # which pytest_configure tells
+        return None
+    on_gpu = any(backend.device == "cuda" and backend.unavailable() is None for backend in chosen)
+    return min(worker_count(_WORKER_GIB), cuda.worker_limit()) if on_gpu else worker_count(_WORKER_GIB)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Let the GPUs take turns at the workers, before a worker has used any."""
+    node.workerinput[_GPU] = cuda.gpu_of(node.gateway.id)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -200,7 +215,7 @@ class Keeper:
     def _fingerprints(self) -> dict[str, Mapping[str, str | float]]:
         """What the arithmetic of every backend that ran does, by backend."""
         ran = {cell.backend.name: cell.backend for cell in self.expected.values()}
-        return {name: fingerprint(backend.arithmetic, backend.device) for name, backend in ran.items()}
+        return {name: backend.fingerprint() for name, backend in ran.items()}
 
     def check_path(self) -> None:
         """Refuse a place that can't be written to before the work, not after it."""
@@ -288,7 +303,7 @@ class Keeper:
 
     def _as_run(self, *, complete: bool) -> records.Run:
         return records.Run(
-            platform=describe().as_dict() | {"fingerprint": self._fingerprints},
+            platform=platform_of(self.expected.values()) | {"fingerprint": self._fingerprints},
             options=self.options(),
             records=tuple(self.records[name] for name in self.expected if name in self.records),
             unavailable=self.config.stash[_unavailable],
@@ -321,6 +336,12 @@ class Keeper:
         for text in self.fallen:
             terminalreporter.write_line(text, red=True)
         terminalreporter.write_line(f"records: {self.path}")
+
+
+def platform_of(cells: Iterable[Cell | TrainingCell]) -> dict[str, Any]:
+    """This machine, with its GPUs where cells run on them."""
+    gpu = describe_gpu().as_dict() if any(cell.backend.device == "cuda" for cell in cells) else {}
+    return describe().as_dict() | gpu
 
 
 def properties(record: records.Record) -> list[tuple[str, object]]:

@@ -4,6 +4,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
+from tiebreak.backends.backend import to_device
 from tiebreak.kernels.external import ContractError
 from tiebreak.matrix.cell import Cell, TrainingCell, blank_record, place
 from tiebreak.matrix.judging import reasons, unsettled
@@ -28,7 +29,8 @@ def run_cell(cell: Cell | TrainingCell, bench: Workbench) -> records.Record:
     try:
         if isinstance(cell, TrainingCell):
             return run_training(cell, settings)
-        refusal = cell.kernel.refuses(bench.batch(cell.case, cell.fmt, 0).inputs)
+        inputs = bench.batch(cell.case, cell.fmt, 0).inputs
+        refusal = cell.kernel.refuses(to_device(inputs, cell.backend.device))
         if refusal is not None:
             return blank_record(cell, settings, records.SKIPPED, (refusal,))
         return _run(cell, bench)

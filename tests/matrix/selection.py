@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from tiebreak.backends.backend import BACKENDS, Backend
+from tiebreak.backends.backend import Backend
+from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import Case
 from tiebreak.cases.gpt2.snippets import SNIPPETS, Snippet
@@ -49,7 +50,7 @@ def cells(selection: Selection) -> tuple[list[Cell | TrainingCell], dict[str, st
     Raises:
         SelectionError: a name is unknown, or no cell is left: a run of nothing would pass.
     """
-    chosen = _backends(selection)
+    chosen = matching_backends(selection)
     reasons = {backend.name: reason for backend in chosen if (reason := backend.unavailable()) is not None}
     running = [backend for backend in chosen if backend.name not in reasons]
     if not running:
@@ -130,13 +131,19 @@ def _training_cells(
 
 
 def _trained(backend: Backend, snippet: Snippet) -> list[Kernel]:
-    if snippet.amplified and not backend.predicts:
+    # The interpreter takes minutes for a run: its kernels train where they are named.
+    if not backend.composed or (snippet.amplified and not backend.predicts):
         return []
     own = [kernel for kernel in backend.vendor_kernels() if kernel.has_backward]
     return [*(trained_kernel(VARIANTS[name]) for name in snippet.roster), *own]
 
 
-def _backends(selection: Selection) -> list[Backend]:
+def matching_backends(selection: Selection) -> list[Backend]:
+    """The backends that a run asks for, whether they can run or not.
+
+    Raises:
+        SelectionError: a name is unknown.
+    """
     default = _EXTERNAL_BACKEND if selection.kernel else None
     names = default if selection.backends is None else selection.backends
     return _pick("--backend", "backend", names, BACKENDS)
@@ -187,7 +194,8 @@ def _of(backend: Backend, names: str | None) -> list[Kernel]:
     default = {kernel.name: kernel for kernel in backend.kernels()}
     if names is None:
         return list(default.values())
-    default |= {name: trained_kernel(variant) for name, variant in VARIANTS.items()}
+    if backend.composed:
+        default |= {name: trained_kernel(variant) for name, variant in VARIANTS.items()}
     found: dict[str, Kernel] = {}
     for name in split(names):
         matches = matching(name, default)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiebreak.backends.backend import BACKENDS, Backend
+from tiebreak.backends.backend import Backend
+from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.worked_examples import ADDITIONS, TWO_BIT_ADDITIONS, Addition, TwoBitAddition
 from tiebreak.kernels.formats import BF16, Rounding
 from tiebreak.kernels.plans import Cast

@@ -18,7 +18,8 @@ from typing import TypeVar
 
 import torch
 
-from tiebreak.backends.backend import BACKENDS, Backend
+from tiebreak.backends.backend import Backend
+from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.gpt2.attention import HeadKernel
 from tiebreak.cases.gpt2.checkpoints import CHECKPOINT, CheckpointError, load
 from tiebreak.cases.gpt2.data import Batches, DataError, corpus, read_bin

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from tiebreak.backends.backend import BACKENDS
+from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.gpt2.model import PRESETS, Configuration
 from tiebreak.cases.gpt2.optimizers import OPTIMIZERS
 from tiebreak.cases.gpt2.training import PRECISIONS

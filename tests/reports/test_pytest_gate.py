@@ -138,7 +138,7 @@ def test_a_baseline_of_another_platform_is_refused_before_any_work(
 def test_bad_usage_is_refused(pytester: pytest.Pytester, arguments: list[str], said: str) -> None:
     config = pytester.parseconfig(MATRIX, *arguments)
     with pytest.raises((UsageError, store.UnreadableRecordsError), match=said):
-        Gatekeeper(config, {}, lambda: None)
+        Gatekeeper(config, {}, {}, lambda: None)
 
 
 def test_an_interrupted_run_keeps_what_was_done_and_no_baseline(pytester: pytest.Pytester) -> None:

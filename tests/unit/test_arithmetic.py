@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiebreak.backends.backend import BACKENDS
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.backends.registry import BACKENDS
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.counter import random_bits

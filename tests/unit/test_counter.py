@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tiebreak.kernels.counter import random_bits, uniform
+from tiebreak.kernels.counter import random_bits
 
 N = 2**20
 
@@ -83,13 +83,6 @@ def test_the_input_is_left_as_it_was() -> None:
 
 def test_the_order_and_number_of_counters_matter() -> None:
     assert len({random_bits(*args).item() for args in [(0,), (0, 0), (0, 0, 0), (0, 1, 2), (0, 2, 1), (1, 0, 2)]}) == 6
-
-
-def test_uniform_is_the_bits_scaled() -> None:
-    counters = torch.arange(1000)
-    u = uniform(3, counters)
-    assert u.dtype == torch.float64
-    assert torch.equal(u * 2.0**32, random_bits(3, counters).to(torch.float64))
 
 
 def test_errors() -> None:

@@ -10,7 +10,7 @@ import pytest
 MODULES = (
     "tiebreak.kernels.formats",
     "tiebreak.backends.platform",
-    "tiebreak.backends.backend",
+    "tiebreak.backends.registry",
     "tiebreak.matrix.plugin",
 )
 FORBIDDEN = ("triton", "torch_npu", "matplotlib")

@@ -1,6 +1,6 @@
 """The presets as DESIGN.md states them, and the kernels composed of a shift rule and a plan."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -11,6 +11,7 @@ from tiebreak.kernels.plans import (
     ISOLATION,
     PAPER,
     PLANS,
+    TENSOR_CORE,
     Accumulator,
     Cast,
     DeltaSource,
@@ -74,6 +75,21 @@ def test_only_the_output_of_fused_stochastic_is_rounded_other_than_to_even() -> 
     others = {(plan.name, name) for plan in PLANS.values() for name, cast in plan.casts() if cast != Cast(cast.fmt)}
     assert others == {("fused_stochastic", "o")}
     assert FUSED_STOCHASTIC.o == Cast(BF16, Rounding.STOCHASTIC)
+
+
+def test_ties_go_away_where_the_names_say() -> None:
+    away = Cast(BF16, Rounding.TIES_AWAY)
+    half_up, both = parse_plan("fused_half_up"), parse_plan("fused_ties_away")
+    assert (half_up.p_bar, both.p_bar, both.o) == (away, away, away)
+    assert _differences(FUSED, half_up) == {"p_bar"}
+    assert _differences(FUSED, both) == {"p_bar", "o"}
+
+
+def test_tensor_core_plans_differ_in_their_accumulator_alone() -> None:
+    for name, plan in TENSOR_CORE.items():
+        assert parse_plan(name) == plan
+        base, _, core = name.rpartition("_")
+        assert plan == replace(PLANS[base], name=name, accumulator=Accumulator[core.upper()])
 
 
 def test_fused_stochastic_is_fused_but_for_the_last_cast() -> None:

@@ -1,14 +1,17 @@
+import importlib.metadata
 import json
 import os
 import shutil
 import subprocess
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tiebreak.backends import levels, platform
-from tiebreak.backends.platform import Platform, commit, cpu_features, cpu_name, describe, worker_count
+from tiebreak.backends.platform import Platform, commit, cpu_features, cpu_name, describe, describe_gpu, worker_count
 
 GIB = 2**30
 
@@ -108,6 +111,72 @@ def test_memory_is_the_containers(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory.current": "0",
     }
     assert describe(write(tmp_path, memory(60) | group)).memory_gib == 4.0
+
+
+NVIDIA_DRIVER = """\
+NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U22)
+GCC version:  gcc version 13.3.0
+"""
+
+
+class TestGpu:
+    @pytest.fixture
+    def two_cards(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.version, "cuda", "12.8")
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+
+    @pytest.mark.usefixtures("two_cards")
+    def test_nvidia(self, tmp_path: Path) -> None:
+        found = describe_gpu(write(tmp_path, {"proc/driver/nvidia/version": NVIDIA_DRIVER})).as_dict()
+        assert found.pop("triton") == platform._triton()
+        assert found == {
+            "gpu": "NVIDIA H200",
+            "gpu_arch": "sm_90",
+            "gpu_driver": "580.65.06",
+            "cuda": "12.8",
+            "hip": None,
+            "cudnn": "91002",
+        }
+        assert json.loads(json.dumps(found)) == found
+
+    @pytest.mark.usefixtures("two_cards")
+    def test_rocm(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        names = iter(["gfx942:sramecc+:xnack-", "gfx950"])
+        monkeypatch.setattr(torch.version, "cuda", None)
+        monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=next(names))
+        )
+        found = describe_gpu(write(tmp_path, {"sys/module/amdgpu/version": "6.12.12\n"}))
+        assert (found.gpu_arch, found.gpu_driver, found.hip) == ("gfx942, gfx950", "6.12.12", "6.4.43482")
+
+    @pytest.mark.usefixtures("two_cards")
+    def test_a_system_that_does_not_tell(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def version(name: str) -> str:
+            raise importlib.metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
+        found = describe_gpu(tmp_path)
+        assert (found.gpu_driver, found.cudnn, found.triton) == (None, None, None)
+
+    def test_triton_may_come_in_a_package_of_another_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def version(name: str) -> str:
+            if name != "pytorch-triton-rocm":
+                raise importlib.metadata.PackageNotFoundError(name)
+            return "3.6.0"
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        assert platform._triton() == "3.6.0"
+
+    def test_the_rest_of_the_platform_asks_no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("CUDA was asked"))
+        monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was initialised"))
+        assert not {"gpu", "cuda"} & describe().as_dict().keys()
 
 
 @pytest.mark.usefixtures("eight_cores")

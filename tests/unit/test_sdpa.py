@@ -7,7 +7,10 @@ row, and where the tail is that faint, the order in which fp32 adds up decides. 
 there the misses are held to those elements.
 """
 
+import contextlib
 import math
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -20,12 +23,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels import sdpa
 from tiebreak.kernels.formats import BF16, FP32, ulp
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import Declaration, composed
+from tiebreak.kernels.kernel import Declaration, Kernel, composed
 from tiebreak.kernels.plans import FUSED, Cast, RoundingPlan
 from tiebreak.kernels.reference import reference, reference_gradients
-from tiebreak.kernels.sdpa import measure_exp_at_zero
+from tiebreak.kernels.sdpa import Implementation, NotTheOneForcedError, measure_exp_at_zero
 
 CASES = {case.name: case for case in SCRIPTED}
 HEADS = 256
@@ -182,3 +186,145 @@ def test_the_backward_pass_leaves_the_inputs_out_of_its_graph(name: str) -> None
     inputs = CASES["random"].make(1, 0, 16, FP32)
     CPU.run(CPU.kernel(name), inputs, gradients=True)
     assert not any(tensor.requires_grad for tensor in (inputs.q, inputs.k, inputs.v, inputs.do))
+
+
+# What the flash implementation of a GPU is told, run by the CPU's.
+ON_CPU = replace(sdpa.CUDA_FLASH, operator=sdpa.CPU_FLASH.operator)
+MASKED_ON_CPU = replace(ON_CPU, takes_masks=True)  # as the memory-efficient one
+FALLEN_BACK = [
+    (sdpa.CPU_FLASH, SDPBackend.MATH, "FLASH_ATTENTION was forced, but PyTorch ran the composed implementation"),
+    (sdpa.MATH, SDPBackend.FLASH_ATTENTION, f"MATH was forced, but PyTorch ran {sdpa.CPU_FLASH.operator}"),
+]
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(("forced", "instead", "told"), FALLEN_BACK, ids=["flash", "math"])
+def test_a_silent_fall_back_is_an_error(
+    forced: Implementation, instead: SDPBackend, told: str, gradients: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def ignoring(asked: list[SDPBackend]) -> Iterator[None]:
+        del asked
+        with sdpa_kernel([instead]):
+            yield
+
+    monkeypatch.setattr(sdpa, "sdpa_kernel", ignoring)
+    with pytest.raises(NotTheOneForcedError, match=told):
+        sdpa.compute(forced, _inputs("random"), CPU.arithmetic, gradients)
+
+
+def test_another_device_s_flash_implementation_is_not_the_one_forced() -> None:
+    with pytest.raises(NotTheOneForcedError, match=f"PyTorch ran {sdpa.CPU_FLASH.operator}"):
+        sdpa.compute(sdpa.CUDA_FLASH, _inputs("random"), CPU.arithmetic, False)
+
+
+class _AskedError(Exception):
+    """Carries what PyTorch was asked for."""
+
+
+@pytest.fixture
+def asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*args: Tensor, **options: object) -> None:
+        raise _AskedError(options["attn_mask"] is not None, options["is_causal"])
+
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", ask)
+
+
+def _rows(name: str, queries: int) -> AttentionInputs:
+    """A case's first queries alone: under a causal mask they see the keys ahead of them."""
+    inputs = _inputs(name)
+    return replace(inputs, q=inputs.q[:, :, :queries], do=inputs.do[:, :, :queries])
+
+
+def _square_and_padded() -> AttentionInputs:
+    inputs = _inputs("padded")
+    return replace(inputs, q=inputs.k, do=inputs.k, causal=True)
+
+
+@pytest.mark.usefixtures("asking")
+@pytest.mark.parametrize(
+    ("inputs", "mask", "flag"),
+    [
+        (_inputs("random"), False, False),
+        (_inputs("random_causal"), False, True),
+        (_rows("random_causal", 30), True, False),
+        (_square_and_padded(), True, False),
+    ],
+    ids=["full", "square", "not square", "padded"],
+)
+def test_only_a_square_causal_mask_goes_by_the_flag(inputs: AttentionInputs, mask: bool, flag: bool) -> None:
+    with pytest.raises(_AskedError) as asked:
+        sdpa.compute(MASKED_ON_CPU, inputs, CPU.arithmetic, False)
+    assert asked.value.args == (mask, flag)
+
+
+@pytest.mark.parametrize("queries", [48, 30], ids=["square", "not square"])
+def test_a_causal_mask_is_the_inputs_however_it_is_told(queries: int) -> None:
+    inputs = _rows("random_causal", queries)
+    ref = reference(inputs)
+    o = sdpa.compute(MASKED_ON_CPU, inputs, CPU.arithmetic, False).o.double()
+    assert ((o - ref.o).abs() <= error_bound(inputs, ref, _declaration())).all()
+
+
+def test_a_gpu_s_flash_and_cudnn_refuse_masks() -> None:
+    takes = "takes no mask but a square causal one"
+    for implementation in (sdpa.CUDA_FLASH, sdpa.CUDA_CUDNN):
+        name = implementation.backend.name
+        padded, oblong = _inputs("padded"), _rows("random_causal", 30)
+        assert sdpa.refusal(implementation, padded) == f"{name} {takes}: key padding"
+        assert sdpa.refusal(implementation, oblong) == f"{name} {takes}: causal mask of 30 queries, 48 keys"
+
+
+def test_what_pytorch_can_run_is_not_refused() -> None:
+    assert [sdpa.refusal(ON_CPU, _inputs(name)) for name in ("random", "random_causal", "random_grouped")] == [None] * 3
+
+
+def test_nothing_to_attend_to_is_refused() -> None:
+    nothing = torch.zeros(1, 1, 0, 64)
+    told = sdpa.refusal(ON_CPU, AttentionInputs(nothing, nothing, nothing, nothing, BF16))
+    assert told == "nothing to attend to: q (1, 1, 0, 64), k (1, 1, 0, 64)"
+
+
+def test_what_pytorch_has_no_kernel_for_is_refused_in_its_words() -> None:
+    told = sdpa.refusal(sdpa.CUDA_EFFICIENT, _inputs("random"))
+    assert told is not None
+    assert told.startswith("EFFICIENT_ATTENTION: No viable backend for scaled_dot_product_attention was found.")
+
+
+def test_of_pytorch_s_warnings_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(*args: Tensor, **options: object) -> int:
+        for text in (
+            "Memory efficient kernel not used because:",
+            "Memory Efficient attention has been runtime disabled.",
+            "Flash attention kernel not used because:",
+            "Flash attention requires q,k,v to have the same last dimension.",
+        ):
+            warnings.warn(f"{text} (Triggered internally at sdp_utils.cpp:912.)", stacklevel=1)
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    told = sdpa.refusal(sdpa.CUDA_FLASH, _inputs("random"))
+    assert told == "FLASH_ATTENTION: Flash attention requires q,k,v to have the same last dimension."
+
+
+def test_a_choice_of_another_implementation_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **options: 0)
+    told = sdpa.refusal(sdpa.CUDA_CUDNN, _inputs("random"))
+    assert told == "CUDNN_ATTENTION can't take these inputs: PyTorch would run MATH"
+
+
+@pytest.mark.parametrize("kernel", sdpa.gpu_sdpa_kernels(), ids=lambda kernel: kernel.name)
+def test_each_kernel_of_a_gpu_forces_its_own(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    forced: list[SDPBackend] = []
+
+    @contextlib.contextmanager
+    def noting(asked: list[SDPBackend]) -> Iterator[None]:
+        forced.extend(asked)
+        raise _AskedError
+        yield
+
+    monkeypatch.setattr(sdpa, "sdpa_kernel", noting)
+    with pytest.raises(_AskedError):
+        kernel.compute(_inputs("random"), CPU.arithmetic, False)
+    names = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
+    assert [one.name for one in forced] == [names[kernel.name.removeprefix("sdpa_")]]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tiebreak.backends.backend import CPU, EMULATION
+from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.roster import DEFAULT_ROSTER
@@ -31,7 +32,9 @@ def test_all_of_everything_is_chosen_once() -> None:
     vendor = len(CPU.kernels()) - len(DEFAULT_ROSTER)
     assert len({cell.id for cell in found}) == len(found)
     scripted = [cell for cell in found if isinstance(cell, Cell)]
-    assert len(scripted) == len(SCRIPTED) * (2 * len(DEFAULT_ROSTER) + vendor)
+    # The interpreter has kernels of its own alone, and is there where triton is.
+    own = 0 if INTERPRETER.unavailable() else len(INTERPRETER.kernels())
+    assert len(scripted) == len(SCRIPTED) * (2 * len(DEFAULT_ROSTER) + vendor + own)
 
 
 def test_cells_of_a_case_stand_together() -> None:
@@ -108,7 +111,10 @@ def test_a_users_kernel_runs_alone_on_the_cpu(mine: str) -> None:
 
 def test_a_users_kernel_never_runs_in_the_emulation(mine: str) -> None:
     # With a plan the emulation would compare that plan with itself, and every kernel would pass.
-    with pytest.raises(SelectionError, match=r"^--kernel runs on a device, not in the emulation: .* one of cpu$"):
+    with pytest.raises(
+        SelectionError,
+        match=r"^--kernel runs on a device, not in the emulation: .* one of cpu, interpreter, cuda, ascend",
+    ):
         cells(Selection(backends="emulation", kernel=mine, plan="fused"))
     both = chosen(Selection(backends="emulation,cpu", kernel=mine, kernels="fair", cases="random"))
     assert both == ["emulation-fair-random-bf16", "cpu-fair-random-bf16", "cpu-mine-random-bf16"]

@@ -1,0 +1,1 @@
+"""An Ascend NPU through torch-npu. Importing it imports no torch_npu."""

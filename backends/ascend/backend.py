@@ -1,0 +1,140 @@
+"""The backend `ascend`: an Ascend NPU as it is, with torch operations of its own and the vendor's kernels."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from tiebreak.backends.ascend.device import Npu, TorchNpu, deterministic, told
+from tiebreak.backends.ascend.probes import arithmetic_probes, p_cast, softmax_errors
+from tiebreak.backends.backend import Backend, to_device
+from tiebreak.backends.probes import fingerprint
+from tiebreak.backends.torch_arithmetic import TorchArithmetic
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.npu import INNER_PRECISE, LAYOUTS, FusionAttention, every_fusion_attention, npu_kernels
+from tiebreak.kernels.triton.loading import missing
+from tiebreak.kernels.triton.roster import triton_kernels
+
+_REAL = TorchNpu()
+
+
+@dataclass(frozen=True)
+class Ascend(Backend):
+    """A backend on NPUs.
+
+    Raises:
+        ValueError: it is called as the real one but does not compute on torch's device `npu`.
+    """
+
+    npu: Npu = _REAL  # which NPUs
+
+    def __post_init__(self) -> None:
+        """Records of anything else must not look like an NPU's."""
+        if (self.name == _REAL.backend) != (self.device == _REAL.device):
+            raise ValueError(
+                f"backend {self.name!r} on device {self.device!r}: {_REAL.backend!r} is what runs on torch's device"
+                f" {_REAL.device!r}, and nothing else is"
+            )
+
+    def kernel(self, name: str) -> Kernel:
+        """As `Backend.kernel`; also every npu_fusion_attention that a default run leaves out."""
+        more = {kernel.name: kernel for kernel in every_fusion_attention(self.npu.operators)}
+        return more[name] if name in more else super().kernel(name)
+
+    def run(self, kernel: Kernel, inputs: AttentionInputs, *, gradients: bool) -> AttentionOutput:
+        """Run a kernel on the NPU, deterministically where torch-npu can, and bring its output back to the host.
+
+        Raises:
+            DeviceError: out of memory, or float64 was asked for.
+            Exception: whatever else the kernel raises.
+        """
+        with told(self.device), deterministic():
+            output = kernel.compute(to_device(inputs, self.device), self.arithmetic, gradients)
+            self.npu.synchronize()  # work is queued: an error of it shall be this kernel's
+            return to_device(output, "cpu")
+
+    def fingerprint(self) -> Mapping[str, str | float]:
+        """What the NPU is and what its arithmetic and the vendor's kernel do, for the record of a run.
+
+        Returns:
+            The facts of `Npu.facts`, the answers of `tiebreak.backends.probes.fingerprint` and of
+            `tiebreak.backends.ascend.probes`; `p_cast` as npu_fusion_attention answers it, and `softmax_max_error` and
+            `softmax_sum_error`, the largest relative error of its two statistics on the same input. A probe that the
+            device can't run is answered by its error.
+        """
+        probes: tuple[Callable[[], Mapping[str, str | float]], ...] = (
+            self.npu.facts,
+            lambda: fingerprint(self.arithmetic, self.device),
+            lambda: arithmetic_probes(self.arithmetic, self.device),
+            self._of_the_vendor,
+        )
+        answers: dict[str, str | float] = {}
+        for number, probe in enumerate(probes):
+            try:
+                answers |= probe()
+            except Exception as error:  # one operation that a device lacks must not cost the records of a whole run
+                lines = str(error).strip().splitlines() or ["no message"]
+                answers[f"probe {number} failed"] = f"{type(error).__name__}: {lines[0]}"
+        return answers
+
+    def _of_the_vendor(self) -> Mapping[str, str | float]:
+        attention = FusionAttention(LAYOUTS[0], INNER_PRECISE[0], self.npu.operators)
+
+        def output(inputs: AttentionInputs) -> Tensor:
+            found = attention(to_device(inputs, self.device), self.arithmetic, False)
+            return to_device(found, "cpu").o.float()
+
+        def statistics(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+            forward = attention.forward(to_device(inputs, self.device))
+            return forward.softmax_max.cpu(), forward.softmax_sum.cpu()
+
+        return {"p_cast": p_cast(output), **softmax_errors(statistics)}
+
+
+def ascend(npu: Npu) -> Ascend:
+    """A backend on these NPUs."""
+    return Ascend(
+        name=npu.backend,
+        about="an Ascend NPU as it is: native torch operations and the vendor's kernels",
+        device=npu.device,
+        arithmetic=TorchArithmetic(),
+        unavailable=partial(_unavailable, npu),
+        vendor_kernels=partial(_kernels, npu),
+        poisoned=partial(_poisoned, npu),
+        npu=npu,
+    )
+
+
+def _kernels(npu: Npu) -> tuple[Kernel, ...]:
+    """torch-npu's operators, and the Triton kernels where triton-ascend, which goes by triton's name, is installed."""
+    compiled = triton_kernels(interpreted=False) if missing() is None else ()
+    return (*npu_kernels(npu.operators), *compiled)
+
+
+def _unavailable(npu: Npu) -> str | None:
+    reason = npu.missing()
+    if reason is None:
+        # Whoever asks is about to use it, and a process works on one NPU from its first operation on.
+        npu.start()
+    return reason
+
+
+def _poisoned(npu: Npu) -> bool:
+    """Whether waiting fails again and again, as it does after an error within a kernel.
+
+    One error may merely have been still to be told.
+    """
+    return all(_fails(npu) for _ in range(2))
+
+
+def _fails(npu: Npu) -> bool:
+    try:
+        npu.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+ASCEND = ascend(_REAL)

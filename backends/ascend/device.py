@@ -1,0 +1,253 @@
+"""torch-npu and the NPUs of this machine: what is missing, which one this process takes, and what is to be recorded.
+
+Functions that look at the system take `root`, the file system's root, so that a test can hand in a made-up one.
+"""
+
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from packaging.requirements import Requirement
+
+from tiebreak.kernels.npu import Operators, torch_npu_operators
+
+GUIDE = "docs/ascend.md"
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+DETERMINISTIC = "HCCL_DETERMINISTIC"
+_SEED = 0  # of the NPU's own generator, which nothing of the matrix draws from
+# What the driver brings; all other libraries come with CANN.
+_OF_THE_DRIVER = ("libascend_hal", "libdrv", "libdcmi", "libmmpa_drv")
+_NOT_FOUND = re.compile(r"(lib[\w+.-]+\.so[\w.]*): cannot open shared object file")
+
+
+class DeviceError(RuntimeError):
+    """The NPU could not do it; the message says what to do, in one line."""
+
+
+class Npu(Protocol):
+    """NPUs of one kind: the real ones, or what a test puts in their place."""
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend that runs on them."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """torch's name of the device."""
+        ...
+
+    @property
+    def operators(self) -> Operators:
+        """Where the vendor's operators come from."""
+        ...
+
+    def missing(self) -> str | None:
+        """None, or what is missing, in one line."""
+        ...
+
+    def start(self) -> None:
+        """Take one of them for this process."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for all work of this process; errors of it are raised here."""
+        ...
+
+    def facts(self) -> Mapping[str, str | float]:
+        """What is to be recorded of device, driver and libraries."""
+        ...
+
+
+@dataclass(frozen=True)
+class TorchNpu:
+    """The NPUs that torch-npu finds."""
+
+    root: Path = Path("/")  # the file system's root
+    backend: str = "ascend"
+    device: str = "npu"
+    operators: Operators = torch_npu_operators
+
+    def missing(self) -> str | None:
+        """None, or what is missing: package, fitting torch, driver, CANN, NPU, in this order.
+
+        torch_npu, which changes torch in many places as it is imported, is left alone where there is no driver.
+        """
+        return package_missing() or driver_missing(self.root) or _import_failure() or _none_visible()
+
+    def start(self) -> None:
+        """Take the NPU of this worker, seeded, and ask for deterministic collectives."""
+        _start()
+
+    def synchronize(self) -> None:
+        """Wait for all work of this process."""
+        _module().npu.synchronize()
+
+    def facts(self) -> Mapping[str, str | float]:
+        """SoC, CANN, driver and torch-npu, and the settings that change numbers."""
+        npu = _module().npu
+        return {
+            "soc": str(npu.get_device_name(npu.current_device())),
+            "npu": float(npu.current_device()),
+            "torch_npu": str(_module().__version__),
+            "cann": _version_of("CANN") or cann_version(Path(os.environ.get("ASCEND_HOME_PATH") or "/nowhere")),
+            "driver": _version_of("DRIVER") or driver_version(self.root),
+            "hf32_allowed": str(bool(getattr(npu.matmul, "allow_hf32", False))),
+            DETERMINISTIC: os.environ.get(DETERMINISTIC, ""),
+            VISIBLE: os.environ.get(VISIBLE, ""),
+        }
+
+
+def package_missing() -> str | None:
+    """None, or why no torch-npu fits this torch: none is installed, or it was built for another."""
+    ours = torch.__version__
+    plain = ours.partition("+")[0]
+    if importlib.util.find_spec("torch_npu") is None:
+        return f"torch-npu is not installed: pip install torch-npu=={plain} ({GUIDE})"
+    version, needs = _installed()
+    if needs is not None and not needs.specifier.contains(ours, prereleases=True):
+        return f"torch-npu {version} is built for {needs}, this is torch {ours}: install the one or the other ({GUIDE})"
+    return None
+
+
+def _installed() -> tuple[str, Requirement | None]:
+    """Version of torch-npu, and the torch that its package says it is built for, if it says."""
+    try:
+        version, requires = metadata.version("torch-npu"), metadata.requires("torch-npu") or []
+    except metadata.PackageNotFoundError:  # a folder on the path without metadata: the import will tell
+        return "of unknown version", None
+    named = [found for found in map(Requirement, requires) if found.name == "torch"]
+    return version, named[0] if named else None
+
+
+def driver_missing(root: Path) -> str | None:
+    """None, or why no NPU driver can be seen from here."""
+    # The container runtime brings the devices, a plain container at least the folder.
+    if any(root.glob("dev/*davinci*")) or (root / "usr/local/Ascend/driver/version.info").exists():
+        return None
+    return f"no Ascend driver: install it, or pass /dev/davinci_manager and the NPUs into the container ({GUIDE})"
+
+
+@cache
+def _import_failure() -> str | None:
+    """None, or why torch_npu can't be imported."""
+    try:
+        _module()
+    except Exception as error:  # whatever it raises, other backends are to run
+        return import_failure(error)
+    return None
+
+
+def import_failure(error: Exception) -> str:
+    """What to do about an error that importing torch_npu raised, in one line."""
+    text = " ".join((str(error).strip().splitlines() or ["no message"])[0].split())
+    found = _NOT_FOUND.search(text)
+    if found is not None and found[1].startswith(_OF_THE_DRIVER):
+        return f"no Ascend driver: its library {found[1]} can't be found; install it ({GUIDE})"
+    if found is not None:
+        return f"CANN's library {found[1]} can't be found: install CANN and source its set_env.sh ({GUIDE})"
+    if "undefined symbol" in text:
+        return f"torch-npu does not fit this CANN or this torch: {text.rpartition('/')[2]}; {GUIDE} has what fits"
+    return f"torch_npu can't be imported: {type(error).__name__}: {text}"
+
+
+def _none_visible() -> str | None:
+    """None, or why torch-npu has no NPU for us."""
+    try:
+        found = int(_module().npu.device_count())
+    except RuntimeError as error:
+        return f"torch-npu can't count NPUs: {(str(error).strip().splitlines() or ['no message'])[0]}"
+    if found:
+        return None
+    if VISIBLE in os.environ:
+        return f"no NPU: {VISIBLE}={os.environ[VISIBLE]!r} leaves none; unset it or name one that npu-smi info lists"
+    return f"no NPU: torch-npu finds none; `npu-smi info` says what the driver finds ({GUIDE})"
+
+
+def _module() -> Any:
+    return importlib.import_module("torch_npu")
+
+
+@cache
+def _start() -> None:
+    npu = _module().npu
+    # HCCL reads it once, as it starts.
+    os.environ.setdefault(DETERMINISTIC, "true")
+    npu.set_device(worker_index(os.environ) % int(npu.device_count()))
+    npu.manual_seed_all(_SEED)
+
+
+def worker_index(environment: Mapping[str, str]) -> int:
+    """Number of this pytest-xdist worker, counted from 0; 0 outside of one."""
+    digits = re.fullmatch(r"gw(\d+)", environment.get("PYTEST_XDIST_WORKER", ""))
+    return int(digits[1]) if digits else 0
+
+
+def _version_of(part: str) -> str:
+    """A version as torch-npu reads it, empty where it can't."""
+    ask = getattr(_module().npu.utils, "get_cann_version", None)
+    return str(ask(part)) if ask is not None else ""
+
+
+def cann_version(home: Path) -> str:
+    """Version of the CANN in `home` (ASCEND_HOME_PATH), from the first install record; empty if it can't be told."""
+    records = sorted(found for depth in ("", "*/", "*/*/") for found in home.glob(f"{depth}ascend_*_install.info"))
+    return _field(records[0], "version") if records else ""
+
+
+def driver_version(root: Path) -> str:
+    """Version of the NPU driver; empty if it can't be told."""
+    return _field(root / "usr/local/Ascend/driver/version.info", "version")
+
+
+def _field(path: Path, name: str) -> str:
+    """A field of a file of `name=value` lines, names in any case; empty if it has none."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    pairs = (line.partition("=") for line in lines)
+    values = [value.strip().strip("[]") for key, _, value in pairs if key.strip().lower() == name]
+    return values[0] if values else ""
+
+
+@contextmanager
+def told(device: str) -> Iterator[None]:
+    """Turn the errors of an NPU that have a remedy into one line with it.
+
+    Raises:
+        DeviceError: the NPU is out of memory, or was asked for float64.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "out of memory" in text.lower():
+            first = text.strip().splitlines()[0]
+            raise DeviceError(f"{device} out of memory: fewer workers (-n) or --heads; {first}") from error
+        if "DT_DOUBLE" in text or "float64" in text.lower():
+            raise DeviceError(f"{device} has no float64, and the kernel asks for it: compute in float32") from error
+        raise
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """torch's deterministic algorithms where there are any, within the block alone: other backends keep theirs."""
+    before, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)

@@ -1,0 +1,117 @@
+"""`tiebreak audit`: what the Triton kernels round on GPUs that need not be there, and whether that is as expected."""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from tiebreak.backends.audit.compiling import NotCompiledError, compile_for, compiler, unavailable
+from tiebreak.backends.audit.reading import read
+from tiebreak.backends.audit.sources import sources
+from tiebreak.backends.audit.targets import TARGETS, Target
+from tiebreak.kernels.triton.roster import Compilation
+from tiebreak.reports import audit as records
+from tiebreak.reports import terminal
+from tiebreak.reports.audit import Audit, Audits
+from tiebreak.reports.cli import FELL, HELD, Parser
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.names import matching, split
+from tiebreak.reports.selection import pick
+from tiebreak.reports.tables import counted
+
+
+def audited(targets: Iterable[Target], kernels: Sequence[Compilation]) -> Iterator[Audit]:
+    """Compile and read.
+
+    Args:
+        targets: the GPUs.
+        kernels: what to compile for each of them.
+
+    Returns:
+        One audit a target and kernel, skipped with the reason where Triton does not compile it.
+    """
+    for target in targets:
+        for kernel in kernels:
+            try:
+                text = compile_for(target, kernel)
+            except NotCompiledError as error:
+                yield Audit.skip(target.name, kernel.name, str(error))
+            else:
+                yield read(target.name, kernel.name, text, target.assembly)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The verb `audit`; see `tiebreak.reports.cli.main`."""
+    options = _parser().parse_args(arguments)
+    if options.update and options.expect is None:
+        raise UsageError("--update: name the file to write with --expect FILE")
+    reason = unavailable()
+    if reason is not None:
+        raise UsageError(f"nothing can be compiled here: {reason}")
+    kernels = {kernel.name: kernel for kernel in sources()}
+    targets = [TARGETS[name] for name in _picked("targets", options.targets, list(TARGETS))]
+    chosen = [kernels[name] for name in _picked("kernels", options.kernels, list(kernels))]
+    expected = None if options.expect is None or options.update else records.read(options.expect)
+    found = Audits(records.SCHEMA, compiler(), tuple(_with_progress(targets, chosen)))
+    terminal.show(records.table(found.audits, {name: target.cards for name, target in TARGETS.items()}, options.format))
+    if options.update:
+        records.update(found, options.expect)
+        print(f"expectation written: {options.expect}")
+    if expected is None:
+        return HELD
+    return HELD if _judge(expected, found, options) else FELL
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="tiebreak audit",
+        description="Compile the Triton kernels for GPUs that need not be here; read what rounds in their assembly.",
+    )
+    parser.add_argument("--targets", metavar="NAMES", help=f"GPUs (comma list, globs): {', '.join(TARGETS)}")
+    parser.add_argument("--kernels", metavar="NAMES", help="kernels (comma list, globs); all by default")
+    parser.add_argument("--format", choices=("simple", "github", "latex"), default="simple", help="default: simple")
+    parser.add_argument("--expect", type=Path, metavar="FILE", help="fail if a rounding instruction is not as in FILE")
+    parser.add_argument("--update", action="store_true", help="write the file of --expect instead")
+    return parser
+
+
+def _picked(flag: str, names: str | None, known: Sequence[str]) -> list[str]:
+    if names is None:
+        return list(known)
+    wanted = pick(flag, flag.removesuffix("s"), names, known)
+    return [name for name in known if name in wanted]
+
+
+def _asked_for(names: str | None, name: str) -> bool:
+    return names is None or any(matching(wanted, [name]) for wanted in split(names))
+
+
+def _with_progress(targets: Sequence[Target], kernels: Sequence[Compilation]) -> Iterator[Audit]:
+    total = len(targets) * len(kernels)
+    for number, audit in enumerate(audited(targets, kernels), 1):
+        said = "read" if audit.skipped is None else f"skipped: {audit.skipped}"
+        print(f"{number}/{total} {audit.id}: {said}", file=sys.stderr)
+        yield audit
+
+
+def _judge(expected: Audits, found: Audits, options: argparse.Namespace) -> bool:
+    """Tell what differs; whether nothing does."""
+    path = options.expect
+    inside = [
+        audit
+        for audit in expected.audits
+        if _asked_for(options.targets, audit.target) and _asked_for(options.kernels, audit.kernel)
+    ]
+    lines = records.differences(inside, found.audits)
+    skips = sum(1 for audit in found.audits if audit.skipped is not None)
+    print(
+        f"audit {'FELL' if lines else 'held'}: {counted(len(found.audits) - skips, 'kernel')} compared with {path},"
+        f" {skips} skipped, {len(lines)} differences"
+    )
+    for line in lines:
+        print(f"changed {line}")
+    if expected.triton != found.triton:
+        print(f"note    {path} is of triton {expected.triton}, this is {found.triton}")
+    if len(inside) < len(expected.audits):
+        print(f"note    {len(expected.audits) - len(inside)} kernels of {path} were not asked for")
+    return not lines

@@ -1,0 +1,162 @@
+"""What the backend `cuda` runs, and its workers: NVIDIA's GPUs, and AMD's, which are the same device to torch (ROCm).
+
+Nothing here has run on a GPU yet: tests put stand-ins in torch.cuda's place.
+"""
+
+import os
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from tiebreak.backends.torch_arithmetic import TorchArithmetic
+from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.flash_attn import flash_attn
+from tiebreak.kernels.flex import flex
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.plans import Accumulator, Cast
+from tiebreak.kernels.sdpa import gpu_sdpa_kernels
+from tiebreak.kernels.triton.roster import triton_kernels
+from tiebreak.kernels.vendor import exact_products
+
+GIB = 2**30
+WORKER_GIB = 4.0  # of the GPU's memory, for one worker: an estimate, its libraries and the widest case's scores
+_FIRST_WITH_BF16 = (8, 0)  # compute capability
+
+
+class CudaArithmetic(TorchArithmetic):
+    """Eager torch on a GPU, its products never narrower than the plan.
+
+    It repeats to the bit: cuBLAS does on one stream, and torch's casts, exponential and row sums always do.
+    """
+
+    def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
+        """The device's product: of narrow operands where the result is narrow, of fp32 operands otherwise."""
+        with exact_products():
+            return super().matmul(a, b, cast, accumulator)
+
+
+def about() -> str:
+    """The backend in one line."""
+    return f"this GPU by {'ROCm' if torch.version.hip else 'CUDA'}: eager torch, Triton and its vendor's kernels"
+
+
+def unavailable() -> str | None:
+    """None, or why no GPU can be used here, in one line. Where torch has none built in, CUDA is left alone."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"PyTorch {torch.__version__} is built without CUDA and ROCm: install a build for your GPU"
+    if not torch.cuda.is_available():
+        return _why_no_device()
+    too_old = [told for device in range(torch.cuda.device_count()) if (told := _without_bf16(device)) is not None]
+    return too_old[0] if too_old else None
+
+
+def _why_no_device() -> str:
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:  # no driver, too old a driver, no device
+        return f"PyTorch finds no GPU: {str(error).strip().splitlines()[0]}"
+    return f"PyTorch finds no GPU; {_visible_variable()} is {os.environ.get(_visible_variable())!r}"
+
+
+def _without_bf16(device: int) -> str | None:
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None or capability >= _FIRST_WITH_BF16:
+        return None
+    name, needed = torch.cuda.get_device_name(device), "".join(map(str, _FIRST_WITH_BF16))
+    told = f"{name} (sm_{capability[0]}{capability[1]}) has no bf16, which needs sm_{needed}"
+    return told if torch.cuda.device_count() == 1 else f"{told}; leave it out with {_visible_variable()}"
+
+
+def poisoned() -> bool:
+    """Whether an error has left the GPU unusable for this process, as an illegal memory access does.
+
+    Such an error comes back from every call. One that was merely still to be told, or a lack of memory, does not.
+    """
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return in_use and all(_fails() for _ in range(2))
+
+
+def _fails() -> bool:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+@cache
+def cuda_kernels() -> tuple[Kernel, ...]:
+    """The Triton kernels, PyTorch's own and flash-attn's. Those that are missing here skip with their reasons."""
+    generated = (*triton_kernels(interpreted=False), flex())
+    return (*(compiled_once(kernel) for kernel in generated), *gpu_sdpa_kernels(), flash_attn())
+
+
+def compiled_once(kernel: Kernel) -> Kernel:
+    """The same kernel, but that no two processes compile it side by side.
+
+    The first run on inputs of a kind holds a lock on a file in Triton's cache. Who waits for it then finds the compiled
+    kernel in that cache, which all processes share.
+    """
+    seen: set[Hashable] = set()
+
+    def compute(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
+        kind = _kind(inputs, gradients)
+        if kind in seen:
+            return kernel.compute(inputs, arithmetic, gradients)
+        cached = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+        cached.mkdir(parents=True, exist_ok=True)
+        with FileLock(cached / f"tiebreak-{kernel.name}.lock"):
+            output = kernel.compute(inputs, arithmetic, gradients)
+        seen.add(kind)
+        return output
+
+    return replace(kernel, compute=compute)
+
+
+def _kind(inputs: AttentionInputs, gradients: bool) -> Hashable:
+    """What a kernel may be compiled for."""
+    masked = (inputs.causal, inputs.key_padding is not None)
+    return inputs.fmt, *masked, tuple(inputs.q.shape), tuple(inputs.k.shape), gradients
+
+
+def worker_limit(gib_per_worker: float = WORKER_GIB) -> int:
+    """Workers that the GPUs' free memory holds when they are spread evenly; at least 1.
+
+    Args:
+        gib_per_worker: memory that one worker needs on its GPU, in GiB.
+
+    Raises:
+        ValueError: `gib_per_worker` is not positive.
+    """
+    if not gib_per_worker > 0:
+        raise ValueError(f"gib_per_worker must be positive, got {gib_per_worker}")
+    free = [torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count())]
+    return max(1, len(free) * int(min(free, default=0) / (gib_per_worker * GIB)))
+
+
+def gpu_of(worker: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Which GPU a worker sees: all take turns. Ask before the worker has used any.
+
+    Args:
+        worker: xdist's name of it, such as gw3.
+        environment: of the process that starts the workers.
+
+    Returns:
+        What to add to the worker's environment before its first call of CUDA; nothing where there is one GPU.
+    """
+    count, name = torch.cuda.device_count(), _visible_variable()
+    if count < 2:
+        return {}
+    visible = environment.get(name)
+    devices = visible.split(",") if visible else [str(device) for device in range(count)]
+    return {name: devices[int(worker.removeprefix("gw")) % count]}
+
+
+def _visible_variable() -> str:
+    return "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"

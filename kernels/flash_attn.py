@@ -1,0 +1,61 @@
+"""The flash-attn package's FlashAttention-2, where it is installed. Not run on a GPU yet."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import cache, partial
+
+from torch import Tensor
+
+from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.formats import BF16, FP16
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.sdpa import FLASH_2_BLOCK
+from tiebreak.kernels.vendor import empty, fused_on_gpu, through_autograd
+
+LARGEST_HEAD = 256  # of the head dimension
+
+
+@cache
+def missing() -> str | None:
+    """None, or why there is no flash-attn here, in one line."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return "flash-attn is not installed: pip install flash-attn --no-build-isolation"
+    try:
+        _function()
+    except (ImportError, AttributeError) as error:  # built for another PyTorch, or version 4 alone
+        return f"flash-attn has no flash_attn_func here: {' '.join(str(error).split())}"
+    return None
+
+
+def _function() -> Callable[..., Tensor]:
+    found: Callable[..., Tensor] = importlib.import_module("flash_attn").flash_attn_func
+    return found
+
+
+def flash_attn() -> Kernel:
+    """FlashAttention-2. Where it is missing it skips its cells, and no training run has it."""
+    return Kernel("flash_attn", _compute, fused_on_gpu(FLASH_2_BLOCK), has_backward=missing() is None, refuses=_refuses)
+
+
+def _refuses(inputs: AttentionInputs) -> str | None:
+    if inputs.key_padding is not None:
+        return "flash_attn_func takes no key padding mask"
+    if inputs.fmt not in (BF16, FP16):
+        return f"flash-attn takes {BF16.name} and {FP16.name}, not {inputs.fmt.name}"
+    if inputs.q.shape[3] > LARGEST_HEAD:
+        return f"flash-attn takes head dimensions up to {LARGEST_HEAD}, not {inputs.q.shape[3]}"
+    return missing() or empty(inputs)
+
+
+def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    # Its layout is (batch, N, heads, d). From 2.1 on its causal mask is this suite's: query i sees keys up to
+    # i + keys - queries. Deterministic: its gradients would else be added up in whatever order blocks end.
+    transposed = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    return _function()(*transposed, causal=inputs.causal, deterministic=True).transpose(1, 2)
+
+
+def _compute(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
+    del arithmetic
+    return through_autograd(partial(_call, inputs), inputs, gradients)

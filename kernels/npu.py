@@ -1,0 +1,279 @@
+"""The vendor's attention on an Ascend NPU: torch-npu's operators, each called in one way.
+
+What an operator rounds where, nobody outside says: no kernel here declares a plan, and the matrix finds out which known
+one it follows. The meaning of `inner_precise` has changed between releases of CANN, so its value is part of a kernel's
+name, the versions are in the backend's fingerprint, and nothing is concluded from either. Importing this imports no
+torch_npu.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.formats import FP32
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
+from tiebreak.kernels.kernel import Kernel
+
+# "S" and "N" of the operators' documents are our N and heads; H is heads x d.
+LAYOUTS = ("BNSD", "BSND", "SBH")
+INNER_PRECISE = (0, 1, 2)
+_COMPRESSED = 2048  # side of the triangle that stands for any causal mask
+_NO_LIMIT = 2**31 - 1  # of the tokens before and after that a query sees
+_FULL_MASK, _CAUSAL = 1, 3  # sparse modes: the mask as it is; causal, from the lower right corner
+
+Operator = Callable[..., Any]
+
+
+class Operators(Protocol):
+    """Where the operators come from."""
+
+    def __call__(self, name: str) -> Operator | None:
+        """The operator called `name`, None where this release has none."""
+        ...
+
+
+def torch_npu_operators(name: str) -> Operator | None:
+    """torch-npu's operator called `name`, None before it is imported or where its release has none."""
+    found: Operator | None = getattr(torch.ops.npu, name, None)
+    return found
+
+
+def pack(x: Tensor, layout: str) -> Tensor:
+    """A tensor in the order that a layout names.
+
+    Args:
+        x: (batch, heads, N, d).
+        layout: letters B, N (heads), S (our N) and D, or H for heads and d together, in the order of the dimensions.
+
+    Returns:
+        Contiguous tensor of the same values: the operators take no other.
+    """
+    order = layout.replace("H", "ND")
+    moved = x.permute(["BNSD".index(letter) for letter in order])
+    return (moved.flatten(-2) if "H" in layout else moved).contiguous()
+
+
+def unpack(x: Tensor, layout: str, heads: int) -> Tensor:
+    """(batch, heads, N, d) of what `pack` made."""
+    order = layout.replace("H", "ND")
+    split = x.reshape(*x.shape[:-1], heads, -1) if "H" in layout else x
+    return split.permute([order.index(letter) for letter in "BNSD"])
+
+
+def masking(inputs: AttentionInputs) -> dict[str, Any]:
+    """The arguments that say which scores are masked out, of every operator here.
+
+    Args:
+        inputs: on the NPU.
+
+    Returns:
+        `atten_mask`, bool, True where a score is masked out, and `sparse_mode`; nothing where no score is.
+    """
+    if inputs.causal and inputs.key_padding is None:
+        return {"atten_mask": _triangle(inputs.q.device), "sparse_mode": _CAUSAL}
+    hidden = inputs.hidden()
+    if hidden is None:
+        return {}
+    shape = (inputs.q.shape[0], 1, inputs.q.shape[2], inputs.k.shape[2])
+    return {"atten_mask": hidden.to(inputs.q.device).expand(shape).contiguous(), "sparse_mode": _FULL_MASK}
+
+
+@cache
+def _triangle(device: torch.device) -> Tensor:
+    """The mask that `_CAUSAL` asks for, whatever the lengths."""
+    return torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool).triu(1).to(device)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What npu_fusion_attention returns, in its order, as the operator laid it out."""
+
+    o: Tensor  # O in the layout
+    softmax_max: Tensor  # row maximum of the scores, fp32, (batch, heads, N, 8): one number eight times
+    softmax_sum: Tensor  # row sum of exp(S - maximum), likewise
+    softmax_in: Tensor  # not used by the operator
+    seed: int  # of a dropout, which is off
+    offset: int  # likewise
+    numels: int  # likewise
+
+
+@dataclass(frozen=True)
+class FusionAttention:
+    """torch_npu.npu_fusion_attention and npu_fusion_attention_grad."""
+
+    layout: str  # one of LAYOUTS
+    inner_precise: int  # one of INNER_PRECISE
+    operators: Operators = torch_npu_operators  # where they come from
+
+    def forward(self, inputs: AttentionInputs) -> Forward:
+        """Run the forward operator.
+
+        Args:
+            inputs: q, k, v and masks on the NPU.
+
+        Returns:
+            All that it returns.
+        """
+        q, k, v = self._packed(inputs, inputs.q, inputs.k, inputs.v)
+        common = masking(inputs) | {"scale": inputs.scale, "inner_precise": self.inner_precise}
+        heads = inputs.q.shape[1]
+        return Forward(*_found(self.operators, "npu_fusion_attention")(q, k, v, heads, self.layout, **common))
+
+    def backward(self, inputs: AttentionInputs, forward: Forward) -> Gradients:
+        """Run the backward operator.
+
+        Args:
+            inputs: q, k, v, dO and masks on the NPU.
+            forward: what the forward operator returned.
+
+        Returns:
+            dQ, dK and dV in the inputs' shapes.
+        """
+        q, k, v, do = self._packed(inputs, inputs.q, inputs.k, inputs.v, inputs.do)
+        heads, key_heads = inputs.q.shape[1], inputs.k.shape[1]
+        # Newer releases return gradients of arguments that are not used here, too.
+        dq, dk, dv, *_ = _found(self.operators, "npu_fusion_attention_grad")(
+            q,
+            k,
+            v,
+            do,
+            heads,
+            self.layout,
+            softmax_max=forward.softmax_max,
+            softmax_sum=forward.softmax_sum,
+            softmax_in=forward.softmax_in,
+            attention_in=forward.o,
+            scale_value=inputs.scale,
+            inner_precise=self.inner_precise,
+            seed=forward.seed,
+            offset=forward.offset,
+            numels=forward.numels,
+            **masking(inputs),
+        )
+        unpacked = (unpack(x, self.layout, n) for x, n in ((dq, heads), (dk, key_heads), (dv, key_heads)))
+        return Gradients(*unpacked)
+
+    def __call__(self, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
+        """As `tiebreak.kernels.kernel.Compute`."""
+        del arithmetic
+        forward = self.forward(inputs)
+        # The kernel's own statistics, so that log-sum-exp is checked with them.
+        lse = (forward.softmax_max + torch.log(forward.softmax_sum))[..., :1]
+        o = unpack(forward.o, self.layout, inputs.q.shape[1])
+        return AttentionOutput(o, lse, self.backward(inputs, forward) if gradients else None)
+
+    def _packed(self, inputs: AttentionInputs, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(pack(tensor.to(TORCH_DTYPES[inputs.fmt]), self.layout) for tensor in tensors)
+
+
+def _infer(
+    operators: Operators, inner_precise: int, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool
+) -> AttentionOutput:
+    """npu_fused_infer_attention_score."""
+    del arithmetic, gradients
+    o, lse = _found(operators, "npu_fused_infer_attention_score")(
+        *_narrow(inputs),
+        num_heads=inputs.q.shape[1],
+        num_key_value_heads=inputs.k.shape[1],
+        scale=inputs.scale,
+        input_layout="BNSD",
+        pre_tokens=_NO_LIMIT,
+        next_tokens=_NO_LIMIT,
+        inner_precise=inner_precise,
+        softmax_lse_flag=True,
+        **masking(inputs),
+    )
+    return AttentionOutput(o, lse)
+
+
+def _prompt(operators: Operators, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
+    """npu_prompt_flash_attention."""
+    del arithmetic, gradients
+    o = _found(operators, "npu_prompt_flash_attention")(
+        *_narrow(inputs),
+        num_heads=inputs.q.shape[1],
+        num_key_value_heads=inputs.k.shape[1],
+        scale_value=inputs.scale,
+        input_layout="BNSD",
+        pre_tokens=_NO_LIMIT,
+        next_tokens=_NO_LIMIT,  # its default of 0 hides every later key, mask or not
+        **masking(inputs),
+    )
+    return AttentionOutput(o)
+
+
+def _narrow(inputs: AttentionInputs) -> tuple[Tensor, ...]:
+    return tuple(tensor.to(TORCH_DTYPES[inputs.fmt]).contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
+
+
+def _found(operators: Operators, name: str) -> Operator:
+    operator = operators(name)
+    if operator is None:
+        raise NotImplementedError(_lacks(operators, (name,)))
+    return operator
+
+
+def _lacks(operators: Operators, names: tuple[str, ...]) -> str | None:
+    missing = [name for name in names if operators(name) is None]
+    return f"this torch-npu has no {', '.join(missing)}: install a newer release (docs/ascend.md)" if missing else None
+
+
+def _training_refuses(operators: Operators, inputs: AttentionInputs) -> str | None:
+    del inputs
+    return _lacks(operators, ("npu_fusion_attention", "npu_fusion_attention_grad"))
+
+
+def _inference_refuses(operators: Operators, name: str, inputs: AttentionInputs) -> str | None:
+    return f"{name} takes no fp32" if inputs.fmt == FP32 else _lacks(operators, (name,))
+
+
+def fusion_attention(layout: str, inner_precise: int, operators: Operators = torch_npu_operators) -> Kernel:
+    """npu_fusion_attention in one layout at one `inner_precise`, with its backward operator."""
+    compute = FusionAttention(layout, inner_precise, operators)
+    name = f"npu_fusion_{layout.lower()}_p{inner_precise}"
+    return Kernel(name, compute, None, refuses=partial(_training_refuses, operators))
+
+
+def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...]:
+    """The vendor's kernels of a default run.
+
+    Args:
+        operators: where the operators come from.
+
+    Returns:
+        npu_fusion_attention in every layout, and in the first at every `inner_precise`; the two inference operators,
+        forward only. The other pairs of layout and `inner_precise` are in `every_fusion_attention`.
+    """
+    training = [fusion_attention(layout, INNER_PRECISE[0], operators) for layout in LAYOUTS]
+    training += [fusion_attention(LAYOUTS[0], precise, operators) for precise in INNER_PRECISE[1:]]
+    prompt, infer = "npu_prompt_flash_attention", "npu_fused_infer_attention_score"
+    inference = [
+        Kernel(
+            "npu_prompt_flash",
+            partial(_prompt, operators),
+            None,
+            has_backward=False,
+            refuses=partial(_inference_refuses, operators, prompt),
+        ),
+        *(
+            Kernel(
+                f"npu_fused_infer_p{precise}",
+                partial(_infer, operators, precise),
+                None,
+                has_backward=False,
+                refuses=partial(_inference_refuses, operators, infer),
+            )
+            for precise in INNER_PRECISE[:2]  # 2 and 3 differ from them in rows without a visible key only
+        ),
+    ]
+    return (*training, *inference)
+
+
+def every_fusion_attention(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...]:
+    """npu_fusion_attention in every layout at every `inner_precise`."""
+    return tuple(fusion_attention(layout, precise, operators) for layout in LAYOUTS for precise in INNER_PRECISE)

@@ -1,0 +1,53 @@
+"""Inputs whose P-bar are ties in bf16: they tell how a kernel casts P-bar, which scores drawn at random do not."""
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from torch import Tensor
+
+from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.inputs import AttentionInputs
+
+_D = 64
+_SCALE = 0.125  # 1/sqrt(_D)
+_KEYS = 3  # one maximum, two ties
+_GRID = 256  # between 1/2 and 1 bf16 has steps of 1/256
+
+
+def tied_p_bar(rng: Generator, odd: Tensor, noise_seed: int = 0) -> AttentionInputs:
+    """One maximum and two ties a row.
+
+    Every score is the fp32 number next to a tie's logarithm, which lies above -0.5: closer to it than the exponential,
+    rounded to fp32, can tell. Three products of bf16 numbers add up to it exactly in any order.
+
+    Args:
+        rng: draws the ties and V.
+        odd: bool (batch, heads), whether a head's ties lie above neighbours with an odd last bit.
+        noise_seed: of the dither and the stochastic casts.
+
+    Returns:
+        Two queries and three keys a head, d = 64, in bf16; V between 1 and 2, 0 at the maximum.
+    """
+    batch, heads = odd.shape
+    even = np.broadcast_to(np.arange(160, 250, 2), (batch, heads, 45))
+    below = torch.from_numpy(rng.permuted(even, axis=-1)[..., : _KEYS - 1].copy()) + odd[..., None]
+    ties = (below.double() + 0.5) / _GRID
+    q = torch.zeros(batch, heads, 2, _D)
+    q[..., :3] = 1.0
+    # What no query looks at is random, so that P K is not degenerate.
+    k = torch.from_numpy(rng.standard_normal((batch, heads, _KEYS, _D), dtype=np.float32)).bfloat16().float()
+    k[..., :3] = 0.0
+    k[:, :, 1:, :3] = _pieces(torch.log(ties).float() / _SCALE)
+    v = 1.0 + torch.from_numpy(rng.random((batch, heads, _KEYS, _D), dtype=np.float32))
+    v[:, :, 0] = 0.0
+    return AttentionInputs(q, k, v.bfloat16().float(), torch.ones_like(q), BF16, noise_seed=noise_seed)
+
+
+def _pieces(x: Tensor) -> Tensor:
+    """Three bf16 numbers that add up to each fp32 number, in a last dimension."""
+    parts = []
+    for _ in range(3):
+        parts.append(x.bfloat16().float())
+        x = x - parts[-1]
+    assert not x.any(), "24 bits are three times 8"
+    return torch.stack(parts, -1)

@@ -1,0 +1,138 @@
+"""What a Triton kernel is specialised to: one frozen object, passed to it as its only compile-time argument."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tiebreak.kernels.flash import Block
+from tiebreak.kernels.formats import Rounding
+from tiebreak.kernels.plans import DeltaSource, RoundingPlan
+from tiebreak.kernels.shift_rules import BETA, BETA_V1, EPSILON, GAMMA, OFFSET, SHIFT_RULES, ShiftRule
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A shift rule in numbers. A row's maximum is scaled, then moved: m = factor * r_m + offset + u ln 2."""
+
+    detects: bool = False  # whether only rows with repeated maxima are scaled
+    epsilon: float = 0.0  # how close a score is to the maximum that repeats it
+    above: float = 1.0  # factor of a positive maximum
+    below: float = 1.0  # factor of a negative maximum
+    offset: float = 0.0  # added in every row
+    dithered: bool = False  # whether the row's random number u enters
+    row_sum_floor: float = 0.0  # smallest row sum of a key block
+
+    @property
+    def scales(self) -> bool:
+        """Whether any maximum is scaled."""
+        return self.above != 1.0 or self.below != 1.0
+
+
+_SHIFTS: Mapping[str, Shift] = MappingProxyType(
+    {
+        "safe": Shift(),
+        "stabilized": Shift(detects=True, epsilon=EPSILON, above=BETA, below=0.0),
+        "stabilized_v1": Shift(detects=True, above=BETA_V1, below=0.0),
+        "stabilized_authors": Shift(
+            detects=True,
+            epsilon=EPSILON,
+            above=BETA,
+            below=0.0,
+            row_sum_floor=SHIFT_RULES["stabilized_authors"].row_sum_floor,
+        ),
+        "as_printed_v1": Shift(),
+        "as_printed_v2": Shift(detects=True, epsilon=EPSILON, above=BETA),
+        "fixed_offset": Shift(offset=OFFSET),
+        "always_scaled": Shift(above=BETA, below=0.0),
+        "gamma": Shift(detects=True, epsilon=EPSILON, above=BETA, below=GAMMA),
+        "dithered": Shift(dithered=True),
+    }
+)
+
+
+def shift_of(rule: ShiftRule) -> Shift:
+    """A shift rule as the kernels take it.
+
+    Raises:
+        ValueError: the kernels don't have the rule; the message lists those they have.
+    """
+    if rule.name not in _SHIFTS:
+        raise ValueError(f"the Triton kernels have no shift rule {rule.name!r}: they have {', '.join(_SHIFTS)}")
+    return _SHIFTS[rule.name]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything about a launch that is known when the kernel is compiled.
+
+    A tile is (rows, columns). Where a program works on several heads at once, as the interpreter's do, it is
+    (heads, rows, columns), and every index in the kernels has that many dimensions.
+    """
+
+    plan: RoundingPlan  # where and how to round, in the format of the inputs
+    shift: Shift  # of the shift rule
+    causal: bool  # query i sees keys 0 .. i + keys - queries
+    d: int  # head dimension
+    block: Block  # queries and keys of a tile; powers of two
+    query_heads: int  # query heads of one batch entry
+    groups: int = 1  # query heads per key head
+    heads: int = 1  # heads that one program works on; a power of two
+    native: bool = True  # whether the device's own casts round; else fp32 carries every format, rounded by integers
+
+    def __post_init__(self) -> None:
+        """Refuse what no kernel here computes."""
+        if self.plan.exponential.at_zero != 1.0:
+            raise ValueError(f"plan {self.plan.name}: the Triton kernels' exponential of 0 is 1")
+        for point, cast in self.plan.casts():
+            if cast.rounding is not Rounding.TO_EVEN and (point, cast.rounding) != ("o", Rounding.STOCHASTIC):
+                raise ValueError(
+                    f"plan {self.plan.name}: the Triton kernels do not round {point} {cast.rounding.value}"
+                )
+
+    @property
+    def block_d(self) -> int:
+        """The head dimension, padded to a power of two that a matrix instruction takes."""
+        return max(16, power_of_two(self.d))
+
+    @property
+    def scale(self) -> float:
+        """alpha = 1/sqrt(d)."""
+        return 1.0 / math.sqrt(self.d)
+
+    @property
+    def base_two(self) -> bool:
+        """Whether scores, shifts and the exponential are in base two, the scale folded into the scores'."""
+        return self.plan.exponential.base_two
+
+    @property
+    def unit(self) -> float:
+        """What one unit of a natural exponent is in the kernel's."""
+        return LOG2_E if self.base_two else 1.0
+
+    @property
+    def natural(self) -> float:
+        """The inverse of `unit`: a constant, where a device would approximate the division."""
+        return 1.0 / self.unit
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether O's cast is stochastic."""
+        return self.plan.stochastic
+
+    @property
+    def delta_from_o(self) -> bool:
+        """Whether delta is computed from the stored O."""
+        return self.plan.delta_from is DeltaSource.OUTPUT
+
+    @property
+    def delta_from_p(self) -> bool:
+        """Whether delta is computed from P and dP."""
+        return self.plan.delta_from is DeltaSource.PROBABILITIES
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is at least `size`."""
+    return 1 << (size - 1).bit_length()

@@ -1,0 +1,193 @@
+"""The backward pass: `tiebreak.kernels.flash.backward`, as a pre-pass for delta, a pass for dK and dV, one for dQ.
+
+Tiles beyond the last query load q = dO = 0 and so add nothing; keys beyond the last are masked.
+"""
+
+import triton
+import triton.language as tl
+
+from .forward import visible_keys, write_lse
+from .rounding import cast, narrow
+from .softmax import exp, hide, scores
+from .tiles import across, dot, down, first_head, load, load_rows, row_sum, store, transposed, zeros
+
+
+@triton.jit
+def delta(
+    Q: tl.tensor,
+    K: tl.tensor,
+    V: tl.tensor,
+    O: tl.tensor,
+    DO: tl.tensor,
+    LSE: tl.tensor,
+    DELTA: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    C: tl.constexpr,
+) -> None:
+    """The row term of the softmax's gradient, from what the plan says (arXiv 2510.04212, section 3.2).
+
+    Grid: (blocks of queries, batch x query heads / C.heads).
+
+    Args:
+        Q: as for `forward`, likewise K, V, O, LSE, queries, keys and C.
+        K: keys.
+        V: values.
+        O: output of the forward pass, as it was stored.
+        DO: upstream gradient, in the shape of Q.
+        LSE: log-sum-exp.
+        DELTA: fp32 (batch x heads, queries).
+        queries: of one head.
+        keys: of one head.
+        C: `Config`.
+    """
+    head = first_head(1, C)
+    first = tl.program_id(0) * C.block.queries
+    row = down(first, C.block.queries, C)
+    do = load(DO, head, row, queries, C)
+    if C.delta_from_o:
+        total = row_sum(do.to(tl.float32) * load(O, head, row, queries, C).to(tl.float32))
+    else:
+        q = load(Q, head, row, queries, C)
+        lse = load_rows(LSE, head, row, queries)
+        _, end = visible_keys(first, queries, keys, C)
+        total = zeros(C.block.queries, 1, C)
+        for start in range(0, end, C.block.keys):
+            k = load(K, head // C.groups, down(start, C.block.keys, C), keys, C)
+            v = load(V, head // C.groups, down(start, C.block.keys, C), keys, C)
+            s = scores(q, transposed(k, C), zeros(C.block.queries, C.block.keys, C), C)
+            p = probabilities(s, lse, row, across(start, C.block.keys, C), queries, keys, C)
+            if C.delta_from_p:
+                total += row_sum(p * upstream_of_p(do, transposed(v, C), C.block.queries, C.block.keys, C))
+            else:
+                pv = dot(p, v, zeros(C.block.queries, C.block_d, C))
+                total += row_sum(do.to(tl.float32) * pv)
+    write_lse(DELTA, head, row, queries, cast(total, C.plan.delta, C.native), C)
+
+
+@triton.jit
+def probabilities(
+    s: tl.tensor,
+    lse: tl.tensor,
+    query: tl.tensor,
+    key: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    C: tl.constexpr,
+) -> tl.tensor:
+    """P of one tile from its scores and the rows' log-sum-exp, either way round."""
+    p = exp(hide(s, query, key, queries, keys, C) - lse * C.unit, C)
+    # A row without a visible key has log-sum-exp -Inf and no probabilities.
+    return tl.where(lse == float("-inf"), 0.0, p)
+
+
+@triton.jit
+def upstream_of_p(a: tl.tensor, b: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr) -> tl.tensor:
+    """One tile of dP = dO V^T, or transposed V dO^T, cast as the plan says."""
+    return cast(dot(a, b, zeros(ROWS, COLUMNS, C)), C.plan.dp, C.native)
+
+
+@triton.jit
+def key_gradients(
+    Q: tl.tensor,
+    K: tl.tensor,
+    V: tl.tensor,
+    DO: tl.tensor,
+    LSE: tl.tensor,
+    DELTA: tl.tensor,
+    DK: tl.tensor,
+    DV: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    C: tl.constexpr,
+) -> None:
+    """DK and dV of one block of keys, summed over the query heads that share the key head. Tiles are (keys, queries).
+
+    Grid: (blocks of keys, batch x key heads / C.heads).
+
+    Args:
+        Q: as for `delta`, likewise K, V, DO, LSE, DELTA, queries, keys and C.
+        K: keys.
+        V: values.
+        DO: upstream gradient.
+        LSE: log-sum-exp.
+        DELTA: of the pre-pass.
+        DK: in the shape of K.
+        DV: in the shape of V.
+        queries: of one head.
+        keys: of one head.
+        C: `Config`.
+    """
+    key_head = first_head(1, C)
+    first = tl.program_id(0) * C.block.keys
+    key = down(first, C.block.keys, C)
+    k = load(K, key_head, key, keys, C)
+    v = load(V, key_head, key, keys, C)
+    dk = zeros(C.block.keys, C.block_d, C)
+    dv = zeros(C.block.keys, C.block_d, C)
+    begin = 0
+    if C.causal:
+        # Queries before the first that sees the first of these keys.
+        begin = tl.maximum(first - (keys - queries), 0) // C.block.queries * C.block.queries
+    for member in range(C.groups):
+        head = key_head * C.groups + member
+        for start in range(begin, queries, C.block.queries):
+            q = load(Q, head, down(start, C.block.queries, C), queries, C)
+            do = load(DO, head, down(start, C.block.queries, C), queries, C)
+            query = across(start, C.block.queries, C)
+            s = scores(k, transposed(q, C), zeros(C.block.keys, C.block.queries, C), C)
+            p = probabilities(s, load_rows(LSE, head, query, queries), query, key, queries, keys, C)
+            dp = upstream_of_p(v, transposed(do, C), C.block.keys, C.block.queries, C)
+            dv = dot(narrow(p, C.plan.p, C.native), do, dv)
+            ds = narrow(p * (dp - load_rows(DELTA, head, query, queries)), C.plan.ds, C.native)
+            dk = dot(ds, q, dk)
+    store(DK, key_head, key, keys, narrow(dk * C.scale, C.plan.gradients, C.native), C)
+    store(DV, key_head, key, keys, narrow(dv, C.plan.gradients, C.native), C)
+
+
+@triton.jit
+def query_gradient(
+    Q: tl.tensor,
+    K: tl.tensor,
+    V: tl.tensor,
+    DO: tl.tensor,
+    LSE: tl.tensor,
+    DELTA: tl.tensor,
+    DQ: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    C: tl.constexpr,
+) -> None:
+    """DQ of one block of queries.
+
+    Grid: (blocks of queries, batch x query heads / C.heads).
+
+    Args:
+        Q: as for `delta`, likewise K, V, DO, LSE, DELTA, queries, keys and C.
+        K: keys.
+        V: values.
+        DO: upstream gradient.
+        LSE: log-sum-exp.
+        DELTA: of the pre-pass.
+        DQ: in the shape of Q.
+        queries: of one head.
+        keys: of one head.
+        C: `Config`.
+    """
+    head = first_head(1, C)
+    first = tl.program_id(0) * C.block.queries
+    row = down(first, C.block.queries, C)
+    q = load(Q, head, row, queries, C)
+    do = load(DO, head, row, queries, C)
+    lse = load_rows(LSE, head, row, queries)
+    d = load_rows(DELTA, head, row, queries)
+    dq = zeros(C.block.queries, C.block_d, C)
+    _, end = visible_keys(first, queries, keys, C)
+    for start in range(0, end, C.block.keys):
+        k = load(K, head // C.groups, down(start, C.block.keys, C), keys, C)
+        v = load(V, head // C.groups, down(start, C.block.keys, C), keys, C)
+        s = scores(q, transposed(k, C), zeros(C.block.queries, C.block.keys, C), C)
+        p = probabilities(s, lse, row, across(start, C.block.keys, C), queries, keys, C)
+        dp = upstream_of_p(do, transposed(v, C), C.block.queries, C.block.keys, C)
+        dq = dot(narrow(p * (dp - d), C.plan.ds, C.native), k, dq)
+    store(DQ, head, row, queries, narrow(dq * C.scale, C.plan.gradients, C.native), C)

@@ -1,0 +1,149 @@
+"""Flash attention's forward pass: `tiebreak.kernels.flash.flash`, as one kernel."""
+
+import triton
+import triton.language as tl
+
+from .noise import absorb, row_state
+from .rounding import cast, narrow, rounded
+from .softmax import exp, hide, log, propose, scores
+from .tiles import across, dot, down, first_head, load, row_max, row_sum, store, transposed, zeros
+
+
+@triton.jit(do_not_specialize=["dither_start", "cast_start"])
+def forward(
+    Q: tl.tensor,
+    K: tl.tensor,
+    V: tl.tensor,
+    O: tl.tensor,
+    LSE: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    dither_start: tl.tensor,
+    cast_start: tl.tensor,
+    C: tl.constexpr,
+) -> None:
+    """O and the log-sum-exp of one block of queries.
+
+    Grid: (blocks of queries, batch x query heads / C.heads).
+
+    Args:
+        Q: (batch x heads, queries, d), as K, V (batch x key heads, keys, d) and O contiguous.
+        K: keys.
+        V: values.
+        O: output.
+        LSE: fp32 (batch x heads, queries), log-sum-exp of the scores.
+        queries: of one head.
+        keys: of one head.
+        dither_start: bits of the noise's state after (seed, the dither's stream), as int32.
+        cast_start: the same for the stream of O's cast.
+        C: `Config`.
+    """
+    head = first_head(1, C)
+    first = tl.program_id(0) * C.block.queries
+    row = down(first, C.block.queries, C)
+    q = load(Q, head, row, queries, C)
+    m = zeros(C.block.queries, 1, C) - float("inf")
+    l = zeros(C.block.queries, 1, C)
+    o_bar = zeros(C.block.queries, C.block_d, C)
+    dither = l
+    if C.shift.dithered:
+        dither = row_state(dither_start, head, row, C).to(tl.float32) * (1.0 / 4294967296.0)
+    whole, end = visible_keys(first, queries, keys, C)
+    for start in range(0, whole, C.block.keys):
+        m, l, o_bar = attend(q, K, V, head, row, start, m, l, o_bar, dither, queries, keys, C, False)
+    for start in range(whole, end, C.block.keys):
+        m, l, o_bar = attend(q, K, V, head, row, start, m, l, o_bar, dither, queries, keys, C, True)
+    finish(O, head, row, queries, keys, tl.div_rn(o_bar, l + zeros(1, C.block_d, C)), cast_start, C)
+    write_lse(LSE, head, row, queries, (m + log(l, C)) * C.natural, C)
+
+
+@triton.jit
+def visible_keys(first: tl.tensor, queries: tl.tensor, keys: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """How many keys a block of queries sees in whole blocks, unmasked, and where its last visible key ends."""
+    whole = keys
+    end = keys
+    if C.causal:
+        # The first query sees the fewest keys, the last one the most.
+        whole = tl.minimum(whole, tl.maximum(first + (keys - queries) + 1, 0))
+        if C.shift.row_sum_floor == 0.0:  # a floor counts masked blocks too
+            end = tl.minimum(end, tl.maximum(first + C.block.queries + (keys - queries), 0))
+    return whole // C.block.keys * C.block.keys, end
+
+
+@triton.jit
+def attend(
+    q: tl.tensor,
+    K: tl.tensor,
+    V: tl.tensor,
+    head: tl.tensor,
+    row: tl.tensor,
+    start: tl.tensor,
+    m: tl.tensor,
+    l: tl.tensor,
+    o_bar: tl.tensor,
+    dither: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    C: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    """The running shift, row sum and output after one more block of keys."""
+    key = down(start, C.block.keys, C)
+    k = load(K, head // C.groups, key, keys, C)
+    s = scores(q, transposed(k, C), zeros(C.block.queries, C.block.keys, C), C)
+    if MASKED:
+        s = hide(s, row, across(start, C.block.keys, C), queries, keys, C)
+    largest = row_max(s)
+    # A wholly masked block has no maximum to shift by.
+    proposed = tl.where(largest == float("-inf"), largest, propose(s, largest, dither, C))
+    new_m = tl.maximum(m, proposed)
+    shift = tl.where(new_m == float("-inf"), 0.0, new_m)
+    p = exp(s - shift, C)
+    alpha = exp(m - shift, C)
+    p_bar = narrow(p, C.plan.p_bar, C.native)
+    l = add_to_row_sum(l, alpha, p_bar.to(tl.float32) if C.plan.row_sum_from_rounded else p, C)
+    v = load(V, head // C.groups, key, keys, C)
+    if C.plan.o_bar.narrows:
+        pv = cast(dot(p_bar, v, zeros(C.block.queries, C.block_d, C)), C.plan.o_bar, C.native)
+        o_bar = cast(cast(alpha * o_bar, C.plan.o_bar, C.native) + pv, C.plan.o_bar, C.native)
+    else:
+        o_bar = dot(p_bar, v, alpha * o_bar)
+    return new_m, l, o_bar
+
+
+@triton.jit
+def add_to_row_sum(l: tl.tensor, alpha: tl.tensor, p: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """The row sum after one more block of probabilities, rounded at every operation."""
+    total = row_sum(p)
+    if C.shift.row_sum_floor != 0.0:
+        total = tl.maximum(total, C.shift.row_sum_floor)
+    total = cast(total, C.plan.row_sum, C.native)
+    return cast(cast(alpha * l, C.plan.row_sum, C.native) + total, C.plan.row_sum, C.native)
+
+
+@triton.jit
+def finish(
+    O: tl.tensor,
+    head: tl.tensor,
+    row: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    o: tl.tensor,
+    cast_start: tl.tensor,
+    C: tl.constexpr,
+) -> None:
+    """O's cast, to even or stochastic, and its store; rows without a visible key give zeros."""
+    if C.causal:
+        o = tl.where(row + (keys - queries) < 0, 0.0, o)
+    if C.stochastic:
+        random = absorb(row_state(cast_start, head, row, C), across(0, C.block_d, C))
+        o = rounded(o, random, C.plan.o.fmt, True)
+    store(O, head, row, queries, narrow(o, C.plan.o, C.native), C)
+
+
+@triton.jit
+def write_lse(
+    LSE: tl.tensor, head: tl.tensor, row: tl.tensor, queries: tl.tensor, lse: tl.tensor, C: tl.constexpr
+) -> None:
+    """Write one number a row to a (heads, queries) tensor."""
+    tl.store(LSE + head * queries + row, lse, mask=row < queries)

@@ -1,0 +1,79 @@
+"""Casts: the device's own, or the same result by integer arithmetic on fp32's bits."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def narrow(x: tl.tensor, C: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
+    """`x` as a cast to even leaves it: in the format's own type, or carried in fp32 where casts are not to be trusted.
+
+    Args:
+        x: fp32.
+        C: `Cast`.
+        NATIVE: whether the device's casts round to even.
+    """
+    if not C.narrows:
+        return x
+    elif not NATIVE:
+        return rounded(x, x, C.fmt, False)
+    elif C.fmt.name == "bf16":
+        return x.to(tl.bfloat16)
+    elif C.fmt.name == "fp16":
+        return x.to(tl.float16)
+    else:
+        tl.static_assert(C.fmt.name == "fp8_e4m3", "the kernels cast to bf16, fp16 and fp8_e4m3")
+        return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def cast(x: tl.tensor, C: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
+    """`narrow`, back in fp32."""
+    return narrow(x, C, NATIVE).to(tl.float32)
+
+
+@triton.jit
+def rounded(x: tl.tensor, random: tl.tensor, F: tl.constexpr, STOCHASTIC: tl.constexpr) -> tl.tensor:
+    """`x` rounded to a narrower format on fp32's bits: the rule of `tiebreak.backends.emulation.rounding.round_to`.
+
+    Args:
+        x: fp32.
+        random: uint32, of x's shape; used where STOCHASTIC only.
+        F: `Format`.
+        STOCHASTIC: to even, or up in magnitude with probability equal to the discarded fraction.
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    drop: tl.constexpr = 23 - F.mantissa_bits
+    if STOCHASTIC:
+        raised = tl.add(size, random >> (32 - drop), sanitize_overflow=False)
+    else:
+        raised = tl.add(size, ((size >> drop) & 1) + ((1 << (drop - 1)) - 1), sanitize_overflow=False)
+    result = ((raised >> drop) << drop).to(tl.float32, bitcast=True)
+    if F.exponent_bits < 8:
+        magnitude = size.to(tl.float32, bitcast=True)
+        small = _subnormal(magnitude, random, F, STOCHASTIC)
+        result = tl.where(magnitude < F.smallest_normal, small, result)
+        beyond = float("inf") if F.has_infinity else float("nan")
+        result = tl.where(result > F.largest, beyond, result)
+    signed = result.to(tl.uint32, bitcast=True) | (bits & 0x80000000)
+    # Adding to the bits of a NaN may have made it a number.
+    return tl.where(x != x, x, signed.to(tl.float32, bitcast=True))  # noqa: PLR0124
+
+
+@triton.jit
+def _subnormal(size: tl.tensor, random: tl.tensor, F: tl.constexpr, STOCHASTIC: tl.constexpr) -> tl.tensor:
+    """Magnitudes below the format's smallest normal value, whose spacing is fixed."""
+    if STOCHASTIC:
+        steps = size / F.smallest_subnormal
+        whole = tl.floor(steps)
+        scaled = (steps - whole) * 4294967296.0
+        # In parts: scaled + 0.5 is not exact in fp32.
+        below = tl.floor(scaled)
+        threshold = below.to(tl.int64) + (scaled - below >= 0.5).to(tl.int64)
+        up = threshold + random.to(tl.int64) >= 4294967296
+        return (whole + up.to(tl.float32)) * F.smallest_subnormal
+    else:
+        # fp32 spaces numbers from here on as the format spaces its subnormals, and adds to even.
+        grid: tl.constexpr = F.smallest_subnormal * 8388608.0
+        return (size + grid) - grid

@@ -1,0 +1,104 @@
+"""Indices, loads, products and sums of tiles: of (rows, columns), or of (heads, rows, columns)."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def first_head(axis: tl.constexpr, C: tl.constexpr) -> tl.tensor:
+    """Index over batch and heads of what this program works on: a scalar, or (heads, 1, 1)."""
+    first = tl.program_id(axis).to(tl.int64) * C.heads
+    if C.heads == 1:
+        return first
+    else:
+        return tl.expand_dims(tl.expand_dims(first + tl.arange(0, C.heads), 1), 2)
+
+
+@triton.jit
+def down(start: tl.tensor, SIZE: tl.constexpr, C: tl.constexpr) -> tl.tensor:
+    """Indices start, start + 1, ... along a tile's rows."""
+    index = tl.expand_dims(start + tl.arange(0, SIZE), 1)
+    return index if C.heads == 1 else tl.expand_dims(index, 0)
+
+
+@triton.jit
+def across(start: tl.tensor, SIZE: tl.constexpr, C: tl.constexpr) -> tl.tensor:
+    """Indices start, start + 1, ... along a tile's columns."""
+    index = tl.expand_dims(start + tl.arange(0, SIZE), 0)
+    return index if C.heads == 1 else tl.expand_dims(index, 0)
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr) -> tl.tensor:
+    """An fp32 tile of zeros."""
+    if C.heads == 1:
+        return tl.full([ROWS, COLUMNS], 0.0, tl.float32)
+    else:
+        return tl.full([C.heads, ROWS, COLUMNS], 0.0, tl.float32)
+
+
+@triton.jit
+def load(base: tl.tensor, head: tl.tensor, row: tl.tensor, length: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """Rows of a (heads, length, d) tensor as a tile; zeros beyond its end.
+
+    Args:
+        base: pointer.
+        head: `first_head`.
+        row: indices `down`.
+        length: rows of one head.
+        C: `Config`.
+    """
+    column = across(0, C.block_d, C)
+    pointers = base + head * (length * C.d) + row * C.d + column
+    if C.block_d == C.d:
+        return tl.load(pointers, mask=row < length, other=0.0)
+    else:
+        return tl.load(pointers, mask=(row < length) & (column < C.d), other=0.0)
+
+
+@triton.jit
+def store(
+    base: tl.tensor, head: tl.tensor, row: tl.tensor, length: tl.tensor, tile: tl.tensor, C: tl.constexpr
+) -> None:
+    """Write a tile to rows of a (heads, length, d) tensor. Arguments as for `load`."""
+    column = across(0, C.block_d, C)
+    pointers = base + head * (length * C.d) + row * C.d + column
+    tl.store(pointers, tile, mask=(row < length) & (column < C.d))
+
+
+@triton.jit
+def load_rows(base: tl.tensor, head: tl.tensor, index: tl.tensor, length: tl.tensor) -> tl.tensor:
+    """One number a row of a (heads, length) tensor, wherever `index` lies in a tile; zeros beyond its end."""
+    return tl.load(base + head * length + index, mask=index < length, other=0.0)
+
+
+@triton.jit
+def transposed(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """A tile with rows and columns swapped."""
+    if C.heads == 1:
+        return tl.trans(x)
+    else:
+        return tl.permute(x, (0, 2, 1))
+
+
+@triton.jit
+def dot(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """total + a b in fp32; operands of unlike formats meet in fp32, which is exact."""
+    if a.dtype == b.dtype:
+        return tl.dot(a, b, total, input_precision="ieee")
+    else:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+
+
+# tl.max and tl.sum are compiled or interpreted as triton itself was when it was imported, whatever the caller is. Their
+# combining functions serve both: the interpreter knows them by identity.
+@triton.jit
+def row_max(x: tl.tensor) -> tl.tensor:
+    """Largest of each row, kept as a column."""
+    return tl.reduce(x, len(x.shape) - 1, tl.standard._elementwise_max, keep_dims=True)
+
+
+@triton.jit
+def row_sum(x: tl.tensor) -> tl.tensor:
+    """Sum of each row, kept as a column."""
+    return tl.reduce(x, len(x.shape) - 1, tl.standard._sum_combine, keep_dims=True)

@@ -1,0 +1,298 @@
+"""Launching the kernels: checks, memory, grids."""
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tiebreak.kernels.arithmetic import CAST_STREAM, DITHER_STREAM
+from tiebreak.kernels.counter import random_bits
+from tiebreak.kernels.flash import Block
+from tiebreak.kernels.formats import BF16, FP8_E4M3, Format
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.plans import Cast, RoundingPlan
+from tiebreak.kernels.triton.config import Config, power_of_two, shift_of
+from tiebreak.kernels.triton.loading import source
+
+LARGEST_HEAD = 256  # of the head dimension
+_TILE_ELEMENTS = 2**20  # Triton's limit on a tile, and about what stays in a CPU's cache
+_DTYPES = {**TORCH_DTYPES, FP8_E4M3: torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a kernel is compiled. Contraction is pinned: the plans round every product and sum on their own."""
+
+    num_warps: int
+    num_stages: int
+    enable_fp_fusion: bool = False
+
+
+def options(d: int) -> Options:
+    """Warps and pipeline stages for a head dimension."""
+    if d <= 64:
+        return Options(num_warps=4, num_stages=3)
+    return Options(num_warps=8, num_stages=2) if d <= 128 else Options(num_warps=4, num_stages=1)
+
+
+def forward_block(block: Block, d: int) -> Block:
+    """The tiles of a forward launch on a GPU: as declared, or with fewer queries where the shared memory is short.
+
+    With `options` they fit the 99 KiB of the smallest card, an Ada or a desktop Blackwell, at every head dimension.
+    How many queries share a tile changes no bit of any row.
+    """
+    return block if d <= 128 else Block(min(block.queries, 64), block.keys)
+
+
+def backward_block(plan: RoundingPlan, d: int) -> Block:
+    """The tiles of the backward launches: they fit as the forward ones do, P and dS in fp32 where the plan has them."""
+    narrow = plan.p.narrows and plan.ds.narrows
+    return Block(64, 64) if d <= (128 if narrow else 64) else Block(32, 32)
+
+
+def dtype_of(fmt: Format, *, interpreted: bool) -> torch.dtype:
+    """The type of a tensor in memory. The interpreter's bf16 is broken: there fp32 carries every format."""
+    return torch.float32 if interpreted else _DTYPES[fmt]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: tensors as the kernels take them, (batch x heads, n, d), and what the kernels are compiled for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    config: Config  # with one head a program: every launch chooses anew
+    shape: torch.Size  # of q: (batch, heads, queries, d)
+    seed: int  # of the noise
+    unfused: bool  # whether the forward pass is standard attention's
+    interpreted: bool
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs, declaration: Declaration, *, interpreted: bool) -> "Call":
+        """The call that a declaration makes of some inputs, whose tensors may be of any type.
+
+        Raises:
+            ValueError: `refusal` gives the reason.
+        """
+        reason = refusal(inputs, declaration, interpreted=interpreted)
+        if reason is not None:
+            raise ValueError(reason)
+        plan = declaration.plan.in_format(inputs.fmt)
+        config = Config(
+            plan=plan,
+            shift=shift_of(declaration.shift_rule),
+            causal=inputs.causal,
+            d=inputs.q.shape[-1],
+            block=declaration.block,
+            query_heads=inputs.q.shape[1],
+            groups=inputs.groups,
+            native=not interpreted,
+        )
+        held = (inputs.fmt, inputs.fmt, plan.p_bar.fmt if plan.p_bar.fmt == FP8_E4M3 else inputs.fmt)
+        q, k, v = (
+            _flat(tensor, dtype_of(fmt, interpreted=interpreted))
+            for tensor, fmt in zip((inputs.q, inputs.k, inputs.v), held, strict=True)
+        )
+        return cls(q, k, v, config, inputs.q.shape, inputs.noise_seed, declaration.algorithm == "standard", interpreted)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Queries and keys of one head."""
+        return self.q.shape[1], self.k.shape[1]
+
+    def tiled(self, block: Block, heads: int) -> tuple[Config, int]:
+        """The configuration of one launch over `heads` heads, and how many programs share the heads.
+
+        On a GPU a program works on one head. An interpreted one costs milliseconds whatever its size, so it takes as
+        many heads as fit, and no more queries than there are: neither changes a bit of any row.
+        """
+        if not self.interpreted:
+            return replace(self.config, block=block), heads
+        block = Block(min(block.queries, power_of_two(self.lengths[0])), block.keys)
+        largest = max(block.queries, block.keys) * max(block.keys, self.config.block_d)
+        together = min(heads & -heads, max(1, _TILE_ELEMENTS // power_of_two(largest)))
+        return replace(self.config, block=block, heads=together), heads // together
+
+    def empty(self, cast: Cast, like: Tensor) -> Tensor:
+        """Memory in the shape of `like` for what a cast leaves."""
+        return torch.empty_like(like, dtype=dtype_of(cast.fmt, interpreted=self.interpreted))
+
+    def row_numbers(self) -> Tensor:
+        """Memory for one fp32 number a query, (batch x heads, queries)."""
+        return torch.empty(self.q.shape[:2], dtype=torch.float32, device=self.q.device)
+
+    def noise_start(self, stream: int) -> int:
+        """The noise's state after (seed, stream), its bits as int32."""
+        state = int(random_bits(self.seed, stream))
+        return state - 2**32 if state >= 2**31 else state
+
+    def launch(self, part: str, kernel: str, grid: tuple[int, ...], *args: Tensor | int, config: Config) -> None:
+        """Run one kernel of a module of `device/`.
+
+        Raises:
+            ValueError: the device has too little shared memory for it.
+        """
+        from triton import OutOfResources
+
+        function = getattr(source(part, interpreted=self.interpreted), kernel)
+        try:
+            with _quiet() if self.interpreted else torch.get_device_module(self.q.device).device(self.q.device):
+                function[grid](*args, C=config, **asdict(options(config.d)))
+        except OutOfResources as error:
+            raise ValueError(f"{kernel} at head dimension {config.d}: {' '.join(str(error).split())}") from error
+
+
+def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """(batch, heads, n, d) as contiguous (batch x heads, n, d) of a type, outside of any graph."""
+    return tensor.detach().to(dtype).flatten(0, 1).contiguous()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without numpy's warnings about -Inf and NaN, which masks and poisoned inputs bring about as they should."""
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+def refusal(inputs: AttentionInputs, declaration: Declaration, *, interpreted: bool) -> str | None:
+    """None, or why the kernels can't take some inputs, in one line."""
+    return _shape_refusal(inputs, declaration.block) or _format_refusal(inputs, declaration.plan, interpreted)
+
+
+def _shape_refusal(inputs: AttentionInputs, block: Block) -> str | None:
+    d, keys = inputs.q.shape[3], inputs.k.shape[2]
+    if not inputs.q.numel() or not keys:
+        return f"nothing to attend to: q {tuple(inputs.q.shape)}, k {tuple(inputs.k.shape)}"
+    if d > LARGEST_HEAD:
+        return f"head dimension {d} is above {LARGEST_HEAD}"
+    if inputs.key_padding is not None:
+        return "the Triton kernels take no key padding mask"
+    if {power_of_two(block.queries), power_of_two(block.keys)} != {block.queries, block.keys}:
+        return f"tiles of the Triton kernels are powers of two, not {block.queries} x {block.keys}"
+    return None
+
+
+def _format_refusal(inputs: AttentionInputs, plan: RoundingPlan, interpreted: bool) -> str | None:
+    if inputs.fmt not in TORCH_DTYPES:
+        return f"the Triton kernels take {', '.join(fmt.name for fmt in TORCH_DTYPES)}, not {inputs.fmt.name}"
+    if plan.p_bar.fmt == FP8_E4M3 and not _held_in_e4m3(inputs.v):
+        return "V holds values that fp8_e4m3 does not: round it first"
+    return None if interpreted else lacking(inputs.fmt, plan, inputs.q.device)
+
+
+def _held_in_e4m3(v: Tensor) -> bool:
+    return torch.equal(v.float(), v.float().to(torch.float8_e4m3fn).float())
+
+
+def lacking(fmt: Format, plan: RoundingPlan, device: torch.device) -> str | None:
+    """None, or what a device lacks for inputs of a format under a plan, in one line."""
+    if device.type != "cuda":
+        return f"the compiled kernels run on a GPU, not on {device}"
+    name, needed = torch.cuda.get_device_name(device), {cast.fmt for _, cast in plan.in_format(fmt).casts()} | {fmt}
+    if torch.version.hip is not None:
+        # CDNA3's fp8 is another format, with one zero; CDNA4 and RDNA4 have e4m3 as OCP defines it.
+        fp8 = torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx95", "gfx12"))
+        return f"{name} has no fp8_e4m3" if FP8_E4M3 in needed and not fp8 else None
+    capability = torch.cuda.get_device_capability(device)
+    for narrow, first in ((BF16, (8, 0)), (FP8_E4M3, (8, 9))):
+        if narrow in needed and capability < first:
+            return f"{name} (sm_{capability[0]}{capability[1]}) has no {narrow.name}"
+    return None
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """O (batch x heads, queries, d) and the log-sum-exp (batch x heads, queries)."""
+    return _standard(call) if call.unfused else _flash(call)
+
+
+def _flash(call: Call) -> tuple[Tensor, Tensor]:
+    queries, keys = call.lengths
+    o = call.empty(call.config.plan.o, call.q)
+    lse = call.row_numbers()
+    config, programs = call.tiled(forward_block(call.config.block, call.config.d), call.q.shape[0])
+    starts = (call.noise_start(DITHER_STREAM), call.noise_start(CAST_STREAM))
+    grid = (math.ceil(queries / config.block.queries), programs)
+    call.launch("forward", "forward", grid, call.q, call.k, call.v, o, lse, queries, keys, *starts, config=config)
+    return o, lse
+
+
+def _standard(call: Call) -> tuple[Tensor, Tensor]:
+    """Three launches; S and P are held in memory."""
+    queries, keys = call.lengths
+    o = call.empty(call.config.plan.o, call.q)
+    s = torch.empty(call.q.shape[0], queries, keys, dtype=torch.float32, device=call.q.device)
+    p = call.empty(call.config.plan.p_bar, s)
+    lse = call.row_numbers()
+    config, programs = call.tiled(forward_block(call.config.block, call.config.d), call.q.shape[0])
+    grid = (math.ceil(queries / config.block.queries), programs)
+    tiles = (*grid, math.ceil(keys / config.block.keys))
+    call.launch("standard", "all_scores", tiles, call.q, call.k, s, queries, keys, config=config)
+    call.launch("standard", "softmax", grid, s, p, lse, queries, keys, config=config)
+    cast_start = call.noise_start(CAST_STREAM)
+    call.launch("standard", "output", grid, p, call.v, o, queries, keys, cast_start, config=config)
+    return o, lse
+
+
+def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients from what the forward pass returned.
+
+    Args:
+        call: of the forward pass.
+        o: its O.
+        lse: its log-sum-exp.
+        do: upstream gradient (batch, heads, queries, d), of any type and strides.
+
+    Returns:
+        dQ, dK and dV in the shapes of the call's q, k and v, and delta (batch x heads, queries).
+    """
+    do = _flat(do, call.q.dtype)
+    queries, keys = call.lengths
+    gradients = call.config.plan.gradients
+    dq, dk, dv = (call.empty(gradients, tensor) for tensor in (call.q, call.k, call.v))
+    delta = call.row_numbers()
+    config, programs = call.tiled(backward_block(call.config.plan, call.config.d), call.q.shape[0])
+    rows = (math.ceil(queries / config.block.queries), programs)
+    inputs = (call.q, call.k, call.v)
+    call.launch("backward", "delta", rows, *inputs, o, do, lse, delta, queries, keys, config=config)
+    call.launch("backward", "query_gradient", rows, *inputs, do, lse, delta, dq, queries, keys, config=config)
+    config, programs = call.tiled(backward_block(call.config.plan, call.config.d), call.k.shape[0])
+    columns = (math.ceil(keys / config.block.keys), programs)
+    call.launch("backward", "key_gradients", columns, *inputs, do, lse, delta, dk, dv, queries, keys, config=config)
+    return dq, dk, dv, delta
+
+
+def run(inputs: AttentionInputs, declaration: Declaration, *, interpreted: bool, gradients: bool) -> AttentionOutput:
+    """Attention as declared, by the Triton kernels.
+
+    Args:
+        inputs: q, k, v and dO on a GPU, or on the host to be interpreted; of any type.
+        declaration: algorithm, plan, shift rule and tile sizes.
+        interpreted: whether Triton's interpreter runs the kernels.
+        gradients: whether to run the backward pass too.
+
+    Returns:
+        O, the log-sum-exp and, if asked for, the gradients with delta.
+
+    Raises:
+        ValueError: no triton, or inputs that the kernels or the device can't take.
+    """
+    call = Call.of(inputs, declaration, interpreted=interpreted)
+    o, lse = forward(call)
+    found = None
+    if gradients:
+        dq, dk, dv, delta = backward(call, o, lse, inputs.do)
+        found = Gradients(
+            dq.view(inputs.q.shape),
+            dk.view(inputs.k.shape),
+            dv.view(inputs.v.shape),
+            delta.view(*call.shape[:3], 1),
+        )
+    return AttentionOutput(o.view(call.shape), lse.view(*call.shape[:3], 1), found)

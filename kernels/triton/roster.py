@@ -1,0 +1,118 @@
+"""The Triton kernels by name, their declarations, and what there is to compile."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.flash import Block
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP32, Format
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.kernel import Declaration, Kernel
+from tiebreak.kernels.plans import FUSED, FUSED_STOCHASTIC, PAPER, STANDARD, Cast, Exponential, RoundingPlan
+from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.kernels.triton.config import Config, shift_of
+from tiebreak.kernels.triton.launch import backward_block, forward_block, options, refusal, run
+from tiebreak.kernels.triton.loading import source
+
+BLOCK = Block(128, 64)
+FP8 = "triton_fp8"  # takes a V that e4m3 holds, which no case of the matrix has
+_BASE_TWO = Exponential(base_two=True)
+
+
+def _declared(plan: RoundingPlan, rule: str) -> Declaration:
+    return Declaration("flash", replace(plan, exponential=_BASE_TWO), SHIFT_RULES[rule], BLOCK)
+
+
+DECLARATIONS: Mapping[str, Declaration] = MappingProxyType(
+    {
+        "triton_flash": _declared(FUSED, "safe"),
+        "triton_stabilized": _declared(FUSED, "stabilized"),
+        "triton_dithered": _declared(FUSED, "dithered"),
+        "triton_fair": _declared(FUSED_STOCHASTIC, "dithered"),
+        "triton_paper": _declared(PAPER, "safe"),
+        FP8: _declared(replace(FUSED, name="fused_fp8", p_bar=Cast(FP8_E4M3)), "safe"),
+        "triton_standard": Declaration(
+            "standard", replace(STANDARD, exponential=_BASE_TWO), SHIFT_RULES["safe"], BLOCK
+        ),
+    }
+)
+
+
+def triton_kernels(*, interpreted: bool) -> tuple[Kernel, ...]:
+    """The kernels of the matrix, compiled for a GPU or run in Triton's interpreter: none is imported until it runs."""
+    return tuple(
+        Kernel(
+            name,
+            partial(_compute, declaration, interpreted),
+            declaration,
+            refuses=partial(refusal, declaration=declaration, interpreted=interpreted),
+        )
+        for name, declaration in DECLARATIONS.items()
+        if name != FP8
+    )
+
+
+def _compute(
+    declaration: Declaration, interpreted: bool, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool
+) -> AttentionOutput:
+    del arithmetic
+    return run(inputs, declaration, interpreted=interpreted, gradients=gradients)
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One kernel to compile: all that triton.compile asks for."""
+
+    name: str  # of the roster's kernel and, after a slash, of the function
+    function: Any  # triton's JITFunction
+    signature: Mapping[str, str]  # argument -> type
+    constexprs: Mapping[str, object]  # argument -> value
+    num_warps: int
+    num_stages: int
+    enable_fp_fusion: bool  # whether products and sums may be contracted
+
+
+_POINTERS = {"O": "o", "P": "p_bar", "DQ": "gradients", "DK": "gradients", "DV": "gradients"}
+_FUNCTIONS = {
+    "flash": (("forward", "forward"),),
+    "standard": (("standard", "all_scores"), ("standard", "softmax"), ("standard", "output")),
+}
+_BACKWARD = (("backward", "delta"), ("backward", "key_gradients"), ("backward", "query_gradient"))
+_TYPES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32", "fp8_e4m3": "*fp8e4nv"}
+
+
+def compilations(d: int = 64, *, causal: bool = True, fmt: Format = BF16) -> Iterator[Compilation]:
+    """What there is to compile for inputs of one format and head dimension, kernel by kernel of the roster.
+
+    Raises:
+        ValueError: triton is not installed.
+    """
+    for name, declaration in DECLARATIONS.items():
+        plan = declaration.plan.in_format(fmt)
+        for part, function in (*_FUNCTIONS[declaration.algorithm], *_BACKWARD):
+            block = backward_block(plan, d) if part == "backward" else forward_block(declaration.block, d)
+            config = Config(plan, shift_of(declaration.shift_rule), causal, d, block, query_heads=16)
+            jitted, chosen = getattr(source(part, interpreted=False), function), options(d)
+            yield Compilation(
+                f"{name}/{function}",
+                jitted,
+                {argument: _type(argument, plan, fmt) for argument in jitted.arg_names},
+                {"C": config},
+                chosen.num_warps,
+                chosen.num_stages,
+                chosen.enable_fp_fusion,
+            )
+
+
+def _type(argument: str, plan: RoundingPlan, fmt: Format) -> str:
+    if argument == "C":
+        return "constexpr"
+    if argument in ("Q", "K", "V", "DO"):
+        fp8 = argument == "V" and plan.p_bar.fmt == FP8_E4M3
+        return _TYPES[FP8_E4M3.name if fp8 else fmt.name]
+    if argument in _POINTERS:
+        return _TYPES[getattr(plan, _POINTERS[argument]).fmt.name]
+    return _TYPES[FP32.name] if argument.isupper() else "i32"

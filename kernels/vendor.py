@@ -1,0 +1,94 @@
+"""What the kernels of PyTorch and others have in common: how they are called, and what they declare."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tiebreak.kernels.flash import BLOCK, Block
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.plans import FUSED, Exponential
+from tiebreak.kernels.shift_rules import SHIFT_RULES
+
+# (q, k, v) in the inputs' format, all (batch, heads, N, d), to O, differentiable
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def fused_on_gpu(block: Block = BLOCK) -> Declaration:
+    """What fused kernels on GPUs do by their source: `fused`, its exponential in base two with the scale folded in.
+
+    Args:
+        block: the kernel's tiles at a head dimension of 64; the suite's own where nobody tells.
+    """
+    return Declaration("flash", replace(FUSED, exponential=Exponential(base_two=True)), SHIFT_RULES["safe"], block)
+
+
+def through_autograd(call: Call, inputs: AttentionInputs, gradients: bool) -> AttentionOutput:
+    """Call a kernel that torch can differentiate.
+
+    Args:
+        call: the kernel.
+        inputs: q, k, v and dO on the device; they are copied.
+        gradients: whether to run the backward pass too.
+
+    Returns:
+        O in the inputs' format and, if asked for, the gradients.
+
+    Raises:
+        Exception: whatever the kernel raises.
+    """
+    dtype = TORCH_DTYPES[inputs.fmt]
+    # Copies also where the format is fp32: leaves of a graph of their own.
+    q, k, v = (tensor.to(dtype, copy=True) for tensor in (inputs.q, inputs.k, inputs.v))
+    with exact_products():
+        if not gradients:
+            return AttentionOutput(call(q, k, v))
+        leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
+        out = call(*leaves)
+        dq, dk, dv = torch.autograd.grad(out, leaves, inputs.do.to(dtype))
+    return AttentionOutput(out.detach(), gradients=Gradients(dq, dk, dv))
+
+
+def empty(inputs: AttentionInputs) -> str | None:
+    """None, or that there is no query or no key, in one line."""
+    if inputs.q.numel() and inputs.k.numel():
+        return None
+    return f"nothing to attend to: q {tuple(inputs.q.shape)}, k {tuple(inputs.k.shape)}"
+
+
+def _switches() -> Mapping[str, object]:
+    """Those of `torch.backends.cuda.matmul` that this PyTorch has, with the values that give nothing away."""
+    matmul = torch.backends.cuda.matmul
+    # PyTorch 2.9 has a new switch for tf32, and reading the old one raises where a user's code has touched the new one.
+    tf32: dict[str, object] = {"fp32_precision": "ieee"} if hasattr(matmul, "fp32_precision") else {"allow_tf32": False}
+    reduced = (
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_fp16_accumulation",  # from PyTorch 2.7 on
+    )
+    return {**tf32, **{name: False for name in reduced if hasattr(matmul, name)}}
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """PyTorch's switches that let a GPU compute a matrix product in less than was asked for, all off for a while.
+
+    Products of fp32 operands are fp32's, not tf32's, and those of bf16 and fp16 are summed in fp32 from end to end: by
+    default cuBLAS may add up the parts of a split one in the narrow format. The switches are the process's, and a
+    user's kernel may set its own, so they are put back afterwards. On a CPU they change nothing.
+    """
+    cuda, switches = torch.backends.cuda, _switches()
+    before = {name: getattr(cuda.matmul, name) for name in switches}
+    reduced_math: bool = cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
+    try:
+        for name, value in switches.items():
+            setattr(cuda.matmul, name, value)
+        cuda.allow_fp16_bf16_reduction_math_sdp(False)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(cuda.matmul, name, value)
+        cuda.allow_fp16_bf16_reduction_math_sdp(reduced_math)

@@ -1,0 +1,170 @@
+"""What the backend finds in the real torch-npu, as one JSON object on the last line of its output.
+
+Run by `test_contract.py` in a process of its own, with torch-npu on the path and stand-ins for CANN's libraries.
+"""
+
+import ctypes
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import tiebreak.kernels  # noqa: F401  # before torch: keeps it from loading torch_npu on its own
+
+# isort: split
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tiebreak.backends.ascend.backend import ascend
+from tiebreak.backends.ascend.device import TorchNpu
+from tiebreak.backends.backend import CPU, to_device
+from tiebreak.backends.torch_arithmetic import TorchArithmetic
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.npu import every_fusion_attention, npu_kernels
+from tiebreak.kernels.plans import PLANS
+from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
+from tiebreak.kernels.shift_rules import SHIFT_RULES
+
+OPERATORS = (
+    "npu_fusion_attention",
+    "npu_fusion_attention_grad",
+    "npu_prompt_flash_attention",
+    "npu_fused_infer_attention_score",
+)
+CPU_ALONE = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+def libraries() -> list[Path]:
+    """The package's shared objects that importing it loads: those for ATB and for graphs wait until they are asked."""
+    spec = find_spec("torch_npu")
+    assert spec is not None
+    assert spec.origin is not None
+    package = Path(spec.origin).parent
+    return sorted(path for path in (*package.glob("_C*.so"), *package.glob("lib/*.so")) if "atb" not in path.name)
+
+
+def unresolved() -> list[str]:
+    """Symbols that the package asks for and neither it, torch, Python nor the system has."""
+    asked, held = set[str](), set[str]()
+    for library in libraries():
+        lines = subprocess.run(["nm", "-D", str(library)], capture_output=True, text=True, check=True).stdout
+        for kind, name in (line.split()[-2:] for line in lines.splitlines()):
+            (asked if kind == "U" else held).add(name)
+    folder = Path(torch.__file__).parent / "lib"
+    others = [ctypes.CDLL(str(folder / f"lib{name}.so")) for name in ("c10", "torch_cpu", "torch", "torch_python")]
+    others.append(ctypes.CDLL(None))
+    # A version after @ is of a library of the system.
+    left = {name for name in asked - held if "@" not in name}
+    return sorted(name for name in left if not any(hasattr(library, name) for library in others))
+
+
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operators that are called, the layouts they are called with, and those that return float64."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names, self.layouts, self.double = set[str](), set[tuple[str, str]](), set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        if func.namespace == "npu":
+            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (
+                kwargs or {}
+            )
+            self.layouts.add((func._schema.name.split("::")[1], given["input_layout"]))
+        returned = func(*args, **(kwargs or {}))
+        if isinstance(returned, Tensor) and returned.dtype is torch.float64:
+            self.double.add(str(func))
+        return returned
+
+
+def inputs(**changed: Any) -> AttentionInputs:
+    """Sizes that all differ, so that no two dimensions can be mistaken for each other."""
+    q, kv = (3, 4, 5, 16), (3, 2, 7, 16)
+    drawn = AttentionInputs(torch.ones(q), torch.ones(kv), torch.ones(kv), torch.ones(q), BF16)
+    return replace(drawn, **changed)
+
+
+def described(output: AttentionOutput) -> dict[str, Any]:
+    """Shape and type of every tensor of an output."""
+    parts: dict[str, Tensor | None] = {"o": output.o, "lse": output.lse}
+    if output.gradients is not None:
+        parts |= {name: getattr(output.gradients, name) for name in ("dq", "dk", "dv")}
+    return {name: [list(part.shape), str(part.dtype)] for name, part in parts.items() if part is not None}
+
+
+def vendor_calls(calls: Calls) -> dict[str, Any]:
+    """What every vendor kernel returns by the package's meta registrations, with every kind of mask."""
+    kinds = {
+        "plain": inputs(),
+        "causal": inputs(causal=True),
+        "padded": inputs(key_padding=torch.ones(3, 7, dtype=torch.bool)),
+        "causal and padded": inputs(causal=True, key_padding=torch.ones(3, 7, dtype=torch.bool)),
+    }
+    kernels = {kernel.name: kernel for kernel in (*npu_kernels(), *every_fusion_attention())}
+    found: dict[str, Any] = {}
+    for name, kernel in kernels.items():
+        for kind, made in kinds.items():
+            with calls:
+                output = kernel.compute(to_device(made, "meta"), TorchArithmetic(), kernel.has_backward)
+            found[f"{name}, {kind}"] = described(output)
+    return found
+
+
+def composed_calls() -> Calls:
+    """torch's operators that the composed kernels call, whatever rule and plan."""
+    case = next(case for case in SCRIPTED if case.name == "padded")
+    names = {*DEFAULT_ROSTER, *(f"{rule}@paper" for rule in SHIFT_RULES if rule != "safe")}
+    names |= {f"flash@{plan}" for plan in PLANS if plan != "standard"}
+    drawn, calls = case.make(1, 0, 16, BF16), Calls()
+    for name in sorted(names):
+        kernel = composed_kernel(name)
+        with calls:
+            kernel.compute(drawn, TorchArithmetic(), True)
+    return calls
+
+
+def unregistered(names: set[str]) -> list[str]:
+    """Those that have neither a kernel of the NPU nor a composition of others, and one that can have none."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    keys = ("PrivateUse1", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
+    full = {CPU_ALONE} | {
+        "aten::" + name.removeprefix("aten.").removesuffix(".default") for name in names if name.startswith("aten.")
+    }
+    return sorted(name for name in full if not any(has(name, key) for key in keys))
+
+
+def main() -> None:
+    """Print what is asked for: `symbols` and `missing` need no stand-ins, `all` does."""
+    what, root = sys.argv[1], Path(sys.argv[2])
+    if what == "symbols":
+        print(json.dumps({"symbols": unresolved()}))
+        return
+    found: dict[str, Any] = {"missing": ascend(TorchNpu(root)).unavailable()}
+    case = next(case for case in SCRIPTED if case.name == "tied_maxima[k=2]")
+    made = case.make(1, 0, 16, BF16)
+    found["others"] = CPU.run(CPU.kernel("flash@paper"), made, gradients=False).o.flatten()[:64].tolist()
+    if what == "all":
+        from torch_npu.op_plugin.meta import _meta_registrations  # type: ignore[import-not-found]
+
+        # It asks a device for its model, to warn of one, before it tells shapes.
+        _meta_registrations._npu_fusion_attention_warning_printed = True
+        calls = Calls()
+        found["vendor"] = vendor_calls(calls)
+        found["layouts"] = sorted(calls.layouts)
+        found["documents"] = {name: getattr(torch.ops.npu, name).__doc__ for name in OPERATORS}
+        found["schemas"] = {name: str(getattr(torch.ops.npu, name).default._schema) for name in OPERATORS}
+        composed = composed_calls()
+        found["operations"], found["float64"] = sorted(composed.names), sorted(composed.double)
+        found["unregistered"] = unregistered(composed.names)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

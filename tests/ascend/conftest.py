@@ -1,0 +1,223 @@
+"""A stand-in for an NPU: torch on the CPU behind the vendor's operators, and the backend class that runs on it.
+
+It is here to run the host's side of the backend without the hardware, and proves nothing of an NPU. Its schemas are
+those of torch-npu 2.13.0, held to the real package in `test_contract.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiebreak.backends.ascend.backend import Ascend, ascend
+from tiebreak.kernels.npu import Operator, Operators
+
+NAMESPACE = "npu_stand_in"
+_COPIES = 8  # of every row statistic
+SCHEMAS = (
+    "npu_fusion_attention(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, Tensor? pse=None, "
+    "Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1., float keep_prob=1., "
+    "int pre_tockens=2147483647, int next_tockens=2147483647, int inner_precise=0, int[]? prefix=None, "
+    "int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True, "
+    'bool sync=False, str softmax_layout="", Tensor? sink=None, Tensor? dropout_mask=None, int seed=0, int offset=0) '
+    "-> (Tensor, Tensor, Tensor, Tensor, int, int, int)",
+    "npu_fusion_attention_grad(Tensor query, Tensor key, Tensor value, Tensor dy, int head_num, str input_layout, *, "
+    "Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, Tensor? softmax_max=None, "
+    "Tensor? softmax_sum=None, Tensor? softmax_in=None, Tensor? attention_in=None, float scale_value=1., "
+    "float keep_prob=1., int pre_tockens=2147483647, int next_tockens=2147483647, int inner_precise=0, int seed=0, "
+    "int offset=0, int numels=0, int[]? prefix=None, int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, "
+    'int sparse_mode=0, bool gen_mask_parallel=True, bool sync=False, str softmax_layout="", Tensor? sink=None) '
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "npu_prompt_flash_attention(Tensor query, Tensor key, Tensor value, *, Tensor? padding_mask=None, "
+    "Tensor? atten_mask=None, Tensor? pse_shift=None, int[]? actual_seq_lengths=None, Tensor? deq_scale1=None, "
+    "Tensor? quant_scale1=None, Tensor? deq_scale2=None, Tensor? quant_scale2=None, Tensor? quant_offset2=None, "
+    "int num_heads=1, float scale_value=1., int pre_tokens=2147483647, int next_tokens=0, "
+    'str input_layout="BSH", int num_key_value_heads=0, int[]? actual_seq_lengths_kv=None, int sparse_mode=0) '
+    "-> Tensor",
+    "npu_fused_infer_attention_score(Tensor query, Tensor key, Tensor value, *, Tensor? pse_shift=None, "
+    "Tensor? atten_mask=None, SymInt[]? actual_seq_lengths=None, SymInt[]? actual_seq_lengths_kv=None, "
+    "Tensor? dequant_scale1=None, Tensor? quant_scale1=None, Tensor? dequant_scale2=None, "
+    "Tensor? quant_scale2=None, Tensor? quant_offset2=None, Tensor? antiquant_scale=None, "
+    "Tensor? antiquant_offset=None, Tensor? key_antiquant_scale=None, Tensor? key_antiquant_offset=None, "
+    "Tensor? value_antiquant_scale=None, Tensor? value_antiquant_offset=None, Tensor? block_table=None, "
+    "Tensor? query_padding_size=None, Tensor? kv_padding_size=None, Tensor? key_shared_prefix=None, "
+    "Tensor? value_shared_prefix=None, SymInt[]? actual_shared_prefix_len=None, Tensor? query_rope=None, "
+    "Tensor? key_rope=None, Tensor? key_rope_antiquant_scale=None, int num_heads=1, float scale=1., "
+    'int pre_tokens=2147483647, int next_tokens=2147483647, str input_layout="BSH", int num_key_value_heads=0, '
+    "int sparse_mode=0, int inner_precise=0, int block_size=0, int antiquant_mode=0, int key_antiquant_mode=0, "
+    "int value_antiquant_mode=0, bool softmax_lse_flag=False) -> (Tensor, Tensor)",
+)
+
+
+Arguments = Mapping[str, Any]  # of one call, by the names of the schema
+
+
+def _unpacked(x: Tensor, layout: str, heads: int) -> Tensor:
+    """(batch, heads, N, d) in fp32, written out for each layout: the kernels' own conversion is under test."""
+    if not x.is_contiguous():
+        raise RuntimeError("the operator takes contiguous tensors only")
+    match layout:
+        case "BNSD":
+            return x.float()
+        case "BSND":
+            return x.float().transpose(1, 2)
+        case "SBH":
+            n, batch, width = x.shape
+            return x.float().view(n, batch, heads, width // heads).permute(1, 2, 0, 3)
+    raise RuntimeError(f"layout {layout} is not supported")
+
+
+def _packed(x: Tensor, layout: str) -> Tensor:
+    match layout:
+        case "BNSD":
+            return x.clone()
+        case "BSND":
+            return x.transpose(1, 2).contiguous()
+    batch, heads, n, d = x.shape
+    return x.permute(2, 0, 1, 3).reshape(n, batch, heads * d)
+
+
+def _hidden(queries: int, keys: int, mask: Tensor | None, mode: int) -> Tensor:
+    """What a sparse mode makes of a mask, as torch-npu's documents say."""
+    if mask is None:
+        return torch.zeros(queries, keys, dtype=torch.bool)
+    if mode == 1:
+        if mask.shape[-2:] != (queries, keys):
+            raise RuntimeError(f"sparse_mode 1 takes the whole mask, not {tuple(mask.shape)}")
+        return mask
+    if mode == 3:
+        if not torch.equal(mask, torch.ones(2048, 2048, dtype=torch.bool).triu(1)):
+            raise RuntimeError("sparse_mode 3 takes the compressed triangle")
+        return torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+    raise RuntimeError(f"sparse_mode {mode} is not supported")
+
+
+class Attention:
+    """One call's attention, in fp32 with P-bar and O cast to the inputs' format."""
+
+    def __init__(self, call: Arguments, heads: int, scale: float) -> None:
+        self.layout, self.heads, self.scale = str(call["input_layout"]), heads, scale
+        self.dtype = call["query"].dtype
+        self.q = _unpacked(call["query"], self.layout, heads)
+        # Of SBH alone the shape does not tell the key heads.
+        self.key_heads = call["key"].shape[-1] // self.q.shape[-1] if self.layout == "SBH" else 0
+        self.key_heads = self.key_heads or call["key"].shape[self.layout.index("N")]
+        self.k, self.v = (_unpacked(call[name], self.layout, self.key_heads) for name in ("key", "value"))
+        self.groups = heads // self.key_heads
+        self.k, self.v = (x.repeat_interleave(self.groups, 1) for x in (self.k, self.v))
+        self.hidden = _hidden(self.q.shape[2], self.k.shape[2], call["atten_mask"], call["sparse_mode"])
+
+    def scores(self) -> Tensor:
+        # As the vendor's kernels mask: a row without keys stays finite.
+        return (self.q @ self.k.transpose(-1, -2) * self.scale).masked_fill(self.hidden, -3e38)
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """O in the layout; row maximum and row sum, (batch, heads, N, 1)."""
+        s = self.scores()
+        row_max = s.amax(-1, keepdim=True)
+        p = torch.exp(s - row_max)
+        row_sum = p.sum(-1, keepdim=True)
+        return _packed((p.to(self.dtype).float() @ self.v / row_sum).to(self.dtype), self.layout), row_max, row_sum
+
+    def backward(self, call: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK, dV in the layout, from the statistics and the O that the caller hands back."""
+        row_max, row_sum = (call[name][..., :1] for name in ("softmax_max", "softmax_sum"))
+        do, o = (_unpacked(call[name], self.layout, self.heads) for name in ("dy", "attention_in"))
+        p = torch.exp(self.scores() - row_max) / row_sum
+        ds = p * (do @ self.v.transpose(-1, -2) - (do * o).sum(-1, keepdim=True)) * self.scale
+        dq, dk, dv = ds @ self.k, ds.transpose(-1, -2) @ self.q, p.transpose(-1, -2) @ do
+        shared = (x.unflatten(1, (self.key_heads, self.groups)).sum(2) for x in (dk, dv))
+        dq, dk, dv = (_packed(x.to(self.dtype), self.layout) for x in (dq, *shared))
+        return dq, dk, dv
+
+
+def _fusion(call: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
+    o, *statistics = Attention(call, call["head_num"], call["scale"]).forward()
+    row_max, row_sum = (x.expand(*x.shape[:-1], _COPIES).contiguous() for x in statistics)
+    return o, row_max, row_sum, torch.empty(0, dtype=o.dtype), 0, 0, 0
+
+
+def _fusion_grad(call: Arguments) -> tuple[Tensor, ...]:
+    dq, dk, dv = Attention(call, call["head_num"], call["scale_value"]).backward(call)
+    return dq, dk, dv, torch.empty(0), torch.empty(0)
+
+
+def _prompt(call: Arguments) -> Tensor:
+    assert call["atten_mask"] is None or call["next_tokens"] > 0, "the default of next_tokens hides later keys"
+    return Attention(call, call["num_heads"], call["scale_value"]).forward()[0]
+
+
+def _infer(call: Arguments) -> tuple[Tensor, Tensor]:
+    assert call["softmax_lse_flag"]
+    o, row_max, row_sum = Attention(call, call["num_heads"], call["scale"]).forward()
+    return o, row_max + torch.log(row_sum)
+
+
+def _by_name(name: str, implementation: Callable[[Arguments], Any]) -> Callable[..., Any]:
+    """The implementation as torch calls it: arguments by position where the schema has them so, defaults left out."""
+    arguments = getattr(getattr(torch.ops, NAMESPACE), name).default._schema.arguments
+
+    def called(*positional: Any, **named: Any) -> Any:
+        defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+        given = {argument.name: value for argument, value in zip(arguments, positional, strict=False)}
+        return implementation(defaults | given | named)
+
+    return called
+
+
+_LIBRARY: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+for _schema, _implementation in zip(SCHEMAS, (_fusion, _fusion_grad, _prompt, _infer), strict=True):
+    _name = _LIBRARY.define(_schema)
+    _LIBRARY.impl(_name.split("::")[-1], _by_name(_name.split("::")[-1], _implementation), "CPU")
+
+
+def operators(name: str) -> Operator | None:
+    """The stand-in's operator called `name`."""
+    found: Operator | None = getattr(getattr(torch.ops, NAMESPACE), name, None)
+    return found
+
+
+@dataclass
+class StandInNpu:
+    """NPUs that are a CPU."""
+
+    backend: str = "ascend_stand_in"
+    device: str = "cpu"
+    operators: Operators = operators
+    broken: bool = False  # whether an error has left it unusable
+    waits: list[str] = field(default_factory=list)  # one entry a synchronisation
+
+    def missing(self) -> str | None:
+        return None
+
+    def start(self) -> None: ...
+
+    def synchronize(self) -> None:
+        self.waits.append(self.device)
+        if self.broken:
+            raise RuntimeError("aicore exception")
+
+    def facts(self) -> Mapping[str, str | float]:
+        return {"soc": "none: torch on a CPU in an NPU's place"}
+
+
+@pytest.fixture
+def npu() -> StandInNpu:
+    return StandInNpu()
+
+
+@pytest.fixture
+def backend(npu: StandInNpu) -> Ascend:
+    """The backend class on the stand-in."""
+    return ascend(npu)
+
+
+@pytest.fixture(scope="session")
+def schemas() -> tuple[str, ...]:
+    """The operators' schemas as the stand-in has them, without a namespace."""
+    return tuple(
+        str(getattr(getattr(torch.ops, NAMESPACE), schema.split("(")[0]).default._schema) for schema in SCHEMAS
+    )

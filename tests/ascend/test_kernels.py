@@ -1,0 +1,213 @@
+"""The vendor's kernels, called on the stand-in: layouts, masks, statistics, gradients, refusals."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tiebreak.backends.ascend.backend import Ascend
+from tiebreak.backends.torch_arithmetic import TorchArithmetic
+from tiebreak.cases.bounds import UNDECLARED, error_bound
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.formats import BF16, FP16, FP32, Format
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.npu import (
+    INNER_PRECISE,
+    LAYOUTS,
+    FusionAttention,
+    Operator,
+    every_fusion_attention,
+    masking,
+    npu_kernels,
+    pack,
+    torch_npu_operators,
+    unpack,
+)
+from tiebreak.kernels.reference import reference, reference_gradients
+
+CASES = {case.name: case for case in SCRIPTED}
+SHAPES = ["random", "random_causal", "random_grouped", "random_odd", "padded"]
+FUSION = [kernel.name for kernel in every_fusion_attention()]
+NAMES = list(dict.fromkeys([*FUSION, *(kernel.name for kernel in npu_kernels())]))
+
+
+def drawn(name: str, fmt: Format = BF16) -> AttentionInputs:
+    return CASES[name].make(1, 0, 16, fmt)
+
+
+def longer(queries: int, keys: int) -> AttentionInputs:
+    """Causal inputs of two lengths, two batch entries of four heads that share two key heads."""
+    generator = torch.Generator().manual_seed(queries)
+    shapes = ((2, 4, queries, 16), (2, 2, keys, 16), (2, 2, keys, 16), (2, 4, queries, 16))
+    q, k, v, do = (torch.randn(shape, generator=generator).bfloat16().float() for shape in shapes)
+    return AttentionInputs(q, k, v, do, BF16, causal=True)
+
+
+def test_the_layouts_put_every_element_where_they_say() -> None:
+    x = torch.arange(2 * 3 * 5 * 4, dtype=torch.float32).reshape(2, 3, 5, 4)
+    assert (
+        pack(x, "BNSD")[1, 2, 4, 3] == pack(x, "BSND")[1, 4, 2, 3] == pack(x, "SBH")[4, 1, 2 * 4 + 3] == x[1, 2, 4, 3]
+    )
+    assert pack(x, "SBH")[3, 0, 1 * 4 + 2] == x[0, 1, 3, 2]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packing_is_undone_and_contiguous(layout: str) -> None:
+    x = torch.arange(2 * 3 * 5 * 4, dtype=torch.float32).reshape(2, 3, 5, 4).transpose(1, 2)
+    assert torch.equal(unpack(pack(x, layout), layout, x.shape[1]), x)
+    assert pack(x, layout).is_contiguous()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("kernel", NAMES)
+def test_every_kernel_computes_attention(backend: Ascend, kernel: str, name: str) -> None:
+    inputs = drawn(name)
+    ref = reference(inputs)
+    output = backend.run(backend.kernel(kernel), inputs, gradients=False)
+    assert output.o.dtype is torch.bfloat16
+    assert ((output.o.double() - ref.o).abs() <= error_bound(inputs, ref, UNDECLARED)).all()
+
+
+@pytest.mark.parametrize("lengths", [(5, 5), (3, 9), (9, 3)])
+@pytest.mark.parametrize("kernel", ["npu_fusion_sbh_p0", "npu_prompt_flash", "npu_fused_infer_p0"])
+def test_causal_masks_start_at_the_lower_right_corner(backend: Ascend, kernel: str, lengths: tuple[int, int]) -> None:
+    inputs = longer(*lengths)
+    ref = reference(inputs)
+    o = backend.run(backend.kernel(kernel), inputs, gradients=False).o.double()
+    sighted = slice(max(0, lengths[0] - lengths[1]), None)  # a row that sees no key has no answer that all agree on
+    assert (((o - ref.o).abs() <= error_bound(inputs, ref, UNDECLARED))[:, :, sighted]).all()
+
+
+def test_a_causal_mask_is_compressed_and_a_padding_mask_whole() -> None:
+    causal, padded = drawn("random_causal"), drawn("padded")
+    assert masking(causal)["sparse_mode"] == 3
+    assert masking(causal)["atten_mask"].shape == (2048, 2048)
+    both = replace(causal, key_padding=torch.ones(causal.k.shape[0], causal.k.shape[2], dtype=torch.bool))
+    for inputs in (padded, both):
+        mask = masking(inputs)["atten_mask"]
+        assert mask.shape == (inputs.q.shape[0], 1, inputs.q.shape[2], inputs.k.shape[2])
+        assert mask.is_contiguous()
+        assert masking(inputs)["sparse_mode"] == 1
+    assert masking(drawn("random")) == {}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("kernel", [name for name in NAMES if name != "npu_prompt_flash"])
+def test_the_statistics_give_the_log_sum_exp(backend: Ascend, kernel: str, name: str) -> None:
+    inputs = drawn(name)
+    ref, hidden = reference(inputs), inputs.hidden()
+    exact = (ref.s if hidden is None else ref.s.masked_fill(hidden, -torch.inf)).logsumexp(-1, keepdim=True)
+    lse = backend.run(backend.kernel(kernel), inputs, gradients=False).lse
+    assert lse is not None
+    assert lse.shape == exact.shape
+    # Scores of some 10 and a sum of up to 128 terms in fp32.
+    assert (lse.double() - exact).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_maximum_and_sum_are_each_the_reference_s(backend: Ascend, layout: str) -> None:
+    inputs = drawn("random_grouped")
+    forward = FusionAttention(layout, 0, backend.npu.operators).forward(inputs)
+    s = reference(inputs).s
+    row_max = s.amax(-1, keepdim=True)
+    assert (forward.softmax_max.double() - row_max).abs().max() < 1e-5
+    row_sum = torch.exp(s - row_max).sum(-1, keepdim=True)
+    assert ((forward.softmax_sum.double() - row_sum).abs() / row_sum).max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["random_causal", "random_grouped"])
+@pytest.mark.parametrize("kernel", FUSION)
+def test_the_backward_operator_returns_gradients(backend: Ascend, kernel: str, name: str) -> None:
+    inputs = drawn(name)
+    gradients = backend.run(backend.kernel(kernel), inputs, gradients=True).gradients
+    assert gradients is not None
+    exact = reference_gradients(inputs, reference(inputs))
+    for found, expected in zip((gradients.dq, gradients.dk, gradients.dv), exact, strict=True):
+        assert found.shape == expected.shape
+        assert (found.double() - expected).norm() < 0.02 * expected.norm()
+
+
+def test_inference_operators_have_no_backward() -> None:
+    assert [kernel.name for kernel in npu_kernels() if not kernel.has_backward] == [
+        "npu_prompt_flash",
+        "npu_fused_infer_p0",
+        "npu_fused_infer_p1",
+    ]
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_triton_kernels_join_where_there_is_a_triton(
+    backend: Ascend, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    monkeypatch.setattr("tiebreak.backends.ascend.backend.missing", lambda: None if installed else "not installed")
+    assert ("triton_flash" in {kernel.name for kernel in backend.kernels()}) == installed
+
+
+def test_a_default_run_has_every_layout_and_every_precision(backend: Ascend) -> None:
+    fusion = [kernel.compute for kernel in backend.kernels() if isinstance(kernel.compute, FusionAttention)]
+    assert {call.layout for call in fusion} == set(LAYOUTS)
+    assert {call.inner_precise for call in fusion} == set(INNER_PRECISE)
+    assert isinstance(backend.kernel("npu_fusion_sbh_p2").compute, FusionAttention), "the other pairs by their names"
+
+
+class Recorder:
+    """Operators that note what they are called with."""
+
+    def __init__(self, operators: Callable[[str], Operator | None]) -> None:
+        self.operators, self.calls = operators, list[tuple[str, dict[str, object]]]()
+
+    def __call__(self, name: str) -> Operator | None:
+        operator = self.operators(name)
+        assert operator is not None
+
+        def noted(*positional: object, **named: object) -> object:
+            self.calls.append((name, named))
+            return operator(*positional, **named)
+
+        return noted
+
+
+@pytest.mark.parametrize("precise", INNER_PRECISE)
+def test_the_precision_in_the_name_goes_to_both_operators(backend: Ascend, precise: int) -> None:
+    recorder = Recorder(backend.npu.operators)
+    FusionAttention("BNSD", precise, recorder)(drawn("random"), backend.arithmetic, True)
+    assert [(name, call["inner_precise"]) for name, call in recorder.calls] == [
+        ("npu_fusion_attention", precise),
+        ("npu_fusion_attention_grad", precise),
+    ]
+
+
+def none_of_them(name: str) -> Operator | None:
+    del name
+    return None
+
+
+@pytest.mark.parametrize("kernel", npu_kernels(none_of_them), ids=lambda kernel: kernel.name)
+def test_an_operator_that_a_release_lacks_is_named(kernel: Kernel) -> None:
+    reason = kernel.refuses(drawn("random"))
+    assert reason is not None
+    assert reason.startswith("this torch-npu has no npu_")
+    assert reason.endswith("install a newer release (docs/ascend.md)")
+    with pytest.raises(NotImplementedError, match="this torch-npu has no npu_"):
+        kernel.compute(drawn("random"), TorchArithmetic(), False)  # in training, where nobody asks
+
+
+def test_no_operator_is_there_before_torch_npu_is() -> None:
+    assert torch_npu_operators("npu_no_such_operator") is None
+
+
+def test_inference_operators_refuse_fp32_and_training_takes_it(backend: Ascend) -> None:
+    refusing = [kernel.name for kernel in npu_kernels(backend.npu.operators) if kernel.refuses(drawn("random", FP32))]
+    assert refusing == ["npu_prompt_flash", "npu_fused_infer_p0", "npu_fused_infer_p1"]
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP16, FP32], ids=lambda fmt: fmt.name)
+def test_the_inputs_are_left_as_they_were(backend: Ascend, fmt: Format) -> None:
+    inputs = drawn("random", fmt)
+    kept = tuple(tensor.clone() for tensor in (inputs.q, inputs.k, inputs.v, inputs.do))
+    output = backend.run(backend.kernel("npu_fusion_bnsd_p0"), inputs, gradients=True)
+    assert output.o.dtype is {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32}[fmt]
+    for now, before in zip((inputs.q, inputs.k, inputs.v, inputs.do), kept, strict=True):
+        assert torch.equal(now, before)

@@ -1,0 +1,157 @@
+"""`tiebreak audit`: exit codes and words. The compiler is a stand-in; others test the real one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tiebreak.backends.audit import command
+from tiebreak.backends.audit.compiling import NotCompiledError
+from tiebreak.backends.audit.targets import Target
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.store import UnreadableRecordsError
+
+CAST = "cvt.rn.bf16x2.f32 %r1, %r2, %r3;"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+
+
+class Compiler:
+    """Compiles every kernel to its text; refuses what is in `refused`."""
+
+    def __init__(self) -> None:
+        self.texts = {"flash/forward": CAST, "fp8/forward": "cvt.rn.satfinite.e4m3x2.f32 %rs1, %r2, %r3;"}
+        self.refused = {("sm_80", "fp8/forward")}
+
+    def sources(self) -> list[Kernel]:
+        return [Kernel(name) for name in self.texts]
+
+    def compile_for(self, target: Target, kernel: Kernel) -> str:
+        if (target.name, kernel.name) in self.refused:
+            raise NotCompiledError("no fp8 there")
+        return self.texts[kernel.name]
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    made = Compiler()
+    monkeypatch.setattr(command, "sources", made.sources)
+    monkeypatch.setattr(command, "compile_for", made.compile_for)
+    monkeypatch.setattr(command, "compiler", lambda: "3.9.0")
+    monkeypatch.setattr(command, "unavailable", lambda: None)
+    return made
+
+
+@pytest.fixture
+def expectation(compiler: Compiler, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    path = tmp_path / "audit.json"
+    assert command.main(["--targets", "sm_*", "--expect", str(path), "--update"]) == 0
+    capsys.readouterr()
+    return path
+
+
+def test_without_an_expectation_it_only_shows(compiler: Compiler, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--targets", "sm_80,sm_90"]) == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [
+        "1/4 sm_80 flash/forward: read",
+        "2/4 sm_80 fp8/forward: skipped: no fp8 there",
+        "3/4 sm_90 flash/forward: read",
+        "4/4 sm_90 fp8/forward: read",
+    ]
+    assert "cvt.rn.satfinite.e4m3x2.f32" in out
+    assert "skipped sm_80 fp8/forward: no fp8 there" in out
+
+
+def test_what_is_as_expected_holds(expectation: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--targets", "sm_*", "--expect", str(expectation)]) == 0
+    assert f"audit held: 9 kernels compared with {expectation}, 1 skipped, 0 differences" in capsys.readouterr().out
+
+
+def test_a_cast_that_changed_falls(compiler: Compiler, expectation: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiler.texts["flash/forward"] = CAST.replace(".rn", ".rz")
+    assert command.main(["--targets", "sm_90", "--expect", str(expectation)]) == 1
+    out = capsys.readouterr().out
+    assert "audit FELL" in out
+    assert "changed sm_90 flash/forward: output_casts: was cvt.rn.bf16x2.f32, is cvt.rz.bf16x2.f32" in out
+
+
+def test_a_kernel_that_the_compiler_refuses_of_late_falls(
+    compiler: Compiler, expectation: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler.refused.add(("sm_90", "flash/forward"))
+    assert command.main(["--targets", "sm_*", "--expect", str(expectation)]) == 1
+    assert "changed sm_90 flash/forward: skipped: was no, is no fp8 there" in capsys.readouterr().out
+
+
+def test_a_kernel_that_is_new_or_gone_falls(
+    compiler: Compiler, expectation: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler.texts["standard/output"] = compiler.texts.pop("fp8/forward")
+    assert command.main(["--targets", "sm_90", "--expect", str(expectation)]) == 1
+    out = capsys.readouterr().out
+    assert "changed sm_90 fp8/forward: expected, but not compiled" in out
+    assert "changed sm_90 standard/output: not in the expectation" in out
+
+
+def test_a_target_that_is_not_expected_falls(expectation: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = expectation.read_text().replace('"sm_120"', '"sm_121"')
+    expectation.write_text(text)
+    assert command.main(["--targets", "sm_120", "--expect", str(expectation)]) == 1
+    assert "changed sm_120 flash/forward: not in the expectation" in capsys.readouterr().out
+    assert command.main(["--targets", "sm_*", "--expect", str(expectation)]) == 1
+    assert "changed sm_121 flash/forward: expected, but not compiled" in capsys.readouterr().out
+
+
+def test_what_was_not_asked_for_is_counted(expectation: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--targets", "sm_90", "--kernels", "fp8*", "--expect", str(expectation)]) == 0
+    out = capsys.readouterr().out
+    assert f"audit held: 1 kernel compared with {expectation}, 0 skipped, 0 differences" in out
+    assert f"note    9 kernels of {expectation} were not asked for" in out
+
+
+def test_another_compiler_is_named(
+    expectation: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "compiler", lambda: "4.0.0")
+    assert command.main(["--targets", "sm_*", "--expect", str(expectation)]) == 0
+    assert f"note    {expectation} is of triton 3.9.0, this is 4.0.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--targets", "sm_75"], "--targets: unknown target 'sm_75': known are sm_80, "),
+        (["--kernels", "flush"], "--kernels: unknown kernel 'flush': known are flash/forward, fp8/forward"),
+        (["--update"], "--update: name the file to write with --expect FILE"),
+    ],
+)
+@pytest.mark.usefixtures("compiler")
+def test_bad_usage_is_refused(arguments: list[str], said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        command.main(arguments)
+    assert str(refused.value).startswith(said)
+
+
+def test_an_update_of_less_than_the_file_has_changes_nothing(expectation: Path) -> None:
+    before = expectation.read_bytes()
+    with pytest.raises(UsageError, match="not updated"):
+        command.main(["--targets", "sm_90", "--expect", str(expectation), "--update"])
+    assert expectation.read_bytes() == before
+
+
+def test_an_unreadable_expectation_is_refused_before_anything_is_compiled(
+    compiler: Compiler, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UnreadableRecordsError):
+        command.main(["--expect", str(tmp_path / "none.json")])
+    assert capsys.readouterr() == ("", "")
+
+
+def test_without_a_compiler_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "unavailable", lambda: "triton is not installed")
+    with pytest.raises(UsageError, match=r"^nothing can be compiled here: triton is not installed$"):
+        command.main([])

@@ -1,0 +1,32 @@
+"""The audit of every kernel for every GPU, held against the committed expectation.
+
+After a change that was meant: tiebreak audit --expect reports/baselines/audit.json --update
+"""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed: pip install 'tiebreak[triton]'")
+
+from tiebreak.backends.audit.command import audited
+from tiebreak.backends.audit.compiling import compiler
+from tiebreak.backends.audit.sources import sources
+from tiebreak.backends.audit.targets import TARGETS
+from tiebreak.reports.audit import differences, read
+
+EXPECTED = Path(__file__).parents[2] / "reports" / "baselines" / "audit.json"
+SLOWEST_FIRST = sorted(TARGETS, key=lambda name: TARGETS[name].backend != "hip")
+
+
+@pytest.mark.parametrize("target", SLOWEST_FIRST)
+def test_what_rounds_is_as_expected(target: str) -> None:
+    expected = read(EXPECTED)
+    found = list(audited([TARGETS[target]], list(sources())))
+    assert any(audit.skipped is None for audit in found)
+    lines = differences([audit for audit in expected.audits if audit.target == target], found)
+    assert lines == [], f"expected of triton {expected.triton}, this is {compiler()}"
+
+
+def test_the_expectation_knows_the_same_targets() -> None:
+    assert {audit.target for audit in read(EXPECTED).audits} == set(TARGETS)

@@ -1,0 +1,130 @@
+"""The compiler as the audit calls it: no GPU, nothing inherited; the reader's hardest question put to real assembly.
+
+Which casts are P̄'s and which are O's is settled by compiling kernels that have only one of them.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed: pip install 'tiebreak[triton]'")
+
+from tiebreak.backends.audit import compiling
+from tiebreak.backends.audit.compiling import NotCompiledError, compile_for
+from tiebreak.backends.audit.reading import read
+from tiebreak.backends.audit.sources import sources
+from tiebreak.backends.audit.targets import TARGETS, Target
+from tiebreak.kernels.flash import Block
+from tiebreak.kernels.formats import BF16, FP32, Format
+from tiebreak.kernels.plans import Cast, RoundingPlan
+from tiebreak.kernels.triton.config import Config
+from tiebreak.kernels.triton.roster import Compilation
+from tiebreak.reports.audit import Audit
+
+CASTS = {"sm_90": {"cvt.rn.bf16x2.f32", "cvt.rn.bf16.f32"}, "gfx942": {"v_add3_u32 0x7fff + last bit"}}
+
+
+def source(name: str, **changes: Cast) -> Compilation:
+    """A kernel of the roster in small blocks, with other casts."""
+    one = next(one for one in sources() if one.name == name)
+    config = one.constexprs["C"]
+    assert isinstance(config, Config)
+    plan: RoundingPlan = replace(config.plan, **changes)  # type: ignore[arg-type]
+    signature = dict(one.signature)
+    if "o" in changes:
+        signature["O"] = {"bf16": "*bf16", "fp32": "*fp32"}[changes["o"].fmt.name]
+    return replace(one, signature=signature, constexprs={"C": replace(config, plan=plan, block=Block(64, 32))})
+
+
+def audit(target: str, one: Compilation) -> Audit:
+    return read(target, one.name, compile_for(TARGETS[target], one), TARGETS[target].assembly)
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize(("p_bar", "o"), [(BF16, BF16), (BF16, FP32), (FP32, BF16)])
+def test_with_one_cast_alone_it_is_found_in_its_place(target: str, p_bar: Format, o: Format) -> None:
+    found = audit(target, source("triton_flash/forward", p_bar=Cast(p_bar), o=Cast(o)))
+    for fmt, casts in ((p_bar, found.operand_casts), (o, found.output_casts)):
+        assert bool(casts) == (fmt == BF16)
+        assert CASTS[target].issuperset(casts)
+
+
+def test_contraction_is_what_the_source_says() -> None:
+    one = source("triton_flash/query_gradient")
+    assert not one.enable_fp_fusion
+    assert audit("sm_90", one).contraction == ()
+    assert audit("sm_90", replace(one, enable_fp_fusion=True)).contraction == ("left to ptxas",)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TRITON_DEFAULT_FP_FUSION", "1"),
+        ("TRITON_DISABLE_LINE_INFO", "1"),
+        ("TRITON_INTERPRET", "1"),
+        ("TRITON_OVERRIDE_ARCH", "sm80"),
+    ],
+)
+def test_the_environment_changes_nothing(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = source("triton_flash/query_gradient")
+    before = compile_for(TARGETS["sm_90"], one)
+    monkeypatch.setenv(name, value)
+    assert compile_for(TARGETS["sm_90"], one) == before
+
+
+def test_the_environment_does_not_forbid_the_contraction_that_the_source_asks_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRITON_FORCE_DISABLE_FP_FUSION", "1")
+    one = replace(source("triton_flash/query_gradient"), enable_fp_fusion=True)
+    assert audit("sm_90", one).contraction == ("left to ptxas",)
+
+
+def test_what_is_pinned_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "1")
+    compile_for(TARGETS["sm_90"], source("triton_flash/delta"))
+    assert knobs.compilation.disable_line_info
+    assert knobs.runtime.add_stages_inspection_hook is None
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "reason"),
+    [
+        (Target("vulkan", "vulkan", "1.4", 32, "any"), "triton_flash/delta", "0 compatible backends"),
+        (TARGETS["sm_80"], "triton_fp8/forward", "fp8e4nv not supported in this architecture"),
+    ],
+)
+def test_what_triton_does_not_compile_is_refused_in_one_line(target: Target, name: str, reason: str) -> None:
+    with pytest.raises(NotCompiledError, match=reason) as refused:
+        compile_for(target, source(name))
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compiling.unavailable() is None
+    monkeypatch.setattr(compiling, "missing", lambda: "triton is not installed")
+    assert compiling.unavailable() == "triton is not installed"
+
+
+def test_an_assembler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    def gone(knob: object, path: object = None) -> None:
+        raise RuntimeError("Cannot find ptxas")
+
+    monkeypatch.setattr(knobs.env_nvidia_tool, "transform", gone)
+    reason = compiling.unavailable()
+    assert reason is not None
+    assert reason.startswith("Cannot find ptxas: ")
+
+
+def test_every_kind_of_rounding_is_audited_once() -> None:
+    names = [one.name for one in sources()]
+    assert len(names) == len(set(names))
+    configs = [(one.name, one.constexprs["C"]) for one in sources()]
+    rules = {config.shift for _, config in configs if isinstance(config, Config)}
+    plans = {config.plan.name for _, config in configs if isinstance(config, Config)}
+    assert len(rules) > 2
+    assert {"fused", "fused_stochastic", "paper", "standard"} <= plans

@@ -1,0 +1,372 @@
+"""What the assembly says of rounding, on snippets written by hand: every kind of instruction, and planted changes."""
+
+import pytest
+
+from tiebreak.backends.audit.reading import read
+from tiebreak.reports.audit import Audit, differences
+
+# A kernel in short. Line 10: scores, 20: softmax, 30: the last product, 40: division, 50: cast and store.
+PTX = """
+	.loc	1 10 1                          // k.py:10:1
+	mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%r1, %r2}, {%r3, %r4}, {%r5}, {%r6, %r6};
+	.loc	1 20 1                          // k.py:20:1
+	mul.rn.f32 	%r7, %r1, %r9;
+	sub.rn.f32 	%r10, %r7, %r8;
+	ex2.approx.ftz.f32 	%r11, %r10;
+	.loc	1 25 1                          // k.py:25:1
+	cvt.rn.bf16x2.f32 	%r12, %r11, %r11;
+	.loc	1 30 1                          // k.py:30:1
+	mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%r13, %r14}, {%r12, %r12}, {%r5}, {%r13, %r14};
+	.loc	1 40 1                          // k.py:40:1
+	div.full.f32 	%r20, %r13, %r15;
+	lg2.approx.ftz.f32 	%r21, %r15;
+	.loc	1 50 1                          // k.py:50:1
+	cvt.rn.bf16x2.f32 	%r22, %r20, %r20;
+	st.global.b32 	[%rd1], %r22;
+"""
+# gfx942: no cast instruction, so integers round.
+CDNA3 = """
+	.loc	1 10 1                          ; k.py:10:1
+	v_mfma_f32_32x32x8_bf16 v[0:15], v[60:61], v[62:63], 0
+	.loc	1 20 1                          ; k.py:20:1
+	v_mul_f32_e32 v20, v0, v70
+	v_sub_f32_e32 v20, v20, v71
+	v_exp_f32_e32 v20, v20
+	.loc	1 5 1                           ; c.py:5:1 @[ k.py:25:1 ]
+	v_bfe_u32 v21, v20, 16, 1
+	s_movk_i32 s3, 0x7fff
+	v_add3_u32 v21, v20, v21, s3
+	v_cmp_u_f32_e32 vcc, v20, v20
+	v_cndmask_b32_e32 v21, v21, v72, vcc
+	s_mov_b32 s4, 0x7060302
+	v_perm_b32 v22, v21, v21, s4
+	.loc	1 30 1                          ; k.py:30:1
+	v_mfma_f32_32x32x8_bf16 v[32:47], v[22:23], v[62:63], v[32:47]
+	.loc	1 40 1                          ; k.py:40:1
+	v_div_scale_f32 v50, s[0:1], v73, v73, v32
+	v_rcp_f32_e32 v51, v50
+	v_fma_f32 v52, -v50, v51, 1.0
+	v_div_fmas_f32 v52, v52, v51, v50
+	v_div_fixup_f32 v52, v52, v73, v32
+	v_log_f32_e32 v53, v73
+	.loc	1 5 1                           ; c.py:5:1 @[ k.py:50:1 ]
+	v_bfe_u32 v54, v52, 16, 1
+	v_add3_u32 v54, v52, v54, s3
+	v_lshrrev_b32_e32 v54, 16, v54
+	global_store_short v[80:81], v54, off
+	.amdhsa_float_round_mode_32 0
+	.amdhsa_float_round_mode_16_64 0
+	.amdhsa_float_denorm_mode_32 3
+"""
+CDNA4 = """
+	.loc	1 20 1                          ; k.py:20:1
+	v_pk_mul_f32 v[20:21], v[0:1], v[70:71]
+	v_pk_add_f32 v[20:21], v[20:21], v[72:73]
+	v_exp_f32_e32 v20, v20
+	v_exp_f32_e32 v21, v21
+	.loc	1 5 1                           ; c.py:5:1 @[ k.py:25:1 ]
+	v_cvt_pk_bf16_f32 v22, v20, v21
+	.loc	1 30 1                          ; k.py:30:1
+	v_mfma_f32_32x32x16_bf16 v[32:47], v[22:25], v[62:65], v[32:47]
+	.loc	1 50 1                          ; k.py:50:1
+	v_rcp_f32_e32 v50, v73
+	v_mul_f32_e32 v51, v32, v50
+	v_cvt_pk_bf16_f32 v52, v51, v51
+	.amdhsa_float_round_mode_32 0
+	.amdhsa_float_round_mode_16_64 0
+	.amdhsa_float_denorm_mode_32 3
+"""
+SETTINGS = ".amdhsa_float_round_mode_32 0\n.amdhsa_float_round_mode_16_64 0\n.amdhsa_float_denorm_mode_32 3"
+KERNELS = {"ptx": PTX, "cdna3": CDNA3, "cdna4": CDNA4}
+
+
+def audit(text: str, dialect: str) -> Audit:
+    return read("target", "kernel", text, "ptx" if dialect == "ptx" else "amdgcn")
+
+
+def test_ptx_as_a_whole() -> None:
+    assert audit(PTX, "ptx") == Audit(
+        target="target",
+        kernel="kernel",
+        skipped=None,
+        products=("mma.sync k16 bf16*bf16 -> f32",),
+        operand_casts=("cvt.rn.bf16x2.f32",),
+        output_casts=("cvt.rn.bf16x2.f32",),
+        exponential=("ex2.approx.ftz.f32",),
+        exponent=("add",),
+        logarithm=("lg2.approx.ftz.f32",),
+        division=("div.full.f32",),
+        contraction=(),
+        flushes=("ex2", "lg2"),
+        mode="to even",
+        fused=0,
+        separate=2,
+    )
+
+
+def test_amdgcn_without_a_cast_instruction_as_a_whole() -> None:
+    assert audit(CDNA3, "cdna3") == Audit(
+        target="target",
+        kernel="kernel",
+        skipped=None,
+        products=("mfma k8 bf16*bf16 -> f32",),
+        operand_casts=("v_add3_u32 0x7fff + last bit",),
+        output_casts=("v_add3_u32 0x7fff + last bit",),
+        exponential=("v_exp_f32",),
+        exponent=("add",),
+        logarithm=("v_log_f32",),
+        division=("v_div_scale/fmas/fixup_f32",),
+        contraction=(),
+        flushes=("v_exp_f32", "v_log_f32"),
+        mode="to even",
+        fused=0,
+        separate=2,
+    )
+
+
+def test_amdgcn_with_a_cast_instruction() -> None:
+    found = audit(CDNA4, "cdna4")
+    assert found.products == ("mfma k16 bf16*bf16 -> f32",)
+    assert found.operand_casts == found.output_casts == ("v_cvt_pk_bf16_f32",)
+    assert found.division == ("v_rcp_f32",)
+    assert (found.fused, found.separate) == (0, 2)  # packed ones count once; those of the output do not
+
+
+@pytest.mark.parametrize(
+    ("instruction", "name"),
+    [
+        ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%r1}, {%r2}, %rd1, 0;",
+         "wgmma k16 bf16*bf16 -> f32"),
+        ("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {%r1}, {%r2}, %rd1, 0;",
+         "wgmma k32 e4m3*e4m3 -> f32"),
+        ("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r1}, {%r2}, {%r3}, {%r1};",
+         "mma.sync k8 tf32*tf32 -> f32"),
+        ("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%r1}, {%r2}, {%r3}, {%r1};",
+         "mma.sync k16 f16*f16 -> f16"),
+        # D: f32, A and B: bf16; then f16; then a descriptor that nobody knows.
+        ("mov.b32 %r8, 135267472;\n@%p1 tcgen05.mma.cta_group::1.kind::f16 [ %r1 + 0 ], %rd1, %rd2, %r8, %p2;",
+         "tcgen05.mma k16 bf16*bf16 -> f32"),
+        ("mov.b32 %r8, 135266320;\n@%p1 tcgen05.mma.cta_group::1.kind::f16 [ %r1 + 0 ], %rd1, %rd2, %r8, %p2;",
+         "tcgen05.mma k16 f16*f16 -> f32"),
+        ("mov.b32 %r8, 135266320;\ntcgen05.mma.cta_group::1.kind::f8f6f4 [ %r1 + 0 ], %rd1, %rd2, %r8, %p2;",
+         "tcgen05.mma k32 e4m3*e4m3 -> f32"),
+        ("ld.param.b32 %r8, [p];\ntcgen05.mma.cta_group::1.kind::f16 [ %r1 + 0 ], %rd1, %rd2, %r8, %p2;",
+         "tcgen05.mma kind::f16"),
+    ],
+)  # fmt: skip
+def test_products_of_ptx(instruction: str, name: str) -> None:
+    assert audit(instruction, "ptx").products == (name,)
+
+
+@pytest.mark.parametrize(
+    ("opcode", "name"),
+    [
+        ("v_mfma_f32_16x16x16_bf16", "mfma k16 bf16*bf16 -> f32"),
+        ("v_mfma_f32_32x32x8_bf16_1k", "mfma k8 bf16*bf16 -> f32"),
+        ("v_mfma_f32_16x16x32_fp8_fp8", "mfma k32 fp8*fp8 -> f32"),
+        ("v_mfma_f32_32x32x16_fp8_bf8", "mfma k16 fp8*bf8 -> f32"),
+        ("v_mfma_f32_32x32x2_f32", "mfma k2 f32*f32 -> f32"),
+        ("v_mfma_scale_f32_32x32x64_f8f6f4", "mfma k64 f8f6f4*f8f6f4 -> f32"),
+    ],
+)
+def test_products_of_amdgcn(opcode: str, name: str) -> None:
+    assert audit(f"{opcode} v[0:15], v[20:21], v[22:23], v[0:15]\n{SETTINGS}", "cdna3").products == (name,)
+
+
+Plant = tuple[str, str]
+
+
+def planted(kernel: str, *changes: Plant) -> str:
+    """A kernel with each change made at the first place where it can be."""
+    text = KERNELS[kernel]
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new, 1)
+    return text
+
+
+ONE_CAST = "cvt.rn.bf16x2.f32 	%r12, %r11, %r11;"
+O_CAST = "cvt.rn.bf16x2.f32 	%r22, %r20, %r20;"
+O_ROUNDED = "v_bfe_u32 v54, v52, 16, 1\n	v_add3_u32 v54, v52, v54, s3\n"
+CUT = "and.b32 	%r16, %r17, -65536;\n	mov.b32 	%r20, %r16;\n	"
+TO_EVEN = "v_add3_u32 0x7fff + last bit"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "change", "field", "value"),
+    [
+        # P̄'s cast
+        ("ptx", (ONE_CAST, ONE_CAST.replace(".rn", ".rz")), "operand_casts", ("cvt.rz.bf16x2.f32",)),
+        ("ptx", (ONE_CAST, ONE_CAST.replace(".rn", ".rna")), "operand_casts", ("cvt.rna.bf16x2.f32",)),
+        ("ptx", (ONE_CAST, "cvt.rn.satfinite.e4m3x2.f32 	%rs12, %r11, %r11;"), "operand_casts",
+         ("cvt.rn.satfinite.e4m3x2.f32",)),
+        ("ptx", (ONE_CAST, "cvt.rn.bf16.f32 	%rs12, %r11;"), "operand_casts", ("cvt.rn.bf16.f32",)),
+        ("ptx", (ONE_CAST, "prmt.b32 	%r12, %r11, %r11, 0x7632U;"), "operand_casts",
+         ("prmt.b32 (upper half, truncated)",)),
+        ("cdna3", ("v_add3_u32 v21, v20, v21, s3", "s_nop 0"), "operand_casts", ()),
+        ("cdna3", ("v_perm_b32 v22, v21, v21, s4", "v_perm_b32 v22, v20, v20, s4"), "operand_casts",
+         (TO_EVEN, "v_perm_b32 (upper half, truncated)")),
+        ("cdna4", ("v_cvt_pk_bf16_f32", "v_cvt_sr_pk_bf16_f32"), "operand_casts", ("v_cvt_sr_pk_bf16_f32",)),
+        ("cdna4", ("v_cvt_pk_bf16_f32", "v_cvt_pkrtz_f16_f32"), "operand_casts", ("v_cvt_pkrtz_f16_f32",)),
+        ("cdna4", ("v_cvt_pk_bf16_f32", "v_cvt_pk_fp8_f32"), "operand_casts", ("v_cvt_pk_fp8_f32",)),
+        # O's cast
+        ("ptx", (O_CAST, O_CAST.replace(".rn", ".rz")), "output_casts", ("cvt.rz.bf16x2.f32",)),
+        ("ptx", (O_CAST, "cvt.rs.bf16x2.f32 	%r22, %r20, %r20, %r23;"), "output_casts", ("cvt.rs.bf16x2.f32",)),
+        ("ptx", (O_CAST, "add.s32 	%r17, %r20, %r18;\n	" + CUT + O_CAST), "output_casts",
+         ("integer add, cut to bf16; cvt.rn.bf16x2.f32",)),
+        ("ptx", (O_CAST, "add.rn.f32 	%r17, %r20, %r18;\n	" + CUT + O_CAST), "output_casts",
+         ("cut to bf16 (truncated); cvt.rn.bf16x2.f32",)),
+        ("cdna3", (O_ROUNDED, "v_add_u32_e32 v54, v52, v55\n	v_and_b32_e32 v54, 0xffff0000, v54\n"), "output_casts",
+         ("integer add, cut to bf16",)),
+        ("cdna3", (O_ROUNDED, "v_mov_b32_e32 v54, v52\n"), "output_casts", ("v_lshrrev_b32 (upper half, truncated)",)),
+        # exponential, division, logarithm
+        ("ptx", ("ex2.approx.ftz.f32", "ex2.approx.f32"), "exponential", ("ex2.approx.f32",)),
+        ("ptx", ("ex2.approx.ftz.f32", "ex2.approx.f32"), "flushes", ("lg2",)),
+        ("ptx", ("div.full.f32", "div.rn.f32"), "division", ("div.rn.f32",)),
+        ("ptx", ("div.full.f32 	%r20, %r13, %r15", "rcp.approx.ftz.f32 	%r20, %r15"), "division",
+         ("rcp.approx.ftz.f32",)),
+        ("cdna3", ("v_rcp_f32_e32 v51, v50", "v_rcp_f32_e32 v51, v50\n	v_rcp_f32_e32 v59, v50"), "division",
+         ("v_div_scale/fmas/fixup_f32", "v_rcp_f32")),
+        # contraction
+        ("ptx", ("sub.rn.f32 	%r10, %r7, %r8", "fma.rn.f32 	%r10, %r1, %r9, %r8"), "exponent", ("fma",)),
+        ("ptx", ("sub.rn.f32 	%r10, %r7, %r8", "fma.rn.f32 	%r10, %r1, %r9, %r8"), "contraction", ("fma",)),
+        ("ptx", ("mul.rn.f32", "mul.f32"), "contraction", ("left to ptxas",)),
+        ("cdna3", ("v_sub_f32_e32 v20, v20, v71", "v_fma_f32 v20, v0, v70, -v71"), "contraction", ("fma",)),
+        ("cdna4", ("v_pk_add_f32 v[20:21], v[20:21], v[72:73]", "v_pk_fma_f32 v[20:21], v[0:1], v[70:71], v[72:73]"),
+         "exponent", ("fma",)),
+        # modes
+        ("ptx", ("mul.rn.f32", "mul.rz.f32"), "mode", "to even, rz"),
+        ("cdna3", ("round_mode_32 0", "round_mode_32 3"), "mode", "toward zero, fp16 to even"),
+        ("cdna3", ("round_mode_16_64 0", "round_mode_16_64 1"), "mode", "to even, fp16 up"),
+        ("cdna3", ("v_exp_f32", "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 0, 2), 3\n	v_exp_f32"), "mode",
+         "to even; hwreg(HW_REG_MODE, 0, 2) 3"),
+        ("cdna3", ("denorm_mode_32 3", "denorm_mode_32 0"), "flushes",
+         ("fp32", "v_exp_f32", "v_log_f32")),
+        # products
+        ("ptx", ("f32.bf16.bf16.f32", "f16.bf16.bf16.f16"), "products",
+         ("mma.sync k16 bf16*bf16 -> f16", "mma.sync k16 bf16*bf16 -> f32")),
+        ("cdna3", ("32x32x8_bf16", "32x32x16_bf16"), "products",
+         ("mfma k16 bf16*bf16 -> f32", "mfma k8 bf16*bf16 -> f32")),
+    ],
+)  # fmt: skip
+def test_a_planted_change_is_seen_and_falls(kernel: str, change: Plant, field: str, value: object) -> None:
+    before, after = audit(KERNELS[kernel], kernel), audit(planted(kernel, change), kernel)
+    assert getattr(after, field) == value
+    assert any(line.startswith(f"target kernel: {field}: ") for line in differences([before], [after]))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "change"),
+    [
+        (
+            "ptx",
+            (
+                "%r22, %r20, %r20;\n	st.global.b32 	[%rd1], %r22",
+                "%r99, %r20, %r20;\n	st.global.b32 	[%rd1], %r99",
+            ),
+        ),
+        ("ptx", ("	.loc	1 50 1 ", "	.loc	1 52 3 ")),
+        ("cdna4", ("v_pk_mul_f32 v[20:21], v[0:1], v[70:71]", "v_pk_mul_f32 v[20:21], v[0:1], v[80:81]\n	v_nop")),
+    ],
+)
+def test_what_does_not_round_does_not_fall(kernel: str, change: Plant) -> None:
+    before = audit(KERNELS[kernel], kernel)
+    text = KERNELS[kernel].replace(*change)
+    assert differences([before], [audit(text, kernel)]) == []
+
+
+@pytest.mark.parametrize("kernel", list(KERNELS))
+def test_an_output_above_the_last_product_in_the_text_is_still_one(kernel: str) -> None:
+    """A scheduler may put the cast of the first half of O above the product of the second."""
+    text = KERNELS[kernel]
+    product = next(line for line in text.splitlines() if ":30:1" in line) + "\n"
+    after = text.index(product) + len(product)
+    matrix = text[after : text.index("\n", after) + 1]
+    moved = text[: after - len(product)] + text[after + len(matrix) :] + product + matrix
+    before, found = audit(text, kernel), audit(moved, kernel)
+    assert found.output_casts == before.output_casts
+    assert found.operand_casts == before.operand_casts
+
+
+def test_an_operand_cast_that_is_folded_into_its_product_is_none_of_the_output() -> None:
+    """PTX gives a cast the place of the product that takes it."""
+    text = PTX.replace(
+        "	.loc	1 25 1                          // k.py:25:1\n", "	.loc	1 30 1 // k.py:30:1\n"
+    )
+    text = text.replace(O_CAST, O_CAST.replace(".rn", ".rz"))
+    found = audit(text, "ptx")
+    assert (found.operand_casts, found.output_casts) == (("cvt.rn.bf16x2.f32",), ("cvt.rz.bf16x2.f32",))
+
+
+def test_an_operand_cast_on_the_line_of_its_product_is_none_of_the_output() -> None:
+    """As in `dot(narrow(p), v)`, where the call of `narrow` is to the right of the call of `dot`."""
+    for product, cast in (("30:1", "30:1"), ("7:2 @[ k.py:30:1 ]", "3:4 @[ k.py:30:9 ]")):
+        text = CDNA4.replace("; k.py:30:1", f"; t.py:{product}").replace("c.py:5:1 @[ k.py:25:1 ]", f"c.py:{cast}")
+        assert audit(text, "cdna4").operand_casts == ("v_cvt_pk_bf16_f32",)
+
+
+@pytest.mark.parametrize("kernel", ["ptx", "cdna3"])
+def test_the_insides_of_a_division_or_a_logarithm_are_no_contraction(kernel: str) -> None:
+    """Where there is no product, as in standard attention's softmax, they are not below one."""
+    text = KERNELS[kernel].replace("lg2.approx.ftz.f32 	%r21, %r15", "fma.rn.ftz.f32 	%r21, %r15, %r15, %r15")
+    found = audit("\n".join(line for line in text.splitlines() if "mma" not in line and "mfma" not in line), kernel)
+    assert (found.contraction, found.fused) == ((), 0)
+
+
+def test_a_number_that_is_loaded_far_from_its_use_is_found() -> None:
+    """Above the loop, and the register serves for something else in between, further up in the text."""
+    text = CDNA3.replace("	s_movk_i32 s3, 0x7fff\n", "	s_and_b64 s[2:3], s[0:1], s[4:5]\n")
+    found = audit("	s_movk_i32 s3, 0x7fff\n" + text, "cdna3")
+    assert found.operand_casts == found.output_casts == (TO_EVEN,)
+
+
+def test_of_two_numbers_in_one_register_the_nearest_counts() -> None:
+    text = CDNA3.replace("	s_movk_i32 s3, 0x7fff\n", "	s_mov_b32 s3, 0x7ffff\n", 1)
+    text = text.replace("	v_bfe_u32 v54", "	s_movk_i32 s3, 0x7fff\n	v_bfe_u32 v54")
+    found = audit(text, "cdna3")
+    assert (found.operand_casts, found.output_casts) == (("v_add3_u32 0x7ffff + last bit",), (TO_EVEN,))
+
+
+def test_a_register_that_holds_a_variable_is_no_number() -> None:
+    """Vector registers serve for one and the other."""
+    text = CDNA4.replace("	.amdhsa_float_round", "	v_mov_b32_e32 v90, 0x7fff\n	.amdhsa_float_round", 1)
+    found = audit("	v_lshlrev_b32_e32 v90, 2, v91\n	v_add3_u32 v92, v91, v93, v90\n" + text, "cdna4")
+    assert found.operand_casts == ("v_cvt_pk_bf16_f32",)
+
+
+def test_a_number_that_was_rounded_is_not_cut_again() -> None:
+    """Back in fp32 after a cast, as where a plan rounds at every step."""
+    more = "	v_and_b32_e32 v61, 0xffff0000, v52\n	v_lshrrev_b32_e32 v62, 16, v52\n	.amdhsa_float_round"
+    found = audit(CDNA4.replace("	.amdhsa_float_round", more), "cdna4")
+    assert found.output_casts == ("v_cvt_pk_bf16_f32",)
+    more = "	v_and_b32_e32 v61, 0xffff0000, v55\n	.amdhsa_float_round"
+    text = CDNA3.replace("v_add3_u32 v54, v52, v54, s3", "v_add3_u32 v55, v52, v54, s3")
+    text = text.replace("v_lshrrev_b32_e32 v54, 16, v54", "v_lshrrev_b32_e32 v54, 16, v55")
+    assert audit(text.replace("	.amdhsa_float_round", more), "cdna3").output_casts == (TO_EVEN,)
+
+
+def test_without_a_product_every_cast_is_one_of_the_output() -> None:
+    text = "\n".join(line for line in PTX.splitlines() if "mma.sync" not in line)
+    found = audit(text, "ptx")
+    assert (found.products, found.operand_casts, found.output_casts) == ((), (), ("cvt.rn.bf16x2.f32",))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "v_perm_b32 v0, v1, v2, s4",  # of what was loaded
+        "v_lshrrev_b32_e32 v3, 16, v9",
+        "v_and_b32_e32 v3, 0xffff0000, v9",  # a bf16 number made an fp32 one
+        "v_xor_b32_e32 v3, v8, v9\nv_lshrrev_b32_e32 v3, 16, v3",  # a hash
+        "v_cvt_f32_bf16 v1, v2",
+        "v_cvt_f32_i32_e32 v1, v2",
+    ],
+)
+def test_what_only_looks_like_a_cast(text: str) -> None:
+    found = audit(f"global_load_dword v9, v8, s[0:1]\ns_mov_b32 s4, 0x7060302\n{text}\n{SETTINGS}", "cdna3")
+    assert found.operand_casts == found.output_casts == ()
+
+
+def test_assembly_that_does_not_say_its_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="float_denorm_mode_32"):
+        audit("v_exp_f32_e32 v0, v1", "cdna3")

@@ -1,0 +1,115 @@
+"""The Triton kernels beside PyTorch's flash attention and cuDNN's, in one run on one GPU: TFLOP/s.
+
+Run with ``make bench-gpu``. Not run on a GPU yet.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from tiebreak.backends.cuda import unavailable
+from tiebreak.backends.gpu_timing import backward_flops, forward_flops, l2_flush, side_by_side
+from tiebreak.backends.platform import describe_gpu
+from tiebreak.kernels.triton.autograd import attention
+from tiebreak.kernels.triton.loading import missing
+from tiebreak.kernels.triton.roster import DECLARATIONS
+
+REASON = unavailable() or missing()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+SHAPES = [(4, 16, 4096, 64), (4, 16, 4096, 128)]  # batch, heads, N, d
+OURS = ("triton_flash", "triton_stabilized", "triton_dithered", "triton_fair")
+THEIRS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
+ROUNDS = 50
+LONG = (1, 1, 65536, 128)
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _sdpa(backend: SDPBackend, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel([backend]):
+        return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def _triton(name: str, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention(q, k, v, DECLARATIONS[name], causal=causal, noise_seed=1)
+
+
+def _contenders(causal: bool) -> Mapping[str, Attention]:
+    theirs = {name: partial(_sdpa, backend, causal) for name, backend in THEIRS.items()}
+    return theirs | {name: partial(_triton, name, causal) for name in OURS}
+
+
+def _tensors(shape: tuple[int, int, int, int]) -> tuple[Tensor, ...]:
+    """q, k, v and dO."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    return tuple(torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+
+
+@pytest.fixture(scope="module")
+def flush() -> Callable[[], object]:
+    return l2_flush()
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention(
+    capsys: pytest.CaptureFixture[str],
+    flush: Callable[[], object],
+    shape: tuple[int, int, int, int],
+    causal: bool,
+) -> None:
+    q, k, v, do = _tensors(shape)
+    leaves = tuple(tensor.requires_grad_() for tensor in (q, k, v))
+    contenders = _contenders(causal)
+    forward = {name: partial(_without_graph, call, *leaves) for name, call in contenders.items()}
+    outputs = {name: call(*leaves) for name, call in contenders.items()}
+    backward = {name: partial(_gradients, o, leaves, do) for name, o in outputs.items()}
+    assert all(o.isfinite().all() for o in outputs.values())
+    passes = {
+        "forward": (side_by_side(forward, flush, rounds=ROUNDS), forward_flops(*shape, causal=causal)),
+        "backward": (side_by_side(backward, flush, rounds=ROUNDS), backward_flops(*shape, causal=causal)),
+    }
+    with capsys.disabled():
+        print(f"\n{_machine()}\n(batch, heads, N, d) {shape}, bf16, {'causal' if causal else 'full'}")
+        for name, (milliseconds, flops) in passes.items():
+            print("\n".join(_rows(name, milliseconds, flops)))
+
+
+def _without_graph(call: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        return call(q, k, v)
+
+
+def _gradients(o: Tensor, leaves: tuple[Tensor, ...], do: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+
+def _machine() -> str:
+    gpu = describe_gpu()
+    told = {"driver": gpu.gpu_driver, "CUDA": gpu.cuda, "HIP": gpu.hip, "cuDNN": gpu.cudnn, "triton": gpu.triton}
+    versions = ", ".join(f"{name} {version}" for name, version in told.items() if version is not None)
+    return f"{gpu.gpu} ({gpu.gpu_arch}), torch {torch.__version__}, {versions}"
+
+
+def _rows(name: str, milliseconds: Mapping[str, float], flops: float) -> list[str]:
+    plain = milliseconds["sdpa_flash"]
+    return [
+        f"{name:9}{kernel:18}{time:9.3f} ms{flops / time / 1e9:9.1f} TFLOP/s{plain / time:7.2f} x sdpa_flash"
+        for kernel, time in milliseconds.items()
+    ]
+
+
+def test_long_rows_take_memory_for_the_rows_alone() -> None:
+    leaves = tuple(tensor.requires_grad_() for tensor in _tensors(LONG)[:3])
+    one = leaves[0].numel() * leaves[0].element_size()
+    torch.cuda.reset_peak_memory_stats()
+    o = _triton("triton_flash", True, *leaves)
+    _gradients(o, leaves, torch.ones_like(o))
+    # Tensors of q's size are 8, and some are copied; a matrix of scores in bf16 would be 512.
+    assert torch.cuda.max_memory_allocated() < 64 * one

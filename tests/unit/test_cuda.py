@@ -1,0 +1,482 @@
+"""The backend `cuda` without a GPU: stand-ins in torch.cuda's place, and the host in the device's."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from tiebreak.backends import cuda, gpu_timing
+from tiebreak.backends.backend import Backend
+from tiebreak.backends.torch_arithmetic import TorchArithmetic
+from tiebreak.cases.bounds import error_bound
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels import flash_attn, flex, vendor
+from tiebreak.kernels.formats import BF16, FP16, FP32
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.plans import Accumulator, Cast
+from tiebreak.kernels.reference import reference, reference_gradients
+from tiebreak.matrix.cell import Cell, Settings
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.records import CRASHED, HELD, INCONCLUSIVE, SKIPPED, Record
+
+CASES = {case.name: case for case in SCRIPTED}
+ARITHMETIC = cuda.CudaArithmetic()
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Card:
+    name: str = "NVIDIA H200"
+    capability: tuple[int, int] = (9, 0)
+    free: int = 140 * GIB
+
+
+Machine = Callable[..., None]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Puts cards into torch.cuda, and the build of torch that they need."""
+
+    def put(*cards: Card, hip: str | None = None) -> None:
+        monkeypatch.setattr(torch.version, "cuda", None if hip else "12.8")
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(cards))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: cards[device].name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: cards[device].capability)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (cards[device].free, 0))
+
+    return put
+
+
+def made(name: str, queries: int | None = None) -> AttentionInputs:
+    """Inputs of a scripted case; with `queries`, of its first queries alone, so that they see keys ahead of them."""
+    inputs = CASES[name].make(1, 0, 16, BF16)
+    if queries is None:
+        return inputs
+    return replace(inputs, q=inputs.q[:, :, :queries], do=inputs.do[:, :, :queries])
+
+
+def hold_to_bound(kernel: Kernel, inputs: AttentionInputs, o: Tensor) -> None:
+    assert kernel.declaration is not None
+    ref = reference(inputs)
+    assert o.shape == ref.o.shape
+    assert ((o.double() - ref.o).abs() <= error_bound(inputs, ref, kernel.declaration)).all()
+
+
+class TestUnavailable:
+    def test_a_build_without_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.version, "cuda", None)
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("CUDA was asked"))
+        told = cuda.unavailable()
+        assert told == f"PyTorch {torch.__version__} is built without CUDA and ROCm: install a build for your GPU"
+
+    def test_no_driver(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        def init() -> None:
+            raise RuntimeError("Found no NVIDIA driver on your system. Please check that\nyou have one")
+
+        machine()
+        monkeypatch.setattr(torch.cuda, "init", init)
+        assert cuda.unavailable() == "PyTorch finds no GPU: Found no NVIDIA driver on your system. Please check that"
+
+    def test_no_device(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        machine()
+        monkeypatch.setattr(torch.cuda, "init", lambda: None)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert cuda.unavailable() == "PyTorch finds no GPU; CUDA_VISIBLE_DEVICES is ''"
+
+    def test_a_card_without_bf16(self, machine: Machine) -> None:
+        machine(Card("Tesla T4", (7, 5)))
+        assert cuda.unavailable() == "Tesla T4 (sm_75) has no bf16, which needs sm_80"
+
+    def test_one_of_two_cards_without_bf16(self, machine: Machine) -> None:
+        machine(Card(), Card("Tesla T4", (7, 5)))
+        told = "Tesla T4 (sm_75) has no bf16, which needs sm_80; leave it out with CUDA_VISIBLE_DEVICES"
+        assert cuda.unavailable() == told
+
+    def test_a_card_that_will_do(self, machine: Machine) -> None:
+        machine(Card("NVIDIA A100", (8, 0)))
+        assert cuda.unavailable() is None
+        assert "CUDA" in cuda.about()
+
+    def test_rocm_is_told_by_its_own_version(self, machine: Machine) -> None:
+        # Capabilities are gfx numbers there: gfx908 is (9, 0), and every card since has bf16.
+        machine(Card("AMD Radeon VII", (7, 0)), hip="6.4")
+        assert cuda.unavailable() is None
+        assert "ROCm" in cuda.about()
+
+
+class TestPoisoned:
+    @pytest.fixture
+    def errors(self, monkeypatch: pytest.MonkeyPatch) -> list[RuntimeError | None]:
+        """What the next calls of synchronize raise."""
+        pending: list[RuntimeError | None] = []
+
+        def synchronize() -> None:
+            if (error := pending.pop(0)) is not None:
+                raise error
+
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+        return pending
+
+    def test_an_error_that_stays(self, errors: list[RuntimeError | None]) -> None:
+        errors += [RuntimeError("an illegal memory access was encountered")] * 2
+        assert cuda.poisoned()
+
+    def test_an_error_that_was_still_to_be_told(self, errors: list[RuntimeError | None]) -> None:
+        errors += [RuntimeError("invalid configuration argument"), None]
+        assert not cuda.poisoned()
+
+    def test_no_error(self, errors: list[RuntimeError | None]) -> None:
+        errors += [None]
+        assert not cuda.poisoned()
+
+    def test_a_process_that_never_used_a_gpu(self) -> None:
+        assert not cuda.poisoned()
+
+
+class TestExactProducts:
+    @pytest.fixture(autouse=True)
+    def loose(self) -> Iterator[None]:
+        """A process whose user lets products be narrow."""
+        before = switches()
+        switch(LOOSE)
+        yield
+        switch(before)
+
+    def test_the_arithmetic_switches_all_off_and_puts_them_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[dict[str, object]] = []
+        monkeypatch.setattr(TorchArithmetic, "matmul", lambda *args: seen.append(switches()))
+        ARITHMETIC.matmul(torch.ones(1, 1), torch.ones(1, 1), Cast(BF16), Accumulator.EXACT)
+        assert seen == [{name: "ieee" if name == "fp32_precision" else False for name in LOOSE}]
+        assert switches() == LOOSE
+
+    def test_they_are_put_back_after_an_error(self) -> None:
+        with pytest.raises(RuntimeError):
+            ARITHMETIC.matmul(torch.ones(1, 2), torch.ones(1, 2), Cast(FP32), Accumulator.EXACT)
+        assert switches() == LOOSE
+
+    def test_kernels_of_others_run_under_them(self) -> None:
+        seen: list[dict[str, object]] = []
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            seen.append(switches() | {"math": reduced_math()})
+            return q + k.sum() + v.sum()
+
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+        try:
+            vendor.through_autograd(call, made("random"), True)
+            assert reduced_math()
+        finally:
+            torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
+        assert seen == [{name: "ieee" if name == "fp32_precision" else False for name in (*LOOSE, "math")}]
+
+
+TF32 = "fp32_precision" if hasattr(torch.backends.cuda.matmul, "fp32_precision") else "allow_tf32"
+LOOSE: dict[str, object] = {
+    TF32: "tf32" if TF32 == "fp32_precision" else True,
+    "allow_bf16_reduced_precision_reduction": True,
+    "allow_fp16_reduced_precision_reduction": True,
+    "allow_fp16_accumulation": True,
+}
+
+
+def switch(values: dict[str, object]) -> None:
+    for name, value in values.items():
+        setattr(torch.backends.cuda.matmul, name, value)
+
+
+def reduced_math() -> bool:
+    return bool(torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed())  # type: ignore[no-untyped-call]
+
+
+def switches() -> dict[str, object]:
+    return {name: getattr(torch.backends.cuda.matmul, name) for name in LOOSE}
+
+
+class TestCompiledOnce:
+    @pytest.fixture(autouse=True)
+    def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+        return tmp_path / "cache"
+
+    @staticmethod
+    def kernel(cache: Path, locked: list[bool]) -> Kernel:
+        """Notes, run by run, whether another process would have to wait."""
+
+        def compute(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> AttentionOutput:
+            try:
+                FileLock(cache / "tiebreak-mine.lock", timeout=0).acquire()
+            except Timeout:
+                locked.append(True)
+            else:
+                locked.append(False)
+            return AttentionOutput(inputs.q)
+
+        return cuda.compiled_once(Kernel("mine", compute, None))
+
+    def test_only_the_first_run_on_inputs_of_a_kind_is_alone(self, cache: Path) -> None:
+        locked: list[bool] = []
+        kernel, inputs = self.kernel(cache, locked), made("random")
+        for given, gradients in (
+            (inputs, False),
+            (replace(inputs, noise_seed=7), False),
+            (inputs, True),
+            (replace(inputs, causal=True), False),
+            (replace(inputs, fmt=FP16), False),
+            (replace(inputs, q=inputs.q[:, :, :3], do=inputs.do[:, :, :3]), False),
+            (inputs, True),
+        ):
+            kernel.compute(given, ARITHMETIC, gradients)
+        assert locked == [True, False, True, True, True, True, False]
+
+    def test_a_kernel_that_raises_leaves_no_lock_behind(self, cache: Path) -> None:
+        def compute(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> AttentionOutput:
+            raise ValueError("no")
+
+        with pytest.raises(ValueError, match="no"):
+            cuda.compiled_once(Kernel("mine", compute, None)).compute(made("random"), ARITHMETIC, False)
+        with FileLock(cache / "tiebreak-mine.lock", timeout=0) as lock:
+            assert lock.is_locked
+
+
+def test_the_kernels_and_what_they_declare() -> None:
+    kernels = {kernel.name: kernel for kernel in cuda.cuda_kernels()}
+    names = {"triton_flash", "triton_fair", "flex", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math"}
+    assert names | {"flash_attn"} <= set(kernels)
+    for name in names - {"triton_fair", "sdpa_math"} | {"flash_attn"}:
+        declaration = kernels[name].declaration
+        assert declaration is not None
+        assert (declaration.label, declaration.plan.exponential.base_two) == ("flash@fused", True), name
+
+
+class TestCells:
+    """Cells of the backend as the matrix runs them, the host in the GPU's place."""
+
+    @staticmethod
+    def run(name: str) -> Record:
+        backend = Backend(
+            "cuda", cuda.about(), "cpu", ARITHMETIC, lambda: None, cuda.cuda_kernels, poisoned=cuda.poisoned
+        )
+        bench = Workbench(Settings(seed=1, heads=16))
+        return run_cell(Cell(backend, backend.kernel(name), CASES["tied_maxima[k=2]"], BF16), bench)
+
+    def test_eager_torch(self) -> None:
+        assert self.run("flash@paper").outcome in (HELD, INCONCLUSIVE)
+
+    def test_a_kernel_that_is_missing_says_so(self) -> None:
+        flash_attn.missing.cache_clear()
+        record = self.run("flash_attn")
+        assert record.outcome == SKIPPED
+        assert "flash-attn is not installed" in record.reasons[0]
+
+    def test_a_kernel_that_runs_another_has_crashed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **options: SDPBackend.FLASH_ATTENTION.value)
+        record = self.run("sdpa_flash")
+        assert record.outcome == CRASHED
+        assert "NotTheOneForcedError: FLASH_ATTENTION was forced, but PyTorch ran aten::" in record.reasons[0]
+
+
+class TestWorkers:
+    @pytest.mark.parametrize(("free", "expected"), [((140,), 35), ((140, 140), 70), ((140, 9), 4), ((3,), 1)], ids=str)
+    def test_memory_bounds_them(self, machine: Machine, free: tuple[int, ...], expected: int) -> None:
+        machine(*(Card(free=gib * GIB) for gib in free))
+        assert cuda.worker_limit(4.0) == expected
+
+    @pytest.mark.parametrize("need", [0.0, -1.0, float("nan")])
+    def test_memory_per_worker_must_be_positive(self, need: float) -> None:
+        with pytest.raises(ValueError, match="gib_per_worker"):
+            cuda.worker_limit(need)
+
+    def test_one_gpu_needs_no_word(self, machine: Machine) -> None:
+        machine(Card())
+        assert cuda.gpu_of("gw1") == {}
+
+    def test_several_take_turns(self, machine: Machine) -> None:
+        machine(Card(), Card())
+        given = [cuda.gpu_of(f"gw{worker}", {}) for worker in (0, 1, 2, 11)]
+        assert given == [{"CUDA_VISIBLE_DEVICES": device} for device in "0101"]
+
+    def test_of_those_that_are_visible(self, machine: Machine) -> None:
+        machine(Card(), Card())
+        told = {"CUDA_VISIBLE_DEVICES": "3,GPU-8f2c"}
+        assert [cuda.gpu_of(name, told)["CUDA_VISIBLE_DEVICES"] for name in ("gw0", "gw1")] == ["3", "GPU-8f2c"]
+
+    def test_rocm_has_a_variable_of_its_own(self, machine: Machine) -> None:
+        machine(Card(), Card(), hip="6.4")
+        assert cuda.gpu_of("gw1", {"CUDA_VISIBLE_DEVICES": "5,6"}) == {"HIP_VISIBLE_DEVICES": "1"}
+
+
+class TestFlex:
+    @pytest.fixture
+    def eager(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """FlexAttention's own uncompiled implementation: the same masks, scale and groups."""
+        from torch.nn.attention import flex_attention
+
+        monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+        monkeypatch.setattr(flex, "_compiled", lambda: flex_attention.flex_attention)
+
+    @pytest.mark.usefixtures("eager")
+    @pytest.mark.parametrize(
+        ("name", "queries"),
+        [("random_causal", None), ("random_causal", 30), ("random_grouped", None), ("padded", None)],
+    )
+    def test_what_it_is_given_is_the_inputs(self, name: str, queries: int | None) -> None:
+        inputs = made(name, queries)
+        hold_to_bound(flex.flex(), inputs, flex.flex().compute(inputs, ARITHMETIC, False).o)
+
+    def test_it_is_compiled_in_one_piece(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[dict[str, object]] = []
+        monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options))
+        flex._compiled.cache_clear()
+        flex._compiled()
+        flex._compiled.cache_clear()
+        assert asked == [{"fullgraph": True, "dynamic": False}]
+
+    def test_torch_compile_that_is_switched_off_would_run_another_implementation(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import torch._dynamo
+
+        assert flex.flex().refuses(made("random")) is None
+        monkeypatch.setattr(torch._dynamo.config, "disable", True)
+        assert "torch.compile is switched off" in str(flex.flex().refuses(made("random")))
+
+    def test_it_refuses_what_it_has_no_kernel_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        narrow = torch.ones(1, 1, 4, 8)
+        told = flex.flex().refuses(AttentionInputs(narrow, narrow, narrow, narrow, BF16))
+        assert told == "FlexAttention takes head dimensions from 16 on, not 8"
+        monkeypatch.setattr(flex, "missing", lambda: "triton is not installed")
+        assert flex.flex().refuses(made("random")) == "triton is not installed"
+
+
+class TestFlashAttn:
+    @pytest.fixture
+    def installed(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+        """A package of that name whose function takes (batch, N, heads, d), and what it was asked."""
+        asked: list[dict[str, object]] = []
+
+        def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+            asked.append(options)
+            q_, k_, v_ = (x.transpose(1, 2).float() for x in (q, k, v))
+            inputs = AttentionInputs(q_, k_, v_, q_, BF16)
+            hidden = replace(inputs, causal=bool(options["causal"])).hidden()
+            s = inputs.scale * inputs.q @ inputs.expanded_k().mT
+            s = s if hidden is None else s.masked_fill(hidden, -torch.inf)
+            return (s.softmax(-1) @ inputs.expanded_v()).transpose(1, 2).to(q.dtype)
+
+        module = ModuleType("flash_attn")
+        module.__spec__ = ModuleSpec("flash_attn", None)
+        module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "flash_attn", module)
+        return asked
+
+    @pytest.fixture(autouse=True)
+    def forget(self) -> None:
+        flash_attn.missing.cache_clear()
+
+    @pytest.mark.usefixtures("installed")
+    @pytest.mark.parametrize(("name", "queries"), [("random_causal", 30), ("random_grouped", None)])
+    def test_its_layout_and_masks(self, name: str, queries: int | None) -> None:
+        kernel, inputs = flash_attn.flash_attn(), made(name, queries)
+        assert kernel.refuses(inputs) is None
+        hold_to_bound(kernel, inputs, kernel.compute(inputs, ARITHMETIC, False).o)
+
+    def test_its_gradients_repeat(self, installed: list[dict[str, object]]) -> None:
+        kernel, inputs = flash_attn.flash_attn(), made("random_causal")
+        assert kernel.has_backward
+        gradients = kernel.compute(inputs, ARITHMETIC, True).gradients
+        assert gradients is not None
+        assert installed == [{"causal": True, "deterministic": True}]
+        exact = reference_gradients(inputs, reference(inputs))
+        for found, true in zip((gradients.dq, gradients.dk, gradients.dv), exact, strict=True):
+            assert (found.double() - true).norm() < 0.02 * true.norm()
+
+    def test_where_it_is_missing_it_skips_and_trains_nothing(self) -> None:
+        kernel = flash_attn.flash_attn()
+        assert "flash-attn is not installed" in str(kernel.refuses(made("random")))
+        assert not kernel.has_backward
+
+    def test_a_package_without_the_function(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = ModuleType("flash_attn")
+        module.__spec__ = ModuleSpec("flash_attn", None)
+        monkeypatch.setitem(sys.modules, "flash_attn", module)
+        told = flash_attn.flash_attn().refuses(made("random"))
+        assert told == "flash-attn has no flash_attn_func here: module 'flash_attn' has no attribute 'flash_attn_func'"
+
+    @pytest.mark.usefixtures("installed")
+    def test_it_refuses_what_it_does_not_take(self) -> None:
+        refuses = flash_attn.flash_attn().refuses
+        assert refuses(made("padded")) == "flash_attn_func takes no key padding mask"
+        assert refuses(replace(made("random"), fmt=FP32)) == "flash-attn takes bf16 and fp16, not fp32"
+        wide = torch.ones(1, 1, 2, 264)
+        told = refuses(AttentionInputs(wide, wide, wide, wide, BF16))
+        assert told == "flash-attn takes head dimensions up to 256, not 264"
+
+
+class TestTiming:
+    def test_operations_are_those_of_the_products(self) -> None:
+        full = gpu_timing.forward_flops(4, 16, 4096, 64, causal=False)
+        assert full == 2 * (2 * 4 * 16 * 4096 * 4096 * 64)  # a multiply and an add, in S = Q K^T and in P V
+        assert gpu_timing.forward_flops(4, 16, 4096, 64, causal=True) == full / 2
+        assert gpu_timing.backward_flops(4, 16, 4096, 64, causal=False) == full * 5 / 2
+
+    def test_a_flush_writes_more_than_the_cache_holds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cache = 50 * 2**20
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=cache))
+        written = gpu_timing.l2_flush("cpu")()
+        assert isinstance(written, Tensor)
+        assert written.nbytes >= 2 * cache
+        assert not written.any()
+
+    def test_calls_take_turns_on_an_empty_cache(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = [0.0]
+        log: list[str] = []
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = clock[0]
+
+            def elapsed_time(self, end: "Event") -> float:
+                assert log[-1] == "wait", "an event was read before the GPU was done"
+                return end.at - self.at
+
+        def step(name: str, *milliseconds: float) -> Callable[[], None]:
+            left = list(milliseconds)
+
+            def call() -> None:
+                log.append(name)
+                clock[0] += left.pop(0)
+
+            return call
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
+        # The first is not timed.
+        calls = {"ours": step("ours", 100, 3, 1, 8), "theirs": step("theirs", 100, 2, 2, 2)}
+        found = gpu_timing.side_by_side(calls, step("flush", *[50.0] * 6), rounds=3)
+        assert found == {"ours": 3, "theirs": 2}
+        assert log == ["ours", "theirs", *["flush", "ours", "flush", "theirs"] * 3, "wait"]
+
+
+def test_a_worker_is_told_of_its_gpu_by_this_process_environment(machine: Machine) -> None:
+    machine(Card(), Card())
+    name = "CUDA_VISIBLE_DEVICES"
+    assert cuda.gpu_of("gw1") == {name: (os.environ.get(name) or "0,1").split(",")[1]}

@@ -1,0 +1,236 @@
+"""The Triton kernels' backward passes, in Triton's interpreter, and the autograd function on top of them.
+
+In the fp32 plan they are held to fp64: with u = 2^-24, T the largest |S| and sums of d, of queries and of keys terms in
+any order, P errs by at most (4T + 3d T + n) u and a gradient, to first order, by that much and its own sum's length of
+itself with every term's magnitude in its place (Higham, Accuracy and Stability of Numerical Algorithms, 3.1).
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.cases.bounds import error_bound
+from tiebreak.cases.measures import measure
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.formats import BF16, FP32, Format
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
+from tiebreak.kernels.kernel import Declaration, run_declared
+from tiebreak.kernels.plans import FP32_PLAN, Cast, DeltaSource, Exponential, RoundingPlan
+from tiebreak.kernels.reference import Reference, reference, reference_gradients
+from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.kernels.triton.autograd import attention
+from tiebreak.kernels.triton.launch import run
+from tiebreak.kernels.triton.roster import BLOCK, DECLARATIONS, FP8
+
+pytest.importorskip("triton")
+
+U = FP32.unit_roundoff
+CASES = {case.name: case for case in SCRIPTED}
+ARITHMETIC = EmulatedArithmetic()
+SAFE = SHIFT_RULES["safe"]
+BASE_TWO = Exponential(base_two=True)
+
+SHAPES = {
+    "one_of_each": (1, 1, 16, 1, 1, False),
+    "d32": (33, 70, 32, 2, 2, False),
+    "d256": (5, 70, 256, 2, 1, False),
+    "d20_odd_heads": (37, 37, 20, 3, 3, True),
+    "grouped_causal": (70, 70, 16, 6, 2, True),
+    "fewer_queries_causal": (19, 150, 16, 2, 2, True),
+    "fewer_keys_causal": (150, 19, 16, 2, 2, True),  # the first 131 queries see no key
+}
+each_shape = pytest.mark.parametrize("name", SHAPES)
+
+
+@cache
+def _normal(name: str, fmt: Format = FP32) -> tuple[AttentionInputs, Reference]:
+    queries, keys, d, heads, key_heads, causal = SHAPES[name]
+    generator = torch.Generator().manual_seed(5)
+    sizes = [(heads, queries), (key_heads, keys), (key_heads, keys), (heads, queries)]
+    tensors = [torch.randn(2, *size, d, generator=generator) for size in sizes]
+    q, k, v, do = (x if fmt == FP32 else x.bfloat16().float() for x in tensors)
+    inputs = AttentionInputs(q, k, v, do, fmt, causal=causal, noise_seed=3)
+    return inputs, reference(inputs)
+
+
+def _scales(inputs: AttentionInputs, ref: Reference) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK and dV with every term's magnitude in its place."""
+    q, do = inputs.q.double().abs(), inputs.do.double().abs()
+    k, v = inputs.expanded_k().double().abs(), inputs.expanded_v().double().abs()
+    ds = ref.p * (do @ v.transpose(-1, -2) + (do * ref.magnitude).sum(-1, keepdim=True))
+    dq, dk = inputs.scale * (ds @ k), inputs.scale * (ds.transpose(-1, -2) @ q)
+    return dq, sum_groups(dk, inputs.groups), sum_groups(ref.p.transpose(-1, -2) @ do, inputs.groups)
+
+
+def _run(inputs: AttentionInputs, declaration: Declaration) -> AttentionOutput:
+    return run(inputs, declaration, interpreted=True, gradients=True)
+
+
+def _gradients(output: AttentionOutput) -> Gradients:
+    assert output.gradients is not None
+    return output.gradients
+
+
+def _found(output: AttentionOutput) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = _gradients(output)
+    return gradients.dq, gradients.dk, gradients.dv
+
+
+@pytest.mark.parametrize("source", DeltaSource)
+@each_shape
+def test_in_fp32_the_gradients_are_those_of_fp64(name: str, source: DeltaSource) -> None:
+    inputs, ref = _normal(name)
+    declaration = Declaration("flash", replace(FP32_PLAN, delta_from=source, exponential=BASE_TWO), SAFE, BLOCK)
+    (queries, d), keys = inputs.q.shape[2:], inputs.k.shape[2]
+    largest = (inputs.q.double().abs() @ inputs.expanded_k().double().abs().transpose(-1, -2)).amax() * inputs.scale
+    roundoffs = 2 * ((d + 4) * largest.item() + keys) + d + keys + inputs.groups * queries
+    found = _found(_run(inputs, declaration))
+    for gradient, exact, scale in zip(found, reference_gradients(inputs, ref), _scales(inputs, ref), strict=True):
+        assert gradient.shape == exact.shape
+        assert ((gradient.double() - exact).abs() <= roundoffs * U * scale).all()
+
+
+@pytest.mark.parametrize(
+    "kernel", ["triton_flash", "triton_dithered", "triton_fair", "triton_paper", "triton_standard"]
+)
+@each_shape
+def test_in_bf16_the_gradients_keep_their_plans_bound(kernel: str, name: str) -> None:
+    inputs, ref = _normal(name, BF16)
+    found = _found(_run(inputs, DECLARATIONS[kernel]))
+    for gradient, exact, scale in zip(found, reference_gradients(inputs, ref), _scales(inputs, ref), strict=True):
+        # P, dS and the result round to bf16; O, whose up to 6 roundings (a stochastic one counts twice) enter by delta.
+        assert ((gradient.double() - exact).abs() <= 9 * BF16.unit_roundoff * scale).all()
+
+
+@pytest.mark.parametrize("kernel", [name for name in DECLARATIONS if name != FP8])
+@pytest.mark.parametrize("case", ["tied_maxima[k=2]", "random_grouped"])
+def test_delta_and_the_gradients_are_the_emulations(kernel: str, case: str) -> None:
+    inputs, declaration = CASES[case].make(1, 0, 32, BF16), DECLARATIONS[kernel]
+    ref = reference(inputs)
+    output, emulated = _run(inputs, declaration), run_declared(declaration, inputs, ARITHMETIC, True)
+    one, other = _gradients(output), _gradients(emulated)
+    assert one.delta is not None
+    assert other.delta is not None
+    # Rows whose O has the emulation's bits: delta is a sum of d terms, and in standard attention of keys x d.
+    same = (output.o == emulated.o).all(-1, keepdim=True)
+    assert same.double().mean() > 0.9
+    terms = inputs.q.shape[3] + (inputs.k.shape[2] if kernel == "triton_standard" else 0)
+    size = (inputs.do.abs().double() * ref.magnitude).sum(-1, keepdim=True)
+    slack = 8 if kernel == "triton_standard" else 1  # P and dP err too
+    assert ((one.delta - other.delta).abs() <= slack * terms * U * size)[same].all()
+    # In the norm: few of an element's roundings to bf16 go another way.
+    for gradient, expected in zip(_found(output), _found(emulated), strict=True):
+        assert (gradient - expected).norm() <= BF16.unit_roundoff * expected.norm()
+
+
+@pytest.mark.parametrize("kernel", ["triton_flash", "triton_paper", "triton_fair"])
+def test_deltas_bias_is_the_emulations(kernel: str) -> None:
+    inputs, declaration = CASES["tied_maxima[k=2]"].make(1, 0, 256, BF16), DECLARATIONS[kernel]
+    ref = reference(inputs)
+    bound = error_bound(inputs, ref, declaration)
+    found, emulated = (
+        measure(output.o, _gradients(output).delta, inputs, ref, bound).delta_bias
+        for output in (_run(inputs, declaration), run_declared(declaration, inputs, ARITHMETIC, True))
+    )
+    assert abs(found.mean - emulated.mean) <= 0.01 * emulated.half_width
+    # DESIGN.md, expected values: always positive in the paper's plan; `fair` has none.
+    assert (found.low > 0) == (kernel == "triton_paper")
+    assert (found.low <= 0 <= found.high) == (kernel == "triton_fair")
+
+
+@pytest.mark.parametrize("point", ["p", "dp", "ds", "delta", "gradients", "s"])
+def test_every_rounding_point_of_the_backward_pass_is_a_switch_of_its_own(point: str) -> None:
+    inputs, _ = _normal("d32")
+    narrowed = {"delta": {"delta", "dq", "dk"}, "p": {"dv"}, "dp": {"dq", "dk"}, "ds": {"dq", "dk"}}
+    changed = narrowed.get(point, {"dq", "dk", "dv"} | ({"delta"} if point == "s" else set()))
+    plan = replace(FP32_PLAN, **{point: Cast(BF16)})  # type: ignore[arg-type]
+    before, after = (
+        _gradients(
+            run(replace(inputs, fmt=BF16), Declaration("flash", p, SAFE, BLOCK), interpreted=True, gradients=True)
+        )
+        for p in (FP32_PLAN, plan)
+    )
+    names = ("delta", "dq", "dk", "dv")
+    assert {name for name in names if not torch.equal(getattr(before, name), getattr(after, name))} == changed
+
+
+@pytest.mark.parametrize(
+    ("source", "fed"),
+    [(DeltaSource.OUTPUT, {"o"}), (DeltaSource.PROBABILITIES, {"dp"}), (DeltaSource.RECOMPUTED_OUTPUT, set())],
+)
+def test_delta_is_computed_from_what_the_plan_says(source: DeltaSource, fed: set[str]) -> None:
+    inputs, plan = replace(_normal("d32")[0], fmt=BF16), replace(FP32_PLAN, delta_from=source)
+
+    def delta(changed: RoundingPlan) -> Tensor:
+        found = _gradients(_run(inputs, Declaration("flash", changed, SAFE, BLOCK))).delta
+        assert found is not None
+        return found
+
+    plain = delta(plan)
+    narrowed = {"o": replace(plan, o=Cast(BF16)), "dp": replace(plan, dp=Cast(BF16))}
+    assert {point for point, changed in narrowed.items() if not torch.equal(delta(changed), plain)} == fed
+
+
+def _leaves(name: str) -> tuple[Tensor, Tensor, Tensor]:
+    inputs, _ = _normal(name, BF16)
+    q, k, v = (x.bfloat16().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    return q, k, v
+
+
+@pytest.mark.parametrize("kernel", ["triton_fair", "triton_standard"])
+def test_autograd_returns_what_the_kernels_do(kernel: str) -> None:
+    inputs, _ = _normal("grouped_causal", BF16)
+    leaves = q, k, v = _leaves("grouped_causal")
+    o = attention(q, k, v, DECLARATIONS[kernel], causal=True, noise_seed=3, interpreted=True)
+    # An upstream gradient without memory of its own, in another order of dimensions.
+    do = inputs.do.bfloat16().transpose(1, 2).contiguous().transpose(1, 2)
+    gradients = torch.autograd.grad(o, leaves, do)
+    expected = _run(inputs, DECLARATIONS[kernel])
+    assert o.dtype == torch.bfloat16
+    assert torch.equal(o.float(), expected.o)
+    for leaf, gradient, other in zip(leaves, gradients, _found(expected), strict=True):
+        assert gradient.dtype == leaf.dtype
+        assert gradient.shape == leaf.shape
+        assert torch.equal(gradient, other.bfloat16())
+
+
+def test_autograd_notes_a_tensor_changed_in_place() -> None:
+    leaf, k, v = _leaves("d32")
+    q = leaf * 1.0
+    o = attention(q, k, v, DECLARATIONS["triton_flash"], interpreted=True)
+    q.detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(o.sum(), leaf)
+
+
+def test_a_constant_upstream_gradient_is_taken() -> None:
+    q, k, v = _leaves("d32")
+    o = attention(q, k, v, DECLARATIONS["triton_flash"], interpreted=True)
+    summed, told = (torch.autograd.grad(o, (q, k, v), do, retain_graph=True) for do in _ones(o))
+    assert all(torch.equal(one, other) for one, other in zip(summed, told, strict=True))
+
+
+def _ones(o: Tensor) -> tuple[Tensor, Tensor]:
+    """An upstream gradient of ones, as `sum` passes it on: without memory of its own, and with."""
+    one = torch.ones((), dtype=o.dtype)
+    return one.expand_as(o), torch.ones_like(o)
+
+
+def test_tensors_that_do_not_fit_are_refused_in_one_line() -> None:
+    x = torch.zeros(2, 4, 8, 16, dtype=torch.bfloat16)
+    wrong = {
+        r"k has shape \(4, 8, 16\), not \(batch, heads, n, d\)": (x, x[0], x),
+        r"v is torch.float16 on cpu, q is torch.bfloat16 on cpu": (x, x, x.half()),
+        r"q, k and v are torch.float64": (x.double(), x.double(), x.double()),
+        r"do not fit": (x, x[:, :, :4], x),
+        r"4 query heads are no multiple of 3 key heads": (x, x[:, :3], x[:, :3]),
+        r"nothing to attend to": (x[:, :, :0], x, x),
+    }
+    for message, tensors in wrong.items():
+        with pytest.raises(ValueError, match=message) as error:
+            attention(*tensors, DECLARATIONS["triton_flash"], interpreted=True)
+        assert "\n" not in str(error.value)

@@ -1,0 +1,397 @@
+"""The Triton kernels' forward passes, in Triton's interpreter: what the declaration says, up to fp32's own rounding.
+
+The kernels and the emulation round to narrow formats at the same points, so their outputs can differ only where fp32,
+which sums in another order and has another exponential, comes out on the other side of a tie. `_enclosure` follows
+that through: with u = 2^-24 it gives every fp32 quantity the interval that holds it in whatever order it is summed
+(Higham, Accuracy and Stability of Numerical Algorithms, 3.1: n terms err by at most (n - 1) u of their magnitudes' sum)
+and casts its ends, for casts are monotone. An element whose two ends meet must have just these bits. The share of bits
+that do differ is counted, and held to that of the ends that do not meet where roundings are taken as random: n of them
+then come to sqrt(n) u. Exponentials of numpy err by at most 4 ulps, and are 1 at 0.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.backends.emulation.rounding import round_to
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.arithmetic import Noise
+from tiebreak.kernels.flash import Block
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, FP32, Format, Rounding
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.kernel import Declaration, run_declared
+from tiebreak.kernels.plans import FP32_PLAN, FUSED, PAPER, PLANS, Cast, Exponential, RoundingPlan
+from tiebreak.kernels.reference import reference
+from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
+from tiebreak.kernels.triton.config import shift_of
+from tiebreak.kernels.triton.launch import Call, run
+from tiebreak.kernels.triton.roster import BLOCK, DECLARATIONS, FP8, triton_kernels
+
+pytest.importorskip("triton")
+
+U = FP32.unit_roundoff
+CASES = {case.name: case for case in SCRIPTED}
+HEADS = 32
+FEW = 0.001  # of the bits
+ARITHMETIC = EmulatedArithmetic()
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Ends of what an fp32 quantity can be, fp64."""
+
+    low: Tensor
+    high: Tensor
+
+    def widened(self, by: Tensor) -> "Interval":
+        return Interval(self.low - by, self.high + by)
+
+    def rounded(self) -> "Interval":
+        """After one fp32 operation, whose rounding is monotone too."""
+        return Interval(self.low.float().double(), self.high.float().double())
+
+    def cast(self, cast: Cast, random: Tensor | None = None) -> "Interval":
+        if not cast.narrows:
+            return self
+        low, high = (round_to(x.float(), cast.fmt, cast.rounding, random_bits=random) for x in (self.low, self.high))
+        return Interval(low.double(), high.double())
+
+    def times(self, other: "Interval") -> "Interval":
+        corners = torch.stack([a * b for a in (self.low, self.high) for b in (other.low, other.high)])
+        return Interval(corners.amin(0), corners.amax(0))
+
+    def plus(self, other: "Interval") -> "Interval":
+        return Interval(self.low + other.low, self.high + other.high)
+
+    def over(self, positive: "Interval") -> "Interval":
+        return self.times(Interval(1 / positive.high, 1 / positive.low))
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How much the sum of n fp32 terms errs, in units of u of their magnitudes' sum."""
+
+    random: bool  # n roundings taken as random, not at their worst
+
+    def of(self, terms: Tensor) -> Tensor:
+        return terms.sqrt() if self.random else terms
+
+    def product(self, p: Interval, v: Tensor) -> Interval:
+        above, below = v.clamp_min(0), v.clamp_max(0)
+        total = Interval(p.low @ above + p.high @ below, p.high @ above + p.low @ below)
+        return total.widened(self.of(torch.tensor(float(v.shape[-2]))) * U * (p.high @ v.abs()))
+
+    def sum(self, p: Interval) -> Interval:
+        total = Interval(p.low.sum(-1, keepdim=True), p.high.sum(-1, keepdim=True))
+        return total.widened(self.of(torch.tensor(float(p.high.shape[-1]))) * U * total.high)
+
+
+WORST = Errors(random=False)
+
+
+def _scores(inputs: AttentionInputs, plan: RoundingPlan, errors: Errors) -> tuple[Interval, Tensor]:
+    """S and the error of an element: of its products' sum, of which zeros are no term, and of the scale and its use."""
+    q, k = inputs.q.double(), inputs.expanded_k().double().transpose(-1, -2)
+    s = q @ k * inputs.scale
+    terms = (q != 0).double() @ (k != 0).double()
+    error = (errors.of((terms - 1).clamp_min(0)) * (q.abs() @ k.abs()) * inputs.scale + 3 * s.abs()) * U
+    hidden = inputs.hidden()
+    spread = Interval(s, s).widened(error).cast(plan.s)
+    error = torch.maximum(error, spread.high - spread.low)
+    if hidden is not None:
+        spread = Interval(*(x.masked_fill(hidden, -torch.inf) for x in (spread.low, spread.high)))
+    return spread, error
+
+
+def _exp(x: Tensor, error: Tensor) -> Interval:
+    """Of an exponent with an error; of 0 without one it is 1."""
+    slack = torch.where((x == 0) & (error == 0), 0.0, 8 * U)
+    return Interval(torch.exp(x - error) * (1 - slack), torch.exp(x + error) * (1 + slack))
+
+
+def _finite(x: Tensor) -> Tensor:
+    return torch.where(x == -torch.inf, 0.0, x)
+
+
+def _shifted(
+    s: Interval, error: Tensor, m: Tensor, rule: ShiftRule, dither: Tensor
+) -> tuple[Interval, Interval, Tensor]:
+    """P and alpha of one block of keys, and the running shift after it."""
+    middle = (s.low + s.high) / 2
+    largest = middle.amax(-1, keepdim=True)
+    proposed = rule.propose(middle, largest, dither)
+    new = torch.maximum(m, torch.where(largest == -torch.inf, largest, proposed))
+    shift = _finite(new)
+    x = middle - shift
+    # The maximum's own error cancels in its own distance to itself; scaled, it does not.
+    kept = shift_of(rule).above * error.amax(-1, keepdim=True) + 4 * U * shift.abs()
+    spread = torch.where(x == 0, 0.0, error + kept + U * _finite(x).abs())
+    alpha = _exp(m - shift, torch.where((m == new) | (m == -torch.inf), 0.0, 2 * kept))
+    return _exp(x, spread), alpha, new
+
+
+def _enclosure(inputs: AttentionInputs, declaration: Declaration, errors: Errors) -> Interval:
+    """What O can be, element by element."""
+    plan, rule = declaration.plan.in_format(inputs.fmt), declaration.shift_rule
+    unfused, keys = declaration.algorithm == "standard", inputs.k.shape[2]
+    noise, shape, cpu = Noise(inputs.noise_seed, inputs.q.shape[1]), inputs.q.shape, torch.device("cpu")
+    dither = noise.dither(shape, 0, cpu).double() if rule.dithered else torch.zeros(*shape[:3], 1).double()
+    s, error = _scores(inputs, plan, errors)
+    m, v = torch.full_like(dither, -torch.inf), inputs.expanded_v().double()
+    l, o = (Interval(zero, zero) for zero in (torch.zeros_like(m), torch.zeros(shape).double()))
+    size = keys if unfused else declaration.block.keys
+    for tile in (slice(start, start + size) for start in range(0, keys, size)):
+        p, alpha, m = _shifted(Interval(s.low[..., tile], s.high[..., tile]), error[..., tile], m, rule, dither)
+        total = errors.sum(p.cast(plan.p_bar) if plan.row_sum_from_rounded else p)
+        if rule.row_sum_floor:
+            total = Interval(*(x.clamp_min(rule.row_sum_floor) for x in (total.low, total.high)))
+        l = alpha.times(l).rounded().cast(plan.row_sum).plus(total.cast(plan.row_sum)).rounded().cast(plan.row_sum)
+        weights = p.over(l).rounded() if unfused else p
+        pv = errors.product(weights.cast(plan.p_bar), v[:, :, tile]).cast(plan.o_bar)
+        o = alpha.times(o).rounded().cast(plan.o_bar).plus(pv).rounded().cast(plan.o_bar)
+    o = o if unfused else o.over(l).rounded()
+    blind = (m == -torch.inf).expand(shape)
+    o = Interval(*(x.masked_fill(blind, 0.0) for x in (o.low, o.high)))
+    return o.cast(plan.o, noise.bits(shape, 0, cpu) if plan.o.rounding is Rounding.STOCHASTIC else None)
+
+
+def _open(ends: Interval) -> Tensor:
+    return ends.low != ends.high
+
+
+@cache
+def _made(name: str, fmt: Format = BF16) -> AttentionInputs:
+    return CASES[name].make(1, 0, HEADS, fmt)
+
+
+def _run(inputs: AttentionInputs, declaration: Declaration) -> AttentionOutput:
+    return run(inputs, declaration, interpreted=True, gradients=False)
+
+
+def _assert_as_declared(inputs: AttentionInputs, declaration: Declaration) -> None:
+    ends = _enclosure(inputs, declaration, WORST)
+    found, emulated = _run(inputs, declaration).o, run_declared(declaration, inputs, ARITHMETIC, False).o
+    assert ((ends.low <= found) & (found <= ends.high)).all()
+    assert ((ends.low <= emulated) & (emulated <= ends.high)).all()
+    typical = _open(_enclosure(inputs, declaration, Errors(random=True))).double().mean().item()
+    assert (found != emulated).double().mean().item() <= max(FEW, typical)
+
+
+def _declared(plan: RoundingPlan, rule: str = "safe", block: Block = BLOCK) -> Declaration:
+    return Declaration("flash", plan, SHIFT_RULES[rule], block)
+
+
+PREDICTED = [
+    "tied_maxima[k=2]",
+    "sink_tie",
+    "repeated_zero",
+    "repeated_tiny",
+    "repeated_large[r=30]",
+    "ties_across_blocks",
+    "overshooting_shift",
+    "equal_keys",
+    "random",
+    "random_causal",
+    "random_grouped",
+    "random_odd",
+]
+ROSTER = [name for name in DECLARATIONS if name != FP8]
+
+
+@pytest.mark.parametrize("case", PREDICTED)
+@pytest.mark.parametrize("kernel", ROSTER)
+def test_every_kernel_does_what_it_declares(kernel: str, case: str) -> None:
+    _assert_as_declared(_made(case), DECLARATIONS[kernel])
+
+
+@pytest.mark.parametrize("kernel", ["triton_flash", "triton_fair", "triton_standard"])
+def test_fp16_is_rounded_as_declared(kernel: str) -> None:
+    _assert_as_declared(_made("tied_maxima[k=2]", FP16), DECLARATIONS[kernel])
+    _assert_as_declared(_made("random_causal", FP16), DECLARATIONS[kernel])
+
+
+def test_fp8_is_rounded_as_declared() -> None:
+    inputs = _made("tied_maxima[k=2]")
+    with pytest.raises(ValueError, match="V holds values that fp8_e4m3 does not"):
+        _run(inputs, DECLARATIONS[FP8])
+    _assert_as_declared(replace(inputs, v=round_to(inputs.v, FP8_E4M3)), DECLARATIONS[FP8])
+
+
+def test_most_bits_are_settled_and_the_rest_are_few() -> None:
+    """What the check above is worth: on ties, and with an O-bar that is not itself narrow."""
+    for kernel in ROSTER:
+        inputs, declaration = _made("tied_maxima[k=2]"), DECLARATIONS[kernel]
+        assert _open(_enclosure(inputs, declaration, WORST)).double().mean() <= 0.05
+        emulated = run_declared(declaration, inputs, ARITHMETIC, False).o
+        assert (_run(inputs, declaration).o != emulated).double().mean() <= FEW
+
+
+@pytest.mark.parametrize("base_two", [False, True])
+@pytest.mark.parametrize("rule", [name for name in SHIFT_RULES if name != "always_scaled"])
+def test_every_shift_rule_is_the_suites(rule: str, base_two: bool) -> None:
+    plan = replace(FUSED, exponential=Exponential(base_two))
+    for case in ("repeated_negative", "tied_maxima[k=3]"):
+        _assert_as_declared(_made(case), _declared(plan, rule))
+
+
+def test_scaling_without_asking_is_the_suites_too() -> None:
+    # Scores of at most 2: beyond, the scaled exponent of the tail is below fp32's range.
+    inputs = _made("repeated_negative")
+    _assert_as_declared(inputs, _declared(PAPER, "always_scaled"))
+
+
+@pytest.mark.parametrize("rule", [name for name in SHIFT_RULES if name not in ("safe", "as_printed_v1")])
+def test_every_shift_rule_changes_the_output(rule: str) -> None:
+    inputs = _made("repeated_negative" if rule in ("stabilized", "gamma", "always_scaled") else "tied_maxima[k=3]")
+    assert not torch.equal(_run(inputs, _declared(FUSED, rule)).o, _run(inputs, _declared(FUSED)).o)
+
+
+@pytest.mark.parametrize("plan", [*PLANS.values(), replace(FUSED, row_sum_from_rounded=True)], ids=lambda p: p.name)
+def test_every_plan_is_kept_or_refused(plan: RoundingPlan) -> None:
+    if plan.p_bar.rounding is Rounding.TIES_AWAY:
+        with pytest.raises(ValueError, match=f"plan {plan.name}: the Triton kernels do not round p_bar away"):
+            _run(_made("random"), _declared(plan))
+        return
+    for case in ("tied_maxima[k=2]", "random_causal"):
+        _assert_as_declared(_made(case), _declared(plan))
+
+
+def test_the_authors_floor_is_under_every_block_of_keys_masked_ones_too() -> None:
+    _assert_as_declared(_made("repeated_large[r=30]"), _declared(FUSED, "stabilized_authors"))
+    # Two keys at 22 and the shift at 44: l is 6e-10, and each block of keys that a query does not see adds 1e-10.
+    inputs = _normal(130, 130, 16, 1, 1, True)
+    q, k = torch.zeros_like(inputs.q), torch.zeros_like(inputs.k)
+    q[..., 0], k[:, :, :2, 0] = 11.0, 8.0
+    inputs = replace(inputs, q=q, k=k)
+    _assert_as_declared(inputs, _declared(FUSED, "stabilized_authors", Block(16, 16)))
+
+
+@pytest.mark.parametrize("point", ["s", "p_bar", "o_bar", "row_sum", "o"])
+def test_every_rounding_point_is_a_switch_of_its_own(point: str) -> None:
+    inputs, plan = _made("random"), replace(FP32_PLAN, **{point: Cast(BF16)})  # type: ignore[arg-type]
+    # One product a score, so that most bits are settled.
+    inputs = replace(inputs, q=8 * inputs.q * torch.eye(64)[0])
+    _assert_as_declared(inputs, _declared(plan))
+    assert not torch.equal(_run(inputs, _declared(plan)).o, _run(inputs, _declared(FP32_PLAN)).o)
+
+
+SHAPES = {
+    "one_of_each": (1, 1, 16, 1, 1, False),
+    "d32": (33, 70, 32, 2, 2, False),
+    "d256": (5, 70, 256, 2, 1, False),
+    "d20_odd_heads": (37, 37, 20, 3, 3, True),
+    "grouped_causal": (70, 70, 16, 6, 2, True),
+    "fewer_queries_causal": (19, 150, 16, 2, 2, True),
+    "fewer_keys_causal": (150, 19, 16, 2, 2, True),  # the first 131 queries see no key
+}
+
+
+def _normal(queries: int, keys: int, d: int, heads: int, key_heads: int, causal: bool) -> AttentionInputs:
+    generator = torch.Generator().manual_seed(7)
+    sizes = [(heads, queries), (key_heads, keys), (key_heads, keys), (heads, queries)]
+    q, k, v, do = (torch.randn(2, *size, d, generator=generator).bfloat16().float() for size in sizes)
+    return AttentionInputs(q, k, v, do, BF16, causal=causal, noise_seed=2**32 - 3)
+
+
+each_shape = pytest.mark.parametrize("name", SHAPES)
+
+
+@each_shape
+@pytest.mark.parametrize("kernel", ["triton_fair", "triton_standard"])
+def test_every_shape_is_right(kernel: str, name: str) -> None:
+    inputs = _normal(*SHAPES[name])
+    _assert_as_declared(inputs, DECLARATIONS[kernel])
+
+
+@each_shape
+@pytest.mark.parametrize("kernel", ["triton_flash", "triton_standard"])
+def test_the_log_sum_exp_is_right_and_blind_rows_are_zero(kernel: str, name: str) -> None:
+    inputs, output = _normal(*SHAPES[name]), _run(_normal(*SHAPES[name]), DECLARATIONS[kernel])
+    s, hidden = reference(inputs).s, inputs.hidden()
+    exact = torch.logsumexp(s if hidden is None else s.masked_fill(hidden, -torch.inf), -1, keepdim=True)
+    blind = exact == -torch.inf
+    assert output.lse is not None
+    assert (output.lse[blind] == -torch.inf).all()
+    assert (output.o[blind.expand_as(output.o)] == 0).all()
+    # Sums of d and of n terms at their worst; |S| stays below 64.
+    error = (output.lse.double() - exact).abs()[~blind]
+    assert (error <= (sum(inputs.k.shape[2:]) + 8) * U * 64).all()
+
+
+@pytest.mark.parametrize("kernel", ["triton_fair", "triton_paper", "triton_standard"])
+def test_the_bits_depend_neither_on_the_query_block_nor_on_the_heads_a_program_takes(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Integers and equal keys: every sum is exact, in whatever order a matrix product of another shape adds up.
+    made = _normal(40, 64, 16, 2, 1, True)
+    inputs = replace(made, q=made.q.round(), k=made.k[:, :, :1].round().expand_as(made.k), v=(8 * made.v).round())
+    declaration = DECLARATIONS[kernel]
+    together = _run(inputs, declaration).o
+    for queries in (16, 32):
+        assert torch.equal(_run(inputs, replace(declaration, block=Block(queries, 64))).o, together)
+    monkeypatch.setattr("tiebreak.kernels.triton.launch._TILE_ELEMENTS", 1)
+    assert Call.of(inputs, declaration, interpreted=True).tiled(declaration.block, 4)[0].heads == 1
+    assert torch.equal(_run(inputs, declaration).o, together)
+
+
+def test_nan_and_inf_spoil_what_they_must_and_no_more() -> None:
+    for kernel in ROSTER:
+        row, column = _run(_made("nan_in_q"), DECLARATIONS[kernel]).o, _run(_made("inf_in_v"), DECLARATIONS[kernel]).o
+        assert row[:, :, 1].isnan().all()
+        assert not row[:, :, [0, 2, 3]].isnan().any()
+        assert not column[..., 0].isfinite().any()
+        assert column[..., 1:].isfinite().all()
+
+
+@pytest.mark.parametrize("change", ["exponential", "p_bar", "accumulated"])
+def test_a_plan_that_the_kernels_cannot_keep_is_refused(change: str) -> None:
+    plans = {
+        "exponential": (replace(FUSED, exponential=Exponential(at_zero=0.9999)), "exponential of 0 is 1"),
+        "p_bar": (replace(FUSED, p_bar=Cast(BF16, Rounding.STOCHASTIC)), "do not round p_bar stochastic"),
+        "accumulated": (replace(FUSED, o=Cast(BF16, Rounding.TOWARD_ZERO)), "do not round o zero"),
+    }
+    plan, message = plans[change]
+    with pytest.raises(ValueError, match=message):
+        _run(_made("random"), _declared(plan))
+
+
+def _refused(**changes: object) -> str | None:
+    inputs = replace(_normal(4, 8, 16, 2, 2, False), **changes)  # type: ignore[arg-type]
+    kernel = next(kernel for kernel in triton_kernels(interpreted=True) if kernel.name == "triton_flash")
+    reason = kernel.refuses(inputs)
+    if reason is not None:
+        with pytest.raises(ValueError, match=reason.replace("(", r"\(").replace(")", r"\)")):
+            kernel.compute(inputs, ARITHMETIC, False)
+    return reason
+
+
+def test_inputs_that_the_kernels_cannot_take_are_refused_in_one_line() -> None:
+    x = torch.zeros(2, 2, 4, 16)
+    assert _refused() is None
+    assert _refused(key_padding=torch.ones(2, 8, dtype=torch.bool)) == "the Triton kernels take no key padding mask"
+    assert _refused(fmt=FP8_E4M3) == "the Triton kernels take bf16, fp16, fp32, not fp8_e4m3"
+    assert "nothing to attend to" in str(_refused(q=x[:, :, :0], do=x[:, :, :0]))
+    assert "nothing to attend to" in str(_refused(k=x[:, :, :0], v=x[:, :, :0]))
+    wide = torch.zeros(2, 2, 4, 257)
+    assert _refused(q=wide, k=wide, v=wide, do=wide) == "head dimension 257 is above 256"
+
+
+def test_tiles_that_are_no_powers_of_two_are_refused() -> None:
+    with pytest.raises(ValueError, match="powers of two, not 48 x 64"):
+        _run(_made("random"), _declared(FUSED, block=Block(48, 64)))
+
+
+def test_the_compiled_kernels_refuse_the_host() -> None:
+    with pytest.raises(ValueError, match="run on a GPU, not on cpu"):
+        run(_made("random"), DECLARATIONS["triton_flash"], interpreted=False, gradients=False)
+
+
+def test_strides_do_not_matter() -> None:
+    inputs = _normal(33, 33, 16, 2, 2, False)
+    strided = replace(inputs, **{x: getattr(inputs, x).transpose(1, 2).contiguous().transpose(1, 2) for x in "qkv"})
+    assert not strided.q.is_contiguous()
+    assert torch.equal(_run(strided, DECLARATIONS["triton_fair"]).o, _run(inputs, DECLARATIONS["triton_fair"]).o)

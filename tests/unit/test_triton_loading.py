@@ -1,0 +1,170 @@
+"""One source of the Triton kernels, compiled and interpreted in one process; what there is to compile compiles."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tiebreak.backends.interpreter import INTERPRETER
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.plans import FUSED, Cast
+from tiebreak.kernels.triton import launch, loading
+from tiebreak.kernels.triton.roster import DECLARATIONS, FP8, compilations, triton_kernels
+
+triton = pytest.importorskip("triton")
+
+
+def _python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_one_source_is_compiled_and_interpreted_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    compiled, interpreted = (loading.source("forward", interpreted=how).forward for how in (False, True))
+    assert isinstance(compiled, triton.runtime.JITFunction)
+    assert not isinstance(interpreted, triton.runtime.JITFunction)
+    assert compiled.fn.__code__.co_code == interpreted.fn.__code__.co_code
+    assert loading.source("forward", interpreted=True).forward is interpreted
+
+
+@pytest.mark.parametrize("before", ["1", "0", None])
+def test_the_users_switch_is_left_as_it_was(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if before is not None:
+        monkeypatch.setenv("TRITON_INTERPRET", before)
+    loading.source.cache_clear()
+    loading.source("noise", interpreted=True)
+    assert os.environ.get("TRITON_INTERPRET") == before
+
+
+def test_listing_the_kernels_imports_no_triton() -> None:
+    done = _python(
+        "import sys, tiebreak.kernels.triton.autograd; from tiebreak.backends.interpreter import INTERPRETER\n"
+        "INTERPRETER.kernels(), INTERPRETER.unavailable(); print('triton' in sys.modules)"
+    )
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_without_triton_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    loading.source.cache_clear()
+    assert INTERPRETER.unavailable() == "triton is not installed: pip install 'tiebreak[triton]'"
+    with pytest.raises(ValueError, match="triton is not installed"):
+        loading.source("forward", interpreted=True)
+
+
+def test_the_roster_has_the_same_kernels_compiled_and_interpreted() -> None:
+    names = [kernel.name for kernel in INTERPRETER.kernels()]
+    assert names == [kernel.name for kernel in triton_kernels(interpreted=False)]
+    assert {*names, FP8} == set(DECLARATIONS)
+
+
+def test_the_interpreter_runs_its_own_kernels_and_no_other() -> None:
+    assert INTERPRETER.kernel("triton_fair").name == "triton_fair"
+    with pytest.raises(ValueError, match="unknown kernel 'flash@fused': interpreter has triton_flash, "):
+        INTERPRETER.kernel("flash@fused")
+
+
+def test_the_fingerprint_says_whose_arithmetic_it_is() -> None:
+    assert {"cast": "even", "triton": triton.__version__}.items() <= INTERPRETER.fingerprint().items()
+
+
+class _Card:
+    """A Hopper that compiles and never runs."""
+
+    def get_current_target(self) -> object:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+def test_a_launch_reaches_the_compiler_and_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton.runtime.jit.driver", SimpleNamespace(active=_Card()))
+    x = torch.zeros(2, 4, 1, 64)
+    inputs = AttentionInputs(x, x, x, x, BF16, causal=True, noise_seed=2**32 - 1)
+    monkeypatch.setattr(launch, "lacking", lambda *_: None)
+    compiled = []
+
+    def compile_only(call: launch.Call, part: str, kernel: str, grid: object, *args: object, **kwargs: object) -> None:
+        function = getattr(loading.source(part, interpreted=False), kernel)
+        options = asdict(launch.options(call.config.d))
+        compiled.append(function.warmup(*args, C=kwargs["config"], grid=grid, **options))
+
+    monkeypatch.setattr(launch.Call, "launch", compile_only)
+    for _ in range(2):
+        launch.run(inputs, DECLARATIONS["triton_fair"], interpreted=False, gradients=False)
+    assert compiled[0] is compiled[1]
+    assert "wgmma" in compiled[0].asm["ptx"]
+
+
+@pytest.mark.parametrize(("backend", "arch", "warp"), [("cuda", 90, 32), ("hip", "gfx942", 64)])
+def test_what_is_listed_to_compile_compiles(backend: str, arch: int | str, warp: int) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    listed = {compilation.name: compilation for compilation in compilations()}
+    assert {name.partition("/")[0] for name in listed} == set(DECLARATIONS)
+    for name in ("triton_fair/forward", "triton_flash/key_gradients"):
+        found = listed[name]
+        source = ASTSource(fn=found.function, signature=dict(found.signature), constexprs=dict(found.constexprs))
+        options = {name: getattr(found, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
+        assert triton.compile(source, target=GPUTarget(backend, arch, warp), options=options).asm
+
+
+@pytest.mark.parametrize(
+    ("capability", "fmt", "plan", "missing"),
+    [
+        ((7, 5), BF16, FUSED, "A card (sm_75) has no bf16"),
+        ((7, 5), FP16, FUSED, None),
+        ((8, 0), BF16, FUSED, None),
+        ((8, 6), BF16, DECLARATIONS[FP8].plan, "A card (sm_86) has no fp8_e4m3"),
+        ((8, 9), BF16, DECLARATIONS[FP8].plan, None),
+    ],
+)
+def test_a_card_without_a_format_is_told(
+    capability: tuple[int, int], fmt: object, plan: object, missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert launch.lacking(fmt, plan, torch.device("cuda")) == missing  # type: ignore[arg-type]
+
+
+def test_cdna3_is_told_that_its_fp8_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "An MI300")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
+    )
+    assert launch.lacking(BF16, FUSED, torch.device("cuda")) is None
+    fp8 = DECLARATIONS[FP8].plan
+    assert fp8.p_bar == Cast(FP8_E4M3)
+    assert launch.lacking(BF16, fp8, torch.device("cuda")) == "An MI300 has no fp8_e4m3"
+
+
+def test_too_little_shared_memory_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Greedy:
+        def __getitem__(self, grid: object) -> object:
+            def launched(*args: object, **options: object) -> None:
+                raise triton.OutOfResources(200_000, 101_376, "shared memory")
+
+            return launched
+
+    class Module:
+        forward = Greedy()
+
+    monkeypatch.setattr(launch, "source", lambda part, interpreted: Module)
+    x = torch.zeros(1, 1, 4, 64)
+    with pytest.raises(ValueError, match=r"^forward at head dimension 64: out of resource: .*200000.*101376"):
+        launch.run(AttentionInputs(x, x, x, x, BF16), DECLARATIONS["triton_flash"], interpreted=True, gradients=False)

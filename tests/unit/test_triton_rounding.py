@@ -1,0 +1,147 @@
+"""Casts and noise of the Triton kernels, in Triton's interpreter: bit for bit the suite's own, where its own err."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiebreak.backends.emulation.rounding import round_to
+from tiebreak.kernels.arithmetic import CAST_STREAM, DITHER_STREAM, Noise
+from tiebreak.kernels.counter import random_bits
+from tiebreak.kernels.flash import Block
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, Format, Rounding
+from tiebreak.kernels.plans import FP32_PLAN
+from tiebreak.kernels.triton.config import Config, Shift
+from tiebreak.kernels.triton.loading import source
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+rounded = source("rounding", interpreted=True).rounded
+absorb = source("noise", interpreted=True).absorb
+row_state = source("noise", interpreted=True).row_state
+SIZE = 4096
+# numpy's, about NaN and Inf, which are among the values.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def _truncate(X: Any, Y: Any, N: tl.constexpr) -> None:
+    index = tl.arange(0, N)
+    tl.store(Y + index, tl.load(X + index).to(tl.bfloat16))
+
+
+def _product(A: Any, B: Any, C: Any, N: tl.constexpr) -> None:
+    index = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(C + index, tl.dot(tl.load(A + index), tl.load(B + index)))
+
+
+def _round(X: Any, R: Any, Y: Any, F: tl.constexpr, STOCHASTIC: tl.constexpr, N: tl.constexpr) -> None:
+    index = tl.program_id(0) * N + tl.arange(0, N)
+    random = tl.load(R + index).to(tl.uint32, bitcast=True)
+    tl.store(Y + index, rounded(tl.load(X + index), random, F, STOCHASTIC))
+
+
+def _hash(S: Any, A: Any, B: Any, Y: Any, N: tl.constexpr) -> None:
+    index = tl.arange(0, N)
+    state = tl.load(S + index).to(tl.uint32, bitcast=True)
+    state = absorb(absorb(state, tl.load(A + index)), tl.load(B + index))
+    tl.store(Y + index, state.to(tl.int32, bitcast=True))
+
+
+def _noise(U: Any, B: Any, dither: Any, cast: Any, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> None:
+    head = tl.program_id(0)
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    tl.store(U + head * ROWS + row, row_state(dither, head, row, C).to(tl.float32) * 2.0**-32)
+    bits = absorb(row_state(cast, head, row, C), column)
+    tl.store(B + (head * ROWS + row) * COLUMNS + column, bits.to(tl.int32, bitcast=True))
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None]], Any]:
+    """Makes a kernel of a function, to be interpreted: triton reads the switch as it decorates."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    jit: Callable[[Callable[..., None]], Any] = triton.jit
+    return jit
+
+
+def _as_int32(bits: Tensor) -> Tensor:
+    return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32)
+
+
+def _values(fmt: Format) -> Tensor:
+    """Every kind of number: ties of both parities, their neighbours, subnormals, the largest, Inf, NaN, any bits."""
+    generator = torch.Generator().manual_seed(3)
+    numbers = round_to(torch.randn(SIZE, generator=generator).double().exp().float() * 4, fmt)
+    ties = numbers.double() * (1.0 + fmt.unit_roundoff)
+    steps = torch.arange(SIZE, dtype=torch.float64) * fmt.smallest_subnormal / 8
+    top = fmt.largest * (1.0 + torch.linspace(-2, 2, 64, dtype=torch.float64) * fmt.unit_roundoff)
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3e38, 1e-45])
+    some_bits = torch.randint(-(2**31), 2**31, (8 * SIZE,), generator=generator).to(torch.int32).view(torch.float32)
+    beside = [torch.nextafter(ties.float(), torch.tensor(x)) for x in (torch.inf, -torch.inf)]
+    x = torch.cat([ties.float(), *beside, steps.float(), -steps.float(), top.float(), -top.float(), special, some_bits])
+    return torch.nn.functional.pad(x, (0, -x.numel() % SIZE))
+
+
+def _assert_same_bits(found: Tensor, expected: Tensor) -> None:
+    assert torch.equal(found.isnan(), expected.isnan())
+    number = ~expected.isnan()
+    assert torch.equal(found[number].view(torch.int32), expected[number].view(torch.int32))
+
+
+def test_the_interpreters_own_cast_to_bf16_truncates(interpreted: Callable[..., Any]) -> None:
+    """Triton issue 11584. Should this fail, the interpreter rounds: `native` casts could serve it too."""
+    x = torch.tensor([1.0 + 2.0**-8 + 2.0**-9, -1.0 - 2.0**-8 - 2.0**-9] * 8)
+    y = torch.zeros(16, dtype=torch.bfloat16)
+    interpreted(_truncate)[(1,)](x, y, N=16)
+    assert torch.equal(y.float(), round_to(x, BF16, Rounding.TOWARD_ZERO))
+    assert not torch.equal(y.float(), round_to(x, BF16))
+
+
+def test_the_interpreters_own_product_of_bf16_multiplies_raw_bits(interpreted: Callable[..., Any]) -> None:
+    """Triton issue 11584. Should this fail, bf16 operands could travel as bf16."""
+    a = torch.eye(16, dtype=torch.bfloat16)
+    found = torch.zeros(16, 16)
+    interpreted(_product)[(1,)](a, a, found, N=16)
+    bits = a.view(torch.int16).float()
+    assert torch.equal(found, bits @ bits)
+    assert not torch.equal(found, a.float())
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP16, FP8_E4M3, FP8_E5M2], ids=lambda fmt: fmt.name)
+def test_the_kernels_cast_to_even_is_the_emulations(fmt: Format, interpreted: Callable[..., Any]) -> None:
+    x = _values(fmt)
+    y, unused = torch.zeros_like(x), torch.zeros(x.shape, dtype=torch.int32)
+    interpreted(_round)[(x.numel() // SIZE,)](x, unused, y, F=fmt, STOCHASTIC=False, N=SIZE)
+    _assert_same_bits(y, round_to(x, fmt))
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
+def test_the_kernels_stochastic_cast_is_the_emulations(fmt: Format, interpreted: Callable[..., Any]) -> None:
+    x = _values(fmt)
+    random = random_bits(7, torch.arange(x.numel()))
+    random[::5], random[1::5] = 0, 2**32 - 1
+    y = torch.zeros_like(x)
+    interpreted(_round)[(x.numel() // SIZE,)](x, _as_int32(random), y, F=fmt, STOCHASTIC=True, N=SIZE)
+    _assert_same_bits(y, round_to(x, fmt, Rounding.STOCHASTIC, random_bits=random))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1])
+def test_the_kernels_hash_is_the_counters(seed: int, interpreted: Callable[..., Any]) -> None:
+    row, column = torch.arange(SIZE), torch.arange(SIZE) * 7919 % 1000
+    state = _as_int32(random_bits(seed, 5)).expand(SIZE).contiguous()
+    found = torch.zeros(SIZE, dtype=torch.int32)
+    interpreted(_hash)[(1,)](state, row.int(), column.int(), found, N=SIZE)
+    assert torch.equal(found, _as_int32(random_bits(seed, 5, row, column)))
+
+
+@pytest.mark.parametrize("seed", [3, 2**32 - 5])
+def test_the_kernels_random_numbers_are_the_noises(seed: int, interpreted: Callable[..., Any]) -> None:
+    shape, noise = torch.Size([2, 3, 16, 8]), Noise(seed, heads=3)
+    config = Config(FP32_PLAN, Shift(), causal=False, d=8, block=Block(16, 16), query_heads=3)
+    u, bits = torch.zeros(shape[:3]), torch.zeros(shape, dtype=torch.int32)
+    starts = (_as_int32(random_bits(seed, stream)).item() for stream in (DITHER_STREAM, CAST_STREAM))
+    interpreted(_noise)[(6,)](u, bits, *starts, C=config, ROWS=16, COLUMNS=8)
+    assert torch.equal(u[..., None], noise.dither(shape, 0, u.device))
+    assert torch.equal(bits, _as_int32(noise.bits(shape, 0, u.device)))
