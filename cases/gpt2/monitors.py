@@ -21,6 +21,11 @@ from tiebreak.kernels.plans import Cast, Exponential
 from tiebreak.kernels.shift_rules import repeated
 
 
+def _wide(x: Tensor) -> Tensor:
+    """In fp64, on the host where the device has none."""
+    return (x.cpu() if x.device.type == "npu" else x).double()
+
+
 @dataclass(frozen=True)
 class View:
     """An observation with the intermediates that monitors share, each computed once and only if asked for."""
@@ -55,7 +60,7 @@ class View:
         lse = self.observation.output.lse
         assert lse is not None
         base_two = self.observation.kernel.declaration.plan.exponential.base_two
-        return self.observation.arithmetic.exp(self.s - lse, Exponential(base_two)).double()
+        return _wide(self.observation.arithmetic.exp(self.s - lse, Exponential(base_two)))
 
     @cached_property
     def p_bar(self) -> Tensor:
@@ -69,9 +74,9 @@ class View:
     @cached_property
     def output_error(self) -> Tensor:
         """O less what fp64 makes of the same rounded P-bar (paper, equation 4), fp64 (batch, heads, tokens, d)."""
-        p_bar = self.p_bar.double()
-        exact = p_bar @ self.observation.inputs.v.double() / p_bar.sum(-1, keepdim=True)
-        return self.observation.output.o.double() - exact
+        p_bar = _wide(self.p_bar)
+        exact = p_bar @ _wide(self.observation.inputs.v) / p_bar.sum(-1, keepdim=True)
+        return _wide(self.observation.output.o) - exact
 
     @cached_property
     def delta_error(self) -> Tensor:
@@ -83,22 +88,22 @@ class View:
         kernel rounds in its backward pass.
         """
         inputs, delta = self.observation.inputs, self.gradients.delta
-        dp = inputs.do.double() @ inputs.v.double().transpose(-1, -2)
+        dp = _wide(inputs.do) @ _wide(inputs.v).transpose(-1, -2)
         exact = (dp * self.p).sum(-1, keepdim=True)
         if delta is not None:
-            return (delta.double() * self.p.sum(-1, keepdim=True) - exact).squeeze(-1)
-        dq = inputs.scale * (self.p * (dp - exact)) @ inputs.k.double()
-        along = ((dq - self.gradients.dq.double()) * self.pk).sum(-1)
+            return (_wide(delta) * self.p.sum(-1, keepdim=True) - exact).squeeze(-1)
+        dq = inputs.scale * (self.p * (dp - exact)) @ _wide(inputs.k)
+        along = ((dq - _wide(self.gradients.dq)) * self.pk).sum(-1)
         return along / (inputs.scale * self.pk.square().sum(-1))
 
     @cached_property
     def pk(self) -> Tensor:
         """P K, (batch, heads, tokens, d), fp64 (paper, equation 1)."""
-        return self.p @ self.observation.inputs.k.double()
+        return self.p @ _wide(self.observation.inputs.k)
 
     def direction(self, weight: Tensor) -> Tensor:
         """Sum over tokens of weight[T] (PK)[T]^T X[T], fp64 (heads, d, width); weight is (batch, heads, tokens)."""
-        return torch.einsum("bht,bhtd,btc->hdc", weight.double(), self.pk, self.observation.x.double())
+        return torch.einsum("bht,bhtd,btc->hdc", _wide(weight), self.pk, _wide(self.observation.x))
 
 
 Measure = Callable[[View], Tensor]  # one number a head, (heads,)
@@ -111,27 +116,27 @@ def delta_error(view: View) -> Tensor:
 
 def output_delta_error(view: View) -> Tensor:
     """Sum over rows of rowsum(dO * error of O): what delta would err by if it were computed from O."""
-    return (view.observation.inputs.do.double() * view.output_error).sum((0, 2, 3))
+    return (_wide(view.observation.inputs.do) * view.output_error).sum((0, 2, 3))
 
 
 def repeated_rows(view: View) -> Tensor:
     """Share of rows whose maximum repeats (paper, figure 13)."""
-    return repeated(view.s, view.row_max).double().mean((0, 2, 3))
+    return _wide(repeated(view.s, view.row_max)).mean((0, 2, 3))
 
 
 def p_bar_ones(view: View) -> Tensor:
     """How many P-bar of a row are exactly 1, on average (paper, figure 13)."""
-    return (view.p_bar == 1).double().sum(-1).mean((0, 2))
+    return _wide(view.p_bar == 1).sum(-1).mean((0, 2))
 
 
 def row_max(view: View) -> Tensor:
     """Mean over rows of the largest logit."""
-    return view.row_max.double().mean((0, 2, 3))
+    return _wide(view.row_max).mean((0, 2, 3))
 
 
 def max_logit(view: View) -> Tensor:
     """The largest logit."""
-    return view.row_max.double().amax((0, 2, 3))
+    return _wide(view.row_max).amax((0, 2, 3))
 
 
 def token_similarity(view: View) -> Tensor:
@@ -140,7 +145,7 @@ def token_similarity(view: View) -> Tensor:
     The cosine of two matrices of rank one is the product of their factors' cosines.
     """
     pk = torch.nn.functional.normalize(view.pk, dim=-1)
-    x = torch.nn.functional.normalize(view.observation.x.double(), dim=-1)
+    x = torch.nn.functional.normalize(_wide(view.observation.x), dim=-1)
     cosines = (pk @ pk.transpose(-1, -2)) * (x @ x.transpose(-1, -2))[:, None]
     tokens = cosines.shape[-1]
     pairs = cosines.sum((-1, -2)) - cosines.diagonal(dim1=-2, dim2=-1).sum(-1)
@@ -194,7 +199,7 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
 
 def output_columns(view: View) -> tuple[Tensor, Tensor]:
     """O's mean signed error by column, and dO's mean beside it, both (heads, d) (paper, figures 5b and 5c)."""
-    return view.output_error.mean((0, 2)), view.observation.inputs.do.double().mean((0, 2))
+    return view.output_error.mean((0, 2)), _wide(view.observation.inputs.do).mean((0, 2))
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,8 @@ class Readings:
     def __call__(self, observation: Observation) -> None:
         """Read one call of attention."""
         view, layer = View(observation), observation.layer
-        self.drift[layer, list(observation.heads)] += MEASURES["delta_error"](view).double().cpu()
-        self.max_logit = torch.maximum(self.max_logit, MEASURES["max_logit"](view).max().double().cpu())
+        self.drift[layer, list(observation.heads)] += MEASURES["delta_error"](view).cpu()
+        self.max_logit = torch.maximum(self.max_logit, MEASURES["max_logit"](view).max().cpu())
         if layer not in self._seen:
             self._seen.add(layer)
             self.sign_diversity = min(self.sign_diversity, self._diversity(layer, observation.x))
