@@ -37,9 +37,10 @@ class HeadKernel:
         return self.implementation.declaration or _UNTOLD
 
 
-# Of every head of a layer. None leaves a head out, its O zero: one whose W_O is zero is computed in vain.
-Heads = tuple[HeadKernel | None, ...]
-Kernels = tuple[Heads, ...]  # of every layer
+Heads = tuple[HeadKernel, ...]  # of every head of a layer
+Kernels = tuple[
+    Heads, ...
+]  # of every layer; one without heads is left out whole: what writes nothing is computed in vain
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: Call) -> Tenso
         O, (batch, heads, tokens, d), differentiable; the gradient passes the rounding of q, k and v unchanged, as that
         of a cast does.
     """
-    distinct = [kernel for kernel in dict.fromkeys(kernels) if kernel is not None]
-    if len(distinct) == 1 and None not in kernels:
-        return _apply(q, k, v, distinct[0], tuple(range(len(kernels))), call)
+    distinct = dict.fromkeys(kernels)
+    if len(distinct) == 1:
+        return _apply(q, k, v, kernels[0], tuple(range(len(kernels))), call)
     out = torch.zeros_like(q)
     for kernel in distinct:
         heads = tuple(index for index, each in enumerate(kernels) if each == kernel)
@@ -123,9 +124,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         kernel, call = ctx.kernel, ctx.call
-        if isinstance(kernel.implementation, Kernel) and kernel.implementation.has_backward:
+        if _own_backward(kernel):
             do = call.arithmetic.cast(do, kernel.inputs)  # as it takes it; the suite's backward pass works in fp32
         inputs = _inputs(q, k, v, do, ctx.heads, call)
+        if lse is None and (call.observer is not None or not _own_backward(kernel)):
+            lse = flash(inputs, FP32_PLAN, FP32_ATTENTION.shift_rule, call.arithmetic, FP32_ATTENTION.block).lse
         gradients = _backward(kernel.implementation, inputs, AttentionOutput(o, lse), call.arithmetic)
         if call.observer is not None:
             output = AttentionOutput(o, lse, gradients)
@@ -133,14 +136,15 @@ class _Attention(torch.autograd.Function):
         return gradients.dq, gradients.dk, gradients.dv, None, None, None
 
 
+def _own_backward(kernel: HeadKernel) -> bool:
+    return isinstance(kernel.implementation, Kernel) and kernel.implementation.has_backward
+
+
 def _forward(implementation: Declaration | Kernel, inputs: AttentionInputs, arithmetic: Arithmetic) -> AttentionOutput:
-    """O in fp32 and the log-sum-exp; a kernel that does not return the latter gets it from fp32 attention."""
+    """O in fp32, and the log-sum-exp if the kernel returns it; else that of fp32 attention is taken where one is."""
     if isinstance(implementation, Kernel):
         output = implementation.compute(inputs, arithmetic, False)
-        lse = output.lse
-        if lse is None:
-            lse = flash(inputs, FP32_ATTENTION.plan, FP32_ATTENTION.shift_rule, arithmetic, FP32_ATTENTION.block).lse
-        return AttentionOutput(output.o.float(), lse)
+        return AttentionOutput(output.o.float(), output.lse)
     if implementation.algorithm == "standard":
         return standard(inputs, implementation.plan, arithmetic, implementation.block)
     return flash(inputs, implementation.plan, implementation.shift_rule, arithmetic, implementation.block)

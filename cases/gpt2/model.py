@@ -148,7 +148,7 @@ class GPT2(nn.Module):
             ValueError: not one kernel for every head.
         """
         super().__init__()
-        if [len(layer) for layer in kernels] != [configuration.heads] * configuration.layers:
+        if len(kernels) != configuration.layers or any(len(layer) not in (0, configuration.heads) for layer in kernels):
             raise ValueError(f"expected {configuration.layers} layers of {configuration.heads} kernels")
         self.configuration, self.kernels, self.arithmetic, self.seed = configuration, kernels, arithmetic, seed
         self.observer: Observer | None = None
@@ -183,6 +183,8 @@ class GPT2(nn.Module):
         """Logits (batch, tokens, vocabulary) of int64 tokens (batch, tokens); `step` seeds the kernels' noise."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for layer in range(self.configuration.layers):
+            if not self.kernels[layer]:
+                continue
             x = self.block(layer)(x, self.kernels[layer], lambda h, layer=layer: self._call(h, layer, step))
         logits: Tensor = self.head(self.norm(x))
         return logits

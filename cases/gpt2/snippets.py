@@ -96,7 +96,8 @@ class Snippet:
     every: int  # steps between two readings of the monitors
     claims: tuple[SnippetClaim, ...]  # what must hold, by variant
     roster: tuple[str, ...]  # variants of a default run, by full name
-    silent_before: bool = False  # whether the layer before the scripted one, whose W_O stays zero, is left out
+    on_devices: tuple[str, ...]  # those of them that a device runs by default, beside its own kernels
+    silent_before: bool = False  # whether the layer before the scripted one, which writes nothing, is left out
     scores: Format = BF16  # that S is kept in
     version: int = 1  # raised when the recipe changes: records of other versions are not comparable
 
@@ -154,7 +155,10 @@ _SECOND_LAYER = (
     *(f"blocks.{LAYER}.{name}.weight" for name in ("wv", "wo", "norm_2", "up", "down")),
     "head.weight",
 )
-_SHORT_ROSTER = tuple(variant_names(short, rounded=True)[0] for short in ("flash", "stabilized", "fair"))
+_SHORT_ROSTER, _SHORT_UNROUNDED = (
+    tuple(variant_names(short, rounded=rounded)[0] for short in ("flash", "stabilized", "fair"))
+    for rounded in (True, False)
+)
 # Logits of 25 and 37 to begin with, and values so far apart that a small change of P shows in O.
 _RUNAWAY = Script(key=32.0, query=100 / 32, sink_query=16.0, value=-12.0)
 
@@ -197,6 +201,7 @@ DRIFT = Snippet(
             for name in variant_names(short, rounded=False)
         ),
     ),
+    on_devices=(*_SHORT_ROSTER, *_SHORT_UNROUNDED),
 )
 RUNAWAY = Snippet(
     "train_runaway",
@@ -230,6 +235,7 @@ RUNAWAY = Snippet(
         _claim("flash_gated", "wq_norm_growth", _SUITE, high=1.6),
     ),
     roster=(*_SHORT_ROSTER, *variant_names("standard"), *variant_names("flash_fused", rounded=False)),
+    on_devices=(_SHORT_ROSTER[0], _SHORT_ROSTER[-1]),
     silent_before=True,
 )
 LANGUAGE_MODEL = replace(
@@ -249,6 +255,7 @@ LANGUAGE_MODEL = replace(
         _claim("dithered stochastic_fused fair", "row_max_rise", _SUITE, high=5.0),
     ),
     roster=_SHORT_ROSTER,
+    on_devices=_SHORT_ROSTER[:1],
 )
 AMPLIFIED = replace(
     RUNAWAY,
@@ -264,6 +271,7 @@ AMPLIFIED = replace(
         _claim("dithered stochastic_fused fair", "loss_rise", _SUITE, high=0.5, rounded=True),
     ),
     roster=_SHORT_ROSTER,
+    on_devices=(),  # none has the format
     scores=parse_format("E8M5"),
 )
 # Limits of the published fix.
@@ -281,7 +289,8 @@ GAP_11 = replace(
         _claim("stabilized", "delta_error_drift", _SUITE, high=-0.9, rounded=False),
         _within("fair", "delta_error_mean", _SUITE, 1e-4),
     ),
-    roster=tuple(variant_names(short, rounded=False)[0] for short in ("flash", "stabilized", "fair")),
+    roster=_SHORT_UNROUNDED,
+    on_devices=_SHORT_UNROUNDED,
 )
 ONE_SINK = replace(
     DRIFT,
@@ -296,6 +305,7 @@ ONE_SINK = replace(
         _within("fair", "delta_error_mean", _SUITE, 5e-5, rounded=True),
     ),
     roster=_SHORT_ROSTER,
+    on_devices=_SHORT_ROSTER,
 )
 _LONG = 40  # steps: with the fix the loss breaks down within 20
 LARGE_LOGITS = replace(
@@ -312,6 +322,7 @@ LARGE_LOGITS = replace(
         _claim(f"flash flash_fused o_fp32 standard {_OURS}", "finite_steps", _SUITE, low=_LONG - 0.5),
     ),
     roster=_SHORT_ROSTER,
+    on_devices=_SHORT_ROSTER,
 )
 
 SNIPPETS: Mapping[str, Snippet] = MappingProxyType(
@@ -365,8 +376,8 @@ def _kernels(snippet: Snippet, variant: Variant, configuration: Configuration) -
     scripted: Heads = (head(variant.scripted),) * configuration.heads
     if variant.head is not None:
         scripted = tuple(head(variant.head) if at == HEAD else kernel for at, kernel in enumerate(scripted))
-    before = None if snippet.silent_before else head(variant.before or variant.scripted)
-    return (*((before,) * configuration.heads for _ in range(LAYER)), scripted)
+    before: Heads = () if snippet.silent_before else (head(variant.before or variant.scripted),) * configuration.heads
+    return (*(before for _ in range(LAYER)), scripted)
 
 
 def _model(snippet: Snippet, variant: Variant, arithmetic: Arithmetic, seed: int) -> GPT2:

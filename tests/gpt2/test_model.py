@@ -157,3 +157,14 @@ def test_gates_read_the_layers_normalised_input_and_act_before_the_output_weight
         without.block(layer).wo.weight.data.zero_()
     torch.testing.assert_close(gated(tokens, 0), without(tokens, 0))
     assert torch.equal(read[0], gated.block(0).norm_1(gated.tokens(tokens) + gated.positions.weight))
+
+
+def test_a_layer_without_kernels_is_left_out() -> None:
+    """As one that writes nothing: the logits are the same."""
+    tokens, silent = torch.arange(6)[None], _model()
+    with torch.no_grad():
+        silent.block(0).wo.weight.zero_()
+        silent.block(0).down.weight.zero_()
+    short = GPT2(SMALL, ((), silent.kernels[1]), EMULATION.arithmetic, 0)
+    short.load_state_dict(silent.state_dict())
+    assert torch.equal(short(tokens, 0), silent(tokens, 0))

@@ -134,8 +134,9 @@ def _trained(backend: Backend, snippet: Snippet) -> list[Kernel]:
     # The interpreter takes minutes for a run: its kernels train where they are named.
     if not backend.composed or (snippet.amplified and not backend.predicts):
         return []
+    roster = snippet.roster if backend.predicts else snippet.on_devices
     own = [kernel for kernel in backend.vendor_kernels() if kernel.has_backward]
-    return [*(trained_kernel(VARIANTS[name]) for name in snippet.roster), *own]
+    return [*(trained_kernel(VARIANTS[name]) for name in roster), *own]
 
 
 def matching_backends(selection: Selection) -> list[Backend]:

@@ -59,7 +59,8 @@ def test_a_default_run_trains_the_roster_and_the_devices_own_kernels() -> None:
     for name, snippet in SNIPPETS.items():
         assert found[f"emulation {name}"] == list(snippet.roster)
         # No device computes in the format that the amplified snippet asks for.
-        assert found.get(f"cpu {name}") == (None if snippet.amplified else [*snippet.roster, *own])
+        assert found.get(f"cpu {name}") == (None if snippet.amplified else [*snippet.on_devices, *own])
+        assert set(snippet.on_devices) <= set(snippet.roster)
 
 
 @pytest.mark.parametrize(
