@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _help() -> str:
-    lines = [f"  {name:9}{verb.help}" for name, verb in VERBS.items()]
+    width = max(map(len, VERBS)) + 2
+    lines = [f"  {name:{width}}{verb.help}" for name, verb in VERBS.items()]
     return "\n".join(["usage: tiebreak VERB ...; tiebreak VERB --help says more", "", *lines, "", _CODES])
 
 
