@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -55,6 +57,22 @@ def test_a_tie_by_hand(tie: View) -> None:
     assert found["p_bar_ones"] == 1.5
     assert found["row_max"] == 4.0
     assert found["max_logit"] == 6.0
+
+
+def test_on_a_device_without_fp64_monitors_compute_on_the_host() -> None:
+    """A stand-in for an NPU's tensor: as there, float64 is refused on the device."""
+
+    class OnNpu:
+        device = SimpleNamespace(type="npu")
+
+        def cpu(self) -> Tensor:
+            return torch.tensor([0.5])
+
+        def double(self) -> Tensor:
+            raise TypeError("npu has no float64")
+
+    wide = monitors._wide(cast(Tensor, OnNpu()))
+    assert (wide.dtype, wide.item()) == (torch.float64, 0.5)
 
 
 def test_columns_by_hand(tie: View) -> None:
