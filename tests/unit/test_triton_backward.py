@@ -34,21 +34,14 @@ ARITHMETIC = EmulatedArithmetic()
 SAFE = SHIFT_RULES["safe"]
 BASE_TWO = Exponential(base_two=True)
 
-SHAPES = {
-    "one_of_each": (1, 1, 16, 1, 1, False),
-    "d32": (33, 70, 32, 2, 2, False),
-    "d256": (5, 70, 256, 2, 1, False),
-    "d20_odd_heads": (37, 37, 20, 3, 3, True),
-    "grouped_causal": (70, 70, 16, 6, 2, True),
-    "fewer_queries_causal": (19, 150, 16, 2, 2, True),
-    "fewer_keys_causal": (150, 19, 16, 2, 2, True),  # the first 131 queries see no key
-}
-each_shape = pytest.mark.parametrize("name", SHAPES)
+Shape = tuple[int, int, int, int, int, bool]
+D32: Shape = (33, 70, 32, 2, 2, False)
+GROUPED_CAUSAL: Shape = (70, 70, 16, 6, 2, True)
 
 
 @cache
-def _normal(name: str, fmt: Format = FP32) -> tuple[AttentionInputs, Reference]:
-    queries, keys, d, heads, key_heads, causal = SHAPES[name]
+def _normal(shape: Shape, fmt: Format = FP32) -> tuple[AttentionInputs, Reference]:
+    queries, keys, d, heads, key_heads, causal = shape
     generator = torch.Generator().manual_seed(5)
     sizes = [(heads, queries), (key_heads, keys), (key_heads, keys), (heads, queries)]
     tensors = [torch.randn(2, *size, d, generator=generator) for size in sizes]
@@ -81,9 +74,8 @@ def _found(output: AttentionOutput) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("source", DeltaSource)
-@each_shape
-def test_in_fp32_the_gradients_are_those_of_fp64(name: str, source: DeltaSource) -> None:
-    inputs, ref = _normal(name)
+def test_in_fp32_the_gradients_are_those_of_fp64(attention_shape: Shape, source: DeltaSource) -> None:
+    inputs, ref = _normal(attention_shape)
     declaration = Declaration("flash", replace(FP32_PLAN, delta_from=source, exponential=BASE_TWO), SAFE, BLOCK)
     (queries, d), keys = inputs.q.shape[2:], inputs.k.shape[2]
     largest = (inputs.q.double().abs() @ inputs.expanded_k().double().abs().transpose(-1, -2)).amax() * inputs.scale
@@ -97,9 +89,8 @@ def test_in_fp32_the_gradients_are_those_of_fp64(name: str, source: DeltaSource)
 @pytest.mark.parametrize(
     "kernel", ["triton_flash", "triton_dithered", "triton_fair", "triton_paper", "triton_standard"]
 )
-@each_shape
-def test_in_bf16_the_gradients_keep_their_plans_bound(kernel: str, name: str) -> None:
-    inputs, ref = _normal(name, BF16)
+def test_in_bf16_the_gradients_keep_their_plans_bound(kernel: str, attention_shape: Shape) -> None:
+    inputs, ref = _normal(attention_shape, BF16)
     found = _found(_run(inputs, DECLARATIONS[kernel]))
     for gradient, exact, scale in zip(found, reference_gradients(inputs, ref), _scales(inputs, ref), strict=True):
         # P, dS and the result round to bf16; O, whose up to 6 roundings (a stochastic one counts twice) enter by delta.
@@ -144,7 +135,7 @@ def test_deltas_bias_is_the_emulations(kernel: str) -> None:
 
 @pytest.mark.parametrize("point", ["p", "dp", "ds", "delta", "gradients", "s"])
 def test_every_rounding_point_of_the_backward_pass_is_a_switch_of_its_own(point: str) -> None:
-    inputs, _ = _normal("d32")
+    inputs, _ = _normal(D32)
     narrowed = {"delta": {"delta", "dq", "dk"}, "p": {"dv"}, "dp": {"dq", "dk"}, "ds": {"dq", "dk"}}
     changed = narrowed.get(point, {"dq", "dk", "dv"} | ({"delta"} if point == "s" else set()))
     plan = replace(FP32_PLAN, **{point: Cast(BF16)})  # type: ignore[arg-type]
@@ -163,7 +154,7 @@ def test_every_rounding_point_of_the_backward_pass_is_a_switch_of_its_own(point:
     [(DeltaSource.OUTPUT, {"o"}), (DeltaSource.PROBABILITIES, {"dp"}), (DeltaSource.RECOMPUTED_OUTPUT, set())],
 )
 def test_delta_is_computed_from_what_the_plan_says(source: DeltaSource, fed: set[str]) -> None:
-    inputs, plan = replace(_normal("d32")[0], fmt=BF16), replace(FP32_PLAN, delta_from=source)
+    inputs, plan = replace(_normal(D32)[0], fmt=BF16), replace(FP32_PLAN, delta_from=source)
 
     def delta(changed: RoundingPlan) -> Tensor:
         found = _gradients(_run(inputs, Declaration("flash", changed, SAFE, BLOCK))).delta
@@ -175,16 +166,16 @@ def test_delta_is_computed_from_what_the_plan_says(source: DeltaSource, fed: set
     assert {point for point, changed in narrowed.items() if not torch.equal(delta(changed), plain)} == fed
 
 
-def _leaves(name: str) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, _ = _normal(name, BF16)
+def _leaves(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    inputs, _ = _normal(shape, BF16)
     q, k, v = (x.bfloat16().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     return q, k, v
 
 
 @pytest.mark.parametrize("kernel", ["triton_fair", "triton_standard"])
 def test_autograd_returns_what_the_kernels_do(kernel: str) -> None:
-    inputs, _ = _normal("grouped_causal", BF16)
-    leaves = q, k, v = _leaves("grouped_causal")
+    inputs, _ = _normal(GROUPED_CAUSAL, BF16)
+    leaves = q, k, v = _leaves(GROUPED_CAUSAL)
     o = attention(q, k, v, DECLARATIONS[kernel], causal=True, noise_seed=3, interpreted=True)
     # An upstream gradient without memory of its own, in another order of dimensions.
     do = inputs.do.bfloat16().transpose(1, 2).contiguous().transpose(1, 2)
@@ -199,7 +190,7 @@ def test_autograd_returns_what_the_kernels_do(kernel: str) -> None:
 
 
 def test_autograd_notes_a_tensor_changed_in_place() -> None:
-    leaf, k, v = _leaves("d32")
+    leaf, k, v = _leaves(D32)
     q = leaf * 1.0
     o = attention(q, k, v, DECLARATIONS["triton_flash"], interpreted=True)
     q.detach().zero_()
@@ -208,7 +199,7 @@ def test_autograd_notes_a_tensor_changed_in_place() -> None:
 
 
 def test_a_constant_upstream_gradient_is_taken() -> None:
-    q, k, v = _leaves("d32")
+    q, k, v = _leaves(D32)
     o = attention(q, k, v, DECLARATIONS["triton_flash"], interpreted=True)
     summed, told = (torch.autograd.grad(o, (q, k, v), do, retain_graph=True) for do in _ones(o))
     assert all(torch.equal(one, other) for one, other in zip(summed, told, strict=True))

@@ -279,17 +279,6 @@ def test_every_rounding_point_is_a_switch_of_its_own(point: str) -> None:
     assert not torch.equal(_run(inputs, _declared(plan)).o, _run(inputs, _declared(FP32_PLAN)).o)
 
 
-SHAPES = {
-    "one_of_each": (1, 1, 16, 1, 1, False),
-    "d32": (33, 70, 32, 2, 2, False),
-    "d256": (5, 70, 256, 2, 1, False),
-    "d20_odd_heads": (37, 37, 20, 3, 3, True),
-    "grouped_causal": (70, 70, 16, 6, 2, True),
-    "fewer_queries_causal": (19, 150, 16, 2, 2, True),
-    "fewer_keys_causal": (150, 19, 16, 2, 2, True),  # the first 131 queries see no key
-}
-
-
 def _normal(queries: int, keys: int, d: int, heads: int, key_heads: int, causal: bool) -> AttentionInputs:
     generator = torch.Generator().manual_seed(7)
     sizes = [(heads, queries), (key_heads, keys), (key_heads, keys), (heads, queries)]
@@ -297,20 +286,18 @@ def _normal(queries: int, keys: int, d: int, heads: int, key_heads: int, causal:
     return AttentionInputs(q, k, v, do, BF16, causal=causal, noise_seed=2**32 - 3)
 
 
-each_shape = pytest.mark.parametrize("name", SHAPES)
-
-
-@each_shape
 @pytest.mark.parametrize("kernel", ["triton_fair", "triton_standard"])
-def test_every_shape_is_right(kernel: str, name: str) -> None:
-    inputs = _normal(*SHAPES[name])
+def test_every_shape_is_right(kernel: str, attention_shape: tuple[int, int, int, int, int, bool]) -> None:
+    inputs = _normal(*attention_shape)
     _assert_as_declared(inputs, DECLARATIONS[kernel])
 
 
-@each_shape
 @pytest.mark.parametrize("kernel", ["triton_flash", "triton_standard"])
-def test_the_log_sum_exp_is_right_and_blind_rows_are_zero(kernel: str, name: str) -> None:
-    inputs, output = _normal(*SHAPES[name]), _run(_normal(*SHAPES[name]), DECLARATIONS[kernel])
+def test_the_log_sum_exp_is_right_and_blind_rows_are_zero(
+    kernel: str, attention_shape: tuple[int, int, int, int, int, bool]
+) -> None:
+    inputs = _normal(*attention_shape)
+    output = _run(inputs, DECLARATIONS[kernel])
     s, hidden = reference(inputs).s, inputs.hidden()
     exact = torch.logsumexp(s if hidden is None else s.masked_fill(hidden, -torch.inf), -1, keepdim=True)
     blind = exact == -torch.inf
