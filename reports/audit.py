@@ -1,24 +1,18 @@
-"""The audit of compiled kernels: which instructions round, as a record, a file, a table and a gate."""
+"""The audit of compiled kernels: which instructions round, as a record, a file and a gate."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from tiebreak.reports import store
 from tiebreak.reports.decode import FieldError, decoder
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.grids import aside, grid_text
-from tiebreak.reports.store import UnreadableRecordsError, write_text
+from tiebreak.reports.store import UnreadableRecordsError
 
-SCHEMA = 1
-
-LEGEND = (
-    "Read from the assembly; nothing ran. into a product: casts of what a matrix product takes (P̄; backward: P, dS).\n"
-    "to memory: casts of what the kernel stores (O; backward: dQ, dK, dV; standard's softmax: P). exp of: the operation"
-    " that formed\nthe exponential's argument. contraction: whether products and sums are fused into fma (fma/separate:"
-    " how many of each).\n-: no such instruction."
-)
+SCHEMA = 2  # 2: cards
 
 
 @dataclass(frozen=True)
@@ -59,50 +53,71 @@ class Audits:
 
     schema: int  # version of this layout
     triton: str  # version of the compiler
-    audits: tuple[Audit, ...]  # sorted by target and kernel
+    cards: Mapping[str, str]  # by target: what a user would buy
+    audits: tuple[Audit, ...]  # one target's after the other's
+
+    @property
+    def kernels(self) -> list[str]:
+        """Names of the kernels, each once."""
+        return list(dict.fromkeys(audit.kernel for audit in self.audits))
 
 
 _COUNTS = ("fused", "separate")
 _GATED = tuple(field.name for field in fields(Audit) if field.name not in ("target", "kernel", "skipped", *_COUNTS))
-_HEADERS = {
-    "products": "products",
-    "operand_casts": "into a product",
-    "output_casts": "to memory",
-    "exponential": "exponential",
-    "exponent": "exp of",
-    "logarithm": "log",
-    "division": "division",
-    "contraction": "contraction",
-    "flushes": "flushes",
-    "mode": "mode",
-}
 
 
 def read(path: Path) -> Audits:
     """Read a file of audits.
 
     Raises:
-        UnreadableRecordsError: no readable file, no JSON, a field that is missing, unknown or of the wrong kind,
-            another schema, two audits of one kernel.
+        UnreadableRecordsError: no readable file, no JSON, records of a run, a field that is missing, unknown or of the
+            wrong kind, another schema, two audits of one kernel, a target without its cards.
     """
-    try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-        audits: Audits = decoder(Audits)(plain)
-    except OSError as error:
-        raise UnreadableRecordsError(f"{path}: {error.strerror or error}") from error
-    except FieldError as error:
-        raise UnreadableRecordsError(f"{path}: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise UnreadableRecordsError(f"{path}: not JSON ({str(error) or 'nested too deeply'})") from None
-    if audits.schema != SCHEMA:
+    return decode(store.load(path), path)
+
+
+def decode(plain: dict[str, Any], path: Path) -> Audits:
+    """The audits in the object of a file; see `read`.
+
+    Args:
+        plain: the object.
+        path: its name, for messages.
+    """
+    if "records" in plain:
         raise UnreadableRecordsError(
-            f"{path}: schema: {audits.schema} is not {SCHEMA}, the one that this tiebreak reads"
+            f"{path}: records of a run, not an audit: tiebreak show, page, compare and gate take them"
         )
-    names = [audit.id for audit in audits.audits]
-    for name in names:
-        if names.count(name) > 1:
-            raise UnreadableRecordsError(f"{path}: audits: {name} twice")
+    try:
+        _check_schema(plain)
+        audits: Audits = decoder(Audits)(plain)
+        _check(audits)
+    except FieldError as error:
+        raise UnreadableRecordsError(store.one_line(f"{path}: {error}")) from None
     return audits
+
+
+def _check_schema(plain: dict[str, Any]) -> None:
+    """First of all: another schema's fields are others."""
+    try:
+        schema = decoder(int)(plain.get("schema"))
+    except FieldError as error:
+        raise error.within(".schema") from None
+    if schema != SCHEMA:
+        raise FieldError(
+            f"{schema} is not {SCHEMA}, the one that this tiebreak reads; delete the file and write it anew with"
+            " tiebreak audit --expect FILE --update",
+            ".schema",
+        )
+
+
+def _check(audits: Audits) -> None:
+    """What holds between fields."""
+    for name, often in Counter(audit.id for audit in audits.audits).items():
+        if often > 1:
+            raise FieldError(f"{name} twice", ".audits")
+    for audit in audits.audits:
+        if audit.target not in audits.cards:
+            raise FieldError("missing", f".cards.{audit.target}")
 
 
 def write(audits: Audits, path: Path) -> None:
@@ -111,37 +126,12 @@ def write(audits: Audits, path: Path) -> None:
     Raises:
         tiebreak.reports.store.UnwritableFolderError: it can't be written; an older file stays.
     """
-    write_text(json.dumps(asdict(audits), indent=1, allow_nan=False) + "\n", path)
+    store.write_text(as_json(audits), path)
 
 
-def table(audits: Sequence[Audit], cards: Mapping[str, str], tablefmt: str = "simple") -> str:
-    """One table a kernel, one row a target, with the legend.
-
-    Args:
-        audits: in the order of the rows.
-        cards: what each target stands for.
-        tablefmt: tabulate's name of the table's style.
-
-    Returns:
-        The tables, then why what was skipped was.
-    """
-    parts = []
-    for kernel in dict.fromkeys(audit.kernel for audit in audits):
-        chosen = [audit for audit in audits if audit.kernel == kernel]
-        rows = [[f"{one.target} ({cards[one.target]})", *_cells(one)] for one in chosen]
-        parts += [aside(kernel, tablefmt), grid_text(rows, ["target", *_HEADERS.values()], tablefmt)]
-    skips = [f"skipped {audit.id}: {audit.skipped}" for audit in audits if audit.skipped is not None]
-    return "\n\n".join([*parts, *([aside("\n".join(skips), tablefmt)] if skips else []), aside(LEGEND, tablefmt)])
-
-
-def _cells(audit: Audit) -> Iterator[str]:
-    for name in _HEADERS:
-        value: Any = getattr(audit, name)
-        if audit.skipped is not None:
-            yield "skip"
-        else:
-            counts = f" ({audit.fused}/{audit.separate})" if name == "contraction" else ""
-            yield _said(value) + counts
+def as_json(audits: Audits) -> str:
+    """The content of a file of audits."""
+    return json.dumps(asdict(audits), indent=1, allow_nan=False) + "\n"
 
 
 def differences(expected: Sequence[Audit], found: Sequence[Audit]) -> list[str]:
@@ -178,23 +168,29 @@ def _or_no(reason: str | None) -> str:
     return "no" if reason is None else reason
 
 
+def kinds(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    """A field as tables and messages show it: its kinds, or that there is none."""
+    return (value,) if isinstance(value, str) else value or ("none",)
+
+
 def _said(value: str | tuple[str, ...]) -> str:
-    return value if isinstance(value, str) else ", ".join(value) or "none"
+    return ", ".join(kinds(value))
 
 
-def update(audits: Audits, path: Path) -> None:
-    """Make audits the expectation.
+def check_update(path: Path, coming: Collection[tuple[str, str]]) -> None:
+    """Make sure, before minutes of compiling, that audits can become the expectation; creates its folder.
+
+    Args:
+        path: the file to write or replace.
+        coming: target and kernel of the audits to come.
 
     Raises:
-        UsageError: the file has audits that these lack.
+        UsageError: the file has audits that are not to come.
         tiebreak.reports.store.UnreadableRecordsError: there is a file at `path` that is no file of audits.
-        tiebreak.reports.store.UnwritableFolderError: it can't be written; the old one stays.
+        tiebreak.reports.store.UnwritableFolderError: it can't be written.
     """
+    store.check_writable(path.parent)
     if path.exists():
-        names = {audit.id for audit in audits.audits}
-        outside = [audit.id for audit in read(path).audits if audit.id not in names]
+        outside = [audit.id for audit in read(path).audits if (audit.target, audit.kernel) not in coming]
         if outside:
-            raise UsageError(
-                f"{path}: not updated: it has {outside[0]}, which was not compiled; delete it to start over"
-            )
-    write(audits, path)
+            raise UsageError(f"{path}: not updated: it has {outside[0]}, not asked for; delete it to start over")

@@ -33,10 +33,10 @@ class Verb:
 
 
 VERBS = {
-    "show": Verb("tiebreak.reports.show", "the table of one run"),
+    "show": Verb("tiebreak.reports.show", "the table of one run or audit"),
     "compare": Verb("tiebreak.reports.compare", "several runs side by side: what agrees to the bit, what does not"),
     "gate": Verb("tiebreak.reports.gate_command", "fail if a run is worse than a baseline"),
-    "page": Verb("tiebreak.reports.page", "one HTML file with heat maps and figures"),
+    "page": Verb("tiebreak.reports.page", "one HTML file of runs and audits: heat maps, figures, tables"),
     "training": Verb("tiebreak.reports.training_command", "the short training runs of several seeds: table and figure"),
     "audit": Verb("tiebreak.backends.audit.command", "what rounds in the Triton kernels, compiled for GPUs not here"),
     "train": Verb("tiebreak.matrix.train", "train a GPT-2 with any attention kernel, watched by monitors"),

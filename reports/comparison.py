@@ -119,8 +119,12 @@ def platform_labels(runs: Sequence[Run], paths: Sequence[Path]) -> list[str]:
     Returns:
         Labels that differ from each other.
     """
-    labels = [f"{run.platform['level']} {run.platform['cpu']}" for run in runs]
+    return distinct([f"{run.platform['level']} {run.platform['cpu']}" for run in runs], paths)
+
+
+def distinct(labels: Sequence[str], paths: Sequence[Path]) -> list[str]:
+    """The labels; where some are alike, the names of their files, as short as tells them apart."""
     for names in ([path.stem for path in paths], [str(path) for path in paths]):
         often = Counter(labels)
         labels = [name if often[label] > 1 else label for label, name in zip(labels, names, strict=True)]
-    return labels
+    return list(labels)

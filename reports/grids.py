@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
+_GAP = 2  # characters between the columns of a table in tabulate's style "simple"
+_PADDING = 2  # characters by which tabulate makes a column wider than its heading
+
 
 def grid_text(rows: Sequence[Sequence[str]], headers: Sequence[str], tablefmt: str) -> str:
     """A table with its first column to the left, the others to the right."""
@@ -13,6 +16,32 @@ def grid_text(rows: Sequence[Sequence[str]], headers: Sequence[str], tablefmt: s
         headers = [_escaped(text) for text in headers]
     aligned = ("left", *("right" for _ in headers[1:]))
     return tabulate(rows, headers=headers, tablefmt=tablefmt, colalign=aligned, disable_numparse=True)
+
+
+def fitted(rows: Sequence[Sequence[str]], headers: Sequence[str], tablefmt: str, width: int | None) -> list[str]:
+    """A grid as one table or as several, each with the first column, so that none is wider than need be.
+
+    Args:
+        rows: texts, one a column.
+        headers: one a column, of one line.
+        tablefmt: tabulate's name of the table's style.
+        width: of the terminal, in columns. None: no limit.
+
+    Returns:
+        The tables; one column beside the first may be too wide by itself.
+    """
+    columns = zip(headers, *rows, strict=True)
+    sizes = [max(len(head) + _PADDING, *map(len, texts)) + _GAP for head, *texts in columns]
+    chosen: list[list[int]] = [[]]
+    for column in range(1, len(sizes)):
+        taken = sizes[0] + sum(sizes[one] for one in chosen[-1])
+        if chosen[-1] and width is not None and taken + sizes[column] - _GAP > width:
+            chosen.append([])
+        chosen[-1].append(column)
+    return [
+        grid_text([[row[one] for one in (0, *part)] for row in rows], [headers[one] for one in (0, *part)], tablefmt)
+        for part in chosen
+    ]
 
 
 def aside(text: str, tablefmt: str) -> str:

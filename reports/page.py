@@ -1,20 +1,22 @@
-"""`tiebreak page FILE... -o DIR`: one HTML file that needs no network, to look at runs."""
+"""`tiebreak page FILE... -o DIR`: one HTML file that needs no network, to look at runs and audits."""
 
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from tiebreak.reports import store, tables
+from tiebreak.reports import files, page_tables, store, tables
+from tiebreak.reports.audit import Audits
 from tiebreak.reports.cli import HELD, Parser
-from tiebreak.reports.comparison import platform_labels
+from tiebreak.reports.comparison import distinct, platform_labels
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.figures import Figure, figures
 from tiebreak.reports.records import Record, Run
 from tiebreak.reports.svg import draw
-from tiebreak.reports.training import training_grids, training_legend
 
 _HERE = Path(__file__).parent
 _DIGITS = 6  # significant ones of a number on the page: the files have them all
@@ -34,16 +36,19 @@ _KEY = (
 
 def main(arguments: Sequence[str]) -> int:
     """The verb `page`; see `tiebreak.reports.cli.main`."""
-    parser = Parser(prog="tiebreak page", description="One HTML file with heat maps and figures.")
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="records of runs")
+    parser = Parser(prog="tiebreak page", description="One HTML file of runs and audits.")
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="records of runs, audits")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder for index.html")
     parser.add_argument("--figures", action="store_true", help="also every figure as SVG and PNG (needs matplotlib)")
     options = parser.parse_args(arguments)
-    runs = store.read_all(options.files)
-    labels = platform_labels(runs, options.files)
+    by_file, audited = files.read_all(options.files)
+    if options.figures and not by_file:
+        raise UsageError("--figures: an audit has none; name records of a run, too")
+    runs = list(by_file.values())
+    labels = platform_labels(runs, list(by_file))
     found = figures(runs, labels)
     path = options.output / "index.html"
-    store.write_text(page(runs, labels, found), path)
+    store.write_text(page(runs, labels, found, _by_compiler(audited)), path)
     print(f"page: {path}")
     if options.figures:
         from tiebreak.reports import plots
@@ -52,18 +57,33 @@ def main(arguments: Sequence[str]) -> int:
     return HELD
 
 
-def page(runs: Sequence[Run], labels: Sequence[str], found: Sequence[Figure]) -> str:
+def _by_compiler(audited: Mapping[Path, Audits]) -> dict[str, Audits]:
+    labels = distinct([f"Triton {one.triton}" for one in audited.values()], list(audited))
+    return dict(zip(labels, audited.values(), strict=True))
+
+
+def page(
+    runs: Sequence[Run],
+    labels: Sequence[str],
+    found: Sequence[Figure],
+    audits: Mapping[str, Audits] = MappingProxyType({}),
+) -> str:
     """The page as HTML. Every string of the records is escaped or is data that the script shows as text.
 
     Args:
         runs: what to show.
         labels: of their platforms.
         found: the figures.
+        audits: of compiled kernels, by what tells them apart.
 
     Returns:
         The whole file.
     """
     style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    sections = [_figures(found), page_tables.training(runs, labels), page_tables.audits(audits)]
+    if runs:
+        sections = [_platforms(runs, labels), _heat(), *sections, _cells(runs, labels), f"<script>{script}</script>"]
+    body = "\n".join(section for section in sections if section)
     # The policy lets this page's own script run and nothing else, whatever a record smuggles in.
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{_hash(script)}'"
     return f"""<!doctype html>
@@ -78,22 +98,25 @@ def page(runs: Sequence[Run], labels: Sequence[str], found: Sequence[Figure]) ->
 </head>
 <body>
 <h1>tiebreak: does this kernel round fairly?</h1>
-{_platforms(runs, labels)}
-<h2 id="heat">Bias by kernel and case</h2>
-<p>Bias of O in ulps. Hover over a cell for all its numbers, or find it in the table of all cells.</p>
-{_key()}
-<noscript><p>The maps and the table need JavaScript; the figures do not.</p></noscript>
-<div id="maps"></div>
-<div id="tip" role="tooltip" hidden></div>
-{_figures(found)}
-{_training(runs, labels)}
-<h2 id="all">All cells but the training runs</h2>
-{_TABLE}
-<script type="application/json" id="data">{_data(runs, labels)}</script>
-<script>{script}</script>
+{body}
 </body>
 </html>
 """
+
+
+def _heat() -> str:
+    return f"""<h2 id="heat">Bias by kernel and case</h2>
+<p>Bias of O in ulps. Hover over a cell for all its numbers, or find it in the table of all cells.</p>
+{_key()}
+<noscript><p>The maps and the table of all cells need JavaScript; the rest does not.</p></noscript>
+<div id="maps"></div>
+<div id="tip" role="tooltip" hidden></div>"""
+
+
+def _cells(runs: Sequence[Run], labels: Sequence[str]) -> str:
+    return f"""<h2 id="all">All cells but the training runs</h2>
+{_TABLE}
+<script type="application/json" id="data">{_data(runs, labels)}</script>"""
 
 
 _TABLE = """<form>
@@ -134,28 +157,6 @@ def _figures(found: Sequence[Figure]) -> str:
         for one in found
     ]
     return "\n".join(['<h2 id="figures">Where it comes from</h2>', '<div class="figures">', *parts, "</div>"])
-
-
-def _training(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """A table a platform and backend of the short training runs."""
-    parts = []
-    for run, label in zip(runs, labels, strict=True):
-        for grid in training_grids(run.records):
-            head = "".join(
-                f'<th scope="col">{escape(text)}</th>' for text in ("kernel", *map(grid.heading, grid.cases))
-            )
-            rows = []
-            for kernel in grid.kernels:
-                cells = "".join(f"<td>{escape(grid.text(kernel, case))}</td>" for case in grid.cases)
-                rows.append(f'<tr><th scope="row">{escape(kernel)}</th>{cells}</tr>')
-            caption = f"<caption>{escape(label)}: {escape(grid.backend)}</caption>"
-            head = f"<thead><tr>{head}</tr></thead>"
-            parts.append(f'<table class="trained">{caption}{head}<tbody>{"".join(rows)}</tbody></table>')
-    if not parts:
-        return ""
-    about = escape(training_legend([record for run in runs for record in run.records])).replace("\n", "<br>")
-    return "\n".join(['<h2 id="training">Short training runs</h2>', f"<p>{about}</p>", '<div class="wide">', *parts,
-                      "</div>"])  # fmt: skip
 
 
 def _data(runs: Sequence[Run], labels: Sequence[str]) -> str:

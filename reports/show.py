@@ -1,5 +1,6 @@
-"""`tiebreak show FILE`: the table of one run, on the terminal or in a format for elsewhere."""
+"""`tiebreak show FILE`: the table of one run or audit, on the terminal or in a format for elsewhere."""
 
+import argparse
 import csv
 import io
 import json
@@ -8,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tiebreak.reports import selection, store, tables, terminal
+from tiebreak.reports import audit, audit_tables, files, selection, tables, terminal
+from tiebreak.reports.audit import Audits
 from tiebreak.reports.cli import HELD, Parser
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import Record, Run
 
 FORMATS = ("simple", "github", "csv", "json", "latex")
@@ -17,13 +20,21 @@ FORMATS = ("simple", "github", "csv", "json", "latex")
 
 def main(arguments: Sequence[str]) -> int:
     """The verb `show`; see `tiebreak.reports.cli.main`."""
-    parser = Parser(prog="tiebreak show", description="The table of one run.")
-    parser.add_argument("file", type=Path, metavar="FILE", help="records of a run")
+    parser = Parser(prog="tiebreak show", description="The table of one run or audit.")
+    parser.add_argument("file", type=Path, metavar="FILE", help="records of a run, or an audit")
     parser.add_argument("--format", choices=FORMATS, default="simple", help="default: simple, for the terminal")
     selection.add_options(parser)
     selection.add_only(parser)
     options = parser.parse_args(arguments)
-    run = store.read(options.file)
+    found = files.read(options.file)
+    if isinstance(found, Run):
+        _show_run(found, options)
+    else:
+        _show_audits(found, options)
+    return HELD
+
+
+def _show_run(run: Run, options: argparse.Namespace) -> None:
     chosen = selection.Selection(options.backend, options.kernels, options.cases, options.only).apply(run.records)
     run = replace(run, records=tuple(chosen))
     if options.format == "json":
@@ -33,12 +44,25 @@ def main(arguments: Sequence[str]) -> int:
     else:
         # What a filter by outcome leaves out is not missing.
         terminal.show(_as_tables(run, options.format, "" if options.only else "missing"))
-    return HELD
+
+
+def _show_audits(audits: Audits, options: argparse.Namespace) -> None:
+    for flag in ("backend", "cases", "only"):
+        if getattr(options, flag) is not None:
+            raise UsageError(f"--{flag}: {options.file} is an audit of compiled kernels; --kernels alone narrows it")
+    if options.kernels is not None:
+        wanted = selection.pick("kernels", "kernel", options.kernels, audits.kernels)
+        audits = replace(audits, audits=tuple(one for one in audits.audits if one.kernel in wanted))
+    if options.format == "json":
+        print(audit.as_json(audits), end="")
+    elif options.format == "csv":
+        print(audit_tables.as_csv(audits), end="")
+    else:
+        terminal.show(audit_tables.audit_tables(audits, terminal.limit(options.format), options.format))
 
 
 def _as_tables(run: Run, tablefmt: str, absent: str) -> str:
-    width = terminal.width() if tablefmt == "simple" else None
-    parts = [tables.tables(run.records, width, tablefmt, absent)]
+    parts = [tables.tables(run.records, terminal.limit(tablefmt), tablefmt, absent)]
     if tablefmt == "simple":
         parts += [tables.summary(run), tables.fallen(run.records)]
     return "\n\n".join(part for part in parts if part)

@@ -6,7 +6,7 @@ import re
 import stat
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -70,6 +70,15 @@ def read(path: Path) -> Run:
     return parse(_content(path), path)
 
 
+def load(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of records or of audits.
+
+    Raises:
+        UnreadableRecordsError: no regular file, too large, no JSON, no object.
+    """
+    return _object(_content(path), path)
+
+
 def read_all(paths: Sequence[Path]) -> list[Run]:
     """Read several runs, each once.
 
@@ -79,11 +88,20 @@ def read_all(paths: Sequence[Path]) -> list[Run]:
     runs: list[Run] = []
     for path in paths:
         run = read(path)
-        for earlier, other in zip(paths, runs, strict=False):
-            if _same(run, other):
-                raise UnreadableRecordsError(f"{path}: run: the same run as in {earlier}; give each run once")
+        refuse_repeated(run, path, zip(paths, runs, strict=False))
         runs.append(run)
     return runs
+
+
+def refuse_repeated(run: Run, path: Path, earlier: Iterable[tuple[Path, Run]]) -> None:
+    """Make sure that a run is none of the earlier ones.
+
+    Raises:
+        UnreadableRecordsError: it is one of them.
+    """
+    for other_path, other in earlier:
+        if _same(run, other):
+            raise UnreadableRecordsError(f"{path}: run: the same run as in {other_path}; give each run once")
 
 
 def _same(run: Run, other: Run) -> bool:
@@ -115,9 +133,25 @@ def parse(content: bytes, path: Path) -> Run:
         content: of the file.
         path: its name, for messages.
     """
-    plain = _json(content, path)
-    if not isinstance(plain, dict):
-        raise UnreadableRecordsError(f"{path}: the whole: expected an object with the fields of a run")
+    return decode(_object(content, path), path)
+
+
+def is_audit(plain: dict[str, Any]) -> bool:
+    """Whether an object is a file of audits (`tiebreak.reports.audit`), to go by what it has."""
+    return "audits" in plain and "records" not in plain
+
+
+def decode(plain: dict[str, Any], path: Path) -> Run:
+    """The run in the object of a file; see `read`.
+
+    Args:
+        plain: the object; an older schema's is brought up to date in place.
+        path: its name, for messages.
+    """
+    if is_audit(plain):
+        raise UnreadableRecordsError(
+            f"{path}: an audit of compiled kernels, no records: tiebreak show, page and audit --expect take it"
+        )
     schema = plain.get("schema")
     if type(schema) is not int or schema < 1:
         raise UnreadableRecordsError(f"{path}: schema: expected a version from 1 to {SCHEMA}: not a file of records?")
@@ -129,11 +163,18 @@ def parse(content: bytes, path: Path) -> Run:
     try:
         run: Run = decoder(Run)(plain)
     except FieldError as error:
-        raise UnreadableRecordsError(_one_line(f"{path}: {error}")) from None
+        raise UnreadableRecordsError(one_line(f"{path}: {error}")) from None
     except RecursionError:
         raise UnreadableRecordsError(f"{path}: nested too deeply") from None
     _check(run, path)
     return run
+
+
+def _object(content: bytes, path: Path) -> dict[str, Any]:
+    plain = _json(content, path)
+    if not isinstance(plain, dict):
+        raise UnreadableRecordsError(f"{path}: the whole: expected an object")
+    return plain
 
 
 def _json(content: bytes, path: Path) -> Any:
@@ -145,9 +186,9 @@ def _json(content: bytes, path: Path) -> Any:
         if re.search(r"\\ud[89a-f]", text, re.IGNORECASE):
             json.dumps(plain, ensure_ascii=False).encode("utf-8")
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise UnreadableRecordsError(_one_line(f"{path}: not UTF-8 ({error.reason})")) from None
+        raise UnreadableRecordsError(one_line(f"{path}: not UTF-8 ({error.reason})")) from None
     except ValueError as error:
-        raise UnreadableRecordsError(_one_line(f"{path}: not JSON ({error})")) from None
+        raise UnreadableRecordsError(one_line(f"{path}: not JSON ({error})")) from None
     except RecursionError:
         raise UnreadableRecordsError(f"{path}: nested too deeply") from None
     return plain
@@ -165,10 +206,10 @@ def _check(run: Run, path: Path) -> None:
     seen: set[str] = set()
     for number, record in enumerate(run.records):
         if record.id in seen:
-            raise UnreadableRecordsError(_one_line(f"{path}: records[{number}].id: a second record of {record.id}"))
+            raise UnreadableRecordsError(one_line(f"{path}: records[{number}].id: a second record of {record.id}"))
         seen.add(record.id)
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """Control characters, which a file may carry in its names, spelled out."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

@@ -11,7 +11,7 @@ from tiebreak.backends.audit.sources import sources
 from tiebreak.backends.audit.targets import TARGETS, Target
 from tiebreak.kernels.triton.roster import Compilation
 from tiebreak.reports import audit as records
-from tiebreak.reports import terminal
+from tiebreak.reports import audit_tables, terminal
 from tiebreak.reports.audit import Audit, Audits
 from tiebreak.reports.cli import FELL, HELD, Parser
 from tiebreak.reports.errors import UsageError
@@ -51,11 +51,12 @@ def main(arguments: Sequence[str]) -> int:
     kernels = {kernel.name: kernel for kernel in sources()}
     targets = [TARGETS[name] for name in _picked("targets", options.targets, list(TARGETS))]
     chosen = [kernels[name] for name in _picked("kernels", options.kernels, list(kernels))]
-    expected = None if options.expect is None or options.update else records.read(options.expect)
-    found = Audits(records.SCHEMA, compiler(), tuple(_with_progress(targets, chosen)))
-    terminal.show(records.table(found.audits, {name: target.cards for name, target in TARGETS.items()}, options.format))
+    expected = _expected(options, targets, chosen)
+    cards = {target.name: target.cards for target in targets}
+    found = Audits(records.SCHEMA, compiler(), cards, tuple(_with_progress(targets, chosen)))
+    terminal.show(audit_tables.audit_tables(found, terminal.limit(options.format), options.format))
     if options.update:
-        records.update(found, options.expect)
+        records.write(found, options.expect)
         print(f"expectation written: {options.expect}")
     if expected is None:
         return HELD
@@ -71,8 +72,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kernels", metavar="NAMES", help="kernels (comma list, globs); all by default")
     parser.add_argument("--format", choices=("simple", "github", "latex"), default="simple", help="default: simple")
     parser.add_argument("--expect", type=Path, metavar="FILE", help="fail if a rounding instruction is not as in FILE")
-    parser.add_argument("--update", action="store_true", help="write the file of --expect instead")
+    parser.add_argument("--update", action="store_true", help="judge nothing, write or replace the file of --expect")
     return parser
+
+
+def _expected(options: argparse.Namespace, targets: Sequence[Target], kernels: Sequence[Compilation]) -> Audits | None:
+    """What to judge by. A file that can't be read, or written, is refused here: compiling takes minutes."""
+    if options.expect is None:
+        return None
+    if options.update:
+        records.check_update(options.expect, {(target.name, kernel.name) for target in targets for kernel in kernels})
+        return None
+    return records.read(options.expect)
 
 
 def _picked(flag: str, names: str | None, known: Sequence[str]) -> list[str]:

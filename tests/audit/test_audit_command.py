@@ -8,6 +8,8 @@ import pytest
 from tiebreak.backends.audit import command
 from tiebreak.backends.audit.compiling import NotCompiledError
 from tiebreak.backends.audit.targets import Target
+from tiebreak.reports import audit as records
+from tiebreak.reports import cli
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.store import UnreadableRecordsError
 
@@ -136,11 +138,47 @@ def test_bad_usage_is_refused(arguments: list[str], said: str) -> None:
     assert str(refused.value).startswith(said)
 
 
-def test_an_update_of_less_than_the_file_has_changes_nothing(expectation: Path) -> None:
+def test_what_was_audited_is_kept_and_shown_again_as_it_was(
+    compiler: Compiler, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "deep" / "mine.json"
+    assert command.main(["--targets", "sm_80,sm_120", "--kernels", "fp8*", "--expect", str(path), "--update"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.endswith(f"expectation written: {path}\n")
+    assert records.read(path).cards == {"sm_80": "A100", "sm_120": "RTX 5090"}
+    assert cli.main(["show", str(path)]) == 0
+    assert capsys.readouterr().out == shown.removesuffix(f"expectation written: {path}\n")
+
+
+def test_an_update_judges_nothing(compiler: Compiler, expectation: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiler.texts["flash/forward"] = CAST.replace(".rn", ".rz")
+    assert command.main(["--targets", "sm_*", "--expect", str(expectation), "--update"]) == 0
+    assert "FELL" not in capsys.readouterr().out
+    assert "cvt.rz.bf16x2.f32" in expectation.read_text()
+
+
+def test_an_update_of_less_than_the_file_has_changes_nothing_and_compiles_nothing(
+    expectation: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = expectation.read_bytes()
     with pytest.raises(UsageError, match="not updated"):
         command.main(["--targets", "sm_90", "--expect", str(expectation), "--update"])
     assert expectation.read_bytes() == before
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_gets_tables_that_fit_it_and_one_row_a_target(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert command.main(["--targets", "sm_90,sm_100", "--kernels", "flash*"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    tables = lines[: lines.index(next(line for line in lines if line.startswith("Compiled by Triton 3.9.0")))]
+    assert max(map(len, tables)) <= 100
+    heads = [number for number, line in enumerate(tables) if line.startswith("target ")]
+    assert len(heads) > 1
+    for at in heads:
+        assert [line.split()[0] for line in tables[at + 2 : at + 4]] == ["sm_90", "sm_100"]
 
 
 def test_an_unreadable_expectation_is_refused_before_anything_is_compiled(

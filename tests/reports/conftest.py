@@ -1,4 +1,4 @@
-"""Made-up runs: what the reports are tested with needs no kernel."""
+"""Made-up runs and audits: what the reports are tested with needs no kernel."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from tiebreak.reports import audit as records
 from tiebreak.reports import store
+from tiebreak.reports.audit import Audit, Audits
 from tiebreak.reports.records import (
     ClaimRecord,
     Estimate,
@@ -115,6 +117,54 @@ def make_trained(
     )
     held = {"outcome": "held", "reasons": (), "heads": 0, "claim": claim, "digest": "fedcba9876543210"}
     return replace(make_skip(kernel, case), **(held | {"training": training} | fields))  # type: ignore[arg-type]
+
+
+ONE = Audit(
+    target="sm_90",
+    kernel="flash/forward",
+    skipped=None,
+    products=("wgmma k16 bf16*bf16 -> f32",),
+    operand_casts=("cvt.rn.bf16x2.f32",),
+    output_casts=("cvt.rn.bf16x2.f32",),
+    exponential=("ex2.approx.ftz.f32",),
+    exponent=("add",),
+    logarithm=(),
+    division=("div.rn.f32",),
+    contraction=(),
+    flushes=("ex2",),
+    mode="to even",
+    fused=0,
+    separate=7,
+)
+CARDS = {"sm_80": "A100", "sm_90": "H100, H200", "gfx942": "MI300"}
+
+
+@pytest.fixture
+def audit() -> Callable[..., Audit]:
+    """Makes the audit of a kernel that was compiled; what differs is named."""
+    return lambda **fields: replace(ONE, **fields)
+
+
+@pytest.fixture
+def audits(audit: Callable[..., Audit]) -> Audits:
+    """Two kernels on three GPUs, one of them not compiled for one."""
+    products = ("mfma k8 bf16*bf16 -> f32", "mfma k8 f16*f16 -> f32")
+    amd = audit(target="gfx942", products=products, output_casts=("v_add3_u32 0x7fff + last bit",))
+    skip = Audit.skip("sm_80", "fp8/forward", "no fp8 there")
+    found = (audit(target="sm_80"), skip, audit(), audit(kernel="fp8/forward"), amd, replace(amd, kernel="fp8/forward"))
+    return Audits(records.SCHEMA, "3.9.0", CARDS, found)
+
+
+@pytest.fixture
+def keep_audits(tmp_path: Path) -> Callable[[Audits, str], Path]:
+    """Writes audits under a name."""
+
+    def write(audits: Audits, name: str) -> Path:
+        path = tmp_path / f"{name}.json"
+        records.write(audits, path)
+        return path
+
+    return write
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tiebreak.reports.audit import Audit, Audits
 from tiebreak.reports.figures import figures
 from tiebreak.reports.page import page
 from tiebreak.reports.records import Estimate, Record, Run, TraceRecord
@@ -85,14 +86,14 @@ class Browser:
         message: dict[str, Any] = json.loads(line)
         return message
 
-    def open(self, path: Path, width: int) -> None:
-        """Open a file and wait until its script is through."""
+    def open(self, path: Path, width: int, *, scripted: bool = True) -> None:
+        """Open a file and wait until its script is through, if it has one."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.events.clear()
         self.call("Page.navigate", url=path.as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._next())
-        assert self.ask("document.body.dataset.ready") == "true"
+        assert self.ask("document.body.dataset.ready") == ("true" if scripted else None)
 
     def ask(self, expression: str) -> Any:
         """The value of an expression in the page."""
@@ -119,8 +120,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture
-def file(telling: Run, record: Callable[..., Record], skip: Callable[..., Record], tmp_path: Path) -> Path:
-    """A page of two platforms, with a kernel, a case, a reason and a platform that would like to be code."""
+def file(
+    telling: Run, audits: Audits, record: Callable[..., Record], skip: Callable[..., Record], tmp_path: Path
+) -> Path:
+    """A page of two platforms and an audit, with names and a reason that would like to be code."""
     trace = TraceRecord((0.0, 0.5), (1,))
     more = (
         record(EVIL, "tied_maxima[k=2]", outcome="fell", reasons=(EVIL,), trace=trace),
@@ -133,7 +136,7 @@ def file(telling: Run, record: Callable[..., Record], skip: Callable[..., Record
     first = replace(telling, records=(*telling.records, *more))
     runs, labels = [first, replace(telling, run="b" * 32)], [f"first {EVIL}", "second"]
     path = tmp_path / "index.html"
-    path.write_text(page(runs, labels, figures(runs, labels)), encoding="utf-8")
+    path.write_text(page(runs, labels, figures(runs, labels), {"": audits}), encoding="utf-8")
     return path
 
 
@@ -294,3 +297,30 @@ def test_keyboards_reach_every_control(browser: Browser, file: Path) -> None:
     assert (
         browser.ask("[...document.querySelectorAll('input, select')].every((one) => one.labels.length === 1)") is True
     )
+
+
+@pytest.mark.parametrize("width", [400, 1600])
+def test_a_page_of_an_audit_alone_is_legible_and_its_tables_open(
+    browser: Browser, audits: Audits, tmp_path: Path, width: int
+) -> None:
+    evil = Audit.skip(EVIL, EVIL, EVIL)
+    found = replace(audits, audits=(*audits.audits, evil), cards={**audits.cards, EVIL: EVIL})
+    path = tmp_path / "audit.html"
+    path.write_text(page([], [], [], {"": found}), encoding="utf-8")
+    browser.open(path, width, scripted=False)
+    assert browser.complaints() == []
+    seen = "[...document.querySelectorAll('details')].map((one) => one.checkVisibility() && one.open)"
+    assert browser.ask(seen) == [True, False, False]
+    browser.ask("document.querySelectorAll('summary').forEach((one) => one.parentElement.open || one.click())")
+    assert browser.ask(seen) == [True, True, True]
+    assert browser.ask(CONTRAST.replace("WITH_TEXT", WITH_TEXT))[0][0] >= 4.5
+    assert min(browser.ask(SIZES.replace("WITH_TEXT", WITH_TEXT))) >= 10
+    assert browser.ask("document.documentElement.scrollWidth") <= width
+    assert browser.ask("document.title") == "tiebreak"
+    assert browser.ask("document.querySelectorAll('img').length") == 0
+    # The column of the targets stays in sight, and leaves room for the others.
+    left, right = browser.ask(
+        "(() => { const wide = document.querySelectorAll('.wide')[0]; wide.scrollLeft = 300;"
+        " const box = wide.querySelector('tbody th').getBoundingClientRect(); return [box.left, box.right]; })()"
+    )
+    assert 0 <= left < right <= 0.6 * width

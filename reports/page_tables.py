@@ -1,0 +1,78 @@
+"""The tables of the page that need no script: training runs, audits."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+from tiebreak.reports.audit import Audits
+from tiebreak.reports.audit_tables import HEADERS, LEGEND, AuditGrid, Row, about, audit_grids
+from tiebreak.reports.records import Run
+from tiebreak.reports.training import training_grids, training_legend
+
+
+def training(runs: Sequence[Run], labels: Sequence[str]) -> str:
+    """A table a platform and backend of the short training runs; empty without any.
+
+    Args:
+        runs: what to show.
+        labels: of their platforms.
+
+    Returns:
+        HTML.
+    """
+    parts = []
+    for run, label in zip(runs, labels, strict=True):
+        for grid in training_grids(run.records):
+            heads = ["kernel", *map(grid.heading, grid.cases)]
+            rows = []
+            for kernel in grid.kernels:
+                cells = "".join(f"<td>{escape(grid.text(kernel, case))}</td>" for case in grid.cases)
+                rows.append(f'<tr><th scope="row">{escape(kernel)}</th>{cells}</tr>')
+            parts.append(_table("trained", heads, rows, f"<caption>{escape(label)}: {escape(grid.backend)}</caption>"))
+    if not parts:
+        return ""
+    legend = _lines(training_legend([record for run in runs for record in run.records]))
+    return "\n".join(['<h2 id="training">Short training runs</h2>', legend, '<div class="wide">', *parts, "</div>"])
+
+
+def audits(found: Mapping[str, Audits]) -> str:
+    """A table a kernel, a row a target, of every audit; empty without any.
+
+    Args:
+        found: by what tells them apart.
+
+    Returns:
+        HTML.
+    """
+    if not found:
+        return ""
+    parts = ['<h2 id="audit">Audit: what GPUs that need not be here would round</h2>']
+    for number, (label, one) in enumerate(found.items()):
+        parts += [f"<h3>{escape(label)}</h3>"] if len(found) > 1 else []
+        parts.append(f"<p>{escape(about(one))}</p>")
+        parts += [_audited(grid, opened=number == at == 0) for at, grid in enumerate(audit_grids(one))]
+    return "\n".join([*parts, _lines(LEGEND)])
+
+
+def _audited(grid: AuditGrid, *, opened: bool) -> str:
+    """One kernel's table. A page has a dozen, most of them alike: all but one are folded."""
+    name = escape(grid.kernel)
+    table = _table("audited", HEADERS, [_target(row) for row in grid.rows])
+    wide = f'<div class="wide" tabindex="0" role="region" aria-label="audit, {name}">{table}</div>'
+    return f"<details{' open' if opened else ''}><summary>{name}</summary>{wide}</details>"
+
+
+def _target(row: Row) -> str:
+    cells = "".join(f"<td>{'<br>'.join(map(escape, cell))}</td>" for cell in row.cells)
+    if row.skipped is not None:
+        cells = f'<td class="skipped" colspan="{len(HEADERS) - 1}">skipped: {escape(row.skipped)}</td>'
+    head = f"<div>{escape(row.target)}<br><small>{escape(row.cards)}</small></div>"
+    return f'<tr><th scope="row">{head}</th>{cells}</tr>'
+
+
+def _lines(text: str) -> str:
+    return f"<p>{escape(text).replace(chr(10), '<br>')}</p>"
+
+
+def _table(kind: str, heads: Iterable[str], rows: Iterable[str], caption: str = "") -> str:
+    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
+    return f'<table class="{kind}">{caption}<thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'

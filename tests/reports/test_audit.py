@@ -1,0 +1,133 @@
+"""The audit's record, file and comparison."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiebreak.reports import audit as records
+from tiebreak.reports.audit import Audit, Audits, check_update, differences
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.records import Run
+from tiebreak.reports.store import UnreadableRecordsError, UnwritableFolderError
+
+Make = Callable[..., Audit]
+KeepAudits = Callable[[Audits, str], Path]
+SKIP = Audit.skip("sm_80", "fp8/forward", "no fp8 there")
+
+
+def test_a_file_comes_back_as_it_was_written(audits: Audits, keep_audits: KeepAudits) -> None:
+    assert records.read(keep_audits(audits, "audit")) == audits
+    assert audits.kernels == ["flash/forward", "fp8/forward"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda plain: plain["audits"][0].pop("mode"), "audits[0].mode: missing"),
+        (lambda plain: plain["audits"][0].update(extra=1), "audits[0].extra: unknown field"),
+        (lambda plain: plain["audits"][0].update(fused="many"), "audits[0].fused: expected an integer of 64 bits"),
+        (lambda plain: plain["audits"][0].update(products="wgmma"), "audits[0].products: expected a list"),
+        (lambda plain: plain["audits"].append(plain["audits"][0]), "audits: sm_80 flash/forward twice"),
+        (lambda plain: plain["audits"][0].update(target="a\nb"), r"cards.a\nb: missing"),
+        (lambda plain: plain["cards"].pop("sm_90"), "cards.sm_90: missing"),
+        (lambda plain: plain.pop("cards"), "cards: missing"),
+        (lambda plain: plain.pop("schema"), "schema: expected an integer"),
+        (lambda plain: plain.update(schema=1), "schema: 1 is not 2, the one that this tiebreak reads; delete the file"),
+    ],
+)
+def test_a_file_with_a_wrong_field_is_refused(
+    change: Callable[[dict[str, Any]], object], said: str, audits: Audits, keep_audits: KeepAudits
+) -> None:
+    path = keep_audits(audits, "audit")
+    plain = json.loads(path.read_text())
+    change(plain)
+    path.write_text(json.dumps(plain))
+    with pytest.raises(UnreadableRecordsError) as refused:
+        records.read(path)
+    assert str(refused.value).startswith(f"{path}: {said}")
+    assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "empty"),
+        (b"{", "not JSON (Expecting property name"),
+        (b"[]", "the whole: expected an object"),
+        (b"\xff", "not UTF-8 (invalid start byte)"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"{}", "schema: expected an integer"),
+    ],
+)
+def test_a_file_that_is_none_of_audits_is_refused(content: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "audit.json"
+    path.write_bytes(content)
+    with pytest.raises(UnreadableRecordsError) as refused:
+        records.read(path)
+    assert str(refused.value).startswith(f"{path}: {said}")
+
+
+def test_records_of_a_run_are_refused_as_such(telling: Run, keep: Callable[[Run, str], Path]) -> None:
+    path = keep(telling, "run")
+    with pytest.raises(UnreadableRecordsError) as refused:
+        records.read(path)
+    assert str(refused.value).startswith(f"{path}: records of a run, not an audit: tiebreak show, page, ")
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableRecordsError, match="No such file"):
+        records.read(tmp_path / "audit.json")
+
+
+def test_equal_audits_do_not_differ_whatever_the_schedule(audit: Make) -> None:
+    others = [audit(fused=0, separate=9), replace(SKIP, skipped="other words")]
+    assert differences([audit(), SKIP], others) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("products", ("wgmma k32 bf16*bf16 -> f32",), "was wgmma k16 bf16*bf16 -> f32, is wgmma k32 bf16*bf16 -> f32"),
+        ("operand_casts", ("cvt.rz.bf16x2.f32",), "was cvt.rn.bf16x2.f32, is cvt.rz.bf16x2.f32"),
+        ("output_casts", (), "was cvt.rn.bf16x2.f32, is none"),
+        ("exponential", ("ex2.approx.f32",), "was ex2.approx.ftz.f32, is ex2.approx.f32"),
+        ("exponent", ("add", "fma"), "was add, is add, fma"),
+        ("logarithm", ("lg2.approx.f32",), "was none, is lg2.approx.f32"),
+        ("division", ("div.full.f32",), "was div.rn.f32, is div.full.f32"),
+        ("contraction", ("fma",), "was none, is fma"),
+        ("flushes", (), "was ex2, is none"),
+        ("mode", "to even, rz", "was to even, is to even, rz"),
+    ],
+)
+def test_every_field_that_rounds_is_compared(field: str, value: object, said: str, audit: Make) -> None:
+    assert differences([audit()], [audit(**{field: value})]) == [f"sm_90 flash/forward: {field}: {said}"]
+
+
+def test_a_kernel_that_one_side_lacks_is_no_pass(audit: Make) -> None:
+    assert differences([audit(), SKIP], [audit()]) == ["sm_80 fp8/forward: expected, but not compiled"]
+    assert differences([], [audit()]) == ["sm_90 flash/forward: not in the expectation"]
+
+
+def test_a_skip_on_one_side_is_no_pass(audit: Make) -> None:
+    skip = Audit.skip("sm_90", "flash/forward", "no ptxas")
+    assert differences([audit()], [skip]) == ["sm_90 flash/forward: skipped: was no, is no ptxas"]
+    assert differences([skip], [audit()]) == ["sm_90 flash/forward: skipped: was no ptxas, is no"]
+
+
+def test_an_update_takes_all_that_the_file_has(audits: Audits, keep_audits: KeepAudits, tmp_path: Path) -> None:
+    coming = {(one.target, one.kernel) for one in audits.audits}
+    path = keep_audits(audits, "audit")
+    check_update(path, coming)
+    check_update(path, coming | {("sm_121", "flash/forward")})
+    check_update(tmp_path / "new" / "audit.json", coming)
+    with pytest.raises(UsageError, match="it has sm_80 fp8/forward, not asked for"):
+        check_update(path, coming - {("sm_80", "fp8/forward")})
+    with pytest.raises(UnwritableFolderError, match="cannot write"):
+        check_update(path / "audit.json", coming)
+    path.write_text("{")
+    with pytest.raises(UnreadableRecordsError):
+        check_update(path, coming)
