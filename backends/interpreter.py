@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
-from tiebreak.kernels.triton.loading import missing
+from tiebreak.kernels.triton.loading import installed, not_interpreting
 from tiebreak.kernels.triton.roster import triton_kernels
 
 
@@ -19,7 +19,7 @@ class Interpreter(Backend):
 
     def fingerprint(self) -> Mapping[str, str | float]:
         """As `Backend.fingerprint`, and whose products, sums and exponentials the kernels are made of."""
-        return {**super().fingerprint(), "triton": version("triton"), "numpy": version("numpy")}
+        return {**super().fingerprint(), "triton": installed() or "unknown", "numpy": version("numpy")}
 
 
 INTERPRETER = Interpreter(
@@ -27,7 +27,7 @@ INTERPRETER = Interpreter(
     "the Triton kernels, in Triton's interpreter on this CPU",
     "cpu",
     EmulatedArithmetic(),
-    missing,
+    not_interpreting,
     partial(triton_kernels, interpreted=True),
     composed=False,
 )

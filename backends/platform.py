@@ -4,7 +4,6 @@ Functions that read the system take `root`, the file system's root, so that a te
 trees.
 """
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from tiebreak.backends.levels import current
+from tiebreak.kernels.triton import loading
 
 GIB = 2**30
 CHECKOUT = Path(__file__).resolve().parent.parent
-_TRITONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")  # packages that bring the module
 
 NUMERIC_FEATURES = frozenset(
     {
@@ -143,7 +142,7 @@ def describe_gpu(root: Path = Path("/")) -> Gpu:
         cuda=torch.version.cuda,
         hip=torch.version.hip,
         cudnn=None if cudnn is None else str(cudnn),
-        triton=_triton(),
+        triton=loading.installed(),
     )
 
 
@@ -165,16 +164,6 @@ def _gpu_driver(root: Path) -> str | None:
     text = _read(root / "proc/driver/nvidia/version") or _read(root / "sys/module/amdgpu/version")
     found = re.search(r"\d+(\.\d+)+", text)
     return found[0] if found else None
-
-
-def _triton() -> str | None:
-    """Version of Triton, without importing it."""
-    for name in _TRITONS:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def cpu_name(root: Path = Path("/")) -> str:

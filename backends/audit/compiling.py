@@ -8,10 +8,14 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from packaging.version import Version
+
 from tiebreak.backends.audit.targets import Target
-from tiebreak.kernels.triton.loading import missing
+from tiebreak.kernels.triton.loading import installed, missing
 from tiebreak.kernels.triton.roster import Compilation
 
+# PTX of 3.6 and 3.7 gives the line inside a called function alone, and so not whose cast it is.
+OLDEST = "3.8"
 _ALIGNED = 16  # bytes: every tensor of PyTorch's starts at a multiple of more
 _ASSEMBLERS = ("cubin", "hsaco")  # Triton's stages after the assembly's text
 
@@ -25,10 +29,11 @@ def unavailable() -> str | None:
     reason = missing()
     if reason is not None:
         return reason
-    try:
-        from triton import knobs
-    except ImportError:
-        return "this triton has no triton.knobs: the audit needs triton 3.4 or newer"
+    found = installed()
+    if found is not None and Version(found) < Version(OLDEST):
+        return f"triton {found} does not say which line asks for a cast: the audit needs {OLDEST} or newer"
+    from triton import knobs
+
     try:
         _ = knobs.nvidia.ptxas
     except RuntimeError as error:

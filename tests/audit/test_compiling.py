@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is not installed: pip install 'tiebreak[triton]'")
-
 from tiebreak.backends.audit import compiling
 from tiebreak.backends.audit.compiling import NotCompiledError, compile_for
 from tiebreak.backends.audit.reading import read
@@ -20,6 +18,9 @@ from tiebreak.kernels.plans import Cast, RoundingPlan
 from tiebreak.kernels.triton.config import Config
 from tiebreak.kernels.triton.roster import Compilation
 from tiebreak.reports.audit import Audit
+
+if (reason := compiling.unavailable()) is not None:
+    pytest.skip(reason, allow_module_level=True)
 
 CASTS = {"sm_90": {"cvt.rn.bf16x2.f32", "cvt.rn.bf16.f32"}, "gfx942": {"v_add3_u32 0x7fff + last bit"}}
 
@@ -106,6 +107,14 @@ def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert compiling.unavailable() is None
     monkeypatch.setattr(compiling, "missing", lambda: "triton is not installed")
     assert compiling.unavailable() == "triton is not installed"
+
+
+@pytest.mark.parametrize(("version", "old"), [("3.7.1", True), ("3.8.0", False), ("3.9.0+git1", False)])
+def test_a_compiler_that_tells_too_little_is_refused(version: str, old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "installed", lambda: version)
+    assert (compiling.unavailable() is not None) == old
+    if old:
+        assert f"triton {version} does not say" in str(compiling.unavailable())
 
 
 def test_an_assembler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from tiebreak.backends import levels, platform
 from tiebreak.backends.platform import Platform, commit, cpu_features, cpu_name, describe, describe_gpu, worker_count
+from tiebreak.kernels.triton import loading
 
 GIB = 2**30
 
@@ -132,7 +133,7 @@ class TestGpu:
     @pytest.mark.usefixtures("two_cards")
     def test_nvidia(self, tmp_path: Path) -> None:
         found = describe_gpu(write(tmp_path, {"proc/driver/nvidia/version": NVIDIA_DRIVER})).as_dict()
-        assert found.pop("triton") == platform._triton()
+        assert found.pop("triton") == loading.installed()
         assert found == {
             "gpu": "NVIDIA H200",
             "gpu_arch": "sm_90",
@@ -163,15 +164,6 @@ class TestGpu:
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
         found = describe_gpu(tmp_path)
         assert (found.gpu_driver, found.cudnn, found.triton) == (None, None, None)
-
-    def test_triton_may_come_in_a_package_of_another_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def version(name: str) -> str:
-            if name != "pytorch-triton-rocm":
-                raise importlib.metadata.PackageNotFoundError(name)
-            return "3.6.0"
-
-        monkeypatch.setattr(importlib.metadata, "version", version)
-        assert platform._triton() == "3.6.0"
 
     def test_the_rest_of_the_platform_asks_no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("CUDA was asked"))

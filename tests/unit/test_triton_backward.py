@@ -24,9 +24,11 @@ from tiebreak.kernels.reference import Reference, reference, reference_gradients
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.kernels.triton.autograd import attention
 from tiebreak.kernels.triton.launch import run
+from tiebreak.kernels.triton.loading import not_interpreting
 from tiebreak.kernels.triton.roster import BLOCK, DECLARATIONS, FP8
 
-pytest.importorskip("triton")
+if (reason := not_interpreting()) is not None:
+    pytest.skip(reason, allow_module_level=True)
 
 U = FP32.unit_roundoff
 CASES = {case.name: case for case in SCRIPTED}

@@ -29,9 +29,11 @@ from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.kernels.triton.config import shift_of
 from tiebreak.kernels.triton.launch import Call, run
+from tiebreak.kernels.triton.loading import not_interpreting
 from tiebreak.kernels.triton.roster import BLOCK, DECLARATIONS, FP8, triton_kernels
 
-pytest.importorskip("triton")
+if (reason := not_interpreting()) is not None:
+    pytest.skip(reason, allow_module_level=True)
 
 U = FP32.unit_roundoff
 CASES = {case.name: case for case in SCRIPTED}

@@ -1,5 +1,6 @@
 """One source of the Triton kernels, compiled and interpreted in one process; what there is to compile compiles."""
 
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -57,6 +58,39 @@ def test_without_triton_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPa
     assert INTERPRETER.unavailable() == "triton is not installed: pip install 'tiebreak[triton]'"
     with pytest.raises(ValueError, match="triton is not installed"):
         loading.source("forward", interpreted=True)
+
+
+def _versions(monkeypatch: pytest.MonkeyPatch, **known: str) -> None:
+    """As if these packages, dashes written as underscores, were all that is installed."""
+
+    def version(name: str) -> str:
+        if (key := name.replace("-", "_")) not in known:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return known[key]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def test_triton_may_come_in_a_package_of_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    _versions(monkeypatch, pytorch_triton_rocm="3.6.0+git2f1a9c")
+    assert loading.installed() == "3.6.0+git2f1a9c"
+    assert loading.missing() is None
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "reason"),
+    [
+        ("3.5.1", "2.3.5", "triton 3.5.1 is too old: the kernels need 3.6 or newer"),
+        ("3.6.0", "2.3.5", None),
+        ("3.6.0", "2.4.0", "the interpreter of triton 3.6.0 does not work with numpy 2.4.0: pip install 'numpy<2.4'"),
+        ("3.7.1", "2.5.2", None),
+    ],
+)
+def test_versions_that_do_not_go_together_are_told(
+    triton: str, numpy: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _versions(monkeypatch, triton=triton, numpy=numpy)
+    assert INTERPRETER.unavailable() == reason
 
 
 def test_the_roster_has_the_same_kernels_compiled_and_interpreted() -> None:

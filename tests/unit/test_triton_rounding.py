@@ -14,10 +14,13 @@ from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, Format, Rounding
 from tiebreak.kernels.plans import FP32_PLAN
 from tiebreak.kernels.triton.config import Config, Shift
-from tiebreak.kernels.triton.loading import source
+from tiebreak.kernels.triton.loading import not_interpreting, source
 
-triton = pytest.importorskip("triton")
-import triton.language as tl  # noqa: E402
+if (reason := not_interpreting()) is not None:
+    pytest.skip(reason, allow_module_level=True)
+
+import triton
+import triton.language as tl
 
 rounded = source("rounding", interpreted=True).rounded
 absorb = source("noise", interpreted=True).absorb

@@ -62,7 +62,8 @@ def delta(
             else:
                 pv = dot(p, v, zeros(C.block.queries, C.block_d, C))
                 total += row_sum(do.to(tl.float32) * pv)
-    write_lse(DELTA, head, row, queries, cast(total, C.plan.delta, C.native), C)
+    CAST: tl.constexpr = C.plan.delta
+    write_lse(DELTA, head, row, queries, cast(total, CAST, C.native), C)
 
 
 @triton.jit
@@ -84,7 +85,8 @@ def probabilities(
 @triton.jit
 def upstream_of_p(a: tl.tensor, b: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr) -> tl.tensor:
     """One tile of dP = dO V^T, or transposed V dO^T, cast as the plan says."""
-    return cast(dot(a, b, zeros(ROWS, COLUMNS, C)), C.plan.dp, C.native)
+    DP: tl.constexpr = C.plan.dp
+    return cast(dot(a, b, zeros(ROWS, COLUMNS, C)), DP, C.native)
 
 
 @triton.jit
@@ -123,6 +125,9 @@ def key_gradients(
     key = down(first, C.block.keys, C)
     k = load(K, key_head, key, keys, C)
     v = load(V, key_head, key, keys, C)
+    P: tl.constexpr = C.plan.p
+    DS: tl.constexpr = C.plan.ds
+    GRADIENTS: tl.constexpr = C.plan.gradients
     dk = zeros(C.block.keys, C.block_d, C)
     dv = zeros(C.block.keys, C.block_d, C)
     begin = 0
@@ -138,11 +143,11 @@ def key_gradients(
             s = scores(k, transposed(q, C), zeros(C.block.keys, C.block.queries, C), C)
             p = probabilities(s, load_rows(LSE, head, query, queries), query, key, queries, keys, C)
             dp = upstream_of_p(v, transposed(do, C), C.block.keys, C.block.queries, C)
-            dv = dot(narrow(p, C.plan.p, C.native), do, dv)
-            ds = narrow(p * (dp - load_rows(DELTA, head, query, queries)), C.plan.ds, C.native)
+            dv = dot(narrow(p, P, C.native), do, dv)
+            ds = narrow(p * (dp - load_rows(DELTA, head, query, queries)), DS, C.native)
             dk = dot(ds, q, dk)
-    store(DK, key_head, key, keys, narrow(dk * C.scale, C.plan.gradients, C.native), C)
-    store(DV, key_head, key, keys, narrow(dv, C.plan.gradients, C.native), C)
+    store(DK, key_head, key, keys, narrow(dk * C.scale, GRADIENTS, C.native), C)
+    store(DV, key_head, key, keys, narrow(dv, GRADIENTS, C.native), C)
 
 
 @triton.jit
@@ -181,6 +186,8 @@ def query_gradient(
     do = load(DO, head, row, queries, C)
     lse = load_rows(LSE, head, row, queries)
     d = load_rows(DELTA, head, row, queries)
+    DS: tl.constexpr = C.plan.ds
+    GRADIENTS: tl.constexpr = C.plan.gradients
     dq = zeros(C.block.queries, C.block_d, C)
     _, end = visible_keys(first, queries, keys, C)
     for start in range(0, end, C.block.keys):
@@ -189,5 +196,5 @@ def query_gradient(
         s = scores(q, transposed(k, C), zeros(C.block.queries, C.block.keys, C), C)
         p = probabilities(s, lse, row, across(start, C.block.keys, C), queries, keys, C)
         dp = upstream_of_p(do, transposed(v, C), C.block.queries, C.block.keys, C)
-        dq = dot(narrow(p * (dp - d), C.plan.ds, C.native), k, dq)
-    store(DQ, head, row, queries, narrow(dq * C.scale, C.plan.gradients, C.native), C)
+        dq = dot(narrow(p * (dp - d), DS, C.native), k, dq)
+    store(DQ, head, row, queries, narrow(dq * C.scale, GRADIENTS, C.native), C)

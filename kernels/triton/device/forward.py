@@ -100,12 +100,14 @@ def attend(
     shift = tl.where(new_m == float("-inf"), 0.0, new_m)
     p = exp(s - shift, C)
     alpha = exp(m - shift, C)
-    p_bar = narrow(p, C.plan.p_bar, C.native)
+    P_BAR: tl.constexpr = C.plan.p_bar
+    p_bar = narrow(p, P_BAR, C.native)
     l = add_to_row_sum(l, alpha, p_bar.to(tl.float32) if C.plan.row_sum_from_rounded else p, C)
     v = load(V, head // C.groups, key, keys, C)
     if C.plan.o_bar.narrows:
-        pv = cast(dot(p_bar, v, zeros(C.block.queries, C.block_d, C)), C.plan.o_bar, C.native)
-        o_bar = cast(cast(alpha * o_bar, C.plan.o_bar, C.native) + pv, C.plan.o_bar, C.native)
+        O_BAR: tl.constexpr = C.plan.o_bar
+        pv = cast(dot(p_bar, v, zeros(C.block.queries, C.block_d, C)), O_BAR, C.native)
+        o_bar = cast(cast(alpha * o_bar, O_BAR, C.native) + pv, O_BAR, C.native)
     else:
         o_bar = dot(p_bar, v, alpha * o_bar)
     return new_m, l, o_bar
@@ -117,8 +119,9 @@ def add_to_row_sum(l: tl.tensor, alpha: tl.tensor, p: tl.tensor, C: tl.constexpr
     total = row_sum(p)
     if C.shift.row_sum_floor != 0.0:
         total = tl.maximum(total, C.shift.row_sum_floor)
-    total = cast(total, C.plan.row_sum, C.native)
-    return cast(cast(alpha * l, C.plan.row_sum, C.native) + total, C.plan.row_sum, C.native)
+    ROW_SUM: tl.constexpr = C.plan.row_sum
+    total = cast(total, ROW_SUM, C.native)
+    return cast(cast(alpha * l, ROW_SUM, C.native) + total, ROW_SUM, C.native)
 
 
 @triton.jit
@@ -137,8 +140,10 @@ def finish(
         o = tl.where(row + (keys - queries) < 0, 0.0, o)
     if C.stochastic:
         random = absorb(row_state(cast_start, head, row, C), across(0, C.block_d, C))
-        o = rounded(o, random, C.plan.o.fmt, True)
-    store(O, head, row, queries, narrow(o, C.plan.o, C.native), C)
+        FMT: tl.constexpr = C.plan.o.fmt
+        o = rounded(o, random, FMT, True)
+    CAST: tl.constexpr = C.plan.o
+    store(O, head, row, queries, narrow(o, CAST, C.native), C)
 
 
 @triton.jit

@@ -10,13 +10,14 @@ def narrow(x: tl.tensor, C: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
 
     Args:
         x: fp32.
-        C: `Cast`.
+        C: `Cast`, from a constexpr of its own: Triton 3.6 does not pass on an attribute of one.
         NATIVE: whether the device's casts round to even.
     """
     if not C.narrows:
         return x
     elif not NATIVE:
-        return rounded(x, x, C.fmt, False)
+        FMT: tl.constexpr = C.fmt
+        return rounded(x, x, FMT, False)
     elif C.fmt.name == "bf16":
         return x.to(tl.bfloat16)
     elif C.fmt.name == "fp16":

@@ -16,7 +16,8 @@ def scores(a: tl.tensor, b: tl.tensor, zero: tl.tensor, C: tl.constexpr) -> tl.t
     """One tile of S = a b / sqrt(d), cast as the plan says, in the kernel's unit."""
     product = dot(a, b, zero)
     if C.plan.s.narrows:
-        return cast(product * C.scale, C.plan.s, C.native) * C.unit
+        CAST: tl.constexpr = C.plan.s
+        return cast(product * C.scale, CAST, C.native) * C.unit
     else:
         return product * (C.scale * C.unit)
 

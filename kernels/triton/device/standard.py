@@ -48,6 +48,7 @@ def softmax(S: tl.tensor, P: tl.tensor, LSE: tl.tensor, queries: tl.tensor, keys
     """
     head = first_head(1, C)
     row = down(tl.program_id(0) * C.block.queries, C.block.queries, C)
+    P_BAR: tl.constexpr = C.plan.p_bar
     m = zeros(C.block.queries, 1, C) - float("inf")
     for start in range(0, keys, C.block.keys):
         m = tl.maximum(m, row_max(read_scores(S, head, row, across(start, C.block.keys, C), queries, keys, C)))
@@ -59,7 +60,7 @@ def softmax(S: tl.tensor, P: tl.tensor, LSE: tl.tensor, queries: tl.tensor, keys
         key = across(start, C.block.keys, C)
         p = exp(read_scores(S, head, row, key, queries, keys, C) - shift, C)
         normalised = tl.div_rn(p, l + zeros(1, C.block.keys, C))
-        write_scores(P, head, row, key, queries, keys, narrow(normalised, C.plan.p_bar, C.native), C)
+        write_scores(P, head, row, key, queries, keys, narrow(normalised, P_BAR, C.native), C)
     write_lse(LSE, head, row, queries, (shift + log(l, C)) * C.natural, C)
 
 
@@ -88,13 +89,14 @@ def output(
     """
     head = first_head(1, C)
     row = down(tl.program_id(0) * C.block.queries, C.block.queries, C)
+    O_BAR: tl.constexpr = C.plan.o_bar
     o = zeros(C.block.queries, C.block_d, C)
     for start in range(0, keys, C.block.keys):
         key = across(start, C.block.keys, C)
         pointers = P + head * queries * keys + row.to(tl.int64) * keys + key
         p = tl.load(pointers, mask=(row < queries) & (key < keys), other=0.0)
         o = dot(p, load(V, head // C.groups, down(start, C.block.keys, C), keys, C), o)
-    finish(O, head, row, queries, keys, cast(o, C.plan.o_bar, C.native), cast_start, C)
+    finish(O, head, row, queries, keys, cast(o, O_BAR, C.native), cast_start, C)
 
 
 @triton.jit
