@@ -64,13 +64,13 @@ def round_to(
         return x.detach().clone()
     flat = x.detach().reshape(-1)
     narrower = fmt.exponent_bits < carrier.exponent_bits
-
-    bits = _round_bits(flat.view(carrier.bits), carrier.mantissa_bits - fmt.mantissa_bits, mode, random_bits)
-    # Adding to the bits of a NaN may have made it Inf or a number. The clamp leaves -Inf of all but NaN, and maximum
-    # passes NaN on: several times faster than torch.where with a mask.
-    rounded = torch.maximum(bits.view(x.dtype), flat.clamp(max=-torch.inf))
     if narrower:
-        _round_subnormals(flat, rounded, fmt, mode, random_bits)
+        rounded = _round_quotients(flat, carrier, fmt, mode, random_bits)
+    else:
+        bits = _round_bits(flat.view(carrier.bits), carrier.mantissa_bits - fmt.mantissa_bits, mode, random_bits)
+        # Adding to the bits of a NaN may have made it Inf or a number. The clamp leaves -Inf of all but NaN, and
+        # maximum passes NaN on: several times faster than torch.where with a mask.
+        rounded = torch.maximum(bits.view(x.dtype), flat.clamp(max=-torch.inf))
     if saturate:
         rounded = rounded.clamp(-fmt.largest, fmt.largest)
     elif narrower:
@@ -109,38 +109,49 @@ def _round_bits(bits: torch.Tensor, shift: int, mode: Rounding, random_bits: tor
     return raised.bitwise_and_(~discarded)
 
 
-def _round_subnormals(
-    x: torch.Tensor, rounded: torch.Tensor, fmt: Format, mode: Rounding, random_bits: torch.Tensor | None
-) -> None:
-    """Overwrite, in `rounded`, the elements below the format's smallest normal value, whose spacing is fixed.
+def _round_quotients(
+    x: torch.Tensor, carrier: _Carrier, fmt: Format, mode: Rounding, random_bits: torch.Tensor | None
+) -> torch.Tensor:
+    """Round to a format of a narrower exponent: divide by the spacing of its values at x, round to integers, multiply.
 
-    Every step is exact: scaling by a power of two, taking off the integer part, comparing.
+    The spacing is a power of two, from the exponent of x, and the same for all of the format's subnormals. So every
+    other step is exact. What lies beyond the largest value by a binade counts as that, so that no quotient is Inf.
     """
-    # Ones and zeros in x's own type: comparisons that give bool are slow on a CPU.
-    small = x.abs().lt_(fmt.smallest_normal).mul_(x.abs().gt_(0))
-    if not small.amax() > 0:
-        return
-    index = small.nonzero(as_tuple=True)
-    value = x[index].to(torch.float64)
-    quotient = value.abs() / fmt.smallest_subnormal
-    whole = quotient.floor()
-    fraction = quotient - whole
+    if fmt.mantissa_bits == 0 and mode is Rounding.TO_EVEN:
+        # Without fraction bits the even one of two neighbours is the one with the even exponent, which the bits tell.
+        raised = _round_bits(x.view(carrier.bits), carrier.mantissa_bits, mode, None).view(x.dtype)
+        x = torch.where(x.abs() >= fmt.smallest_normal, raised, x)
+    x = x.clamp(-(2.0 ** (fmt.max_exponent + 1)), 2.0 ** (fmt.max_exponent + 1))
+    # In place, and without comparisons that give bool, which are slow on a CPU. The spacing at NaN is Inf.
+    exponent = ((1 << carrier.exponent_bits) - 1) << carrier.mantissa_bits
+    spacing = x.view(carrier.bits).bitwise_and(exponent).view(x.dtype)
+    spacing.clamp_(min=fmt.smallest_normal).mul_(2.0**-fmt.mantissa_bits)
+    return _to_integers(x.div_(spacing), mode, random_bits).mul_(spacing)
+
+
+def _to_integers(x: torch.Tensor, mode: Rounding, random_bits: torch.Tensor | None) -> torch.Tensor:
+    """Round to integers, in place; the sign of zero is kept."""
     match mode:
         case Rounding.TO_EVEN:
-            raised = quotient.round()
+            return x.round_()
         case Rounding.TIES_AWAY:
-            raised = whole + (fraction >= 0.5)
+            # Adding 0.5 to x itself would round up what lies just below a half. Taking off, not adding, keeps -0.
+            whole = x.trunc()
+            return whole.sub_((whole - x).mul_(2.0).trunc_())
         case Rounding.TOWARD_ZERO:
-            raised = whole
+            return x.trunc_()
         case Rounding.UP:
-            raised = whole + ((fraction > 0) & (value > 0))
+            return x.ceil_()
         case Rounding.DOWN:
-            raised = whole + ((fraction > 0) & (value < 0))
+            return x.floor_()
         case Rounding.STOCHASTIC:
             assert random_bits is not None
-            # In float64 by hand: a Python float minus an int64 tensor is float32.
-            raised = whole + (fraction * 2.0**32 >= 2.0**32 - 0.5 - random_bits[index].to(torch.float64))
-    rounded[index] = (raised * fmt.smallest_subnormal).copysign(value).to(x.dtype)
+            whole = x.trunc()
+            taken_off = whole - x
+            # To a sum of integers fraction * 2**32 + 0.5 is its integer part. Not in float64, which some devices lack.
+            raised = (taken_off.abs() * 2.0**33).long().add_(1).bitwise_right_shift_(1)
+            raised = raised.add_(random_bits).bitwise_right_shift_(32)
+            return whole.sub_(taken_off.sign_().mul_(raised))
 
 
 def _overflow(x: torch.Tensor, rounded: torch.Tensor, fmt: Format, mode: Rounding) -> torch.Tensor:

@@ -4,6 +4,7 @@ Run by `test_contract.py` in a process of its own, with torch-npu on the path an
 """
 
 import ctypes
+import itertools
 import json
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from tiebreak.backends.ascend.device import TorchNpu
 from tiebreak.backends.backend import CPU, to_device
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.npu import every_fusion_attention, npu_kernels
 from tiebreak.kernels.plans import PLANS
@@ -122,8 +123,8 @@ def composed_calls() -> Calls:
     case = next(case for case in SCRIPTED if case.name == "padded")
     names = {*DEFAULT_ROSTER, *(f"{rule}@paper" for rule in SHIFT_RULES if rule != "safe")}
     names |= {f"flash@{plan}" for plan in PLANS if plan != "standard"}
-    drawn, calls = case.make(1, 0, 16, BF16), Calls()
-    for name in sorted(names):
+    both, calls = [case.make(1, 0, 16, fmt) for fmt in (BF16, FP16)], Calls()
+    for name, drawn in itertools.product(sorted(names), both):
         kernel = composed_kernel(name)
         with calls:
             kernel.compute(drawn, TorchArithmetic(), True)

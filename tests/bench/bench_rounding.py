@@ -15,7 +15,7 @@ IN_GFLOAT = {BF16: gfloat.formats.format_info_bfloat16, FP16: gfloat.formats.for
 @pytest.mark.parametrize("implementation", ["tiebreak", "gfloat"])
 @pytest.mark.parametrize("fmt", IN_GFLOAT, ids=lambda fmt: fmt.name)
 def test_round_a_million(benchmark: BenchmarkFixture, fmt: Format, implementation: str) -> None:
-    # Some of them, unlike most of what a kernel rounds, are subnormal in fp16: the slow path is part of the time.
+    # Some of them, unlike most of what a kernel rounds, are subnormal in fp16.
     x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0))
     benchmark.group = f"round 1e6 fp32 values to {fmt.name}"
     expected = torch.from_numpy(gfloat.round_ndarray(IN_GFLOAT[fmt], x.numpy())).to(torch.float32)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.kernels import counter
@@ -348,6 +349,29 @@ def test_any_shape_and_layout(fmt: Format, mode: Rounding) -> None:
     # The result never shares memory with the input, even where nothing is rounded.
     whole.zero_()
     assert torch.equal(x.detach(), before)
+
+
+class _Doubles(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operators that return float64."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        if isinstance(returned, torch.Tensor) and returned.dtype is torch.float64:
+            self.names.add(str(func))
+        return returned
+
+
+@pytest.mark.parametrize("mode", Rounding, ids=lambda mode: mode.value)
+@each_format
+def test_float32_is_rounded_without_float64_which_some_devices_lack(fmt: Format, mode: Rounding) -> None:
+    x = torch.tensor([1.0, 2.0**-15, 1e30, math.inf, math.nan]) * (1 + 2.0**-20)
+    with _Doubles() as doubles:
+        round_to(x, fmt, mode, random_bits=_random_bits(5) if mode is Rounding.STOCHASTIC else None)
+    assert doubles.names == set()
 
 
 def test_errors() -> None:
