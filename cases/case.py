@@ -87,6 +87,7 @@ class Case:
     traced: bool = False  # whether the error trace of one element of O-bar is recorded
     cancels: bool = False  # V is of mixed sign and O cancels: its error in ulps has no mean worth judging
     chaotic: bool = False  # one bit of S, or a flushed subnormal, changes O by many ulps: bits cannot be predicted
+    v_format: Format | None = None  # a format narrower than the others' that V fits in
     revision: int = 1  # raised when the recipe makes another input
     stock: Stock | None = None  # None: the recipe makes as many heads as it is asked for
 

@@ -5,23 +5,29 @@ commentary on it (kexue.fm, archive 11371), or this suite's own measurements (do
 is measured, held to its plan's error bound and, on a device, to the emulation's prediction.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from tiebreak.cases.case import ONE_SIGNED, Case, Draw, Scores, Shape, Values, noise_seed, scripted, upstream
 from tiebreak.cases.claims import (
+    ACCURATE,
     BIASED,
     BIASED_AWAY,
     BIASED_TOWARD,
     BREAKS_DOWN,
     FLUSHED_OR_ACCURATE,
     INACCURATE,
+    INACCURATE_OR_BREAKS_DOWN,
     UNBIASED,
     Claim,
+    breaks_down_in,
     claim,
     shrinks,
+    within,
 )
+from tiebreak.kernels.formats import FP8_E4M3
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.tied_p_bar import tied_p_bar
 
@@ -30,6 +36,7 @@ _COMMENTARY = "kexue.fm 11371"
 _OWN = "this suite"
 
 _FIXES = "stabilized stabilized_v1 stabilized_authors as_printed_v2 gamma always_scaled"
+_SCALED = "stabilized as_printed_v2 gamma always_scaled"  # by beta = 2, and nothing else done about underflow
 
 # fair = dithered + fused_stochastic; each of its halves is claimed only where it is sound on its own.
 _FAIR = claim(UNBIASED, f"{_OWN}: the cure", rules="dithered", plans="fused_stochastic", formats="bf16 fp16")
@@ -42,6 +49,15 @@ _FUSED_IS_NOT = claim(UNBIASED, f"{_OWN}: where a kernel rounds decides", rules=
 _TIES_GO_AWAY = claim(BIASED_AWAY, f"{_OWN}: a cast of O away from zero", rules="safe", plans="fused_ties_away")
 _FIX_HOLDS = claim(UNBIASED, f"{_PAPER} v2, section 4", rules=_FIXES, plans="paper all_bf16")
 _OFFSET_HARMS = claim(BIASED, f"{_PAPER} v1, appendix C: fixed offset", rules="fixed_offset", plans="paper")
+# Where r_m is drawn from [1, 6); docs/expected-values.md derives it.
+_V1_IN_FP16 = claim(
+    shrinks(0.18, 0.59),
+    f"{_OWN}: beta = 7 leaves exp(-6 r_m), 0 in fp16 from r_m = 2.9 on",
+    rules="stabilized_v1",
+    plans="paper fused",
+    formats="fp16",
+    tiled=False,
+)
 _SAFE_BLIND_FIXES = "safe as_printed_v1 stabilized stabilized_v1 stabilized_authors"
 
 
@@ -80,7 +96,8 @@ def _tied_maxima() -> list[Case]:
         )
         scores = Scores(maxima=k, gap=(9.0, 15.0) if k == 2 else (12.0, 18.0))
         about = f"{k} equal maxima, V negative"
-        cases.append(_tied(f"tied_maxima[k={k}]", about, scores, *biased, gradients=k == 2, traced=k == 2))
+        claims = (*biased, _V1_IN_FP16)
+        cases.append(_tied(f"tied_maxima[k={k}]", about, scores, *claims, gradients=k == 2, traced=k == 2))
     return cases
 
 
@@ -94,6 +111,7 @@ def _shapes_of_v() -> list[Case]:
         _FUSED_IS_NOT,
         _STOCHASTIC,
         _OFFSET_HARMS,
+        _V1_IN_FP16,
         values=Values(mean=2.4),
     )
     sink = _tied(
@@ -104,6 +122,7 @@ def _shapes_of_v() -> list[Case]:
         claim(BIASED_TOWARD, f"{_OWN}: where a kernel rounds decides", rules="safe", plans="fused"),
         _FIX_HOLDS,
         _STOCHASTIC,
+        _V1_IN_FP16,
         values=Values(tail_mean=-0.1),
         gradients=True,
     )
@@ -112,7 +131,18 @@ def _shapes_of_v() -> list[Case]:
         "2 equal maxima, V of mixed sign (control): ties break both ways",
         _PAPER,
         partial(scripted, values=Values(mean=0.0, std=1.0)),
-        (claim(UNBIASED, f"{_PAPER}, section 3.3.2", rules="safe as_printed_v1", plans="paper", tiled=False), _FAIR),
+        (
+            claim(UNBIASED, f"{_PAPER}, section 3.3.2", rules="safe as_printed_v1", plans="paper", tiled=False),
+            claim(
+                within(112.0),
+                f"{_OWN}: where V cancels the tail is left, and its P-bar, at most exp(-12 - r_m), is lost in fp16",
+                rules=f"{_SCALED} stabilized_authors",
+                plans="paper fused all_bf16",
+                formats="fp16",
+            ),
+            _V1_IN_FP16,
+            _FAIR,
+        ),
     )
     no_tail = Case(
         "no_tail",
@@ -123,6 +153,7 @@ def _shapes_of_v() -> list[Case]:
             claim(BIASED_AWAY, f"{_OWN}: an exp(0) below 1 makes l small", rules="safe", plans="fused_fast_exp"),
             _TIES_GO_AWAY,
             claim(UNBIASED, f"{_COMMENTARY}: eliminating the remainder", rules="safe as_printed_v1"),
+            _V1_IN_FP16,
             _FAIR,
         ),
     )
@@ -166,6 +197,7 @@ def _single_maximum() -> list[Case]:
                 INACCURATE,
                 f"{_OWN}: a tile without the maximum repeats its own, is scaled, and overshoots",
                 rules="stabilized",
+                formats="bf16 fp16",
                 tiled=True,
             ),
             _FAIR,
@@ -210,14 +242,20 @@ def _row_maximum_near_zero() -> list[Case]:
 def _row_maximum_large() -> list[Case]:
     """Where beta * r_m makes P-bar underflow: exp(-r_m) is subnormal in fp32 from 87.4 on and 0 from 104 on.
 
-    The authors' code clamps the row sum 2 exp(-r_m) at 1e-10, so its output is that share of the right one.
+    The authors' code clamps the row sum 2 exp(-r_m) at 1e-10, so its output is that share of the right one. In fp16
+    P-bar is 0 from 17.4 on, and so are, from 18.1 on, a row sum in fp16 and its clamp (docs/expected-values.md).
     """
-    scaled = "stabilized as_printed_v2 gamma always_scaled"
-    holds = claim(UNBIASED, f"{_PAPER} v2, section 4", rules=scaled, plans="paper")
-    common = claim(BIASED, f"{_OWN}: one r_m is one common error of P-bar", rules=scaled, plans="paper")
-    coarse = claim(INACCURATE, f"{_OWN}: P-bar is subnormal", rules=scaled, plans="paper fused")
-    breaks = claim(BREAKS_DOWN, f"{_OWN}: 0/0", rules=scaled, plans="paper fused")
-    v1_breaks = claim(BREAKS_DOWN, f"{_OWN}: beta = 7 underflows from 17.4 on", rules="stabilized_v1", plans="paper")
+    holds = claim(UNBIASED, f"{_PAPER} v2, section 4", rules=_SCALED, plans="paper")
+    common = claim(BIASED, f"{_OWN}: one r_m is one common error of P-bar", rules=_SCALED, plans="paper")
+    coarse = claim(INACCURATE, f"{_OWN}: P-bar is subnormal", rules=_SCALED, plans="paper fused")
+    breaks = claim(BREAKS_DOWN, f"{_OWN}: 0/0", rules=_SCALED, plans="paper fused", formats="bf16 fp16")
+    v1_breaks = claim(
+        BREAKS_DOWN,
+        f"{_OWN}: beta = 7 underflows from 17.4 on",
+        rules="stabilized_v1",
+        plans="paper",
+        formats="bf16 fp16",
+    )
     authors_right = claim(UNBIASED, f"{_PAPER}, published code", rules="stabilized_authors", plans="all_bf16")
 
     def authors(low: float, high: float) -> Claim:
@@ -225,14 +263,27 @@ def _row_maximum_large() -> list[Case]:
         return claim(shrinks(low, high), clamp, rules="stabilized_authors", plans="all_bf16")
 
     gone = authors(0.0, 1e-9)
+    in_fp16 = partial(claim, rules=_SCALED, plans="paper fused", formats="fp16")
+    lost = (
+        in_fp16(shrinks(0.0, 0.0), f"{_OWN}: P-bar is 0 in fp16, l in fp32 is not", tiled=False),
+        in_fp16(INACCURATE, f"{_OWN}: P-bar is 0 in fp16 where a tile holds both maxima", tiled=True),
+    )
+    flushed = in_fp16(INACCURATE_OR_BREAKS_DOWN, f"{_OWN}: P-bar is 0 in fp16, l subnormal: a device may flush it")
+    no_sum = claim(
+        BREAKS_DOWN,
+        f"{_OWN}: l, and the published code's clamp of it, are 0 in fp16",
+        rules=f"{_SCALED} stabilized_authors",
+        plans="all_bf16",
+        formats="fp16",
+    )
     rows: dict[int, tuple[float, tuple[Claim, ...]]] = {
-        20: (22.0, (v1_breaks, authors_right)),
-        25: (25.0, (common, v1_breaks, authors(0.26, 0.30))),
-        30: (32.0, (holds, v1_breaks, authors(0.0002, 0.0019))),
-        60: (65.0, (holds, v1_breaks, gone)),
-        90: (92.0, (coarse, v1_breaks, gone)),
-        105: (110.0, (breaks, v1_breaks, gone)),
-        10000: (10100.0, (breaks, v1_breaks)),
+        20: (22.0, (authors_right, *lost)),
+        25: (25.0, (common, authors(0.26, 0.30), *lost)),
+        30: (32.0, (holds, authors(0.0002, 0.0019), *lost)),
+        60: (65.0, (holds, gone, *lost)),
+        90: (92.0, (coarse, gone, flushed)),
+        105: (110.0, (breaks, gone)),
+        10000: (10100.0, (breaks,)),
     }
     # At 1e4 bf16 spaces scores by 64 and every key ties: of plain flash, only the plan with S in fp32 is told anything.
     plain = claim(BIASED_AWAY, f"{_PAPER}, section 3.3.2", rules="safe as_printed_v1", plans="paper")
@@ -243,6 +294,8 @@ def _row_maximum_large() -> list[Case]:
             Scores(top=(float(r), high)),
             plain,
             *claims,
+            v1_breaks,
+            no_sum,
             _FUSED_IS_NOT,
             _STOCHASTIC,
             chaotic=r == 90,  # whether the device flushes a subnormal P-bar decides
@@ -269,9 +322,47 @@ def _across_blocks() -> list[Case]:
             scores=Scores(maxima=3, positions=(5, 40, 200), offsets=(0.0, 0.0, 0.5)),
             shape=Shape(keys=256),
         ),
-        (_FAIR,),
+        (_V1_IN_FP16, _FAIR),
     )
-    return [across, overshoot]
+    return [across, overshoot, *_growing_maximum()]
+
+
+def _growing_maximum() -> list[Case]:
+    """Rows whose first key block ends below the maximum, but not by so much that lazy rescaling follows it.
+
+    P-bar of the maxima is then exp(growth), not 1. Where all rows grow alike, P-bar's rounding is one common error of O
+    as long as l sums P-bar before it: bf16(e^4) = 54.5 is 1.8e-3 too small, 0.28 ulp of O.
+    """
+    plain = (_PLAIN_IS_BIASED, _FUSED_IS_NOT, _V1_IN_FP16, _FAIR)
+    common = claim(BIASED_TOWARD, f"{_OWN}: e^4 rounds down", rules="lazy", plans="paper fused fused_stochastic")
+    drawn, alike = (partial(_growing, growth=growth) for growth in ((1.0, 5.0), (4.0, 4.0)))
+    return [
+        Case(
+            "growing_maximum",
+            "2 equal maxima 1 to 5 above the first block's: FlashAttention-4 keeps the old shift, and P-bar is above 1",
+            f"{_OWN}, FlashAttention-4's lazy rescaling",
+            drawn,
+            plain,
+            failure=True,
+        ),
+        Case(
+            "growing_maximum[by=4]",
+            "the same, 4 above in every row: lazy rescaling makes one error common to all rows",
+            f"{_OWN}, FlashAttention-4's lazy rescaling",
+            alike,
+            (common, *plain),
+            failure=True,
+            gradients=True,
+        ),
+    ]
+
+
+def _growing(draw: Draw, growth: tuple[float, float]) -> AttentionInputs:
+    """Two maxima in one block of 32, 64 or 128 keys, but the first; one key of the first lies `growth` below them."""
+    inputs = scripted(draw, Scores(positions=(145, 155)), shape=Shape(keys=256))
+    k = inputs.k.clone()
+    k[..., 17, 1] = -draw.uniform(*growth, *k.shape[:2]).bfloat16().float()
+    return replace(inputs, k=k)
 
 
 def _near_ties() -> list[Case]:
@@ -357,7 +448,7 @@ def _tied_p_bar(draw: Draw) -> AttentionInputs:
 
 def _controls() -> list[Case]:
     plain = partial(_plain, shape=Shape())
-    duplicates = (_PLAIN_IS_BIASED, _FIX_HOLDS, _FUSED_IS_NOT, _STOCHASTIC, _DITHERED, _FAIR)
+    duplicates = (_PLAIN_IS_BIASED, _FIX_HOLDS, _FUSED_IS_NOT, _STOCHASTIC, _DITHERED, _V1_IN_FP16, _FAIR)
     faint = partial(scripted, scores=Scores(gap=(20.5, 22.5)))
     return [
         Case(
@@ -368,7 +459,7 @@ def _controls() -> list[Case]:
             "2 equal maxima, a tail of about 2^-24 of the row sum: fp32 itself rounds it away",
             _OWN,
             faint,
-            (_TIES_GO_AWAY, _FAIR),
+            (_TIES_GO_AWAY, _V1_IN_FP16, _FAIR),
         ),
         Case(
             "tied_p_bar",
@@ -384,9 +475,46 @@ def _controls() -> list[Case]:
     ]
 
 
+def _eight_bits() -> list[Case]:
+    """V in e4m3, which fp8 attention takes; every other kernel takes it too."""
+    sound = claim(
+        UNBIASED, f"{_OWN}: 8 bits hold the sum of two numbers of 4", rules="safe", plans="fused paper fused_fp8"
+    )
+    return [
+        Case(
+            "fp8_ties",
+            "2 equal maxima, V in e4m3: O is exact, and nothing ties",
+            _OWN,
+            partial(_in_e4m3, scores=Scores()),
+            (sound, _V1_IN_FP16, _FAIR),
+            v_format=FP8_E4M3,
+        ),
+        Case(
+            "fp8_flat_tail",
+            "1 maximum, 127 keys 7 to 7.5 below it, V in e4m3: each is nothing in 8 bits, together they are a tenth",
+            _OWN,
+            partial(_in_e4m3, scores=Scores(maxima=1, gap=(7.0, 7.5))),
+            (
+                claim(BIASED_TOWARD, f"{_OWN}: P-bar below 2^-10 is 0 in e4m3, and l has it all", plans="fused_fp8"),
+                claim(UNBIASED, f"{_OWN}: 16 bits hold the tail", rules="safe", plans="fused paper"),
+                _FAIR,
+            ),
+            failure=True,
+            v_format=FP8_E4M3,
+        ),
+    ]
+
+
+def _in_e4m3(draw: Draw, scores: Scores) -> AttentionInputs:
+    inputs = scripted(draw, scores)
+    return replace(inputs, v=inputs.v.to(torch.float8_e4m3fn).float())
+
+
 def _random() -> list[Case]:
     """Normal q and k, V normal about 1: the accuracy baseline, in every shape that a kernel must take."""
     sound = claim(UNBIASED, f"{_OWN}: accuracy baseline", rules="safe standard dithered", formats="bf16 fp16")
+    # Of 8 bits no bias is claimed, nor none: P-bar is more often just above one of so few numbers than just below.
+    coarse = claim(ACCURATE, f"{_OWN}: accuracy in 8 bits", plans="fused_fp8", formats="bf16 fp16")
     recipes = {
         "random": ("normal q and k, V about 1: the accuracy baseline", partial(_plain, shape=Shape())),
         "random_causal": (
@@ -399,7 +527,8 @@ def _random() -> list[Case]:
             partial(_plain, shape=Shape(queries=7, keys=100, d=40)),
         ),
     }
-    return [Case(name, about, _OWN, recipe, (sound,), gradients=True) for name, (about, recipe) in recipes.items()]
+    claims = (coarse, sound)
+    return [Case(name, about, _OWN, recipe, claims, gradients=True) for name, (about, recipe) in recipes.items()]
 
 
 def _edges() -> list[Case]:
@@ -410,12 +539,19 @@ def _edges() -> list[Case]:
     shrunk = claim(
         INACCURATE, f"{_OWN}: scaling takes P V below the subnormals", rules="always_scaled", formats="bf16 fp16"
     )
+    tied = claim(
+        breaks_down_in(0.05),
+        f"{_OWN}: S's cast to fp16 ties two maxima, and the clamp of l is 0 in fp16",
+        rules="stabilized_authors",
+        plans="all_bf16",
+        formats="fp16",
+    )
     flushed = claim(FLUSHED_OR_ACCURATE, f"{_OWN}: a device may flush subnormals", formats="bf16 fp16")
     huge = partial(_plain, shape=Shape(), size=1e4)
     return [
         Case("padded", "a key padding mask", _OWN, partial(padded, all_masked=False)),
         Case("wholly_masked", "rows without a visible key give zeros", _OWN, partial(padded, all_masked=True)),
-        Case("huge_logits", "scores of about 1e4: near one-hot rows", _OWN, huge, (scaled,), chaotic=True),
+        Case("huge_logits", "scores of about 1e4: near one-hot rows", _OWN, huge, (scaled, tied), chaotic=True),
         Case(
             "inf_in_v",
             "one Inf in V: its column is lost, no other",
@@ -443,6 +579,7 @@ SCRIPTED: tuple[Case, ...] = (
     *_across_blocks(),
     *_near_ties(),
     *_controls(),
+    *_eight_bits(),
     *_random(),
     *_edges(),
 )

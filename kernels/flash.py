@@ -130,6 +130,8 @@ def _flash_rows(
         proposed = shift_rule.propose(s, row_max, dither)
         # A wholly masked tile has no maximum to shift by.
         new_m = torch.maximum(m, torch.where(row_max == -torch.inf, row_max, proposed))
+        if shift_rule.lag:
+            new_m = torch.where(new_m - m <= shift_rule.lag, m, new_m)
         shift = torch.where(new_m == -torch.inf, torch.zeros_like(new_m), new_m)
         p = arithmetic.exp(s - shift, plan.exponential)
         alpha = arithmetic.exp(m - shift, rescale)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.flash import BLOCK, Block, backward, flash, standard
+from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.plans import RoundingPlan
 from tiebreak.kernels.shift_rules import ShiftRule
@@ -51,6 +52,7 @@ class Kernel:
     has_backward: bool = True  # whether it returns gradients when asked
     refuses: Refuses = _takes_all  # why it can't take some inputs
     external: bool = False  # a user's own: held to the contract of `tiebreak.kernels.external`
+    v_format: Format | None = None  # the format that V must fit in, where it is narrower than the others'
     composed: bool = False  # whether it is its declaration, run on whatever arithmetic it is given
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
-from tiebreak.kernels.formats import BF16, FP32, Format, Rounding
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP32, Format, Rounding
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,11 @@ class Cast:
     def narrows(self) -> bool:
         """Whether the cast drops bits of fp32."""
         return self.fmt != FP32
+
+    @property
+    def ties_away(self) -> bool:
+        """Whether ties go away from zero."""
+        return self.rounding is Rounding.TIES_AWAY
 
 
 class Accumulator(enum.Enum):
@@ -42,10 +47,22 @@ class DeltaSource(enum.Enum):
 
 @dataclass(frozen=True)
 class Exponential:
-    """The exponential function of a kernel. It is a rounding point too."""
+    """The exponential function of a kernel. It is a rounding point too.
+
+    A fast one computes 2**y, y = x log2(e), by taking y for the bits of an fp32 number, exponent and fraction: between
+    the powers of two these lie on straight lines, and a polynomial in y's fraction, taken off first, makes up for that
+    (Malossi, Ineichen, Bekas, Curioni, Fast Exponential Computation on SIMD Architectures, 2015).
+    """
 
     base_two: bool = False  # exp2(x * log2(e)), the product rounded to fp32, as production kernels compute it
-    at_zero: float = 1.0  # its value at 0, where every tie sits; a fast exponential misses 1
+    correction: tuple[float, ...] = ()  # the polynomial's coefficients, the constant first; none: it is no fast one
+    lanes: int = 1  # keys that a fast one takes at a time; those of a tile that are left over have the exact one
+
+    @property
+    def at_zero(self) -> float:
+        """Its value at 0, where every tie sits; a fast one misses 1."""
+        # The correction takes y into the binade below 1, where the lines are half as steep.
+        return 1.0 - self.correction[0] / 2 if self.correction else 1.0
 
 
 @dataclass(frozen=True)
@@ -131,6 +148,11 @@ TIES_AWAY: Mapping[str, RoundingPlan] = MappingProxyType(
     }
 )
 
+# P-bar in 8 bits, as fp8 attention has it: 2^-10 and less of it is 0.
+EIGHT_BIT: Mapping[str, RoundingPlan] = MappingProxyType(
+    {"fused_fp8": replace(FUSED, name="fused_fp8", p_bar=Cast(FP8_E4M3))}
+)
+
 # Plans whose matrix products are a tensor core's: what a GPU makes of them, before one is at hand.
 TENSOR_CORE: Mapping[str, RoundingPlan] = MappingProxyType(
     {
@@ -147,7 +169,7 @@ def parse_plan(name: str) -> RoundingPlan:
     Raises:
         ValueError: no plan has that name; the message lists those there are.
     """
-    known = {**PLANS, **TIES_AWAY, **TENSOR_CORE}
+    known = {**PLANS, **TIES_AWAY, **EIGHT_BIT, **TENSOR_CORE}
     if name not in known:
         raise ValueError(f"unknown rounding plan {name!r}: known are {', '.join(known)}")
     return known[name]

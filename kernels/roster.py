@@ -4,11 +4,21 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from tiebreak.kernels.kernel import PLAIN, Declaration, Kernel, composed
-from tiebreak.kernels.plans import FUSED_STOCHASTIC, ISOLATION, PLANS, STANDARD, TENSOR_CORE, TIES_AWAY, RoundingPlan
+from tiebreak.kernels.plans import (
+    EIGHT_BIT,
+    FUSED_STOCHASTIC,
+    ISOLATION,
+    PLANS,
+    STANDARD,
+    TENSOR_CORE,
+    TIES_AWAY,
+    RoundingPlan,
+)
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
+_KNOWN = {**PLANS, **ISOLATION, **TIES_AWAY, **EIGHT_BIT, **TENSOR_CORE}
 _FLASH_PLANS: Mapping[str, RoundingPlan] = MappingProxyType(
-    {name: plan for name, plan in {**PLANS, **ISOLATION, **TIES_AWAY, **TENSOR_CORE}.items() if name != STANDARD.name}
+    {name: plan for name, plan in _KNOWN.items() if name != STANDARD.name}
 )
 
 
@@ -62,5 +72,6 @@ DEFAULT_ROSTER = (
     "gamma@paper",
     "dithered@paper",
     "dithered@fused",
+    "lazy@fused",
     "fair",
 )

@@ -13,6 +13,7 @@ BETA = 2.0  # v2's and the authors' scale of a repeated positive maximum
 BETA_V1 = 7.0  # v1's
 GAMMA = 0.9999  # "close to 1" (v1, appendix C: P-bar may then round to exactly 1)
 OFFSET = 1.0  # the "fixed offset" of appendix C: P-bar at the maximum is e^-1 in every row
+LAG = 8.0 * math.log(2.0)  # FlashAttention-4 rescales from here on: 8 in base two, so P-bar stays below 256
 AUTHORS_ROW_SUM_FLOOR = 1e-10  # the published code clamps each block's row sum here
 
 # (scores (..., rows, keys), their row maximum (..., rows, 1), dither in [0, 1) (..., rows, 1)) -> shift (..., rows, 1)
@@ -21,13 +22,14 @@ Propose = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ShiftRule:
-    """A rule that proposes one block's shift; the running shift of a row is the maximum over its blocks."""
+    """A rule that proposes one block's shift; the running shift of a row is the maximum over its blocks, or near it."""
 
     name: str  # how tables and --kernels call it
     propose: Propose  # the shift that one block of scores asks for
     source: str  # where the rule is printed
     dithered: bool = False  # whether it uses the row's random number
     row_sum_floor: float = 0.0  # smallest row sum of a block, as the authors' code clamps it
+    lag: float = 0.0  # how far the running shift may stay below that maximum before it follows
 
 
 def repeated(scores: Tensor, row_max: Tensor, epsilon: float = EPSILON) -> Tensor:
@@ -119,6 +121,7 @@ SHIFT_RULES: Mapping[str, ShiftRule] = MappingProxyType(
             ShiftRule("always_scaled", _always_scaled, f"{_PAPER} v1, appendix C"),
             ShiftRule("gamma", _gamma, f"{_PAPER} v1, appendix C"),
             ShiftRule("dithered", _dithered, "this suite", dithered=True),
+            ShiftRule("lazy", _safe, "FlashAttention-4, Blackwell forward pass", lag=LAG),
         )
     }
 )

@@ -9,6 +9,8 @@ from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 
 _LOG2_E = 1.4426950408889634
+_EXPONENT_BIAS = 127.0  # of fp32
+_EXPONENT_OF_INF = 128.0  # as fp32 reads its bits
 
 
 class EmulatedArithmetic:
@@ -23,14 +25,29 @@ class EmulatedArithmetic:
         return self.cast(ACCUMULATIONS[accumulator].matmul(a, b), cast)
 
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
-        """The exponential in fp64, rounded once to fp32; at 0 the plan's constant."""
+        """The exponential in fp64, rounded once to fp32; the plan's fast one for the keys that it takes."""
         # In base two the product is one more fp32 rounding, as in a kernel that folds log2(e) into its scale.
         wide = torch.exp2((x * _LOG2_E).double()) if exponential.base_two else torch.exp(x.double())
         result = wide.float()
-        if exponential.at_zero == 1.0:
-            return result
-        return torch.where(x == 0, torch.full_like(result, exponential.at_zero), result)
+        if exponential.correction:
+            taken = x.shape[-1] - x.shape[-1] % exponential.lanes
+            result[..., :taken] = _fast_exp(x[..., :taken], exponential.correction)
+        return result
 
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
         """The sum in the accumulator's order."""
         return ACCUMULATIONS[accumulator].total(x)
+
+
+def _fast_exp(x: Tensor, correction: tuple[float, ...]) -> Tensor:
+    """See `Exponential`: in fp32, a product and the sum that it goes into rounded once; 0 below the normal numbers."""
+    y = x * _LOG2_E
+    fraction = (y - y.floor()).double()
+    *lower, highest = torch.tensor(correction, dtype=torch.float32)
+    polynomial = highest.expand_as(y)
+    for coefficient in reversed(lower):
+        polynomial = (polynomial * fraction + coefficient).float()
+    # Inf has no fraction.
+    corrected = (y - polynomial).nan_to_num(nan=_EXPONENT_OF_INF).clamp(max=_EXPONENT_OF_INF)
+    bits = ((corrected.double() + _EXPONENT_BIAS) * 2.0**23).float().int()
+    return torch.where(y < 1.0 - _EXPONENT_BIAS, 0.0, bits.view(torch.float32)).masked_fill(y.isnan(), torch.nan)

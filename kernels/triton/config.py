@@ -8,7 +8,7 @@ from types import MappingProxyType
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import Rounding
 from tiebreak.kernels.plans import DeltaSource, RoundingPlan
-from tiebreak.kernels.shift_rules import BETA, BETA_V1, EPSILON, GAMMA, OFFSET, SHIFT_RULES, ShiftRule
+from tiebreak.kernels.shift_rules import BETA, BETA_V1, EPSILON, GAMMA, LAG, OFFSET, SHIFT_RULES, ShiftRule
 
 LOG2_E = 1.4426950408889634
 
@@ -24,6 +24,7 @@ class Shift:
     offset: float = 0.0  # added in every row
     dithered: bool = False  # whether the row's random number u enters
     row_sum_floor: float = 0.0  # smallest row sum of a key block
+    lag: float = 0.0  # how far the running shift may stay behind
 
     @property
     def scales(self) -> bool:
@@ -49,6 +50,7 @@ _SHIFTS: Mapping[str, Shift] = MappingProxyType(
         "always_scaled": Shift(above=BETA, below=0.0),
         "gamma": Shift(detects=True, epsilon=EPSILON, above=BETA, below=GAMMA),
         "dithered": Shift(dithered=True),
+        "lazy": Shift(lag=LAG),
     }
 )
 
@@ -79,6 +81,7 @@ class Config:
     block: Block  # queries and keys of a tile; powers of two
     query_heads: int  # query heads of one batch entry
     groups: int = 1  # query heads per key head
+    padded: bool = False  # whether a mask says which keys of a batch entry take part
     heads: int = 1  # heads that one program works on; a power of two
     native: bool = True  # whether the device's own casts round; else fp32 carries every format, rounded by integers
 
@@ -87,7 +90,8 @@ class Config:
         if self.plan.exponential.at_zero != 1.0:
             raise ValueError(f"plan {self.plan.name}: the Triton kernels' exponential of 0 is 1")
         for point, cast in self.plan.casts():
-            if cast.rounding is not Rounding.TO_EVEN and (point, cast.rounding) != ("o", Rounding.STOCHASTIC):
+            nearest = cast.rounding in (Rounding.TO_EVEN, Rounding.TIES_AWAY)
+            if not nearest and (point, cast.rounding) != ("o", Rounding.STOCHASTIC):
                 raise ValueError(
                     f"plan {self.plan.name}: the Triton kernels do not round {point} {cast.rounding.value}"
                 )

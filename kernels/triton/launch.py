@@ -68,6 +68,7 @@ class Call:
     q: Tensor
     k: Tensor
     v: Tensor
+    padding: Tensor | None  # int8 (batch, keys), 0 where a key is padding
     config: Config  # with one head a program: every launch chooses anew
     shape: torch.Size  # of q: (batch, heads, queries, d)
     seed: int  # of the noise
@@ -93,6 +94,7 @@ class Call:
             block=declaration.block,
             query_heads=inputs.q.shape[1],
             groups=inputs.groups,
+            padded=inputs.key_padding is not None,
             native=not interpreted,
         )
         held = (inputs.fmt, inputs.fmt, plan.p_bar.fmt if plan.p_bar.fmt == FP8_E4M3 else inputs.fmt)
@@ -100,7 +102,11 @@ class Call:
             _flat(tensor, dtype_of(fmt, interpreted=interpreted))
             for tensor, fmt in zip((inputs.q, inputs.k, inputs.v), held, strict=True)
         )
-        return cls(q, k, v, config, inputs.q.shape, inputs.noise_seed, declaration.algorithm == "standard", interpreted)
+        padding = None
+        if inputs.key_padding is not None:
+            padding = inputs.key_padding.to(inputs.q.device, torch.int8).contiguous()
+        unfused = declaration.algorithm == "standard"
+        return cls(q, k, v, padding, config, inputs.q.shape, inputs.noise_seed, unfused, interpreted)
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -133,7 +139,7 @@ class Call:
         state = int(random_bits(self.seed, stream))
         return state - 2**32 if state >= 2**31 else state
 
-    def launch(self, part: str, kernel: str, grid: tuple[int, ...], *args: Tensor | int, config: Config) -> None:
+    def launch(self, part: str, kernel: str, grid: tuple[int, ...], *args: Tensor | int | None, config: Config) -> None:
         """Run one kernel of a module of `device/`.
 
         Raises:
@@ -173,8 +179,6 @@ def _shape_refusal(inputs: AttentionInputs, block: Block) -> str | None:
         return f"nothing to attend to: q {tuple(inputs.q.shape)}, k {tuple(inputs.k.shape)}"
     if d > LARGEST_HEAD:
         return f"head dimension {d} is above {LARGEST_HEAD}"
-    if inputs.key_padding is not None:
-        return "the Triton kernels take no key padding mask"
     if {power_of_two(block.queries), power_of_two(block.keys)} != {block.queries, block.keys}:
         return f"tiles of the Triton kernels are powers of two, not {block.queries} x {block.keys}"
     return None
@@ -220,7 +224,8 @@ def _flash(call: Call) -> tuple[Tensor, Tensor]:
     config, programs = call.tiled(forward_block(call.config.block, call.config.d), call.q.shape[0])
     starts = (call.noise_start(DITHER_STREAM), call.noise_start(CAST_STREAM))
     grid = (math.ceil(queries / config.block.queries), programs)
-    call.launch("forward", "forward", grid, call.q, call.k, call.v, o, lse, queries, keys, *starts, config=config)
+    inputs = (call.q, call.k, call.v, call.padding)
+    call.launch("forward", "forward", grid, *inputs, o, lse, queries, keys, *starts, config=config)
     return o, lse
 
 
@@ -234,10 +239,10 @@ def _standard(call: Call) -> tuple[Tensor, Tensor]:
     config, programs = call.tiled(forward_block(call.config.block, call.config.d), call.q.shape[0])
     grid = (math.ceil(queries / config.block.queries), programs)
     tiles = (*grid, math.ceil(keys / config.block.keys))
-    call.launch("standard", "all_scores", tiles, call.q, call.k, s, queries, keys, config=config)
+    call.launch("standard", "all_scores", tiles, call.q, call.k, call.padding, s, queries, keys, config=config)
     call.launch("standard", "softmax", grid, s, p, lse, queries, keys, config=config)
     cast_start = call.noise_start(CAST_STREAM)
-    call.launch("standard", "output", grid, p, call.v, o, queries, keys, cast_start, config=config)
+    call.launch("standard", "output", grid, p, call.v, call.padding, o, queries, keys, cast_start, config=config)
     return o, lse
 
 
@@ -260,7 +265,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Te
     delta = call.row_numbers()
     config, programs = call.tiled(backward_block(call.config.plan, call.config.d), call.q.shape[0])
     rows = (math.ceil(queries / config.block.queries), programs)
-    inputs = (call.q, call.k, call.v)
+    inputs = (call.q, call.k, call.v, call.padding)
     call.launch("backward", "delta", rows, *inputs, o, do, lse, delta, queries, keys, config=config)
     call.launch("backward", "query_gradient", rows, *inputs, do, lse, delta, dq, queries, keys, config=config)
     config, programs = call.tiled(backward_block(call.config.plan, call.config.d), call.k.shape[0])

@@ -11,14 +11,13 @@ from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP32, Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel
-from tiebreak.kernels.plans import FUSED, FUSED_STOCHASTIC, PAPER, STANDARD, Cast, Exponential, RoundingPlan
+from tiebreak.kernels.plans import EIGHT_BIT, FUSED, FUSED_STOCHASTIC, PAPER, STANDARD, Exponential, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.kernels.triton.config import Config, shift_of
 from tiebreak.kernels.triton.launch import backward_block, forward_block, options, refusal, run
 from tiebreak.kernels.triton.loading import source
 
 BLOCK = Block(128, 64)
-FP8 = "triton_fp8"  # takes a V that e4m3 holds, which no case of the matrix has
 _BASE_TWO = Exponential(base_two=True)
 
 
@@ -31,9 +30,10 @@ DECLARATIONS: Mapping[str, Declaration] = MappingProxyType(
         "triton_flash": _declared(FUSED, "safe"),
         "triton_stabilized": _declared(FUSED, "stabilized"),
         "triton_dithered": _declared(FUSED, "dithered"),
+        "triton_lazy": _declared(FUSED, "lazy"),
         "triton_fair": _declared(FUSED_STOCHASTIC, "dithered"),
         "triton_paper": _declared(PAPER, "safe"),
-        FP8: _declared(replace(FUSED, name="fused_fp8", p_bar=Cast(FP8_E4M3)), "safe"),
+        "triton_fp8": _declared(EIGHT_BIT["fused_fp8"], "safe"),
         "triton_standard": Declaration(
             "standard", replace(STANDARD, exponential=_BASE_TWO), SHIFT_RULES["safe"], BLOCK
         ),
@@ -48,11 +48,17 @@ def triton_kernels(*, interpreted: bool) -> tuple[Kernel, ...]:
             name,
             partial(_compute, declaration, interpreted),
             declaration,
+            has_backward=_v_format(declaration.plan) is None,  # nobody trains with a V of 8 bits
             refuses=partial(refusal, declaration=declaration, interpreted=interpreted),
+            v_format=_v_format(declaration.plan),
         )
         for name, declaration in DECLARATIONS.items()
-        if name != FP8
     )
+
+
+def _v_format(plan: RoundingPlan) -> Format | None:
+    """The format of V where a product of 8 bits takes it, as P-bar's."""
+    return FP8_E4M3 if plan.p_bar.fmt == FP8_E4M3 else None
 
 
 def _compute(
@@ -95,12 +101,17 @@ def compilations(d: int = 64, *, causal: bool = True, fmt: Format = BF16) -> Ite
         for part, function in (*_FUNCTIONS[declaration.algorithm], *_BACKWARD):
             block = backward_block(plan, d) if part == "backward" else forward_block(declaration.block, d)
             config = Config(plan, shift_of(declaration.shift_rule), causal, d, block, query_heads=16)
+            constants = {"C": config, "PADDING": None}  # a mask of keys rounds nothing
             jitted, chosen = getattr(source(part, interpreted=False), function), options(d)
+            types = {
+                argument: "constexpr" if argument in constants else _type(argument, plan, fmt)
+                for argument in jitted.arg_names
+            }
             yield Compilation(
                 f"{name}/{function}",
                 jitted,
-                {argument: _type(argument, plan, fmt) for argument in jitted.arg_names},
-                {"C": config},
+                types,
+                {argument: constants[argument] for argument in types if argument in constants},
                 chosen.num_warps,
                 chosen.num_stages,
                 chosen.enable_fp_fusion,
@@ -108,11 +119,9 @@ def compilations(d: int = 64, *, causal: bool = True, fmt: Format = BF16) -> Ite
 
 
 def _type(argument: str, plan: RoundingPlan, fmt: Format) -> str:
-    if argument == "C":
-        return "constexpr"
     if argument in ("Q", "K", "V", "DO"):
-        fp8 = argument == "V" and plan.p_bar.fmt == FP8_E4M3
-        return _TYPES[FP8_E4M3.name if fp8 else fmt.name]
+        held = _v_format(plan) if argument == "V" else None
+        return _TYPES[(held or fmt).name]
     if argument in _POINTERS:
         return _TYPES[getattr(plan, _POINTERS[argument]).fmt.name]
     return _TYPES[FP32.name] if argument.isupper() else "i32"

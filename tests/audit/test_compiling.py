@@ -13,7 +13,7 @@ from tiebreak.backends.audit.reading import read
 from tiebreak.backends.audit.sources import sources
 from tiebreak.backends.audit.targets import TARGETS, Target
 from tiebreak.kernels.flash import Block
-from tiebreak.kernels.formats import BF16, FP32, Format
+from tiebreak.kernels.formats import BF16, FP32, Format, Rounding
 from tiebreak.kernels.plans import Cast, RoundingPlan
 from tiebreak.kernels.triton.config import Config
 from tiebreak.kernels.triton.roster import Compilation
@@ -88,6 +88,14 @@ def test_what_is_pinned_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch)
     compile_for(TARGETS["sm_90"], source("triton_flash/delta"))
     assert knobs.compilation.disable_line_info
     assert knobs.runtime.add_stages_inspection_hook is None
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_ties_that_go_away_are_rounded_by_integers(target: str) -> None:
+    away = Cast(BF16, Rounding.TIES_AWAY)
+    found = audit(target, source("triton_flash/forward", p_bar=away))
+    assert [cast.partition(";")[0] for cast in found.operand_casts] == ["integer add, cut to bf16"]
+    assert not any("integer add" in cast for cast in found.output_casts)
 
 
 @pytest.mark.parametrize(

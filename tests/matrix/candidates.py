@@ -9,7 +9,8 @@ from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.cell import Cell
 
 ONE_TILE = " in one tile"  # what a plan's name ends with where rows are not split into tiles
-_ELSEWHERE = ("flash@fused_half_up", "flash@fused_ties_away")  # plans that no kernel of a default run has
+# Plans that no composed kernel of a default run has.
+_ELSEWHERE = ("flash@fused_half_up", "flash@fused_ties_away", "flash@fused_fp8")
 _ONE_TILE = Block(2**31, 2**31)
 
 

@@ -72,18 +72,37 @@ def test_the_emulated_exponential_in_base_two_is_a_correctly_rounded_power_of_an
     assert not torch.equal(results, EMULATED.exp(x, Exponential()))
 
 
-@pytest.mark.parametrize("base_two", [False, True], ids=["base_e", "base_two"])
-def test_the_value_at_zero_is_taken_at_zero_alone(base_two: bool) -> None:
-    x = _exponents()
-    plain = EMULATED.exp(x, Exponential(base_two))
-    fast = EMULATED.exp(x, Exponential(base_two, at_zero=0.75))
-    assert (x == 0).any()
-    assert torch.equal(fast, torch.where(x == 0, torch.tensor(0.75), plain))
+@pytest.mark.parametrize("correction", [(0.0,), (0.25,), (0.01, 0.3, -0.2, -0.1)], ids=str)
+def test_a_fast_exponential_lies_on_lines_between_the_powers_of_two_but_for_its_correction(
+    correction: tuple[float, ...],
+) -> None:
+    x = torch.linspace(-80.0, 80.0, 1001)
+    y = (x * 1.4426950408889634).double().numpy()
+    y = y - np.polynomial.polynomial.polyval(y - np.floor(y), correction)
+    expected = np.exp2(np.floor(y)) * (1.0 + y - np.floor(y))
+    found = EMULATED.exp(x, Exponential(correction=correction)).double().numpy()
+    # Its bits are an fp32 number of up to 2^31, where these are spaced by 128; a bit is 2^-23 of 1.
+    assert np.abs(found / expected - 1.0).max() <= 128 * 2.0**-23
 
 
-def test_the_value_at_zero_holds_for_both_zeros_and_not_for_the_smallest_number() -> None:
-    x = torch.tensor([0.0, -0.0, FP32.smallest_subnormal, -FP32.smallest_subnormal])
-    assert EMULATED.exp(x, Exponential(at_zero=0.75)).tolist() == [0.75, 0.75, 1.0, 1.0]
+def test_a_fast_exponential_misses_one_at_zero_by_half_its_correction_there() -> None:
+    fast = Exponential(correction=(0.01, 0.3, -0.2, -0.1))
+    assert EMULATED.exp(torch.tensor([0.0, -0.0]), fast).tolist() == pytest.approx([fast.at_zero] * 2, abs=2.0**-17)
+    assert fast.at_zero == 0.995
+    assert Exponential().at_zero == 1.0
+
+
+def test_keys_that_fill_no_lanes_have_the_exact_exponential() -> None:
+    found = EMULATED.exp(torch.zeros(2, 3, 10), Exponential(correction=(0.5,), lanes=4))
+    assert (found[..., :8] == 0.75).all()
+    assert (found[..., 8:] == 1.0).all()
+
+
+def test_a_fast_exponential_of_no_number_or_one_out_of_range() -> None:
+    x = torch.tensor([-torch.inf, -90.0, 90.0, torch.inf, torch.nan])
+    found = EMULATED.exp(x, Exponential(correction=(0.1, 0.1)))
+    expected = torch.tensor([0.0, 0.0, torch.inf, torch.inf, torch.nan])
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @each_arithmetic

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.cases.case import Case
 from tiebreak.cases.claims import BIASED, UNBIASED, claim
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.formats import BF16, FP16, FP32, TF32, Format
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, FP32, TF32, Format, parse_format
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.roster import composed_kernel
+from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 CASES = {case.name: case for case in SCRIPTED}
 HEADS = 32
@@ -132,6 +134,9 @@ SCRIPTS: dict[str, Script] = {
     "near_tie_inside": ((0.0, -(2.0**-11)), _TOP, _GAP),
     "near_tie_outside": ((0.0, -1.5 * 2.0**-10), _TOP, _GAP),
     "faint_tail": ((0.0,) * 2, _TOP, (20.5, 22.5)),
+    "growing_maximum[by=4]": ((0.0, 0.0, -4.0), _TOP, _GAP),
+    "fp8_ties": ((0.0,) * 2, _TOP, _GAP),
+    "fp8_flat_tail": ((0.0,), _TOP, (7.0, 7.5)),
 }
 SCRIPTED_ROWS = [(name, *script) for name, script in SCRIPTS.items()]
 each_script = pytest.mark.parametrize(("name", "offsets", "top", "gap"), SCRIPTED_ROWS, ids=list(SCRIPTS))
@@ -195,7 +200,13 @@ def test_equal_keys_tie_in_fp32_in_any_order_though_no_score_is_exact(fmt: Forma
 
 
 @pytest.mark.parametrize(
-    ("name", "positions"), [("ties_across_blocks", {17, 145}), ("overshooting_shift", {5, 40, 200})]
+    ("name", "positions"),
+    [
+        ("ties_across_blocks", {17, 145}),
+        ("overshooting_shift", {5, 40, 200}),
+        ("growing_maximum", {17, 145, 155}),
+        ("growing_maximum[by=4]", {17, 145, 155}),
+    ],
 )
 def test_maxima_lie_in_the_key_blocks_that_they_should(name: str, positions: set[int]) -> None:
     s = _exact_scores(_made(name))
@@ -207,6 +218,31 @@ def test_the_overshooting_block_comes_before_the_true_maximum() -> None:
     s = _exact_scores(_made("overshooting_shift"))
     assert torch.equal(s[..., 5], s[..., 40])
     assert torch.equal(s[..., 200], s[..., 5] + 0.5)
+
+
+def test_a_growing_maximum_grows_by_less_than_lazy_rescaling_follows_and_head_by_head() -> None:
+    s = _exact_scores(_made("growing_maximum"))
+    growth = s[..., 145] - s[..., 17]
+    assert torch.equal(s[..., 145], s[..., 155])
+    assert ((growth >= 1.0) & (growth <= 5.0) & (growth < SHIFT_RULES["lazy"].lag)).all()
+    assert (growth == growth[..., :1]).all()  # of a row, as of its head
+    assert len(set(growth[..., 0].flatten().tolist())) > HEADS / 2
+
+
+@pytest.mark.parametrize("case", [case for case in SCRIPTED if case.v_format is not None], ids=lambda case: case.name)
+def test_v_lies_on_the_grid_of_the_narrower_format_that_a_case_names(case: Case) -> None:
+    v = case.make(1, 0, 32, BF16).v
+    assert case.v_format is not None
+    assert torch.equal(round_to(v, case.v_format), v)
+    assert not torch.equal(round_to(v, parse_format("E4M2")), v)
+
+
+def test_in_eight_bits_each_key_of_the_flat_tail_is_nothing_and_all_are_much() -> None:
+    s = _exact_scores(_made("fp8_flat_tail"))
+    p_bar = torch.exp(s - s.amax(-1, keepdim=True))
+    tail = p_bar.masked_fill(p_bar == 1, 0.0)
+    assert (round_to(tail.float(), FP8_E4M3) == 0).all()
+    assert (tail.sum(-1) > 0.06).all()
 
 
 def test_maxima_lie_anywhere_in_a_row_unless_placed() -> None:

@@ -193,6 +193,34 @@ def test_no_shift_rule_changes_what_flash_computes(rule: str, name: str, block: 
     )
 
 
+@pytest.mark.parametrize(
+    ("maxima", "shifts"),
+    [
+        ((1.0, 6.5), (1.0, 1.0)),  # 5.5 above: less than 8 ln 2 = 5.545
+        ((1.0, 6.75), (1.0, 6.75)),  # 5.75 above
+        ((1.0, 4.0, 7.0), (1.0, 1.0, 7.0)),  # 3 and 6 above: it is the old shift that counts, not the block before
+        ((7.0, 1.0), (7.0, 7.0)),
+        ((-torch.inf, -30.0), (0.0, -30.0)),  # a block that is wholly masked leaves no shift to keep
+    ],
+)
+def test_lazy_rescaling_follows_from_two_to_the_eighth_on(maxima: tuple[float, ...], shifts: tuple[float, ...]) -> None:
+    q, k = torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, len(maxima), 4)
+    q[..., 0], k[0, 0, :, 0] = 2.0, torch.tensor(maxima).clamp(min=-100.0)  # a score is its key's first number
+    v = torch.full_like(k, 3.0)
+    padding = torch.tensor([[maximum > -torch.inf for maximum in maxima]])
+    inputs = AttentionInputs(q, k, v, torch.ones_like(q), BF16, key_padding=padding)
+    plan = replace(FUSED, o=Cast(FP32))
+    o = flash(inputs, plan, SHIFT_RULES["lazy"], ARITHMETIC, Block(1, 1)).o
+    # By hand: each block's P-bar from the shift it was given, brought to the last shift.
+    p_bar, l = 0.0, 0.0
+    for maximum, shift in zip(maxima, shifts, strict=True):
+        p = math.exp(maximum - shift)
+        rescale = math.exp(shift - shifts[-1])
+        p_bar += rescale * torch.tensor(p).bfloat16().item()
+        l += rescale * p
+    assert o[..., 0].item() == pytest.approx(3.0 * p_bar / l, rel=8 * U)
+
+
 @pytest.mark.parametrize("queries", [1, 7, 1000])
 @each_setting
 def test_standard_in_fp32_is_right(name: str, queries: int) -> None:

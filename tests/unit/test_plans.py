@@ -68,7 +68,7 @@ def test_every_preset_sums_unrounded_probabilities_exactly_with_an_exact_exponen
     plan = PLANS[name]
     assert not plan.row_sum_from_rounded
     assert plan.accumulator is Accumulator.EXACT
-    assert plan.exponential == Exponential(base_two=False, at_zero=1.0)
+    assert plan.exponential == Exponential(base_two=False, correction=())
 
 
 def test_only_the_output_of_fused_stochastic_is_rounded_other_than_to_even() -> None:

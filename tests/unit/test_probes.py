@@ -33,7 +33,7 @@ class Narrow(EmulatedArithmetic):
         return torch.where(total.abs() < cast.fmt.smallest_normal, torch.zeros_like(total), total)
 
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
-        return super().exp(x, replace(exponential, at_zero=0.75))
+        return super().exp(x, replace(exponential, correction=(0.5,)))
 
 
 @pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)

@@ -1,10 +1,10 @@
 """PyTorch's CPU flash kernel does what its declaration says: its bits are predicted.
 
 The kernel's code depends on the instruction set that ATen picks at start-up (ATEN_CPU_CAPABILITY). Its AVX2 and AVX-512
-builds have a fast exponential that misses 1 at 0 by 5e-5, which breaks every tie by far more than fp32 rounds: there
-the bits are predicted. The default build's exponential is exact. What breaks its ties is the tail, down to 1e-7 of the
-row, and where the tail is that faint, the order in which fp32 adds up decides. The declaration has no such order, so
-there the misses are held to those elements.
+builds have a fast exponential that misses 1 at 0 by 5e-5, which breaks every tie by far more than fp32 rounds. The
+default build's exponential is exact. What breaks its ties is the tail, down to 1e-7 of the row, and where the tail is
+that faint, the order in which fp32 adds up decides. The declaration has no such order, so misses are held to the
+elements that it can decide.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels import sdpa
-from tiebreak.kernels.formats import BF16, FP32, ulp
-from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.formats import BF16, FP16, FP32, Format, ulp
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import Declaration, Kernel, composed
 from tiebreak.kernels.plans import FUSED, Cast, RoundingPlan
 from tiebreak.kernels.reference import reference, reference_gradients
@@ -38,7 +38,12 @@ TIES = [
     "tied_maxima[k=2]",
     "tied_maxima[k=3]",
     "tied_maxima[k=4]",
+    "tied_maxima[k=8]",
+    "tied_maxima[k=16]",
     "tied_maxima_positive_v",
+    "sink_tie",
+    "single_maximum",
+    "single_maximum_sink",
     "repeated_zero",
     "repeated_tiny",
     "repeated_negative",
@@ -52,12 +57,13 @@ TIES = [
     "repeated_large[r=90]",
     "repeated_large[r=105]",
     "ties_across_blocks",
+    "overshooting_shift",
+    "tied_p_bar",
 ]
-# The fast exponential errs elsewhere too, by 1e-6 to 5e-5. On a sink the tail's share of l lies about where the 5e-5 at
-# 0 is, so that the two nearly cancel and the tail's own error decides some ties. Of overshooting maxima the smaller
-# ones' P-bar of e^-0.5 is a third of l, whose error moves every O by about 1e-5, or 1/400 of bf16's spacing. There, up
-# to five times as many bits may differ.
-NEARLY = ["sink_tie", "overshooting_shift"]
+FAINT = ["no_tail", "faint_tail"]  # where exp(0) is 1, nothing but the order of sums breaks these ties
+RANDOM = ["random", "random_causal", "random_grouped", "random_odd", "padded", "wholly_masked"]
+
+each_format = pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
 
 
 def _declaration() -> Declaration:
@@ -66,26 +72,28 @@ def _declaration() -> Declaration:
     return declaration
 
 
-FAST = _declaration().plan.exponential.at_zero != 1.0
+EXPONENTIAL = _declaration().plan.exponential
+FAST = bool(EXPONENTIAL.correction)
+fast_builds = pytest.mark.skipif(not FAST, reason="this build of SDPA flash has an exact exponential")
 
 
 @cache
-def _inputs(name: str) -> AttentionInputs:
-    return CASES[name].make(0, 0, HEADS, BF16)
+def _inputs(name: str, fmt: Format = BF16) -> AttentionInputs:
+    return CASES[name].make(0, 0, HEADS, fmt)
 
 
 @cache
-def _returned(name: str) -> Tensor:
-    return CPU.run(CPU.kernel("sdpa_flash"), _inputs(name), gradients=False).o.float()
+def _returned(name: str, fmt: Format = BF16) -> Tensor:
+    return CPU.run(CPU.kernel("sdpa_flash"), _inputs(name, fmt), gradients=False).o.float()
 
 
-def _predicted(name: str, plan: RoundingPlan | None = None) -> Tensor:
+def _predicted(name: str, fmt: Format = BF16, plan: RoundingPlan | None = None) -> Tensor:
     declaration = replace(_declaration(), plan=plan or _declaration().plan)
-    return EMULATION.run(composed("prediction", declaration), _inputs(name), gradients=False).o
+    return EMULATION.run(composed("prediction", declaration), _inputs(name, fmt), gradients=False).o
 
 
-def _equal_bits(name: str, plan: RoundingPlan | None = None) -> float:
-    return (_returned(name) == _predicted(name, plan)).double().mean().item()
+def _equal_bits(name: str, fmt: Format = BF16, plan: RoundingPlan | None = None) -> float:
+    return (_returned(name, fmt) == _predicted(name, fmt, plan)).double().mean().item()
 
 
 def test_the_measured_exponential_of_zero_is_one_or_just_below() -> None:
@@ -106,33 +114,64 @@ def test_the_declaration_is_fused_but_for_the_measured_exponential() -> None:
     assert plan.name == ("fused_fast_exp" if FAST else "fused")
 
 
-def _distance_to_a_tie(name: str) -> Tensor:
-    """How far O lies from the nearest midpoint of two bf16 numbers before its cast, relative to O."""
-    wide = _predicted(name, replace(_declaration().plan, o=Cast(FP32))).double()
-    spacing = ulp(wide, BF16)
+@fast_builds
+@each_format
+def test_the_declared_exponential_is_the_kernels_at_every_argument(fmt: Format) -> None:
+    x = torch.linspace(-1.5, 0.0, 301).to(TORCH_DTYPES[fmt])
+    keys = torch.zeros(x.numel(), 1, EXPONENTIAL.lanes, 16, dtype=x.dtype)
+    keys[:, 0, 1:, 0] = x[:, None]  # and one key whose score is 0, so that this is the shift
+    query = torch.zeros(x.numel(), 1, 1, 16, dtype=x.dtype)
+    query[..., 0] = 4.0  # 1/alpha
+    _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, keys)
+    scores = keys[:, :, None, :, 0].float()
+    measured = lse.double().exp().flatten()
+    declared = EMULATION.arithmetic.exp(scores, EXPONENTIAL).double().sum(-1).flatten()
+    # Log-sum-exp is below 4: fp32 spaces it by 2^-22, and the kernel's sum of 16 or fewer terms errs by less than that.
+    assert (measured / declared - 1.0).abs().max() <= 2.0 * 2.0**-22
+    assert (measured / scores.double().exp().sum(-1).flatten() - 1.0).abs().max() > 5e-5
+
+
+@fast_builds
+@pytest.mark.parametrize("keys", [7, 20, 31, 33, 100])
+def test_keys_that_fill_no_lanes_have_an_exact_exponential(keys: int) -> None:
+    left_over = keys % EXPONENTIAL.lanes
+    mean = (left_over + (keys - left_over) * EXPONENTIAL.at_zero) / keys
+    assert measure_exp_at_zero(keys) == pytest.approx(mean, abs=1e-6)
+
+
+def _distance_to_a_tie(name: str, fmt: Format) -> Tensor:
+    """How far O lies from the nearest midpoint of two numbers of the format before its cast, relative to O."""
+    wide = _predicted(name, fmt, replace(_declaration().plan, o=Cast(FP32))).double()
+    spacing = ulp(wide, fmt)
     return ((wide.abs() / spacing).remainder(1.0) - 0.5).abs() * spacing / wide.abs()
 
 
-@pytest.mark.parametrize("name", [*TIES, *NEARLY])
-def test_the_bits_are_predicted(name: str) -> None:
-    missed = _returned(name) != _predicted(name)
-    allowed = FEW
-    if name in NEARLY:
-        allowed = 5 * FEW
-    elif not FAST:
-        # O-bar and l are sums of n terms of one sign: n u each in whatever order they are added up (Higham, 4.2). Taken
-        # as random, the roundings come to about sqrt(n) u: misses are fewer than the elements so near a tie.
-        keys, distance = _inputs(name).k.shape[2], _distance_to_a_tie(name)
-        assert (distance[missed] <= 2 * keys * FP32.unit_roundoff).all()
-        allowed = max(FEW, (distance <= math.sqrt(keys) * FP32.unit_roundoff).double().mean().item())
-        assert allowed < 0.1
+@each_format
+@pytest.mark.parametrize("name", [*TIES, *(FAINT if FAST else ())])
+def test_the_bits_are_predicted(name: str, fmt: Format) -> None:
+    missed = _returned(name, fmt) != _predicted(name, fmt)
+    # O-bar and l are sums of n terms of one sign: n u each in whatever order they are added up (Higham, 4.2). Taken as
+    # random, the roundings come to about sqrt(n) u: misses are fewer than the elements so near a tie.
+    keys, distance = _inputs(name, fmt).k.shape[2], _distance_to_a_tie(name, fmt)
+    assert (distance[missed] <= 2 * keys * FP32.unit_roundoff).all()
+    allowed = max(FEW, (distance <= math.sqrt(keys) * FP32.unit_roundoff).double().mean().item())
+    assert allowed < 0.1
     assert missed.double().mean().item() <= allowed
 
 
-@pytest.mark.skipif(not FAST, reason="this build of SDPA flash has an exact exponential")
-def test_without_the_measured_exponential_the_prediction_is_clearly_worse() -> None:
+@each_format
+@pytest.mark.parametrize("name", RANDOM)
+def test_the_bits_of_random_input_are_predicted(name: str, fmt: Format) -> None:
+    # A score rounds as its product was added up, and takes P-bar to its other neighbour where it lies near a tie.
+    assert _equal_bits(name, fmt) >= 1.0 - 2 * FEW
+
+
+@fast_builds
+def test_without_the_fast_exponential_the_prediction_is_clearly_worse() -> None:
     # Half of the elements are ties, and half of those go to the other neighbour: a quarter of the bits.
-    assert _equal_bits("repeated_zero") - _equal_bits("repeated_zero", FUSED) > 0.2
+    assert _equal_bits("repeated_zero") - _equal_bits("repeated_zero", plan=FUSED) > 0.2
+    for fmt in (BF16, FP16):
+        assert _equal_bits("random", fmt) - _equal_bits("random", fmt, FUSED) > 4 * FEW
 
 
 def test_the_kernel_repeats_to_the_bit() -> None:
@@ -150,7 +189,7 @@ def test_the_forced_implementation_is_the_one_that_runs(kernel: str) -> None:
     assert torch.equal(CPU.run(CPU.kernel(kernel), inputs, gradients=False).o.float(), expected)
 
 
-@pytest.mark.parametrize("name", ["random", "random_causal", "random_grouped", "random_odd", "padded", "wholly_masked"])
+@pytest.mark.parametrize("name", RANDOM)
 @pytest.mark.parametrize("kernel", ["sdpa_flash", "sdpa_math"])
 def test_the_kernels_keep_their_plans_bound_in_every_shape(kernel: str, name: str) -> None:
     inputs = _inputs(name)

@@ -33,8 +33,21 @@ def test_all_of_everything_is_chosen_once() -> None:
     assert len({cell.id for cell in found}) == len(found)
     scripted = [cell for cell in found if isinstance(cell, Cell)]
     # The interpreter has kernels of its own alone, and is there where triton is.
-    own = 0 if INTERPRETER.unavailable() else len(INTERPRETER.kernels())
-    assert len(scripted) == len(SCRIPTED) * (2 * len(DEFAULT_ROSTER) + vendor + own)
+    own = 0 if INTERPRETER.unavailable() else len(INTERPRETER.kernels()) - 1
+    in_e4m3 = 2 * (own > 0)
+    assert len(scripted) == len(SCRIPTED) * (2 * len(DEFAULT_ROSTER) + vendor + own) + in_e4m3
+
+
+@pytest.mark.skipif(INTERPRETER.unavailable() is not None, reason="no Triton")
+def test_a_kernel_of_eight_bits_meets_a_v_that_it_can_hold() -> None:
+    assert chosen(Selection(kernels="triton_fp8")) == [
+        "interpreter-triton_fp8-fp8_ties-bf16",
+        "interpreter-triton_fp8-fp8_flat_tail-bf16",
+    ]
+    with pytest.raises(
+        SelectionError, match=r"^no cell is left: .* triton_fp8 runs in the cases called fp8_\.\.\. alone$"
+    ):
+        cells(Selection(kernels="triton_fp8", cases="random"))
 
 
 def test_cells_of_a_case_stand_together() -> None:

@@ -38,6 +38,7 @@ SHIFTS = {
     "always_scaled": [4.0, 0.0, 4.0, 0.0, 0.0, 4.0, 0.0, 4.0, 4.0, 0.0, 0.0],
     "gamma": [2.0, -2.0, 4.0, -1.9998, 0.0, 4.0, -1.9998, 2.0, 4.0, -2.0, -INF],
     "dithered": [shift + 0.75 * 0.6931471805599453 for shift in _SAFE],
+    "lazy": _SAFE,
 }
 
 
@@ -98,6 +99,12 @@ def test_only_dithered_uses_the_dither() -> None:
 def test_only_the_authors_code_clamps_the_row_sum() -> None:
     floors = {rule.name: rule.row_sum_floor for rule in SHIFT_RULES.values() if rule.row_sum_floor}
     assert floors == {"stabilized_authors": 1e-10}
+
+
+def test_only_lazy_rescaling_lags_by_less_than_two_to_the_eighth() -> None:
+    lags = {rule.name: rule.lag for rule in SHIFT_RULES.values() if rule.lag}
+    assert lags.keys() == {"lazy"}
+    assert math.exp(lags["lazy"]) == pytest.approx(256.0)
 
 
 def _bf16_values(low: float, high: float) -> Tensor:

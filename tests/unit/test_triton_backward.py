@@ -25,7 +25,7 @@ from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.kernels.triton.autograd import attention
 from tiebreak.kernels.triton.launch import run
 from tiebreak.kernels.triton.loading import not_interpreting
-from tiebreak.kernels.triton.roster import BLOCK, DECLARATIONS, FP8
+from tiebreak.kernels.triton.roster import BLOCK, DECLARATIONS
 
 if (reason := not_interpreting()) is not None:
     pytest.skip(reason, allow_module_level=True)
@@ -75,17 +75,38 @@ def _found(output: AttentionOutput) -> tuple[Tensor, Tensor, Tensor]:
     return gradients.dq, gradients.dk, gradients.dv
 
 
+def _fp32_roundoffs(inputs: AttentionInputs) -> float:
+    """How many roundings of fp32 may be in a gradient: in the scores, and in the sums."""
+    (queries, d), keys = inputs.q.shape[2:], inputs.k.shape[2]
+    largest = (inputs.q.double().abs() @ inputs.expanded_k().double().abs().transpose(-1, -2)).amax() * inputs.scale
+    return 2 * ((d + 4) * largest.item() + keys) + d + keys + inputs.groups * queries
+
+
 @pytest.mark.parametrize("source", DeltaSource)
 def test_in_fp32_the_gradients_are_those_of_fp64(attention_shape: Shape, source: DeltaSource) -> None:
     inputs, ref = _normal(attention_shape)
     declaration = Declaration("flash", replace(FP32_PLAN, delta_from=source, exponential=BASE_TWO), SAFE, BLOCK)
-    (queries, d), keys = inputs.q.shape[2:], inputs.k.shape[2]
-    largest = (inputs.q.double().abs() @ inputs.expanded_k().double().abs().transpose(-1, -2)).amax() * inputs.scale
-    roundoffs = 2 * ((d + 4) * largest.item() + keys) + d + keys + inputs.groups * queries
     found = _found(_run(inputs, declaration))
     for gradient, exact, scale in zip(found, reference_gradients(inputs, ref), _scales(inputs, ref), strict=True):
         assert gradient.shape == exact.shape
-        assert ((gradient.double() - exact).abs() <= roundoffs * U * scale).all()
+        assert ((gradient.double() - exact).abs() <= _fp32_roundoffs(inputs) * U * scale).all()
+
+
+@pytest.mark.parametrize("source", DeltaSource)
+def test_padding_has_no_gradient_and_gives_none(source: DeltaSource) -> None:
+    shape = (33, 70, 16, 4, 2, True)
+    key = torch.arange(70)
+    inputs = replace(_normal(shape)[0], key_padding=torch.stack([key * 7919 % 5 > 1, key >= 45]))
+    declaration = Declaration("flash", replace(FP32_PLAN, delta_from=source, exponential=BASE_TWO), SAFE, BLOCK)
+    ref = reference(inputs)
+    assert (ref.o[1, :, :8] == 0).all()  # query i sees keys to i + 37
+    found = _found(_run(inputs, declaration))
+    for gradient, exact, scale in zip(found, reference_gradients(inputs, ref), _scales(inputs, ref), strict=True):
+        assert ((gradient.double() - exact).abs() <= _fp32_roundoffs(inputs) * U * scale).all()
+    assert inputs.key_padding is not None
+    for gradient in found[1:]:
+        padding = ~inputs.key_padding[:, None, :, None].expand_as(gradient)
+        assert (gradient[padding] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +120,7 @@ def test_in_bf16_the_gradients_keep_their_plans_bound(kernel: str, attention_sha
         assert ((gradient.double() - exact).abs() <= 9 * BF16.unit_roundoff * scale).all()
 
 
-@pytest.mark.parametrize("kernel", [name for name in DECLARATIONS if name != FP8])
+@pytest.mark.parametrize("kernel", [name for name in DECLARATIONS if name != "triton_fp8"])
 @pytest.mark.parametrize("case", ["tied_maxima[k=2]", "random_grouped"])
 def test_delta_and_the_gradients_are_the_emulations(kernel: str, case: str) -> None:
     inputs, declaration = CASES[case].make(1, 0, 32, BF16), DECLARATIONS[kernel]

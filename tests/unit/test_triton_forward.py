@@ -24,13 +24,13 @@ from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, FP32, Format, Rounding
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, run_declared
-from tiebreak.kernels.plans import FP32_PLAN, FUSED, PAPER, PLANS, Cast, Exponential, RoundingPlan
+from tiebreak.kernels.plans import FP32_PLAN, FUSED, PAPER, PLANS, TIES_AWAY, Cast, Exponential, RoundingPlan
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.kernels.triton.config import shift_of
 from tiebreak.kernels.triton.launch import Call, run
 from tiebreak.kernels.triton.loading import not_interpreting
-from tiebreak.kernels.triton.roster import BLOCK, DECLARATIONS, FP8, triton_kernels
+from tiebreak.kernels.triton.roster import BLOCK, DECLARATIONS, triton_kernels
 
 if (reason := not_interpreting()) is not None:
     pytest.skip(reason, allow_module_level=True)
@@ -127,6 +127,7 @@ def _shifted(
     largest = middle.amax(-1, keepdim=True)
     proposed = rule.propose(middle, largest, dither)
     new = torch.maximum(m, torch.where(largest == -torch.inf, largest, proposed))
+    new = torch.where(new - m <= rule.lag, m, new) if rule.lag else new
     shift = _finite(new)
     x = middle - shift
     # The maximum's own error cancels in its own distance to itself; scaled, it does not.
@@ -195,13 +196,14 @@ PREDICTED = [
     "repeated_large[r=30]",
     "ties_across_blocks",
     "overshooting_shift",
+    "growing_maximum[by=4]",
     "equal_keys",
     "random",
     "random_causal",
     "random_grouped",
     "random_odd",
 ]
-ROSTER = [name for name in DECLARATIONS if name != FP8]
+ROSTER = [name for name in DECLARATIONS if name != "triton_fp8"]
 
 
 @pytest.mark.parametrize("case", PREDICTED)
@@ -217,10 +219,12 @@ def test_fp16_is_rounded_as_declared(kernel: str) -> None:
 
 
 def test_fp8_is_rounded_as_declared() -> None:
+    declaration = DECLARATIONS["triton_fp8"]
     inputs = _made("tied_maxima[k=2]")
     with pytest.raises(ValueError, match="V holds values that fp8_e4m3 does not"):
-        _run(inputs, DECLARATIONS[FP8])
-    _assert_as_declared(replace(inputs, v=round_to(inputs.v, FP8_E4M3)), DECLARATIONS[FP8])
+        _run(inputs, declaration)
+    for made in (replace(inputs, v=round_to(inputs.v, FP8_E4M3)), _made("fp8_ties"), _made("fp8_flat_tail")):
+        _assert_as_declared(made, declaration)
 
 
 def test_most_bits_are_settled_and_the_rest_are_few() -> None:
@@ -236,7 +240,7 @@ def test_most_bits_are_settled_and_the_rest_are_few() -> None:
 @pytest.mark.parametrize("rule", [name for name in SHIFT_RULES if name != "always_scaled"])
 def test_every_shift_rule_is_the_suites(rule: str, base_two: bool) -> None:
     plan = replace(FUSED, exponential=Exponential(base_two))
-    for case in ("repeated_negative", "tied_maxima[k=3]"):
+    for case in ("repeated_negative", "tied_maxima[k=3]", "growing_maximum"):
         _assert_as_declared(_made(case), _declared(plan, rule))
 
 
@@ -248,17 +252,18 @@ def test_scaling_without_asking_is_the_suites_too() -> None:
 
 @pytest.mark.parametrize("rule", [name for name in SHIFT_RULES if name not in ("safe", "as_printed_v1")])
 def test_every_shift_rule_changes_the_output(rule: str) -> None:
-    inputs = _made("repeated_negative" if rule in ("stabilized", "gamma", "always_scaled") else "tied_maxima[k=3]")
+    negative = dict.fromkeys(("stabilized", "gamma", "always_scaled"), "repeated_negative")
+    inputs = _made({**negative, "lazy": "growing_maximum"}.get(rule, "tied_maxima[k=3]"))
     assert not torch.equal(_run(inputs, _declared(FUSED, rule)).o, _run(inputs, _declared(FUSED)).o)
 
 
-@pytest.mark.parametrize("plan", [*PLANS.values(), replace(FUSED, row_sum_from_rounded=True)], ids=lambda p: p.name)
-def test_every_plan_is_kept_or_refused(plan: RoundingPlan) -> None:
-    if plan.p_bar.rounding is Rounding.TIES_AWAY:
-        with pytest.raises(ValueError, match=f"plan {plan.name}: the Triton kernels do not round p_bar away"):
-            _run(_made("random"), _declared(plan))
-        return
-    for case in ("tied_maxima[k=2]", "random_causal"):
+@pytest.mark.parametrize(
+    "plan",
+    [*PLANS.values(), *TIES_AWAY.values(), replace(FUSED, name="l_rounded", row_sum_from_rounded=True)],
+    ids=lambda p: p.name,
+)
+def test_every_plan_is_kept(plan: RoundingPlan) -> None:
+    for case in ("tied_maxima[k=2]", "tied_p_bar", "no_tail", "random_causal"):
         _assert_as_declared(_made(case), _declared(plan))
 
 
@@ -292,6 +297,25 @@ def _normal(queries: int, keys: int, d: int, heads: int, key_heads: int, causal:
 def test_every_shape_is_right(kernel: str, attention_shape: tuple[int, int, int, int, int, bool]) -> None:
     inputs = _normal(*attention_shape)
     _assert_as_declared(inputs, DECLARATIONS[kernel])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kernel", ["triton_flash", "triton_fair", "triton_standard"])
+@pytest.mark.parametrize("first", [0, 40, 150])
+def test_padding_is_not_seen(first: int, kernel: str, causal: bool) -> None:
+    """One batch entry with holes, one padded on the left: of its first rows, or of all, there is nothing to see."""
+    inputs = _normal(33, 150, 16, 4, 2, causal)
+    key = torch.arange(150)
+    inputs = replace(inputs, key_padding=torch.stack([key * 7919 % 5 > 1, key >= first]))
+    _assert_as_declared(inputs, DECLARATIONS[kernel])
+    hidden = inputs.hidden()
+    assert hidden is not None
+    blind = hidden.all(-1)[..., None].expand(2, 4, 33, 1)
+    found = _run(inputs, DECLARATIONS[kernel])
+    assert found.lse is not None
+    assert torch.equal(found.lse == -torch.inf, blind)
+    assert (found.o.masked_select(blind) == 0).all()
+    assert (found.o.masked_select(~blind) != 0).any() or blind.all()
 
 
 @pytest.mark.parametrize("kernel", ["triton_flash", "triton_standard"])
@@ -339,7 +363,7 @@ def test_nan_and_inf_spoil_what_they_must_and_no_more() -> None:
 @pytest.mark.parametrize("change", ["exponential", "p_bar", "accumulated"])
 def test_a_plan_that_the_kernels_cannot_keep_is_refused(change: str) -> None:
     plans = {
-        "exponential": (replace(FUSED, exponential=Exponential(at_zero=0.9999)), "exponential of 0 is 1"),
+        "exponential": (replace(FUSED, exponential=Exponential(correction=(1e-4,))), "exponential of 0 is 1"),
         "p_bar": (replace(FUSED, p_bar=Cast(BF16, Rounding.STOCHASTIC)), "do not round p_bar stochastic"),
         "accumulated": (replace(FUSED, o=Cast(BF16, Rounding.TOWARD_ZERO)), "do not round o zero"),
     }
@@ -361,7 +385,6 @@ def _refused(**changes: object) -> str | None:
 def test_inputs_that_the_kernels_cannot_take_are_refused_in_one_line() -> None:
     x = torch.zeros(2, 2, 4, 16)
     assert _refused() is None
-    assert _refused(key_padding=torch.ones(2, 8, dtype=torch.bool)) == "the Triton kernels take no key padding mask"
     assert _refused(fmt=FP8_E4M3) == "the Triton kernels take bf16, fp16, fp32, not fp8_e4m3"
     assert "nothing to attend to" in str(_refused(q=x[:, :, :0], do=x[:, :, :0]))
     assert "nothing to attend to" in str(_refused(k=x[:, :, :0], v=x[:, :, :0]))

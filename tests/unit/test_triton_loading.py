@@ -16,7 +16,7 @@ from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.plans import FUSED, Cast
 from tiebreak.kernels.triton import launch, loading
-from tiebreak.kernels.triton.roster import DECLARATIONS, FP8, compilations, triton_kernels
+from tiebreak.kernels.triton.roster import DECLARATIONS, compilations, triton_kernels
 
 triton = pytest.importorskip("triton")
 
@@ -96,7 +96,7 @@ def test_versions_that_do_not_go_together_are_told(
 def test_the_roster_has_the_same_kernels_compiled_and_interpreted() -> None:
     names = [kernel.name for kernel in INTERPRETER.kernels()]
     assert names == [kernel.name for kernel in triton_kernels(interpreted=False)]
-    assert {*names, FP8} == set(DECLARATIONS)
+    assert set(names) == set(DECLARATIONS)
 
 
 def test_the_interpreter_runs_its_own_kernels_and_no_other() -> None:
@@ -124,10 +124,13 @@ class _Card:
         return device
 
 
-def test_a_launch_reaches_the_compiler_and_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("padding", [None, torch.ones(2, 1, dtype=torch.bool)], ids=["whole", "padded"])
+def test_a_launch_reaches_the_compiler_and_compiles_once(
+    padding: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("triton.runtime.jit.driver", SimpleNamespace(active=_Card()))
     x = torch.zeros(2, 4, 1, 64)
-    inputs = AttentionInputs(x, x, x, x, BF16, causal=True, noise_seed=2**32 - 1)
+    inputs = AttentionInputs(x, x, x, x, BF16, causal=True, key_padding=padding, noise_seed=2**32 - 1)
     monkeypatch.setattr(launch, "lacking", lambda *_: None)
     compiled = []
 
@@ -163,8 +166,8 @@ def test_what_is_listed_to_compile_compiles(backend: str, arch: int | str, warp:
         ((7, 5), BF16, FUSED, "A card (sm_75) has no bf16"),
         ((7, 5), FP16, FUSED, None),
         ((8, 0), BF16, FUSED, None),
-        ((8, 6), BF16, DECLARATIONS[FP8].plan, "A card (sm_86) has no fp8_e4m3"),
-        ((8, 9), BF16, DECLARATIONS[FP8].plan, None),
+        ((8, 6), BF16, DECLARATIONS["triton_fp8"].plan, "A card (sm_86) has no fp8_e4m3"),
+        ((8, 9), BF16, DECLARATIONS["triton_fp8"].plan, None),
     ],
 )
 def test_a_card_without_a_format_is_told(
@@ -182,7 +185,7 @@ def test_cdna3_is_told_that_its_fp8_is_another(monkeypatch: pytest.MonkeyPatch) 
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
     )
     assert launch.lacking(BF16, FUSED, torch.device("cuda")) is None
-    fp8 = DECLARATIONS[FP8].plan
+    fp8 = DECLARATIONS["triton_fp8"].plan
     assert fp8.p_bar == Cast(FP8_E4M3)
     assert launch.lacking(BF16, fp8, torch.device("cuda")) == "An MI300 has no fp8_e4m3"
 

@@ -40,10 +40,10 @@ def _product(A: Any, B: Any, C: Any, N: tl.constexpr) -> None:
     tl.store(C + index, tl.dot(tl.load(A + index), tl.load(B + index)))
 
 
-def _round(X: Any, R: Any, Y: Any, F: tl.constexpr, STOCHASTIC: tl.constexpr, N: tl.constexpr) -> None:
+def _round(X: Any, R: Any, Y: Any, F: tl.constexpr, HOW: tl.constexpr, N: tl.constexpr) -> None:
     index = tl.program_id(0) * N + tl.arange(0, N)
     random = tl.load(R + index).to(tl.uint32, bitcast=True)
-    tl.store(Y + index, rounded(tl.load(X + index), random, F, STOCHASTIC))
+    tl.store(Y + index, rounded(tl.load(X + index), random, F, HOW))
 
 
 def _hash(S: Any, A: Any, B: Any, Y: Any, N: tl.constexpr) -> None:
@@ -112,12 +112,15 @@ def test_the_interpreters_own_product_of_bf16_multiplies_raw_bits(interpreted: C
     assert not torch.equal(found, a.float())
 
 
+@pytest.mark.parametrize("rounding", [Rounding.TO_EVEN, Rounding.TIES_AWAY], ids=lambda rounding: rounding.value)
 @pytest.mark.parametrize("fmt", [BF16, FP16, FP8_E4M3, FP8_E5M2], ids=lambda fmt: fmt.name)
-def test_the_kernels_cast_to_even_is_the_emulations(fmt: Format, interpreted: Callable[..., Any]) -> None:
+def test_the_kernels_cast_to_nearest_is_the_emulations(
+    fmt: Format, rounding: Rounding, interpreted: Callable[..., Any]
+) -> None:
     x = _values(fmt)
     y, unused = torch.zeros_like(x), torch.zeros(x.shape, dtype=torch.int32)
-    interpreted(_round)[(x.numel() // SIZE,)](x, unused, y, F=fmt, STOCHASTIC=False, N=SIZE)
-    _assert_same_bits(y, round_to(x, fmt))
+    interpreted(_round)[(x.numel() // SIZE,)](x, unused, y, F=fmt, HOW=rounding.value, N=SIZE)
+    _assert_same_bits(y, round_to(x, fmt, rounding))
 
 
 @pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
@@ -126,7 +129,7 @@ def test_the_kernels_stochastic_cast_is_the_emulations(fmt: Format, interpreted:
     random = random_bits(7, torch.arange(x.numel()))
     random[::5], random[1::5] = 0, 2**32 - 1
     y = torch.zeros_like(x)
-    interpreted(_round)[(x.numel() // SIZE,)](x, _as_int32(random), y, F=fmt, STOCHASTIC=True, N=SIZE)
+    interpreted(_round)[(x.numel() // SIZE,)](x, _as_int32(random), y, F=fmt, HOW="stochastic", N=SIZE)
     _assert_same_bits(y, round_to(x, fmt, Rounding.STOCHASTIC, random_bits=random))
 
 

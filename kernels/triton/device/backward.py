@@ -17,6 +17,7 @@ def delta(
     Q: tl.tensor,
     K: tl.tensor,
     V: tl.tensor,
+    PADDING: tl.tensor,
     O: tl.tensor,
     DO: tl.tensor,
     LSE: tl.tensor,
@@ -30,9 +31,10 @@ def delta(
     Grid: (blocks of queries, batch x query heads / C.heads).
 
     Args:
-        Q: as for `forward`, likewise K, V, O, LSE, queries, keys and C.
+        Q: as for `forward`, likewise K, V, PADDING, O, LSE, queries, keys and C.
         K: keys.
         V: values.
+        PADDING: which keys take part.
         O: output of the forward pass, as it was stored.
         DO: upstream gradient, in the shape of Q.
         LSE: log-sum-exp.
@@ -56,7 +58,7 @@ def delta(
             k = load(K, head // C.groups, down(start, C.block.keys, C), keys, C)
             v = load(V, head // C.groups, down(start, C.block.keys, C), keys, C)
             s = scores(q, transposed(k, C), zeros(C.block.queries, C.block.keys, C), C)
-            p = probabilities(s, lse, row, across(start, C.block.keys, C), queries, keys, C)
+            p = probabilities(s, lse, PADDING, head, row, across(start, C.block.keys, C), queries, keys, C)
             if C.delta_from_p:
                 total += row_sum(p * upstream_of_p(do, transposed(v, C), C.block.queries, C.block.keys, C))
             else:
@@ -70,6 +72,8 @@ def delta(
 def probabilities(
     s: tl.tensor,
     lse: tl.tensor,
+    PADDING: tl.tensor,
+    head: tl.tensor,
     query: tl.tensor,
     key: tl.tensor,
     queries: tl.tensor,
@@ -77,7 +81,7 @@ def probabilities(
     C: tl.constexpr,
 ) -> tl.tensor:
     """P of one tile from its scores and the rows' log-sum-exp, either way round."""
-    p = exp(hide(s, query, key, queries, keys, C) - lse * C.unit, C)
+    p = exp(hide(s, PADDING, head, query, key, queries, keys, C) - lse * C.unit, C)
     # A row without a visible key has log-sum-exp -Inf and no probabilities.
     return tl.where(lse == float("-inf"), 0.0, p)
 
@@ -94,6 +98,7 @@ def key_gradients(
     Q: tl.tensor,
     K: tl.tensor,
     V: tl.tensor,
+    PADDING: tl.tensor,
     DO: tl.tensor,
     LSE: tl.tensor,
     DELTA: tl.tensor,
@@ -108,9 +113,10 @@ def key_gradients(
     Grid: (blocks of keys, batch x key heads / C.heads).
 
     Args:
-        Q: as for `delta`, likewise K, V, DO, LSE, DELTA, queries, keys and C.
+        Q: as for `delta`, likewise K, V, PADDING, DO, LSE, DELTA, queries, keys and C.
         K: keys.
         V: values.
+        PADDING: which keys take part.
         DO: upstream gradient.
         LSE: log-sum-exp.
         DELTA: of the pre-pass.
@@ -141,7 +147,8 @@ def key_gradients(
             do = load(DO, head, down(start, C.block.queries, C), queries, C)
             query = across(start, C.block.queries, C)
             s = scores(k, transposed(q, C), zeros(C.block.keys, C.block.queries, C), C)
-            p = probabilities(s, load_rows(LSE, head, query, queries), query, key, queries, keys, C)
+            lse = load_rows(LSE, head, query, queries)
+            p = probabilities(s, lse, PADDING, head, query, key, queries, keys, C)
             dp = upstream_of_p(v, transposed(do, C), C.block.keys, C.block.queries, C)
             dv = dot(narrow(p, P, C.native), do, dv)
             ds = narrow(p * (dp - load_rows(DELTA, head, query, queries)), DS, C.native)
@@ -155,6 +162,7 @@ def query_gradient(
     Q: tl.tensor,
     K: tl.tensor,
     V: tl.tensor,
+    PADDING: tl.tensor,
     DO: tl.tensor,
     LSE: tl.tensor,
     DELTA: tl.tensor,
@@ -168,9 +176,10 @@ def query_gradient(
     Grid: (blocks of queries, batch x query heads / C.heads).
 
     Args:
-        Q: as for `delta`, likewise K, V, DO, LSE, DELTA, queries, keys and C.
+        Q: as for `delta`, likewise K, V, PADDING, DO, LSE, DELTA, queries, keys and C.
         K: keys.
         V: values.
+        PADDING: which keys take part.
         DO: upstream gradient.
         LSE: log-sum-exp.
         DELTA: of the pre-pass.
@@ -194,7 +203,7 @@ def query_gradient(
         k = load(K, head // C.groups, down(start, C.block.keys, C), keys, C)
         v = load(V, head // C.groups, down(start, C.block.keys, C), keys, C)
         s = scores(q, transposed(k, C), zeros(C.block.queries, C.block.keys, C), C)
-        p = probabilities(s, lse, row, across(start, C.block.keys, C), queries, keys, C)
+        p = probabilities(s, lse, PADDING, head, row, across(start, C.block.keys, C), queries, keys, C)
         dp = upstream_of_p(do, transposed(v, C), C.block.queries, C.block.keys, C)
         dq = dot(narrow(p * (dp - d), DS, C.native), k, dq)
     store(DQ, head, row, queries, narrow(dq * C.scale, GRADIENTS, C.native), C)

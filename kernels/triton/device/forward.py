@@ -14,6 +14,7 @@ def forward(
     Q: tl.tensor,
     K: tl.tensor,
     V: tl.tensor,
+    PADDING: tl.tensor,
     O: tl.tensor,
     LSE: tl.tensor,
     queries: tl.tensor,
@@ -30,6 +31,7 @@ def forward(
         Q: (batch x heads, queries, d), as K, V (batch x key heads, keys, d) and O contiguous.
         K: keys.
         V: values.
+        PADDING: int8 (batch, keys), 0 where a key is padding; None without `C.padded`.
         O: output.
         LSE: fp32 (batch x heads, queries), log-sum-exp of the scores.
         queries: of one head.
@@ -50,10 +52,10 @@ def forward(
         dither = row_state(dither_start, head, row, C).to(tl.float32) * (1.0 / 4294967296.0)
     whole, end = visible_keys(first, queries, keys, C)
     for start in range(0, whole, C.block.keys):
-        m, l, o_bar = attend(q, K, V, head, row, start, m, l, o_bar, dither, queries, keys, C, False)
+        m, l, o_bar = attend(q, K, V, PADDING, head, row, start, m, l, o_bar, dither, queries, keys, C, C.padded)
     for start in range(whole, end, C.block.keys):
-        m, l, o_bar = attend(q, K, V, head, row, start, m, l, o_bar, dither, queries, keys, C, True)
-    finish(O, head, row, queries, keys, tl.div_rn(o_bar, l + zeros(1, C.block_d, C)), cast_start, C)
+        m, l, o_bar = attend(q, K, V, PADDING, head, row, start, m, l, o_bar, dither, queries, keys, C, True)
+    finish(O, PADDING, head, row, queries, keys, tl.div_rn(o_bar, l + zeros(1, C.block_d, C)), cast_start, C)
     write_lse(LSE, head, row, queries, (m + log(l, C)) * C.natural, C)
 
 
@@ -75,6 +77,7 @@ def attend(
     q: tl.tensor,
     K: tl.tensor,
     V: tl.tensor,
+    PADDING: tl.tensor,
     head: tl.tensor,
     row: tl.tensor,
     start: tl.tensor,
@@ -92,11 +95,13 @@ def attend(
     k = load(K, head // C.groups, key, keys, C)
     s = scores(q, transposed(k, C), zeros(C.block.queries, C.block.keys, C), C)
     if MASKED:
-        s = hide(s, row, across(start, C.block.keys, C), queries, keys, C)
+        s = hide(s, PADDING, head, row, across(start, C.block.keys, C), queries, keys, C)
     largest = row_max(s)
     # A wholly masked block has no maximum to shift by.
     proposed = tl.where(largest == float("-inf"), largest, propose(s, largest, dither, C))
     new_m = tl.maximum(m, proposed)
+    if C.shift.lag != 0.0:
+        new_m = tl.where(new_m - m <= C.shift.lag * C.unit, m, new_m)
     shift = tl.where(new_m == float("-inf"), 0.0, new_m)
     p = exp(s - shift, C)
     alpha = exp(m - shift, C)
@@ -127,6 +132,7 @@ def add_to_row_sum(l: tl.tensor, alpha: tl.tensor, p: tl.tensor, C: tl.constexpr
 @triton.jit
 def finish(
     O: tl.tensor,
+    PADDING: tl.tensor,
     head: tl.tensor,
     row: tl.tensor,
     queries: tl.tensor,
@@ -136,14 +142,29 @@ def finish(
     C: tl.constexpr,
 ) -> None:
     """O's cast, to even or stochastic, and its store; rows without a visible key give zeros."""
-    if C.causal:
+    if C.padded:
+        o = tl.where(blind(PADDING, head, row, queries, keys, C), 0.0, o)
+    elif C.causal:
         o = tl.where(row + (keys - queries) < 0, 0.0, o)
     if C.stochastic:
         random = absorb(row_state(cast_start, head, row, C), across(0, C.block_d, C))
         FMT: tl.constexpr = C.plan.o.fmt
-        o = rounded(o, random, FMT, True)
+        o = rounded(o, random, FMT, "stochastic")
     CAST: tl.constexpr = C.plan.o
     store(O, head, row, queries, narrow(o, CAST, C.native), C)
+
+
+@triton.jit
+def blind(
+    PADDING: tl.tensor, head: tl.tensor, row: tl.tensor, queries: tl.tensor, keys: tl.tensor, C: tl.constexpr
+) -> tl.tensor:
+    """Whether a row sees no key. Its row sum does not tell: that is 0 too where every P-bar has underflowed."""
+    most = zeros(C.block.queries, 1, C) - float("inf")
+    for start in range(0, keys, C.block.keys):
+        shown = zeros(C.block.queries, C.block.keys, C)
+        shown = hide(shown, PADDING, head, row, across(start, C.block.keys, C), queries, keys, C)
+        most = tl.maximum(most, row_max(shown))
+    return most == float("-inf")
 
 
 @triton.jit

@@ -6,24 +6,34 @@ import triton.language as tl
 
 @triton.jit
 def narrow(x: tl.tensor, C: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
-    """`x` as a cast to even leaves it: in the format's own type, or carried in fp32 where casts are not to be trusted.
+    """`x` as a cast to nearest leaves it: in the format's own type, or in fp32 where the device's are not trusted.
 
     Args:
-        x: fp32.
+        x: fp32; already rounded where the cast is stochastic.
         C: `Cast`, from a constexpr of its own: Triton 3.6 does not pass on an attribute of one.
         NATIVE: whether the device's casts round to even.
     """
+    FMT: tl.constexpr = C.fmt
     if not C.narrows:
         return x
     elif not NATIVE:
-        FMT: tl.constexpr = C.fmt
-        return rounded(x, x, FMT, False)
-    elif C.fmt.name == "bf16":
+        HOW: tl.constexpr = "away" if C.ties_away else "even"
+        return rounded(x, x, FMT, HOW)
+    elif C.ties_away:
+        return _native(rounded(x, x, FMT, "away"), FMT)  # to even, it leaves alone what is rounded
+    else:
+        return _native(x, FMT)
+
+
+@triton.jit
+def _native(x: tl.tensor, F: tl.constexpr) -> tl.tensor:
+    """The device's own cast."""
+    if F.name == "bf16":
         return x.to(tl.bfloat16)
-    elif C.fmt.name == "fp16":
+    elif F.name == "fp16":
         return x.to(tl.float16)
     else:
-        tl.static_assert(C.fmt.name == "fp8_e4m3", "the kernels cast to bf16, fp16 and fp8_e4m3")
+        tl.static_assert(F.name == "fp8_e4m3", "the kernels cast to bf16, fp16 and fp8_e4m3")
         return x.to(tl.float8e4nv)
 
 
@@ -34,26 +44,28 @@ def cast(x: tl.tensor, C: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def rounded(x: tl.tensor, random: tl.tensor, F: tl.constexpr, STOCHASTIC: tl.constexpr) -> tl.tensor:
+def rounded(x: tl.tensor, random: tl.tensor, F: tl.constexpr, HOW: tl.constexpr) -> tl.tensor:
     """`x` rounded to a narrower format on fp32's bits: the rule of `tiebreak.backends.emulation.rounding.round_to`.
 
     Args:
         x: fp32.
-        random: uint32, of x's shape; used where STOCHASTIC only.
+        random: uint32, of x's shape; used by "stochastic" only.
         F: `Format`.
-        STOCHASTIC: to even, or up in magnitude with probability equal to the discarded fraction.
+        HOW: "even", "away" (ties go there) or "stochastic" (up with probability of the discarded fraction).
     """
     bits = x.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
     drop: tl.constexpr = 23 - F.mantissa_bits
-    if STOCHASTIC:
+    if HOW == "stochastic":
         raised = tl.add(size, random >> (32 - drop), sanitize_overflow=False)
+    elif HOW == "away":
+        raised = tl.add(size, 1 << (drop - 1), sanitize_overflow=False)
     else:
         raised = tl.add(size, ((size >> drop) & 1) + ((1 << (drop - 1)) - 1), sanitize_overflow=False)
     result = ((raised >> drop) << drop).to(tl.float32, bitcast=True)
     if F.exponent_bits < 8:
         magnitude = size.to(tl.float32, bitcast=True)
-        small = _subnormal(magnitude, random, F, STOCHASTIC)
+        small = _subnormal(magnitude, random, F, HOW)
         result = tl.where(magnitude < F.smallest_normal, small, result)
         beyond = float("inf") if F.has_infinity else float("nan")
         result = tl.where(result > F.largest, beyond, result)
@@ -63,9 +75,13 @@ def rounded(x: tl.tensor, random: tl.tensor, F: tl.constexpr, STOCHASTIC: tl.con
 
 
 @triton.jit
-def _subnormal(size: tl.tensor, random: tl.tensor, F: tl.constexpr, STOCHASTIC: tl.constexpr) -> tl.tensor:
+def _subnormal(size: tl.tensor, random: tl.tensor, F: tl.constexpr, HOW: tl.constexpr) -> tl.tensor:
     """Magnitudes below the format's smallest normal value, whose spacing is fixed."""
-    if STOCHASTIC:
+    if HOW == "away":
+        steps = size / F.smallest_subnormal
+        whole = tl.floor(steps)
+        return (whole + (steps - whole >= 0.5).to(tl.float32)) * F.smallest_subnormal
+    elif HOW == "stochastic":
         steps = size / F.smallest_subnormal
         whole = tl.floor(steps)
         scaled = (steps - whole) * 4294967296.0

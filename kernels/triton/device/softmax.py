@@ -24,12 +24,22 @@ def scores(a: tl.tensor, b: tl.tensor, zero: tl.tensor, C: tl.constexpr) -> tl.t
 
 @triton.jit
 def hide(
-    s: tl.tensor, query: tl.tensor, key: tl.tensor, queries: tl.tensor, keys: tl.tensor, C: tl.constexpr
+    s: tl.tensor,
+    PADDING: tl.tensor,
+    head: tl.tensor,
+    query: tl.tensor,
+    key: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    C: tl.constexpr,
 ) -> tl.tensor:
     """S with -Inf where a query does not see a key. Indices broadcast to S either way round."""
     visible = key < keys
     if C.causal:
         visible = visible & (key <= query + (keys - queries))
+    if C.padded:
+        batch = head // C.query_heads
+        visible = visible & (tl.load(PADDING + batch * keys + key, mask=key < keys, other=0) != 0)
     return tl.where(visible, s, float("-inf"))
 
 

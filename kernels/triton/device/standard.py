@@ -10,7 +10,15 @@ from .tiles import across, dot, down, first_head, load, row_max, row_sum, transp
 
 
 @triton.jit
-def all_scores(Q: tl.tensor, K: tl.tensor, S: tl.tensor, queries: tl.tensor, keys: tl.tensor, C: tl.constexpr) -> None:
+def all_scores(
+    Q: tl.tensor,
+    K: tl.tensor,
+    PADDING: tl.tensor,
+    S: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    C: tl.constexpr,
+) -> None:
     """First launch: S, with -Inf where a query does not see a key.
 
     Grid: (blocks of queries, batch x query heads / C.heads, blocks of keys).
@@ -18,6 +26,7 @@ def all_scores(Q: tl.tensor, K: tl.tensor, S: tl.tensor, queries: tl.tensor, key
     Args:
         Q: (batch x heads, queries, d), as K (batch x key heads, keys, d) contiguous.
         K: keys.
+        PADDING: as for `forward`.
         S: fp32 (batch x heads, queries, keys), in the kernel's unit.
         queries: of one head.
         keys: of one head.
@@ -29,7 +38,7 @@ def all_scores(Q: tl.tensor, K: tl.tensor, S: tl.tensor, queries: tl.tensor, key
     key = across(start, C.block.keys, C)
     k = load(K, head // C.groups, down(start, C.block.keys, C), keys, C)
     s = scores(load(Q, head, row, queries, C), transposed(k, C), zeros(C.block.queries, C.block.keys, C), C)
-    write_scores(S, head, row, key, queries, keys, hide(s, row, key, queries, keys, C), C)
+    write_scores(S, head, row, key, queries, keys, hide(s, PADDING, head, row, key, queries, keys, C), C)
 
 
 @triton.jit
@@ -68,6 +77,7 @@ def softmax(S: tl.tensor, P: tl.tensor, LSE: tl.tensor, queries: tl.tensor, keys
 def output(
     P: tl.tensor,
     V: tl.tensor,
+    PADDING: tl.tensor,
     O: tl.tensor,
     queries: tl.tensor,
     keys: tl.tensor,
@@ -81,6 +91,7 @@ def output(
     Args:
         P: of the second launch.
         V: (batch x key heads, keys, d), contiguous.
+        PADDING: as for `forward`.
         O: (batch x heads, queries, d).
         queries: of one head.
         keys: of one head.
@@ -96,7 +107,7 @@ def output(
         pointers = P + head * queries * keys + row.to(tl.int64) * keys + key
         p = tl.load(pointers, mask=(row < queries) & (key < keys), other=0.0)
         o = dot(p, load(V, head // C.groups, down(start, C.block.keys, C), keys, C), o)
-    finish(O, head, row, queries, keys, cast(o, O_BAR, C.native), cast_start, C)
+    finish(O, PADDING, head, row, queries, keys, cast(o, O_BAR, C.native), cast_start, C)
 
 
 @triton.jit

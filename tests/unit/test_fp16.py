@@ -1,0 +1,157 @@
+"""fp16 has less range than bf16: where the shift rules that scale lose P-bar, and that the cases claim just that.
+
+The derivations are in docs/expected-values.md.
+"""
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from tiebreak.backends.backend import EMULATION, Backend
+from tiebreak.backends.emulation.rounding import round_to
+from tiebreak.cases.bounds import error_bound
+from tiebreak.cases.case import Case
+from tiebreak.cases.claims import INACCURATE_OR_BREAKS_DOWN, Claim, breaks_down_in
+from tiebreak.cases.measures import Measures, measure
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.formats import FP16, TF32
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import Kernel, composed
+from tiebreak.kernels.plans import Cast
+from tiebreak.kernels.reference import reference
+from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
+from tiebreak.kernels.shift_rules import AUTHORS_ROW_SUM_FLOOR, BETA_V1, repeated
+from tiebreak.matrix.cell import Cell, Settings
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.records import FELL, HELD, Record
+
+CASES = {case.name: case for case in SCRIPTED}
+LOST = 25 * math.log(2.0)  # exp(-LOST) is half of fp16's smallest number: from here on P-bar is 0
+DEVICE = replace(EMULATION, name="device", predicts=False)  # so that kernels run which do not do what they declare
+# Beside the roster: the same rules at other plans.
+KERNELS = [*DEFAULT_ROSTER, "stabilized_v1@fused", "stabilized@all_bf16"]
+
+
+def _claim(name: str, case: Case) -> Claim | None:
+    return case.claim_about(composed_kernel(name).declaration, FP16)
+
+
+def _only_in_fp16(name: str, case: Case) -> bool:
+    claim = _claim(name, case)
+    return claim is not None and claim.formats == {"fp16"}
+
+
+CLAIMED = [(name, case.name) for name, case in product(KERNELS, SCRIPTED) if _only_in_fp16(name, case)]
+
+
+def _record(backend: Backend, kernel: Kernel, case: str) -> Record:
+    return run_cell(Cell(backend, kernel, CASES[case], FP16), Workbench(Settings()))
+
+
+def _measured(name: str, inputs: AttentionInputs) -> Measures:
+    kernel, ref = composed_kernel(name), reference(inputs)
+    assert kernel.declaration is not None
+    output = EMULATION.run(kernel, inputs, gradients=False)
+    return measure(output.o, None, inputs, ref, error_bound(inputs, ref, kernel.declaration))
+
+
+def test_p_bar_is_lost_where_it_is_said_to_be() -> None:
+    below, above = torch.exp(torch.tensor([-LOST - 1e-4, -LOST + 1e-4]))
+    assert round_to(below, FP16) == 0.0
+    assert round_to(above, FP16) == FP16.smallest_subnormal
+    assert round_to(torch.tensor(AUTHORS_ROW_SUM_FLOOR), FP16) == 0.0
+
+
+@pytest.mark.parametrize(("kernel", "case"), CLAIMED)
+def test_what_is_claimed_in_fp16_alone_holds(kernel: str, case: str) -> None:
+    record = _record(EMULATION, composed_kernel(kernel), case)
+    assert record.outcome == HELD, record.reasons
+    assert record.claim is not None
+    assert record.claim.met
+
+
+@pytest.mark.parametrize(
+    ("declared", "case", "told"),
+    [
+        ("stabilized@paper", "repeated_large[r=20]", "claim fell: output shrinks to 0 .. 0 "),
+        ("stabilized@fused", "repeated_large[r=90]", "claim fell: beyond the plan's error bound, NaN or Inf "),
+        ("stabilized_authors@all_bf16", "repeated_large[r=60]", "claim fell: NaN or Inf where the reference is finite"),
+        ("stabilized_v1@paper", "tied_maxima[k=2]", "claim fell: output shrinks to 0.18 .. 0.59 "),
+    ],
+)
+def test_a_kernel_that_is_not_as_broken_as_it_declares_falls(declared: str, case: str, told: str) -> None:
+    sound, declaration = composed_kernel("flash@fused"), composed_kernel(declared).declaration
+    record = _record(DEVICE, replace(sound, declaration=declaration), case)
+    assert record.outcome == FELL
+    assert any(told in reason for reason in record.reasons), record.reasons
+
+
+def test_v1_loses_the_share_of_rows_that_is_derived() -> None:
+    steepness, (low, high) = BETA_V1 - 1.0, (1.0, 6.0)
+    # A P-bar of x of fp16's smallest numbers rounds to j, and j / x of the row is left: where log x is uniform from
+    # log(1/2) on, the integral of j / x - 1 over log x is ln 2 + Euler's constant - 1.
+    expected = (LOST - steepness * low + math.log(2.0) + 0.5772156649 - 1.0) / (steepness * (high - low))
+    assert expected == pytest.approx(0.387, abs=5e-4)
+    found = _measured("stabilized_v1@fused", CASES["tied_maxima[k=2]"].make(1, 0, 2048, FP16))
+    spread = math.sqrt(expected * (1.0 - expected))  # of a row, kept or lost
+    assert found.gain == pytest.approx(expected, abs=4 * spread / math.sqrt(2048 * 4))
+    claim = _claim("stabilized_v1@fused", CASES["tied_maxima[k=2]"])
+    assert claim is not None
+    # 99.9 % at the fewest rows whose intervals are right: 16 heads of 4.
+    limits = [expected + sign * 3.29 * spread / math.sqrt(16 * 4) for sign in (-1, 1)]
+    assert claim.expectation.name == f"output shrinks to {math.floor(100 * limits[0]) / 100} .. {limits[1]:.2f}"
+
+
+def test_the_published_code_gives_nan_where_the_cast_of_s_ties_two_maxima() -> None:
+    inputs = CASES["huge_logits"].make(1, 0, 2048, FP16)
+    s = (inputs.q @ inputs.expanded_k().transpose(-1, -2) * inputs.scale).half().float()
+    tied = repeated(s, s.amax(-1, keepdim=True))
+    lost = EMULATION.run(composed_kernel("stabilized_authors@all_bf16"), inputs, gradients=False).o.isnan()
+    assert torch.equal(lost, tied.expand_as(lost))
+    # From 2^14 on fp16 spaces scores by 16, and the largest two of 128 normal ones are 1e4 / 2.8 apart on average: half
+    # of 16 / 3500 of the rows.
+    assert tied.double().mean().item() == pytest.approx(0.0023, abs=4 * math.sqrt(0.0023 / (2048 * 4)))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case", "lost"),
+    [
+        ("stabilized@fused", "tied_maxima[k=2]", False),
+        ("stabilized@fused", "repeated_large[r=20]", True),
+        ("stabilized@paper", "repeated_large[r=60]", True),
+        ("stabilized@fused", "mixed_sign_v", True),
+        ("stabilized@paper", "mixed_sign_v", True),
+        ("stabilized_v1@paper", "tied_maxima[k=2]", True),
+    ],
+)
+def test_what_fp16_loses_a_grid_as_fine_with_the_range_of_fp32_keeps(kernel: str, case: str, lost: bool) -> None:
+    inputs = CASES[case].make(5, 6, 256, FP16)  # a draw of `mixed_sign_v` in which the tail is all that is left of O
+    ref, declaration = reference(inputs), composed_kernel(kernel).declaration
+    assert declaration is not None
+    plan, bound = declaration.plan, error_bound(inputs, ref, declaration)
+    wide = replace(plan, p_bar=Cast(TF32), o_bar=Cast(TF32) if plan.unfused else plan.o_bar)
+    found = []
+    for one in (plan, wide):
+        output = EMULATION.run(composed("any", replace(declaration, plan=one)), inputs, gradients=False)
+        found.append(measure(output.o, None, inputs, ref, bound).error_over_bound)
+    assert (found[0] > 1.0) is lost
+    assert found[1] <= 1.0
+
+
+def test_breaking_down_in_a_share_is_open_until_it_is_seen_and_falls_beyond() -> None:
+    found = _measured("fair", CASES["random"].make(1, 0, 16, FP16))
+    expectation = breaks_down_in(0.05)
+    shares = {count: expectation.met(replace(found, nonfinite=count)) for count in (0, 1, 204, 205, found.elements)}
+    assert found.elements == 16 * 4 * 64
+    assert shares == {0: None, 1: True, 204: True, 205: False, found.elements: False}
+
+
+def test_inaccurate_or_broken_is_either() -> None:
+    found = _measured("fair", CASES["random"].make(1, 0, 16, FP16))
+    assert INACCURATE_OR_BREAKS_DOWN.met(found) is False
+    assert INACCURATE_OR_BREAKS_DOWN.met(replace(found, nonfinite=1)) is True
+    assert INACCURATE_OR_BREAKS_DOWN.met(replace(found, error_over_bound=1.1)) is True
