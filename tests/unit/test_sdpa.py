@@ -132,6 +132,13 @@ def test_the_declared_exponential_is_the_kernels_at_every_argument(fmt: Format) 
 
 
 @fast_builds
+def test_the_exponential_stays_under_the_error_that_the_bound_grants_it() -> None:
+    x = torch.linspace(-87.0, 0.0, 2**20)
+    error = EMULATION.arithmetic.exp(x, EXPONENTIAL).double() / x.double().exp() - 1.0
+    assert 1.0e-4 < error.abs().max().item() < 2.0**-13
+
+
+@fast_builds
 @pytest.mark.parametrize("keys", [7, 20, 31, 33, 100])
 def test_keys_that_fill_no_lanes_have_an_exact_exponential(keys: int) -> None:
     left_over = keys % EXPONENTIAL.lanes
