@@ -11,6 +11,7 @@ from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 _LOG2_E = 1.4426950408889634
 _EXPONENT_BIAS = 127.0  # of fp32
 _EXPONENT_OF_INF = 128.0  # as fp32 reads its bits
+_LOWEST = -700.0  # e to it is still a normal number in fp64, and 0 in fp32
 
 
 class EmulatedArithmetic:
@@ -27,7 +28,7 @@ class EmulatedArithmetic:
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
         """The exponential in fp64, rounded once to fp32; the plan's fast one for the keys that it takes."""
         # In base two the product is one more fp32 rounding, as in a kernel that folds log2(e) into its scale.
-        wide = torch.exp2((x * _LOG2_E).double()) if exponential.base_two else torch.exp(x.double())
+        wide = torch.exp2((x * _LOG2_E).double()) if exponential.base_two else x.double().clamp(min=_LOWEST).exp_()
         result = wide.float()
         if exponential.correction:
             taken = x.shape[-1] - x.shape[-1] % exponential.lanes

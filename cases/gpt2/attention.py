@@ -87,11 +87,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: Call) -> Tenso
         O, (batch, heads, tokens, d), differentiable; the gradient passes the rounding of q, k and v unchanged, as that
         of a cast does.
     """
-    distinct = dict.fromkeys(kernels)
-    if len(distinct) == 1:
+    if kernels.count(kernels[0]) == len(kernels):  # hashing them takes longer than comparing what is mostly one object
         return _apply(q, k, v, kernels[0], tuple(range(len(kernels))), call)
     out = torch.zeros_like(q)
-    for kernel in distinct:
+    for kernel in dict.fromkeys(kernels):
         heads = tuple(index for index, each in enumerate(kernels) if each == kernel)
         at = torch.tensor(heads, device=q.device)
         q_part, k_part, v_part = (tensor.index_select(1, at) for tensor in (q, k, v))
@@ -114,10 +113,12 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: HeadKernel, heads: tuple[int, ...], call: Call
     ) -> Tensor:
         q, k, v = (call.arithmetic.cast(tensor, kernel.inputs) for tensor in (q, k, v))
+        # The kernel numbers its heads from 0: without the first head, two groups of heads would share their noise.
+        noise = int(random_bits(call.noise_seed, heads[0]))
         # dO is not known yet; the forward pass does not look at it.
-        output = _forward(kernel.implementation, _inputs(q, k, v, q, heads, call), call.arithmetic)
+        output = _forward(kernel.implementation, _inputs(q, k, v, q, noise), call.arithmetic)
         ctx.save_for_backward(q, k, v, output.o, output.lse)
-        ctx.kernel, ctx.heads, ctx.call = kernel, heads, call
+        ctx.kernel, ctx.heads, ctx.call, ctx.noise = kernel, heads, call, noise
         return output.o
 
     @staticmethod
@@ -126,7 +127,7 @@ class _Attention(torch.autograd.Function):
         kernel, call = ctx.kernel, ctx.call
         if _own_backward(kernel):
             do = call.arithmetic.cast(do, kernel.inputs)  # as it takes it; the suite's backward pass works in fp32
-        inputs = _inputs(q, k, v, do, ctx.heads, call)
+        inputs = _inputs(q, k, v, do, ctx.noise)
         if lse is None and (call.observer is not None or not _own_backward(kernel)):
             lse = flash(inputs, FP32_PLAN, FP32_ATTENTION.shift_rule, call.arithmetic, FP32_ATTENTION.block).lse
         gradients = _backward(kernel.implementation, inputs, AttentionOutput(o, lse), call.arithmetic)
@@ -164,7 +165,5 @@ def _backward(
     return Gradients(found.dq.float(), found.dk.float(), found.dv.float(), found.delta)
 
 
-def _inputs(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: tuple[int, ...], call: Call) -> AttentionInputs:
-    # The kernel numbers its heads from 0: without the first head, two groups of heads would share their noise.
-    seed = int(random_bits(call.noise_seed, heads[0]))
-    return AttentionInputs(q, k, v, do, BF16, causal=True, noise_seed=seed)
+def _inputs(q: Tensor, k: Tensor, v: Tensor, do: Tensor, noise_seed: int) -> AttentionInputs:
+    return AttentionInputs(q, k, v, do, BF16, causal=True, noise_seed=noise_seed)

@@ -5,7 +5,7 @@ without an observer keeps and computes nothing for them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -16,7 +16,7 @@ from tiebreak.cases.gpt2.attention import Observation
 from tiebreak.cases.gpt2.model import Block
 from tiebreak.kernels.arithmetic import Noise
 from tiebreak.kernels.formats import FP32
-from tiebreak.kernels.inputs import Gradients
+from tiebreak.kernels.inputs import AttentionInputs, Gradients
 from tiebreak.kernels.plans import Cast, Exponential
 from tiebreak.kernels.shift_rules import repeated
 
@@ -31,23 +31,44 @@ class View:
     """An observation with the intermediates that monitors share, each computed once and only if asked for."""
 
     observation: Observation
+    head: int | None = None  # of the model's layer, the one looked at; None: all of the call
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The heads looked at."""
+        return self.observation.heads if self.head is None else (self.head,)
+
+    def _of(self, x: Tensor) -> Tensor:
+        """What of a tensor (batch, heads, ...) is of them."""
+        if self.head is None:
+            return x
+        at = self.observation.heads.index(self.head)
+        return x[:, at : at + 1]
+
+    @cached_property
+    def inputs(self) -> AttentionInputs:
+        """What the heads looked at were given."""
+        given = self.observation.inputs
+        q, k, v, do = (self._of(tensor) for tensor in (given.q, given.k, given.v, given.do))
+        return replace(given, q=q, k=k, v=v, do=do)
 
     @property
     def gradients(self) -> Gradients:
-        """What the backward pass returned."""
+        """What the backward pass returned for them."""
         found = self.observation.output.gradients
         assert found is not None
-        return found
+        dq, dk, dv = (self._of(tensor) for tensor in (found.dq, found.dk, found.dv))
+        return Gradients(dq, dk, dv, None if found.delta is None else self._of(found.delta))
 
     @cached_property
     def s(self) -> Tensor:
         """Scores as the kernel rounds them, -inf where masked, (batch, heads, tokens, tokens)."""
-        inputs, plan = self.observation.inputs, self.observation.kernel.declaration.plan
+        inputs, plan = self.inputs, self.observation.kernel.declaration.plan
         arithmetic = self.observation.arithmetic
         product = arithmetic.matmul(inputs.q, inputs.k.transpose(-1, -2), Cast(FP32), plan.accumulator)
         hidden = inputs.hidden()
         assert hidden is not None
-        return arithmetic.cast(product * inputs.scale, plan.s).masked_fill(hidden.to(product.device), -torch.inf)
+        return torch.where(hidden.to(product.device), -torch.inf, arithmetic.cast(product * inputs.scale, plan.s))
 
     @cached_property
     def row_max(self) -> Tensor:
@@ -60,14 +81,15 @@ class View:
         lse = self.observation.output.lse
         assert lse is not None
         base_two = self.observation.kernel.declaration.plan.exponential.base_two
-        return _wide(self.observation.arithmetic.exp(self.s - lse, Exponential(base_two)))
+        return _wide(self.observation.arithmetic.exp(self.s - self._of(lse), Exponential(base_two)))
 
     @cached_property
     def p_bar(self) -> Tensor:
         """P-bar as rounded, in rows of one tile (a kernel with several rounds the earlier ones at an earlier shift)."""
         observed, declared = self.observation, self.observation.kernel.declaration
         noise = Noise(observed.inputs.noise_seed, len(observed.heads))
-        shift = declared.shift_rule.propose(self.s, self.row_max, noise.dither(self.s.shape, 0, self.s.device))
+        dither = self._of(noise.dither(observed.inputs.q.shape, 0, self.s.device))
+        shift = declared.shift_rule.propose(self.s, self.row_max, dither)
         exponential = observed.arithmetic.exp(self.s - shift, declared.plan.exponential)
         return observed.arithmetic.cast(exponential, declared.plan.p_bar)
 
@@ -75,8 +97,8 @@ class View:
     def output_error(self) -> Tensor:
         """O less what fp64 makes of the same rounded P-bar (paper, equation 4), fp64 (batch, heads, tokens, d)."""
         p_bar = _wide(self.p_bar)
-        exact = p_bar @ _wide(self.observation.inputs.v) / p_bar.sum(-1, keepdim=True)
-        return _wide(self.observation.output.o) - exact
+        exact = p_bar @ _wide(self.inputs.v) / p_bar.sum(-1, keepdim=True)
+        return _wide(self._of(self.observation.output.o)) - exact
 
     @cached_property
     def delta_error(self) -> Tensor:
@@ -87,7 +109,7 @@ class View:
         to itself it is what the error of dQ says: that error's part along P K (equation 1), so it counts what else the
         kernel rounds in its backward pass.
         """
-        inputs, delta = self.observation.inputs, self.gradients.delta
+        inputs, delta = self.inputs, self.gradients.delta
         dp = _wide(inputs.do) @ _wide(inputs.v).transpose(-1, -2)
         exact = (dp * self.p).sum(-1, keepdim=True)
         if delta is not None:
@@ -99,7 +121,7 @@ class View:
     @cached_property
     def pk(self) -> Tensor:
         """P K, (batch, heads, tokens, d), fp64 (paper, equation 1)."""
-        return self.p @ _wide(self.observation.inputs.k)
+        return self.p @ _wide(self.inputs.k)
 
     def direction(self, weight: Tensor) -> Tensor:
         """Sum over tokens of weight[T] (PK)[T]^T X[T], fp64 (heads, d, width); weight is (batch, heads, tokens)."""
@@ -109,29 +131,44 @@ class View:
 Measure = Callable[[View], Tensor]  # one number a head, (heads,)
 
 
+def _total(x: Tensor) -> Tensor:
+    """Sum of (n, heads, ...) over all but the heads: within each of the n, then one after the other.
+
+    A head's number is so the same to the bit whichever heads are looked at beside it. The order of torch's own sum over
+    several dimensions hangs on all sizes, and that of a running sum on a GPU on chance.
+    """
+    return x.flatten(2).sum(-1).cpu().cumsum(0)[-1]
+
+
+def _mean(x: Tensor) -> Tensor:
+    """Mean of (n, heads, ...) over all but the heads, in the same order."""
+    return _total(x) / (x.numel() // x.shape[1])
+
+
 def delta_error(view: View) -> Tensor:
     """Sum of delta_lp - delta_hp over the batch's rows (paper, figure 5a)."""
-    return view.delta_error.sum((0, 2))
+    return _total(view.delta_error)
 
 
 def output_delta_error(view: View) -> Tensor:
     """Sum over rows of rowsum(dO * error of O): what delta would err by if it were computed from O."""
-    return (_wide(view.observation.inputs.do) * view.output_error).sum((0, 2, 3))
+    # Token after token: in that order the records that are kept have summed.
+    return _total((_wide(view.inputs.do) * view.output_error).transpose(1, 2).flatten(0, 1))
 
 
 def repeated_rows(view: View) -> Tensor:
     """Share of rows whose maximum repeats (paper, figure 13)."""
-    return _wide(repeated(view.s, view.row_max)).mean((0, 2, 3))
+    return _mean(_wide(repeated(view.s, view.row_max)))
 
 
 def p_bar_ones(view: View) -> Tensor:
     """How many P-bar of a row are exactly 1, on average (paper, figure 13)."""
-    return _wide(view.p_bar == 1).sum(-1).mean((0, 2))
+    return _mean(_wide(view.p_bar == 1).sum(-1))
 
 
 def row_max(view: View) -> Tensor:
     """Mean over rows of the largest logit."""
-    return _wide(view.row_max).mean((0, 2, 3))
+    return _mean(_wide(view.row_max))
 
 
 def max_logit(view: View) -> Tensor:
@@ -164,7 +201,7 @@ class GradientDirection:
     first: dict[tuple[int, tuple[int, ...]], Tensor] = field(default_factory=dict)
 
     def _first(self, view: View, now: Tensor) -> Tensor:
-        return self.first.setdefault((view.observation.layer, view.observation.heads), now)
+        return self.first.setdefault((view.observation.layer, view.heads), now)
 
     def gradient(self, view: View) -> Tensor:
         """Cosine to R of dW_Q's error."""
@@ -199,7 +236,7 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
 
 def output_columns(view: View) -> tuple[Tensor, Tensor]:
     """O's mean signed error by column, and dO's mean beside it, both (heads, d) (paper, figures 5b and 5c)."""
-    return view.output_error.mean((0, 2)), _wide(view.observation.inputs.do).mean((0, 2))
+    return view.output_error.mean((0, 2)), _wide(view.inputs.do).mean((0, 2))
 
 
 @dataclass(frozen=True)
@@ -228,18 +265,18 @@ class Drift:
 class Recorder:
     """Calls measures on the calls of attention in some layers and keeps what they say."""
 
-    def __init__(self, measures: Mapping[str, Measure], layers: Iterable[int]) -> None:
-        """Record `measures` of `layers`."""
-        self._measures, self._layers = measures, frozenset(layers)
+    def __init__(self, measures: Mapping[str, Measure], layers: Iterable[int], head: int | None = None) -> None:
+        """Record `measures` of `layers`: of all their heads, or of one, at its share of the cost."""
+        self._measures, self._layers, self._head = measures, frozenset(layers), head
         self._values: dict[tuple[str, int, int], list[float]] = {}
 
     def __call__(self, observation: Observation) -> None:
         """Measure one call of attention; a model's observer."""
-        if observation.layer not in self._layers:
+        if observation.layer not in self._layers or self._head not in (None, *observation.heads):
             return
-        view = View(observation)
+        view = View(observation, self._head)
         for name, measure in self._measures.items():
-            for head, value in zip(observation.heads, measure(view).tolist(), strict=True):
+            for head, value in zip(view.heads, measure(view).tolist(), strict=True):
                 self._values.setdefault((name, observation.layer, head), []).append(value)
 
     def series(self, measure: str, layer: int, head: int) -> Drift:
@@ -247,13 +284,18 @@ class Recorder:
         return Drift(tuple(self._values[measure, layer, head]))
 
 
-def spectral_norms(block: Block) -> dict[str, Tensor]:
-    """Largest singular value of every head's part of W_Q, W_K, W_V and W_O, (heads,) each (paper, figures 3 and 11)."""
+def spectral_norms(block: Block, name: str) -> Tensor:
+    """Largest singular value of every head's part of a weight, (heads,) (paper, figures 3 and 11).
+
+    Args:
+        block: whose weight.
+        name: wq, wk, wv or wo.
+    """
+    weight: Tensor = getattr(block, name).weight
     with torch.no_grad():
-        width = block.wo.weight.shape[0]
-        rows = {name: getattr(block, name).weight.view(block.heads, -1, width) for name in ("wq", "wk", "wv")}
-        columns = block.wo.weight.view(width, block.heads, -1).transpose(0, 1)
-        return {name: _largest(weight) for name, weight in {**rows, "wo": columns}.items()}
+        # W_O's columns belong to heads, the others' rows.
+        rows = weight.T if name == "wo" else weight
+        return _largest(rows.reshape(block.heads, -1, rows.shape[1]))
 
 
 def _largest(matrices: Tensor) -> Tensor:

@@ -166,6 +166,35 @@ def test_a_recorder_keeps_series_by_layer_and_head(drawn: View) -> None:
         recorder.series("max_logit", 1, 0)
 
 
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("rule", ["stabilized", "dithered"])
+def test_what_is_read_of_one_head_is_the_same_without_the_others(drawn: View, rule: str, silent: bool) -> None:
+    """Sums to the bit. Also where the kernel keeps delta to itself, and where its noise tells heads apart."""
+    inputs, declared = drawn.observation.inputs, HeadKernel(VARIANTS["flash"].scripted).declaration
+    kernel = HeadKernel(replace(declared, shift_rule=SHIFT_RULES[rule]))
+    seen = _observe(inputs.q, inputs.k, inputs.v, inputs.do, drawn.observation.x, kernel)
+    if silent:
+        seen = replace(seen, output=replace(seen.output, gradients=replace(View(seen).gradients, delta=None)))
+    measures = {**MEASURES, "direction": GradientDirection().gradient}
+    whole = Recorder(measures, [3])
+    whole(seen)
+    for head in range(3):
+        one = Recorder({**MEASURES, "direction": GradientDirection().gradient}, [3], head)
+        one(seen)
+        for name in measures:
+            ours, theirs = (recorder.series(name, 3, head).values for recorder in (one, whole))
+            assert ours == (pytest.approx(theirs) if name in ("direction", "token_similarity") else theirs)
+        with pytest.raises(KeyError):
+            one.series("row_max", 3, (head + 1) % 3)
+
+
+def test_a_head_that_another_call_computes_is_not_read(drawn: View) -> None:
+    recorder = Recorder(MEASURES, [3], 1)
+    recorder(replace(drawn.observation, heads=(0, 2, 3)))
+    with pytest.raises(KeyError):
+        recorder.series("row_max", 3, 1)
+
+
 def _block() -> Block:
     torch.manual_seed(0)
     return Block(Configuration(layers=1, heads=3, width=12, context=4, vocabulary=5))
@@ -173,21 +202,18 @@ def _block() -> Block:
 
 def test_spectral_norms_are_the_largest_singular_values_of_each_head() -> None:
     block = _block()
-    norms = monitors.spectral_norms(block)
-    for head in range(3):
-        rows = slice(4 * head, 4 * head + 4)
-        for name in ("wq", "wk", "wv"):
-            weight = getattr(block, name).weight.detach().numpy()[rows]
-            assert norms[name][head].item() == pytest.approx(np.linalg.svd(weight)[1][0], rel=1e-5)
-        columns = block.wo.weight.detach().numpy()[:, rows]
-        assert norms["wo"][head].item() == pytest.approx(np.linalg.svd(columns)[1][0], rel=1e-5)
+    for name in ("wq", "wk", "wv", "wo"):
+        weight = getattr(block, name).weight.detach().numpy()
+        parts = np.split(weight, 3, axis=1 if name == "wo" else 0)
+        expected = [np.linalg.svd(part)[1][0] for part in parts]
+        assert monitors.spectral_norms(block, name).tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_norm_of_a_weight_with_nan_is_nan() -> None:
     block = _block()
     with torch.no_grad():
         block.wq.weight[5, 0] = torch.nan
-    norms = monitors.spectral_norms(block)["wq"]
+    norms = monitors.spectral_norms(block, "wq")
     assert torch.isnan(norms).tolist() == [False, True, False]
 
 

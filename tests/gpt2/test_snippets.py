@@ -1,16 +1,18 @@
 """The snippets' claims at one seed, what they rest on, and that they repeat to the bit."""
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tiebreak.backends.backend import CPU, EMULATION
-from tiebreak.cases.gpt2 import scripting
+from tiebreak.cases.gpt2 import scripting, snippets
 from tiebreak.cases.gpt2.attention import HeadKernel
-from tiebreak.cases.gpt2.data import corpus
+from tiebreak.cases.gpt2.data import Batches, corpus
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, everywhere
+from tiebreak.cases.gpt2.monitors import Drift, Measure, Recorder
 from tiebreak.cases.gpt2.scripting import DEAD_TOKENS, HEAD, LAYER, Script
 from tiebreak.cases.gpt2.snippets import (
     AMPLIFIED,
@@ -78,6 +80,31 @@ def test_a_seed_gives_the_same_run_to_the_bit() -> None:
     assert once.losses == again.losses
     assert once.measures == again.measures
     assert once.losses != other.losses
+
+
+def test_a_run_pays_for_no_monitor_that_its_result_does_not_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    paid: set[tuple[str, int | None]] = set()
+    told: set[tuple[str, int | None]] = set()
+
+    class Spy(Recorder):
+        def __init__(self, measures: Mapping[str, Measure], layers: Iterable[int], head: int | None = None) -> None:
+            paid.update((name, head) for name in measures)
+            super().__init__(measures, layers, head)
+
+        def series(self, measure: str, layer: int, head: int) -> Drift:
+            told.add((measure, head))
+            return super().series(measure, layer, head)
+
+    monkeypatch.setattr("tiebreak.cases.gpt2.snippets.Recorder", Spy)
+    _run(replace(SHORT, steps=1), ROUNDED["flash"])
+    assert paid == told
+
+
+def test_batches_are_made_once_and_are_those_of_the_text() -> None:
+    batch = snippets._batch(64, 3)
+    assert batch is snippets._batch(64, 3)
+    made = Batches(corpus().tokens, sequences=8, context=64, seed=7).batch(3)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(batch, made, strict=True))
 
 
 def test_only_what_the_snippet_trains_changes_and_the_script_stays() -> None:

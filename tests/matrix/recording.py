@@ -36,7 +36,7 @@ def _measures_record(looks: Looks, measures: Measures) -> records.MeasuresRecord
     gradients: dict[str, float | None] = {}
     if looks.first is not None and looks.first.gradients is not None:
         batch = looks.bench.batch(looks.cell.case, looks.cell.fmt, 0)
-        found = gradient_measures(looks.first, batch.inputs, batch.ref)
+        found = gradient_measures(looks.first, batch.inputs, batch.ref, batch.gradients)
         gradients = {name: records.finite(value) for name, value in found.items()}
     return records.MeasuresRecord(
         bias=_estimate(measures.bias),

@@ -1,4 +1,4 @@
-"""Which worker runs which cell."""
+"""Which worker runs which cell, and when."""
 
 from typing import Any
 
@@ -8,22 +8,51 @@ from xdist.scheduler import LoadScopeScheduling
 from tiebreak.cases.gpt2.snippets import SNIPPETS
 
 _QUEUED = 2  # tests that a worker has before it, at least
+# How long cells take, about, in training steps with attention in one layer.
+_CALL = 4  # one call of attention, looks and all
+_INTERPRETED = 60  # the same in Triton's interpreter
+
+
+def _words(nodeid: str) -> list[str]:
+    """Backend, kernel, case and format]; empty for what is no cell."""
+    _, _, cell = nodeid.partition("::test_cell[")
+    return cell.split("-") if cell else []  # no name has a dash
+
+
+def _length(nodeid: str) -> int:
+    """How long a test takes, about; 0 where nothing is known."""
+    match _words(nodeid):
+        case [_, _, name, *_] if name in SNIPPETS:
+            return SNIPPETS[name].steps * (1 if SNIPPETS[name].silent_before else 2)
+        case ["interpreter", *_]:
+            return _INTERPRETED
+        case words:
+            return _CALL if words else 0
 
 
 class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Groups the matrix by case and format; a training run, as every other test, is a group of its own."""
+    """Groups the matrix by case and format; a training run, as every other test, is a group of its own.
+
+    The longest groups come first: one that starts last keeps its worker busy while the others have nothing to do.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        path, _, cell = nodeid.partition("::test_cell[")
-        # backend-kernel-case-format]: no name has a dash.
-        case = cell.split("-")[2:]
+        case = _words(nodeid)[2:]
         if not case or case[0] in SNIPPETS:
             return nodeid
-        return f"{path}::{'-'.join(case)}"
+        return f"{nodeid.partition('::')[0]}::{'-'.join(case)}"
 
     def __init__(self, config: pytest.Config, log: Any = None) -> None:
         super().__init__(config, log)
         self.leaving: set[Any] = set()  # workers that end themselves: no cell of theirs is to blame
+
+    def _assign_work_unit(self, node: Any) -> None:
+        """Give a worker the next group; before the very first, put the queue that xdist has filled in order."""
+        if not any(self.assigned_work.values()):
+            groups = dict(self.workqueue)
+            for scope in sorted(groups, key=lambda scope: -sum(map(_length, groups[scope]))):
+                self.workqueue.move_to_end(scope)
+        super()._assign_work_unit(node)
 
     def remove_node(self, node: Any) -> str | None:
         """The test that killed a worker; the rest of its work goes to the others.

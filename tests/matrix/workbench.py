@@ -1,10 +1,12 @@
 """What cells of one case share on a worker: inputs, references, error bounds and the emulation's outputs."""
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch import Tensor
 
-from tiebreak.backends.backend import EMULATION
+from tiebreak.backends.backend import EMULATION, Backend
+from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.captured import without_cancelled
 from tiebreak.cases.case import Case
@@ -13,8 +15,36 @@ from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, composed
-from tiebreak.kernels.reference import Reference, reference
+from tiebreak.kernels.plans import Accumulator, Cast, RoundingPlan
+from tiebreak.kernels.reference import Reference, reference, reference_gradients
 from tiebreak.matrix.cell import Cell, Settings
+
+
+class _Shared(EmulatedArithmetic):
+    """The emulation's arithmetic, with products of a batch's inputs, such as Q K^T, computed once for all kernels."""
+
+    def __init__(self, inputs: AttentionInputs) -> None:
+        """Share products of these inputs, which must outlive it: it knows them by where they lie."""
+        self._inputs = {_storage(tensor) for tensor in (inputs.q, inputs.k, inputs.v, inputs.do)}
+        self._products: dict[tuple[object, ...], Tensor] = {}
+
+    def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
+        """As `EmulatedArithmetic.matmul`."""
+        if not {_storage(a), _storage(b)} <= self._inputs:
+            return super().matmul(a, b, cast, accumulator)
+        key = (*_place(a), *_place(b), cast, accumulator)
+        if key not in self._products:
+            self._products[key] = super().matmul(a, b, cast, accumulator)
+        return self._products[key]
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _place(x: Tensor) -> tuple[object, ...]:
+    """What tells a part of an input from any other, and from itself once someone has written to it."""
+    return x.data_ptr(), x.shape, x.stride(), x._version
 
 
 @dataclass(frozen=True)
@@ -24,6 +54,22 @@ class Batch:
     inputs: AttentionInputs
     ref: Reference
 
+    @cached_property
+    def emulation(self) -> Backend:
+        """The emulation for these inputs."""
+        return replace(EMULATION, arithmetic=_Shared(self.inputs))
+
+    @cached_property
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The reference's dQ, dK and dV."""
+        return reference_gradients(self.inputs, self.ref)
+
+    def clipped(self, declaration: Declaration) -> Declaration:
+        """The declaration in tiles no larger than the input: beyond its size they change nothing."""
+        queries, keys = self.inputs.q.shape[-2], self.inputs.k.shape[-2]
+        block = Block(min(declaration.block.queries, queries), min(declaration.block.keys, keys))
+        return replace(declaration, block=block)
+
 
 @dataclass
 class Workbench:
@@ -32,7 +78,7 @@ class Workbench:
     settings: Settings
     _key: tuple[str, str] = ("", "")
     _batches: dict[int, Batch] = field(default_factory=dict)
-    _bounds: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    _bounds: dict[tuple[RoundingPlan, int, int], Tensor] = field(default_factory=dict)
     _emulated: dict[tuple[Declaration, int], tuple[AttentionOutput, Measures]] = field(default_factory=dict)
 
     def batch(self, case: Case, fmt: Format, index: int) -> Batch:
@@ -48,9 +94,10 @@ class Workbench:
 
     def bound(self, cell: Cell, index: int, declaration: Declaration) -> Tensor:
         """Error bound of every element of O under a declaration."""
-        key = (f"{declaration.label}/{declaration.block}", index)
+        batch = self.batch(cell.case, cell.fmt, index)
+        # The shift rule is not in it: kernels of one plan share a bound.
+        key = (declaration.plan, batch.clipped(declaration).block.keys, index)
         if key not in self._bounds:
-            batch = self.batch(cell.case, cell.fmt, index)
             self._bounds[key] = error_bound(batch.inputs, batch.ref, declaration)
         return self._bounds[key]
 
@@ -65,13 +112,10 @@ class Workbench:
     def emulated(self, cell: Cell, index: int, declaration: Declaration) -> tuple[AttentionOutput, Measures]:
         """What the emulation makes of a declaration on one batch."""
         batch = self.batch(cell.case, cell.fmt, index)
-        # Tiles beyond the input's size change nothing: such declarations share one emulation.
-        queries, keys = batch.inputs.q.shape[-2], batch.inputs.k.shape[-2]
-        block = Block(min(declaration.block.queries, queries), min(declaration.block.keys, keys))
-        declaration = replace(declaration, block=block)
+        declaration = batch.clipped(declaration)  # such declarations share one emulation
         key = (declaration, index)
         if key not in self._emulated:
             kernel = composed(declaration.label, declaration)
-            output = EMULATION.run(kernel, batch.inputs, gradients=cell.case.gradients)
+            output = batch.emulation.run(kernel, batch.inputs, gradients=cell.case.gradients)
             self._emulated[key] = (output, self.measure(cell, index, output, declaration))
         return self._emulated[key]

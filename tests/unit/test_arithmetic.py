@@ -57,6 +57,16 @@ def test_the_emulated_exponential_is_correctly_rounded() -> None:
     assert wrong == []
 
 
+def test_the_emulated_exponential_of_what_no_fp32_number_is_small_enough_for_is_0() -> None:
+    """Of masked scores too; NaN stays NaN, and what is too large is Inf."""
+    x = torch.tensor([-torch.inf, -1e30, -701.0, -700.0, -104.0, torch.inf, 1e30, torch.nan])
+    results = EMULATED.exp(x, Exponential())
+    assert results[:5].view(torch.int32).tolist() == [0] * 5
+    assert results[5:7].tolist() == [torch.inf] * 2
+    assert results[7].isnan()
+    assert x[0] == -torch.inf  # which is clamped in a copy
+
+
 def test_the_emulated_exponential_in_base_two_is_a_correctly_rounded_power_of_an_fp32_product() -> None:
     x = _exponents()
     results = EMULATED.exp(x, Exponential(base_two=True))

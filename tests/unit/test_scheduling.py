@@ -1,0 +1,69 @@
+"""The order in which workers get groups of tests."""
+
+import pytest
+
+from tiebreak.matrix.scheduling import CaseScheduling
+
+# As they are collected; the number of cells of each group of calls behind it.
+TESTS = {
+    "test_other": 1,
+    "test_cell[{}-standard-no_tail-bf16]": 2,
+    "test_cell[{}-standard-random-bf16]": 40,
+    "test_cell[{}-fair@train-train_drift-bf16]": 1,
+    "test_cell[{}-fair@train-train_lm-bf16]": 1,
+    "test_cell[{}-fair@train-train_runaway-bf16]": 1,
+    "test_cell[{}-fair@train-train_large_logits-bf16]": 1,
+}
+
+
+class Worker:
+    """Stands in for xdist's: keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[int] = []
+        self.shutting_down = False
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        self.given += indices
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+def order(pytester: pytest.Pytester, tests: list[str]) -> list[str]:
+    """In which order one worker gets the tests, as it completes them."""
+    worker, scheduling = Worker(), CaseScheduling(pytester.parseconfig("--tx=popen"))
+    scheduling.add_node(worker)
+    scheduling.add_node_collection(worker, tests)
+    scheduling.schedule()
+    done = 0
+    while done < len(worker.given):
+        scheduling.mark_test_complete(worker, worker.given[done])
+        done += 1
+    assert worker.shutting_down
+    return [tests[index] for index in worker.given]
+
+
+def cases(tests: list[str]) -> list[str]:
+    """The groups that tests are of, in their order."""
+    return list(dict.fromkeys(test.split("-")[2] if "-" in test else test for test in tests))
+
+
+def test_the_longest_groups_come_first(pytester: pytest.Pytester) -> None:
+    """By what their cells take, not by how many they are."""
+    tests = [f"a.py::{test.format(f'b{i}')}" for test, count in TESTS.items() for i in range(count)]
+    found = order(pytester, tests)
+    assert sorted(found) == sorted(tests)
+    expected = ["train_lm", "train_runaway", "random", "train_drift", "train_large_logits", "no_tail"]
+    assert cases(found) == [*expected, "a.py::test_other"]
+
+
+def test_cells_in_tritons_interpreter_take_longer(pytester: pytest.Pytester) -> None:
+    calls = [f"a.py::test_cell[emulation-k{i}-random-bf16]" for i in range(10)]
+    interpreted = "a.py::test_cell[interpreter-k-no_tail-bf16]"
+    assert order(pytester, [*calls, interpreted]) == [interpreted, *calls]
+
+
+def test_tests_of_which_nothing_is_known_keep_their_order(pytester: pytest.Pytester) -> None:
+    tests = [f"a.py::test_{name}" for name in "cab"]
+    assert order(pytester, tests) == tests

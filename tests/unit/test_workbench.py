@@ -1,0 +1,117 @@
+"""What cells of one case share: computed once, and the same to the bit as without sharing."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiebreak.backends.backend import EMULATION
+from tiebreak.backends.emulation import arithmetic
+from tiebreak.backends.emulation.accumulators import ACCUMULATIONS, Accumulation
+from tiebreak.cases.bounds import error_bound
+from tiebreak.cases.gradients import gradient_measures
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.flash import Block
+from tiebreak.kernels.formats import BF16, FP32
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.plans import Accumulator, Cast
+from tiebreak.kernels.reference import Reference, reference_gradients
+from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
+from tiebreak.matrix import workbench
+from tiebreak.matrix.cell import Cell, Settings
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.workbench import Workbench
+
+CASES = {case.name: case for case in SCRIPTED}
+EXACT = ACCUMULATIONS[Accumulator.EXACT]
+
+
+@pytest.fixture
+def bench() -> Workbench:
+    return Workbench(Settings(heads=16))
+
+
+def cell(kernel: str, case: str = "random") -> Cell:
+    return Cell(EMULATION, composed_kernel(kernel), CASES[case], BF16)
+
+
+def declared(kernel: str) -> Declaration:
+    declaration = composed_kernel(kernel).declaration
+    assert declaration is not None
+    return declaration
+
+
+def test_kernels_of_one_plan_and_as_many_tiles_share_a_bound_and_others_do_not(bench: Workbench) -> None:
+    paper, fixed, fused = (declared(name) for name in ("flash@paper", "stabilized@paper", "flash@fused"))
+    tiled = replace(paper, block=Block(keys=32))
+    bound = bench.bound(cell("flash@paper"), 0, paper)
+    for same in (fixed, replace(paper, block=Block(4096, 4096))):
+        assert bench.bound(cell("flash@paper"), 0, same) is bound
+    batch = bench.batch(CASES["random"], BF16, 0)
+    for each in (fixed, fused, tiled):
+        assert torch.equal(bench.bound(cell("flash@paper"), 0, each), error_bound(batch.inputs, batch.ref, each))
+    for other in (fused, tiled):
+        assert not torch.equal(bench.bound(cell("flash@paper"), 0, other), bound)
+
+
+@pytest.mark.parametrize("case", ["random_causal", "random_grouped", "repeated_tiny"])
+def test_the_emulation_of_every_kernel_is_the_same_to_the_bit_as_alone(bench: Workbench, case: str) -> None:
+    for name in DEFAULT_ROSTER:
+        shared, _ = bench.emulated(cell(name, case), 0, declared(name))
+        inputs = bench.batch(CASES[case], BF16, 0).inputs
+        alone = EMULATION.run(composed_kernel(name), inputs, gradients=CASES[case].gradients)
+        for ours, theirs in zip(tensors(shared), tensors(alone), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def tensors(output: AttentionOutput) -> list[Tensor]:
+    assert output.lse is not None
+    gradients = output.gradients
+    backward = [] if gradients is None else [gradients.dq, gradients.dk, gradients.dv, gradients.delta]
+    return [output.o, output.lse, *(tensor for tensor in backward if tensor is not None)]
+
+
+def test_the_product_of_q_and_k_is_computed_once_for_all_kernels(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products: list[tuple[int, ...]] = []
+
+    def matmul(a: Tensor, b: Tensor) -> Tensor:
+        products.append((*a.shape[-2:], b.shape[-1]))
+        return EXACT.matmul(a, b)
+
+    spied = {**ACCUMULATIONS, Accumulator.EXACT: Accumulation(matmul, EXACT.total)}
+    monkeypatch.setattr(arithmetic, "ACCUMULATIONS", spied)
+    for name in ("flash@paper", "flash@all_bf16", "dithered@paper"):
+        bench.emulated(cell(name, "no_tail"), 0, declared(name))
+    assert products == [(4, 64, 128), *[(4, 128, 64)] * 3]  # Q K^T, and P V of each
+
+
+def test_a_product_of_inputs_that_someone_has_written_to_is_computed_anew(bench: Workbench) -> None:
+    batch = bench.batch(CASES["random"], BF16, 0)
+    first = product(batch.inputs, batch.emulation.arithmetic)
+    batch.inputs.q.mul_(2.0)
+    assert torch.equal(product(batch.inputs, batch.emulation.arithmetic), 2.0 * first)
+
+
+def product(inputs: AttentionInputs, on: Arithmetic) -> Tensor:
+    return on.matmul(inputs.q, inputs.k.transpose(-1, -2), Cast(FP32), Accumulator.EXACT)
+
+
+def test_the_references_gradients_are_computed_once_a_batch(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[AttentionInputs] = []
+
+    def gradients(inputs: AttentionInputs, ref: Reference) -> tuple[Tensor, Tensor, Tensor]:
+        asked.append(inputs)
+        return reference_gradients(inputs, ref)
+
+    monkeypatch.setattr(workbench, "reference_gradients", gradients)
+    records = [run_cell(cell(name, "random_causal"), bench) for name in ("flash@paper", "standard")]
+    assert len(asked) == 1
+    batch = bench.batch(CASES["random_causal"], BF16, 0)
+    output, _ = bench.emulated(cell("standard", "random_causal"), 0, declared("standard"))
+    assert records[1].measures is not None
+    assert records[1].measures.gradients == gradient_measures(output, batch.inputs, batch.ref)
