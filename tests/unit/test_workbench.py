@@ -13,10 +13,10 @@ from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.gradients import gradient_measures
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.flash import Block
+from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.formats import BF16, FP32
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.kernel import Declaration, composed
 from tiebreak.kernels.plans import Accumulator, Cast
 from tiebreak.kernels.reference import Reference, reference_gradients
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
@@ -57,12 +57,16 @@ def test_kernels_of_one_plan_and_as_many_tiles_share_a_bound_and_others_do_not(b
         assert not torch.equal(bench.bound(cell("flash@paper"), 0, other), bound)
 
 
+@pytest.mark.parametrize("block", [BLOCK, Block(queries=3, keys=20)], ids=["one_tile", "tiles"])
 @pytest.mark.parametrize("case", ["random_causal", "random_grouped", "repeated_tiny"])
-def test_the_emulation_of_every_kernel_is_the_same_to_the_bit_as_alone(bench: Workbench, case: str) -> None:
+def test_the_emulation_of_every_kernel_is_the_same_to_the_bit_as_alone(
+    bench: Workbench, case: str, block: Block
+) -> None:
     for name in DEFAULT_ROSTER:
-        shared, _ = bench.emulated(cell(name, case), 0, declared(name))
+        declaration = replace(declared(name), block=block)
+        shared, _ = bench.emulated(cell(name, case), 0, declaration)
         inputs = bench.batch(CASES[case], BF16, 0).inputs
-        alone = EMULATION.run(composed_kernel(name), inputs, gradients=CASES[case].gradients)
+        alone = EMULATION.run(composed(name, declaration), inputs, gradients=CASES[case].gradients)
         for ours, theirs in zip(tensors(shared), tensors(alone), strict=True):
             assert torch.equal(ours, theirs)
 
