@@ -7,7 +7,7 @@ ARGS    ?=
 SUITABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 PYTHON  ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,\
              $(shell $(name) -c '$(SUITABLE)' >/dev/null 2>&1 && echo $(name))))
-PACKAGES := $(addprefix -p tiebreak.,kernels backends cases reports matrix)
+PACKAGES := $(addprefix -p tiebreak.,kernels backends cases reports matrix programs)
 
 # Also for the environment that pip builds the package in: the first name up to pip 25.2, the second from 25.3 on.
 export PIP_CONSTRAINT := constraints.txt
@@ -41,7 +41,7 @@ matrix: $(STAMP)  ## the matrix on this platform
 	$(PY) -m pytest -n auto tests/matrix $(ARGS)
 
 platforms: $(STAMP)  ## the matrix once per instruction-set level of this CPU, then the comparison
-	$(PY) -m tiebreak.backends.levels run -- -n auto tests/matrix $(ARGS)
+	$(PY) -m tiebreak.programs.levels run -- -n auto tests/matrix $(ARGS)
 
 # Every seed runs, whatever the seeds before it did; the table shows what fell.
 training: $(STAMP)  ## the short training runs at three seeds: table and figure
@@ -69,10 +69,10 @@ lint: $(STAMP)  ## ruff: rules and format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-# tests/matrix is left out of the second run: the first has it, under its import name.
+# tests/matrix and tests/programs are left out of the second run: the first has them, under their import names.
 typecheck: $(STAMP)  ## mypy --strict
 	$(PY) -m mypy $(PACKAGES)
-	$(PY) -m mypy conftest.py tests --exclude '^tests/matrix/'
+	$(PY) -m mypy conftest.py tests --exclude '^tests/(matrix|programs)/'
 
 bench: $(STAMP)  ## benchmarks
 	$(PY) -m pytest tests/bench -o python_files='bench_*.py' --benchmark-only \

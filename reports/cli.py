@@ -38,8 +38,8 @@ VERBS = {
     "gate": Verb("tiebreak.reports.gate_command", "fail if a run is worse than a baseline"),
     "page": Verb("tiebreak.reports.page", "one HTML file of runs and audits: heat maps, figures, tables"),
     "training": Verb("tiebreak.reports.training_command", "the short training runs of several seeds: table and figure"),
-    "audit": Verb("tiebreak.backends.audit.command", "what rounds in the Triton kernels, compiled for GPUs not here"),
-    "train": Verb("tiebreak.matrix.train", "train a GPT-2 with any attention kernel, watched by monitors"),
+    "audit": Verb("tiebreak.programs.audit.command", "what rounds in the Triton kernels, compiled for GPUs not here"),
+    "train": Verb("tiebreak.programs.train", "train a GPT-2 with any attention kernel, watched by monitors"),
 }
 _CODES = "exit codes: 0 all held, 1 a claim or the gate fell, 2 bad usage or unreadable input"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tiebreak.backends.audit.assembly import Instruction, parse
+from tiebreak.programs.audit.assembly import Instruction, parse
 
 
 def opcodes(found: list[Instruction]) -> list[str]:

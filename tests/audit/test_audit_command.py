@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.backends.audit import command
-from tiebreak.backends.audit.compiling import NotCompiledError
-from tiebreak.backends.audit.targets import Target
+from tiebreak.programs.audit import command
+from tiebreak.programs.audit.compiling import NotCompiledError
+from tiebreak.programs.audit.targets import Target
 from tiebreak.reports import audit as records
 from tiebreak.reports import cli
 from tiebreak.reports.errors import UsageError

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.backends.audit import compiling
-from tiebreak.backends.audit.command import audited
-from tiebreak.backends.audit.compiling import compiler
-from tiebreak.backends.audit.sources import sources
-from tiebreak.backends.audit.targets import TARGETS
+from tiebreak.programs.audit import compiling
+from tiebreak.programs.audit.command import audited
+from tiebreak.programs.audit.compiling import compiler
+from tiebreak.programs.audit.sources import sources
+from tiebreak.programs.audit.targets import TARGETS
 from tiebreak.reports.audit import differences, read
 
 if (reason := compiling.unavailable()) is not None:

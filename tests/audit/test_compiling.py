@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from tiebreak.backends.audit import compiling
-from tiebreak.backends.audit.compiling import NotCompiledError, compile_for
-from tiebreak.backends.audit.reading import read
-from tiebreak.backends.audit.sources import sources
-from tiebreak.backends.audit.targets import TARGETS, Target
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP32, Format, Rounding
 from tiebreak.kernels.plans import Cast, RoundingPlan
 from tiebreak.kernels.triton.config import Config
 from tiebreak.kernels.triton.roster import Compilation
+from tiebreak.programs.audit import compiling
+from tiebreak.programs.audit.compiling import NotCompiledError, compile_for
+from tiebreak.programs.audit.reading import read
+from tiebreak.programs.audit.sources import sources
+from tiebreak.programs.audit.targets import TARGETS, Target
 from tiebreak.reports.audit import Audit
 
 if (reason := compiling.unavailable()) is not None:

@@ -24,7 +24,7 @@ from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.monitors import View
 from tiebreak.cases.gpt2.progress import COLLAPSED_REPORTS, EXPLOSION_STEPS, LOG, EarlyWarning, Progress, Watch
 from tiebreak.kernels.roster import composed_kernel
-from tiebreak.matrix.train import main
+from tiebreak.programs.train import main
 
 TOY = ["--sequences", "2", "--report-every", "2", "--checkpoint-every", "2", "--warm-up", "2", "--kernel", "fair"]
 PROGRESS = "tiebreak.cases.gpt2.progress"
@@ -102,7 +102,7 @@ def test_an_interrupted_run_resumes_to_the_bit(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from tiebreak.cases.gpt2.model import GPT2
-from tiebreak.matrix.train import main
+from tiebreak.programs.train import main
 loss = GPT2.loss
 def until(self, tokens, targets, now):
     if now == int(sys.argv[1]):

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.backends import levels, platform
-from tiebreak.backends.levels import LEVELS, VARIABLES, Level, current, main, supported
+from tiebreak.backends import levels as table
+from tiebreak.backends.levels import LEVELS, VARIABLES, Level, current, supported
+from tiebreak.programs import levels
+from tiebreak.programs.levels import main
 
 AVX2 = {"avx", "avx2", "fma", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
@@ -43,8 +45,8 @@ class Runner:
 def three(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """A CPU with three levels, in an empty folder; their names."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(platform, "cpu_features", lambda: ("avx2", "fma"))
-    monkeypatch.setattr(levels, "LEVELS", (LEVELS[0], Level("b", {VARIABLES[0]: "avx2"}), Level("c", {})))
+    monkeypatch.setattr(levels, "cpu_features", lambda: ("avx2", "fma"))
+    monkeypatch.setattr(table, "LEVELS", (LEVELS[0], Level("b", {VARIABLES[0]: "avx2"}), Level("c", {})))
     monkeypatch.setattr(levels, "find_spec", lambda name: "found")
     return ["native", "b", "c"]
 
@@ -183,7 +185,7 @@ def test_ctrl_c_lets_the_running_process_end_by_itself(tmp_path: Path) -> None:
     child = "import time\ntry:\n print('up', flush=True)\n time.sleep(60)\nexcept KeyboardInterrupt:\n print('tidied')"
     # A process that a shell has put into the background inherits a Ctrl-C that is ignored.
     parent = (
-        "import os, signal, sys\nfrom tiebreak.backends.levels import _call\n"
+        "import os, signal, sys\nfrom tiebreak.programs.levels import _call\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "try:\n _call([sys.executable, '-c', sys.argv[1]], os.environ)\nexcept KeyboardInterrupt:\n sys.exit(130)"
     )
@@ -205,7 +207,7 @@ def test_list_shows_names_and_environments(three: list[str], capsys: pytest.Capt
 
 
 def test_list_does_without_torch() -> None:
-    code = "import sys\nfrom tiebreak.backends.levels import main\nmain(['list'])\nsys.exit('torch' in sys.modules)"
+    code = "import sys\nfrom tiebreak.programs.levels import main\nmain(['list'])\nsys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 

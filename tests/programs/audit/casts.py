@@ -7,8 +7,8 @@ rounds stochastically (bits + random ones, upper part). What made the number tha
 import re
 from collections.abc import Iterable, Iterator
 
-from tiebreak.backends.audit.assembly import Instruction
-from tiebreak.backends.audit.code import Code, is_float
+from tiebreak.programs.audit.assembly import Instruction
+from tiebreak.programs.audit.code import Code, is_float
 
 _NARROW = r"(?:bf16|bf16x2|f16|f16x2|tf32|e4m3x2|e5m2x2|e4m3x4|e5m2x4)"
 _PTX_CAST = re.compile(rf"^cvt\.(?:rn|rz|rm|rp|rna|rs)(?:\.\w+)*?\.{_NARROW}\.(?:f32|f16x2|bf16x2)$")

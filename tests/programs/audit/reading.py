@@ -13,9 +13,9 @@ instruction set architecture, "Vector ALU Operations", "Matrix Arithmetic Instru
 import re
 from collections.abc import Iterable, Iterator
 
-from tiebreak.backends.audit.assembly import Instruction
-from tiebreak.backends.audit.casts import casts
-from tiebreak.backends.audit.code import FUSED, Code, is_float
+from tiebreak.programs.audit.assembly import Instruction
+from tiebreak.programs.audit.casts import casts
+from tiebreak.programs.audit.code import FUSED, Code, is_float
 from tiebreak.reports.audit import Audit
 
 _EXPONENTIAL = re.compile(r"^(?:ex2\.|v_exp_f)")

@@ -5,11 +5,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from tiebreak.backends.audit.compiling import NotCompiledError, compile_for, compiler, unavailable
-from tiebreak.backends.audit.reading import read
-from tiebreak.backends.audit.sources import sources
-from tiebreak.backends.audit.targets import TARGETS, Target
 from tiebreak.kernels.triton.roster import Compilation
+from tiebreak.programs.audit.compiling import NotCompiledError, compile_for, compiler, unavailable
+from tiebreak.programs.audit.reading import read
+from tiebreak.programs.audit.sources import sources
+from tiebreak.programs.audit.targets import TARGETS, Target
 from tiebreak.reports import audit as records
 from tiebreak.reports import audit_tables, terminal
 from tiebreak.reports.audit import Audit, Audits

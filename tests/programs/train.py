@@ -33,7 +33,7 @@ from tiebreak.kernels.formats import BF16, FP32
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.plans import FP32_PLAN, Cast
-from tiebreak.matrix.train_options import configuration, in_layers, parse, parts
+from tiebreak.programs.train_options import configuration, in_layers, parse, parts
 from tiebreak.reports.errors import UsageError
 
 DONE, EXPLODED, USAGE, INTERRUPTED = 0, 1, 2, 130  # exit codes

@@ -10,9 +10,9 @@ from typing import Any
 
 from packaging.version import Version
 
-from tiebreak.backends.audit.targets import Target
 from tiebreak.kernels.triton.loading import installed, missing
 from tiebreak.kernels.triton.roster import Compilation
+from tiebreak.programs.audit.targets import Target
 
 # PTX of 3.6 and 3.7 gives the line inside a called function alone, and so not whose cast it is.
 OLDEST = "3.8"

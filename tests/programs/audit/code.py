@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 
-from tiebreak.backends.audit.assembly import Instruction, Place, parse
+from tiebreak.programs.audit.assembly import Instruction, Place, parse
 
 FUSED = re.compile(r"^(?:fma\.\w+\.f32(?:x2)?|v_(?:pk_)?(?:fma|fmac|fmamk|fmaak)_f32)$")
 MATRIX = re.compile(r"^(?:mma|wgmma\.mma_async|tcgen05\.mma|v_s?mfmac?_)")
