@@ -1,4 +1,7 @@
-"""Inputs whose P-bar are ties in bf16: they tell how a kernel casts P-bar, which scores drawn at random do not."""
+"""Inputs whose P-bar are ties in bf16: they tell how a kernel casts P-bar, which scores drawn at random do not.
+
+A case and a probe are made of them. Cases and backends don't know each other, so they lie here, where both may look.
+"""
 
 import numpy as np
 import torch

@@ -1,0 +1,154 @@
+"""The import graph, drawn from the sources, held to the arrows of CONTRIBUTING.md."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+ROW = re.compile(r"\| `([\w/]+)/` \| `tiebreak\.(\w+)` \| ([\w, ]+) \|")
+
+
+@dataclass(frozen=True)
+class Room:
+    """A row of the table."""
+
+    folder: str  # from the checkout
+    may_import: frozenset[str]  # other rooms
+
+
+@dataclass(frozen=True)
+class Module:
+    """A file of a room, by its import name."""
+
+    text: str
+    package: bool  # whether it is an __init__
+
+
+def rooms() -> dict[str, Room]:
+    """The table of CONTRIBUTING.md, by name."""
+    rows = ROW.findall((CHECKOUT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    return {
+        name: Room(folder, frozenset() if told == "nothing" else frozenset(told.split(", ")))
+        for folder, name, told in rows
+    }
+
+
+ROOMS = rooms()
+
+
+def modules() -> dict[str, Module]:
+    """Every module of every room, by its import name."""
+    found = {}
+    for name, room in ROOMS.items():
+        for path in (CHECKOUT / room.folder).rglob("*.py"):
+            inside = path.relative_to(CHECKOUT / room.folder).with_suffix("").parts
+            package = inside[-1] == "__init__"
+            parts = ("tiebreak", name, *(inside[:-1] if package else inside))
+            found[".".join(parts)] = Module(path.read_text(encoding="utf-8"), package)
+    return found
+
+
+def graph(sources: Mapping[str, Module]) -> dict[str, set[str]]:
+    """What of `sources` each of them imports, wherever in it the import stands."""
+    return {
+        name: {found for found in _imported(name, module) if found in sources} - {name}
+        for name, module in sources.items()
+    }
+
+
+def _imported(name: str, module: Module) -> Iterator[str]:
+    """Names that may be modules: of `from a import b` both a and a.b."""
+    for node in ast.walk(ast.parse(module.text)):
+        match node:
+            case ast.Import():
+                yield from (alias.name for alias in node.names)
+            case ast.ImportFrom():
+                origin = ".".join([*_above(name, module, node.level), *([node.module] if node.module else [])])
+                yield origin
+                yield from (f"{origin}.{alias.name}" for alias in node.names)
+            case ast.Call(func=ast.Name(id="import_module"), args=[ast.Constant(value=str(told)), *_]):
+                yield told
+
+
+def _above(name: str, module: Module, level: int) -> list[str]:
+    """Parts of the package that a relative import starts from; none for an absolute one."""
+    parts = name.split(".")
+    return parts[: len(parts) - level + module.package] if level else []
+
+
+def broken_arrows(found: Mapping[str, set[str]]) -> list[str]:
+    """Imports that the table does not allow, one line each."""
+    return [
+        f"{name} imports {other}: {_room(name)} may not import {_room(other)} (CONTRIBUTING.md)"
+        for name, others in found.items()
+        for other in sorted(others)
+        if _room(other) not in ROOMS[_room(name)].may_import | {_room(name)}
+    ]
+
+
+def circle(found: Mapping[str, set[str]]) -> list[str]:
+    """Modules that import one another, the first once more at the end; empty if none do."""
+    try:
+        TopologicalSorter(found).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def _room(name: str) -> str:
+    return name.split(".")[1]
+
+
+GRAPH = graph(modules())
+
+
+def test_the_table_names_every_room_where_it_is_installed_from() -> None:
+    settings = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    assert {f"tiebreak.{name}": room.folder for name, room in ROOMS.items()} == settings["package-dir"]
+    assert {name for name, module in modules().items() if module.package} == set(settings["packages"])
+    links = {path.name: path.resolve() for path in (CHECKOUT / ".typing/tiebreak").iterdir()}
+    assert links == {name: CHECKOUT / room.folder for name, room in ROOMS.items()}
+
+
+def test_every_import_goes_along_an_arrow() -> None:
+    assert sum(map(len, GRAPH.values())) > 300, "the graph was not drawn"
+    assert broken_arrows(GRAPH) == []
+
+
+def test_no_modules_import_one_another() -> None:
+    assert circle(GRAPH) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from tiebreak.backends import registry",
+        "from tiebreak import backends",
+        "import tiebreak.backends.registry as known",
+        "def late():\n    from tiebreak.backends.registry import BACKENDS",
+        "if TYPE_CHECKING:\n    from tiebreak.backends.registry import BACKENDS",
+        "from ..backends import registry",
+        "module = import_module('tiebreak.backends.registry')",
+    ],
+)
+def test_a_case_that_knows_a_backend_is_found(text: str) -> None:
+    sources = {**modules(), "tiebreak.cases.mine": Module(text, package=False)}
+    found = broken_arrows(graph(sources))
+    assert found
+    assert all(line.startswith("tiebreak.cases.mine imports tiebreak.backends") for line in found)
+
+
+def test_a_circle_is_found() -> None:
+    sources = {
+        "tiebreak.cases": Module("", package=True),
+        "tiebreak.cases.one": Module("from tiebreak.cases.two import x", package=False),
+        "tiebreak.cases.two": Module("from . import three", package=False),
+        "tiebreak.cases.three": Module("def late():\n    import tiebreak.cases.one", package=False),
+    }
+    assert set(circle(graph(sources))) == {f"tiebreak.cases.{name}" for name in ("one", "two", "three")}
