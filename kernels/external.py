@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, OBLONG_CAUSAL
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.plans import STANDARD, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 _BITS = {2: torch.int16, 4: torch.int32}
+# What the signature can say: it has neither a padding mask nor a key head for several query heads.
+_TAKES = frozenset({CAUSAL, OBLONG_CAUSAL, BLIND_ROWS})
 # (q, k, v, *, causal=False, scale=None), all (batch, heads, N, d), to O (batch, heads, N, d)
 UserFunction = Callable[..., Tensor]
 
@@ -80,16 +83,7 @@ def external_kernel(spec: str, plan: RoundingPlan | None) -> Kernel:
     algorithm: Literal["flash", "standard"] = "standard" if plan == STANDARD else "flash"
     declaration = None if plan is None else Declaration(algorithm, plan, SHIFT_RULES["safe"])
     name = spec.rpartition(":")[2]
-    return Kernel(name, partial(_compute, function), declaration, has_backward=False, refuses=_refuses, external=True)
-
-
-def _refuses(inputs: AttentionInputs) -> str | None:
-    """The signature has neither a padding mask nor grouped heads."""
-    if inputs.key_padding is not None:
-        return "the signature (q, k, v, *, causal, scale) takes no key padding mask"
-    if inputs.groups > 1:
-        return "the signature (q, k, v, *, causal, scale) takes one key head a query head"
-    return None
+    return Kernel(name, partial(_compute, function), declaration, has_backward=False, takes=_TAKES, external=True)
 
 
 def _compute(

@@ -8,6 +8,7 @@ from functools import cache, partial
 from torch import Tensor
 
 from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.features import COMMON, KEY_PADDING
 from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
@@ -36,12 +37,17 @@ def _function() -> Callable[..., Tensor]:
 
 def flash_attn() -> Kernel:
     """FlashAttention-2. Where it is missing it skips its cells, and no training run has it."""
-    return Kernel("flash_attn", _compute, fused_on_gpu(FLASH_2_BLOCK), has_backward=missing() is None, refuses=_refuses)
+    return Kernel(
+        "flash_attn",
+        _compute,
+        fused_on_gpu(FLASH_2_BLOCK),
+        has_backward=missing() is None,
+        takes=COMMON - {KEY_PADDING},  # its signature has none
+        lacks=_lacks,
+    )
 
 
-def _refuses(inputs: AttentionInputs) -> str | None:
-    if inputs.key_padding is not None:
-        return "flash_attn_func takes no key padding mask"
+def _lacks(inputs: AttentionInputs) -> str | None:
     if inputs.fmt not in (BF16, FP16):
         return f"flash-attn takes {BF16.name} and {FP16.name}, not {inputs.fmt.name}"
     if inputs.q.shape[3] > LARGEST_HEAD:

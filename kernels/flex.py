@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
@@ -30,10 +31,10 @@ Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def flex() -> Kernel:
     """FlexAttention through torch.compile, forward and backward."""
-    return Kernel("flex", _compute, fused_on_gpu(_BLOCK), refuses=_refuses)
+    return Kernel("flex", _compute, fused_on_gpu(_BLOCK), takes=COMMON, lacks=_lacks)
 
 
-def _refuses(inputs: AttentionInputs) -> str | None:
+def _lacks(inputs: AttentionInputs) -> str | None:
     if inputs.q.shape[3] < SMALLEST_HEAD:
         return f"FlexAttention takes head dimensions from {SMALLEST_HEAD} on, not {inputs.q.shape[3]}"
     return empty(inputs) or missing() or _uncompiled()

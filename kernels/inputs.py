@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, KEY_PADDING, OBLONG_CAUSAL, Feature
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format
 
 # Formats that torch devices compute in.
@@ -48,6 +49,21 @@ class AttentionInputs:
     def groups(self) -> int:
         """Query heads per key head."""
         return self.q.shape[1] // self.k.shape[1]
+
+    def asks(self) -> tuple[Feature, ...]:
+        """What a kernel has to take to run these inputs; one that doesn't would leave it out and answer wrongly."""
+        asked = {
+            GROUPED: self.groups > 1,
+            CAUSAL: self.causal,
+            OBLONG_CAUSAL: self.causal and self.q.shape[2] != self.k.shape[2],
+            KEY_PADDING: self.key_padding is not None,
+            BLIND_ROWS: self._blind(),
+        }
+        return tuple(feature for feature, needed in asked.items() if needed)
+
+    def _blind(self) -> bool:
+        hidden = self.hidden()
+        return hidden is not None and bool(hidden.all(-1).any())
 
     def expanded_k(self) -> Tensor:
         """K with every key head repeated for its query heads, (batch, heads, keys, d)."""

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Literal
 
 from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.features import COMMON, Feature
 from tiebreak.kernels.flash import BLOCK, Block, backward, flash, standard
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
@@ -34,11 +35,11 @@ class Declaration:
 
 # (inputs on the backend's device, its arithmetic, whether gradients are wanted) -> output
 Compute = Callable[[AttentionInputs, Arithmetic, bool], AttentionOutput]
-# inputs -> None, or why the kernel can't take them
-Refuses = Callable[[AttentionInputs], str | None]
+# inputs whose every feature the kernel takes, on their device -> None, or what keeps it from running them there
+Lacks = Callable[[AttentionInputs], str | None]
 
 
-def _takes_all(inputs: AttentionInputs) -> None:
+def _nothing(inputs: AttentionInputs) -> None:
     del inputs
 
 
@@ -50,10 +51,23 @@ class Kernel:
     compute: Compute  # runs it
     declaration: Declaration | None  # what it claims to do; None where nobody knows
     has_backward: bool = True  # whether it returns gradients when asked
-    refuses: Refuses = _takes_all  # why it can't take some inputs
+    takes: frozenset[Feature] = frozenset()  # what inputs may ask of it: what it was never told of, it is refused
+    lacks: Lacks = _nothing  # what it misses here: a package, a head dimension, a format, PyTorch's consent
     external: bool = False  # a user's own: held to the contract of `tiebreak.kernels.external`
     v_format: Format | None = None  # the format that V must fit in, where it is narrower than the others'
     composed: bool = False  # whether it is its declaration, run on whatever arithmetic it is given
+
+    def refusal(self, inputs: AttentionInputs) -> str | None:
+        """None, or why it can't run some inputs on their device, in one line.
+
+        Args:
+            inputs: on the device that they would run on.
+
+        Returns:
+            What they ask for and it does not take; else what it lacks.
+        """
+        untaken = [feature.words for feature in inputs.asks() if feature not in self.takes]
+        return f"{self.name} takes no {' and no '.join(untaken)}" if untaken else self.lacks(inputs)
 
 
 def run_declared(
@@ -82,4 +96,4 @@ def run_declared(
 
 def composed(name: str, declaration: Declaration) -> Kernel:
     """A kernel that is its declaration, run on whatever arithmetic a backend brings."""
-    return Kernel(name, partial(run_declared, declaration), declaration, composed=True)
+    return Kernel(name, partial(run_declared, declaration), declaration, takes=COMMON, composed=True)

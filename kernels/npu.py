@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Kernel
@@ -214,29 +215,29 @@ def _narrow(inputs: AttentionInputs) -> tuple[Tensor, ...]:
 def _found(operators: Operators, name: str) -> Operator:
     operator = operators(name)
     if operator is None:
-        raise NotImplementedError(_lacks(operators, (name,)))
+        raise NotImplementedError(_absent(operators, (name,)))
     return operator
 
 
-def _lacks(operators: Operators, names: tuple[str, ...]) -> str | None:
+def _absent(operators: Operators, names: tuple[str, ...]) -> str | None:
     missing = [name for name in names if operators(name) is None]
     return f"this torch-npu has no {', '.join(missing)}: install a newer release (docs/ascend.md)" if missing else None
 
 
-def _training_refuses(operators: Operators, inputs: AttentionInputs) -> str | None:
+def _training_lacks(operators: Operators, inputs: AttentionInputs) -> str | None:
     del inputs
-    return _lacks(operators, ("npu_fusion_attention", "npu_fusion_attention_grad"))
+    return _absent(operators, ("npu_fusion_attention", "npu_fusion_attention_grad"))
 
 
-def _inference_refuses(operators: Operators, name: str, inputs: AttentionInputs) -> str | None:
-    return f"{name} takes no fp32" if inputs.fmt == FP32 else _lacks(operators, (name,))
+def _inference_lacks(operators: Operators, name: str, inputs: AttentionInputs) -> str | None:
+    return f"{name} takes no fp32" if inputs.fmt == FP32 else _absent(operators, (name,))
 
 
 def fusion_attention(layout: str, inner_precise: int, operators: Operators = torch_npu_operators) -> Kernel:
     """npu_fusion_attention in one layout at one `inner_precise`, with its backward operator."""
     compute = FusionAttention(layout, inner_precise, operators)
     name = f"npu_fusion_{layout.lower()}_p{inner_precise}"
-    return Kernel(name, compute, None, refuses=partial(_training_refuses, operators))
+    return Kernel(name, compute, None, takes=COMMON, lacks=partial(_training_lacks, operators))
 
 
 def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...]:
@@ -258,7 +259,8 @@ def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...
             partial(_prompt, operators),
             None,
             has_backward=False,
-            refuses=partial(_inference_refuses, operators, prompt),
+            takes=COMMON,
+            lacks=partial(_inference_lacks, operators, prompt),
         ),
         *(
             Kernel(
@@ -266,7 +268,8 @@ def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...
                 partial(_infer, operators, precise),
                 None,
                 has_backward=False,
-                refuses=partial(_inference_refuses, operators, infer),
+                takes=COMMON,
+                lacks=partial(_inference_lacks, operators, infer),
             )
             for precise in INNER_PRECISE[:2]  # 2 and 3 differ from them in rows without a visible key only
         ),

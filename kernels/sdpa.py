@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.features import CAUSAL, COMMON, GROUPED, Feature
 from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput
@@ -37,6 +38,8 @@ _FEXP_U20 = Exponential(
     correction=(0.00010703434948458272, 0.30354260500649682, -0.22433836478672356, -0.079204240219773236)
 )
 
+# Of a causal mask it is told by is_causal alone, which is another mask where queries and keys are not as many.
+_WITHOUT_MASK = frozenset({CAUSAL, GROUPED})
 _FUSED_OPERATORS = "aten::_scaled_dot_product_"
 _COMPOSED_OPERATOR = "aten::_scaled_dot_product_attention_math"
 
@@ -51,17 +54,17 @@ class Implementation:
 
     backend: SDPBackend  # PyTorch's name of it
     operator: str | None  # the one operator that PyTorch calls where it runs; None: it is composed of many
-    takes_masks: bool = True  # whether it takes a tensor that masks scores
+    takes: frozenset[Feature] = COMMON  # what inputs may ask of it; without a tensor that masks scores, not all
     causal_flag: bool = False  # whether it is told of a causal mask by is_causal, where queries and keys are as many
 
 
 CPU_FLASH = Implementation(SDPBackend.FLASH_ATTENTION, "aten::_scaled_dot_product_flash_attention_for_cpu")
 MATH = Implementation(SDPBackend.MATH, None)
 CUDA_FLASH = Implementation(
-    SDPBackend.FLASH_ATTENTION, "aten::_scaled_dot_product_flash_attention", takes_masks=False, causal_flag=True
+    SDPBackend.FLASH_ATTENTION, "aten::_scaled_dot_product_flash_attention", takes=_WITHOUT_MASK, causal_flag=True
 )
 CUDA_CUDNN = Implementation(
-    SDPBackend.CUDNN_ATTENTION, "aten::_scaled_dot_product_cudnn_attention", takes_masks=False, causal_flag=True
+    SDPBackend.CUDNN_ATTENTION, "aten::_scaled_dot_product_cudnn_attention", takes=_WITHOUT_MASK, causal_flag=True
 )
 CUDA_EFFICIENT = Implementation(
     SDPBackend.EFFICIENT_ATTENTION, "aten::_scaled_dot_product_efficient_attention", causal_flag=True
@@ -134,19 +137,15 @@ def compute(
     return through_autograd(partial(_call, implementation, inputs), inputs, gradients)
 
 
-def refusal(implementation: Implementation, inputs: AttentionInputs) -> str | None:
-    """None, or why an implementation can't take some inputs on their device, in one line.
+def lacks(implementation: Implementation, inputs: AttentionInputs) -> str | None:
+    """None, or what keeps an implementation from running some inputs on their device, in one line.
 
-    Where the rules here don't tell, PyTorch does, in its own words: head dimensions, formats and grouped heads that an
-    implementation takes differ between releases and cards. Nothing is computed.
+    PyTorch tells, in its own words: head dimensions, formats and grouped heads that an implementation takes differ
+    between releases and cards. Nothing is computed.
     """
     if (nothing := empty(inputs)) is not None:
         return nothing
     mask, flag = _mask(implementation, inputs), _flagged(implementation, inputs)
-    if mask is not None and not implementation.takes_masks:
-        queries, keys = inputs.q.shape[2], inputs.k.shape[2]
-        kind = "key padding" if inputs.key_padding is not None else f"causal mask of {queries} queries, {keys} keys"
-        return f"{implementation.backend.name} takes no mask but a square causal one: {kind}"
     dtype = TORCH_DTYPES[inputs.fmt]
     # As for a backward pass: some implementations take more without one.
     q, k, v = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
@@ -193,13 +192,14 @@ def cpu_sdpa_flash() -> Kernel:
     if _is_fast(measure_exp_at_zero()):
         plan = replace(FUSED, name="fused_fast_exp", exponential=replace(_FEXP_U20, lanes=_lanes()))
     declaration = Declaration("flash", plan, SHIFT_RULES["safe"], _CPU_FLASH_BLOCK)
-    return Kernel("sdpa_flash", partial(compute, CPU_FLASH), declaration)
+    return Kernel("sdpa_flash", partial(compute, CPU_FLASH), declaration, takes=CPU_FLASH.takes)
 
 
 def sdpa_math() -> Kernel:
     """PyTorch's composed implementation, which upcasts narrow inputs to fp32 and casts O only."""
     plan = replace(FP32_PLAN, name="fp32_inside", o=Cast(BF16), delta_from=DeltaSource.PROBABILITIES)
-    return Kernel("sdpa_math", partial(compute, MATH), Declaration("flash", plan, SHIFT_RULES["safe"]))
+    declaration = Declaration("flash", plan, SHIFT_RULES["safe"])
+    return Kernel("sdpa_math", partial(compute, MATH), declaration, takes=MATH.takes)
 
 
 def gpu_sdpa_kernels() -> tuple[Kernel, ...]:
@@ -210,7 +210,7 @@ def gpu_sdpa_kernels() -> tuple[Kernel, ...]:
         ("sdpa_efficient", CUDA_EFFICIENT, _EFFICIENT_BLOCK),
     )
     kernels = (
-        Kernel(name, partial(compute, one), fused_on_gpu(block), refuses=partial(refusal, one))
+        Kernel(name, partial(compute, one), fused_on_gpu(block), takes=one.takes, lacks=partial(lacks, one))
         for name, one, block in fused
     )
     return (*kernels, sdpa_math())

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP32, Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
@@ -49,7 +50,8 @@ def triton_kernels(*, interpreted: bool) -> tuple[Kernel, ...]:
             partial(_compute, declaration, interpreted),
             declaration,
             has_backward=_v_format(declaration.plan) is None,  # nobody trains with a V of 8 bits
-            refuses=partial(refusal, declaration=declaration, interpreted=interpreted),
+            takes=COMMON,
+            lacks=partial(refusal, declaration=declaration, interpreted=interpreted),
             v_format=_v_format(declaration.plan),
         )
         for name, declaration in DECLARATIONS.items()

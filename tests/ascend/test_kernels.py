@@ -186,7 +186,7 @@ def none_of_them(name: str) -> Operator | None:
 
 @pytest.mark.parametrize("kernel", npu_kernels(none_of_them), ids=lambda kernel: kernel.name)
 def test_an_operator_that_a_release_lacks_is_named(kernel: Kernel) -> None:
-    reason = kernel.refuses(drawn("random"))
+    reason = kernel.refusal(drawn("random"))
     assert reason is not None
     assert reason.startswith("this torch-npu has no npu_")
     assert reason.endswith("install a newer release (docs/ascend.md)")
@@ -199,7 +199,7 @@ def test_no_operator_is_there_before_torch_npu_is() -> None:
 
 
 def test_inference_operators_refuse_fp32_and_training_takes_it(backend: Ascend) -> None:
-    refusing = [kernel.name for kernel in npu_kernels(backend.npu.operators) if kernel.refuses(drawn("random", FP32))]
+    refusing = [kernel.name for kernel in npu_kernels(backend.npu.operators) if kernel.refusal(drawn("random", FP32))]
     assert refusing == ["npu_prompt_flash", "npu_fused_infer_p0", "npu_fused_infer_p1"]
 
 

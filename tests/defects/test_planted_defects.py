@@ -12,6 +12,7 @@ from tiebreak.backends.backend import CPU, Backend
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.formats import BF16, Rounding
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel, run_declared
@@ -131,7 +132,7 @@ def _declared(name: str) -> Declaration:
 def test_defect_falls(name: str, case: str) -> None:
     defect = DEFECTS[name]
     declaration = _declared(defect.declared)
-    kernel = Kernel(name, defect.compute(declaration), declaration, has_backward=False)
+    kernel = Kernel(name, defect.compute(declaration), declaration, has_backward=False, takes=COMMON)
     record = _run(kernel, defect.arithmetic, case)
     assert record.outcome == FELL, record
     assert record.reasons
@@ -141,7 +142,7 @@ def test_defect_falls(name: str, case: str) -> None:
 @pytest.mark.parametrize("name", TWINS)
 def test_its_sound_twin_holds(name: str, case: str) -> None:
     declaration = _declared(name)
-    kernel = Kernel(name, partial(run_declared, declaration), declaration)
+    kernel = Kernel(name, partial(run_declared, declaration), declaration, takes=COMMON)
     record = _run(kernel, EXACT, case)
     assert record.outcome == HELD, record.reasons
 
@@ -149,7 +150,7 @@ def test_its_sound_twin_holds(name: str, case: str) -> None:
 def test_v2_as_printed_is_right_but_for_the_negative_branch() -> None:
     defect = DEFECTS["as_printed_v2"]
     declaration = _declared(defect.declared)
-    kernel = Kernel("as_printed_v2", defect.compute(declaration), declaration, has_backward=False)
+    kernel = Kernel("as_printed_v2", defect.compute(declaration), declaration, has_backward=False, takes=COMMON)
     assert _run(kernel, EXACT, "tied_maxima[k=2]").outcome == HELD
 
 
@@ -157,5 +158,5 @@ def test_v2_as_printed_is_right_but_for_the_negative_branch() -> None:
 def test_a_case_that_cannot_be_predicted_records_no_prediction(case: str) -> None:
     """Else an exemption would read as a prediction that was met."""
     declaration = _declared("flash@fused")
-    record = _run(Kernel("sound", partial(run_declared, declaration), declaration), EXACT, case)
+    record = _run(Kernel("sound", partial(run_declared, declaration), declaration, takes=COMMON), EXACT, case)
     assert record.prediction is None

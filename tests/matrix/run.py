@@ -30,7 +30,7 @@ def run_cell(cell: Cell | TrainingCell, bench: Workbench) -> records.Record:
         if isinstance(cell, TrainingCell):
             return run_training(cell, settings)
         inputs = bench.batch(cell.case, cell.fmt, 0).inputs
-        refusal = cell.kernel.refuses(to_device(inputs, cell.backend.device))
+        refusal = cell.kernel.refusal(to_device(inputs, cell.backend.device))
         if refusal is not None:
             return blank_record(cell, settings, records.SKIPPED, (refusal,))
         return _run(cell, bench)

@@ -191,7 +191,7 @@ def _head(flag: str, name: str, backend: Backend, sizes: Configuration) -> HeadK
     """
     kernel = _kernel(name, backend)
     probe = torch.zeros(1, sizes.heads, 2, sizes.d)
-    refusal = kernel.refuses(AttentionInputs(probe, probe, probe, probe, BF16, causal=True))
+    refusal = kernel.refusal(AttentionInputs(probe, probe, probe, probe, BF16, causal=True))
     if refusal is not None:
         raise UsageError(f"{flag} {name}: {refusal}")
     if not kernel.composed or kernel.declaration is None:

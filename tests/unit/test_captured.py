@@ -18,6 +18,7 @@ from tiebreak.cases.case import Case
 from tiebreak.cases.measures import Measures
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import Verdict, judge
+from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.formats import BF16, FP16, Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
@@ -212,7 +213,7 @@ class TestLooks:
 
     def test_cancelled_elements_do_not_hide_a_bias(self, tmp_path: Path) -> None:
         layer = normal((2, 8, 48, 32))
-        kernel = Kernel("truncating", truncating, None)
+        kernel = Kernel("truncating", truncating, None, takes=COMMON)
         looks = looked(only_case(tmp_path, layer, CAUSAL), kernel)
         assert looks.measures.bias.beyond(0.4)
         assert -0.55 < looks.measures.bias.mean < -0.4
@@ -234,7 +235,7 @@ class TestLooks:
             cancelled = ref.o.abs() < 0.25 * ref.magnitude
             return AttentionOutput(torch.where(cancelled, ref.o + 10 * ref.magnitude, ref.o).bfloat16().float())
 
-        cell = Cell(CPU, Kernel("wrong", wrong, None), only_case(tmp_path, normal((1, 4, 16, 8))), BF16)
+        cell = Cell(CPU, Kernel("wrong", wrong, None, takes=COMMON), only_case(tmp_path, normal((1, 4, 16, 8))), BF16)
         record = run_cell(cell, Workbench(Settings()))
         assert record.outcome == FELL
         assert "times the bound" in record.reasons[0]
@@ -249,7 +250,7 @@ class TestLooks:
         gone = looked(only_case(tmp_path / "gone", opposed), composed_kernel("flash@paper"))
         assert gone.remedy.startswith("every element of O has cancelled")
         assert gone.prediction_met() is None
-        undeclared = looked(gone.cell.case, Kernel("truncating", truncating, None))
+        undeclared = looked(gone.cell.case, Kernel("truncating", truncating, None, takes=COMMON))
         assert undeclared.candidates
         assert undeclared.fits() == []
 

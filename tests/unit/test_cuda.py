@@ -352,16 +352,16 @@ class TestFlex:
     ) -> None:
         import torch._dynamo
 
-        assert flex.flex().refuses(made("random")) is None
+        assert flex.flex().refusal(made("random")) is None
         monkeypatch.setattr(torch._dynamo.config, "disable", True)
-        assert "torch.compile is switched off" in str(flex.flex().refuses(made("random")))
+        assert "torch.compile is switched off" in str(flex.flex().refusal(made("random")))
 
     def test_it_refuses_what_it_has_no_kernel_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         narrow = torch.ones(1, 1, 4, 8)
-        told = flex.flex().refuses(AttentionInputs(narrow, narrow, narrow, narrow, BF16))
+        told = flex.flex().refusal(AttentionInputs(narrow, narrow, narrow, narrow, BF16))
         assert told == "FlexAttention takes head dimensions from 16 on, not 8"
         monkeypatch.setattr(flex, "missing", lambda: "triton is not installed")
-        assert flex.flex().refuses(made("random")) == "triton is not installed"
+        assert flex.flex().refusal(made("random")) == "triton is not installed"
 
 
 class TestFlashAttn:
@@ -393,7 +393,7 @@ class TestFlashAttn:
     @pytest.mark.parametrize(("name", "queries"), [("random_causal", 30), ("random_grouped", None)])
     def test_its_layout_and_masks(self, name: str, queries: int | None) -> None:
         kernel, inputs = flash_attn.flash_attn(), made(name, queries)
-        assert kernel.refuses(inputs) is None
+        assert kernel.refusal(inputs) is None
         hold_to_bound(kernel, inputs, kernel.compute(inputs, ARITHMETIC, False).o)
 
     def test_its_gradients_repeat(self, installed: list[dict[str, object]]) -> None:
@@ -408,23 +408,23 @@ class TestFlashAttn:
 
     def test_where_it_is_missing_it_skips_and_trains_nothing(self) -> None:
         kernel = flash_attn.flash_attn()
-        assert "flash-attn is not installed" in str(kernel.refuses(made("random")))
+        assert "flash-attn is not installed" in str(kernel.refusal(made("random")))
         assert not kernel.has_backward
 
     def test_a_package_without_the_function(self, monkeypatch: pytest.MonkeyPatch) -> None:
         module = ModuleType("flash_attn")
         module.__spec__ = ModuleSpec("flash_attn", None)
         monkeypatch.setitem(sys.modules, "flash_attn", module)
-        told = flash_attn.flash_attn().refuses(made("random"))
+        told = flash_attn.flash_attn().refusal(made("random"))
         assert told == "flash-attn has no flash_attn_func here: module 'flash_attn' has no attribute 'flash_attn_func'"
 
     @pytest.mark.usefixtures("installed")
     def test_it_refuses_what_it_does_not_take(self) -> None:
-        refuses = flash_attn.flash_attn().refuses
-        assert refuses(made("padded")) == "flash_attn_func takes no key padding mask"
-        assert refuses(replace(made("random"), fmt=FP32)) == "flash-attn takes bf16 and fp16, not fp32"
+        refusal = flash_attn.flash_attn().refusal
+        assert refusal(made("padded")) == "flash_attn takes no key padding mask"
+        assert refusal(replace(made("random"), fmt=FP32)) == "flash-attn takes bf16 and fp16, not fp32"
         wide = torch.ones(1, 1, 2, 264)
-        told = refuses(AttentionInputs(wide, wide, wide, wide, BF16))
+        told = refusal(AttentionInputs(wide, wide, wide, wide, BF16))
         assert told == "flash-attn takes head dimensions up to 256, not 264"
 
 

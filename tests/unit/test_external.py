@@ -158,13 +158,17 @@ def test_a_kernel_with_the_plan_of_standard_attention_declares_that(sound_file: 
 
 @pytest.mark.parametrize(
     ("inputs", "reason"),
-    [(_inputs(), None), (_inputs(padded=True), "padding mask"), (_inputs(groups=2), "one key head a query head")],
+    [
+        (_inputs(), None),
+        (_inputs(padded=True), "sound takes no key padding mask"),
+        (_inputs(groups=2), "takes no grouped-query heads"),
+    ],
     ids=["plain", "padded", "grouped"],
 )
 def test_what_the_signature_cannot_say_is_refused(
     sound_file: Path, inputs: AttentionInputs, reason: str | None
 ) -> None:
-    refusal = external_kernel(f"{sound_file}:sound", None).refuses(inputs)
+    refusal = external_kernel(f"{sound_file}:sound", None).refusal(inputs)
     assert refusal is None if reason is None else reason in str(refusal)
 
 

@@ -24,6 +24,7 @@ from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels import sdpa
+from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, ulp
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import Declaration, Kernel, composed
@@ -236,7 +237,7 @@ def test_the_backward_pass_leaves_the_inputs_out_of_its_graph(name: str) -> None
 
 # What the flash implementation of a GPU is told, run by the CPU's.
 ON_CPU = replace(sdpa.CUDA_FLASH, operator=sdpa.CPU_FLASH.operator)
-MASKED_ON_CPU = replace(ON_CPU, takes_masks=True)  # as the memory-efficient one
+MASKED_ON_CPU = replace(ON_CPU, takes=COMMON)  # as the memory-efficient one
 FALLEN_BACK = [
     (sdpa.CPU_FLASH, SDPBackend.MATH, "FLASH_ATTENTION was forced, but PyTorch ran the composed implementation"),
     (sdpa.MATH, SDPBackend.FLASH_ATTENTION, f"MATH was forced, but PyTorch ran {sdpa.CPU_FLASH.operator}"),
@@ -313,26 +314,25 @@ def test_a_causal_mask_is_the_inputs_however_it_is_told(queries: int) -> None:
 
 
 def test_a_gpu_s_flash_and_cudnn_refuse_masks() -> None:
-    takes = "takes no mask but a square causal one"
-    for implementation in (sdpa.CUDA_FLASH, sdpa.CUDA_CUDNN):
-        name = implementation.backend.name
+    kernels = {kernel.name: kernel for kernel in sdpa.gpu_sdpa_kernels()}
+    for name in ("sdpa_flash", "sdpa_cudnn"):
         padded, oblong = _inputs("padded"), _rows("random_causal", 30)
-        assert sdpa.refusal(implementation, padded) == f"{name} {takes}: key padding"
-        assert sdpa.refusal(implementation, oblong) == f"{name} {takes}: causal mask of 30 queries, 48 keys"
+        assert kernels[name].refusal(padded) == f"{name} takes no key padding mask"
+        assert kernels[name].refusal(oblong) == f"{name} takes no causal mask of fewer or more queries than keys"
 
 
 def test_what_pytorch_can_run_is_not_refused() -> None:
-    assert [sdpa.refusal(ON_CPU, _inputs(name)) for name in ("random", "random_causal", "random_grouped")] == [None] * 3
+    assert [sdpa.lacks(ON_CPU, _inputs(name)) for name in ("random", "random_causal", "random_grouped")] == [None] * 3
 
 
 def test_nothing_to_attend_to_is_refused() -> None:
     nothing = torch.zeros(1, 1, 0, 64)
-    told = sdpa.refusal(ON_CPU, AttentionInputs(nothing, nothing, nothing, nothing, BF16))
+    told = sdpa.lacks(ON_CPU, AttentionInputs(nothing, nothing, nothing, nothing, BF16))
     assert told == "nothing to attend to: q (1, 1, 0, 64), k (1, 1, 0, 64)"
 
 
 def test_what_pytorch_has_no_kernel_for_is_refused_in_its_words() -> None:
-    told = sdpa.refusal(sdpa.CUDA_EFFICIENT, _inputs("random"))
+    told = sdpa.lacks(sdpa.CUDA_EFFICIENT, _inputs("random"))
     assert told is not None
     assert told.startswith("EFFICIENT_ATTENTION: No viable backend for scaled_dot_product_attention was found.")
 
@@ -349,13 +349,13 @@ def test_of_pytorch_s_warnings_the_reason_is_told(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("No available kernel. Aborting execution.")
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
-    told = sdpa.refusal(sdpa.CUDA_FLASH, _inputs("random"))
+    told = sdpa.lacks(sdpa.CUDA_FLASH, _inputs("random"))
     assert told == "FLASH_ATTENTION: Flash attention requires q,k,v to have the same last dimension."
 
 
 def test_a_choice_of_another_implementation_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **options: 0)
-    told = sdpa.refusal(sdpa.CUDA_CUDNN, _inputs("random"))
+    told = sdpa.lacks(sdpa.CUDA_CUDNN, _inputs("random"))
     assert told == "CUDNN_ATTENTION can't take these inputs: PyTorch would run MATH"
 
 

@@ -375,7 +375,7 @@ def test_a_plan_that_the_kernels_cannot_keep_is_refused(change: str) -> None:
 def _refused(**changes: object) -> str | None:
     inputs = replace(_normal(4, 8, 16, 2, 2, False), **changes)  # type: ignore[arg-type]
     kernel = next(kernel for kernel in triton_kernels(interpreted=True) if kernel.name == "triton_flash")
-    reason = kernel.refuses(inputs)
+    reason = kernel.refusal(inputs)
     if reason is not None:
         with pytest.raises(ValueError, match=reason.replace("(", r"\(").replace(")", r"\)")):
             kernel.compute(inputs, ARITHMETIC, False)

@@ -1,0 +1,22 @@
+"""What inputs may ask of a kernel, and what a kernel may say that it takes: the one vocabulary of both."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One thing beyond attention of as many query as key heads, in which every query sees every key."""
+
+    name: str  # how it is called
+    words: str  # after "takes no", in the reason of a skip
+
+
+GROUPED = Feature("grouped", "grouped-query heads")
+CAUSAL = Feature("causal", "causal mask")
+OBLONG_CAUSAL = Feature("oblong causal", "causal mask of fewer or more queries than keys")  # aligned at its lower right
+KEY_PADDING = Feature("key padding", "key padding mask")
+BLIND_ROWS = Feature("blind rows", "row without a visible key")
+
+# What kernels take that mask every score on its own. What is added above later does not belong in here: each kernel
+# that takes it says so itself, and all others are refused it.
+COMMON = frozenset({GROUPED, CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS})

@@ -1,0 +1,92 @@
+"""What inputs ask of a kernel, what a kernel takes, and what follows from the two."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiebreak.backends.registry import BACKENDS
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels import features
+from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, KEY_PADDING, OBLONG_CAUSAL, Feature
+from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.kernel import Kernel
+
+CASES = {case.name: case for case in SCRIPTED}
+WINDOW = Feature("window", "window of keys")  # stands for a feature that is added one day
+
+
+class Windowed(AttentionInputs):
+    """Inputs that ask for what no kernel has heard of."""
+
+    def asks(self) -> tuple[Feature, ...]:
+        """A window too."""
+        return (*super().asks(), WINDOW)
+
+
+def _inputs(case: str) -> AttentionInputs:
+    return CASES[case].make(1, 0, 16, BF16)
+
+
+def _queries(inputs: AttentionInputs, queries: int) -> AttentionInputs:
+    return replace(inputs, q=inputs.q[:, :, :queries], do=inputs.do[:, :, :queries])
+
+
+def _nothing_taken(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
+    raise AssertionError("a kernel is asked first")
+
+
+def _kernels() -> list[Kernel]:
+    own = external_kernel(f"{Path(__file__)}:_queries", None)
+    return [own, *(kernel for backend in BACKENDS.values() for kernel in backend.kernels())]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "asked"),
+    [
+        (_inputs("random"), ()),
+        (_inputs("random_grouped"), (GROUPED,)),
+        (_inputs("random_causal"), (CAUSAL,)),
+        (_queries(_inputs("random_causal"), 30), (CAUSAL, OBLONG_CAUSAL)),
+        (
+            replace(_inputs("random"), q=torch.ones(1, 16, 200, 64), do=torch.ones(1, 16, 200, 64), causal=True),
+            (CAUSAL, OBLONG_CAUSAL, BLIND_ROWS),
+        ),
+        (_inputs("padded"), (KEY_PADDING,)),
+        (_inputs("wholly_masked"), (KEY_PADDING, BLIND_ROWS)),
+    ],
+    ids=["plain", "grouped", "causal", "oblong", "more queries than keys", "padded", "blind"],
+)
+def test_inputs_say_what_they_ask_for(inputs: AttentionInputs, asked: tuple[Feature, ...]) -> None:
+    assert inputs.asks() == asked
+
+
+def test_a_feature_that_no_kernel_has_heard_of_is_refused_by_every_kernel() -> None:
+    plain = _inputs("random")
+    inputs = Windowed(plain.q, plain.k, plain.v, plain.do, plain.fmt)
+    told = {kernel.name: kernel.refusal(inputs) for kernel in _kernels()}
+    assert told == {name: f"{name} takes no window of keys" for name in told}
+
+
+@pytest.mark.parametrize("case", ["random_grouped", "random_causal", "padded", "wholly_masked"])
+def test_a_kernel_that_says_nothing_of_a_feature_is_refused_it(case: str) -> None:
+    inputs = _inputs(case)
+    told = Kernel("mine", _nothing_taken, None).refusal(inputs)
+    assert told == "mine takes no " + " and no ".join(feature.words for feature in inputs.asks())
+
+
+def test_what_a_kernel_takes_is_asked_before_what_it_lacks() -> None:
+    kernel = Kernel("mine", _nothing_taken, None, takes=frozenset({CAUSAL}), lacks=lambda inputs: "no such card")
+    assert kernel.refusal(_inputs("padded")) == "mine takes no key padding mask"
+    assert kernel.refusal(_inputs("random_causal")) == "no such card"
+    assert replace(kernel, lacks=lambda inputs: None).refusal(_inputs("random_causal")) is None
+
+
+def test_every_kernel_that_takes_a_feature_takes_a_known_one() -> None:
+    known = {value for value in vars(features).values() if isinstance(value, Feature)}
+    assert len({feature.name for feature in known}) == len({feature.words for feature in known}) == len(known)
+    assert all(kernel.takes <= known for kernel in _kernels())
