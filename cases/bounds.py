@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
@@ -28,7 +29,7 @@ _EXPONENTIAL_ERROR = 2.0**-13  # relative: 1.2e-4; PyTorch's fast exponential er
 _ROUNDINGS_A_BLOCK = 3  # of O-bar and of l: the block's own sum, the rescale, the addition
 
 # A kernel that declares nothing is held to the loosest preset.
-UNDECLARED = Declaration("flash", replace(ALL_BF16, name="undeclared"), SHIFT_RULES["safe"])
+UNDECLARED = Declaration(FLASH_ATTENTION, replace(ALL_BF16, name="undeclared"), SHIFT_RULES["safe"])
 
 
 def _roundoff(cast: Cast) -> float:

@@ -111,7 +111,7 @@ class Claim:
             return False
         if declaration is None:
             return not self.rules and not self.plans and self.tiled is None
-        rule = "standard" if declaration.algorithm == "standard" else declaration.shift_rule.name
+        rule = declaration.claimed_as
         if self.tiled is not None and self.tiled != (declaration.block.keys < BLOCK.keys):
             return False
         return (not self.rules or rule in self.rules) and (not self.plans or declaration.plan.name in self.plans)

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, OBLONG_CAUSAL
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput
@@ -80,7 +80,7 @@ def external_kernel(spec: str, plan: RoundingPlan | None) -> Kernel:
         ValueError: the function can't be loaded.
     """
     function = load(spec)
-    algorithm: Literal["flash", "standard"] = "standard" if plan == STANDARD else "flash"
+    algorithm = STANDARD_ATTENTION if plan == STANDARD else FLASH_ATTENTION
     declaration = None if plan is None else Declaration(algorithm, plan, SHIFT_RULES["safe"])
     name = spec.rpartition(":")[2]
     return Kernel(name, partial(_compute, function), declaration, has_backward=False, takes=_TAKES, external=True)

@@ -3,34 +3,40 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, Algorithm
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.features import COMMON, Feature
-from tiebreak.kernels.flash import BLOCK, Block, backward, flash, standard
+from tiebreak.kernels.features import Feature
+from tiebreak.kernels.flash import BLOCK, Block, backward
 from tiebreak.kernels.formats import Format
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.plans import RoundingPlan
 from tiebreak.kernels.shift_rules import ShiftRule
 
-PLAIN = "flash"  # what tables call flash attention with the shift rule `safe`
+PLAIN = FLASH_ATTENTION.name  # what tables call flash attention with the shift rule `safe`
 
 
 @dataclass(frozen=True)
 class Declaration:
     """What a kernel says of itself: enough for the emulation to predict its output."""
 
-    algorithm: Literal["flash", "standard"]  # whether the softmax is normalised after P V or before
+    algorithm: Algorithm  # how it goes over a row, and where it normalises
     plan: RoundingPlan  # where it rounds
     shift_rule: ShiftRule  # how it chooses a row's shift
     block: Block = BLOCK  # its tile sizes
 
     @property
     def label(self) -> str:
-        """`standard`, or `rule@plan` with the rule `safe` called by its usual name."""
-        if self.algorithm == "standard":
-            return "standard"
-        return f"{PLAIN if self.shift_rule.name == 'safe' else self.shift_rule.name}@{self.plan.name}"
+        """`standard`, or `rule@plan` with the rule `safe` called by the algorithm's name."""
+        if not self.algorithm.tiled:
+            return self.algorithm.name
+        rule = self.algorithm.name if self.shift_rule.name == "safe" else self.shift_rule.name
+        return f"{rule}@{self.plan.name}"
+
+    @property
+    def claimed_as(self) -> str:
+        """What claims call it: its shift rule, unless all kernels of its algorithm go by one name."""
+        return self.algorithm.claimed_as or self.shift_rule.name
 
 
 # (inputs on the backend's device, its arithmetic, whether gradients are wanted) -> output
@@ -70,6 +76,19 @@ class Kernel:
         return f"{self.name} takes no {' and no '.join(untaken)}" if untaken else self.lacks(inputs)
 
 
+def run_forward(declaration: Declaration, inputs: AttentionInputs, arithmetic: Arithmetic) -> AttentionOutput:
+    """The forward pass alone, as `run_declared` has it: O and the log-sum-exp."""
+    plan = declaration.plan.in_format(inputs.fmt)
+    return declaration.algorithm.forward(inputs, plan, declaration.shift_rule, arithmetic, declaration.block)
+
+
+def run_backward(
+    declaration: Declaration, inputs: AttentionInputs, output: AttentionOutput, arithmetic: Arithmetic
+) -> Gradients:
+    """The backward pass alone, as `run_declared` has it, from what the forward pass returned."""
+    return backward(inputs, output, declaration.plan.in_format(inputs.fmt), arithmetic, declaration.block)
+
+
 def run_declared(
     declaration: Declaration, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool
 ) -> AttentionOutput:
@@ -84,16 +103,13 @@ def run_declared(
     Returns:
         O, the log-sum-exp and, if asked for, the gradients.
     """
-    plan = declaration.plan.in_format(inputs.fmt)
-    if declaration.algorithm == "standard":
-        output = standard(inputs, plan, arithmetic, declaration.block)
-    else:
-        output = flash(inputs, plan, declaration.shift_rule, arithmetic, declaration.block)
+    output = run_forward(declaration, inputs, arithmetic)
     if not gradients:
         return output
-    return replace(output, gradients=backward(inputs, output, plan, arithmetic, declaration.block))
+    return replace(output, gradients=run_backward(declaration, inputs, output, arithmetic))
 
 
 def composed(name: str, declaration: Declaration) -> Kernel:
     """A kernel that is its declaration, run on whatever arithmetic a backend brings."""
-    return Kernel(name, partial(run_declared, declaration), declaration, takes=COMMON, composed=True)
+    compute = partial(run_declared, declaration)
+    return Kernel(name, compute, declaration, takes=declaration.algorithm.takes, composed=True)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.kernel import PLAIN, Declaration, Kernel, composed
 from tiebreak.kernels.plans import (
     EIGHT_BIT,
@@ -23,11 +24,11 @@ _FLASH_PLANS: Mapping[str, RoundingPlan] = MappingProxyType(
 
 
 def _standard() -> Kernel:
-    return composed("standard", Declaration("standard", STANDARD, SHIFT_RULES["safe"]))
+    return composed("standard", Declaration(STANDARD_ATTENTION, STANDARD, SHIFT_RULES["safe"]))
 
 
 def _fair() -> Kernel:
-    return composed("fair", Declaration("flash", FUSED_STOCHASTIC, SHIFT_RULES["dithered"]))
+    return composed("fair", Declaration(FLASH_ATTENTION, FUSED_STOCHASTIC, SHIFT_RULES["dithered"]))
 
 
 def composed_kernel(name: str) -> Kernel:
@@ -49,7 +50,7 @@ def composed_kernel(name: str) -> Kernel:
             f"unknown kernel {name!r}: composed kernels are standard, fair and rule@plan"
             f" with rules {rules} and plans {', '.join(_FLASH_PLANS)}"
         )
-    return composed(name, Declaration("flash", plan, rule))
+    return composed(name, Declaration(FLASH_ATTENTION, plan, rule))
 
 
 # What the matrix runs unless told otherwise. Every shift rule at the plan its authors had in mind, every plan with

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import CAUSAL, COMMON, GROUPED, Feature
 from tiebreak.kernels.flash import BLOCK, Block
@@ -191,14 +192,14 @@ def cpu_sdpa_flash() -> Kernel:
     plan = FUSED
     if _is_fast(measure_exp_at_zero()):
         plan = replace(FUSED, name="fused_fast_exp", exponential=replace(_FEXP_U20, lanes=_lanes()))
-    declaration = Declaration("flash", plan, SHIFT_RULES["safe"], _CPU_FLASH_BLOCK)
+    declaration = Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"], _CPU_FLASH_BLOCK)
     return Kernel("sdpa_flash", partial(compute, CPU_FLASH), declaration, takes=CPU_FLASH.takes)
 
 
 def sdpa_math() -> Kernel:
     """PyTorch's composed implementation, which upcasts narrow inputs to fp32 and casts O only."""
     plan = replace(FP32_PLAN, name="fp32_inside", o=Cast(BF16), delta_from=DeltaSource.PROBABILITIES)
-    declaration = Declaration("flash", plan, SHIFT_RULES["safe"])
+    declaration = Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"])
     return Kernel("sdpa_math", partial(compute, MATH), declaration, takes=MATH.takes)
 
 

@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.counter import random_bits
-from tiebreak.kernels.flash import backward, flash, standard
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
-from tiebreak.kernels.kernel import Declaration, Kernel
+from tiebreak.kernels.kernel import Declaration, Kernel, run_backward, run_forward
 from tiebreak.kernels.plans import FP32_PLAN, FUSED, Cast
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 _LAYER_STREAM = 3
 _BF16 = Cast(BF16)
-FP32_ATTENTION = Declaration("flash", FP32_PLAN, SHIFT_RULES["safe"])
-_UNTOLD = Declaration("flash", FUSED, SHIFT_RULES["safe"])
+FP32_ATTENTION = Declaration(FLASH_ATTENTION, FP32_PLAN, SHIFT_RULES["safe"])
+_UNTOLD = Declaration(FLASH_ATTENTION, FUSED, SHIFT_RULES["safe"])
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class _Attention(torch.autograd.Function):
             do = call.arithmetic.cast(do, kernel.inputs)  # as it takes it; the suite's backward pass works in fp32
         inputs = _inputs(q, k, v, do, ctx.noise)
         if lse is None and (call.observer is not None or not _own_backward(kernel)):
-            lse = flash(inputs, FP32_PLAN, FP32_ATTENTION.shift_rule, call.arithmetic, FP32_ATTENTION.block).lse
+            lse = run_forward(FP32_ATTENTION, inputs, call.arithmetic).lse
         gradients = _backward(kernel.implementation, inputs, AttentionOutput(o, lse), call.arithmetic)
         if call.observer is not None:
             output = AttentionOutput(o, lse, gradients)
@@ -146,9 +146,7 @@ def _forward(implementation: Declaration | Kernel, inputs: AttentionInputs, arit
     if isinstance(implementation, Kernel):
         output = implementation.compute(inputs, arithmetic, False)
         return AttentionOutput(output.o.float(), output.lse)
-    if implementation.algorithm == "standard":
-        return standard(inputs, implementation.plan, arithmetic, implementation.block)
-    return flash(inputs, implementation.plan, implementation.shift_rule, arithmetic, implementation.block)
+    return run_forward(implementation, inputs, arithmetic)
 
 
 def _backward(
@@ -156,9 +154,9 @@ def _backward(
 ) -> Gradients:
     """Gradients by the kernel's own backward pass; one that has none gets that of fp32 flash attention with its O."""
     if isinstance(implementation, Declaration):
-        return backward(inputs, output, implementation.plan, arithmetic, implementation.block)
+        return run_backward(implementation, inputs, output, arithmetic)
     if not implementation.has_backward:
-        return backward(inputs, output, FP32_ATTENTION.plan, arithmetic, FP32_ATTENTION.block)
+        return run_backward(FP32_ATTENTION, inputs, output, arithmetic)
     with torch.enable_grad():  # which autograd turns off in here, and a kernel may rest on
         found = implementation.compute(inputs, arithmetic, True).gradients
     assert found is not None

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from tiebreak.cases.gpt2.mitigations import GATED, NO_MITIGATION, QK_CLIP, QK_NORM, Mitigation
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP32, Rounding
 from tiebreak.kernels.kernel import Declaration, Kernel
@@ -47,11 +48,11 @@ def _base(name: str, plan: RoundingPlan, *, rounded: bool) -> RoundingPlan:
 
 
 def _flash(plan: RoundingPlan, rule: str = "safe") -> Declaration:
-    return Declaration("flash", plan, SHIFT_RULES[rule])
+    return Declaration(FLASH_ATTENTION, plan, SHIFT_RULES[rule])
 
 
 def _standard() -> Declaration:
-    return Declaration("standard", _base("train_standard", STANDARD, rounded=False), SHIFT_RULES["safe"])
+    return Declaration(STANDARD_ATTENTION, _base("train_standard", STANDARD, rounded=False), SHIFT_RULES["safe"])
 
 
 def _family(*, rounded: bool) -> Mapping[str, Variant]:

@@ -2,14 +2,16 @@
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.arithmetic import CAST_STREAM, DITHER_STREAM
 from tiebreak.kernels.counter import random_bits
 from tiebreak.kernels.flash import Block
@@ -61,6 +63,10 @@ def dtype_of(fmt: Format, *, interpreted: bool) -> torch.dtype:
     return torch.float32 if interpreted else _DTYPES[fmt]
 
 
+# call -> O (batch x heads, queries, d) and the log-sum-exp (batch x heads, queries)
+Forward = Callable[["Call"], tuple[Tensor, Tensor]]
+
+
 @dataclass(frozen=True)
 class Call:
     """One call: tensors as the kernels take them, (batch x heads, n, d), and what the kernels are compiled for."""
@@ -72,7 +78,7 @@ class Call:
     config: Config  # with one head a program: every launch chooses anew
     shape: torch.Size  # of q: (batch, heads, queries, d)
     seed: int  # of the noise
-    unfused: bool  # whether the forward pass is standard attention's
+    forward: Forward  # the launches of the forward pass
     interpreted: bool
 
     @classmethod
@@ -105,8 +111,8 @@ class Call:
         padding = None
         if inputs.key_padding is not None:
             padding = inputs.key_padding.to(inputs.q.device, torch.int8).contiguous()
-        unfused = declaration.algorithm == "standard"
-        return cls(q, k, v, padding, config, inputs.q.shape, inputs.noise_seed, unfused, interpreted)
+        launches = _FORWARD[declaration.algorithm.name]
+        return cls(q, k, v, padding, config, inputs.q.shape, inputs.noise_seed, launches, interpreted)
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -170,6 +176,8 @@ def _quiet() -> Iterator[None]:
 
 def refusal(inputs: AttentionInputs, declaration: Declaration, *, interpreted: bool) -> str | None:
     """None, or why the kernels can't take some inputs, in one line."""
+    if declaration.algorithm.name not in _FORWARD:
+        return f"the Triton kernels have no algorithm {declaration.algorithm.name}: they have {', '.join(_FORWARD)}"
     return _shape_refusal(inputs, declaration.block) or _format_refusal(inputs, declaration.plan, interpreted)
 
 
@@ -214,7 +222,7 @@ def lacking(fmt: Format, plan: RoundingPlan, device: torch.device) -> str | None
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """O (batch x heads, queries, d) and the log-sum-exp (batch x heads, queries)."""
-    return _standard(call) if call.unfused else _flash(call)
+    return call.forward(call)
 
 
 def _flash(call: Call) -> tuple[Tensor, Tensor]:
@@ -244,6 +252,9 @@ def _standard(call: Call) -> tuple[Tensor, Tensor]:
     cast_start = call.noise_start(CAST_STREAM)
     call.launch("standard", "output", grid, p, call.v, call.padding, o, queries, keys, cast_start, config=config)
     return o, lse
+
+
+_FORWARD: Mapping[str, Forward] = MappingProxyType({FLASH_ATTENTION.name: _flash, STANDARD_ATTENTION.name: _standard})
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -6,6 +6,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.flash import Block
@@ -23,7 +24,7 @@ _BASE_TWO = Exponential(base_two=True)
 
 
 def _declared(plan: RoundingPlan, rule: str) -> Declaration:
-    return Declaration("flash", replace(plan, exponential=_BASE_TWO), SHIFT_RULES[rule], BLOCK)
+    return Declaration(FLASH_ATTENTION, replace(plan, exponential=_BASE_TWO), SHIFT_RULES[rule], BLOCK)
 
 
 DECLARATIONS: Mapping[str, Declaration] = MappingProxyType(
@@ -36,7 +37,7 @@ DECLARATIONS: Mapping[str, Declaration] = MappingProxyType(
         "triton_paper": _declared(PAPER, "safe"),
         "triton_fp8": _declared(EIGHT_BIT["fused_fp8"], "safe"),
         "triton_standard": Declaration(
-            "standard", replace(STANDARD, exponential=_BASE_TWO), SHIFT_RULES["safe"], BLOCK
+            STANDARD_ATTENTION, replace(STANDARD, exponential=_BASE_TWO), SHIFT_RULES["safe"], BLOCK
         ),
     }
 )
@@ -100,7 +101,7 @@ def compilations(d: int = 64, *, causal: bool = True, fmt: Format = BF16) -> Ite
     """
     for name, declaration in DECLARATIONS.items():
         plan = declaration.plan.in_format(fmt)
-        for part, function in (*_FUNCTIONS[declaration.algorithm], *_BACKWARD):
+        for part, function in (*_FUNCTIONS[declaration.algorithm.name], *_BACKWARD):
             block = backward_block(plan, d) if part == "backward" else forward_block(declaration.block, d)
             config = Config(plan, shift_of(declaration.shift_rule), causal, d, block, query_heads=16)
             constants = {"C": config, "PADDING": None}  # a mask of keys rounds nothing

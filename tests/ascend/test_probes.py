@@ -11,6 +11,7 @@ from tiebreak.backends.ascend.probes import arithmetic_probes, order_name, p_cas
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.emulation.rounding import round_to
+from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import BF16, FP32, Format, Rounding
 from tiebreak.kernels.inputs import AttentionInputs
@@ -104,7 +105,7 @@ def test_flushed_subnormals_and_a_rough_exponential_are_told() -> None:
 
 
 def output(plan: RoundingPlan, inputs: AttentionInputs, arithmetic: Arithmetic = EMULATION.arithmetic) -> Tensor:
-    return composed("p", Declaration("flash", plan, SHIFT_RULES["safe"])).compute(inputs, arithmetic, False).o
+    return composed("p", Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"])).compute(inputs, arithmetic, False).o
 
 
 @pytest.mark.parametrize("rounded", [False, True], ids=["l unrounded", "l rounded"])

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.gpt2.attention import FP32_ATTENTION, Call, HeadKernel, Heads, Observation, attend, noise_seed
 from tiebreak.cases.gpt2.variants import variants
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.counter import random_bits
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.flash import Block
@@ -65,8 +66,8 @@ def _fp64() -> tuple[Tensor, ...]:
     [
         FP32_ATTENTION,
         replace(FP32_ATTENTION, block=Block(5, 4)),
-        Declaration("flash", FP32_PLAN, SHIFT_RULES["dithered"]),
-        Declaration("standard", FP32_PLAN, SHIFT_RULES["safe"]),
+        Declaration(FLASH_ATTENTION, FP32_PLAN, SHIFT_RULES["dithered"]),
+        Declaration(STANDARD_ATTENTION, FP32_PLAN, SHIFT_RULES["safe"]),
         replace(FP32_ATTENTION, plan=replace(FP32_PLAN, delta_from=DeltaSource.PROBABILITIES)),
     ],
     ids=["flash", "flash in tiles", "dithered", "standard", "delta from P"],

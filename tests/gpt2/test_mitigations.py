@@ -26,13 +26,14 @@ from tiebreak.cases.gpt2.monitors import MEASURES, Recorder
 from tiebreak.cases.gpt2.scripting import HEAD, LAYER, Script
 from tiebreak.cases.gpt2.snippets import DRIFT, RUNAWAY, SnippetResult, run_snippet
 from tiebreak.cases.gpt2.variants import Variant, variants
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import FUSED
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 SMALL = Configuration(layers=2, heads=2, width=16, context=8, vocabulary=13)
 WIDE = Configuration(layers=2, heads=4, width=64, context=64, vocabulary=72)
-FLASH = HeadKernel(Declaration("flash", FUSED, SHIFT_RULES["safe"]))
+FLASH = HeadKernel(Declaration(FLASH_ATTENTION, FUSED, SHIFT_RULES["safe"]))
 SCRIPTS = (DRIFT.script, RUNAWAY.script)
 
 
@@ -104,7 +105,7 @@ def test_a_clip_forgets_the_step_before() -> None:
 
 def test_a_clip_of_heads_with_several_kernels_meets_each_its_own() -> None:
     """The heads of a layer come in one call a kernel, and their logits with the call."""
-    other = HeadKernel(Declaration("standard", FUSED, SHIFT_RULES["safe"]))
+    other = HeadKernel(Declaration(STANDARD_ATTENTION, FUSED, SHIFT_RULES["safe"]))
     alike = _model(SMALL)
     mixed = GPT2(SMALL, ((FLASH, other), (FLASH, other)), EMULATION.arithmetic, 0)
     for model in (alike, mixed):

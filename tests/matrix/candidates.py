@@ -24,13 +24,13 @@ def candidates(cell: Cell) -> dict[str, Declaration]:
         found = kernel.declaration
         if found is not None and (found.plan.o.narrows or cell.fmt == FP32):
             tiled[kernel.name if kernel.composed else f"{PLAIN}@{found.plan.name}"] = found
-    flash = {name: found for name, found in tiled.items() if found.algorithm == "flash"}
+    flash = {name: found for name, found in tiled.items() if found.algorithm.tiled}
     return tiled | {f"{name}{ONE_TILE}": replace(found, block=_ONE_TILE) for name, found in flash.items()}
 
 
 def tilings(declaration: Declaration) -> tuple[Declaration, ...]:
     """The tiles that a user's kernel may work in, the smallest last; where O-bar is rounded they change its bias."""
-    if declaration.algorithm != "flash":
+    if not declaration.algorithm.tiled:
         return (declaration,)
     blocks = (declaration.block, _ONE_TILE, Block(64, 64), Block(32, 32))
     return tuple(replace(declaration, block=block) for block in blocks)

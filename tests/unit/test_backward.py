@@ -20,6 +20,7 @@ from tiebreak.cases.gradients import cosine, gradient_measures, weight_gradient
 from tiebreak.cases.measures import Measures, measure
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import Verdict, judge
+from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.formats import BF16, FP32
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
@@ -74,7 +75,7 @@ def _setting(name: str) -> tuple[AttentionInputs, Reference]:
 
 def _run(inputs: AttentionInputs, plan: RoundingPlan, block: Block) -> Gradients:
     """Flash attention's gradients, whatever else the plan says."""
-    kernel = composed("flash", Declaration("flash", plan, SHIFT_RULES["safe"], block))
+    kernel = composed("flash", Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"], block))
     gradients = EMULATION.run(kernel, inputs, gradients=True).gradients
     assert gradients is not None
     return gradients

@@ -9,6 +9,7 @@ from torch import Tensor
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.bounds import UNDECLARED, error_bound
 from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format
 from tiebreak.kernels.inputs import AttentionInputs
@@ -26,7 +27,9 @@ each_block = pytest.mark.parametrize("block", [BLOCK, Block(7, 16)], ids=lambda 
 
 
 def _declared(plan: RoundingPlan, block: Block = BLOCK) -> Declaration:
-    return Declaration("standard" if plan.name == "standard" else "flash", plan, SHIFT_RULES["safe"], block)
+    return Declaration(
+        STANDARD_ATTENTION if plan.name == "standard" else FLASH_ATTENTION, plan, SHIFT_RULES["safe"], block
+    )
 
 
 def _inputs(name: str, fmt: Format) -> AttentionInputs:

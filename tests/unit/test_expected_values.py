@@ -16,6 +16,7 @@ from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.case import Draw, Recipe, Scores, Shape, Values, scripted
 from tiebreak.cases.measures import Measures, measure, merge
+from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Declaration, composed
 from tiebreak.kernels.plans import FUSED
@@ -133,7 +134,7 @@ def test_summing_rounded_p_bar_undoes_the_fixes_in_a_fused_kernel() -> None:
     for rule in ("stabilized", "dithered"):
         biases = {}
         for plan in (FUSED, rounded):
-            declaration = Declaration("flash", plan, SHIFT_RULES[rule])
+            declaration = Declaration(FLASH_ATTENTION, plan, SHIFT_RULES[rule])
             output = EMULATION.run(composed(rule, declaration), inputs, gradients=False)
             biases[plan.name] = measure(output.o, None, inputs, ref, error_bound(inputs, ref, declaration)).bias
         assert abs(biases["fused"].mean) <= 0.03 + biases["fused"].half_width, (rule, biases)

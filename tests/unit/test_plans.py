@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
+from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.formats import BF16, FP16, FP32, Rounding
 from tiebreak.kernels.plans import (
     FUSED,
@@ -178,8 +179,8 @@ def test_standard_and_fair_are_what_the_design_says() -> None:
     standard, fair = composed_kernel("standard").declaration, composed_kernel("fair").declaration
     assert standard is not None
     assert fair is not None
-    assert (standard.algorithm, standard.plan.name, standard.label) == ("standard", "standard", "standard")
-    assert (fair.algorithm, fair.plan.name, fair.shift_rule.name) == ("flash", "fused_stochastic", "dithered")
+    assert (standard.algorithm.name, standard.plan.name, standard.label) == ("standard", "standard", "standard")
+    assert (fair.algorithm.name, fair.plan.name, fair.shift_rule.name) == ("flash", "fused_stochastic", "dithered")
 
 
 @pytest.mark.parametrize("rule", ["flash", *SHIFT_RULES])
@@ -188,7 +189,7 @@ def test_every_rule_composes_with_every_plan_of_flash_attention(rule: str, plan:
     kernel = composed_kernel(f"{rule}@{plan}")
     assert kernel.name == f"{rule}@{plan}"
     assert kernel.declaration is not None
-    assert kernel.declaration.algorithm == "flash"
+    assert kernel.declaration.algorithm is FLASH_ATTENTION
     assert kernel.declaration.shift_rule.name == ("safe" if rule == "flash" else rule)
     assert kernel.declaration.plan.name == plan
 

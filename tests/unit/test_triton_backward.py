@@ -16,6 +16,7 @@ from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.measures import measure
 from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.formats import BF16, FP32, Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
 from tiebreak.kernels.kernel import Declaration, run_declared
@@ -85,7 +86,7 @@ def _fp32_roundoffs(inputs: AttentionInputs) -> float:
 @pytest.mark.parametrize("source", DeltaSource)
 def test_in_fp32_the_gradients_are_those_of_fp64(attention_shape: Shape, source: DeltaSource) -> None:
     inputs, ref = _normal(attention_shape)
-    declaration = Declaration("flash", replace(FP32_PLAN, delta_from=source, exponential=BASE_TWO), SAFE, BLOCK)
+    declaration = Declaration(FLASH_ATTENTION, replace(FP32_PLAN, delta_from=source, exponential=BASE_TWO), SAFE, BLOCK)
     found = _found(_run(inputs, declaration))
     for gradient, exact, scale in zip(found, reference_gradients(inputs, ref), _scales(inputs, ref), strict=True):
         assert gradient.shape == exact.shape
@@ -97,7 +98,7 @@ def test_padding_has_no_gradient_and_gives_none(source: DeltaSource) -> None:
     shape = (33, 70, 16, 4, 2, True)
     key = torch.arange(70)
     inputs = replace(_normal(shape)[0], key_padding=torch.stack([key * 7919 % 5 > 1, key >= 45]))
-    declaration = Declaration("flash", replace(FP32_PLAN, delta_from=source, exponential=BASE_TWO), SAFE, BLOCK)
+    declaration = Declaration(FLASH_ATTENTION, replace(FP32_PLAN, delta_from=source, exponential=BASE_TWO), SAFE, BLOCK)
     ref = reference(inputs)
     assert (ref.o[1, :, :8] == 0).all()  # query i sees keys to i + 37
     found = _found(_run(inputs, declaration))
@@ -164,7 +165,12 @@ def test_every_rounding_point_of_the_backward_pass_is_a_switch_of_its_own(point:
     plan = replace(FP32_PLAN, **{point: Cast(BF16)})  # type: ignore[arg-type]
     before, after = (
         _gradients(
-            run(replace(inputs, fmt=BF16), Declaration("flash", p, SAFE, BLOCK), interpreted=True, gradients=True)
+            run(
+                replace(inputs, fmt=BF16),
+                Declaration(FLASH_ATTENTION, p, SAFE, BLOCK),
+                interpreted=True,
+                gradients=True,
+            )
         )
         for p in (FP32_PLAN, plan)
     )
@@ -180,7 +186,7 @@ def test_delta_is_computed_from_what_the_plan_says(source: DeltaSource, fed: set
     inputs, plan = replace(_normal(D32)[0], fmt=BF16), replace(FP32_PLAN, delta_from=source)
 
     def delta(changed: RoundingPlan) -> Tensor:
-        found = _gradients(_run(inputs, Declaration("flash", changed, SAFE, BLOCK))).delta
+        found = _gradients(_run(inputs, Declaration(FLASH_ATTENTION, changed, SAFE, BLOCK))).delta
         assert found is not None
         return found
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.arithmetic import Noise
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, FP32, Format, Rounding
@@ -140,7 +141,7 @@ def _shifted(
 def _enclosure(inputs: AttentionInputs, declaration: Declaration, errors: Errors) -> Interval:
     """What O can be, element by element."""
     plan, rule = declaration.plan.in_format(inputs.fmt), declaration.shift_rule
-    unfused, keys = declaration.algorithm == "standard", inputs.k.shape[2]
+    unfused, keys = declaration.algorithm is STANDARD_ATTENTION, inputs.k.shape[2]
     noise, shape, cpu = Noise(inputs.noise_seed, inputs.q.shape[1]), inputs.q.shape, torch.device("cpu")
     dither = noise.dither(shape, 0, cpu).double() if rule.dithered else torch.zeros(*shape[:3], 1).double()
     s, error = _scores(inputs, plan, errors)
@@ -185,7 +186,7 @@ def _assert_as_declared(inputs: AttentionInputs, declaration: Declaration) -> No
 
 
 def _declared(plan: RoundingPlan, rule: str = "safe", block: Block = BLOCK) -> Declaration:
-    return Declaration("flash", plan, SHIFT_RULES[rule], block)
+    return Declaration(FLASH_ATTENTION, plan, SHIFT_RULES[rule], block)
 
 
 PREDICTED = [

@@ -1,0 +1,36 @@
+"""The algorithms that a kernel may declare. One more is one more object here: everything else goes by its fields."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.features import COMMON, Feature
+from tiebreak.kernels.flash import Block, flash, standard
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.plans import RoundingPlan
+from tiebreak.kernels.shift_rules import ShiftRule
+
+# (inputs, plan in the formats of the call, shift rule, arithmetic, tile sizes) -> O and the log-sum-exp
+Forward = Callable[[AttentionInputs, RoundingPlan, ShiftRule, Arithmetic, Block], AttentionOutput]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A way to compute attention forward; the backward pass is one for all, and differs by the plan alone."""
+
+    name: str  # how tables call it, and its kernels where the shift rule is `safe`
+    forward: Forward  # the algorithm, written once over an arithmetic
+    tiled: bool  # whether it shifts a row tile by tile: shift rule and tile sizes then tell its kernels apart
+    takes: frozenset[Feature]  # what inputs may ask of it
+    claimed_as: str | None = None  # what claims call all its kernels; None: by their shift rules
+
+
+def _standard(
+    inputs: AttentionInputs, plan: RoundingPlan, shift_rule: ShiftRule, arithmetic: Arithmetic, block: Block
+) -> AttentionOutput:
+    del shift_rule  # a row that is seen whole is shifted by its maximum
+    return standard(inputs, plan, arithmetic, block)
+
+
+FLASH_ATTENTION = Algorithm("flash", flash, tiled=True, takes=COMMON)
+STANDARD_ATTENTION = Algorithm("standard", _standard, tiled=False, takes=COMMON, claimed_as="standard")
