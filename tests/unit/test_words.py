@@ -1,0 +1,115 @@
+"""docs/words.md names every plan, shift rule, measure and outcome that there is, and no other."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from tiebreak.backends.backend import CPU, EMULATION
+from tiebreak.cases.gpt2.snippets import SNIPPETS
+from tiebreak.cases.gpt2.variants import VARIANTS
+from tiebreak.kernels.kernel import Declaration, Kernel
+from tiebreak.kernels.plans import EIGHT_BIT, ISOLATION, PLANS, TENSOR_CORE, TIES_AWAY, parse_plan
+from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
+from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.kernels.triton.roster import DECLARATIONS
+from tiebreak.reports.records import OUTCOMES, VERDICTS, MeasuresRecord
+
+WORDS = (Path(__file__).parents[2] / "docs" / "words.md").read_text(encoding="utf-8")
+ROW = re.compile(r'^\| <a id="(plan|rule|measure|check|outcome)-(\S+)"></a>`(\S+)` \| (.+) \|$', re.MULTILINE)
+ROUNDED = "_l_rounded"  # a training plan's suffix, told in the text below the table
+NOT_A_NUMBER = {"gradients", "repeatable"}  # of a record's measures: each gradient has a row, the other is a check
+
+
+def rows(kind: str) -> list[str]:
+    """The names that have a row of one kind."""
+    return [name for found, _, name, _ in ROW.findall(WORDS) if found == kind]
+
+
+def section(heading: str) -> str:
+    return WORDS.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def listed(error: pytest.ExceptionInfo[ValueError], after: str) -> set[str]:
+    """The names that a message lists behind some words."""
+    return set(str(error.value).split(after)[1].split(", "))
+
+
+def declared(kernels: Iterable[Kernel]) -> set[str]:
+    return {kernel.declaration.plan.name for kernel in kernels if kernel.declaration is not None}
+
+
+def trained() -> set[str]:
+    """The plans of the training variants."""
+    parts = (part for each in VARIANTS.values() for part in (each.scripted, each.before, each.head))
+    return {part.plan.name for part in parts if isinstance(part, Declaration)}
+
+
+def known_plans() -> set[str]:
+    with pytest.raises(ValueError, match="unknown rounding plan") as parsed:
+        parse_plan("?")
+    with pytest.raises(ValueError, match="unknown kernel") as composed:
+        composed_kernel("?")
+    registries = (PLANS, ISOLATION, TIES_AWAY, EIGHT_BIT, TENSOR_CORE)
+    return {
+        *listed(parsed, "known are "),
+        *listed(composed, "and plans "),
+        *(name for registry in registries for name in registry),
+        *declared(map(composed_kernel, DEFAULT_ROSTER)),
+        *declared((*EMULATION.kernels(), *CPU.kernels())),
+        *(declaration.plan.name for declaration in DECLARATIONS.values()),
+    }
+
+
+def test_every_plan_has_a_row() -> None:
+    assert known_plans() - set(rows("plan")) == set()
+
+
+def test_every_plan_of_a_training_run_has_a_row() -> None:
+    assert {name.removesuffix(ROUNDED) for name in trained()} - set(rows("plan")) == set()
+    assert f"`{ROUNDED}`" in section("Rounding plans")
+
+
+def test_no_row_names_a_plan_that_does_not_exist() -> None:
+    # Which plan PyTorch's CPU flash kernel follows is its build's choice.
+    assert set(rows("plan")) - known_plans() - trained() <= {"fused_fast_exp"}
+
+
+def test_rows_of_shift_rules_are_the_shift_rules() -> None:
+    assert set(rows("rule")) == set(SHIFT_RULES)
+
+
+def test_every_rule_of_the_default_roster_has_a_row() -> None:
+    kernels = [composed_kernel(name) for name in DEFAULT_ROSTER]
+    rules = {kernel.declaration.shift_rule.name for kernel in kernels if kernel.declaration is not None}
+    assert rules <= set(rows("rule"))
+
+
+def test_every_measure_of_a_record_has_a_row() -> None:
+    assert {field.name for field in fields(MeasuresRecord)} - NOT_A_NUMBER - set(rows("measure")) == set()
+
+
+def test_every_measure_of_a_training_claim_has_a_row() -> None:
+    snippets = SNIPPETS.values()
+    named = {claim.measure for each in snippets for claim in each.claims} | {each.headline for each in snippets}
+    assert named - set(rows("measure")) == set()
+
+
+def test_every_outcome_and_verdict_has_a_row() -> None:
+    assert set(OUTCOMES) <= set(rows("outcome"))
+    for verdict in VERDICTS:
+        assert f"\n| `{verdict}` | " in section("Verdicts")
+
+
+def test_a_row_has_its_own_anchor_and_all_of_its_cells() -> None:
+    assert all(anchor == name for _, anchor, name, _ in ROW.findall(WORDS))
+    assert max(Counter(f"{kind}-{name}" for kind, name, _, _ in ROW.findall(WORDS)).values()) == 1
+    assert len(ROW.findall(WORDS)) == WORDS.count('<a id="')
+    for _, _, name, rest in ROW.findall(WORDS):
+        sentence, *others = re.split(r"(?<!\\) \|", rest)
+        assert sentence, name
+        assert sentence.endswith("."), name
+        assert len(others) == 1, name
