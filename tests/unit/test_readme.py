@@ -1,11 +1,13 @@
-"""The README's snippets run as they stand there."""
+"""The README and the pages behind it: short, their links lead somewhere, their snippets run as they stand there."""
 
 import re
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.scripted import SCRIPTED
@@ -16,13 +18,19 @@ from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import HELD
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README, EXTENDING = ROOT / "README.md", ROOT / "docs" / "extending.md"
+PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+FIGURES = ROOT / "docs" / "figures"
+YOURS = "Your kernel in 60 seconds"
+SNIPPETS = [(README, YOURS), (EXTENDING, "Add a case"), (EXTENDING, "Add a kernel"), (EXTENDING, "Add a backend")]
+MOST_WORDS = 900
 SETTINGS = Settings(seed=1)
 
 
-def snippet(heading: str) -> str:
+def snippet(page: Path, heading: str) -> str:
     """The first Python block under a heading."""
-    section = README.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    section = page.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
     found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert found is not None, heading
     return found[1]
@@ -30,22 +38,93 @@ def snippet(heading: str) -> str:
 
 def names_of(heading: str) -> dict[str, Any]:
     names: dict[str, Any] = {}
-    exec(snippet(heading), names)
+    exec(snippet(EXTENDING, heading), names)
     return names
+
+
+def prose(page: Path) -> str:
+    """A page without its code blocks."""
+    fenceless = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"(?<=\n\n)( {4}.*\n)+", "", fenceless)
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of the indented blocks, which are for a shell."""
+    blocks = re.findall(r"(?<=\n\n)(?: {4}.*\n)+", page.read_text(encoding="utf-8"))
+    return [line.strip() for block in blocks for line in block.splitlines()]
+
+
+def words(page: Path) -> list[str]:
+    """What a reader reads: tables too, but neither code blocks nor pictures nor where a link leads."""
+    text = re.sub(r"!\[[^]]*\]\([^)]*\)", "", prose(page))
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    return [word for word in re.sub(r"[|`*#]", " ", text).split() if re.search(r"\w", word)]
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to a page may name: its headings as GitHub writes them, and the anchors in its tables."""
+    text = prose(page)
+    headings = (re.sub(r"[^\w -]", "", heading).lower() for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
+    return {heading.replace(" ", "-") for heading in headings} | set(re.findall(r'<a id="([^"]+)">', text))
 
 
 def case_named(name: str) -> Any:
     return next(case for case in SCRIPTED if case.name == name)
 
 
-@pytest.mark.parametrize("heading", ["Your kernel", "Add a case", "Add a kernel", "Add a backend"])
-def test_snippet_is_short(heading: str) -> None:
-    assert len(snippet(heading).splitlines()) < 20
+def test_readme_is_short() -> None:
+    assert len(words(README)) <= MOST_WORDS
+
+
+def test_commands_of_the_readme_run_from_a_fresh_clone() -> None:
+    # make leaves .venv off the PATH, so neither pytest nor tiebreak is there.
+    assert len(commands(README)) > 2
+    assert [line for line in commands(README) if not line.startswith(("make ", ".venv/bin/python -m pytest "))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith(("https://", "http://")):
+            continue
+        file, _, anchor = target.partition("#")
+        found = (page.parent / file).resolve() if file else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+def test_readme_leads_to_every_page() -> None:
+    targets = re.findall(r"\]\(([^)\s#]+)\)", prose(README))
+    assert {page.name for page in PAGES} - {Path(target).name for target in targets} == {README.name}
+
+
+def test_picture_is_what_its_script_draws() -> None:
+    drawn = runpy.run_path(str(FIGURES / "tie.py"))["drawing"]()
+    assert (FIGURES / "tie.svg").read_text(encoding="utf-8") == drawn
+
+
+def test_picture_is_right() -> None:
+    told = runpy.run_path(str(FIGURES / "tie.py"))
+    first, second, even, odd = (told[name] for name in ("FIRST", "SECOND", "EVEN", "ODD"))
+
+    def rounded(x: float) -> float:
+        return torch.tensor(x).bfloat16().item()
+
+    assert [rounded(x) for x in (first, second, even, odd)] == [first, second, even, odd]
+    assert first + second == (even + odd) / 2
+    assert rounded(first + second) == even
+    assert rounded(first + second + told["TAIL"]) == odd
+    assert f"`tied_maxima[k=2]` | **{told['MEASURED']} B** |" in README.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("page", "heading"), SNIPPETS, ids=lambda each: each if isinstance(each, str) else "")
+def test_snippet_is_short(page: Path, heading: str) -> None:
+    assert len(snippet(page, heading).splitlines()) < 20
 
 
 def test_your_kernel_follows_the_plan_that_the_command_names(tmp_path: Path) -> None:
     file = tmp_path / "my_attention.py"
-    file.write_text(snippet("Your kernel"), encoding="utf-8")
+    file.write_text(snippet(README, YOURS), encoding="utf-8")
     kernel = external_kernel(f"{file}:attention", None)
     record = run_cell(Cell(CPU, kernel, case_named("tied_maxima[k=2]"), BF16), Workbench(SETTINGS))
     assert record.outcome == HELD, record.reasons
@@ -55,7 +134,7 @@ def test_your_kernel_follows_the_plan_that_the_command_names(tmp_path: Path) -> 
 
 def test_your_kernel_holds_wherever_the_device_flushes_subnormals(tmp_path: Path) -> None:
     file = tmp_path / "my_attention.py"
-    file.write_text(snippet("Your kernel"), encoding="utf-8")
+    file.write_text(snippet(README, YOURS), encoding="utf-8")
     kernel = external_kernel(f"{file}:attention", None)
     record = run_cell(Cell(CPU, kernel, case_named("subnormal_v"), BF16), Workbench(SETTINGS))
     assert record.outcome == HELD, record.reasons
