@@ -16,13 +16,9 @@ from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
 from tiebreak.kernels.sdpa import cpu_sdpa_flash, sdpa_math
 
 
-def _never() -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Backend:
-    """Where kernels run."""
+    """Where kernels run, and every answer about the device: all who ask know no device's name."""
 
     name: str  # how tables and --backend call it
     about: str  # one line
@@ -32,7 +28,43 @@ class Backend:
     vendor_kernels: Callable[[], tuple[Kernel, ...]]  # kernels that only this backend has
     predicts: bool = False  # whether its output is the prediction itself
     composed: bool = True  # whether the composed kernels run on it too, or its own alone
-    poisoned: Callable[[], bool] = _never  # whether an error has left the device unusable for this process
+    call_steps: int = 4  # how long one call takes, looks and all, about, in training steps with attention in one layer
+
+    @property
+    def has_fp64(self) -> bool:
+        """Whether the device has float64."""
+        return self.arithmetic.has_fp64
+
+    def worker_limit(self) -> int | None:
+        """How many workers the device carries, asked where the backend can run.
+
+        Returns:
+            At least 1; None where the host's cores and memory are all that limits them.
+        """
+        return None
+
+    def worker_environment(self, worker: int) -> Mapping[str, str]:
+        """Which of several devices a worker sees. Asked where workers are started from, before this one is.
+
+        Args:
+            worker: its number, from 0; one that replaces another has a number of its own.
+
+        Returns:
+            What to add to the worker's environment before it asks for a device.
+        """
+        del worker
+        return {}
+
+    def set_up(self) -> None:
+        """Take a device for this process, which is about to use it. Called after `unavailable`, perhaps repeatedly."""
+
+    def describe(self) -> dict[str, Any]:
+        """What of the device and its software can change the bits of a result, by its name among a run's platform."""
+        return {}
+
+    def poisoned(self) -> bool:
+        """Whether an error has left the device unusable for this process."""
+        return False
 
     def kernels(self) -> tuple[Kernel, ...]:
         """The kernels of a default run, in the order of the table."""

@@ -8,11 +8,14 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
 from torch import Tensor
 
+from tiebreak.backends.backend import Backend
+from tiebreak.backends.gpu import describe_gpu
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.flash_attn import flash_attn
@@ -140,11 +143,11 @@ def worker_limit(gib_per_worker: float = WORKER_GIB) -> int:
     return max(1, len(free) * int(min(free, default=0) / (gib_per_worker * GIB)))
 
 
-def gpu_of(worker: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def gpu_of(worker: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Which GPU a worker sees: all take turns. Ask before the worker has used any.
 
     Args:
-        worker: xdist's name of it, such as gw3.
+        worker: its number, from 0.
         environment: of the process that starts the workers.
 
     Returns:
@@ -155,8 +158,31 @@ def gpu_of(worker: str, environment: Mapping[str, str] = os.environ) -> dict[str
         return {}
     visible = environment.get(name)
     devices = visible.split(",") if visible else [str(device) for device in range(count)]
-    return {name: devices[int(worker.removeprefix("gw")) % count]}
+    return {name: devices[worker % count]}
 
 
 def _visible_variable() -> str:
     return "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
+
+
+class Cuda(Backend):
+    """GPUs as they are. Nothing is to be set up: a worker sees its own GPU alone."""
+
+    def worker_limit(self) -> int:
+        """As many as the GPUs' memory holds."""
+        return worker_limit()
+
+    def worker_environment(self, worker: int) -> dict[str, str]:
+        """See `gpu_of`."""
+        return gpu_of(worker)
+
+    def describe(self) -> dict[str, Any]:
+        """The fields of `tiebreak.backends.gpu.Gpu`."""
+        return describe_gpu().as_dict()
+
+    def poisoned(self) -> bool:
+        """See `poisoned` of this module."""
+        return poisoned()
+
+
+CUDA = Cuda("cuda", about(), "cuda", CudaArithmetic(), unavailable, cuda_kernels)

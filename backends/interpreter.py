@@ -1,8 +1,7 @@
 """The backend `interpreter`: the Triton kernels, run by Triton's interpreter on any CPU."""
 
-from collections.abc import Mapping
 from functools import partial
-from importlib.metadata import version
+from typing import Any
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
@@ -17,9 +16,9 @@ class Interpreter(Backend):
     bf16 truncates, and its products of bf16 multiply raw bits (triton issue 11584). So its casts are the emulation's.
     """
 
-    def fingerprint(self) -> Mapping[str, str | float]:
-        """As `Backend.fingerprint`, and whose products, sums and exponentials the kernels are made of."""
-        return {**super().fingerprint(), "triton": installed() or "unknown", "numpy": version("numpy")}
+    def describe(self) -> dict[str, Any]:
+        """Triton's version. NumPy's, whose products, sums and exponentials the kernels are made of, is in every run."""
+        return {"triton": installed()}
 
 
 INTERPRETER = Interpreter(
@@ -30,4 +29,5 @@ INTERPRETER = Interpreter(
     not_interpreting,
     partial(triton_kernels, interpreted=True),
     composed=False,
+    call_steps=60,
 )

@@ -6,15 +6,13 @@ trees.
 
 import os
 import platform
-import re
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tiebreak.backends.levels import current
-from tiebreak.kernels.triton import loading
 
 GIB = 2**30
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -105,67 +103,6 @@ def describe(root: Path = Path("/")) -> Platform:
     )
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """The GPUs that a run has used with their software, as far as they can change the bits of a result."""
-
-    gpu: str  #: model names of the visible GPUs, each once
-    gpu_arch: str  #: what kernels are compiled for: sm_90, gfx942; each once
-    gpu_driver: str | None  #: version of the kernel's driver
-    cuda: str | None  #: version of CUDA that PyTorch is built with; None if that is ROCm
-    hip: str | None  #: version of ROCm's HIP that PyTorch is built with; None if that is CUDA
-    cudnn: str | None  #: version of cuDNN, of MIOpen with ROCm, as one number: 91002 is 9.10.2
-    triton: str | None  #: version of Triton
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields under their names."""
-        return asdict(self)
-
-
-def describe_gpu(root: Path = Path("/")) -> Gpu:
-    """Describe the visible GPUs and their software. It initialises CUDA: not to be called where none is used.
-
-    Args:
-        root: the file system's root.
-
-    Returns:
-        The GPUs; what a system does not tell is None.
-    """
-    import torch
-
-    devices = range(torch.cuda.device_count())
-    cudnn: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    return Gpu(
-        gpu=_each_once(torch.cuda.get_device_name(device) for device in devices),
-        gpu_arch=_each_once(_gpu_arch(device) for device in devices),
-        gpu_driver=_gpu_driver(root),
-        cuda=torch.version.cuda,
-        hip=torch.version.hip,
-        cudnn=None if cudnn is None else str(cudnn),
-        triton=loading.installed(),
-    )
-
-
-def _each_once(names: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(names))
-
-
-def _gpu_arch(device: int) -> str:
-    import torch
-
-    if torch.version.hip is not None:
-        return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
-
-
-def _gpu_driver(root: Path) -> str | None:
-    """Version of the driver: NVIDIA's tells it in a sentence, AMD's alone."""
-    text = _read(root / "proc/driver/nvidia/version") or _read(root / "sys/module/amdgpu/version")
-    found = re.search(r"\d+(\.\d+)+", text)
-    return found[0] if found else None
-
-
 def cpu_name(root: Path = Path("/")) -> str:
     """Model name of the first processor; what uname knows where the system gives no model name, as on Arm."""
     return _cpuinfo(root).get("model name") or platform.processor() or platform.machine()
@@ -239,7 +176,7 @@ def _affinity() -> int:
 
 def _memory(root: Path) -> tuple[float, float]:
     """Total and available bytes of memory; both the total where the system does not tell what is available."""
-    fields = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
+    fields = dict(line.split(":", 1) for line in read(root / "proc/meminfo").splitlines() if ":" in line)
     try:
         total, available = (1024.0 * int(fields[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
     except (KeyError, ValueError):
@@ -251,9 +188,9 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
     """Cores' worth of time that each control group around this process allows; nothing for one without a limit."""
     for folder in _control_groups(root, "cpu"):
         # Version 2 writes "quota period" or "max period" in one file; version 1 has two, with -1 for no limit.
-        words = _read(folder / "cpu.max").split() or [
-            _read(folder / "cpu.cfs_quota_us").strip(),
-            _read(folder / "cpu.cfs_period_us").strip(),
+        words = read(folder / "cpu.max").split() or [
+            read(folder / "cpu.cfs_quota_us").strip(),
+            read(folder / "cpu.cfs_period_us").strip(),
         ]
         quota, period = (int(word) if word.isdigit() else 0 for word in words[:2])
         if quota and period:
@@ -263,15 +200,15 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
     """Bytes allowed and bytes in use for each control group around this process; nothing for one without a limit."""
     for folder in _control_groups(root, "memory"):
-        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
-        used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
+        limit = read(folder / "memory.max") or read(folder / "memory.limit_in_bytes")
+        used = read(folder / "memory.current") or read(folder / "memory.usage_in_bytes")
         if limit.strip().isdigit() and used.strip().isdigit():
             yield int(limit), int(used) - _reclaimable(folder)
 
 
 def _reclaimable(folder: Path) -> int:
     """Bytes in use by a control group that are file cache, which the kernel gives up before it refuses memory."""
-    fields = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+    fields = dict(line.split() for line in read(folder / "memory.stat").splitlines())
     return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
 
 
@@ -281,7 +218,7 @@ def _control_groups(root: Path, controller: str) -> Iterator[Path]:
     A limit may sit on any of them. In a container the path may name folders that are only visible outside it; what is
     mounted is then the container's own group, the last folder yielded.
     """
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read(root / "proc/self/cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0":
             mounts = [root / "sys/fs/cgroup"]
@@ -297,12 +234,12 @@ def _control_groups(root: Path, controller: str) -> Iterator[Path]:
 
 def _cpuinfo(root: Path) -> dict[str, str]:
     """The fields that `/proc/cpuinfo` gives for its first processor."""
-    first = _read(root / "proc/cpuinfo").strip().split("\n\n")[0]
+    first = read(root / "proc/cpuinfo").strip().split("\n\n")[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _read(path: Path) -> str:
+def read(path: Path) -> str:
     """Text of a system file, empty if there is none or it can't be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")

@@ -1,5 +1,7 @@
 """The arithmetic of a torch device as it is: its own casts, matrix products, exponential and sums."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -11,12 +13,15 @@ from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 _LOG2_E = 1.4426950408889634
 
 
+@dataclass(frozen=True)
 class TorchArithmetic:
     """Native torch operations over fp32 carriers; see `tiebreak.kernels.arithmetic.Arithmetic`.
 
     Accumulators and the exponential's constants are the device's own: what a plan says of them is not imposed but is
     what the device is held against.
     """
+
+    has_fp64: bool = True  # whether the device has float64
 
     def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
         """The device's own cast; a stochastic one, which no torch device has, in integer arithmetic on the device."""

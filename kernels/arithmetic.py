@@ -40,6 +40,11 @@ class Noise:
 class Arithmetic(Protocol):
     """The arithmetic of a device. Tensors are fp32 carriers of values in narrower formats."""
 
+    @property
+    def has_fp64(self) -> bool:
+        """Whether the device has float64. What is measured in fp64 is measured on the host where it has none."""
+        ...
+
     def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
         """`x` rounded as `cast` says; a stochastic cast takes its random bits from `random`."""
         ...

@@ -35,7 +35,10 @@ from tiebreak.reports.tables import counted
 
 _SEVERITY = {HELD: 0, INCONCLUSIVE: 1, FELL: 2, CRASHED: 3, TIMED_OUT: 3, SKIPPED: 4}
 # A baseline is there to see these change.
-_SOFTWARE = ("python", "torch", "numpy", "os", "gpu_driver", "cuda", "hip", "cudnn", "triton", "commit")
+_SOFTWARE = (
+    *("python", "torch", "numpy", "os", "gpu_driver", "cuda", "hip", "cudnn", "triton"),
+    *("torch_npu", "cann", "driver", "commit"),
+)
 _CAPACITY = ("cores", "memory_gib")
 _FINGERPRINT = "fingerprint"  # follows from platform and software, so a change of it is told, not refused
 _NARROWING = {"backend": "backend", "kernels": "kernel", "cases": "case", "dtype": "format"}  # option: field

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from tiebreak.kernels.triton.loading import missing
 from tiebreak.kernels.triton.roster import triton_kernels
 
 _REAL = TorchNpu()
+_Probe = Callable[[], Mapping[str, str | float]]
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,23 @@ class Ascend(Backend):
             self.npu.synchronize()  # work is queued: an error of it shall be this kernel's
             return to_device(output, "cpu")
 
+    def set_up(self) -> None:
+        """Take an NPU, by the worker's number: a process works on one from its first operation on."""
+        self.npu.start()
+
+    def describe(self) -> dict[str, Any]:
+        """SoC, CANN, driver and torch-npu; what can't be asked is answered by the error."""
+        return _answers({"soc": self.npu.describe})
+
+    def poisoned(self) -> bool:
+        """Whether waiting fails again and again, as it does after an error within a kernel.
+
+        One error may merely have been still to be told.
+        """
+        return all(_fails(self.npu) for _ in range(2))
+
     def fingerprint(self) -> Mapping[str, str | float]:
-        """What the NPU is and what its arithmetic and the vendor's kernel do, for the record of a run.
+        """How the NPU is set and what its arithmetic and the vendor's kernel do, for the record of a run.
 
         Returns:
             The facts of `Npu.facts`, the answers of `tiebreak.backends.probes.fingerprint` and of
@@ -64,20 +81,13 @@ class Ascend(Backend):
             `softmax_sum_error`, the largest relative error of its two statistics on the same input. A probe that the
             device can't run is answered by its error.
         """
-        probes: tuple[Callable[[], Mapping[str, str | float]], ...] = (
+        probes: tuple[_Probe, ...] = (
             self.npu.facts,
             lambda: fingerprint(self.arithmetic, self.device),
             lambda: arithmetic_probes(self.arithmetic, self.device),
             self._of_the_vendor,
         )
-        answers: dict[str, str | float] = {}
-        for number, probe in enumerate(probes):
-            try:
-                answers |= probe()
-            except Exception as error:  # one operation that a device lacks must not cost the records of a whole run
-                lines = str(error).strip().splitlines() or ["no message"]
-                answers[f"probe {number} failed"] = f"{type(error).__name__}: {lines[0]}"
-        return answers
+        return _answers({f"probe {number} failed": probe for number, probe in enumerate(probes)})
 
     def _of_the_vendor(self) -> Mapping[str, str | float]:
         attention = FusionAttention(LAYOUTS[0], INNER_PRECISE[0], self.npu.operators)
@@ -93,16 +103,27 @@ class Ascend(Backend):
         return {"p_cast": p_cast(output), **softmax_errors(statistics)}
 
 
+def _answers(probes: Mapping[str, _Probe]) -> dict[str, str | float]:
+    """What all probes answer, and in the place of one that fails its error under the probe's name."""
+    answers: dict[str, str | float] = {}
+    for name, probe in probes.items():
+        try:
+            answers |= probe()
+        except Exception as error:  # one operation that a device lacks must not cost the records of a whole run
+            lines = str(error).strip().splitlines() or ["no message"]
+            answers[name] = f"{type(error).__name__}: {lines[0]}"
+    return answers
+
+
 def ascend(npu: Npu) -> Ascend:
     """A backend on these NPUs."""
     return Ascend(
         name=npu.backend,
         about="an Ascend NPU as it is: native torch operations and the vendor's kernels",
         device=npu.device,
-        arithmetic=TorchArithmetic(),
-        unavailable=partial(_unavailable, npu),
+        arithmetic=TorchArithmetic(has_fp64=False),
+        unavailable=npu.missing,
         vendor_kernels=partial(_kernels, npu),
-        poisoned=partial(_poisoned, npu),
         npu=npu,
     )
 
@@ -111,22 +132,6 @@ def _kernels(npu: Npu) -> tuple[Kernel, ...]:
     """torch-npu's operators, and the Triton kernels where triton-ascend, which goes by triton's name, is installed."""
     compiled = triton_kernels(interpreted=False) if missing() is None else ()
     return (*npu_kernels(npu.operators), *compiled)
-
-
-def _unavailable(npu: Npu) -> str | None:
-    reason = npu.missing()
-    if reason is None:
-        # Whoever asks is about to use it, and a process works on one NPU from its first operation on.
-        npu.start()
-    return reason
-
-
-def _poisoned(npu: Npu) -> bool:
-    """Whether waiting fails again and again, as it does after an error within a kernel.
-
-    One error may merely have been still to be told.
-    """
-    return all(_fails(npu) for _ in range(2))
 
 
 def _fails(npu: Npu) -> bool:

@@ -63,8 +63,12 @@ class Npu(Protocol):
         """Wait for all work of this process; errors of it are raised here."""
         ...
 
+    def describe(self) -> Mapping[str, str]:
+        """Device, driver and libraries."""
+        ...
+
     def facts(self) -> Mapping[str, str | float]:
-        """What is to be recorded of device, driver and libraries."""
+        """Which one this process has taken, and the settings that change numbers."""
         ...
 
 
@@ -92,15 +96,21 @@ class TorchNpu:
         """Wait for all work of this process."""
         _module().npu.synchronize()
 
-    def facts(self) -> Mapping[str, str | float]:
-        """SoC, CANN, driver and torch-npu, and the settings that change numbers."""
+    def describe(self) -> Mapping[str, str]:
+        """SoC, torch-npu, CANN and driver."""
         npu = _module().npu
         return {
             "soc": str(npu.get_device_name(npu.current_device())),
-            "npu": float(npu.current_device()),
             "torch_npu": str(_module().__version__),
             "cann": _version_of("CANN") or cann_version(Path(os.environ.get("ASCEND_HOME_PATH") or "/nowhere")),
             "driver": _version_of("DRIVER") or driver_version(self.root),
+        }
+
+    def facts(self) -> Mapping[str, str | float]:
+        """The NPU's number, and the settings that change numbers."""
+        npu = _module().npu
+        return {
+            "npu": float(npu.current_device()),
             "hf32_allowed": str(bool(getattr(npu.matmul, "allow_hf32", False))),
             DETERMINISTIC: os.environ.get(DETERMINISTIC, ""),
             VISIBLE: os.environ.get(VISIBLE, ""),

@@ -17,6 +17,8 @@ _LOWEST = -700.0  # e to it is still a normal number in fp64, and 0 in fp32
 class EmulatedArithmetic:
     """Software rounding over fp32 carriers; see `tiebreak.kernels.arithmetic.Arithmetic`."""
 
+    has_fp64 = True  # in which it computes
+
     def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
         """`x` rounded by `round_to`; fp32 to fp32 is the identity."""
         return x if cast.fmt == FP32 else round_to(x, cast.fmt, cast.rounding, random_bits=random)

@@ -21,17 +21,16 @@ from tiebreak.kernels.plans import Cast, Exponential
 from tiebreak.kernels.shift_rules import repeated
 
 
-def _wide(x: Tensor) -> Tensor:
-    """In fp64, on the host where the device has none."""
-    return (x.cpu() if x.device.type == "npu" else x).double()
-
-
 @dataclass(frozen=True)
 class View:
     """An observation with the intermediates that monitors share, each computed once and only if asked for."""
 
     observation: Observation
     head: int | None = None  # of the model's layer, the one looked at; None: all of the call
+
+    def wide(self, x: Tensor) -> Tensor:
+        """In fp64, on the host where the device has none."""
+        return (x if self.observation.arithmetic.has_fp64 else x.cpu()).double()
 
     @property
     def heads(self) -> tuple[int, ...]:
@@ -81,7 +80,7 @@ class View:
         lse = self.observation.output.lse
         assert lse is not None
         base_two = self.observation.kernel.declaration.plan.exponential.base_two
-        return _wide(self.observation.arithmetic.exp(self.s - self._of(lse), Exponential(base_two)))
+        return self.wide(self.observation.arithmetic.exp(self.s - self._of(lse), Exponential(base_two)))
 
     @cached_property
     def p_bar(self) -> Tensor:
@@ -96,9 +95,9 @@ class View:
     @cached_property
     def output_error(self) -> Tensor:
         """O less what fp64 makes of the same rounded P-bar (paper, equation 4), fp64 (batch, heads, tokens, d)."""
-        p_bar = _wide(self.p_bar)
-        exact = p_bar @ _wide(self.inputs.v) / p_bar.sum(-1, keepdim=True)
-        return _wide(self._of(self.observation.output.o)) - exact
+        p_bar = self.wide(self.p_bar)
+        exact = p_bar @ self.wide(self.inputs.v) / p_bar.sum(-1, keepdim=True)
+        return self.wide(self._of(self.observation.output.o)) - exact
 
     @cached_property
     def delta_error(self) -> Tensor:
@@ -110,22 +109,22 @@ class View:
         kernel rounds in its backward pass.
         """
         inputs, delta = self.inputs, self.gradients.delta
-        dp = _wide(inputs.do) @ _wide(inputs.v).transpose(-1, -2)
+        dp = self.wide(inputs.do) @ self.wide(inputs.v).transpose(-1, -2)
         exact = (dp * self.p).sum(-1, keepdim=True)
         if delta is not None:
-            return (_wide(delta) * self.p.sum(-1, keepdim=True) - exact).squeeze(-1)
-        dq = inputs.scale * (self.p * (dp - exact)) @ _wide(inputs.k)
-        along = ((dq - _wide(self.gradients.dq)) * self.pk).sum(-1)
+            return (self.wide(delta) * self.p.sum(-1, keepdim=True) - exact).squeeze(-1)
+        dq = inputs.scale * (self.p * (dp - exact)) @ self.wide(inputs.k)
+        along = ((dq - self.wide(self.gradients.dq)) * self.pk).sum(-1)
         return along / (inputs.scale * self.pk.square().sum(-1))
 
     @cached_property
     def pk(self) -> Tensor:
         """P K, (batch, heads, tokens, d), fp64 (paper, equation 1)."""
-        return self.p @ _wide(self.inputs.k)
+        return self.p @ self.wide(self.inputs.k)
 
     def direction(self, weight: Tensor) -> Tensor:
         """Sum over tokens of weight[T] (PK)[T]^T X[T], fp64 (heads, d, width); weight is (batch, heads, tokens)."""
-        return torch.einsum("bht,bhtd,btc->hdc", _wide(weight), self.pk, _wide(self.observation.x))
+        return torch.einsum("bht,bhtd,btc->hdc", self.wide(weight), self.pk, self.wide(self.observation.x))
 
 
 Measure = Callable[[View], Tensor]  # one number a head, (heads,)
@@ -153,27 +152,27 @@ def delta_error(view: View) -> Tensor:
 def output_delta_error(view: View) -> Tensor:
     """Sum over rows of rowsum(dO * error of O): what delta would err by if it were computed from O."""
     # Token after token: in that order the records that are kept have summed.
-    return _total((_wide(view.inputs.do) * view.output_error).transpose(1, 2).flatten(0, 1))
+    return _total((view.wide(view.inputs.do) * view.output_error).transpose(1, 2).flatten(0, 1))
 
 
 def repeated_rows(view: View) -> Tensor:
     """Share of rows whose maximum repeats (paper, figure 13)."""
-    return _mean(_wide(repeated(view.s, view.row_max)))
+    return _mean(view.wide(repeated(view.s, view.row_max)))
 
 
 def p_bar_ones(view: View) -> Tensor:
     """How many P-bar of a row are exactly 1, on average (paper, figure 13)."""
-    return _mean(_wide(view.p_bar == 1).sum(-1))
+    return _mean(view.wide(view.p_bar == 1).sum(-1))
 
 
 def row_max(view: View) -> Tensor:
     """Mean over rows of the largest logit."""
-    return _mean(_wide(view.row_max))
+    return _mean(view.wide(view.row_max))
 
 
 def max_logit(view: View) -> Tensor:
     """The largest logit."""
-    return _wide(view.row_max).amax((0, 2, 3))
+    return view.wide(view.row_max).amax((0, 2, 3))
 
 
 def token_similarity(view: View) -> Tensor:
@@ -182,7 +181,7 @@ def token_similarity(view: View) -> Tensor:
     The cosine of two matrices of rank one is the product of their factors' cosines.
     """
     pk = torch.nn.functional.normalize(view.pk, dim=-1)
-    x = torch.nn.functional.normalize(_wide(view.observation.x), dim=-1)
+    x = torch.nn.functional.normalize(view.wide(view.observation.x), dim=-1)
     cosines = (pk @ pk.transpose(-1, -2)) * (x @ x.transpose(-1, -2))[:, None]
     tokens = cosines.shape[-1]
     pairs = cosines.sum((-1, -2)) - cosines.diagonal(dim1=-2, dim2=-1).sum(-1)
@@ -236,7 +235,7 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
 
 def output_columns(view: View) -> tuple[Tensor, Tensor]:
     """O's mean signed error by column, and dO's mean beside it, both (heads, d) (paper, figures 5b and 5c)."""
-    return view.output_error.mean((0, 2)), _wide(view.inputs.do).mean((0, 2))
+    return view.output_error.mean((0, 2)), view.wide(view.inputs.do).mean((0, 2))
 
 
 @dataclass(frozen=True)
@@ -329,5 +328,5 @@ def sign_diversity(alignments: Tensor) -> float:
     """
     if not torch.isfinite(alignments).all():
         return float("nan")
-    positive = (alignments > 0).double().mean().item()
+    positive = int((alignments > 0).sum()) / alignments.numel()
     return 2 * min(positive, 1 - positive)

@@ -200,8 +200,11 @@ class StandInNpu:
         if self.broken:
             raise RuntimeError("aicore exception")
 
-    def facts(self) -> Mapping[str, str | float]:
+    def describe(self) -> Mapping[str, str]:
         return {"soc": "none: torch on a CPU in an NPU's place"}
+
+    def facts(self) -> Mapping[str, str | float]:
+        return {"npu": 0.0}
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
-from tiebreak.backends import cuda
-from tiebreak.backends.platform import describe, describe_gpu, worker_count
+from tiebreak.backends.backend import Backend
+from tiebreak.backends.platform import describe, worker_count
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.case import HEADS_PER_BATCH
 from tiebreak.matrix.cell import Cell, Settings, TrainingCell, blank_record, place
@@ -33,7 +33,7 @@ _WORKER_GIB = 2.0
 _NO_RUN = ("help", "collectonly", "markers", "showfixtures")  # pytest's options that run no cell
 _WORKER_DIED = re.compile(r"worker '\w+' crashed while running")  # xdist's words; which worker is chance
 _CHECKPOINT = 256  # records between two checkpoints
-_GPU = "tiebreak_gpu"  # of a worker's input: what its environment says of the GPU that it uses
+_ENVIRONMENT = "tiebreak_environment"  # of a worker's input: what to add to its environment, for its device
 PROPERTY = "tiebreak"  # name of the property that carries a cell's record from its worker to the controller
 POISONED = "tiebreak.poisoned"  # name of the property that says that a cell has left its worker's device unusable
 
@@ -108,12 +108,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """Check every option before any work, on the controller and again on the workers."""
     # One thread a worker, however many workers: sums are added in one order and records repeat to the bit.
     torch.set_num_threads(1)
-    os.environ.update(getattr(config, "workerinput", {}).get(_GPU, {}))
+    os.environ.update(getattr(config, "workerinput", {}).get(_ENVIRONMENT, {}))
     if config.getoption("fair") and config.getoption("kernel") is None:
         _refuse("--fair holds your own kernel to no bias: it needs --kernel")
     config.stash[_bench] = Workbench(_settings(config))
     try:
-        config.stash[_cells], config.stash[_unavailable] = cells(_selection(config))
+        found, config.stash[_unavailable] = cells(_selection(config))
+        config.stash[_cells] = found
+        for backend in backends_of(found):
+            backend.set_up()
         if not hasattr(config, "workerinput"):
             check_captured(config.stash[_cells])
     except SelectionError as error:
@@ -133,21 +136,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Workers for -n auto: by cores and memory, unless xdist's own variable says how many."""
+    """Workers for -n auto: by cores, memory and what the devices carry, unless xdist's own variable says how many."""
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     try:
         chosen = matching_backends(_selection(config))
     except SelectionError:  # which pytest_configure tells
         return None
-    on_gpu = any(backend.device == "cuda" and backend.unavailable() is None for backend in chosen)
-    return min(worker_count(_WORKER_GIB), cuda.worker_limit()) if on_gpu else worker_count(_WORKER_GIB)
+    limits = [backend.worker_limit() for backend in chosen if backend.unavailable() is None]
+    return min([worker_count(_WORKER_GIB), *(limit for limit in limits if limit is not None)])
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Let the GPUs take turns at the workers, before a worker has used any."""
-    node.workerinput[_GPU] = cuda.gpu_of(node.gateway.id)
+    """Spread the workers over the devices, before a worker has used any."""
+    number = re.search("[0-9]+$", node.gateway.id)
+    worker = int(number[0]) if number else 0
+    spread = [backend.worker_environment(worker) for backend in backends_of(node.config.stash[_cells])]
+    node.workerinput[_ENVIRONMENT] = {name: value for each in spread for name, value in each.items()}
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -214,8 +220,7 @@ class Keeper:
     @functools.cached_property
     def _fingerprints(self) -> dict[str, Mapping[str, str | float]]:
         """What the arithmetic of every backend that ran does, by backend."""
-        ran = {cell.backend.name: cell.backend for cell in self.expected.values()}
-        return {name: backend.fingerprint() for name, backend in ran.items()}
+        return {backend.name: backend.fingerprint() for backend in backends_of(self.expected.values())}
 
     def check_path(self) -> None:
         """Refuse a place that can't be written to before the work, not after it."""
@@ -339,9 +344,16 @@ class Keeper:
 
 
 def platform_of(cells: Iterable[Cell | TrainingCell]) -> dict[str, Any]:
-    """This machine, with its GPUs where cells run on them."""
-    gpu = describe_gpu().as_dict() if any(cell.backend.device == "cuda" for cell in cells) else {}
-    return describe().as_dict() | gpu
+    """This machine, with the devices that cells run on."""
+    described = describe().as_dict()
+    for backend in backends_of(cells):
+        described |= backend.describe()
+    return described
+
+
+def backends_of(cells: Iterable[Cell | TrainingCell]) -> list[Backend]:
+    """Every backend that cells run on, once."""
+    return list({cell.backend.name: cell.backend for cell in cells}.values())
 
 
 def properties(record: records.Record) -> list[tuple[str, object]]:

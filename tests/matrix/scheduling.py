@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tiebreak.backends.backend import Backend
+from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.gpt2.snippets import SNIPPETS
 
 _QUEUED = 2  # tests that a worker has before it, at least
-# How long cells take, about, in training steps with attention in one layer.
-_CALL = 4  # one call of attention, looks and all
-_INTERPRETED = 60  # the same in Triton's interpreter
 
 
 def _words(nodeid: str) -> list[str]:
@@ -20,14 +19,13 @@ def _words(nodeid: str) -> list[str]:
 
 
 def _length(nodeid: str) -> int:
-    """How long a test takes, about; 0 where nothing is known."""
+    """How long a test takes, about, in training steps with attention in one layer; 0 where nothing is known."""
     match _words(nodeid):
         case [_, _, name, *_] if name in SNIPPETS:
             return SNIPPETS[name].steps * (1 if SNIPPETS[name].silent_before else 2)
-        case ["interpreter", *_]:
-            return _INTERPRETED
-        case words:
-            return _CALL if words else 0
+        case [backend, *_]:
+            return BACKENDS[backend].call_steps if backend in BACKENDS else Backend.call_steps
+    return 0
 
 
 class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]

@@ -20,6 +20,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     reason = backend.unavailable()
     if reason is not None:
         pytest.skip(reason)
+    backend.set_up()
     return backend
 
 

@@ -103,6 +103,7 @@ def _backend(name: str) -> Backend:
     reason = BACKENDS[name].unavailable()
     if reason is not None:
         raise UsageError(f"--backend {name}: {reason}")
+    BACKENDS[name].set_up()
     try:
         import_module("safetensors.torch")
     except ImportError as error:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from tiebreak.backends import cuda, gpu_timing
-from tiebreak.backends.backend import Backend
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.scripted import SCRIPTED
@@ -269,9 +268,7 @@ class TestCells:
 
     @staticmethod
     def run(name: str) -> Record:
-        backend = Backend(
-            "cuda", cuda.about(), "cpu", ARITHMETIC, lambda: None, cuda.cuda_kernels, poisoned=cuda.poisoned
-        )
+        backend = replace(cuda.CUDA, device="cpu", unavailable=lambda: None)
         bench = Workbench(Settings(seed=1, heads=16))
         return run_cell(Cell(backend, backend.kernel(name), CASES["tied_maxima[k=2]"], BF16), bench)
 
@@ -304,21 +301,21 @@ class TestWorkers:
 
     def test_one_gpu_needs_no_word(self, machine: Machine) -> None:
         machine(Card())
-        assert cuda.gpu_of("gw1") == {}
+        assert cuda.gpu_of(1) == {}
 
     def test_several_take_turns(self, machine: Machine) -> None:
         machine(Card(), Card())
-        given = [cuda.gpu_of(f"gw{worker}", {}) for worker in (0, 1, 2, 11)]
+        given = [cuda.gpu_of(worker, {}) for worker in (0, 1, 2, 11)]
         assert given == [{"CUDA_VISIBLE_DEVICES": device} for device in "0101"]
 
     def test_of_those_that_are_visible(self, machine: Machine) -> None:
         machine(Card(), Card())
         told = {"CUDA_VISIBLE_DEVICES": "3,GPU-8f2c"}
-        assert [cuda.gpu_of(name, told)["CUDA_VISIBLE_DEVICES"] for name in ("gw0", "gw1")] == ["3", "GPU-8f2c"]
+        assert [cuda.gpu_of(worker, told)["CUDA_VISIBLE_DEVICES"] for worker in (0, 1)] == ["3", "GPU-8f2c"]
 
     def test_rocm_has_a_variable_of_its_own(self, machine: Machine) -> None:
         machine(Card(), Card(), hip="6.4")
-        assert cuda.gpu_of("gw1", {"CUDA_VISIBLE_DEVICES": "5,6"}) == {"HIP_VISIBLE_DEVICES": "1"}
+        assert cuda.gpu_of(1, {"CUDA_VISIBLE_DEVICES": "5,6"}) == {"HIP_VISIBLE_DEVICES": "1"}
 
 
 class TestFlex:
@@ -479,4 +476,4 @@ class TestTiming:
 def test_a_worker_is_told_of_its_gpu_by_this_process_environment(machine: Machine) -> None:
     machine(Card(), Card())
     name = "CUDA_VISIBLE_DEVICES"
-    assert cuda.gpu_of("gw1") == {name: (os.environ.get(name) or "0,1").split(",")[1]}
+    assert cuda.CUDA.worker_environment(1) == {name: (os.environ.get(name) or "0,1").split(",")[1]}

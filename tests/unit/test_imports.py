@@ -12,6 +12,8 @@ MODULES = (
     "tiebreak.backends.platform",
     "tiebreak.backends.registry",
     "tiebreak.matrix.plugin",
+    "tiebreak.programs.train",
+    "tiebreak.programs.audit.command",
 )
 FORBIDDEN = ("triton", "torch_npu", "matplotlib")
 

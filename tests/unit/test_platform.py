@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tiebreak.backends import levels, platform
-from tiebreak.backends.platform import Platform, commit, cpu_features, cpu_name, describe, describe_gpu, worker_count
+from tiebreak.backends.gpu import describe_gpu
+from tiebreak.backends.platform import Platform, commit, cpu_features, cpu_name, describe, worker_count
 from tiebreak.kernels.triton import loading
 
 GIB = 2**30

@@ -412,6 +412,33 @@ class TestWorkers:
         monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "5")
         assert plugin.pytest_xdist_auto_num_workers(pytestconfig) is None
 
+    def test_a_backend_answers_for_its_device(
+        self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """How many workers it carries, what each of them sees, how it is set up there, and what is recorded of it."""
+        monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
+        pytester.makeconftest(
+            f"""
+            import os
+            from pathlib import Path
+            from tiebreak.backends.backend import CPU
+            seen = lambda: "set-up-" + os.environ.get("ABACUS", "on-the-controller")
+            answers = {{
+                "worker_limit": lambda: 1,
+                "worker_environment": lambda worker: {{"ABACUS": f"bead-{{worker}}"}},
+                "set_up": lambda: Path({str(pytester.path)!r}, seen()).touch(),
+                "describe": lambda: {{"beads": 7}},
+            }}
+            for name, answer in answers.items():
+                object.__setattr__(CPU, name, answer)
+            """
+        )
+        options = ("--backend", "cpu", "--kernels", "standard", "--cases", "random", "--heads", "16", "-n", "auto")
+        result = matrix(*options, "-p", "conftest", "--rootdir", str(pytester.path), apart=True)
+        result.stdout.fnmatch_lines(["*1 worker [[]*"])
+        assert {path.name for path in pytester.path.glob("set-up-*")} == {"set-up-on-the-controller", "set-up-bead-0"}
+        assert kept().platform["beads"] == 7
+
     def test_torch_computes_in_one_thread(self, matrix: MatrixRun) -> None:
         # However many cores a machine has, sums are added in one order.
         torch.set_num_threads(2)

@@ -1,13 +1,18 @@
 """The README and the pages behind it: short, their links lead somewhere, their snippets run as they stand there."""
 
+import json
 import re
 import runpy
+import subprocess
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils import backend_registration
 
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.scripted import SCRIPTED
@@ -25,6 +30,7 @@ FIGURES = ROOT / "docs" / "figures"
 YOURS = "Your kernel in 60 seconds"
 SNIPPETS = [(README, YOURS), (EXTENDING, "Add a case"), (EXTENDING, "Add a kernel"), (EXTENDING, "Add a backend")]
 MOST_WORDS = 900
+STAND_IN = Path(__file__).with_name("on_a_stand_in_device.py")
 SETTINGS = Settings(seed=1)
 
 
@@ -119,7 +125,7 @@ def test_picture_is_right() -> None:
 
 @pytest.mark.parametrize(("page", "heading"), SNIPPETS, ids=lambda each: each if isinstance(each, str) else "")
 def test_snippet_is_short(page: Path, heading: str) -> None:
-    assert len(snippet(page, heading).splitlines()) < 20
+    assert len(snippet(page, heading).splitlines()) < 30
 
 
 def test_your_kernel_follows_the_plan_that_the_command_names(tmp_path: Path) -> None:
@@ -163,5 +169,32 @@ def test_added_backend_says_why_it_cannot_run_or_runs() -> None:
     if reason is not None:
         assert reason == "no Apple GPU"
         backend = replace(backend, device="cpu")
+    assert not backend.has_fp64
+    assert backend.worker_limit() > 0
+    assert backend.worker_environment(1) == {}
+    assert backend.describe().keys() == {"macos"}
+    assert not backend.poisoned()
     record = run_cell(Cell(backend, backend.kernel("flash@paper"), case_named("random"), BF16), Workbench(SETTINGS))
     assert record.outcome == HELD, record.reasons
+
+
+@pytest.mark.skipif(find_spec("torch_npu") is not None, reason="torch-npu takes the one device that torch leaves free")
+@pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch has no devices written in Python",
+)
+def test_added_backend_does_all_kinds_of_experiments_on_a_device_without_fp64(tmp_path: Path) -> None:
+    """And gets the CPU's numbers, which computes in the stand-in too."""
+    example = tmp_path / "mps.py"
+    example.write_text(snippet(EXTENDING, "Add a backend"), encoding="utf-8")
+    done = subprocess.run([sys.executable, STAND_IN, example], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [text.split(" ")[-1] for text in found["refused"]] == ["float64", "stand_in"], "the stand-in is too kind"
+    device, cpu = found["device"], found["cpu"]
+    assert device["call"] == cpu["call"]
+    assert device["call"][0] == HELD
+    assert device["losses"] == cpu["losses"]
+    # Which are sums, over tensors that lie in another order in memory.
+    assert device["monitors"] == pytest.approx(cpu["monitors"], rel=1e-6, nan_ok=True)
+    assert device["fingerprint"] == cpu["fingerprint"]

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tiebreak.backends.cuda import unavailable
+from tiebreak.backends.gpu import describe_gpu
 from tiebreak.backends.gpu_timing import backward_flops, forward_flops, l2_flush, side_by_side
-from tiebreak.backends.platform import describe_gpu
 from tiebreak.kernels.triton.autograd import attention
 from tiebreak.kernels.triton.loading import missing
 from tiebreak.kernels.triton.roster import DECLARATIONS
