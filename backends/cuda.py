@@ -125,7 +125,7 @@ def compiled_once(kernel: Kernel) -> Kernel:
 def _kind(inputs: AttentionInputs, gradients: bool) -> Hashable:
     """What a kernel may be compiled for."""
     masked = (inputs.causal, inputs.key_padding is not None)
-    return inputs.fmt, *masked, tuple(inputs.q.shape), tuple(inputs.k.shape), gradients
+    return inputs.formats, *masked, tuple(inputs.q.shape), tuple(inputs.k.shape), gradients
 
 
 def worker_limit(gib_per_worker: float = WORKER_GIB) -> int:

@@ -40,7 +40,7 @@ def _roundoff(cast: Cast) -> float:
 
 def error_bound(inputs: AttentionInputs, ref: Reference, declaration: Declaration) -> Tensor:
     """Bound on |O - ref| for every element, fp64, (batch, heads, queries, d); Inf where rounding S can do anything."""
-    plan = declaration.plan.in_format(inputs.fmt)
+    plan = declaration.plan.in_formats(inputs.formats)
     u32 = FP32.unit_roundoff
     v = inputs.expanded_v().double().abs()
     norms = inputs.q.double().norm(dim=-1, keepdim=True) * inputs.expanded_k().double().norm(dim=-1)[:, :, None, :]
@@ -55,7 +55,7 @@ def error_bound(inputs: AttentionInputs, ref: Reference, declaration: Declaratio
     blocks = -(-inputs.k.shape[-2] // declaration.block.keys)
     steps = _ROUNDINGS_A_BLOCK * blocks * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
     relative = dp.sum(-1, keepdim=True) + steps + inputs.k.shape[-2] * u32
-    subnormal = inputs.fmt.smallest_subnormal
+    subnormal = inputs.formats.output.smallest_subnormal
     bound = dp @ v + relative * ref.magnitude + _roundoff(plan.o) * ref.o.abs() + subnormal
     # Inf * 0: the scores' rounding can move any weight to any key.
     return torch.nan_to_num(bound, nan=torch.inf, posinf=torch.inf)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tiebreak.cases.case import Case, Draw, Stock, noise_seed
 from tiebreak.cases.measures import Measures, by_key_head, signed_error_ulps
-from tiebreak.kernels.formats import BF16, FP16, FP32, Format
+from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import Reference
 
@@ -90,7 +90,7 @@ def without_cancelled(found: Measures, output: Tensor, inputs: AttentionInputs, 
         sum P |V|; the others count as left out. All else, the bound among it, is still over all elements.
     """
     cancelled = ref.o.abs() < CANCELLED * ref.magnitude
-    error = signed_error_ulps(output, ref.o, inputs.fmt).masked_fill(cancelled, torch.nan)
+    error = signed_error_ulps(output, ref.o, inputs.formats.output).masked_fill(cancelled, torch.nan)
     return replace(
         found,
         head_bias=by_key_head(error, inputs.groups),
@@ -177,7 +177,7 @@ def _shapes(
     # The inputs' own check, on tensors without data.
     q, k, v, do = (torch.empty(shapes[part], device="meta") for part in _PARTS)
     try:
-        AttentionInputs(q, k, v, do, BF16)
+        AttentionInputs(q, k, v, do, Formats.of(BF16))
     except ValueError as error:
         raise CapturedError(f"{path}: {told}: {error}") from error
     if causal and q.shape[2] > k.shape[2]:
@@ -247,6 +247,7 @@ def _inputs(draw: Draw, layer: _Layer, stock: Stock) -> AttentionInputs:
     rounded = {part: draw.rounded(tensor)[None] for part, tensor in parts.items()}
     for part, tensor in rounded.items():
         if not bool(torch.isfinite(tensor).all()):
-            told = f"holds values beyond {draw.fmt.name}; give another --dtype, or leave its case out with --cases"
+            told = f"holds values beyond {draw.formats.inputs.name}"
+            told += "; give another --dtype, or leave its case out with --cases"
             raise CapturedError(f"{layer.path}: {layer.key(part)} {told}")
-    return AttentionInputs(**rounded, fmt=draw.fmt, causal=layer.causal, noise_seed=noise_seed(draw))
+    return AttentionInputs(**rounded, formats=draw.formats, causal=layer.causal, noise_seed=noise_seed(draw))

@@ -10,7 +10,7 @@ from numpy.random import Generator, Philox, SeedSequence
 from torch import Tensor
 
 from tiebreak.cases.claims import Claim
-from tiebreak.kernels.formats import BF16, Format
+from tiebreak.kernels.formats import BF16, Format, Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 
@@ -32,7 +32,7 @@ class Draw:
     """What a case's recipe works with."""
 
     rng: Generator  # numpy's, whose stream is the same on every CPU; torch's is not
-    fmt: Format  # format of q, k, v and dO
+    formats: Formats  # of the call
     heads: int  # query heads in all
     batch: int = 0  # index of the batch
 
@@ -50,8 +50,8 @@ class Draw:
         return low + (high - low) * torch.from_numpy(self.rng.random(shape, dtype=np.float32))
 
     def rounded(self, x: Tensor) -> Tensor:
-        """`x` in the case's format, carried in fp32."""
-        return x.to(TORCH_DTYPES[self.fmt]).float()
+        """`x` in the format of q and k, carried in fp32."""
+        return x.to(TORCH_DTYPES[self.formats.inputs]).float()
 
 
 Recipe = Callable[[Draw], AttentionInputs]
@@ -87,7 +87,7 @@ class Case:
     traced: bool = False  # whether the error trace of one element of O-bar is recorded
     cancels: bool = False  # V is of mixed sign and O cancels: its error in ulps has no mean worth judging
     chaotic: bool = False  # one bit of S, or a flushed subnormal, changes O by many ulps: bits cannot be predicted
-    v_format: Format | None = None  # a format narrower than the others' that V fits in
+    formats: Callable[[Format], Formats] = Formats.of  # what it is in where q and k are in a format
     revision: int = 1  # raised when the recipe makes another input
     stock: Stock | None = None  # None: the recipe makes as many heads as it is asked for
 
@@ -110,7 +110,7 @@ class Case:
             seed: of the run.
             batch: index of the batch; each has its own random stream.
             heads: query heads, split over the batch dimension; of a stock the last batch may have fewer.
-            fmt: format of the tensors.
+            fmt: format of q and k; `formats` says what follows for the others.
 
         Raises:
             ValueError: the format is none that torch devices compute in.
@@ -118,7 +118,7 @@ class Case:
         if fmt not in TORCH_DTYPES:
             raise ValueError(f"cases come in {', '.join(f.name for f in TORCH_DTYPES)}, not in {fmt.name}")
         stream = SeedSequence([seed, zlib.crc32(self.name.encode()), batch])
-        return self.recipe(Draw(Generator(Philox(stream)), fmt, heads, batch))
+        return self.recipe(Draw(Generator(Philox(stream)), self.formats(fmt), heads, batch))
 
     def claim_about(self, declaration: Declaration | None, fmt: Format = BF16) -> Claim | None:
         """The claim that holds for a kernel; None where the case claims nothing about it."""
@@ -182,7 +182,7 @@ def scripted(
         draw.rounded(k),
         draw.rounded(v),
         upstream(draw, q.shape),
-        draw.fmt,
+        draw.formats,
         noise_seed=noise_seed(draw),
     )
 

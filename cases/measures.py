@@ -88,7 +88,7 @@ def measure(output: Tensor, delta: Tensor | None, inputs: AttentionInputs, ref: 
     """
     finite_ref, finite_out = torch.isfinite(ref.o), torch.isfinite(output)
     both = finite_ref & finite_out
-    error = signed_error_ulps(output, ref.o, inputs.fmt)
+    error = signed_error_ulps(output, ref.o, inputs.formats.output)
     magnitude = torch.nan_to_num(error.abs(), nan=0.0)
     absolute = torch.where(both, (output.double() - ref.o).abs(), torch.zeros_like(ref.o))
     if delta is None:

@@ -27,7 +27,7 @@ from tiebreak.cases.claims import (
     shrinks,
     within,
 )
-from tiebreak.kernels.formats import FP8_E4M3
+from tiebreak.kernels.formats import FP8_E4M3, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.tied_p_bar import tied_p_bar
 
@@ -390,7 +390,7 @@ def _equal_keys(draw: Draw) -> AttentionInputs:
     q, k = inputs.q.clone(), inputs.k.clone()
     q[..., 2:] = draw.rounded(0.05 * draw.normal(*q[..., 2:].shape))
     k[:, :, 1] = k[:, :, 0]
-    return AttentionInputs(q, k, inputs.v, inputs.do, inputs.fmt, noise_seed=inputs.noise_seed)
+    return AttentionInputs(q, k, inputs.v, inputs.do, inputs.formats, noise_seed=inputs.noise_seed)
 
 
 def _plain(
@@ -406,7 +406,7 @@ def _plain(
     q = draw.rounded(size * draw.normal(batch, heads, shape.queries, shape.d))
     k = draw.rounded(draw.normal(batch, key_heads, shape.keys, shape.d))
     v = draw.rounded(v_mean + v_std * draw.normal(batch, key_heads, shape.keys, shape.d))
-    return AttentionInputs(q, k, v, upstream(draw, q.shape), draw.fmt, causal=causal, noise_seed=noise_seed(draw))
+    return AttentionInputs(q, k, v, upstream(draw, q.shape), draw.formats, causal=causal, noise_seed=noise_seed(draw))
 
 
 def _padded(draw: Draw, shape: Shape, *, all_masked: bool) -> AttentionInputs:
@@ -418,7 +418,7 @@ def _padded(draw: Draw, shape: Shape, *, all_masked: bool) -> AttentionInputs:
     if all_masked:
         visible[0] = False
     return AttentionInputs(
-        inputs.q, inputs.k, inputs.v, inputs.do, inputs.fmt, key_padding=visible, noise_seed=inputs.noise_seed
+        inputs.q, inputs.k, inputs.v, inputs.do, inputs.formats, key_padding=visible, noise_seed=inputs.noise_seed
     )
 
 
@@ -427,14 +427,14 @@ def _poisoned(draw: Draw, value: float, tensor: str) -> AttentionInputs:
     inputs = _plain(draw, Shape())
     q, v = inputs.q.clone(), inputs.v.clone()
     (q if tensor == "q" else v)[:, :, 1, 0] = value
-    return AttentionInputs(q, inputs.k, v, inputs.do, inputs.fmt, noise_seed=inputs.noise_seed)
+    return AttentionInputs(q, inputs.k, v, inputs.do, inputs.formats, noise_seed=inputs.noise_seed)
 
 
 def _subnormal(draw: Draw) -> AttentionInputs:
     """V below the smallest normal value of the format."""
     inputs = _plain(draw, Shape())
-    v = draw.rounded(inputs.v.abs().clamp(max=1.9) * (0.5 * inputs.fmt.smallest_normal))
-    return AttentionInputs(inputs.q, inputs.k, v, inputs.do, inputs.fmt, noise_seed=inputs.noise_seed)
+    v = draw.rounded(inputs.v.abs().clamp(max=1.9) * (0.5 * inputs.formats.inputs.smallest_normal))
+    return AttentionInputs(inputs.q, inputs.k, v, inputs.do, inputs.formats, noise_seed=inputs.noise_seed)
 
 
 def _tied_p_bar(draw: Draw) -> AttentionInputs:
@@ -443,7 +443,7 @@ def _tied_p_bar(draw: Draw) -> AttentionInputs:
     odd = (torch.arange(batch * heads) % 2 == 1).view(batch, heads)
     inputs = tied_p_bar(draw.rng, odd, noise_seed(draw))
     q, k, v = map(draw.rounded, (inputs.q, inputs.k, inputs.v))
-    return AttentionInputs(q, k, v, upstream(draw, q.shape), draw.fmt, noise_seed=inputs.noise_seed)
+    return AttentionInputs(q, k, v, upstream(draw, q.shape), draw.formats, noise_seed=inputs.noise_seed)
 
 
 def _controls() -> list[Case]:
@@ -487,7 +487,7 @@ def _eight_bits() -> list[Case]:
             _OWN,
             partial(_in_e4m3, scores=Scores()),
             (sound, _V1_IN_FP16, _FAIR),
-            v_format=FP8_E4M3,
+            formats=partial(Formats.of, v=FP8_E4M3),
         ),
         Case(
             "fp8_flat_tail",
@@ -500,7 +500,7 @@ def _eight_bits() -> list[Case]:
                 _FAIR,
             ),
             failure=True,
-            v_format=FP8_E4M3,
+            formats=partial(Formats.of, v=FP8_E4M3),
         ),
     ]
 

@@ -43,10 +43,10 @@ def trace(
     declaration: Declaration, inputs: AttentionInputs, ref: Reference, *, head: int = 0, row: int = 0, column: int = 0
 ) -> Trace:
     """The trace of one element of O-bar in the first batch entry, the row untiled and without dither."""
-    dtype = TORCH_DTYPES[inputs.fmt]
+    dtype = TORCH_DTYPES[inputs.formats.operands]
     s = ref.s[0, head, row : row + 1].float()
     row_max = s.amax(-1, keepdim=True)
     shift = declaration.shift_rule.propose(s, row_max, torch.zeros_like(row_max))
     p_bar = torch.exp(s - shift)[0].to(dtype).float()
     v = inputs.expanded_v()[0, head, :, column]
-    return Trace(error_trace(p_bar, v, inputs.fmt), p_bar)
+    return Trace(error_trace(p_bar, v, inputs.formats.operands), p_bar)

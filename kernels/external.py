@@ -90,7 +90,7 @@ def _compute(
     function: UserFunction, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool
 ) -> AttentionOutput:
     del arithmetic, gradients
-    dtype = TORCH_DTYPES[inputs.fmt]
+    dtype = TORCH_DTYPES[inputs.formats.inputs]
     # Copies, in fp32 too: a kernel that writes into its inputs must not spoil those of the other cells.
     given = tuple(tensor.to(dtype, copy=True) for tensor in (inputs.q, inputs.k, inputs.v))
     kept = tuple(tensor.clone() for tensor in given)

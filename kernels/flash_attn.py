@@ -48,8 +48,8 @@ def flash_attn() -> Kernel:
 
 
 def _lacks(inputs: AttentionInputs) -> str | None:
-    if inputs.fmt not in (BF16, FP16):
-        return f"flash-attn takes {BF16.name} and {FP16.name}, not {inputs.fmt.name}"
+    if inputs.formats.inputs not in (BF16, FP16):
+        return f"flash-attn takes {BF16.name} and {FP16.name}, not {inputs.formats.inputs.name}"
     if inputs.q.shape[3] > LARGEST_HEAD:
         return f"flash-attn takes head dimensions up to {LARGEST_HEAD}, not {inputs.q.shape[3]}"
     return missing() or empty(inputs)

@@ -89,6 +89,40 @@ TF32 = Format("tf32", exponent_bits=8, mantissa_bits=10)
 FP8_E4M3 = Format("fp8_e4m3", exponent_bits=4, mantissa_bits=3, has_infinity=False)
 FP8_E5M2 = Format("fp8_e5m2", exponent_bits=5, mantissa_bits=2)
 
+
+@dataclass(frozen=True)
+class Formats:
+    """The formats of one call of attention."""
+
+    #: Format of q, k and dO
+    inputs: Format
+
+    #: Format of V: narrower than q's where it fits one that some products take; whoever takes no such V widens it
+    v: Format
+
+    #: What a plan rounds to on the way that follows the call: P-bar, P and dS and, if it is narrow, S, l and O-bar
+    operands: Format
+
+    #: Format of O and of the gradients
+    output: Format
+
+    @classmethod
+    def of(cls, fmt: Format, **own: Format) -> "Formats":
+        """Return one format for all, but those named.
+
+        Args:
+          fmt: The format.
+          own: A field's own format, by its name.
+
+        Returns:
+          The formats.
+
+        Raises:
+          TypeError: No field has such a name.
+        """
+        return cls(**dict.fromkeys(("inputs", "v", "operands", "output"), fmt) | own)
+
+
 _KNOWN = {fmt.name: fmt for fmt in (FP32, BF16, FP16, TF32, FP8_E4M3, FP8_E5M2)}
 _EXMY = re.compile(r"E([2-8])M([0-9]|1[0-9]|2[0-3])")
 

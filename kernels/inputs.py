@@ -8,8 +8,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, KEY_PADDING, OBLONG_CAUSAL, Feature
-from tiebreak.kernels.formats import BF16, FP16, FP32, Format
+from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, KEY_PADDING, MIXED_FORMATS, OBLONG_CAUSAL, Feature
+from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 
 # Formats that torch devices compute in.
 TORCH_DTYPES: Mapping[Format, torch.dtype] = MappingProxyType(
@@ -19,13 +19,13 @@ TORCH_DTYPES: Mapping[Format, torch.dtype] = MappingProxyType(
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """One call of attention. Tensors hold values of `fmt` in fp32, on the host."""
+    """One call of attention. Tensors hold values of `formats` in fp32, on the host."""
 
     q: Tensor  # (batch, heads, queries, d)
     k: Tensor  # (batch, key heads, keys, d); heads is a multiple of key heads (grouped-query attention)
     v: Tensor  # (batch, key heads, keys, d)
     do: Tensor  # (batch, heads, queries, d), the upstream gradient
-    fmt: Format  # format of q, k, v, dO and O
+    formats: Formats  # of q, k, v and dO, and of what is made of them
     causal: bool = False  # query i sees keys 0 .. i + keys - queries
     key_padding: Tensor | None = None  # bool (batch, keys), True where a key takes part
     noise_seed: int = 0  # seeds the dither and the stochastic casts
@@ -58,6 +58,7 @@ class AttentionInputs:
             OBLONG_CAUSAL: self.causal and self.q.shape[2] != self.k.shape[2],
             KEY_PADDING: self.key_padding is not None,
             BLIND_ROWS: self._blind(),
+            MIXED_FORMATS: {self.formats.operands, self.formats.output} != {self.formats.inputs},
         }
         return tuple(feature for feature, needed in asked.items() if needed)
 

@@ -8,7 +8,7 @@ from tiebreak.kernels.algorithms import FLASH_ATTENTION, Algorithm
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import Feature
 from tiebreak.kernels.flash import BLOCK, Block, backward
-from tiebreak.kernels.formats import Format
+from tiebreak.kernels.formats import Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.plans import RoundingPlan
 from tiebreak.kernels.shift_rules import ShiftRule
@@ -43,10 +43,12 @@ class Declaration:
 Compute = Callable[[AttentionInputs, Arithmetic, bool], AttentionOutput]
 # inputs whose every feature the kernel takes, on their device -> None, or what keeps it from running them there
 Lacks = Callable[[AttentionInputs], str | None]
+# formats of inputs -> None, or why a kernel is not for such inputs: it is left out of their cells, not skipped
+Unsuited = Callable[[Formats], str | None]
 
 
-def _nothing(inputs: AttentionInputs) -> None:
-    del inputs
+def _nothing(given: object) -> None:
+    del given
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Kernel:
     takes: frozenset[Feature] = frozenset()  # what inputs may ask of it: what it was never told of, it is refused
     lacks: Lacks = _nothing  # what it misses here: a package, a head dimension, a format, PyTorch's consent
     external: bool = False  # a user's own: held to the contract of `tiebreak.kernels.external`
-    v_format: Format | None = None  # the format that V must fit in, where it is narrower than the others'
+    unsuited: Unsuited = _nothing  # which formats it is not for, such as a V of 16 bits for a product of 8
     composed: bool = False  # whether it is its declaration, run on whatever arithmetic it is given
 
     def refusal(self, inputs: AttentionInputs) -> str | None:
@@ -70,15 +72,17 @@ class Kernel:
             inputs: on the device that they would run on.
 
         Returns:
-            What they ask for and it does not take; else what it lacks.
+            What they ask for and it does not take; else what is wrong with their formats; else what it lacks.
         """
         untaken = [feature.words for feature in inputs.asks() if feature not in self.takes]
-        return f"{self.name} takes no {' and no '.join(untaken)}" if untaken else self.lacks(inputs)
+        if untaken:
+            return f"{self.name} takes no {' and no '.join(untaken)}"
+        return self.unsuited(inputs.formats) or self.lacks(inputs)
 
 
 def run_forward(declaration: Declaration, inputs: AttentionInputs, arithmetic: Arithmetic) -> AttentionOutput:
     """The forward pass alone, as `run_declared` has it: O and the log-sum-exp."""
-    plan = declaration.plan.in_format(inputs.fmt)
+    plan = declaration.plan.in_formats(inputs.formats)
     return declaration.algorithm.forward(inputs, plan, declaration.shift_rule, arithmetic, declaration.block)
 
 
@@ -86,13 +90,13 @@ def run_backward(
     declaration: Declaration, inputs: AttentionInputs, output: AttentionOutput, arithmetic: Arithmetic
 ) -> Gradients:
     """The backward pass alone, as `run_declared` has it, from what the forward pass returned."""
-    return backward(inputs, output, declaration.plan.in_format(inputs.fmt), arithmetic, declaration.block)
+    return backward(inputs, output, declaration.plan.in_formats(inputs.formats), arithmetic, declaration.block)
 
 
 def run_declared(
     declaration: Declaration, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool
 ) -> AttentionOutput:
-    """Attention exactly as declared, with the plan's narrow rounding points in the inputs' format.
+    """Attention exactly as declared, with the plan in the formats of the inputs.
 
     Args:
         declaration: algorithm, plan, shift rule and tile sizes.

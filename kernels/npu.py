@@ -169,7 +169,7 @@ class FusionAttention:
         return AttentionOutput(o, lse, self.backward(inputs, forward) if gradients else None)
 
     def _packed(self, inputs: AttentionInputs, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(pack(tensor.to(TORCH_DTYPES[inputs.fmt]), self.layout) for tensor in tensors)
+        return tuple(pack(tensor.to(TORCH_DTYPES[inputs.formats.inputs]), self.layout) for tensor in tensors)
 
 
 def _infer(
@@ -209,7 +209,9 @@ def _prompt(operators: Operators, inputs: AttentionInputs, arithmetic: Arithmeti
 
 
 def _narrow(inputs: AttentionInputs) -> tuple[Tensor, ...]:
-    return tuple(tensor.to(TORCH_DTYPES[inputs.fmt]).contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
+    return tuple(
+        tensor.to(TORCH_DTYPES[inputs.formats.inputs]).contiguous() for tensor in (inputs.q, inputs.k, inputs.v)
+    )
 
 
 def _found(operators: Operators, name: str) -> Operator:
@@ -230,7 +232,7 @@ def _training_lacks(operators: Operators, inputs: AttentionInputs) -> str | None
 
 
 def _inference_lacks(operators: Operators, name: str, inputs: AttentionInputs) -> str | None:
-    return f"{name} takes no fp32" if inputs.fmt == FP32 else _absent(operators, (name,))
+    return f"{name} takes no fp32" if inputs.formats.inputs == FP32 else _absent(operators, (name,))
 
 
 def fusion_attention(layout: str, inner_precise: int, operators: Operators = torch_npu_operators) -> Kernel:

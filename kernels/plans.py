@@ -5,7 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
-from tiebreak.kernels.formats import BF16, FP8_E4M3, FP32, Format, Rounding
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP32, Format, Formats, Rounding
+
+
+class Follows(enum.Enum):
+    """Which of a call's formats a rounding point of a plan is in."""
+
+    OPERANDS = "operands"  # what products take: P-bar and, in some plans, S, l and O-bar
+    OUTPUT = "output"  # O and the gradients
 
 
 @dataclass(frozen=True)
@@ -14,6 +21,7 @@ class Cast:
 
     fmt: Format  # the format that holds the result
     rounding: Rounding = Rounding.TO_EVEN  # how a value between two neighbours is placed
+    follows: Follows | None = None  # the call's format that takes the place of `fmt`; None: `fmt`, whatever the call
 
     @property
     def narrows(self) -> bool:
@@ -100,26 +108,35 @@ class RoundingPlan:
         pairs = ((field.name, getattr(self, field.name)) for field in fields(self))
         return tuple((name, value) for name, value in pairs if isinstance(value, Cast))
 
-    def in_format(self, fmt: Format) -> "RoundingPlan":
-        """The same plan with every bf16 rounding point in `fmt`."""
-        changed = {name: replace(cast, fmt=fmt) for name, cast in self.casts() if cast.fmt == BF16}
-        return replace(self, **changed) if fmt != BF16 else self  # type: ignore[arg-type]
+    def in_formats(self, formats: Formats) -> "RoundingPlan":
+        """The same plan for a call in these formats: every rounding point that follows one of them is in it."""
+        own = {Follows.OPERANDS: formats.operands, Follows.OUTPUT: formats.output}
+        changed = {
+            name: replace(cast, fmt=own[cast.follows])
+            for name, cast in self.casts()
+            if cast.follows is not None and cast.fmt != own[cast.follows]
+        }
+        return replace(self, **changed) if changed else self  # type: ignore[arg-type]
 
 
-_LOW = Cast(BF16)
+# Presets stand as they are for a call in bf16.
+_LOW = Cast(BF16, follows=Follows.OPERANDS)
+OUTPUT = Cast(BF16, follows=Follows.OUTPUT)  # O's cast in any kernel that returns it in the format of the call
 _HIGH = Cast(FP32)
 
-PAPER = RoundingPlan("paper", s=_HIGH, p_bar=_LOW, o_bar=_LOW, row_sum=_HIGH, o=_LOW)
+PAPER = RoundingPlan("paper", s=_HIGH, p_bar=_LOW, o_bar=_LOW, row_sum=_HIGH, o=OUTPUT)
 ALL_BF16 = replace(PAPER, name="all_bf16", s=_LOW, row_sum=_LOW)
-FUSED = RoundingPlan("fused", s=_HIGH, p_bar=_LOW, o_bar=_HIGH, row_sum=_HIGH, o=_LOW, p=_LOW, ds=_LOW, gradients=_LOW)
-FUSED_STOCHASTIC = replace(FUSED, name="fused_stochastic", o=Cast(BF16, Rounding.STOCHASTIC))
+FUSED = RoundingPlan(
+    "fused", s=_HIGH, p_bar=_LOW, o_bar=_HIGH, row_sum=_HIGH, o=OUTPUT, p=_LOW, ds=_LOW, gradients=OUTPUT
+)
+FUSED_STOCHASTIC = replace(FUSED, name="fused_stochastic", o=replace(OUTPUT, rounding=Rounding.STOCHASTIC))
 STANDARD = RoundingPlan(
     "standard",
     s=_HIGH,
     p_bar=_LOW,
     o_bar=_HIGH,
     row_sum=_HIGH,
-    o=_LOW,
+    o=OUTPUT,
     delta_from=DeltaSource.PROBABILITIES,
 )
 FP32_PLAN = RoundingPlan("fp32", s=_HIGH, p_bar=_HIGH, o_bar=_HIGH, row_sum=_HIGH, o=_HIGH)
@@ -140,11 +157,11 @@ ISOLATION: Mapping[str, RoundingPlan] = MappingProxyType(
 
 
 # Ties go away from zero, as public AscendC attention code casts P (CAST_ROUND): a bias of its own.
-_AWAY = Cast(BF16, Rounding.TIES_AWAY)
+_AWAY, _OUTPUT_AWAY = (replace(cast, rounding=Rounding.TIES_AWAY) for cast in (_LOW, OUTPUT))
 TIES_AWAY: Mapping[str, RoundingPlan] = MappingProxyType(
     {
         "fused_half_up": replace(FUSED, name="fused_half_up", p_bar=_AWAY),
-        "fused_ties_away": replace(FUSED, name="fused_ties_away", p_bar=_AWAY, o=_AWAY),
+        "fused_ties_away": replace(FUSED, name="fused_ties_away", p_bar=_AWAY, o=_OUTPUT_AWAY),
     }
 )
 

@@ -19,10 +19,9 @@ from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import CAUSAL, COMMON, GROUPED, Feature
 from tiebreak.kernels.flash import BLOCK, Block
-from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel
-from tiebreak.kernels.plans import FP32_PLAN, FUSED, Cast, DeltaSource, Exponential
+from tiebreak.kernels.plans import FP32_PLAN, FUSED, OUTPUT, DeltaSource, Exponential
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.kernels.vendor import empty, fused_on_gpu, through_autograd
 
@@ -147,7 +146,7 @@ def lacks(implementation: Implementation, inputs: AttentionInputs) -> str | None
     if (nothing := empty(inputs)) is not None:
         return nothing
     mask, flag = _mask(implementation, inputs), _flagged(implementation, inputs)
-    dtype = TORCH_DTYPES[inputs.fmt]
+    dtype = TORCH_DTYPES[inputs.formats.inputs]
     # As for a backward pass: some implementations take more without one.
     q, k, v = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
     with warnings.catch_warnings(record=True) as told, sdpa_kernel([implementation.backend]):
@@ -198,7 +197,7 @@ def cpu_sdpa_flash() -> Kernel:
 
 def sdpa_math() -> Kernel:
     """PyTorch's composed implementation, which upcasts narrow inputs to fp32 and casts O only."""
-    plan = replace(FP32_PLAN, name="fp32_inside", o=Cast(BF16), delta_from=DeltaSource.PROBABILITIES)
+    plan = replace(FP32_PLAN, name="fp32_inside", o=OUTPUT, delta_from=DeltaSource.PROBABILITIES)
     declaration = Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"])
     return Kernel("sdpa_math", partial(compute, MATH), declaration, takes=MATH.takes)
 

@@ -8,7 +8,7 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
-from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 
 _D = 64
@@ -43,7 +43,7 @@ def tied_p_bar(rng: Generator, odd: Tensor, noise_seed: int = 0) -> AttentionInp
     k[:, :, 1:, :3] = _pieces(torch.log(ties).float() / _SCALE)
     v = 1.0 + torch.from_numpy(rng.random((batch, heads, _KEYS, _D), dtype=np.float32))
     v[:, :, 0] = 0.0
-    return AttentionInputs(q, k, v.bfloat16().float(), torch.ones_like(q), BF16, noise_seed=noise_seed)
+    return AttentionInputs(q, k, v.bfloat16().float(), torch.ones_like(q), Formats.of(BF16), noise_seed=noise_seed)
 
 
 def _pieces(x: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def through_autograd(call: Call, inputs: AttentionInputs, gradients: bool) -> At
     Raises:
         Exception: whatever the kernel raises.
     """
-    dtype = TORCH_DTYPES[inputs.fmt]
+    dtype = TORCH_DTYPES[inputs.formats.inputs]
     # Copies also where the format is fp32: leaves of a graph of their own.
     q, k, v = (tensor.to(dtype, copy=True) for tensor in (inputs.q, inputs.k, inputs.v))
     with exact_products():

@@ -10,7 +10,7 @@ from torch import Tensor
 from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.backends.probes import dot
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.formats import BF16, FP32, ulp
+from tiebreak.kernels.formats import BF16, FP32, Formats, ulp
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 from tiebreak.kernels.reference import reference
@@ -159,7 +159,7 @@ def softmax_errors(run: Callable[[AttentionInputs], tuple[Tensor, Tensor]]) -> M
     """
     rng = np.random.Generator(np.random.Philox(2))
     q, k, v = (round_to(torch.from_numpy(rng.standard_normal((1, 4, 48, 64), np.float32)), BF16) for _ in "qkv")
-    inputs = AttentionInputs(q, k, v, torch.ones_like(q), BF16)
+    inputs = AttentionInputs(q, k, v, torch.ones_like(q), Formats.of(BF16))
     s = reference(inputs).s
     row_max = s.amax(-1, keepdim=True)
     row_sum = torch.exp(s - row_max).sum(-1, keepdim=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.counter import random_bits
-from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, Kernel, run_backward, run_forward
 from tiebreak.kernels.plans import FP32_PLAN, FUSED, Cast
@@ -18,6 +18,7 @@ from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 _LAYER_STREAM = 3
 _BF16 = Cast(BF16)
+_FORMATS = Formats.of(BF16)
 FP32_ATTENTION = Declaration(FLASH_ATTENTION, FP32_PLAN, SHIFT_RULES["safe"])
 _UNTOLD = Declaration(FLASH_ATTENTION, FUSED, SHIFT_RULES["safe"])
 
@@ -164,4 +165,4 @@ def _backward(
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, do: Tensor, noise_seed: int) -> AttentionInputs:
-    return AttentionInputs(q, k, v, do, BF16, causal=True, noise_seed=noise_seed)
+    return AttentionInputs(q, k, v, do, _FORMATS, causal=True, noise_seed=noise_seed)

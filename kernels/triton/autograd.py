@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tiebreak.kernels.formats import Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.triton.launch import Call, backward, dtype_of, forward
@@ -51,7 +52,7 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, noise_seed: int) -> A
     if q.dtype not in formats:
         raise ValueError(f"q, k and v are {q.dtype}: the Triton kernels take {', '.join(map(str, formats))}")
     q, k, v = (tensor.detach() for tensor in (q, k, v))
-    return AttentionInputs(q, k, v, q, formats[q.dtype], causal=causal, noise_seed=noise_seed)
+    return AttentionInputs(q, k, v, q, Formats.of(formats[q.dtype]), causal=causal, noise_seed=noise_seed)
 
 
 class _Attention(torch.autograd.Function):

@@ -15,7 +15,7 @@ from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.arithmetic import CAST_STREAM, DITHER_STREAM
 from tiebreak.kernels.counter import random_bits
 from tiebreak.kernels.flash import Block
-from tiebreak.kernels.formats import BF16, FP8_E4M3, Format
+from tiebreak.kernels.formats import BF16, FP8_E4M3, Format, Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Cast, RoundingPlan
@@ -91,7 +91,7 @@ class Call:
         reason = refusal(inputs, declaration, interpreted=interpreted)
         if reason is not None:
             raise ValueError(reason)
-        plan = declaration.plan.in_format(inputs.fmt)
+        plan = declaration.plan.in_formats(inputs.formats)
         config = Config(
             plan=plan,
             shift=shift_of(declaration.shift_rule),
@@ -103,7 +103,7 @@ class Call:
             padded=inputs.key_padding is not None,
             native=not interpreted,
         )
-        held = (inputs.fmt, inputs.fmt, plan.p_bar.fmt if plan.p_bar.fmt == FP8_E4M3 else inputs.fmt)
+        held = (inputs.formats.inputs, inputs.formats.inputs, format_of_v(plan, inputs.formats))
         q, k, v = (
             _flat(tensor, dtype_of(fmt, interpreted=interpreted))
             for tensor, fmt in zip((inputs.q, inputs.k, inputs.v), held, strict=True)
@@ -193,22 +193,31 @@ def _shape_refusal(inputs: AttentionInputs, block: Block) -> str | None:
 
 
 def _format_refusal(inputs: AttentionInputs, plan: RoundingPlan, interpreted: bool) -> str | None:
-    if inputs.fmt not in TORCH_DTYPES:
-        return f"the Triton kernels take {', '.join(fmt.name for fmt in TORCH_DTYPES)}, not {inputs.fmt.name}"
-    if plan.p_bar.fmt == FP8_E4M3 and not _held_in_e4m3(inputs.v):
-        return "V holds values that fp8_e4m3 does not: round it first"
-    return None if interpreted else lacking(inputs.fmt, plan, inputs.q.device)
+    formats = inputs.formats
+    if formats.inputs not in TORCH_DTYPES:
+        return f"the Triton kernels take {', '.join(fmt.name for fmt in TORCH_DTYPES)}, not {formats.inputs.name}"
+    return unsuited(plan, formats) or (None if interpreted else lacking(formats, plan, inputs.q.device))
 
 
-def _held_in_e4m3(v: Tensor) -> bool:
-    return torch.equal(v.float(), v.float().to(torch.float8_e4m3fn).float())
+def format_of_v(plan: RoundingPlan, formats: Formats) -> Format:
+    """The format that the kernels hold V in: P-bar's where their product is one of 8 bits, else that of q and k."""
+    return plan.p_bar.fmt if plan.p_bar.fmt == FP8_E4M3 else formats.inputs
 
 
-def lacking(fmt: Format, plan: RoundingPlan, device: torch.device) -> str | None:
-    """None, or what a device lacks for inputs of a format under a plan, in one line."""
+def unsuited(plan: RoundingPlan, formats: Formats) -> str | None:
+    """None, or that V would have to be rounded first: it is held as it comes, or in a wider format."""
+    held = format_of_v(plan, formats)
+    if held in (formats.v, formats.inputs):
+        return None
+    return f"plan {plan.name} multiplies a V in {held.name}, not in {formats.v.name}: round it first"
+
+
+def lacking(formats: Formats, plan: RoundingPlan, device: torch.device) -> str | None:
+    """None, or what a device lacks for a call in these formats under a plan, in one line."""
     if device.type != "cuda":
         return f"the compiled kernels run on a GPU, not on {device}"
-    name, needed = torch.cuda.get_device_name(device), {cast.fmt for _, cast in plan.in_format(fmt).casts()} | {fmt}
+    needed = {cast.fmt for _, cast in plan.in_formats(formats).casts()} | {formats.inputs}
+    name = torch.cuda.get_device_name(device)
     if torch.version.hip is not None:
         # CDNA3's fp8 is another format, with one zero; CDNA4 and RDNA4 have e4m3 as OCP defines it.
         fp8 = torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx95", "gfx12"))

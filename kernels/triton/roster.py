@@ -10,13 +10,13 @@ from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.flash import Block
-from tiebreak.kernels.formats import BF16, FP8_E4M3, FP32, Format
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.plans import EIGHT_BIT, FUSED, FUSED_STOCHASTIC, PAPER, STANDARD, Exponential, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.kernels.triton.config import Config, shift_of
-from tiebreak.kernels.triton.launch import backward_block, forward_block, options, refusal, run
+from tiebreak.kernels.triton.launch import backward_block, format_of_v, forward_block, options, refusal, run, unsuited
 from tiebreak.kernels.triton.loading import source
 
 BLOCK = Block(128, 64)
@@ -50,18 +50,13 @@ def triton_kernels(*, interpreted: bool) -> tuple[Kernel, ...]:
             name,
             partial(_compute, declaration, interpreted),
             declaration,
-            has_backward=_v_format(declaration.plan) is None,  # nobody trains with a V of 8 bits
+            has_backward=declaration.plan.p_bar.fmt != FP8_E4M3,  # nobody trains with a V of 8 bits
             takes=COMMON,
             lacks=partial(refusal, declaration=declaration, interpreted=interpreted),
-            v_format=_v_format(declaration.plan),
+            unsuited=partial(unsuited, declaration.plan),
         )
         for name, declaration in DECLARATIONS.items()
     )
-
-
-def _v_format(plan: RoundingPlan) -> Format | None:
-    """The format of V where a product of 8 bits takes it, as P-bar's."""
-    return FP8_E4M3 if plan.p_bar.fmt == FP8_E4M3 else None
 
 
 def _compute(
@@ -100,14 +95,15 @@ def compilations(d: int = 64, *, causal: bool = True, fmt: Format = BF16) -> Ite
         ValueError: triton is not installed.
     """
     for name, declaration in DECLARATIONS.items():
-        plan = declaration.plan.in_format(fmt)
+        formats = Formats.of(fmt)
+        plan = declaration.plan.in_formats(formats)
         for part, function in (*_FUNCTIONS[declaration.algorithm.name], *_BACKWARD):
             block = backward_block(plan, d) if part == "backward" else forward_block(declaration.block, d)
             config = Config(plan, shift_of(declaration.shift_rule), causal, d, block, query_heads=16)
             constants = {"C": config, "PADDING": None}  # a mask of keys rounds nothing
             jitted, chosen = getattr(source(part, interpreted=False), function), options(d)
             types = {
-                argument: "constexpr" if argument in constants else _type(argument, plan, fmt)
+                argument: "constexpr" if argument in constants else _type(argument, plan, formats)
                 for argument in jitted.arg_names
             }
             yield Compilation(
@@ -121,10 +117,11 @@ def compilations(d: int = 64, *, causal: bool = True, fmt: Format = BF16) -> Ite
             )
 
 
-def _type(argument: str, plan: RoundingPlan, fmt: Format) -> str:
-    if argument in ("Q", "K", "V", "DO"):
-        held = _v_format(plan) if argument == "V" else None
-        return _TYPES[(held or fmt).name]
+def _type(argument: str, plan: RoundingPlan, formats: Formats) -> str:
+    if argument == "V":
+        return _TYPES[format_of_v(plan, formats).name]
+    if argument in ("Q", "K", "DO"):
+        return _TYPES[formats.inputs.name]
     if argument in _POINTERS:
         return _TYPES[getattr(plan, _POINTERS[argument]).fmt.name]
     return _TYPES[FP32.name] if argument.isupper() else "i32"

@@ -25,7 +25,7 @@ from tiebreak.backends.ascend.device import TorchNpu
 from tiebreak.backends.backend import CPU, to_device
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.formats import BF16, FP16
+from tiebreak.kernels.formats import BF16, FP16, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.npu import every_fusion_attention, npu_kernels
 from tiebreak.kernels.plans import PLANS
@@ -88,7 +88,7 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def inputs(**changed: Any) -> AttentionInputs:
     """Sizes that all differ, so that no two dimensions can be mistaken for each other."""
     q, kv = (3, 4, 5, 16), (3, 2, 7, 16)
-    drawn = AttentionInputs(torch.ones(q), torch.ones(kv), torch.ones(kv), torch.ones(q), BF16)
+    drawn = AttentionInputs(torch.ones(q), torch.ones(kv), torch.ones(kv), torch.ones(q), Formats.of(BF16))
     return replace(drawn, **changed)
 
 

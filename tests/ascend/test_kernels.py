@@ -10,7 +10,7 @@ from tiebreak.backends.ascend.backend import Ascend
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.bounds import UNDECLARED, error_bound
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.formats import BF16, FP16, FP32, Format
+from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.npu import (
@@ -42,7 +42,7 @@ def longer(queries: int, keys: int) -> AttentionInputs:
     generator = torch.Generator().manual_seed(queries)
     shapes = ((2, 4, queries, 16), (2, 2, keys, 16), (2, 2, keys, 16), (2, 4, queries, 16))
     q, k, v, do = (torch.randn(shape, generator=generator).bfloat16().float() for shape in shapes)
-    return AttentionInputs(q, k, v, do, BF16, causal=True)
+    return AttentionInputs(q, k, v, do, Formats.of(BF16), causal=True)
 
 
 def test_the_layouts_put_every_element_where_they_say() -> None:

@@ -17,7 +17,7 @@ from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.counter import random_bits
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.flash import Block
-from tiebreak.kernels.formats import BF16, FP32
+from tiebreak.kernels.formats import BF16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, run_declared
 from tiebreak.kernels.plans import FP32_PLAN, Cast, DeltaSource
@@ -85,7 +85,7 @@ def test_it_is_the_declared_kernel_to_the_bit(name: str) -> None:
     q, k, v, do = _tensors()
     q, k, v = (tensor.bfloat16().float() for tensor in (q, k, v))
     seed = int(random_bits(5, 0))  # of the group that begins with head 0
-    inputs = AttentionInputs(q, k, v, do, BF16, causal=True, noise_seed=seed)
+    inputs = AttentionInputs(q, k, v, do, Formats.of(BF16), causal=True, noise_seed=seed)
     expected = run_declared(declared, inputs, EMULATION.arithmetic, True)
     assert expected.gradients is not None
     found = _run((HeadKernel(declared),) * SHAPE[1], _call(seed=5))

@@ -66,7 +66,7 @@ def cells(selection: Selection) -> tuple[list[Cell | TrainingCell], dict[str, st
             if isinstance(case, Snippet):
                 found += _training_cells(selection, case, fmt, kernels, running)
             elif case.stock is None or fmt in case.stock.formats:
-                found += [Cell(*pair, case, fmt) for pair in kernels if _takes(pair[1], case)]
+                found += [Cell(*pair, case, fmt) for pair in kernels if _takes(pair[1], case, fmt)]
     if not found:
         raise SelectionError(
             "no cell is left: kernels called ...@train run in the cases called train_... alone, and those in bf16"
@@ -75,9 +75,9 @@ def cells(selection: Selection) -> tuple[list[Cell | TrainingCell], dict[str, st
     return found, reasons
 
 
-def _takes(kernel: Kernel, case: Case) -> bool:
-    """Whether a case is for a kernel: not one for training alone, and V in the format that the kernel needs."""
-    return kernel.name not in VARIANTS and kernel.v_format in (None, case.v_format)
+def _takes(kernel: Kernel, case: Case, fmt: Format) -> bool:
+    """Whether a case is for a kernel: not one for training alone, and in formats that the kernel is for."""
+    return kernel.name not in VARIANTS and kernel.unsuited(case.formats(fmt)) is None
 
 
 def check_captured(found: list[Cell | TrainingCell]) -> None:

@@ -29,7 +29,7 @@ from tiebreak.cases.gpt2.progress import COLLAPSED_DIVERSITY, COLLAPSED_REPORTS,
 from tiebreak.cases.gpt2.ranks import Ranks, joined, take_device
 from tiebreak.cases.gpt2.training import NotFiniteAtStartError, Recipe, Training
 from tiebreak.kernels.external import ContractError, external_kernel
-from tiebreak.kernels.formats import BF16, FP32
+from tiebreak.kernels.formats import BF16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.plans import FP32_PLAN, Cast
@@ -192,7 +192,7 @@ def _head(flag: str, name: str, backend: Backend, sizes: Configuration) -> HeadK
     """
     kernel = _kernel(name, backend)
     probe = torch.zeros(1, sizes.heads, 2, sizes.d)
-    refusal = kernel.refusal(AttentionInputs(probe, probe, probe, probe, BF16, causal=True))
+    refusal = kernel.refusal(AttentionInputs(probe, probe, probe, probe, Formats.of(BF16), causal=True))
     if refusal is not None:
         raise UsageError(f"{flag} {name}: {refusal}")
     if not kernel.composed or kernel.declaration is None:

@@ -22,7 +22,7 @@ from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import Verdict, judge
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.flash import BLOCK, Block
-from tiebreak.kernels.formats import BF16, FP32
+from tiebreak.kernels.formats import BF16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
 from tiebreak.kernels.kernel import Declaration, composed
 from tiebreak.kernels.plans import FP32_PLAN, FUSED, ISOLATION, DeltaSource, RoundingPlan
@@ -64,7 +64,7 @@ def _inputs(
     sizes = [(heads, queries), (heads // groups, keys), (heads // groups, keys), (heads, queries)]
     q, k, v, do = (torch.randn(2, *size, d, generator=generator) for size in sizes)
     padding = torch.arange(keys)[None] < torch.tensor(visible)[:, None] if visible else None
-    return AttentionInputs(q, k, v, do, FP32, causal=causal, key_padding=padding)
+    return AttentionInputs(q, k, v, do, Formats.of(FP32), causal=causal, key_padding=padding)
 
 
 @cache
@@ -152,7 +152,7 @@ def test_delta_is_the_same_number_whatever_it_is_computed_from(source: DeltaSour
 
 
 def test_the_gradients_of_a_fused_kernel_lie_on_its_formats_grid() -> None:
-    gradients = _run(replace(_setting("grouped_causal")[0], fmt=BF16), FUSED, BLOCK)
+    gradients = _run(replace(_setting("grouped_causal")[0], formats=Formats.of(BF16)), FUSED, BLOCK)
     for gradient in (gradients.dq, gradients.dk, gradients.dv):
         assert torch.equal(gradient, gradient.bfloat16().float())
 

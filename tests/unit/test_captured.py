@@ -19,7 +19,7 @@ from tiebreak.cases.measures import Measures
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import Verdict, judge
 from tiebreak.kernels.features import COMMON
-from tiebreak.kernels.formats import BF16, FP16, Format
+from tiebreak.kernels.formats import BF16, FP16, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.reference import reference
@@ -65,7 +65,7 @@ def only_case(folder: Path, tensors: Tensors, metadata: Mapping[str, str] = FULL
 def as_inputs(layer: Tensors, *, causal: bool = False) -> AttentionInputs:
     """A whole layer as one call."""
     q, k, v, do = (layer[part].float() for part in ("q", "k", "v", "do"))
-    return AttentionInputs(q, k, v, do, BF16, causal=causal)
+    return AttentionInputs(q, k, v, do, Formats.of(BF16), causal=causal)
 
 
 def scripted(name: str, heads: int) -> Tensors:
@@ -268,7 +268,7 @@ class TestFormats:
         layer = {part: tensor.float() * 1.001 for part, tensor in normal((1, 2, 4, 8)).items()}
         inputs = only_case(tmp_path, layer).make(1, 0, 2, fmt)
         dtype = torch.bfloat16 if fmt == BF16 else torch.float16
-        assert inputs.fmt == fmt
+        assert inputs.formats == Formats.of(fmt)
         for part, tensor in layer.items():
             assert torch.equal(getattr(inputs, part)[0], tensor[0].to(dtype).float())
 

@@ -19,7 +19,7 @@ from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels import flash_attn, flex, vendor
-from tiebreak.kernels.formats import BF16, FP16, FP32
+from tiebreak.kernels.formats import BF16, FP16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.plans import Accumulator, Cast
@@ -236,7 +236,7 @@ class TestCompiledOnce:
             (replace(inputs, noise_seed=7), False),
             (inputs, True),
             (replace(inputs, causal=True), False),
-            (replace(inputs, fmt=FP16), False),
+            (replace(inputs, formats=Formats.of(FP16)), False),
             (replace(inputs, q=inputs.q[:, :, :3], do=inputs.do[:, :, :3]), False),
             (inputs, True),
         ):
@@ -355,7 +355,7 @@ class TestFlex:
 
     def test_it_refuses_what_it_has_no_kernel_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         narrow = torch.ones(1, 1, 4, 8)
-        told = flex.flex().refusal(AttentionInputs(narrow, narrow, narrow, narrow, BF16))
+        told = flex.flex().refusal(AttentionInputs(narrow, narrow, narrow, narrow, Formats.of(BF16)))
         assert told == "FlexAttention takes head dimensions from 16 on, not 8"
         monkeypatch.setattr(flex, "missing", lambda: "triton is not installed")
         assert flex.flex().refusal(made("random")) == "triton is not installed"
@@ -370,7 +370,7 @@ class TestFlashAttn:
         def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
             asked.append(options)
             q_, k_, v_ = (x.transpose(1, 2).float() for x in (q, k, v))
-            inputs = AttentionInputs(q_, k_, v_, q_, BF16)
+            inputs = AttentionInputs(q_, k_, v_, q_, Formats.of(BF16))
             hidden = replace(inputs, causal=bool(options["causal"])).hidden()
             s = inputs.scale * inputs.q @ inputs.expanded_k().mT
             s = s if hidden is None else s.masked_fill(hidden, -torch.inf)
@@ -419,9 +419,9 @@ class TestFlashAttn:
     def test_it_refuses_what_it_does_not_take(self) -> None:
         refusal = flash_attn.flash_attn().refusal
         assert refusal(made("padded")) == "flash_attn takes no key padding mask"
-        assert refusal(replace(made("random"), fmt=FP32)) == "flash-attn takes bf16 and fp16, not fp32"
+        assert refusal(replace(made("random"), formats=Formats.of(FP32))) == "flash-attn takes bf16 and fp16, not fp32"
         wide = torch.ones(1, 1, 2, 264)
-        told = refusal(AttentionInputs(wide, wide, wide, wide, BF16))
+        told = refusal(AttentionInputs(wide, wide, wide, wide, Formats.of(BF16)))
         assert told == "flash-attn takes head dimensions up to 256, not 264"
 
 

@@ -17,7 +17,7 @@ from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.case import Draw, Recipe, Scores, Shape, Values, scripted
 from tiebreak.cases.measures import Measures, measure, merge
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
-from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.kernel import Declaration, composed
 from tiebreak.kernels.plans import FUSED
 from tiebreak.kernels.reference import reference
@@ -85,7 +85,7 @@ def _measured(recipe: Recipe, kernels: list[str]) -> dict[str, Measures]:
     torch.set_num_threads(1)
     found: dict[str, list[Measures]] = {name: [] for name in kernels}
     for batch in range(BATCHES):
-        inputs = recipe(Draw(Generator(Philox(batch + 1)), BF16, HEADS))
+        inputs = recipe(Draw(Generator(Philox(batch + 1)), Formats.of(BF16), HEADS))
         ref = reference(inputs)
         for name in kernels:
             kernel = composed_kernel(name)
@@ -129,7 +129,7 @@ def test_summing_rounded_p_bar_undoes_the_fixes_in_a_fused_kernel() -> None:
     """The common factor cancels and plain flash's bias is back: -0.22 on an attention sink."""
     rounded = replace(FUSED, name="fused_rounded_l", row_sum_from_rounded=True)
     recipe, _ = TABLE["2 maxima, sink"]
-    inputs = recipe(Draw(Generator(Philox(1)), BF16, 1024))
+    inputs = recipe(Draw(Generator(Philox(1)), Formats.of(BF16), 1024))
     ref = reference(inputs)
     for rule in ("stabilized", "dithered"):
         biases = {}

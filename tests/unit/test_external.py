@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tiebreak.backends.backend import CPU
 from tiebreak.kernels.external import ContractError, external_kernel, load
-from tiebreak.kernels.formats import BF16, FP16, FP32, Format
+from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.plans import FUSED, STANDARD
 
@@ -34,7 +34,7 @@ def _inputs(fmt: Format = BF16, *, causal: bool = False, groups: int = 1, padded
         for heads in (4, 4 // groups, 4 // groups, 4)
     )
     padding = torch.ones(2, 8, dtype=torch.bool) if padded else None
-    return AttentionInputs(q, k, v, do, fmt, causal=causal, key_padding=padding)
+    return AttentionInputs(q, k, v, do, Formats.of(fmt), causal=causal, key_padding=padding)
 
 
 def _run(source: str, tmp_path: Path, inputs: AttentionInputs | None = None) -> Tensor:

@@ -67,7 +67,7 @@ def test_inputs_say_what_they_ask_for(inputs: AttentionInputs, asked: tuple[Feat
 
 def test_a_feature_that_no_kernel_has_heard_of_is_refused_by_every_kernel() -> None:
     plain = _inputs("random")
-    inputs = Windowed(plain.q, plain.k, plain.v, plain.do, plain.fmt)
+    inputs = Windowed(plain.q, plain.k, plain.v, plain.do, plain.formats)
     told = {kernel.name: kernel.refusal(inputs) for kernel in _kernels()}
     assert told == {name: f"{name} takes no window of keys" for name in told}
 

@@ -26,7 +26,7 @@ from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.arithmetic import Noise
 from tiebreak.kernels.flash import Block, backward, flash, standard
-from tiebreak.kernels.formats import BF16, FP32, Rounding
+from tiebreak.kernels.formats import BF16, FP32, Formats, Rounding
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.plans import FP32_PLAN, FUSED, FUSED_STOCHASTIC, STANDARD, Cast, RoundingPlan
 from tiebreak.kernels.reference import Reference, reference
@@ -90,7 +90,7 @@ def _inputs(setting: Setting, *, repeats: bool = False, fmt: str = "fp32") -> At
     if setting.visible:
         padding = torch.arange(setting.keys)[None] < torch.tensor(setting.visible)[:, None]
     known = FP32 if fmt == "fp32" else BF16
-    return AttentionInputs(q, k, v, do, known, causal=setting.causal, key_padding=padding, noise_seed=11)
+    return AttentionInputs(q, k, v, do, Formats.of(known), causal=setting.causal, key_padding=padding, noise_seed=11)
 
 
 def _blind(inputs: AttentionInputs) -> Tensor:
@@ -208,7 +208,7 @@ def test_lazy_rescaling_follows_from_two_to_the_eighth_on(maxima: tuple[float, .
     q[..., 0], k[0, 0, :, 0] = 2.0, torch.tensor(maxima).clamp(min=-100.0)  # a score is its key's first number
     v = torch.full_like(k, 3.0)
     padding = torch.tensor([[maximum > -torch.inf for maximum in maxima]])
-    inputs = AttentionInputs(q, k, v, torch.ones_like(q), BF16, key_padding=padding)
+    inputs = AttentionInputs(q, k, v, torch.ones_like(q), Formats.of(BF16), key_padding=padding)
     plan = replace(FUSED, o=Cast(FP32))
     o = flash(inputs, plan, SHIFT_RULES["lazy"], ARITHMETIC, Block(1, 1)).o
     # By hand: each block's P-bar from the shift it was given, brought to the last shift.

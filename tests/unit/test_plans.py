@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
-from tiebreak.kernels.formats import BF16, FP16, FP32, Rounding
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, FP32, TF32, Formats, Rounding
 from tiebreak.kernels.plans import (
     FUSED,
     FUSED_STOCHASTIC,
@@ -73,15 +73,19 @@ def test_every_preset_sums_unrounded_probabilities_exactly_with_an_exact_exponen
 
 
 def test_only_the_output_of_fused_stochastic_is_rounded_other_than_to_even() -> None:
-    others = {(plan.name, name) for plan in PLANS.values() for name, cast in plan.casts() if cast != Cast(cast.fmt)}
+    others = {
+        (plan.name, name)
+        for plan in PLANS.values()
+        for name, cast in plan.casts()
+        if cast.rounding is not Rounding.TO_EVEN
+    }
     assert others == {("fused_stochastic", "o")}
-    assert FUSED_STOCHASTIC.o == Cast(BF16, Rounding.STOCHASTIC)
+    assert FUSED_STOCHASTIC.o == replace(FUSED.o, rounding=Rounding.STOCHASTIC)
 
 
 def test_ties_go_away_where_the_names_say() -> None:
-    away = Cast(BF16, Rounding.TIES_AWAY)
     half_up, both = parse_plan("fused_half_up"), parse_plan("fused_ties_away")
-    assert (half_up.p_bar, both.p_bar, both.o) == (away, away, away)
+    assert [cast.ties_away for cast in (half_up.p_bar, half_up.o, both.p_bar, both.o)] == [True, False, True, True]
     assert _differences(FUSED, half_up) == {"p_bar"}
     assert _differences(FUSED, both) == {"p_bar", "o"}
 
@@ -149,17 +153,31 @@ def test_stochastic_says_whether_any_cast_is(name: str) -> None:
 
 
 @each_plan
-def test_in_format_moves_every_bf16_point_and_no_other(plan: RoundingPlan) -> None:
-    moved = plan.in_format(FP16)
+def test_a_call_s_formats_move_every_narrow_point_and_no_other(plan: RoundingPlan) -> None:
+    moved = plan.in_formats(Formats.of(FP16))
     for (name, before), (_, after) in zip(plan.casts(), moved.casts(), strict=True):
-        assert after == (Cast(FP16, before.rounding) if before.fmt == BF16 else before), name
+        assert after == (replace(before, fmt=FP16) if before.fmt == BF16 else before), name
     assert _differences(plan, moved) == _narrow(plan)
     assert moved.name == plan.name
 
 
 @each_plan
-def test_in_format_bf16_is_the_plan_itself(plan: RoundingPlan) -> None:
-    assert plan.in_format(BF16) == plan
+def test_for_a_call_in_bf16_it_is_the_plan_itself(plan: RoundingPlan) -> None:
+    assert plan.in_formats(Formats.of(BF16)) is plan
+
+
+@each_plan
+def test_operands_and_output_follow_formats_of_their_own(plan: RoundingPlan) -> None:
+    moved = plan.in_formats(Formats.of(BF16, operands=FP16, output=TF32))
+    outputs = {"o", "gradients"} & _narrow(plan)
+    assert {name for name, cast in moved.casts() if cast.fmt == TF32} == outputs
+    assert {name for name, cast in moved.casts() if cast.fmt == FP16} == _narrow(plan) - outputs
+
+
+def test_a_point_that_follows_nothing_stays_in_its_format() -> None:
+    fixed, eight = replace(FUSED, p_bar=Cast(BF16)), parse_plan("fused_fp8")
+    assert fixed.in_formats(Formats.of(FP16)).p_bar == Cast(BF16)
+    assert eight.in_formats(Formats.of(FP16)).p_bar == Cast(FP8_E4M3)
 
 
 @each_preset

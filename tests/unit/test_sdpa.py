@@ -25,7 +25,7 @@ from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels import sdpa
 from tiebreak.kernels.features import COMMON
-from tiebreak.kernels.formats import BF16, FP16, FP32, Format, ulp
+from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats, ulp
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import Declaration, Kernel, composed
 from tiebreak.kernels.plans import FUSED, Cast, RoundingPlan
@@ -327,7 +327,7 @@ def test_what_pytorch_can_run_is_not_refused() -> None:
 
 def test_nothing_to_attend_to_is_refused() -> None:
     nothing = torch.zeros(1, 1, 0, 64)
-    told = sdpa.lacks(ON_CPU, AttentionInputs(nothing, nothing, nothing, nothing, BF16))
+    told = sdpa.lacks(ON_CPU, AttentionInputs(nothing, nothing, nothing, nothing, Formats.of(BF16)))
     assert told == "nothing to attend to: q (1, 1, 0, 64), k (1, 1, 0, 64)"
 
 

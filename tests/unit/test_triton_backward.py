@@ -17,7 +17,7 @@ from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.measures import measure
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
-from tiebreak.kernels.formats import BF16, FP32, Format
+from tiebreak.kernels.formats import BF16, FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
 from tiebreak.kernels.kernel import Declaration, run_declared
 from tiebreak.kernels.plans import FP32_PLAN, Cast, DeltaSource, Exponential, RoundingPlan
@@ -49,7 +49,7 @@ def _normal(shape: Shape, fmt: Format = FP32) -> tuple[AttentionInputs, Referenc
     sizes = [(heads, queries), (key_heads, keys), (key_heads, keys), (heads, queries)]
     tensors = [torch.randn(2, *size, d, generator=generator) for size in sizes]
     q, k, v, do = (x if fmt == FP32 else x.bfloat16().float() for x in tensors)
-    inputs = AttentionInputs(q, k, v, do, fmt, causal=causal, noise_seed=3)
+    inputs = AttentionInputs(q, k, v, do, Formats.of(fmt), causal=causal, noise_seed=3)
     return inputs, reference(inputs)
 
 
@@ -166,7 +166,7 @@ def test_every_rounding_point_of_the_backward_pass_is_a_switch_of_its_own(point:
     before, after = (
         _gradients(
             run(
-                replace(inputs, fmt=BF16),
+                replace(inputs, formats=Formats.of(BF16)),
                 Declaration(FLASH_ATTENTION, p, SAFE, BLOCK),
                 interpreted=True,
                 gradients=True,
@@ -183,7 +183,7 @@ def test_every_rounding_point_of_the_backward_pass_is_a_switch_of_its_own(point:
     [(DeltaSource.OUTPUT, {"o"}), (DeltaSource.PROBABILITIES, {"dp"}), (DeltaSource.RECOMPUTED_OUTPUT, set())],
 )
 def test_delta_is_computed_from_what_the_plan_says(source: DeltaSource, fed: set[str]) -> None:
-    inputs, plan = replace(_normal(D32)[0], fmt=BF16), replace(FP32_PLAN, delta_from=source)
+    inputs, plan = replace(_normal(D32)[0], formats=Formats.of(BF16)), replace(FP32_PLAN, delta_from=source)
 
     def delta(changed: RoundingPlan) -> Tensor:
         found = _gradients(_run(inputs, Declaration(FLASH_ATTENTION, changed, SAFE, BLOCK))).delta

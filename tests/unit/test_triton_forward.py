@@ -22,7 +22,7 @@ from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.arithmetic import Noise
 from tiebreak.kernels.flash import Block
-from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, FP32, Format, Rounding
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, FP32, Format, Formats, Rounding
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, run_declared
 from tiebreak.kernels.plans import FP32_PLAN, FUSED, PAPER, PLANS, TIES_AWAY, Cast, Exponential, RoundingPlan
@@ -140,7 +140,7 @@ def _shifted(
 
 def _enclosure(inputs: AttentionInputs, declaration: Declaration, errors: Errors) -> Interval:
     """What O can be, element by element."""
-    plan, rule = declaration.plan.in_format(inputs.fmt), declaration.shift_rule
+    plan, rule = declaration.plan.in_formats(inputs.formats), declaration.shift_rule
     unfused, keys = declaration.algorithm is STANDARD_ATTENTION, inputs.k.shape[2]
     noise, shape, cpu = Noise(inputs.noise_seed, inputs.q.shape[1]), inputs.q.shape, torch.device("cpu")
     dither = noise.dither(shape, 0, cpu).double() if rule.dithered else torch.zeros(*shape[:3], 1).double()
@@ -222,9 +222,10 @@ def test_fp16_is_rounded_as_declared(kernel: str) -> None:
 def test_fp8_is_rounded_as_declared() -> None:
     declaration = DECLARATIONS["triton_fp8"]
     inputs = _made("tied_maxima[k=2]")
-    with pytest.raises(ValueError, match="V holds values that fp8_e4m3 does not"):
+    with pytest.raises(ValueError, match="a V in fp8_e4m3, not in bf16"):
         _run(inputs, declaration)
-    for made in (replace(inputs, v=round_to(inputs.v, FP8_E4M3)), _made("fp8_ties"), _made("fp8_flat_tail")):
+    rounded = replace(inputs, v=round_to(inputs.v, FP8_E4M3), formats=Formats.of(BF16, v=FP8_E4M3))
+    for made in (rounded, _made("fp8_ties"), _made("fp8_flat_tail")):
         _assert_as_declared(made, declaration)
 
 
@@ -291,7 +292,7 @@ def _normal(queries: int, keys: int, d: int, heads: int, key_heads: int, causal:
     generator = torch.Generator().manual_seed(7)
     sizes = [(heads, queries), (key_heads, keys), (key_heads, keys), (heads, queries)]
     q, k, v, do = (torch.randn(2, *size, d, generator=generator).bfloat16().float() for size in sizes)
-    return AttentionInputs(q, k, v, do, BF16, causal=causal, noise_seed=2**32 - 3)
+    return AttentionInputs(q, k, v, do, Formats.of(BF16), causal=causal, noise_seed=2**32 - 3)
 
 
 @pytest.mark.parametrize("kernel", ["triton_fair", "triton_standard"])
@@ -386,7 +387,7 @@ def _refused(**changes: object) -> str | None:
 def test_inputs_that_the_kernels_cannot_take_are_refused_in_one_line() -> None:
     x = torch.zeros(2, 2, 4, 16)
     assert _refused() is None
-    assert _refused(fmt=FP8_E4M3) == "the Triton kernels take bf16, fp16, fp32, not fp8_e4m3"
+    assert _refused(formats=Formats.of(FP8_E4M3)) == "the Triton kernels take bf16, fp16, fp32, not fp8_e4m3"
     assert "nothing to attend to" in str(_refused(q=x[:, :, :0], do=x[:, :, :0]))
     assert "nothing to attend to" in str(_refused(k=x[:, :, :0], v=x[:, :, :0]))
     wide = torch.zeros(2, 2, 4, 257)

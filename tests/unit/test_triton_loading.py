@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tiebreak.backends.interpreter import INTERPRETER
-from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.plans import FUSED, Cast
 from tiebreak.kernels.triton import launch, loading
@@ -131,7 +131,7 @@ def test_a_launch_reaches_the_compiler_and_compiles_once(
 ) -> None:
     monkeypatch.setattr("triton.runtime.jit.driver", SimpleNamespace(active=_Card()))
     x = torch.zeros(2, 4, 1, 64)
-    inputs = AttentionInputs(x, x, x, x, BF16, causal=True, key_padding=padding, noise_seed=2**32 - 1)
+    inputs = AttentionInputs(x, x, x, x, Formats.of(BF16), causal=True, key_padding=padding, noise_seed=2**32 - 1)
     monkeypatch.setattr(launch, "lacking", lambda *_: None)
     compiled = []
 
@@ -176,7 +176,7 @@ def test_a_card_without_a_format_is_told(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert launch.lacking(fmt, plan, torch.device("cuda")) == missing  # type: ignore[arg-type]
+    assert launch.lacking(Formats.of(fmt), plan, torch.device("cuda")) == missing  # type: ignore[arg-type]
 
 
 def test_cdna3_is_told_that_its_fp8_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,10 +185,10 @@ def test_cdna3_is_told_that_its_fp8_is_another(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
     )
-    assert launch.lacking(BF16, FUSED, torch.device("cuda")) is None
+    assert launch.lacking(Formats.of(BF16), FUSED, torch.device("cuda")) is None
     fp8 = DECLARATIONS["triton_fp8"].plan
     assert fp8.p_bar == Cast(FP8_E4M3)
-    assert launch.lacking(BF16, fp8, torch.device("cuda")) == "An MI300 has no fp8_e4m3"
+    assert launch.lacking(Formats.of(BF16), fp8, torch.device("cuda")) == "An MI300 has no fp8_e4m3"
 
 
 def test_too_little_shared_memory_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,4 +205,9 @@ def test_too_little_shared_memory_is_told_in_one_line(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch, "source", lambda part, interpreted: Module)
     x = torch.zeros(1, 1, 4, 64)
     with pytest.raises(ValueError, match=r"^forward at head dimension 64: out of resource: .*200000.*101376"):
-        launch.run(AttentionInputs(x, x, x, x, BF16), DECLARATIONS["triton_flash"], interpreted=True, gradients=False)
+        launch.run(
+            AttentionInputs(x, x, x, x, Formats.of(BF16)),
+            DECLARATIONS["triton_flash"],
+            interpreted=True,
+            gradients=False,
+        )
