@@ -1,7 +1,7 @@
 """Shift rules: how a row's shift m in exp(S - m) is chosen. All that separates flash attention's variants."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -16,20 +16,54 @@ OFFSET = 1.0  # the "fixed offset" of appendix C: P-bar at the maximum is e^-1 i
 LAG = 8.0 * math.log(2.0)  # FlashAttention-4 rescales from here on: 8 in base two, so P-bar stays below 256
 AUTHORS_ROW_SUM_FLOOR = 1e-10  # the published code clamps each block's row sum here
 
-# (scores (..., rows, keys), their row maximum (..., rows, 1), dither in [0, 1) (..., rows, 1)) -> shift (..., rows, 1)
-Propose = Callable[[Tensor, Tensor, Tensor], Tensor]
-
 
 @dataclass(frozen=True)
 class ShiftRule:
-    """A rule that proposes one block's shift; the running shift of a row is the maximum over its blocks, or near it."""
+    """A rule that proposes one block's shift; the running shift of a row is the maximum over its blocks, or near it.
+
+    In numbers, from which both writings of the algorithm take it: a row's maximum is scaled, then moved,
+    m = factor * r_m + offset + u ln 2.
+    """
 
     name: str  # how tables and --kernels call it
-    propose: Propose  # the shift that one block of scores asks for
     source: str  # where the rule is printed
-    dithered: bool = False  # whether it uses the row's random number
+    detects: bool = False  # whether only rows with repeated maxima are scaled
+    epsilon: float = 0.0  # how close a score is to the maximum that repeats it
+    above: float = 1.0  # factor of a positive maximum
+    below: float = 1.0  # factor of a negative maximum
+    offset: float = 0.0  # added in every row
+    dithered: bool = False  # whether the row's random number u enters
     row_sum_floor: float = 0.0  # smallest row sum of a block, as the authors' code clamps it
-    lag: float = 0.0  # how far the running shift may stay below that maximum before it follows
+    lag: float = 0.0  # how far the running shift may stay below the maximum over the blocks before it follows
+
+    @property
+    def scales(self) -> bool:
+        """Whether any maximum is scaled."""
+        return self.above != 1.0 or self.below != 1.0
+
+    def propose(self, scores: Tensor, row_max: Tensor, dither: Tensor) -> Tensor:
+        """The shift that one block of scores asks for.
+
+        Args:
+            scores: (..., rows, keys).
+            row_max: (..., rows, 1), their maximum.
+            dither: (..., rows, 1), the rows' random numbers u in [0, 1).
+
+        Returns:
+            (..., rows, 1).
+        """
+        shift = self._scaled(scores, row_max) if self.scales else row_max
+        if self.offset:
+            shift = shift + self.offset
+        return shift + dither * math.log(2.0) if self.dithered else shift
+
+    def _scaled(self, scores: Tensor, row_max: Tensor) -> Tensor:
+        everywhere = torch.ones_like(row_max, dtype=torch.bool)
+        where = repeated(scores, row_max, self.epsilon) if self.detects else everywhere
+        # Not 0 * r_m: that of -Inf is NaN.
+        lowered = self.below * row_max if self.below else torch.zeros_like(row_max)
+        raised = torch.where(where & (row_max > 0), self.above * row_max, row_max)
+        return torch.where(where & (row_max < 0), lowered, raised)
 
 
 def repeated(scores: Tensor, row_max: Tensor, epsilon: float = EPSILON) -> Tensor:
@@ -46,82 +80,37 @@ def repeated(scores: Tensor, row_max: Tensor, epsilon: float = EPSILON) -> Tenso
     return ((row_max - scores) <= epsilon).sum(-1, keepdim=True) > 1
 
 
-def _scaled(row_max: Tensor, where: Tensor, beta: float) -> Tensor:
-    return torch.where(where & (row_max > 0), beta * row_max, row_max)
-
-
-def _zeroed(shift: Tensor, row_max: Tensor, where: Tensor) -> Tensor:
-    return torch.where(where & (row_max < 0), torch.zeros_like(shift), shift)
-
-
-def _safe(scores: Tensor, row_max: Tensor, dither: Tensor) -> Tensor:
-    del scores, dither
-    return row_max
-
-
-def _stabilized(scores: Tensor, row_max: Tensor, dither: Tensor) -> Tensor:
-    del dither
-    tied = repeated(scores, row_max)
-    return _zeroed(_scaled(row_max, tied, BETA), row_max, tied)
-
-
-def _stabilized_v1(scores: Tensor, row_max: Tensor, dither: Tensor) -> Tensor:
-    del dither
-    tied = repeated(scores, row_max, epsilon=0.0)
-    return _zeroed(_scaled(row_max, tied, BETA_V1), row_max, tied)
-
-
-def _as_printed_v2(scores: Tensor, row_max: Tensor, dither: Tensor) -> Tensor:
-    del dither
-    return _scaled(row_max, repeated(scores, row_max), BETA)
-
-
-def _fixed_offset(scores: Tensor, row_max: Tensor, dither: Tensor) -> Tensor:
-    del scores, dither
-    return row_max + OFFSET
-
-
-def _always_scaled(scores: Tensor, row_max: Tensor, dither: Tensor) -> Tensor:
-    del scores, dither
-    everywhere = torch.ones_like(row_max, dtype=torch.bool)
-    return _zeroed(_scaled(row_max, everywhere, BETA), row_max, everywhere)
-
-
-def _gamma(scores: Tensor, row_max: Tensor, dither: Tensor) -> Tensor:
-    del dither
-    tied = repeated(scores, row_max)
-    return torch.where(tied & (row_max < 0), GAMMA * row_max, _scaled(row_max, tied, BETA))
-
-
-def _dithered(scores: Tensor, row_max: Tensor, dither: Tensor) -> Tensor:
-    del scores
-    return row_max + dither * math.log(2.0)
-
-
 _PAPER = "arXiv 2510.04212"
 
 SHIFT_RULES: Mapping[str, ShiftRule] = MappingProxyType(
     {
         rule.name: rule
         for rule in (
-            ShiftRule("safe", _safe, "flash attention 2"),
-            ShiftRule("stabilized", _stabilized, f"{_PAPER} v2, algorithm 1 as meant"),
-            ShiftRule("stabilized_v1", _stabilized_v1, f"{_PAPER} v1, algorithm 1 as meant"),
+            ShiftRule("safe", "flash attention 2"),
+            ShiftRule(
+                "stabilized", f"{_PAPER} v2, algorithm 1 as meant", detects=True, epsilon=EPSILON, above=BETA, below=0.0
+            ),
+            ShiftRule("stabilized_v1", f"{_PAPER} v1, algorithm 1 as meant", detects=True, above=BETA_V1, below=0.0),
             ShiftRule(
                 "stabilized_authors",
-                _stabilized,
                 f"{_PAPER}, published code",
+                detects=True,
+                epsilon=EPSILON,
+                above=BETA,
+                below=0.0,
                 row_sum_floor=AUTHORS_ROW_SUM_FLOOR,
             ),
             # Line 10 of v1 takes max(m_prev, r_m): the lines before it have no effect.
-            ShiftRule("as_printed_v1", _safe, f"{_PAPER} v1, algorithm 1 to the letter"),
+            ShiftRule("as_printed_v1", f"{_PAPER} v1, algorithm 1 to the letter"),
             # Line 10 of v2 takes m', before the negative branch: that branch has no effect.
-            ShiftRule("as_printed_v2", _as_printed_v2, f"{_PAPER} v2, algorithm 1 to the letter"),
-            ShiftRule("fixed_offset", _fixed_offset, f"{_PAPER} v1, appendix C"),
-            ShiftRule("always_scaled", _always_scaled, f"{_PAPER} v1, appendix C"),
-            ShiftRule("gamma", _gamma, f"{_PAPER} v1, appendix C"),
-            ShiftRule("dithered", _dithered, "this suite", dithered=True),
-            ShiftRule("lazy", _safe, "FlashAttention-4, Blackwell forward pass", lag=LAG),
+            ShiftRule(
+                "as_printed_v2", f"{_PAPER} v2, algorithm 1 to the letter", detects=True, epsilon=EPSILON, above=BETA
+            ),
+            ShiftRule("fixed_offset", f"{_PAPER} v1, appendix C", offset=OFFSET),
+            ShiftRule("always_scaled", f"{_PAPER} v1, appendix C", above=BETA, below=0.0),
+            ShiftRule("gamma", f"{_PAPER} v1, appendix C", detects=True, epsilon=EPSILON, above=BETA, below=GAMMA),
+            ShiftRule("dithered", "this suite", dithered=True),
+            ShiftRule("lazy", "FlashAttention-4, Blackwell forward pass", lag=LAG),
         )
     }
 )

@@ -1,69 +1,14 @@
 """What a Triton kernel is specialised to: one frozen object, passed to it as its only compile-time argument."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import Rounding
 from tiebreak.kernels.plans import DeltaSource, RoundingPlan
-from tiebreak.kernels.shift_rules import BETA, BETA_V1, EPSILON, GAMMA, LAG, OFFSET, SHIFT_RULES, ShiftRule
+from tiebreak.kernels.shift_rules import ShiftRule
 
 LOG2_E = 1.4426950408889634
-
-
-@dataclass(frozen=True)
-class Shift:
-    """A shift rule in numbers. A row's maximum is scaled, then moved: m = factor * r_m + offset + u ln 2."""
-
-    detects: bool = False  # whether only rows with repeated maxima are scaled
-    epsilon: float = 0.0  # how close a score is to the maximum that repeats it
-    above: float = 1.0  # factor of a positive maximum
-    below: float = 1.0  # factor of a negative maximum
-    offset: float = 0.0  # added in every row
-    dithered: bool = False  # whether the row's random number u enters
-    row_sum_floor: float = 0.0  # smallest row sum of a key block
-    lag: float = 0.0  # how far the running shift may stay behind
-
-    @property
-    def scales(self) -> bool:
-        """Whether any maximum is scaled."""
-        return self.above != 1.0 or self.below != 1.0
-
-
-_SHIFTS: Mapping[str, Shift] = MappingProxyType(
-    {
-        "safe": Shift(),
-        "stabilized": Shift(detects=True, epsilon=EPSILON, above=BETA, below=0.0),
-        "stabilized_v1": Shift(detects=True, above=BETA_V1, below=0.0),
-        "stabilized_authors": Shift(
-            detects=True,
-            epsilon=EPSILON,
-            above=BETA,
-            below=0.0,
-            row_sum_floor=SHIFT_RULES["stabilized_authors"].row_sum_floor,
-        ),
-        "as_printed_v1": Shift(),
-        "as_printed_v2": Shift(detects=True, epsilon=EPSILON, above=BETA),
-        "fixed_offset": Shift(offset=OFFSET),
-        "always_scaled": Shift(above=BETA, below=0.0),
-        "gamma": Shift(detects=True, epsilon=EPSILON, above=BETA, below=GAMMA),
-        "dithered": Shift(dithered=True),
-        "lazy": Shift(lag=LAG),
-    }
-)
-
-
-def shift_of(rule: ShiftRule) -> Shift:
-    """A shift rule as the kernels take it.
-
-    Raises:
-        ValueError: the kernels don't have the rule; the message lists those they have.
-    """
-    if rule.name not in _SHIFTS:
-        raise ValueError(f"the Triton kernels have no shift rule {rule.name!r}: they have {', '.join(_SHIFTS)}")
-    return _SHIFTS[rule.name]
 
 
 @dataclass(frozen=True)
@@ -75,7 +20,7 @@ class Config:
     """
 
     plan: RoundingPlan  # where and how to round, in the format of the inputs
-    shift: Shift  # of the shift rule
+    shift: ShiftRule  # how a row's shift is chosen
     causal: bool  # query i sees keys 0 .. i + keys - queries
     d: int  # head dimension
     block: Block  # queries and keys of a tile; powers of two

@@ -19,7 +19,7 @@ from tiebreak.kernels.formats import BF16, FP8_E4M3, Format, Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Cast, RoundingPlan
-from tiebreak.kernels.triton.config import Config, power_of_two, shift_of
+from tiebreak.kernels.triton.config import Config, power_of_two
 from tiebreak.kernels.triton.loading import source
 
 LARGEST_HEAD = 256  # of the head dimension
@@ -94,7 +94,7 @@ class Call:
         plan = declaration.plan.in_formats(inputs.formats)
         config = Config(
             plan=plan,
-            shift=shift_of(declaration.shift_rule),
+            shift=declaration.shift_rule,
             causal=inputs.causal,
             d=inputs.q.shape[-1],
             block=declaration.block,

@@ -15,7 +15,7 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.plans import EIGHT_BIT, FUSED, FUSED_STOCHASTIC, PAPER, STANDARD, Exponential, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES
-from tiebreak.kernels.triton.config import Config, shift_of
+from tiebreak.kernels.triton.config import Config
 from tiebreak.kernels.triton.launch import backward_block, format_of_v, forward_block, options, refusal, run, unsuited
 from tiebreak.kernels.triton.loading import source
 
@@ -99,7 +99,7 @@ def compilations(d: int = 64, *, causal: bool = True, fmt: Format = BF16) -> Ite
         plan = declaration.plan.in_formats(formats)
         for part, function in (*_FUNCTIONS[declaration.algorithm.name], *_BACKWARD):
             block = backward_block(plan, d) if part == "backward" else forward_block(declaration.block, d)
-            config = Config(plan, shift_of(declaration.shift_rule), causal, d, block, query_heads=16)
+            config = Config(plan, declaration.shift_rule, causal, d, block, query_heads=16)
             constants = {"C": config, "PADDING": None}  # a mask of keys rounds nothing
             jitted, chosen = getattr(source(part, interpreted=False), function), options(d)
             types = {

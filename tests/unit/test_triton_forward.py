@@ -28,7 +28,6 @@ from tiebreak.kernels.kernel import Declaration, run_declared
 from tiebreak.kernels.plans import FP32_PLAN, FUSED, PAPER, PLANS, TIES_AWAY, Cast, Exponential, RoundingPlan
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
-from tiebreak.kernels.triton.config import shift_of
 from tiebreak.kernels.triton.launch import Call, run
 from tiebreak.kernels.triton.loading import not_interpreting
 from tiebreak.kernels.triton.roster import BLOCK, DECLARATIONS, triton_kernels
@@ -132,7 +131,7 @@ def _shifted(
     shift = _finite(new)
     x = middle - shift
     # The maximum's own error cancels in its own distance to itself; scaled, it does not.
-    kept = shift_of(rule).above * error.amax(-1, keepdim=True) + 4 * U * shift.abs()
+    kept = rule.above * error.amax(-1, keepdim=True) + 4 * U * shift.abs()
     spread = torch.where(x == 0, 0.0, error + kept + U * _finite(x).abs())
     alpha = _exp(m - shift, torch.where((m == new) | (m == -torch.inf), 0.0, 2 * kept))
     return _exp(x, spread), alpha, new

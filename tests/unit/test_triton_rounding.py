@@ -13,7 +13,8 @@ from tiebreak.kernels.counter import random_bits
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, Format, Rounding
 from tiebreak.kernels.plans import FP32_PLAN
-from tiebreak.kernels.triton.config import Config, Shift
+from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.kernels.triton.config import Config
 from tiebreak.kernels.triton.loading import not_interpreting, source
 
 if (reason := not_interpreting()) is not None:
@@ -145,7 +146,7 @@ def test_the_kernels_hash_is_the_counters(seed: int, interpreted: Callable[..., 
 @pytest.mark.parametrize("seed", [3, 2**32 - 5])
 def test_the_kernels_random_numbers_are_the_noises(seed: int, interpreted: Callable[..., Any]) -> None:
     shape, noise = torch.Size([2, 3, 16, 8]), Noise(seed, heads=3)
-    config = Config(FP32_PLAN, Shift(), causal=False, d=8, block=Block(16, 16), query_heads=3)
+    config = Config(FP32_PLAN, SHIFT_RULES["safe"], causal=False, d=8, block=Block(16, 16), query_heads=3)
     u, bits = torch.zeros(shape[:3]), torch.zeros(shape, dtype=torch.int32)
     starts = (_as_int32(random_bits(seed, stream)).item() for stream in (DITHER_STREAM, CAST_STREAM))
     interpreted(_noise)[(6,)](u, bits, *starts, C=config, ROWS=16, COLUMNS=8)

@@ -63,7 +63,7 @@ def log(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def propose(s: tl.tensor, largest: tl.tensor, dither: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """The shift that one block of scores asks for (`tiebreak.kernels.shift_rules`, as `Shift` has it in numbers).
+    """The shift that one block of scores asks for (`tiebreak.kernels.shift_rules.ShiftRule.propose`).
 
     Args:
         s: one block of scores.
