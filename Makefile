@@ -3,6 +3,7 @@ VENV    := .venv
 STAMP   := $(VENV)/.installed
 PY      := $(VENV)/bin/python
 ARGS    ?=
+SEEDS   ?= 100
 # Tried by running it: a version manager puts names on PATH that only print an error.
 SUITABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 PYTHON  ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,\
@@ -16,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv matrix platforms training test suite lint typecheck bench bench-gpu clean
+.PHONY: help venv matrix platforms training test suite alarms bounds lint typecheck bench bench-gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -64,6 +65,12 @@ $(TRITON): $(STAMP)
 # The emulation's committed records gate this repository itself; --across: they are the same on every platform.
 suite: $(TRITON)  ## the whole test suite alone, held against the committed baseline
 	$(PY) -m pytest -n auto --baseline reports/baselines/emulation.json --across $(ARGS)
+
+alarms: $(STAMP)  ## false alarms of the default matrix over SEEDS seeds; resumes
+	$(PY) -m tiebreak.programs.alarms --seeds $(SEEDS) $(ARGS)
+
+bounds: $(STAMP)  ## bounds of the training runs from SEEDS seeds; resumes
+	$(PY) -m tiebreak.programs.spread --seeds $(SEEDS) --write $(ARGS)
 
 lint: $(STAMP)  ## ruff: rules and format
 	$(PY) -m ruff check .

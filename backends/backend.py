@@ -16,6 +16,26 @@ from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
 from tiebreak.kernels.sdpa import cpu_sdpa_flash, sdpa_math
 
 
+def unusable(wait: Callable[[], object]) -> bool:
+    """Whether a device is beyond use for this process: waiting for it fails again and again.
+
+    An error within a kernel, such as an illegal memory access, comes back from every call. One that was merely still to
+    be told, or a lack of memory, does not.
+
+    Args:
+        wait: returns once the device has done all it was given.
+    """
+    return all(_fails(wait) for _ in range(2))
+
+
+def _fails(wait: Callable[[], object]) -> bool:
+    try:
+        wait()
+    except RuntimeError:
+        return True
+    return False
+
+
 @dataclass(frozen=True)
 class Backend:
     """Where kernels run, and every answer about the device: all who ask know no device's name."""

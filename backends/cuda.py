@@ -14,7 +14,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from tiebreak.backends.backend import Backend
+from tiebreak.backends.backend import Backend, unusable
 from tiebreak.backends.gpu import describe_gpu
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.kernels.arithmetic import Arithmetic
@@ -77,20 +77,9 @@ def _without_bf16(device: int) -> str | None:
 
 
 def poisoned() -> bool:
-    """Whether an error has left the GPU unusable for this process, as an illegal memory access does.
-
-    Such an error comes back from every call. One that was merely still to be told, or a lack of memory, does not.
-    """
+    """Whether an error has left the GPU unusable for this process."""
     in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return in_use and all(_fails() for _ in range(2))
-
-
-def _fails() -> bool:
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
+    return in_use and unusable(torch.cuda.synchronize)
 
 
 @cache

@@ -38,20 +38,39 @@ def _roundoff(cast: Cast) -> float:
     return cast.fmt.unit_roundoff * (1.0 if nearest else 2.0)
 
 
+def mean_slack(inputs: AttentionInputs, declaration: Declaration) -> float:
+    """How far O may lie outside the range of V, relative to the largest |V|.
+
+    O = (sum of rounded P-bar times V / sum of rounded P-bar) * (sum of rounded P-bar / l): the first factor is a mean
+    of V, the second is 1 but for the casts of P-bar, for what of it is lost below the subnormals, and for the roundings
+    of O-bar, l and O. That holds where a row's largest P-bar is about 1; a shift rule that makes it smaller does harm.
+
+    Args:
+        inputs: of the call.
+        declaration: the plan, and the tiles that its roundings are counted in.
+    """
+    plan, keys = declaration.plan.in_formats(inputs.formats), inputs.k.shape[-2]
+    steps = _ROUNDINGS_A_BLOCK * -(-keys // declaration.block.keys) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
+    lost = keys * plan.p_bar.fmt.smallest_subnormal
+    single = _roundoff(plan.p_bar) + _roundoff(plan.o) + _EXPONENTIAL_ERROR
+    return single + steps + lost + 2 * keys * FP32.unit_roundoff
+
+
 def error_bound(inputs: AttentionInputs, ref: Reference, declaration: Declaration) -> Tensor:
     """Bound on |O - ref| for every element, fp64, (batch, heads, queries, d); Inf where rounding S can do anything."""
     plan = declaration.plan.in_formats(inputs.formats)
     u32 = FP32.unit_roundoff
     v = inputs.expanded_v().double().abs()
     norms = inputs.q.double().norm(dim=-1, keepdim=True) * inputs.expanded_k().double().norm(dim=-1)[:, :, None, :]
-    ds = _roundoff(plan.s) * ref.s.abs() + (inputs.q.shape[-1] + 2) * u32 * inputs.scale * norms
+    # In place from here on: a fresh large tensor costs as much as what is computed into it.
+    ds = ref.s.abs().mul_(_roundoff(plan.s)).add_(norms.mul_((inputs.q.shape[-1] + 2) * u32 * inputs.scale))
     hidden = inputs.hidden()
     visible = ref.s if hidden is None else ref.s.masked_fill(hidden, -torch.inf)
     top = visible.amax(-1, keepdim=True)
     top_error = ds.gather(-1, visible.argmax(-1, keepdim=True))
-    distance = torch.nan_to_num(top - visible, nan=0.0, posinf=0.0)
-    exponent = ds + top_error + 2 * u32 * distance + _EXPONENTIAL_ERROR + _roundoff(plan.p_bar)
-    dp = ref.p * torch.expm1(exponent) + plan.p_bar.fmt.smallest_subnormal / 2 * (ref.p > 0)
+    distance = (top - visible).nan_to_num_(nan=0.0, posinf=0.0)
+    exponent = ds.add_(top_error).add_(distance.mul_(2 * u32)).add_(_EXPONENTIAL_ERROR).add_(_roundoff(plan.p_bar))
+    dp = exponent.expm1_().mul_(ref.p).add_(plan.p_bar.fmt.smallest_subnormal / 2 * (ref.p > 0))
     blocks = -(-inputs.k.shape[-2] // declaration.block.keys)
     steps = _ROUNDINGS_A_BLOCK * blocks * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
     relative = dp.sum(-1, keepdim=True) + steps + inputs.k.shape[-2] * u32

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.cases.case import Case, Draw, Stock, noise_seed
-from tiebreak.cases.measures import Measures, by_key_head, signed_error_ulps
+from tiebreak.cases.errors import Errors, by_key_head, signed_error_ulps
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import Reference
@@ -73,7 +73,7 @@ def captured_cases(folder: Path) -> tuple[Case, ...]:
     return tuple(_case(layer, folder) for _, path in sorted(files) for layer in _layers(path))
 
 
-def without_cancelled(found: Measures, output: Tensor, inputs: AttentionInputs, ref: Reference) -> Measures:
+def without_cancelled(found: Errors, output: Tensor, inputs: AttentionInputs, ref: Reference) -> Errors:
     """The same measures, errors in ulps without the elements of O that have cancelled.
 
     V of a real model is of both signs. Where its terms cancel, |O| is far below sum P |V|, to which rounding errors are
@@ -86,7 +86,7 @@ def without_cancelled(found: Measures, output: Tensor, inputs: AttentionInputs, 
         ref: the fp64 reference.
 
     Returns:
-        Measures with the bias, the squares and the largest error over the elements of at least `CANCELLED` times
+        Errors with the bias, the squares and the largest error over the elements of at least `CANCELLED` times
         sum P |V|; the others count as left out. All else, the bound among it, is still over all elements.
     """
     cancelled = ref.o.abs() < CANCELLED * ref.magnitude

@@ -74,6 +74,14 @@ class Stock:
 
 
 @dataclass(frozen=True)
+class Family:
+    """Where a case stands among those that differ in one number alone."""
+
+    of: str  # what the number is
+    at: float
+
+
+@dataclass(frozen=True)
 class Case:
     """One input, made or at hand, with what is claimed about it."""
 
@@ -90,6 +98,8 @@ class Case:
     formats: Callable[[Format], Formats] = Formats.of  # what it is in where q and k are in a format
     revision: int = 1  # raised when the recipe makes another input
     stock: Stock | None = None  # None: the recipe makes as many heads as it is asked for
+    unclaimed: str | None = None  # why nothing is claimed of the kernels that no claim speaks of
+    family: Family | None = None  # None: it stands alone
 
     @property
     def version(self) -> int:

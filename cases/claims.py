@@ -1,9 +1,10 @@
 """Claims: what a case says will happen to a kernel that declares a certain shift rule and plan."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiebreak.cases.measures import Measures
+from tiebreak.cases.errors import Errors
 from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, Verdict, judge
 from tiebreak.kernels.flash import BLOCK
 from tiebreak.kernels.formats import Format
@@ -15,16 +16,18 @@ class Expectation:
     """One thing that can be expected of a cell's measures."""
 
     name: str  # how reports call it
-    met: Callable[[Measures], bool | None]  # True, False, or None while the data do not tell yet
+    met: Callable[[Errors], bool | None]  # True, False, or None while the data do not tell yet
     accurate: bool = True  # whether the output must keep within its plan's rounding-error bound
     finite: bool = True  # whether the output must be finite where the reference is
 
 
-def _bias_is(verdict: Verdict, sign: int = 0) -> Callable[[Measures], bool | None]:
-    def met(measures: Measures) -> bool | None:
+def _bias_is(verdict: Verdict, sign: int = 0) -> Callable[[Errors], bool | None]:
+    def met(measures: Errors) -> bool | None:
         if measures.nonfinite:
             return False
         bias = measures.bias
+        if math.isnan(bias.mean):  # nothing could be compared
+            return False
         found = judge(bias)
         if found is Verdict.INCONCLUSIVE:
             return None
@@ -33,8 +36,8 @@ def _bias_is(verdict: Verdict, sign: int = 0) -> Callable[[Measures], bool | Non
     return met
 
 
-def _gain(low: float, high: float) -> Callable[[Measures], bool | None]:
-    def met(measures: Measures) -> bool | None:
+def _gain(low: float, high: float) -> Callable[[Errors], bool | None]:
+    def met(measures: Errors) -> bool | None:
         return measures.nonfinite == 0 and low <= measures.gain <= high
 
     return met
@@ -60,6 +63,11 @@ INACCURATE_OR_BREAKS_DOWN = Expectation(
     accurate=False,
     finite=False,
 )
+OUTSIDE = Expectation(
+    "some of O outside the range of V",
+    lambda measures: measures.nonfinite == 0 and measures.outside_values > 1.0,
+    accurate=False,
+)
 FLUSHED_OR_ACCURATE = Expectation(
     "accurate, or subnormals flushed to zero",
     lambda measures: measures.error_over_bound <= 1.0 or measures.output_size == 0.0,
@@ -84,7 +92,7 @@ def within(times: float) -> Expectation:
 def breaks_down_in(most: float) -> Expectation:
     """NaN or Inf in some of the output, but in no more than a share `most` of it; none seen tells nothing yet."""
 
-    def met(measures: Measures) -> bool | None:
+    def met(measures: Errors) -> bool | None:
         share = measures.nonfinite / measures.elements
         return share <= most if share else None
 

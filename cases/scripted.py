@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from tiebreak.cases.case import ONE_SIGNED, Case, Draw, Scores, Shape, Values, noise_seed, scripted, upstream
+from tiebreak.cases.case import ONE_SIGNED, Case, Draw, Family, Scores, Shape, Values, noise_seed, scripted, upstream
 from tiebreak.cases.claims import (
     ACCURATE,
     BIASED,
@@ -20,6 +20,7 @@ from tiebreak.cases.claims import (
     FLUSHED_OR_ACCURATE,
     INACCURATE,
     INACCURATE_OR_BREAKS_DOWN,
+    OUTSIDE,
     UNBIASED,
     Claim,
     breaks_down_in,
@@ -46,9 +47,18 @@ _PLAIN_IS_BIASED = claim(
     BIASED_AWAY, f"{_PAPER}, section 3.3.2, claim 3", rules="safe as_printed_v1", plans="paper all_bf16"
 )
 _FUSED_IS_NOT = claim(UNBIASED, f"{_OWN}: where a kernel rounds decides", rules="safe", plans="fused")
+_LAZY_IS_FUSED = claim(UNBIASED, f"{_OWN}: no later block is higher, so nothing lags", rules="lazy", plans="fused")
+# Its delta does not see O, and so not the bias: see docs/science.md.
+_STANDARD_IS_BIASED = claim(BIASED_AWAY, f"{_OWN}: normalising P before its cast leaves the ties", rules="standard")
 _TIES_GO_AWAY = claim(BIASED_AWAY, f"{_OWN}: a cast of O away from zero", rules="safe", plans="fused_ties_away")
 _FIX_HOLDS = claim(UNBIASED, f"{_PAPER} v2, section 4", rules=_FIXES, plans="paper all_bf16")
-_OFFSET_HARMS = claim(BIASED, f"{_PAPER} v1, appendix C: fixed offset", rules="fixed_offset", plans="paper")
+# bf16(e^-1) = 0.3672 is 1.9e-3 too small in every row, 0.3 ulp of O where l sums P-bar before its cast.
+_OFFSET_HARMS = claim(
+    BIASED_TOWARD,
+    f"{_PAPER} v1, appendix C: fixed offset; {_OWN}: e^-1 rounds down",
+    rules="fixed_offset",
+    plans="paper",
+)
 # Where r_m is drawn from [1, 6); docs/expected-values.md derives it.
 _V1_IN_FP16 = claim(
     shrinks(0.18, 0.59),
@@ -58,7 +68,9 @@ _V1_IN_FP16 = claim(
     formats="fp16",
     tiled=False,
 )
-_SAFE_BLIND_FIXES = "safe as_printed_v1 stabilized stabilized_v1 stabilized_authors"
+_SAFE_BLIND_FIXES = "safe as_printed_v1 as_printed_v2 stabilized stabilized_v1 stabilized_authors gamma"
+_ROUNDS_BACK = f"{_OWN}: P-bar rounds back to 1"
+_ON_THE_MARGIN = "sits on the margin: which side of it the interval ends hangs on the few row maxima drawn"
 
 
 def _tied(
@@ -70,6 +82,8 @@ def _tied(
     gradients: bool = False,
     traced: bool = False,
     chaotic: bool = False,
+    family: Family | None = None,
+    unclaimed: str | None = None,
 ) -> Case:
     recipe = partial(scripted, scores=scores, values=values)
     return Case(
@@ -77,11 +91,13 @@ def _tied(
         about,
         _PAPER,
         recipe,
-        (*claims, _DITHERED, _FAIR),
+        (*claims, _DITHERED, _FAIR, _OFFSET_HARMS),
         failure=True,
         gradients=gradients,
         traced=traced,
         chaotic=chaotic,
+        family=family,
+        unclaimed=unclaimed,
     )
 
 
@@ -90,14 +106,16 @@ def _tied_maxima() -> list[Case]:
     cases = []
     for k in (2, 3, 4, 8, 16):
         biased = (
-            (_PLAIN_IS_BIASED, _FIX_HOLDS, _FUSED_IS_NOT, _STOCHASTIC, _OFFSET_HARMS)
+            (_PLAIN_IS_BIASED, _FIX_HOLDS, _FUSED_IS_NOT, _LAZY_IS_FUSED, _STOCHASTIC, _STANDARD_IS_BIASED)
             if k <= 4
-            else (_FUSED_IS_NOT, _STOCHASTIC)
+            else (_FUSED_IS_NOT, _LAZY_IS_FUSED, _STOCHASTIC)
         )
         scores = Scores(maxima=k, gap=(9.0, 15.0) if k == 2 else (12.0, 18.0))
         about = f"{k} equal maxima, V negative"
         claims = (*biased, _V1_IN_FP16)
-        cases.append(_tied(f"tied_maxima[k={k}]", about, scores, *claims, gradients=k == 2, traced=k == 2))
+        family = Family("number of equal maxima", k)
+        name = f"tied_maxima[k={k}]"
+        cases.append(_tied(name, about, scores, *claims, gradients=k == 2, traced=k == 2, family=family))
     return cases
 
 
@@ -109,8 +127,9 @@ def _shapes_of_v() -> list[Case]:
         _PLAIN_IS_BIASED,
         _FIX_HOLDS,
         _FUSED_IS_NOT,
+        _LAZY_IS_FUSED,
         _STOCHASTIC,
-        _OFFSET_HARMS,
+        _STANDARD_IS_BIASED,
         _V1_IN_FP16,
         values=Values(mean=2.4),
     )
@@ -119,9 +138,10 @@ def _shapes_of_v() -> list[Case]:
         "2 equal maxima on an attention sink, the tail's V near 0",
         Scores(),
         _PLAIN_IS_BIASED,
-        claim(BIASED_TOWARD, f"{_OWN}: where a kernel rounds decides", rules="safe", plans="fused"),
+        claim(BIASED_TOWARD, f"{_OWN}: where a kernel rounds decides", rules="safe lazy", plans="fused"),
         _FIX_HOLDS,
         _STOCHASTIC,
+        _STANDARD_IS_BIASED,
         _V1_IN_FP16,
         values=Values(tail_mean=-0.1),
         gradients=True,
@@ -134,6 +154,12 @@ def _shapes_of_v() -> list[Case]:
         (
             claim(UNBIASED, f"{_PAPER}, section 3.3.2", rules="safe as_printed_v1", plans="paper", tiled=False),
             claim(
+                BIASED_TOWARD,
+                f"{_OWN}: measured, -0.09 ulp; no mechanism is known",
+                rules="safe lazy",
+                plans="fused",
+            ),
+            claim(
                 within(112.0),
                 f"{_OWN}: where V cancels the tail is left, and its P-bar, at most exp(-12 - r_m), is lost in fp16",
                 rules=f"{_SCALED} stabilized_authors",
@@ -142,6 +168,7 @@ def _shapes_of_v() -> list[Case]:
             ),
             _V1_IN_FP16,
             _FAIR,
+            _OFFSET_HARMS,
         ),
     )
     no_tail = Case(
@@ -155,6 +182,7 @@ def _shapes_of_v() -> list[Case]:
             claim(UNBIASED, f"{_COMMENTARY}: eliminating the remainder", rules="safe as_printed_v1"),
             _V1_IN_FP16,
             _FAIR,
+            _OFFSET_HARMS,
         ),
     )
     return [positive, sink, mixed, no_tail]
@@ -166,7 +194,8 @@ def _single_maximum() -> list[Case]:
         "1 maximum, the tail's V like the rest (control)",
         _PAPER,
         partial(scripted, scores=Scores(maxima=1, gap=(9.0, 15.0))),
-        (_FAIR,),
+        (_FAIR, _OFFSET_HARMS),
+        unclaimed="a control: what a tail 9 to 15 below leaves of one maximum is 0.1 ulp and less, of either sign",
     )
     sink = Case(
         "single_maximum_sink",
@@ -174,10 +203,17 @@ def _single_maximum() -> list[Case]:
         _OWN,
         partial(scripted, scores=Scores(maxima=1, gap=(9.0, 15.0)), values=Values(tail_mean=-0.1)),
         (
-            claim(BIASED_AWAY, f"{_OWN}: the limit of the fix", rules=_SAFE_BLIND_FIXES, plans="paper all_bf16 fused"),
+            claim(
+                BIASED_AWAY,
+                f"{_OWN}: the limit of the fix",
+                rules=f"{_SAFE_BLIND_FIXES} lazy",
+                plans="paper all_bf16 fused",
+            ),
+            claim(BIASED_TOWARD, f"{_OWN}: O is the sink's P alone, cast once more", rules="standard"),
             _DITHERED,
             _STOCHASTIC,
             _FAIR,
+            _OFFSET_HARMS,
         ),
         failure=True,
     )
@@ -201,6 +237,7 @@ def _single_maximum() -> list[Case]:
                 tiled=True,
             ),
             _FAIR,
+            _OFFSET_HARMS,
         ),
     )
     return [plain, sink, large]
@@ -214,16 +251,22 @@ def _row_maximum_near_zero() -> list[Case]:
         _PLAIN_IS_BIASED,
         claim(BIASED_AWAY, f"{_OWN}: no branch for 0", rules=_FIXES, plans="paper all_bf16"),
         _FUSED_IS_NOT,
+        _LAZY_IS_FUSED,
         _STOCHASTIC,
+        _STANDARD_IS_BIASED,
     )
     tiny = _tied(
         "repeated_tiny",
         "repeated maximum of 0.001 to 0.004: P-bar rounds back to 1",
         Scores(top=(0.001, 0.004)),
         _PLAIN_IS_BIASED,
-        claim(BIASED, f"{_OWN}: P-bar rounds back to 1", rules="stabilized", plans="paper"),
+        claim(BIASED, _ROUNDS_BACK, rules=_SCALED, plans="paper"),
+        claim(BIASED_AWAY, f"{_ROUNDS_BACK}, and l with it", rules="stabilized_authors", plans="all_bf16"),
         _FUSED_IS_NOT,
+        _LAZY_IS_FUSED,
         _STOCHASTIC,
+        _STANDARD_IS_BIASED,
+        unclaimed=f"the fix in a fused kernel {_ON_THE_MARGIN}",
     )
     negative = _tied(
         "repeated_negative",
@@ -234,7 +277,9 @@ def _row_maximum_near_zero() -> list[Case]:
         claim(BIASED, f"{_PAPER} v1, appendix C: gamma close to 1", rules="gamma", plans="paper"),
         _FIX_HOLDS,
         _FUSED_IS_NOT,
+        _LAZY_IS_FUSED,
         _STOCHASTIC,
+        _STANDARD_IS_BIASED,
     )
     return [zero, tiny, negative]
 
@@ -246,7 +291,7 @@ def _row_maximum_large() -> list[Case]:
     P-bar is 0 from 17.4 on, and so are, from 18.1 on, a row sum in fp16 and its clamp (docs/expected-values.md).
     """
     holds = claim(UNBIASED, f"{_PAPER} v2, section 4", rules=_SCALED, plans="paper")
-    common = claim(BIASED, f"{_OWN}: one r_m is one common error of P-bar", rules=_SCALED, plans="paper")
+    common = claim(BIASED, f"{_OWN}: one r_m is one common error of P-bar", rules=_SCALED, plans="paper fused")
     coarse = claim(INACCURATE, f"{_OWN}: P-bar is subnormal", rules=_SCALED, plans="paper fused")
     breaks = claim(BREAKS_DOWN, f"{_OWN}: 0/0", rules=_SCALED, plans="paper fused", formats="bf16 fp16")
     v1_breaks = claim(
@@ -283,22 +328,26 @@ def _row_maximum_large() -> list[Case]:
         60: (65.0, (holds, gone, *lost)),
         90: (92.0, (coarse, gone, flushed)),
         105: (110.0, (breaks, gone)),
-        10000: (10100.0, (breaks,)),
+        10000: (10100.0, (breaks, authors(0.0, 1e-2))),
     }
-    # At 1e4 bf16 spaces scores by 64 and every key ties: of plain flash, only the plan with S in fp32 is told anything.
+    every_key_ties = "at 1e4 bf16 spaces scores by 64: where S is in bf16 every key ties"
     plain = claim(BIASED_AWAY, f"{_PAPER}, section 3.3.2", rules="safe as_printed_v1", plans="paper")
+    unclaimed = {20: f"the fix {_ON_THE_MARGIN}", 10000: every_key_ties}
     return [
         _tied(
             f"repeated_large[r={r}]",
             f"repeated maximum of {r}" + (f" to {high:g}" if high > r else " in every row"),
             Scores(top=(float(r), high)),
-            plain,
+            plain if r == 10000 else _PLAIN_IS_BIASED,
             *claims,
             v1_breaks,
             no_sum,
             _FUSED_IS_NOT,
+            _LAZY_IS_FUSED,
             _STOCHASTIC,
+            _STANDARD_IS_BIASED,
             chaotic=r == 90,  # whether the device flushes a subnormal P-bar decides
+            unclaimed=unclaimed.get(r),
         )
         for r, (high, claims) in rows.items()
     ]
@@ -310,7 +359,7 @@ def _across_blocks() -> list[Case]:
         "2 equal maxima, each in a key block of its own: no block sees a repeat",
         _OWN,
         partial(scripted, scores=Scores(positions=(17, 145)), shape=Shape(keys=256)),
-        (_FAIR,),
+        (_STANDARD_IS_BIASED, _FUSED_IS_NOT, _LAZY_IS_FUSED, _STOCHASTIC, _DITHERED, _FAIR, _OFFSET_HARMS),
         failure=True,
     )
     overshoot = Case(
@@ -322,7 +371,8 @@ def _across_blocks() -> list[Case]:
             scores=Scores(maxima=3, positions=(5, 40, 200), offsets=(0.0, 0.0, 0.5)),
             shape=Shape(keys=256),
         ),
-        (_V1_IN_FP16, _FAIR),
+        (_V1_IN_FP16, _FAIR, _OFFSET_HARMS),
+        unclaimed="two maxima half below the third in every row: one common error of P-bar, of any sign",
     )
     return [across, overshoot, *_growing_maximum()]
 
@@ -333,7 +383,7 @@ def _growing_maximum() -> list[Case]:
     P-bar of the maxima is then exp(growth), not 1. Where all rows grow alike, P-bar's rounding is one common error of O
     as long as l sums P-bar before it: bf16(e^4) = 54.5 is 1.8e-3 too small, 0.28 ulp of O.
     """
-    plain = (_PLAIN_IS_BIASED, _FUSED_IS_NOT, _V1_IN_FP16, _FAIR)
+    plain = (_PLAIN_IS_BIASED, _FUSED_IS_NOT, _STOCHASTIC, _V1_IN_FP16, _FAIR, _OFFSET_HARMS)
     common = claim(BIASED_TOWARD, f"{_OWN}: e^4 rounds down", rules="lazy", plans="paper fused fused_stochastic")
     drawn, alike = (partial(_growing, growth=growth) for growth in ((1.0, 5.0), (4.0, 4.0)))
     return [
@@ -350,7 +400,7 @@ def _growing_maximum() -> list[Case]:
             "the same, 4 above in every row: lazy rescaling makes one error common to all rows",
             f"{_OWN}, FlashAttention-4's lazy rescaling",
             alike,
-            (common, *plain),
+            (common, *plain, _STANDARD_IS_BIASED),
             failure=True,
             gradients=True,
         ),
@@ -366,20 +416,34 @@ def _growing(draw: Draw, growth: tuple[float, float]) -> AttentionInputs:
 
 
 def _near_ties() -> list[Case]:
+    sum_unrounded = f"{_OWN}: P-bar rounds up to 1, what l sums does not"
     inside = _tied(
         "near_tie_inside",
         "2 maxima 5e-4 apart, inside the fix's tolerance of 1e-3",
         Scores(offsets=(0.0, -(2.0**-11))),
         claim(
-            BIASED_AWAY, f"{_PAPER} v2: both P-bar round to 1", rules="safe as_printed_v1 stabilized_v1", plans="paper"
+            BIASED_AWAY,
+            f"{_PAPER} v2: both P-bar round to 1",
+            rules="safe as_printed_v1 stabilized_v1",
+            plans="paper all_bf16",
         ),
         claim(UNBIASED, f"{_PAPER} v2: eps = 1e-3", rules="stabilized", plans="paper"),
+        claim(BIASED_AWAY, sum_unrounded, rules="safe lazy", plans="fused"),
+        _STANDARD_IS_BIASED,
     )
     outside = _tied(
         "near_tie_outside",
         "2 maxima 1.5e-3 apart, outside the fix's tolerance: both P-bar still round to 1",
         Scores(offsets=(0.0, -(2.0**-10 + 2.0**-11))),
-        claim(BIASED_AWAY, f"{_OWN}: the limit of eps", rules="safe stabilized stabilized_v1", plans="paper"),
+        claim(
+            BIASED_AWAY,
+            f"{_OWN}: the limit of eps",
+            rules="safe as_printed_v1 as_printed_v2 stabilized stabilized_v1 gamma",
+            plans="paper all_bf16",
+        ),
+        claim(BIASED_AWAY, sum_unrounded, rules="safe lazy stabilized", plans="fused"),
+        claim(BIASED_AWAY, sum_unrounded, rules="safe", plans="fused_stochastic"),
+        _STANDARD_IS_BIASED,
     )
     return [inside, outside]
 
@@ -448,7 +512,8 @@ def _tied_p_bar(draw: Draw) -> AttentionInputs:
 
 def _controls() -> list[Case]:
     plain = partial(_plain, shape=Shape())
-    duplicates = (_PLAIN_IS_BIASED, _FIX_HOLDS, _FUSED_IS_NOT, _STOCHASTIC, _DITHERED, _V1_IN_FP16, _FAIR)
+    sound = (_FIX_HOLDS, _FUSED_IS_NOT, _LAZY_IS_FUSED, _STOCHASTIC, _DITHERED, _V1_IN_FP16, _FAIR)
+    duplicates = (_PLAIN_IS_BIASED, _STANDARD_IS_BIASED, *sound, _OFFSET_HARMS)
     faint = partial(scripted, scores=Scores(gap=(20.5, 22.5)))
     return [
         Case(
@@ -459,7 +524,7 @@ def _controls() -> list[Case]:
             "2 equal maxima, a tail of about 2^-24 of the row sum: fp32 itself rounds it away",
             _OWN,
             faint,
-            (_TIES_GO_AWAY, _V1_IN_FP16, _FAIR),
+            (_TIES_GO_AWAY, _V1_IN_FP16, _FAIR, _OFFSET_HARMS),
         ),
         Case(
             "tied_p_bar",
@@ -470,6 +535,7 @@ def _controls() -> list[Case]:
                 claim(BIASED_AWAY, f"{_OWN}: ties go away from zero", plans="fused_half_up fused_ties_away"),
                 claim(UNBIASED, f"{_OWN}: to even, half of the ties go either way", rules="safe", plans="fused paper"),
             ),
+            unclaimed="where S is in bf16 P-bar is no tie",
         ),
         Case("random_mixed_v", "normal q, k, v: O cancels", _OWN, partial(plain, v_mean=0.0, v_std=1.0), cancels=True),
     ]
@@ -486,7 +552,7 @@ def _eight_bits() -> list[Case]:
             "2 equal maxima, V in e4m3: O is exact, and nothing ties",
             _OWN,
             partial(_in_e4m3, scores=Scores()),
-            (sound, _V1_IN_FP16, _FAIR),
+            (sound, _V1_IN_FP16, _FAIR, _OFFSET_HARMS),
             formats=partial(Formats.of, v=FP8_E4M3),
         ),
         Case(
@@ -498,7 +564,9 @@ def _eight_bits() -> list[Case]:
                 claim(BIASED_TOWARD, f"{_OWN}: P-bar below 2^-10 is 0 in e4m3, and l has it all", plans="fused_fp8"),
                 claim(UNBIASED, f"{_OWN}: 16 bits hold the tail", rules="safe", plans="fused paper"),
                 _FAIR,
+                _OFFSET_HARMS,
             ),
+            unclaimed="S in bf16 moves each of the tail by up to 1.6 %, and standard attention sits on the margin",
             failure=True,
             formats=partial(Formats.of, v=FP8_E4M3),
         ),
@@ -528,7 +596,11 @@ def _random() -> list[Case]:
         ),
     }
     claims = (coarse, sound)
-    return [Case(name, about, _OWN, recipe, claims, gradients=True) for name, (about, recipe) in recipes.items()]
+    unclaimed = "a shift that is moved or scaled has an error of P-bar of its own, of 0.1 ulp and less on random scores"
+    return [
+        Case(name, about, _OWN, recipe, claims, gradients=True, unclaimed=unclaimed)
+        for name, (about, recipe) in recipes.items()
+    ]
 
 
 def _edges() -> list[Case]:
@@ -539,6 +611,12 @@ def _edges() -> list[Case]:
     shrunk = claim(
         INACCURATE, f"{_OWN}: scaling takes P V below the subnormals", rules="always_scaled", formats="bf16 fp16"
     )
+    clamped = claim(
+        OUTSIDE,
+        f"{_PAPER}, published code: the row sum's clamp at 1e-10",
+        rules="stabilized_authors",
+        plans="all_bf16",
+    )
     tied = claim(
         breaks_down_in(0.05),
         f"{_OWN}: S's cast to fp16 ties two maxima, and the clamp of l is 0 in fp16",
@@ -548,10 +626,19 @@ def _edges() -> list[Case]:
     )
     flushed = claim(FLUSHED_OR_ACCURATE, f"{_OWN}: a device may flush subnormals", formats="bf16 fp16")
     huge = partial(_plain, shape=Shape(), size=1e4)
+    one_hot = "where S is in bf16, in steps of 64 here, which key wins a row is chance"
     return [
         Case("padded", "a key padding mask", _OWN, partial(padded, all_masked=False)),
         Case("wholly_masked", "rows without a visible key give zeros", _OWN, partial(padded, all_masked=True)),
-        Case("huge_logits", "scores of about 1e4: near one-hot rows", _OWN, huge, (scaled, tied), chaotic=True),
+        Case(
+            "huge_logits",
+            "scores of about 1e4: near one-hot rows",
+            _OWN,
+            huge,
+            (scaled, clamped, tied, _OFFSET_HARMS),
+            unclaimed=one_hot,
+            chaotic=True,
+        ),
         Case(
             "inf_in_v",
             "one Inf in V: its column is lost, no other",

@@ -28,17 +28,20 @@ def random_bits(seed: int, *counters: torch.Tensor | int) -> torch.Tensor:
     """
     if not 0 <= seed <= _MASK:
         raise ValueError(f"seed must be in [0, 2**32), not {seed}")
-    state = _mix(torch.tensor((seed + 0x9E3779B9) & _MASK))
+    state: torch.Tensor | int = _mix_int((seed + 0x9E3779B9) & _MASK)
     for counter in counters:
         # Without the inner mix, two rows of counters have the same numbers in another order whenever their states
         # differ in low bits only: among 4,096 rows of 4,096, some would.
-        state = _mix((_mix(_as_uint32(counter)) + state) & _MASK)
-    return state
+        if isinstance(counter, int):
+            inner: torch.Tensor | int = _mix_int(counter & _MASK)
+        else:
+            inner = _mix(_as_uint32(counter))
+        total = inner + state
+        state = _mix_int(total & _MASK) if isinstance(total, int) else _mix(total.bitwise_and_(_MASK))
+    return torch.tensor(state) if isinstance(state, int) else state
 
 
-def _as_uint32(counter: torch.Tensor | int) -> torch.Tensor:
-    if isinstance(counter, int):
-        return torch.tensor(counter & _MASK)
+def _as_uint32(counter: torch.Tensor) -> torch.Tensor:
     if counter.is_floating_point() or counter.is_complex() or counter.dtype == torch.bool:
         raise TypeError(f"a counter is an int or an integer tensor, not {counter.dtype}")
     return counter.to(torch.int64) & _MASK
@@ -47,8 +50,17 @@ def _as_uint32(counter: torch.Tensor | int) -> torch.Tensor:
 def _mix(x: torch.Tensor) -> torch.Tensor:
     # int64 holding uint32 values: torch has no logical shift, and few operations on uint32. The product may wrap
     # around 2**64, which leaves its low 32 bits right.
-    x = x ^ (x >> 16)
+    x = (x >> 16).bitwise_xor_(x)
+    x.mul_(0x7FEB352D).bitwise_and_(_MASK)
+    x.bitwise_xor_(x >> 15)
+    x.mul_(0x846CA68B).bitwise_and_(_MASK)
+    return x.bitwise_xor_(x >> 16)
+
+
+def _mix_int(x: int) -> int:
+    """`_mix` of one number, without a tensor's overhead."""
+    x ^= x >> 16
     x = (x * 0x7FEB352D) & _MASK
-    x = x ^ (x >> 15)
+    x ^= x >> 15
     x = (x * 0x846CA68B) & _MASK
     return x ^ (x >> 16)

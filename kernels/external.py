@@ -14,6 +14,7 @@ from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, OBLONG_CAUSAL
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput
+from tiebreak.kernels.isolation import kept_state
 from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.plans import STANDARD, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES
@@ -94,7 +95,10 @@ def _compute(
     # Copies, in fp32 too: a kernel that writes into its inputs must not spoil those of the other cells.
     given = tuple(tensor.to(dtype, copy=True) for tensor in (inputs.q, inputs.k, inputs.v))
     kept = tuple(tensor.clone() for tensor in given)
-    out = function(*given, causal=inputs.causal, scale=inputs.scale)
+    with kept_state() as changed:
+        out = function(*given, causal=inputs.causal, scale=inputs.scale)
+    if changed:
+        raise ContractError(f"changed {', '.join(changed)}")
     _hold_to_contract(out, given, kept)
     return AttentionOutput(out.detach().float())
 

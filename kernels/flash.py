@@ -12,11 +12,13 @@ from torch import Tensor
 
 from tiebreak.kernels.arithmetic import Arithmetic, Noise
 from tiebreak.kernels.formats import FP32, Rounding
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, Tiles, sum_groups
 from tiebreak.kernels.plans import Cast, DeltaSource, Exponential, RoundingPlan
 from tiebreak.kernels.shift_rules import ShiftRule
 
 _FP32 = Cast(FP32)
+Wanted = tuple[bool, bool, bool]  # which of dQ, dK and dV a backward pass is to compute
+ALL, DELTA_ALONE = (True, True, True), (False, False, False)
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,12 @@ class _Operands:
     do: Tensor
     hidden: Tensor | None
     scale: float
+    tiles: Tiles
 
     @classmethod
-    def of(cls, inputs: AttentionInputs) -> "_Operands":
-        return cls(
-            inputs.q, inputs.expanded_k(), inputs.expanded_v(), inputs.do, _on(inputs.hidden(), inputs.q), inputs.scale
-        )
+    def of(cls, inputs: AttentionInputs, tiles: Tiles | None = None) -> "_Operands":
+        k, v, hidden = inputs.expanded_k(), inputs.expanded_v(), _on(inputs.hidden(), inputs.q)
+        return cls(inputs.q, k, v, inputs.do, hidden, inputs.scale, Tiles() if tiles is None else tiles)
 
     def query_tiles(self, block: Block) -> list[slice]:
         return _tiles(self.q.shape[-2], block.queries)
@@ -60,9 +62,14 @@ class _Operands:
 
     def scores(self, rows: slice, keys: slice, plan: RoundingPlan, arithmetic: Arithmetic) -> Tensor:
         """One tile of S: the product in fp32, then the scale, then S's cast, then the mask."""
-        product = arithmetic.matmul(self.q[:, :, rows], self.k[:, :, keys].transpose(-1, -2), _FP32, plan.accumulator)
-        s = arithmetic.cast(product * self.scale, plan.s)
-        return s if self.hidden is None else s.masked_fill(_cut(self.hidden, rows, keys), -torch.inf)
+
+        def make() -> Tensor:
+            q, k = self.q[:, :, rows], self.k[:, :, keys]
+            product = arithmetic.matmul(q, k.transpose(-1, -2), _FP32, plan.accumulator)
+            s = arithmetic.cast(product * self.scale, plan.s)
+            return s if self.hidden is None else _hide(s, _cut(self.hidden, rows, keys))
+
+        return self.tiles.shared("s", rows, keys, make)
 
 
 def _on(mask: Tensor | None, like: Tensor) -> Tensor | None:
@@ -71,6 +78,20 @@ def _on(mask: Tensor | None, like: Tensor) -> Tensor | None:
 
 def _tiles(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _hide(s: Tensor, hidden: Tensor) -> Tensor:
+    """`s` with -inf where it is hidden."""
+    if s.device.type == "cpu":  # where a minimum takes a tenth of the time; but it passes NaN on
+        lowered = torch.minimum(s, torch.where(hidden, -torch.inf, torch.inf))
+        if not torch.isnan(lowered.sum()):
+            return lowered
+    return s.masked_fill(hidden, -torch.inf)
+
+
+def _zeroed(x: Tensor, where: Tensor) -> Tensor:
+    """`x` with 0 in some rows, which are mostly none; to ask is cheap where nothing waits for a device."""
+    return x if x.device.type == "cpu" and not where.any() else x.masked_fill(where, 0.0)
 
 
 def _cut(mask: Tensor, rows: slice, keys: slice) -> Tensor:
@@ -83,7 +104,7 @@ def _final(
     """O's cast; rows without a visible key give zeros."""
     if operands.hidden is not None:
         blind = _cut(operands.hidden, rows, slice(None)).all(-1, keepdim=True)
-        o = o.masked_fill(blind, 0.0)
+        o = _zeroed(o, blind)
     stochastic = plan.o.rounding is Rounding.STOCHASTIC
     return arithmetic.cast(o, plan.o, noise.bits(o.shape, rows.start, o.device) if stochastic else None)
 
@@ -104,10 +125,11 @@ def flash(
         O (batch, heads, queries, d) and the log-sum-exp, without gradients.
     """
     operands, noise = _Operands.of(inputs), Noise(inputs.noise_seed, inputs.q.shape[1])
-    tiles = [
+    parts = [
         _flash_rows(operands, rows, plan, shift_rule, arithmetic, block, noise) for rows in operands.query_tiles(block)
     ]
-    return AttentionOutput(torch.cat([o for o, _ in tiles], 2), torch.cat([lse for _, lse in tiles], 2))
+    o, lse = (torch.cat(pieces, 2) for pieces in zip(*parts, strict=True))
+    return AttentionOutput(o, lse, tiles=operands.tiles)
 
 
 def _flash_rows(
@@ -134,15 +156,18 @@ def _flash_rows(
             new_m = torch.where(new_m - m <= shift_rule.lag, m, new_m)
         shift = torch.where(new_m == -torch.inf, torch.zeros_like(new_m), new_m)
         p = arithmetic.exp(s - shift, plan.exponential)
-        alpha = arithmetic.exp(m - shift, rescale)
         p_bar = arithmetic.cast(p, plan.p_bar)
         block_sum = arithmetic.row_sum(p_bar if plan.row_sum_from_rounded else p, plan.accumulator)
         if shift_rule.row_sum_floor:
             block_sum = block_sum.clamp(min=shift_rule.row_sum_floor)
         block_sum = arithmetic.cast(block_sum, plan.row_sum)
-        l = arithmetic.cast(arithmetic.cast(alpha * l, plan.row_sum) + block_sum, plan.row_sum)
         pv = arithmetic.matmul(p_bar, operands.v[:, :, keys], plan.o_bar, plan.accumulator)
-        o_bar = arithmetic.cast(arithmetic.cast(alpha * o_bar, plan.o_bar) + pv, plan.o_bar)
+        if keys.start == 0:  # there is nothing to rescale yet; a sum with 0 has no -0
+            l, o_bar = block_sum, pv + 0.0
+        else:
+            alpha = arithmetic.exp(m - shift, rescale)
+            l = arithmetic.cast(arithmetic.cast(alpha * l, plan.row_sum) + block_sum, plan.row_sum)
+            o_bar = arithmetic.cast(arithmetic.cast(alpha * o_bar, plan.o_bar) + pv, plan.o_bar)
         m = new_m
     o = _final(o_bar / l, rows, operands, plan, arithmetic, noise)
     return o, m + torch.log(l)
@@ -172,37 +197,49 @@ def standard(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic
         o = arithmetic.matmul(arithmetic.cast(p / l, plan.p_bar), operands.v, plan.o_bar, plan.accumulator)
         outputs.append(_final(o, rows, operands, plan, arithmetic, noise))
         sums.append(shift + torch.log(l))
-    return AttentionOutput(torch.cat(outputs, 2), torch.cat(sums, 2))
+    return AttentionOutput(torch.cat(outputs, 2), torch.cat(sums, 2), tiles=operands.tiles)
 
 
 def backward(
-    inputs: AttentionInputs, output: AttentionOutput, plan: RoundingPlan, arithmetic: Arithmetic, block: Block
+    inputs: AttentionInputs,
+    output: AttentionOutput,
+    plan: RoundingPlan,
+    arithmetic: Arithmetic,
+    block: Block,
+    wanted: Wanted = ALL,
 ) -> Gradients:
     """Gradients from the stored O and log-sum-exp (paper, algorithm 2), for flash and standard attention alike.
 
     Args:
         inputs: q, k, v, dO and masks.
-        output: what the forward pass returned, its log-sum-exp included.
+        output: what the forward pass returned, its log-sum-exp included, and its tiles where it had the same block.
         plan: where and how to round; `delta_from` says what delta is computed from, which is all that separates
             standard attention's backward pass from flash attention's.
         arithmetic: the device's operations.
         block: tile sizes.
+        wanted: which of dQ, dK and dV to compute; NaN stands for the others.
 
     Returns:
         dQ, dK, dV and delta.
     """
-    operands = _Operands.of(inputs)
+    operands = _Operands.of(inputs, output.tiles)
     tape = _Tape(operands, output, plan, arithmetic, block)
     delta = tape.delta()
-    dq = torch.zeros_like(operands.q)
-    dk, dv = torch.zeros_like(operands.k), torch.zeros_like(operands.v)
+    dq, dk, dv = (
+        torch.full_like(tensor, 0.0 if asked else torch.nan)
+        for tensor, asked in zip((operands.q, operands.k, operands.v), wanted, strict=True)
+    )
     for keys in operands.key_tiles(block):
         for rows in operands.query_tiles(block):
             p, dp = tape.p(rows, keys), tape.dp(rows, keys)
             ds = arithmetic.cast(p * (dp - delta[:, :, rows]), plan.ds)
-            dv[:, :, keys] += tape.product(arithmetic.cast(p, plan.p).transpose(-1, -2), operands.do[:, :, rows])
-            dq[:, :, rows] += operands.scale * tape.product(ds, operands.k[:, :, keys])
-            dk[:, :, keys] += operands.scale * tape.product(ds.transpose(-1, -2), operands.q[:, :, rows])
+            if wanted[2]:
+                p = arithmetic.cast(p, plan.p)
+                dv[:, :, keys].add_(tape.product(p.transpose(-1, -2), operands.do[:, :, rows]))
+            if wanted[0]:
+                dq[:, :, rows].add_(operands.scale * tape.product(ds, operands.k[:, :, keys]))
+            if wanted[1]:
+                dk[:, :, keys].add_(operands.scale * tape.product(ds.transpose(-1, -2), operands.q[:, :, rows]))
     dk, dv = sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
     dq, dk, dv = (arithmetic.cast(gradient, plan.gradients) for gradient in (dq, dk, dv))
     return Gradients(dq, dk, dv, delta)
@@ -222,14 +259,20 @@ class _Tape:
         return self.arithmetic.matmul(a, b, _FP32, self.plan.accumulator)
 
     def p(self, rows: slice, keys: slice) -> Tensor:
+        return self.operands.tiles.shared("p", rows, keys, lambda: self._p(rows, keys))
+
+    def _p(self, rows: slice, keys: slice) -> Tensor:
         s = self.operands.scores(rows, keys, self.plan, self.arithmetic)
         assert self.output.lse is not None, "the forward pass must return its log-sum-exp"
         lse = self.output.lse[:, :, rows]
         # A row without a visible key has log-sum-exp -inf and no probabilities.
         p = self.arithmetic.exp(s - lse, Exponential(self.plan.exponential.base_two))
-        return p.masked_fill(lse == -torch.inf, 0.0)
+        return _zeroed(p, lse == -torch.inf)
 
     def dp(self, rows: slice, keys: slice) -> Tensor:
+        return self.operands.tiles.shared("dp", rows, keys, lambda: self._dp(rows, keys))
+
+    def _dp(self, rows: slice, keys: slice) -> Tensor:
         product = self.product(self.operands.do[:, :, rows], self.operands.v[:, :, keys].transpose(-1, -2))
         return self.arithmetic.cast(product, self.plan.dp)
 

@@ -1,8 +1,9 @@
 """What goes into an attention kernel and what comes out of it."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 
 import torch
@@ -15,6 +16,14 @@ from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 TORCH_DTYPES: Mapping[Format, torch.dtype] = MappingProxyType(
     {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32}
 )
+
+_KEPT = 2**20  # elements of a call's tiles, at most, that are kept for later use: long sequences have too many
+
+
+@lru_cache(maxsize=4)
+def _later(queries: int, keys: int) -> Tensor:
+    """Bool (1, 1, queries, keys): True where causal attention hides a key; made once for all steps of a training."""
+    return torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)[None, None]
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ class AttentionInputs:
         queries, keys = self.q.shape[-2], self.k.shape[-2]
         mask: Tensor | None = None
         if self.causal:
-            mask = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)[None, None].to(self.q.device)
+            mask = _later(queries, keys).to(self.q.device)
         if self.key_padding is not None:
             padded = ~self.key_padding[:, None, None, :]
             mask = padded if mask is None else mask | padded
@@ -97,12 +106,30 @@ class Gradients:
 
 
 @dataclass(frozen=True)
+class Tiles:
+    """Intermediates of one call, such as S, that its two passes share, tile by tile, as far as they are small."""
+
+    kept: dict[tuple[str, int, int, int, int], Tensor] = field(default_factory=dict)  # by name, rows and keys
+
+    def shared(self, name: str, rows: slice, keys: slice, make: Callable[[], Tensor]) -> Tensor:
+        """One tile, made if it is not kept; nobody may write to it."""
+        at = (name, rows.start, rows.stop, keys.start, keys.stop)
+        if at in self.kept:
+            return self.kept[at]
+        tile = make()
+        if tile.numel() + sum(other.numel() for other in self.kept.values()) <= _KEPT:
+            self.kept[at] = tile
+        return tile
+
+
+@dataclass(frozen=True)
 class AttentionOutput:
     """What a kernel returned."""
 
     o: Tensor  # (batch, heads, queries, d)
     lse: Tensor | None = None  # (batch, heads, queries, 1), log-sum-exp of the scores, where the kernel returns it
     gradients: Gradients | None = None  # where a backward pass was asked for and exists
+    tiles: Tiles | None = None  # what a declared kernel's backward pass may use again, until it has run
 
 
 def sum_groups(gradient: Tensor, groups: int) -> Tensor:

@@ -7,7 +7,7 @@ from functools import partial
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, Algorithm
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import Feature
-from tiebreak.kernels.flash import BLOCK, Block, backward
+from tiebreak.kernels.flash import ALL, BLOCK, DELTA_ALONE, Block, Wanted, backward
 from tiebreak.kernels.formats import Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.plans import RoundingPlan
@@ -87,14 +87,22 @@ def run_forward(declaration: Declaration, inputs: AttentionInputs, arithmetic: A
 
 
 def run_backward(
-    declaration: Declaration, inputs: AttentionInputs, output: AttentionOutput, arithmetic: Arithmetic
+    declaration: Declaration,
+    inputs: AttentionInputs,
+    output: AttentionOutput,
+    arithmetic: Arithmetic,
+    wanted: Wanted = ALL,
 ) -> Gradients:
     """The backward pass alone, as `run_declared` has it, from what the forward pass returned."""
-    return backward(inputs, output, declaration.plan.in_formats(inputs.formats), arithmetic, declaration.block)
+    return backward(inputs, output, declaration.plan.in_formats(inputs.formats), arithmetic, declaration.block, wanted)
 
 
 def run_declared(
-    declaration: Declaration, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool
+    declaration: Declaration,
+    inputs: AttentionInputs,
+    arithmetic: Arithmetic,
+    gradients: bool,
+    wanted: Wanted = ALL,
 ) -> AttentionOutput:
     """Attention exactly as declared, with the plan in the formats of the inputs.
 
@@ -103,17 +111,24 @@ def run_declared(
         inputs: q, k, v, dO and masks, on the arithmetic's device.
         arithmetic: the operations of a device, or the emulation's.
         gradients: whether to run the backward pass too.
+        wanted: which of the gradients it computes, beside delta.
 
     Returns:
         O, the log-sum-exp and, if asked for, the gradients.
     """
     output = run_forward(declaration, inputs, arithmetic)
-    if not gradients:
-        return output
-    return replace(output, gradients=run_backward(declaration, inputs, output, arithmetic))
+    found = run_backward(declaration, inputs, output, arithmetic, wanted) if gradients else None
+    return replace(output, gradients=found, tiles=None)
 
 
-def composed(name: str, declaration: Declaration) -> Kernel:
-    """A kernel that is its declaration, run on whatever arithmetic a backend brings."""
-    compute = partial(run_declared, declaration)
+def delta_alone(kernel: Kernel) -> Kernel:
+    """A composed kernel whose backward pass ends with delta, its gradients NaN; any other kernel as it is."""
+    if kernel.declaration is None or not kernel.composed:
+        return kernel
+    return composed(kernel.name, kernel.declaration, DELTA_ALONE)
+
+
+def composed(name: str, declaration: Declaration, wanted: Wanted = ALL) -> Kernel:
+    """A kernel that is its declaration, run on whatever arithmetic a backend brings, with these gradients."""
+    compute = partial(run_declared, declaration, wanted=wanted)
     return Kernel(name, compute, declaration, takes=declaration.algorithm.takes, composed=True)

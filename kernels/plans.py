@@ -38,9 +38,7 @@ class Accumulator(enum.Enum):
     """How the products of a matrix product, or the terms of a row sum, are added up to one fp32 value."""
 
     EXACT = "exact"  # in fp64, rounded once to fp32
-    SEQUENTIAL = "sequential"  # in fp32, term after term
-    PAIRWISE = "pairwise"  # in fp32, as a balanced binary tree
-    # Matrix products as NVIDIA's tensor cores add them up; row sums, which they do not do, as PAIRWISE.
+    # Matrix products as NVIDIA's tensor cores add them up; row sums, which they do not do, in fp32 as a balanced tree.
     AMPERE = "tensor core of Ampere or Ada"
     HOPPER = "tensor core of Hopper or Blackwell"
 
@@ -141,42 +139,34 @@ STANDARD = RoundingPlan(
 )
 FP32_PLAN = RoundingPlan("fp32", s=_HIGH, p_bar=_HIGH, o_bar=_HIGH, row_sum=_HIGH, o=_HIGH)
 
-PLANS: Mapping[str, RoundingPlan] = MappingProxyType(
-    {plan.name: plan for plan in (PAPER, ALL_BF16, FUSED, FUSED_STOCHASTIC, STANDARD, FP32_PLAN)}
-)
-
 # The paper's section 3.2: what each single change to the plan is said to cure.
-ISOLATION: Mapping[str, RoundingPlan] = MappingProxyType(
-    {
-        "delta_from_dp": replace(PAPER, name="delta_from_dp", delta_from=DeltaSource.PROBABILITIES),
-        "o_recomputed": replace(PAPER, name="o_recomputed", delta_from=DeltaSource.RECOMPUTED_OUTPUT),
-        "o_fp32": replace(PAPER, name="o_fp32", o_bar=_HIGH, o=_HIGH),
-        "pv_fp32": replace(PAPER, name="pv_fp32", p_bar=_HIGH, o_bar=_HIGH),
-    }
+ISOLATION = (
+    replace(PAPER, name="delta_from_dp", delta_from=DeltaSource.PROBABILITIES),
+    replace(PAPER, name="o_recomputed", delta_from=DeltaSource.RECOMPUTED_OUTPUT),
+    replace(PAPER, name="o_fp32", o_bar=_HIGH, o=_HIGH),
+    replace(PAPER, name="pv_fp32", p_bar=_HIGH, o_bar=_HIGH),
 )
-
 
 # Ties go away from zero, as public AscendC attention code casts P (CAST_ROUND): a bias of its own.
 _AWAY, _OUTPUT_AWAY = (replace(cast, rounding=Rounding.TIES_AWAY) for cast in (_LOW, OUTPUT))
-TIES_AWAY: Mapping[str, RoundingPlan] = MappingProxyType(
-    {
-        "fused_half_up": replace(FUSED, name="fused_half_up", p_bar=_AWAY),
-        "fused_ties_away": replace(FUSED, name="fused_ties_away", p_bar=_AWAY, o=_OUTPUT_AWAY),
-    }
-)
+FUSED_HALF_UP = replace(FUSED, name="fused_half_up", p_bar=_AWAY)
+FUSED_TIES_AWAY = replace(FUSED, name="fused_ties_away", p_bar=_AWAY, o=_OUTPUT_AWAY)
 
 # P-bar in 8 bits, as fp8 attention has it: 2^-10 and less of it is 0.
-EIGHT_BIT: Mapping[str, RoundingPlan] = MappingProxyType(
-    {"fused_fp8": replace(FUSED, name="fused_fp8", p_bar=Cast(FP8_E4M3))}
-)
+FUSED_FP8 = replace(FUSED, name="fused_fp8", p_bar=Cast(FP8_E4M3))
 
 # Plans whose matrix products are a tensor core's: what a GPU makes of them, before one is at hand.
-TENSOR_CORE: Mapping[str, RoundingPlan] = MappingProxyType(
-    {
-        (name := f"{plan.name}_{core.name.lower()}"): replace(plan, name=name, accumulator=core)
-        for plan in (PAPER, FUSED, FUSED_STOCHASTIC)
-        for core in (Accumulator.AMPERE, Accumulator.HOPPER)
-    }
+_TENSOR_CORE = tuple(
+    replace(plan, name=f"{plan.name}_{core.name.lower()}", accumulator=core)
+    for plan in (PAPER, FUSED, FUSED_STOCHASTIC)
+    for core in (Accumulator.AMPERE, Accumulator.HOPPER)
+)
+
+PRESETS = (PAPER, ALL_BF16, FUSED, FUSED_STOCHASTIC, STANDARD, FP32_PLAN)
+
+# Every plan that has a name.
+PLANS: Mapping[str, RoundingPlan] = MappingProxyType(
+    {plan.name: plan for plan in (*PRESETS, *ISOLATION, FUSED_HALF_UP, FUSED_TIES_AWAY, FUSED_FP8, *_TENSOR_CORE)}
 )
 
 
@@ -186,7 +176,6 @@ def parse_plan(name: str) -> RoundingPlan:
     Raises:
         ValueError: no plan has that name; the message lists those there are.
     """
-    known = {**PLANS, **TIES_AWAY, **EIGHT_BIT, **TENSOR_CORE}
-    if name not in known:
-        raise ValueError(f"unknown rounding plan {name!r}: known are {', '.join(known)}")
-    return known[name]
+    if name not in PLANS:
+        raise ValueError(f"unknown rounding plan {name!r}: known are {', '.join(PLANS)}")
+    return PLANS[name]

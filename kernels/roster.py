@@ -5,21 +5,11 @@ from types import MappingProxyType
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.kernel import PLAIN, Declaration, Kernel, composed
-from tiebreak.kernels.plans import (
-    EIGHT_BIT,
-    FUSED_STOCHASTIC,
-    ISOLATION,
-    PLANS,
-    STANDARD,
-    TENSOR_CORE,
-    TIES_AWAY,
-    RoundingPlan,
-)
+from tiebreak.kernels.plans import FUSED_STOCHASTIC, PLANS, STANDARD, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
-_KNOWN = {**PLANS, **ISOLATION, **TIES_AWAY, **EIGHT_BIT, **TENSOR_CORE}
 _FLASH_PLANS: Mapping[str, RoundingPlan] = MappingProxyType(
-    {name: plan for name, plan in _KNOWN.items() if name != STANDARD.name}
+    {name: plan for name, plan in PLANS.items() if name != STANDARD.name}
 )
 
 

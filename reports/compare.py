@@ -5,18 +5,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tiebreak.reports import grids, selection, store, tables, terminal
+from tiebreak.reports import grids, marks, selection, store, tables, terminal
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.comparison import WORDS, Agreement, Comparison, Row, compare, platform_labels
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.records import HELD as CELL_HELD
-from tiebreak.reports.records import SKIPPED, Record, Run
+from tiebreak.reports.records import PASSING, Estimate, Record, Run
 
 _COLUMN = 26  # characters of a platform's column
 _LEGEND = (
     "Bias of O in ulps with the half width of its 99.9 % interval, B: biased, ?: not known yet; max: largest error in"
-    " ulps;\nof a training run (train_...) its headline, as in tiebreak show. The same letter: the same bits. !..!: the"
-    " cell fell there. Rows: "
+    " ulps;\nof other experiments what tiebreak show shows. The same letter: the same bits. !..!: the cell fell there;"
+    " (..): that is excused. Rows: "
 )
 
 
@@ -81,8 +80,8 @@ def render(comparison: Comparison, tablefmt: str = "simple", *, everything: bool
             )
         )
     if shown:
-        marks = ", ".join(f"{agreement.value} {words}" for agreement, words in WORDS.items())
-        parts.append(grids.aside(_LEGEND + marks, tablefmt))
+        rows_marks = ", ".join(f"{agreement.value} {words}" for agreement, words in WORDS.items())
+        parts.append(grids.aside(_LEGEND + rows_marks, tablefmt))
     return "\n\n".join(parts)
 
 
@@ -116,17 +115,13 @@ def cell_texts(row: Row) -> list[str]:
 def _text(record: Record | None) -> str:
     if record is None:
         return "missing"
-    measures = record.measures
-    if record.training is not None:
-        return record.training.shown if record.outcome == CELL_HELD else f"!{record.training.shown}!"
-    if measures is None:
-        return "skip" if record.outcome == SKIPPED else tables.cell_text(record)
-    bias = measures.bias
-    if measures.nonfinite or bias.mean is None:
-        text = tables.bias_text(measures, record.verdict)
-    else:
+    text = marks.plain_text(record)
+    bias, largest = record.measures.get("bias"), record.number("max_ulps")
+    # Where a bias is shown, not what stands in its place: with one digit more, and its interval.
+    if isinstance(bias, Estimate) and bias.mean is not None and text.startswith(f"{bias.mean:+.2f}"):
         width = "" if bias.half_width is None else f"±{bias.half_width:.3f}"
-        text = f"{bias.mean:+.3f}{width}{tables.verdict_mark(record.verdict)}"
-    if measures.max_ulps is not None:
-        text += f" max {measures.max_ulps:.3g}"
-    return text if record.outcome == CELL_HELD else f"!{text}!"
+        text = f"{bias.mean:+.3f}{width}{marks.verdict_mark(record.verdict)}"
+    if largest is not None:
+        text += f" max {largest:.3g}"
+    # Whether anything was asked hangs on the backend: what passes has no mark.
+    return text if record.outcome in PASSING else marks.marked(text, marks.mark_of(record))

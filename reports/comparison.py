@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiebreak.reports.records import SKIPPED, Record, Run
+from tiebreak.reports.records import HELD, PASSING, SKIPPED, Record, Run
 
 
 class Agreement(enum.Enum):
@@ -100,13 +100,18 @@ def _agreement(records: Sequence[Record | None], inputs: Sequence[str]) -> Agree
     if len(set(inputs) - {""}) > 1:
         return Agreement.NOT_COMPARABLE
     ran = [record for record in records if record is not None and record.outcome != SKIPPED]
-    if len({(record.verdict, record.outcome) for record in ran}) > 1:
+    if len({(record.verdict, _passed(record)) for record in ran}) > 1:
         return Agreement.DISAGREE
     if len(ran) < len(records):
         return Agreement.LACKING
     digests = {record.digest for record in ran}
     # Without a digest (a crash everywhere) nothing is known of the bits.
     return Agreement.BITS if len(digests) == 1 and None not in digests else Agreement.VERDICT
+
+
+def _passed(record: Record) -> str:
+    """The outcome; whether anything was asked of what passes hangs on the backend, not on the result."""
+    return HELD if record.outcome in PASSING else record.outcome
 
 
 def platform_labels(runs: Sequence[Run], paths: Sequence[Path]) -> list[str]:

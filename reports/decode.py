@@ -3,7 +3,7 @@
 import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -39,8 +39,8 @@ def decoder(kind: Any) -> _Decoder:
 
     Args:
         kind: str, bool, int, float (finite), Any (JSON without NaN), an Annotated[str, frozenset of allowed values],
-            Annotated[int or float, least value], X | None, tuple[X, ...], Mapping[str, X], or a data class with
-            such fields.
+            Annotated[int or float, least value], X | None, a data class | float | None, tuple[X, ...],
+            Mapping[str, X], or a data class with such fields; those that have a default may be missing.
 
     Returns:
         A function of the value that raises `FieldError`, with the path of the field, if it is not of that kind.
@@ -54,8 +54,8 @@ def decoder(kind: Any) -> _Decoder:
         kind, limit = arguments
         return _one_of(limit) if kind is str else _at_least(decoder(kind), limit)
     if origin in (Union, types.UnionType):
-        (inner,) = (argument for argument in arguments if argument is not types.NoneType)
-        return _or_null(decoder(inner))
+        inner = [argument for argument in arguments if argument is not types.NoneType]
+        return _or_null(decoder(inner[0])) if len(inner) == 1 else _object_or_number(decoder(inner[0]))
     if origin is tuple:
         return _of_list(decoder(arguments[0]))
     if origin is Mapping:
@@ -140,6 +140,13 @@ def _or_null(inner: _Decoder) -> _Decoder:
     return decode
 
 
+def _object_or_number(of_object: _Decoder) -> _Decoder:
+    def decode(value: Any) -> Any:
+        return of_object(value) if type(value) is dict else _number_or_null(value)
+
+    return decode
+
+
 def _of_list(inner: _Decoder) -> _Decoder:
     def decode(value: Any) -> tuple[Any, ...]:
         if type(value) is not list:
@@ -172,23 +179,28 @@ def _of_object(inner: _Decoder) -> _Decoder:
 
 def _of_dataclass(kind: Any) -> _Decoder:
     hints = get_type_hints(kind, include_extras=True)
-    parts = [(field.name, decoder(hints[field.name])) for field in fields(kind)]
-    known = frozenset(hints)
+    parts = {field.name: decoder(hints[field.name]) for field in fields(kind)}
+    required = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
+    constants = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
+    made_anew = {field.name: field.default_factory for field in fields(kind) if field.default_factory is not MISSING}
 
     def decode(value: Any) -> Any:
         if type(value) is not dict:
             raise _wrong("an object", value)
-        found = {}
-        name = ""
-        try:
-            for name, part in parts:
-                found[name] = part(value[name])
-        except KeyError:
-            raise FieldError("missing", f".{name}") from None
-        except FieldError as error:
-            raise error.within(f".{name}") from None
-        if len(value) != len(parts):
-            raise FieldError("unknown field", f".{min(value.keys() - known)}")
+        for name in required:
+            if name not in value:
+                raise FieldError("missing", f".{name}")
+        found = dict(constants)
+        for name, item in value.items():
+            if name not in parts:
+                raise FieldError("unknown field", f".{name}")
+            try:
+                found[name] = parts[name](item)
+            except FieldError as error:
+                raise error.within(f".{name}") from None
+        for name, make in made_anew.items():
+            if name not in found:
+                found[name] = make()
         # The constructor of a frozen class takes as long as all the checks above.
         made = object.__new__(kind)
         vars(made).update(found)

@@ -1,14 +1,12 @@
 """What the figures of a page show, as plain data: drawn into the page as SVG, or to files by matplotlib."""
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tiebreak.reports.records import Record, Run, TrainingRecord
+from tiebreak.reports.records import HistogramRecord, Record, Run, SeriesRecord, TraceRecord
 
-_TIED = re.compile(r"tied_maxima\[k=(\d+)\]")
 _EACH = 2  # kernels of each kind in a figure: more lines than four can't be told apart
 _WELL_KNOWN = ("flash@paper", "stabilized@paper")  # the paper's own, which come first where they were run
 # The paper's failing kernel, its fix and the suite's; beside them a device's or a user's own that drifts most.
@@ -59,41 +57,52 @@ def _scripted(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
     for run, label in zip(runs, labels, strict=True):
         chosen = _chosen(run.records)
         if chosen:
-            found = [_trace(chosen), _histogram(chosen), _fall(run.records, chosen)]
+            found = [_trace(chosen), _histogram(chosen), _fall(run, chosen)]
             return [_from(figure, label) for figure in found if figure is not None]
     return []
 
 
 def _trained(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
     for run, label in zip(runs, labels, strict=True):
-        drift = _runs_of("delta_error", "delta_error_mean", run.records)
-        growth = _runs_of("wq_norm", "wq_norm_growth", run.records)
+        drift = _runs_of("delta_error", "delta_error_mean", run)
+        growth = _runs_of("wq_norm", "wq_norm_growth", run)
         if drift or growth:
             found = [_running_sum(drift), _growth(growth)]
             return [_from(figure, label) for figure in found if figure is not None]
     return []
 
 
-def _runs_of(series: str, headline: str, records: Sequence[Record]) -> list[tuple[str, TrainingRecord]]:
-    """The training runs to draw, with their names: one backend's well-known kernels, and the worst of all others."""
-    told = [(one, one.training) for one in records if one.training and one.training.headline == headline]
-    told = [(one, training) for one, training in told if training.series.get(series)]
+_Steps = tuple[str, tuple[tuple[int, float | None], ...]]  # a kernel, and its readings by step
+
+
+def _runs_of(series: str, headline: str, run: Run) -> list[_Steps]:
+    """The training runs to draw: one backend's well-known kernels, and the worst of all others."""
+    shown = {name: about.label or name for name, about in run.cases.items() if about.headline == headline}
+    told = [(one, _series(one, series)) for one in run.records if one.case in shown]
+    told = [(one, steps) for one, steps in told if steps]
     if not told:
         return []
-    first, case = told[0][0].backend, min(told, key=lambda pair: pair[1].label)[0].case
-    told = [(one, training) for one, training in told if one.case == case]
-    known = [(one.kernel, training) for one, training in told if one.backend == first and one.kernel in _TRAINED]
-    others = [(f"{one.kernel} ({one.backend})", training) for one, training in told if "@train" not in one.kernel]
-    others.sort(key=lambda pair: -abs(pair[1].measures.get(headline) or 0.0))
-    return [*known, *others[:1]]
+    first, case = told[0][0].backend, min((one.case for one, _ in told), key=lambda case: shown[case])
+    told = [(one, steps) for one, steps in told if one.case == case]
+    known = [(one.kernel, steps) for one, steps in told if one.backend == first and one.kernel in _TRAINED]
+    others = [(one, steps) for one, steps in told if "@train" not in one.kernel]
+    others.sort(key=lambda pair: -abs(pair[0].number(headline) or 0.0))
+    return [*known, *((f"{one.kernel} ({one.backend})", steps) for one, steps in others[:1])]
 
 
-def _running_sum(chosen: Sequence[tuple[str, TrainingRecord]]) -> Figure | None:
-    series = [
-        Series(name, tuple((float(step), total) for step, total in zip(
-            training.steps, accumulate(value or 0.0 for value in training.series["delta_error"]), strict=True)))
-        for name, training in chosen
-    ]  # fmt: skip
+def _series(record: Record, name: str) -> tuple[tuple[int, float | None], ...]:
+    """A series of a training run with its steps; none where it was not kept."""
+    found = record.evidence.get("series")
+    if not isinstance(found, SeriesRecord):
+        return ()
+    return tuple(zip(found.steps, found.values.get(name, ()), strict=False))
+
+
+def _running_sum(chosen: Sequence[_Steps]) -> Figure | None:
+    series = []
+    for name, steps in chosen:
+        totals = accumulate(value or 0.0 for _, value in steps)
+        series.append(Series(name, tuple((float(step), total) for (step, _), total in zip(steps, totals, strict=True))))
     if not series:
         return None
     return Figure(
@@ -107,12 +116,10 @@ def _running_sum(chosen: Sequence[tuple[str, TrainingRecord]]) -> Figure | None:
     )
 
 
-def _growth(chosen: Sequence[tuple[str, TrainingRecord]]) -> Figure | None:
-    series = []
-    for name, training in chosen:
-        norms = training.series["wq_norm"]
-        pairs = zip(training.steps, norms, strict=True)
-        series.append(Series(name, tuple((float(step), norm) for step, norm in pairs if norm is not None)))
+def _growth(chosen: Sequence[_Steps]) -> Figure | None:
+    series = [
+        Series(name, tuple((float(step), norm) for step, norm in steps if norm is not None)) for name, steps in chosen
+    ]
     if not series:
         return None
     return Figure(
@@ -130,31 +137,32 @@ def _from(figure: Figure, label: str) -> Figure:
 
 
 def _chosen(records: Sequence[Record]) -> list[Record]:
-    stepping = [record for record in records if record.trace and record.trace.at_one]
-    smooth = [record for record in records if record.trace and not record.trace.at_one]
-    stepping.sort(key=lambda record: (record.kernel not in _WELL_KNOWN, -_size(record)))
-    smooth.sort(key=lambda record: (record.kernel not in _WELL_KNOWN, _size(record)))
+    traced = [(record, trace) for record in records if isinstance(trace := record.evidence.get("trace"), TraceRecord)]
+    stepping = [pair for pair in traced if pair[1].at_one]
+    smooth = [pair for pair in traced if not pair[1].at_one]
+    stepping.sort(key=lambda pair: (pair[0].kernel not in _WELL_KNOWN, -_size(pair[0])))
+    smooth.sort(key=lambda pair: (pair[0].kernel not in _WELL_KNOWN, _size(pair[0])))
     return [*_different(stepping), *_different(smooth)]
 
 
-def _different(records: Sequence[Record]) -> list[Record]:
+def _different(traced: Sequence[tuple[Record, TraceRecord]]) -> list[Record]:
     """The first few that don't lie on top of each other: kernels that share a plan share their trace."""
-    found = {record.trace: record for record in reversed(records)}
-    return [record for record in records if found[record.trace] is record][:_EACH]
+    found = {trace: record for record, trace in reversed(traced)}
+    return [record for record, trace in traced if found[trace] is record][:_EACH]
 
 
 def _size(record: Record) -> float:
     """|bias|; without one a kernel is the last to be called fair."""
-    mean = record.measures.bias.mean if record.measures else None
+    mean = record.number("bias")
     return math.inf if mean is None else abs(mean)
 
 
 def _trace(chosen: Sequence[Record]) -> Figure:
     series = []
     for record in chosen:
-        assert record.trace is not None
-        points = tuple((float(key), error) for key, error in enumerate(record.trace.error) if error is not None)
-        at_one = set(record.trace.at_one)
+        trace: TraceRecord = record.evidence["trace"]
+        points = tuple((float(key), error) for key, error in enumerate(trace.error) if error is not None)
+        at_one = set(trace.at_one)
         series.append(Series(record.kernel, points, tuple(point for point in points if int(point[0]) in at_one)))
     return Figure(
         name="trace",
@@ -169,7 +177,8 @@ def _trace(chosen: Sequence[Record]) -> Figure:
 def _histogram(chosen: Sequence[Record]) -> Figure | None:
     series = []
     for record in chosen:
-        if (found := record.histogram) is None or not (total := sum(found.counts) + found.outside):
+        found = record.evidence.get("histogram")
+        if not isinstance(found, HistogramRecord) or not (total := sum(found.counts) + found.outside):
             continue
         steps = []
         for number, count in enumerate(found.counts):
@@ -188,28 +197,30 @@ def _histogram(chosen: Sequence[Record]) -> Figure | None:
     )
 
 
-def _fall(records: Sequence[Record], chosen: Sequence[Record]) -> Figure | None:
-    points: dict[tuple[str, str], dict[int, float]] = {(one.backend, one.kernel): {} for one in chosen}
-    for record in records:
-        match = _TIED.fullmatch(record.case)
-        line = points.get((record.backend, record.kernel))
-        if match and line is not None and record.measures and record.measures.bias.mean is not None:
-            line[int(match.group(1))] = record.measures.bias.mean
-    maxima = sorted({k for line in points.values() for k in line if k > 0})
+def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
+    """Bias over the cases of the family that the traced case belongs to."""
+    family = next((about.family for one in chosen if (about := run.cases.get(one.case)) and about.family), None)
+    places = {name: about.at for name, about in run.cases.items() if about.family == family and about.at is not None}
+    points: dict[tuple[str, str], dict[float, float]] = {(one.backend, one.kernel): {} for one in chosen}
+    for record in run.records:
+        line, place, bias = points.get((record.backend, record.kernel)), places.get(record.case), record.number("bias")
+        if family and line is not None and place is not None and place > 0 and bias is not None:
+            line[place] = bias
+    maxima = sorted({k for line in points.values() for k in line})
     if len(maxima) < 2:
         return None
     lines = {
-        kernel: tuple((math.log2(k), bias) for k, bias in sorted(found.items()) if k > 0)
+        kernel: tuple((math.log2(k), bias) for k, bias in sorted(found.items()))
         for (_, kernel), found in points.items()
     }
     series = [Series(kernel, line, marked=line) for kernel, line in lines.items()]
     theory = Series("1/(2k): every tie to one side", tuple((math.log2(k), 0.5 / k) for k in maxima), dashed=True)
     return Figure(
         name="maxima",
-        title="Bias against the number k of equal maxima",
+        title=f"Bias against the {family} k",
         note="A tie that always breaks to one side costs half an ulp of one product in k.",
         x_label="k",
         y_label="bias of O, ulps",
         series=(*series, theory),
-        x_ticks=tuple((math.log2(k), str(k)) for k in maxima),
+        x_ticks=tuple((math.log2(k), f"{k:g}") for k in maxima),
     )

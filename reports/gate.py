@@ -1,11 +1,11 @@
 """The gate: whether a run is worse than a baseline. A missing number, a skip or a cell that is gone never passes.
 
-What counts as worse: a verdict or an outcome further from `unbiased` and `held`; |bias| larger by more than a limit,
-beyond both intervals; a largest error larger by more than a limit and a share; bits that no longer repeat; a NaN or Inf
-that was not there; a claim or prediction that is no longer met or no longer made; a cell that vanished, turned into a
-skip or has another version of its case.
+What counts as worse: a verdict or an outcome further from `unbiased` and `held`; a measure worse by more than its
+limit, beyond both intervals; a number that is gone; a check that is no longer met or no longer asked; a cell that
+vanished, turned into a skip or has another version of its case.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -18,28 +18,37 @@ from tiebreak.reports.limits import Limits
 from tiebreak.reports.names import matching, split
 from tiebreak.reports.records import (
     CRASHED,
+    DRAWN,
+    FARTHER,
     FELL,
     HELD,
+    IMPLIED,
     INCONCLUSIVE,
-    PASSING,
+    LESS,
+    MEASURED,
+    MORE,
     SKIPPED,
     TIMED_OUT,
     VERDICTS,
+    Answer,
     Estimate,
-    MeasuresRecord,
+    MeasureRecord,
     Record,
     Run,
-    TrainingRecord,
+    Value,
+    number_of,
 )
+from tiebreak.reports.rerun import runnable
 from tiebreak.reports.tables import counted
 
-_SEVERITY = {HELD: 0, INCONCLUSIVE: 1, FELL: 2, CRASHED: 3, TIMED_OUT: 3, SKIPPED: 4}
+_SEVERITY = {HELD: 0, MEASURED: 0, INCONCLUSIVE: 1, FELL: 2, CRASHED: 3, TIMED_OUT: 3, SKIPPED: 4}
 # A baseline is there to see these change.
 _SOFTWARE = (
     *("python", "torch", "numpy", "os", "gpu_driver", "cuda", "hip", "cudnn", "triton"),
     *("torch_npu", "cann", "driver", "commit"),
 )
 _CAPACITY = ("cores", "memory_gib")
+_ULP = "ulp"  # the unit of measures that say nothing where the sum cancels
 _FINGERPRINT = "fingerprint"  # follows from platform and software, so a change of it is told, not refused
 _NARROWING = {"backend": "backend", "kernels": "kernel", "cases": "case", "dtype": "format"}  # option: field
 
@@ -132,17 +141,19 @@ def gate(baseline: Run, run: Run, limits: Limits, *, across: bool = False) -> Ou
         UsageError: the two can't be compared; see `check_comparable`.
     """
     check_comparable(baseline, run.platform, run.options, across=across)
+    described = {**baseline.measures, **run.measures}
+    held_to = {name: limits.of(name, found) for name, found in described.items() if found.worse is not None}
     old, new = ({record.id: record for record in found.records} for found in (baseline, run))
     changes: list[CellChange] = []
     for name in sorted(old.keys() & new.keys()):
-        changes += [CellChange(new[name], change) for change in _compare(old[name], new[name], limits, across)]
+        changes += [CellChange(new[name], change) for change in _compare(old[name], new[name], held_to, across)]
     gone = [old[name] for name in sorted(old.keys() - new.keys())]
-    outside = [record for record in gone if not _selected(record, run.options)]
+    outside = [record for record in gone if not _selected(record, run)]
     changes += [CellChange(record, Change(True, "vanished: the new run lacks it")) for record in gone
-                if _selected(record, run.options)]  # fmt: skip
+                if _selected(record, run)]  # fmt: skip
     fresh = [new[name] for name in sorted(new.keys() - old.keys())]
     changes += [CellChange(record, Change(True, f"not in the baseline, and {record.outcome}")) for record in fresh
-                if record.outcome not in (*PASSING, SKIPPED)]  # fmt: skip
+                if not record.passes and record.outcome != SKIPPED]  # fmt: skip
     compared = old.keys() & new.keys()
     notes = [*_notes(baseline, run, len(fresh), len(outside)), *([] if compared else ["no cell is in both"])]
     changed = sum(old[name].digest != new[name].digest for name in compared)
@@ -171,9 +182,10 @@ def _notes(baseline: Run, run: Run, fresh: int, outside: int) -> Iterator[str]:
         yield "the new run was interrupted"
 
 
-def _selected(record: Record, options: Mapping[str, Any]) -> bool:
-    """Whether the new run's command line asked for a cell; captured tensors run alone unless cases are named."""
-    if options.get("captured") and not options.get("cases") and not record.case.startswith("captured["):
+def _selected(record: Record, run: Run) -> bool:
+    """Whether a run's command line asked for a cell; captured tensors run alone unless cases are named."""
+    options = run.options
+    if options.get("captured") and not options.get("cases") and record.case not in run.cases:
         return False
     return all(
         any(matching(name, [getattr(record, field)]) for name in split(str(options[option])))
@@ -182,29 +194,44 @@ def _selected(record: Record, options: Mapping[str, Any]) -> bool:
     )
 
 
-def _compare(old: Record, new: Record, limits: Limits, across: bool) -> Iterator[Change]:
+def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], across: bool) -> Iterator[Change]:
     if old.case_version != new.case_version:
         yield Change(True, f"not comparable: version {new.case_version} of the case, not {old.case_version}")
         return
-    yield from _outcome(old, new)
-    yield from _promises(old, new, across)
-    if old.training is not None and new.training is not None:
-        yield from _trained(old.training, new.training)
-    if old.measures is not None and new.measures is not None:
-        yield from _finite(old.measures, new.measures)
-        yield from _repeatable(old.measures, new.measures)
-        if not across:
-            yield from _verdict(old.verdict, new.verdict)
-        # A case without a verdict cancels: its errors in ulps are of any size.
-        if not across and (old.verdict or new.verdict):
-            yield from _bias(old.measures.bias, new.measures.bias, limits)
-            yield from _largest(old.measures.max_ulps, new.measures.max_ulps, limits)
+    outcome = list(_outcome(old, new))
+    yield from outcome
+    if new.shown is None:
+        return  # the outcome says it
+    said = new.reasons if outcome else ()
+    for name, asked in old.answers.items():
+        found = new.answers.get(name)
+        if found is None or found.met is True or found.why not in said:
+            yield from _answer(name, asked, found, replanned=across and old.plan != new.plan)
+    if not across:
+        yield from _verdict(old.verdict, new.verdict)
+    lost = [text for name in old.measures for text in _lost(name, old.measures[name], new.measures.get(name))]
+    if lost:
+        yield Change(True, f"NaN or missing: {', '.join(lost)}; a number in the baseline")
+    # A case without a verdict cancels: its errors in ulps are of any size.
+    told = old.verdict is not None or new.verdict is not None
+    for name, measure in held_to.items():
+        if measure.portable or (not across and (told or measure.unit != _ULP)):
+            yield from _measure(name, measure, old, new)
+
+
+def _lost(name: str, old: Value, new: Value) -> Iterator[str]:
+    """The numbers of a measure that the baseline has alone."""
+    if number_of(old) is not None and number_of(new) is None:
+        yield name
+    width = new.half_width if isinstance(new, Estimate) else None
+    if isinstance(old, Estimate) and old.half_width is not None and width is None:
+        yield f"interval of {name}"
 
 
 def _outcome(old: Record, new: Record) -> Iterator[Change]:
     if new.outcome == SKIPPED and old.outcome != SKIPPED:
-        yield Change(True, f"turned into a skip ({'; '.join(new.reasons)}), {old.outcome} in the baseline")
-    elif old.outcome == SKIPPED and new.outcome not in (HELD, SKIPPED):
+        yield Change(True, f"turned into a skip ({new.skipped}), {old.outcome} in the baseline")
+    elif old.outcome == SKIPPED and new.outcome != SKIPPED and not new.passes:
         yield Change(True, f"{new.outcome}, skipped in the baseline")
     elif _SEVERITY[old.outcome] != _SEVERITY[new.outcome]:
         worse = _SEVERITY[new.outcome] > _SEVERITY[old.outcome]
@@ -212,60 +239,25 @@ def _outcome(old: Record, new: Record) -> Iterator[Change]:
         yield Change(worse, f"{new.outcome}, {old.outcome} in the baseline{why}")
 
 
-def _promises(old: Record, new: Record, across: bool) -> Iterator[Change]:
-    """Claim and prediction: no longer made, or no longer met."""
-    if new.measures is None and new.training is None:
-        return  # the outcome says it
-    # A vendor's kernel may declare another plan on another platform, and a case claims other things of another plan.
-    excused = across and old.plan != new.plan and new.claim is not None and new.claim.met is True
-    if old.claim and (new.claim is None or new.claim.expectation != old.claim.expectation) and not excused:
-        made = new.claim.expectation if new.claim else "nothing"
-        yield Change(True, f"claims {made}, {old.claim.expectation} in the baseline")
-    elif old.claim and new.claim and old.claim.met is True and new.claim.met is not True:
-        yield Change(True, f"the claim {new.claim.expectation} is no longer met")
-    if old.prediction and new.prediction is None:
-        yield Change(True, f"no longer held to the prediction of {old.prediction.plan}")
-    elif old.prediction and new.prediction and old.prediction.met is True and new.prediction.met is not True:
-        yield Change(True, f"the prediction of {new.prediction.plan} is no longer met")
+def _answer(name: str, old: Answer, new: Answer | None, *, replanned: bool) -> Iterator[Change]:
+    """A check: no longer asked, of other words, or no longer met.
 
-
-def _trained(old: TrainingRecord, new: TrainingRecord) -> Iterator[Change]:
-    lost = [name for name, value in old.measures.items() if value is not None and new.measures.get(name) is None]
-    if lost:
-        yield Change(True, f"NaN or missing: {', '.join(lost)}; a number in the baseline")
-
-
-def _finite(old: MeasuresRecord, new: MeasuresRecord) -> Iterator[Change]:
-    if new.nonfinite and (not old.nonfinite or new.nonfinite * old.elements > old.nonfinite * new.elements):
-        yield Change(True, f"{new.nonfinite} of {new.elements} elements NaN or Inf, {old.nonfinite} in the baseline")
-    elif old.nonfinite and not new.nonfinite:
-        yield Change(False, f"no element is NaN or Inf, {old.nonfinite} in the baseline")
-    before, after = _numbers(old), _numbers(new)
-    lost = [name for name, value in before.items() if value is not None and after.get(name) is None]
-    if lost:
-        yield Change(True, f"NaN or missing: {', '.join(lost)}; a number in the baseline")
-
-
-def _numbers(measures: MeasuresRecord) -> dict[str, float | None]:
-    return {
-        "bias": measures.bias.mean,
-        "interval of bias": measures.bias.half_width,
-        "rms_ulps": measures.rms_ulps,
-        "max_ulps": measures.max_ulps,
-        "error_over_bound": measures.error_over_bound,
-        "gain": measures.gain,
-        "delta_bias": measures.delta_bias.mean,
-        **measures.gradients,
-    }
-
-
-def _repeatable(old: MeasuresRecord, new: MeasuresRecord) -> Iterator[Change]:
-    if new.repeatable is not True and old.repeatable is True:
-        yield Change(True, "two runs on the same input no longer give the same bits")
-    elif new.repeatable is False and old.repeatable is None:
-        yield Change(True, "two runs on the same input give different bits; not known in the baseline")
-    elif new.repeatable is True and old.repeatable is False:
-        yield Change(False, "two runs on the same input now give the same bits")
+    Args:
+        name: of the check.
+        old: the baseline's answer.
+        new: the new run's; None if it did not ask.
+        replanned: whether the kernels differ: a vendor's may declare another plan on another platform, a case claims
+            other things of another plan, and what is met there is no worse.
+    """
+    if new is None:
+        if name not in IMPLIED:
+            yield Change(True, f"{name} no longer asked: {old.asked}, in the baseline")
+    elif old.asked != new.asked and old.source is not None and not (replanned and new.met is True):
+        yield Change(True, f"{name}: asks {new.asked}, {old.asked} in the baseline")
+    elif old.met is True and new.met is not True:
+        yield Change(True, f"{name} no longer met: {new.why or new.asked}")
+    elif old.met is False and new.met is True:
+        yield Change(False, f"{name} is met now: {new.asked}")
 
 
 def _verdict(old: str | None, new: str | None) -> Iterator[Change]:
@@ -275,26 +267,44 @@ def _verdict(old: str | None, new: str | None) -> Iterator[Change]:
     yield Change(worse, f"verdict {new or 'none'}, {old} in the baseline")
 
 
-def _bias(old: Estimate, new: Estimate, limits: Limits) -> Iterator[Change]:
-    """The gap between the intervals of |bias|; where a number is missing, `_finite` has said so."""
-    if old.mean is None or old.half_width is None or new.mean is None or new.half_width is None:
+def _measure(name: str, measure: MeasureRecord, old: Record, new: Record) -> Iterator[Change]:
+    """Whether a measure got worse, or better, by more than its limits; a number that is missing `_compare` has told."""
+    before, after = old.number(name), new.number(name)
+    if before is None or after is None or measure.limit is None:
         return
-    apart = abs(abs(new.mean) - abs(old.mean)) - old.half_width - new.half_width
-    if apart > limits.bias:
-        text = f"bias {_estimate(new)} ulp, {_estimate(old)} in the baseline"
-        yield Change(abs(new.mean) > abs(old.mean), text)
+    was, now = _badness(measure, before) / _whole(measure, old), _badness(measure, after) / _whole(measure, new)
+    widths = sum(_half_width(one.measures[name]) / _whole(measure, one) for one in (old, new))
+    if abs(now - was) - widths > measure.limit and abs(now - was) > measure.share * min(abs(was), abs(now)):
+        texts = [_text(one.measures[name]) + _of_whole(measure, one) for one in (new, old)]
+        unit = f" {measure.unit}" if measure.unit else ""
+        yield Change(now > was, f"{name} {texts[0]}{unit}, {texts[1]} in the baseline")
 
 
-def _estimate(found: Estimate) -> str:
-    return f"{found.mean:+.4f} ±{found.half_width:.4f}"
+def _whole(measure: MeasureRecord, record: Record) -> float:
+    """What a measure is held as a share of."""
+    return (record.number(measure.per) if measure.per else None) or 1.0
 
 
-def _largest(old: float | None, new: float | None, limits: Limits) -> Iterator[Change]:
-    if old is None or new is None:
-        return
-    low, high = min(old, new), max(old, new)
-    if high - low > limits.max and high - low > limits.share * low:
-        yield Change(new > old, f"largest error {new:.4g} ulp, {old:.4g} in the baseline")
+def _of_whole(measure: MeasureRecord, record: Record) -> str:
+    return f" of {_whole(measure, record):.15g} {measure.per}" if measure.per else ""
+
+
+def _badness(measure: MeasureRecord, value: float) -> float:
+    """A number that is larger where the measure is worse."""
+    return {MORE: value, LESS: -value, FARTHER: abs(value)}[measure.worse or MORE]
+
+
+def _half_width(value: Value) -> float:
+    """Of an interval that is not known, Inf: nothing lies beyond it."""
+    if not isinstance(value, Estimate):
+        return 0.0
+    return math.inf if value.half_width is None else value.half_width
+
+
+def _text(value: Value) -> str:
+    if isinstance(value, Estimate):
+        return f"{value.mean:+.4f} ±{value.half_width:.4f}"
+    return f"{value:.4g}"
 
 
 def report(outcome: Outcome, baseline: Path) -> str:
@@ -307,7 +317,7 @@ def report(outcome: Outcome, baseline: Path) -> str:
     for name, found in groupby(outcome.worse, lambda change: change.record.id):
         cell = list(found)
         lines += [f"worse   {name}: {'; '.join(one.change.text for one in cell)}"]
-        lines += [f"        rerun: {cell[0].record.command}"]
+        lines += [f"        rerun: {runnable(cell[0].record.command)}"]
     lines += [f"better  {found.record.id}: {found.change.text}" for found in outcome.better]
     return "\n".join([*lines, *(f"note    {note}" for note in outcome.notes)])
 
@@ -323,7 +333,7 @@ def update(run: Run, path: Path) -> None:
     if not run.complete:
         raise UsageError(f"{path}: not updated: the run was interrupted")
     if path.exists():
-        outside = [record for record in store.read(path).records if not _selected(record, run.options)]
+        outside = [record for record in store.read(path).records if not _selected(record, run)]
         if outside:
             raise UsageError(f"{path}: not updated: {len(outside)} of its cells lie outside this run's options")
     store.write(replace(run, records=tuple(map(_compact, run.records)), run=None, seconds={}), path)
@@ -331,5 +341,4 @@ def update(run: Run, path: Path) -> None:
 
 def _compact(record: Record) -> Record:
     """Without what is there to be drawn alone."""
-    training = record.training and replace(record.training, steps=(), series={})
-    return replace(record, trace=None, histogram=None, training=training)
+    return replace(record, evidence={name: part for name, part in record.evidence.items() if name not in DRAWN})

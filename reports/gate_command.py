@@ -26,6 +26,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"baseline written: {options.baseline}")
         return HELD
     baseline, run = store.read_all([options.baseline, options.new])
+    allowed.check({**baseline.measures, **run.measures})
     held = _judge(baseline, run, allowed, options)
     if options.update_baseline:
         gate.update(run, options.baseline)

@@ -1,11 +1,15 @@
 "use strict";
 // All strings come from records: they reach the page as textContent alone, never as HTML.
 const data = JSON.parse(document.getElementById("data").textContent);
-const FIELDS = ["platform", "backend", "format", "kernel", "case", "outcome", "verdict", "reasons", "bias", "half_width",
-  "rms", "max", "nonfinite", "delta", "gain"];
-const NAMES = FIELDS.slice(0, 8); // stand as numbers into the list of strings
+const NAMES = ["platform", "backend", "format", "kernel", "case", "outcome", "verdict", "experiment", "reasons", "shown", "excused"]; // numbers into the list of strings
+const WIDTH = " ±"; // what the half width of a measure's interval is called
+const measure = (name) => `measure ${name}`; // a field that no name above is
+const FIELDS = [...NAMES, ...data.measures.flatMap(([name, , , estimated]) =>
+  (estimated ? [measure(name), measure(name) + WIDTH] : [measure(name)]))];
 const cells = data.cells.map((row) => Object.fromEntries(FIELDS.map((field, at) =>
-  [field, NAMES.includes(field) ? (row[at] === null ? "" : data.strings[row[at]]) : row[at]])));
+  [field, at < NAMES.length ? data.strings[row[at]] : row[at]])));
+// The number that colours a cell, of the measure that its experiment names.
+for (const cell of cells) cell.heat = cell[measure(data.heats[cell.experiment])] ?? null;
 
 function make(tag, text, attributes = {}) {
   const element = document.createElement(tag);
@@ -34,37 +38,39 @@ function paint(element, bias) {
 }
 
 function shown(cell) {
-  const empty = { skipped: "skip", crashed: "crash", timed_out: "time" }[cell.outcome];
-  if (empty) return empty;
-  const mark = { fell: "!", inconclusive: "?" }[cell.outcome] || "";
-  if (cell.nonfinite) return "NaN" + mark;
-  return (cell.bias === null ? "none" : sign(cell.bias, 2)) + mark;
+  if (cell.excused) return `(${cell.shown})`;
+  return cell.shown + ({ fell: "!", inconclusive: "?", held: " ·" }[cell.outcome] || "");
 }
+
+const digits = (x) => (Number.isInteger(x) ? String(x) : Math.abs(x) >= 1e-3 ? x.toFixed(5).replace(/0+$/, "") : x.toExponential(2));
 
 function details(cell) {
   const lines = [`${cell.kernel}, ${cell.case}`, `${cell.platform}, ${cell.backend}, ${cell.format}`,
-    [cell.outcome, cell.verdict].filter(Boolean).join(", ")];
-  if (cell.bias !== null) lines.push(`bias ${sign(cell.bias, 5)} ± ${cell.half_width === null ? "unknown" : cell.half_width.toFixed(5)} ulp`);
-  if (cell.max !== null) lines.push(`error: rms ${cell.rms} ulp, largest ${cell.max} ulp`);
-  if (cell.delta !== null) lines.push(`bias of delta ${cell.delta.toExponential(2)}`);
-  if (cell.nonfinite) lines.push(`${cell.nonfinite} elements are NaN or Inf`);
+    [cell.outcome, cell.verdict, cell.excused && `excused: ${cell.excused}`].filter(Boolean).join(", ")];
+  for (const [name, unit] of data.measures) {
+    const [number, half] = [cell[measure(name)], cell[measure(name) + WIDTH] ?? null];
+    if (number === null) continue;
+    lines.push(`${name} ${digits(number)}${half === null ? "" : ` ± ${digits(half)}`} ${unit}`.trim());
+  }
   return lines.concat(cell.reasons || []).join("\n");
 }
 
 function heatCell(cell) {
   if (!cell) return make("td", "missing", { class: "none" });
-  const kind = cell.nonfinite ? "nan" : cell.bias === null ? "none" : cell.verdict ? "" : "unjudged";
-  const element = make("td", shown(cell), { class: `${kind} ${cell.outcome}`.trim() });
-  if (cell.bias !== null && !cell.nonfinite && cell.verdict) paint(element, cell.bias);
+  const nan = cell.verdict === "nonfinite";
+  const kind = nan ? "nan" : cell.heat === null ? "none" : cell.verdict ? "" : "unjudged";
+  const outcome = cell.excused ? "excused" : cell.outcome;
+  const element = make("td", shown(cell), { class: `${kind} ${outcome}`.trim() });
+  if (cell.heat !== null && !nan && cell.verdict) paint(element, cell.heat);
   element.cell = cell;
   return element;
 }
 
-function heatMap(group) {
+function heatMap(group, title) {
   const kernels = [...new Set(group.map((cell) => cell.kernel))];
   const cases = [...new Set(group.map((cell) => cell.case))];
   const found = new Map(group.map((cell) => [JSON.stringify([cell.kernel, cell.case]), cell]));
-  const table = make("table", null, { class: "heat", "aria-label": "bias of O in ulps" });
+  const table = make("table", null, { class: "heat", "aria-label": title });
   const head = table.createTHead().insertRow();
   head.append(make("th", "case", { scope: "col" }));
   for (const kernel of kernels) {
@@ -85,8 +91,9 @@ function heatMap(group) {
 
 function heatMaps() {
   const groups = new Map();
+  const several = new Set(cells.map((cell) => cell.experiment)).size > 1;
   for (const cell of cells) {
-    const title = `${cell.platform}: ${cell.backend}, ${cell.format}`;
+    const title = `${cell.platform}: ${cell.backend}, ${cell.format}${several ? `, ${cell.experiment}` : ""}`;
     if (!groups.has(title)) groups.set(title, []);
     groups.get(title).push(cell);
   }
@@ -98,7 +105,7 @@ function heatMaps() {
     panel.addEventListener("toggle", () => {
       if (!panel.open || panel.querySelector("table")) return;
       const wide = make("div", null, { class: "wide", tabindex: "0", role: "region", "aria-label": `heat map, ${title}` });
-      wide.append(heatMap(group));
+      wide.append(heatMap(group, title));
       panel.append(wide);
     });
     document.getElementById("maps").append(panel);
@@ -123,9 +130,10 @@ function tooltip() {
   addEventListener("keydown", (event) => { if (event.key === "Escape") tip.hidden = true; });
 }
 
-const COLUMNS = [["kernel"], ["case"], ["outcome"], ["verdict"], ["bias", "bias, ulps", (x) => sign(x, 5)], ["half_width", "±", (x) => x.toFixed(5)], ["rms", "rms, ulps", String],
-  ["max", "max, ulps", String], ["nonfinite", "NaN, Inf", String], ["delta", "bias of delta", (x) => x.toExponential(2)],
-  ["gain", "gain", String], ["platform"], ["backend"], ["format"], ["reasons", "why"]];
+const COLUMNS = [["kernel"], ["case"], ["outcome"], ["verdict"],
+  ...data.measures.flatMap(([name, unit, , estimated]) => [[measure(name), unit && !name.includes(unit) ? `${name}, ${unit}` : name, digits],
+    ...(estimated ? [[measure(name) + WIDTH, "±", digits]] : [])]),
+  ["platform"], ["backend"], ["format"], ["reasons", "why"]];
 const PAGE = 200;
 const view = { sort: null, down: false, limit: PAGE };
 

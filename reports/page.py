@@ -3,20 +3,20 @@
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-from tiebreak.reports import files, page_tables, store, tables
+from tiebreak.reports import files, marks, page_tables, store, tables
 from tiebreak.reports.audit import Audits
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.comparison import distinct, platform_labels
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.figures import Figure, figures
-from tiebreak.reports.records import Record, Run
+from tiebreak.reports.records import Estimate, MeasureRecord, Record, Run, number_of
 from tiebreak.reports.svg import draw
+from tiebreak.reports.training import TRAINING
 
 _HERE = Path(__file__).parent
 _DIGITS = 6  # significant ones of a number on the page: the files have them all
@@ -27,7 +27,8 @@ _KEY = (
     ("background:#a63603;color:#fff", "+0.35", "away from zero"),
     ("color:#4d4d4d;font-style:italic", "+1.73", "no verdict: the sum cancels, and an error in ulps is of any size"),
     ("background:#333;color:#fff", "NaN", "NaN or Inf where the reference is finite"),
-    ("outline:2px solid #000;outline-offset:-2px;font-weight:700", "+0.23!", "the cell fell"),
+    ("background:#fff;color:#000", "-0.02 ·", "held: as claimed or predicted; no mark: measured, nothing was asked"),
+    ("outline:2px solid #000;outline-offset:-2px;font-weight:700", "+0.23!", "the cell fell; in parentheses: excused"),
     ("outline:2px dotted #000;outline-offset:-2px;font-weight:700", "+0.03?", "not known yet"),
     ("border:1px dashed #b3b3b3;color:#4d4d4d", "skip", "skipped or missing: no pass"),
     ("background:#000;color:#fff", "crash", "crashed or timed out"),
@@ -82,7 +83,8 @@ def page(
     style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     sections = [_figures(found), page_tables.training(runs, labels), page_tables.audits(audits)]
     if runs:
-        sections = [_platforms(runs, labels), _heat(), *sections, _cells(runs, labels), f"<script>{script}</script>"]
+        cells = [_cells(runs, labels), page_tables.words(runs), f"<script>{script}</script>"]
+        sections = [_platforms(runs, labels), _heat(runs), *sections, *cells]
     body = "\n".join(section for section in sections if section)
     # The policy lets this page's own script run and nothing else, whatever a record smuggles in.
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{_hash(script)}'"
@@ -104,9 +106,12 @@ def page(
 """
 
 
-def _heat() -> str:
-    return f"""<h2 id="heat">Bias by kernel and case</h2>
-<p>Bias of O in ulps. Hover over a cell for all its numbers, or find it in the table of all cells.</p>
+def _heat(runs: Sequence[Run]) -> str:
+    kinds = {name: about for run in reversed(runs) for name, about in run.experiments.items() if name != TRAINING}
+    legends = [f"<p>{escape(name)}: {escape(about.legend or about.about)}</p>" for name, about in kinds.items()]
+    return f"""<h2 id="heat">Kernels and cases</h2>
+{"".join(legends)}
+<p>Hover over a cell for its numbers, or find it in the table of all cells.</p>
 {_key()}
 <noscript><p>The maps and the table of all cells need JavaScript; the rest does not.</p></noscript>
 <div id="maps"></div>
@@ -166,23 +171,42 @@ def _data(runs: Sequence[Run], labels: Sequence[str]) -> str:
     def number(text: str) -> int:
         return strings.setdefault(text, len(strings))
 
+    heats = {kind: about.headline for run in reversed(runs) for kind, about in run.experiments.items()}
+    measures = _columns(runs, heats.values())
     cells = []
     for run, label in zip(runs, labels, strict=True):
         platform = number(label)
         for one in run.records:
-            if one.trained:
+            if one.experiment == TRAINING:
                 continue
-            names = (one.backend, one.format, one.kernel, one.case, one.outcome, one.verdict or "")
-            cells.append([platform, *map(number, names), number("; ".join(one.reasons)), *_numbers(one)])
-    plain = {"strings": list(strings), "scale": _SCALE, "cells": cells}
+            names = (one.backend, one.format, one.kernel, one.case, one.outcome, one.verdict or "", one.experiment)
+            told = ("; ".join(one.reasons), marks.plain_text(one), one.excused or "")
+            numbers = (part for name, (_, estimated) in measures.items() for part in _parts(one, name, estimated))
+            cells.append([platform, *map(number, names), *map(number, told), *map(_short, numbers)])
+    described = [[name, about.unit, about.about, estimated] for name, (about, estimated) in measures.items()]
+    plain = {"strings": list(strings), "scale": _SCALE, "measures": described, "heats": heats, "cells": cells}
     text = json.dumps(plain, separators=(",", ":"), allow_nan=False)
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
 
 
-def _numbers(record: Record) -> list[Any]:
-    measures = record.measures
-    if measures is None:
-        return [None] * 7
-    bias, delta = measures.bias, measures.delta_bias
-    found = (bias.mean, bias.half_width, measures.rms_ulps, measures.max_ulps, measures.nonfinite, delta.mean)
-    return [None if value is None else float(f"{value:.{_DIGITS}g}") for value in (*found, measures.gain)]
+def _columns(runs: Sequence[Run], coloured: Collection[str | None]) -> dict[str, tuple[MeasureRecord, bool]]:
+    """The measures that the table of all cells has columns of, and whether they have intervals anywhere."""
+    found = {name: about for run in reversed(runs) for name, about in run.measures.items()}
+    records = [one for run in runs for one in run.records]
+    return {
+        name: (about, any(isinstance(one.measures.get(name), Estimate) for one in records))
+        for name, about in found.items()
+        if about.column or name in coloured
+    }
+
+
+def _parts(record: Record, name: str, estimated: bool) -> tuple[float | None, ...]:
+    """The number of a measure, and, where some cell has one, the half width of its interval."""
+    value = record.measures.get(name)
+    if not estimated:
+        return (number_of(value),)
+    return number_of(value), value.half_width if isinstance(value, Estimate) else None
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.{_DIGITS}g}")

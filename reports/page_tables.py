@@ -21,7 +21,7 @@ def training(runs: Sequence[Run], labels: Sequence[str]) -> str:
     """
     parts = []
     for run, label in zip(runs, labels, strict=True):
-        for grid in training_grids(run.records):
+        for grid in training_grids([run]):
             heads = ["kernel", *map(grid.heading, grid.cases)]
             rows = []
             for kernel in grid.kernels:
@@ -30,7 +30,7 @@ def training(runs: Sequence[Run], labels: Sequence[str]) -> str:
             parts.append(_table("trained", heads, rows, f"<caption>{escape(label)}: {escape(grid.backend)}</caption>"))
     if not parts:
         return ""
-    legend = _lines(training_legend([record for run in runs for record in run.records]))
+    legend = _lines(training_legend(runs))
     return "\n".join(['<h2 id="training">Short training runs</h2>', legend, '<div class="wide">', *parts, "</div>"])
 
 
@@ -51,6 +51,27 @@ def audits(found: Mapping[str, Audits]) -> str:
         parts.append(f"<p>{escape(about(one))}</p>")
         parts += [_audited(grid, opened=number == at == 0) for at, grid in enumerate(audit_grids(one))]
     return "\n".join([*parts, _lines(LEGEND)])
+
+
+def words(runs: Sequence[Run]) -> str:
+    """What the runs' measures, checks and cases are, as their files say; empty where they say nothing.
+
+    Args:
+        runs: what to explain.
+
+    Returns:
+        HTML: a folded list of each kind.
+    """
+    parts = []
+    for name in ("measures", "checks", "cases"):
+        found = {key: about for run in runs for key, about in getattr(run, name).items() if about.about}
+        items = "".join(f"<dt>{escape(key)}</dt><dd>{escape(about.about)}</dd>" for key, about in found.items())
+        if items:
+            parts.append(f'<details id="vocabulary-{name}"><summary>{name}</summary><dl>{items}</dl></details>')
+    if not parts:
+        return ""
+    note = "<p>Plans, shift rules and outcomes, with the field's own terms: docs/words.md in the suite's folder.</p>"
+    return "\n".join(['<h2 id="vocabulary">Words</h2>', *parts, note])
 
 
 def _audited(grid: AuditGrid, *, opened: bool) -> str:

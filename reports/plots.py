@@ -8,7 +8,7 @@ from typing import Any
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.figures import Figure
-from tiebreak.reports.records import Record, Run
+from tiebreak.reports.records import NONFINITE, Record, Run
 from tiebreak.reports.svg import COLOURS, THEORY
 from tiebreak.reports.training import TrainingGrid
 
@@ -40,12 +40,17 @@ def save(figures: Sequence[Figure], runs: Sequence[Run], labels: Sequence[str], 
         drawn[figure.name] = canvas = canvas_of(figsize=(6, 4), layout="constrained")
         _lines(canvas.subplots(), figure)
     for run, label in zip(runs, labels, strict=True):
-        scripted = [record for record in run.records if not record.trained]
-        for backend, fmt in dict.fromkeys((record.backend, record.format) for record in scripted):
-            records = [record for record in scripted if (record.backend, record.format) == (backend, fmt)]
+        groups: dict[tuple[str, str, str], list[Record]] = {}
+        for record in run.records:
+            if headline := run.experiments[record.experiment].headline:
+                groups.setdefault((record.backend, record.format, headline), []).append(record)
+        for (backend, fmt, headline), records in groups.items():
             # A number, not a name out of the records: those may hold anything, a slash for one.
             drawn[f"heat-{len(drawn) - len(figures) + 1}"] = canvas = canvas_of(layout="constrained")
-            _heat(canvas, records, f"{label}: {backend}, {fmt}")
+            _heat(canvas, records, headline, f"{label}: {backend}, {fmt}")
+            about = run.measures.get(headline)
+            unit = f", {about.unit}" if about is not None and about.unit else ""
+            canvas.colorbar(canvas.axes[0].images[0], ax=canvas.axes[0], label=_plain(headline + unit))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         paths = [(canvas, folder / f"{name}.{kind}") for name, canvas in drawn.items() for kind in FORMATS]
@@ -161,7 +166,7 @@ def _lines(axes: Any, figure: Figure) -> None:
     axes.legend(fontsize="small")
 
 
-def _heat(canvas: Any, records: Sequence[Record], title: str) -> None:
+def _heat(canvas: Any, records: Sequence[Record], headline: str, title: str) -> None:
     kernels = list(dict.fromkeys(record.kernel for record in records))
     cases = list(dict.fromkeys(record.case for record in records))
     longest = max(map(len, map(_plain, kernels + cases)))
@@ -170,15 +175,14 @@ def _heat(canvas: Any, records: Sequence[Record], title: str) -> None:
     axes = canvas.subplots()
     for record in records:
         # Without a verdict the case cancels: its bias is of any size.
-        told = record.verdict is not None and record.measures is not None and not record.measures.nonfinite
-        bias = record.measures.bias.mean if told and record.measures else None
+        told = record.verdict not in (None, NONFINITE)
+        bias = record.number(headline) if told else None
         row, column = cases.index(record.case), kernels.index(record.kernel)
         values[row][column] = math.nan if bias is None else bias
         text = "–" if bias is None else f"{bias:+.2f}"
         dark = bias is not None and abs(bias) > 0.6 * _SCALE
         axes.text(column, row, text, ha="center", va="center", fontsize=6, color="white" if dark else "black")
-    image = axes.imshow(values, cmap="PuOr_r", vmin=-_SCALE, vmax=_SCALE, aspect="auto")
+    axes.imshow(values, cmap="PuOr_r", vmin=-_SCALE, vmax=_SCALE, aspect="auto")
     axes.set_xticks(range(len(kernels)), labels=[_plain(kernel) for kernel in kernels], rotation=90)
     axes.set_yticks(range(len(cases)), labels=[_plain(case) for case in cases])
     axes.set_title(_plain(title), fontsize="medium")
-    canvas.colorbar(image, ax=axes, label="bias of O, ulps")

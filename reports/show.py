@@ -3,17 +3,16 @@
 import argparse
 import csv
 import io
-import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tiebreak.reports import audit, audit_tables, files, selection, tables, terminal
+from tiebreak.reports import audit, audit_tables, files, selection, store, tables, terminal
 from tiebreak.reports.audit import Audits
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.records import Record, Run
+from tiebreak.reports.records import Estimate, Record, Run
 
 FORMATS = ("simple", "github", "csv", "json", "latex")
 
@@ -38,7 +37,7 @@ def _show_run(run: Run, options: argparse.Namespace) -> None:
     chosen = selection.Selection(options.backend, options.kernels, options.cases, options.only).apply(run.records)
     run = replace(run, records=tuple(chosen))
     if options.format == "json":
-        print(json.dumps(run.as_dict(), indent=1))
+        print(store.as_text(run), end="")
     elif options.format == "csv":
         print(as_csv(run), end="")
     else:
@@ -62,42 +61,59 @@ def _show_audits(audits: Audits, options: argparse.Namespace) -> None:
 
 
 def _as_tables(run: Run, tablefmt: str, absent: str) -> str:
-    parts = [tables.tables(run.records, terminal.limit(tablefmt), tablefmt, absent)]
+    parts = [tables.tables(run, terminal.limit(tablefmt), tablefmt, absent)]
     if tablefmt == "simple":
         parts += [tables.summary(run), tables.fallen(run.records)]
     return "\n\n".join(part for part in parts if part)
 
 
 def as_csv(run: Run) -> str:
-    """The records as CSV, a line each, fields that have no number empty."""
+    """The records as CSV, a line each: every measure and check that the run describes; what there is not is empty."""
     out = io.StringIO()
-    writer = csv.DictWriter(out, list(_row(run.records[0], run)) if run.records else ["id"], lineterminator="\n")
+    estimated = {name for one in run.records for name, value in one.measures.items() if isinstance(value, Estimate)}
+    rows = [_row(record, run, estimated) for record in run.records]
+    writer = csv.DictWriter(out, list(rows[0]) if rows else ["id"], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(_row(record, run) for record in run.records)
+    writer.writerows(rows)
     return out.getvalue()
 
 
-def _row(record: Record, run: Run) -> dict[str, Any]:
-    measures, claim, prediction, training = record.measures, record.claim, record.prediction, record.training
-    named = ("id", "backend", "kernel", "case", "case_version", "format", "seed", "heads", "outcome", "verdict")
-    numbers = ("rms_ulps", "max_ulps", "error_over_bound", "gain", "nonfinite", "left_out", "elements", "repeatable")
+_NAMED = (
+    "id",
+    "backend",
+    "kernel",
+    "case",
+    "case_version",
+    "format",
+    "seed",
+    "heads",
+    "experiment",
+    "outcome",
+    "verdict",
+)
+
+
+def _row(record: Record, run: Run, estimated: Collection[str]) -> dict[str, Any]:
+    numbers: dict[str, Any] = {}
+    for name in run.measures:
+        value = record.measures.get(name)
+        numbers[name] = record.number(name)
+        if name in estimated:
+            numbers[f"{name}_half_width"] = value.half_width if isinstance(value, Estimate) else None
+    answers: dict[str, Any] = {}
+    for name in run.checks:
+        answer = record.answers.get(name)
+        answers[name] = answer and answer.asked
+        answers[f"{name}_met"] = answer and answer.met
     return {
-        **{name: getattr(record, name) for name in named},
-        "bias": measures and measures.bias.mean,
-        "bias_half_width": measures and measures.bias.half_width,
-        **{name: measures and getattr(measures, name) for name in numbers},
-        "delta_bias": measures and measures.delta_bias.mean,
-        "delta_bias_half_width": measures and measures.delta_bias.half_width,
+        **{name: getattr(record, name) for name in _NAMED},
+        **numbers,
         "plan": record.plan,
-        "claim": claim and claim.expectation,
-        "claim_met": claim and claim.met,
-        "predicted_bias": prediction and prediction.bias.mean,
-        "prediction_met": prediction and prediction.met,
-        "equal_bits": prediction and prediction.equal_bits,
-        "trained_measure": training and training.headline,
-        "trained_value": training and training.measures.get(training.headline),
+        **answers,
+        "shown": record.shown,
         "digest": record.digest,
         "seconds": run.seconds.get(record.id),
+        "excused": record.excused,
         "reasons": "; ".join(record.reasons),
         "command": record.command,
     }

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tiebreak.reports import grids, tables
 from tiebreak.reports.gate import Outcome
-from tiebreak.reports.records import PASSING, SKIPPED, Run
+from tiebreak.reports.records import SKIPPED, Run
 
 _MOST = 20  # lines of a list: the page is for a glance, the log has them all
 
@@ -27,7 +27,7 @@ def of_run(run: Run) -> str:
     for backend in dict.fromkeys(record.backend for record in run.records):
         records = [record for record in run.records if record.backend == backend]
         rows.append([backend, tables.counts(records)])
-    fallen = [record for record in run.records if record.outcome not in (*PASSING, SKIPPED)]
+    fallen = [record for record in run.records if not record.passes and record.outcome != SKIPPED]
     lines = [f"- {record.outcome} {record.id}: {'; '.join(record.reasons)}" for record in fallen]
     note = [] if run.complete else ["The run was interrupted: these are the cells that were done."]
     title = f"### tiebreak: {tables.counts(run.records)}"

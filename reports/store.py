@@ -6,13 +6,14 @@ import re
 import stat
 import tempfile
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tiebreak.reports.decode import FieldError, decoder
 from tiebreak.reports.migrations import upgrade
-from tiebreak.reports.records import SCHEMA, Run
+from tiebreak.reports.records import SCHEMA, Record, Run, with_evidence
 
 MAX_BYTES = 128 * 2**20  # 5,000 cells take about 8 MiB: what is larger is no file of records
 
@@ -40,8 +41,27 @@ def check_writable(folder: Path) -> None:
 
 
 def write(run: Run, path: Path) -> None:
-    """Write a run to `path`; see `write_text`."""
-    write_text(json.dumps(run.as_dict(), indent=1, allow_nan=False) + "\n", path)
+    """Write a run to `path`, one record a line, so that a diff tells which cells changed; see `write_text`."""
+    write_text(as_text(run), path)
+
+
+def as_text(run: Run) -> str:
+    """The content of a file of records."""
+    plain = run.as_dict()
+    return "{\n" + ",\n".join(f"{_compact(name)}: {_lines(part)}" for name, part in plain.items()) + "\n}\n"
+
+
+def _lines(part: Any) -> str:
+    """A list or an object of objects with an entry a line, all else in one."""
+    if isinstance(part, list) and part and isinstance(part[0], dict):
+        return "[\n" + ",\n".join(map(_compact, part)) + "\n]"
+    if isinstance(part, dict) and part and all(isinstance(value, dict) for value in part.values()):
+        return "{\n" + ",\n".join(f"{_compact(name)}: {_compact(value)}" for name, value in part.items()) + "\n}"
+    return _compact(part)
+
+
+def _compact(part: Any) -> str:
+    return json.dumps(part, allow_nan=False)
 
 
 def write_text(text: str, path: Path) -> None:
@@ -65,7 +85,7 @@ def read(path: Path) -> Run:
 
     Raises:
         UnreadableRecordsError: no regular file, too large, no JSON, a newer schema, a field that is missing, unknown or
-            of the wrong kind, two records of one cell.
+            of the wrong kind, two records of one cell, something in a record that the file does not describe.
     """
     return parse(_content(path), path)
 
@@ -159,15 +179,26 @@ def decode(plain: dict[str, Any], path: Path) -> Run:
         raise UnreadableRecordsError(
             f"{path}: schema: {schema} is newer than {SCHEMA}, the newest that this tiebreak reads; update tiebreak"
         )
-    upgrade(plain, schema)
     try:
+        upgrade(plain, schema)
         run: Run = decoder(Run)(plain)
+        run = _with_evidence(run)
     except FieldError as error:
         raise UnreadableRecordsError(one_line(f"{path}: {error}")) from None
     except RecursionError:
         raise UnreadableRecordsError(f"{path}: nested too deeply") from None
     _check(run, path)
     return run
+
+
+def _with_evidence(run: Run) -> Run:
+    records = []
+    for number, record in enumerate(run.records):
+        try:
+            records.append(with_evidence(record))
+        except FieldError as error:
+            raise error.within(f".records[{number}]") from None
+    return replace(run, records=tuple(records))
 
 
 def _object(content: bytes, path: Path) -> dict[str, Any]:
@@ -203,11 +234,39 @@ def _check(run: Run, path: Path) -> None:
     for name in ("cpu", "level"):
         if not isinstance(run.platform.get(name), str):
             raise UnreadableRecordsError(f"{path}: platform.{name}: expected a string")
+    _check_fingerprint(run.platform.get("fingerprint", {}), f"{path}: platform.fingerprint")
     seen: set[str] = set()
     for number, record in enumerate(run.records):
         if record.id in seen:
             raise UnreadableRecordsError(one_line(f"{path}: records[{number}].id: a second record of {record.id}"))
         seen.add(record.id)
+        _check_described(run, record, f"{path}: records[{number}]")
+
+
+def _check_fingerprint(found: Any, where: str) -> None:
+    try:
+        probed: Mapping[str, Mapping[str, Any]] = decoder(Mapping[str, Mapping[str, Any]])(found)
+    except FieldError as error:
+        raise UnreadableRecordsError(one_line(f"{where}{error.path}: {error.problem}")) from None
+    for backend, values in probed.items():
+        for name, value in values.items():
+            if type(value) not in (str, int, float):
+                raise UnreadableRecordsError(one_line(f"{where}.{backend}.{name}: expected a string or a number"))
+
+
+def _check_described(run: Run, record: Record, where: str) -> None:
+    """What a record has is described: tables, CSV, gate and page go by the descriptions."""
+    used = {
+        "measures": record.measures,
+        "checks": record.answers,
+        "cases": (record.case,),
+        "experiments": (record.experiment,),
+    }
+    for name, ours in used.items():
+        described = getattr(run, name)
+        for one in ours:
+            if one not in described:
+                raise UnreadableRecordsError(one_line(f"{where}: {one}: not described in {name}"))
 
 
 def one_line(text: str) -> str:

@@ -1,66 +1,21 @@
-"""Tables of a run for the terminal: kernels across, cases down, bias with its verdict."""
+"""Tables of a run for the terminal: kernels across, cases down, what tables show of a cell with its marks."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tiebreak.reports.grids import aside, broken, grid_text
-from tiebreak.reports.records import (
-    BIASED,
-    CRASHED,
-    FELL,
-    HELD,
-    INCONCLUSIVE,
-    OUTCOMES,
-    SKIPPED,
-    TIMED_OUT,
-    UNDECIDED,
-    MeasuresRecord,
-    Record,
-    Run,
-)
-from tiebreak.reports.training import training_tables
+from tiebreak.reports.marks import LEGEND, cell_text
+from tiebreak.reports.records import OUTCOMES, SKIPPED, Record, Run
+from tiebreak.reports.rerun import runnable
+from tiebreak.reports.training import TRAINING, training_tables
 
-LEGEND = (
-    "bias of O in ulps, + away from zero. B: biased (99.9 % beyond 0.05 ulp), ?: not known yet, no mark: unbiased;\n"
-    "NaN: NaN or Inf where the reference is finite; x..: output shrinks to that share. A cell in !..! fell:"
-    " its claim, its plan's\nprediction or its accuracy did not hold. skip: can't run there, see below."
-)
-_CELL_WIDTH = 9  # of a column of the table, with its gap
-_SHRUNK = 0.9  # an output of less than this share of the reference is shown as such
-
-
-def cell_text(record: Record) -> str:
-    """One cell of the table: bias, verdict and outcome, as the legend says."""
-    if record.outcome == SKIPPED:
-        return "skip"
-    if record.measures is None:
-        return "!time!" if record.outcome == TIMED_OUT else "!crash!"
-    text = bias_text(record.measures, record.verdict)
-    if record.outcome == HELD:
-        return text
-    return f"?{text}?" if record.outcome == INCONCLUSIVE else f"!{text}!"
-
-
-def bias_text(measures: MeasuresRecord, verdict: str | None) -> str:
-    """The bias with its verdict, or what there is in its place."""
-    if measures.nonfinite:
-        return "NaN"
-    if measures.gain is not None and measures.gain < _SHRUNK:
-        return f"x{measures.gain:.2g}" if measures.gain >= 0.01 else "x0"
-    if measures.bias.mean is None:
-        return "none"
-    return f"{measures.bias.mean:+.2f}{verdict_mark(verdict)}"
-
-
-def verdict_mark(verdict: str | None) -> str:
-    """What stands behind a bias: B for biased, ? for not known yet."""
-    return {BIASED: " B", UNDECIDED: " ?"}.get(verdict or "", "")
+_CELL_WIDTH = 10  # of a column of the table, with its gap
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """One backend's and format's records as a grid."""
+    """One backend's and format's records of one kind of experiment as a grid."""
 
     title: str
     absent: str  # stands where there is no record
@@ -84,42 +39,46 @@ class _Grid:
         return self.absent if record is None else cell_text(record)
 
 
-def tables(
-    records: Sequence[Record], width: int | None = 120, tablefmt: str = "simple", absent: str = "missing"
-) -> str:
-    """Tables of records, one a backend and format, kernels and cases in the order they come in; then training runs.
+def tables(run: Run, width: int | None = 120, tablefmt: str = "simple", absent: str = "missing") -> str:
+    """Tables of a run, one a backend, format and kind of experiment; training runs last, in tables of their own.
 
     Args:
-        records: of one run.
+        run: its records in the order that kernels and cases shall have.
         width: of the terminal, in columns; wider tables are split. None: no limit.
         tablefmt: tabulate's name of the table's style.
         absent: stands where there is no record.
 
     Returns:
-        The tables with their legend; empty without records.
+        The tables with their legends; empty without records.
     """
-    grids: dict[tuple[str, str], _Grid] = {}
-    for record in records:
-        if record.trained:
+    grids: dict[tuple[str, str, str], _Grid] = {}
+    for record in run.records:
+        if record.experiment == TRAINING:
             continue
-        key = (record.backend, record.format)
+        key = (record.experiment, record.backend, record.format)
         grid = grids.setdefault(key, _Grid(f"{record.backend}, {record.format}", absent))
         grid.cells[record.kernel, record.case] = record
-    parts = [grid.render(width, tablefmt) for grid in grids.values()]
-    if parts:
-        parts.append(aside(LEGEND, tablefmt))
-    trained = training_tables(records, tablefmt)
-    return "\n\n".join([*parts, *([trained] if trained else [])])
+    parts: list[str] = []
+    for kind in dict.fromkeys(kind for kind, _, _ in grids):
+        parts += [grid.render(width, tablefmt) for (one, _, _), grid in grids.items() if one == kind]
+        about = run.experiments.get(kind)
+        if about is not None and about.legend:
+            parts.append(aside(about.legend, tablefmt))
+    if trained := training_tables([run], tablefmt):
+        parts.append(trained)
+    return "\n\n".join([*parts, *([aside(LEGEND, tablefmt)] if parts else [])])
 
 
 def fallen(records: Sequence[Record]) -> str:
-    """Every cell that did not hold: what fell, why, and the command that reruns that one cell."""
+    """Every cell that does not pass: what fell, why, and the command that reruns it; then what is excused."""
     lines = []
     for record in records:
-        if record.outcome in (FELL, CRASHED, TIMED_OUT, INCONCLUSIVE):
+        if not record.passes and record.outcome != SKIPPED:
             lines.append(f"{record.outcome} {record.id}")
             lines += [f"    {reason}" for reason in record.reasons]
-            lines.append(f"    rerun: {record.command}")
+            lines.append(f"    rerun: {runnable(record.command)}")
+    lines += [f"excused {record.id}: {record.excused} ({'; '.join(record.reasons)})"
+              for record in records if record.excused is not None]  # fmt: skip
     return "\n".join(lines)
 
 
@@ -130,8 +89,10 @@ def counted(number: int, word: str) -> str:
 
 def counts(records: Sequence[Record]) -> str:
     """How many cells there are of each outcome."""
-    found = Counter(record.outcome for record in records)
+    found = Counter(record.outcome for record in records if record.excused is None)
     parts = [f"{found[name]} {name.replace('_', ' ')}" for name in OUTCOMES if found[name]]
+    if excused := sum(record.excused is not None for record in records):
+        parts.append(f"{excused} excused")
     return ": ".join([counted(len(records), "cell"), *([", ".join(parts)] if parts else [])])
 
 
@@ -140,12 +101,14 @@ def summary(run: Run) -> str:
     lines = [counts(run.records)]
     skips: dict[str, int] = {}
     for record in run.records:
-        if record.outcome == SKIPPED:
-            reason = f"{record.backend}-{record.kernel}: {'; '.join(record.reasons)}"
+        if record.skipped is not None:
+            reason = f"{record.backend}-{record.kernel}: {record.skipped}"
             skips[reason] = skips.get(reason, 0) + 1
     lines += [f"skipped ({count}) {reason}" for reason, count in skips.items()]
     lines += [f"backend {name} did not run: {reason}" for name, reason in run.unavailable.items()]
     lines += [f"{kernel}: {text}" for kernel, text in run.explanations.items()]
     if not run.complete:
         lines.append("INCOMPLETE: the run was interrupted; these are the cells that were done")
+    if run.not_run:
+        lines.append(f"not run: {counted(len(run.not_run), 'cell')} that came not to their turn")
     return "\n".join(lines)

@@ -1,16 +1,26 @@
 """Tables of short training runs: kernels down, snippets across, over the seeds of one run or several."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tiebreak.reports.grids import aside, broken, grid_text
-from tiebreak.reports.records import CRASHED, HELD, SKIPPED, TIMED_OUT, Record, TrainingRecord
-
-_SAID = {True: "stable", False: "fails", None: ""}
-_LEGEND = (
-    "A short GPT-2 run for every cell, its first head scripted into the paper's failure state; what differs is the"
-    " kernel.\n...@train sums l from P̄ before its cast, ...@train_l_rounded after. A cell in !..! fell."
+from tiebreak.reports.marks import EXCUSED, mark_of, marked, plain_text
+from tiebreak.reports.records import (
+    CRASHED,
+    FELL,
+    HELD,
+    INCONCLUSIVE,
+    MEASURED,
+    SKIPPED,
+    TIMED_OUT,
+    CaseRecord,
+    Record,
+    Run,
 )
+
+TRAINING = "training"  # the kind of experiment that the tables here are of
+_UNKNOWN = CaseRecord(about="")
+_WORST_FIRST = (FELL, CRASHED, TIMED_OUT, INCONCLUSIVE, EXCUSED, MEASURED, HELD, SKIPPED)
 
 
 @dataclass(frozen=True)
@@ -18,6 +28,7 @@ class TrainingGrid:
     """The training runs of one backend: every seed of a kernel in a snippet in one place."""
 
     backend: str
+    described: Mapping[str, CaseRecord]  # what the snippets are
     cells: dict[tuple[str, str], list[Record]] = field(default_factory=dict)  # by kernel and case
 
     @property
@@ -30,88 +41,85 @@ class TrainingGrid:
         """In the order of their labels."""
         return sorted(dict.fromkeys(case for _, case in self.cells), key=lambda case: self.heading(case).split(":"))
 
-    def about(self, case: str) -> TrainingRecord | None:
-        """What a record of the case says of it; None if none ran to its end."""
-        return next((one.training for (_, name), found in self.cells.items() if name == case for one in found
-                     if one.training), None)  # fmt: skip
+    def headline(self, case: str) -> str | None:
+        """The measure that is shown of a case."""
+        return self.described.get(case, _UNKNOWN).headline
 
     def heading(self, case: str) -> str:
         """Of the case's column: its label and measure."""
-        about = self.about(case)
-        return case if about is None else f"{about.label}: {about.headline}"
+        about = self.described.get(case, _UNKNOWN)
+        return case if about.label is None else f"{about.label}: {about.headline}"
 
-    def stable(self, kernel: str) -> bool | None:
-        """What the paper says of a kernel."""
-        return next((one.training.stable for (name, _), found in self.cells.items() if name == kernel for one in found
-                     if one.training), None)  # fmt: skip
+    def said(self, kernel: str) -> str:
+        """What the paper says of training with a kernel; empty where it says nothing."""
+        found = [one for (name, _), records in self.cells.items() if name == kernel for one in records]
+        return next((str(one.evidence["paper"]) for one in found if "paper" in one.evidence), "")
 
     def values(self, kernel: str, case: str) -> list[float]:
         """The headline of every seed that has a number, lowest first."""
-        found = [one.training for one in self.cells.get((kernel, case), []) if one.training]
-        return sorted(value for one in found if (value := one.measures.get(one.headline)) is not None)
+        found = (self._value(one) for one in self.cells.get((kernel, case), []))
+        return sorted(value for value in found if value is not None)
+
+    def _value(self, record: Record) -> float | None:
+        headline = self.headline(record.case)
+        return None if headline is None else record.number(headline)
 
     def text(self, kernel: str, case: str) -> str:
-        """One place of the table: the headline, lowest to highest, and whether all of it held."""
+        """One place of the table: the headline, lowest to highest, with the mark of the worst of it."""
         found = self.cells.get((kernel, case), [])
         if not found:
             return ""
-        texts = list(dict.fromkeys(map(_text, sorted(found, key=_headline))))
+        texts = list(dict.fromkeys(map(plain_text, sorted(found, key=self._order))))
         text = texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}"
-        return text if all(one.outcome in (HELD, SKIPPED) for one in found) else f"!{text}!"
+        marks = [mark_of(one) for one in found]
+        return marked(text, min(marks, key=_WORST_FIRST.index))
+
+    def _order(self, record: Record) -> float:
+        value = self._value(record)
+        return float("inf") if value is None else value
 
 
-def _headline(record: Record) -> float:
-    value = record.training.measures.get(record.training.headline) if record.training else None
-    return float("inf") if value is None else value
-
-
-def _text(record: Record) -> str:
-    if record.training is None:
-        return {SKIPPED: "skip", TIMED_OUT: "time", CRASHED: "crash"}.get(record.outcome, record.outcome)
-    return record.training.shown
-
-
-def training_grids(records: Sequence[Record]) -> list[TrainingGrid]:
-    """Training records by backend.
+def training_grids(runs: Sequence[Run]) -> list[TrainingGrid]:
+    """Training runs by backend.
 
     Args:
-        records: of one run or, seed by seed, of several.
+        runs: one, or several of different seeds.
 
     Returns:
-        A grid a backend, in the order of the records; none without training records.
+        A grid a backend, in the order of the records; none without training runs.
     """
+    described = {name: about for run in reversed(runs) for name, about in run.cases.items()}
     grids: dict[str, TrainingGrid] = {}
-    for record in records:
-        if record.trained:
-            grid = grids.setdefault(record.backend, TrainingGrid(record.backend))
-            grid.cells.setdefault((record.kernel, record.case), []).append(record)
+    for record in (record for run in runs for record in run.records if record.experiment == TRAINING):
+        grid = grids.setdefault(record.backend, TrainingGrid(record.backend, described))
+        grid.cells.setdefault((record.kernel, record.case), []).append(record)
     return list(grids.values())
 
 
-def training_tables(records: Sequence[Record], tablefmt: str = "simple") -> str:
-    """Tables of the training runs among the records, one a backend, with their legend; empty without any."""
+def training_tables(runs: Sequence[Run], tablefmt: str = "simple") -> str:
+    """Tables of the runs' training runs, one a backend, with their legend; empty without any."""
     parts = []
-    for grid in training_grids(records):
+    for grid in training_grids(runs):
         seeds = sorted({one.seed for found in grid.cells.values() for one in found})
         said = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
         parts += [aside(f"training, {grid.backend}, {said}", tablefmt), _table(grid, tablefmt)]
     if parts:
-        parts.append(aside(training_legend(records), tablefmt))
+        parts.append(aside(training_legend(runs), tablefmt))
     return "\n\n".join(parts)
 
 
 def _table(grid: TrainingGrid, tablefmt: str) -> str:
     headings = [grid.heading(case) for case in grid.cases]
     headers = ["kernel", *(map(broken, headings) if tablefmt == "simple" else headings), "paper"]
-    rows = [
-        [kernel, *(grid.text(kernel, case) for case in grid.cases), _SAID[grid.stable(kernel)]]
-        for kernel in grid.kernels
-    ]
+    rows = [[kernel, *(grid.text(kernel, case) for case in grid.cases), grid.said(kernel)] for kernel in grid.kernels]
     return grid_text(rows, headers, tablefmt)
 
 
-def training_legend(records: Sequence[Record]) -> str:
+def training_legend(runs: Sequence[Run]) -> str:
     """What the rows and columns of the tables stand for."""
-    abouts = {one.case: one.training for one in records if one.training}
-    lines = [f"{about.label}, {case}: {about.about}" for case, about in abouts.items()]
-    return "\n".join([_LEGEND, *lines])
+    legends = [run.experiments[TRAINING].legend for run in runs if TRAINING in run.experiments]
+    lines = list(dict.fromkeys(legend for legend in legends if legend))
+    for grid in training_grids(runs):
+        lines += [f"{about.label}, {case}: {about.about}" for case in grid.cases
+                  if (about := grid.described.get(case, _UNKNOWN)).label is not None]  # fmt: skip
+    return "\n".join(dict.fromkeys(lines))

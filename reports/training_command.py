@@ -1,13 +1,14 @@
 """`tiebreak training FILE...`: the training runs of one or several seeds as one table, and as a figure."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tiebreak.reports import selection, store, terminal
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import Run
-from tiebreak.reports.training import training_grids, training_tables
+from tiebreak.reports.training import TRAINING, training_grids, training_tables
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,10 +28,12 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     runs = store.read_all(options.files)
     _check_one_platform(runs, options.files)
-    records = [record for run in runs for record in run.records if record.trained]
+    records = [record for run in runs for record in run.records if record.experiment == TRAINING]
     if not records:
         raise UsageError(f"{options.files[0]}: no training runs in there; run cases called train_...")
-    chosen = selection.Selection(options.backend, options.kernels, options.cases).apply(records)
+    wanted = selection.Selection(options.backend, options.kernels, options.cases).apply(records)
+    kept = {record.id for record in wanted}
+    chosen = [replace(run, records=tuple(one for one in run.records if one.id in kept)) for run in runs]
     terminal.show(training_tables(chosen, options.format))
     if options.figure is not None:
         from tiebreak.reports import plots

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tiebreak.backends.ascend.device import Npu, TorchNpu, deterministic, told
 from tiebreak.backends.ascend.probes import arithmetic_probes, p_cast, softmax_errors
-from tiebreak.backends.backend import Backend, to_device
+from tiebreak.backends.backend import Backend, to_device, unusable
 from tiebreak.backends.probes import fingerprint
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
@@ -66,11 +66,8 @@ class Ascend(Backend):
         return _answers({"soc": self.npu.describe})
 
     def poisoned(self) -> bool:
-        """Whether waiting fails again and again, as it does after an error within a kernel.
-
-        One error may merely have been still to be told.
-        """
-        return all(_fails(self.npu) for _ in range(2))
+        """As `tiebreak.backends.backend.unusable`."""
+        return unusable(self.npu.synchronize)
 
     def fingerprint(self) -> Mapping[str, str | float]:
         """How the NPU is set and what its arithmetic and the vendor's kernel do, for the record of a run.
@@ -132,14 +129,6 @@ def _kernels(npu: Npu) -> tuple[Kernel, ...]:
     """torch-npu's operators, and the Triton kernels where triton-ascend, which goes by triton's name, is installed."""
     compiled = triton_kernels(interpreted=False) if missing() is None else ()
     return (*npu_kernels(npu.operators), *compiled)
-
-
-def _fails(npu: Npu) -> bool:
-    try:
-        npu.synchronize()
-    except RuntimeError:
-        return True
-    return False
 
 
 ASCEND = ascend(_REAL)

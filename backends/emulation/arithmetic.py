@@ -30,7 +30,10 @@ class EmulatedArithmetic:
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
         """The exponential in fp64, rounded once to fp32; the plan's fast one for the keys that it takes."""
         # In base two the product is one more fp32 rounding, as in a kernel that folds log2(e) into its scale.
-        wide = torch.exp2((x * _LOG2_E).double()) if exponential.base_two else x.double().clamp(min=_LOWEST).exp_()
+        if exponential.base_two:
+            wide = (x * _LOG2_E).double().exp2_()
+        else:
+            wide = x.to(torch.float64, copy=True).clamp_(min=_LOWEST).exp_()
         result = wide.float()
         if exponential.correction:
             taken = x.shape[-1] - x.shape[-1] % exponential.lanes

@@ -10,6 +10,7 @@ from torch import Tensor
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.counter import random_bits
+from tiebreak.kernels.flash import Wanted
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, Kernel, run_backward, run_forward
@@ -119,7 +120,7 @@ class _Attention(torch.autograd.Function):
         # dO is not known yet; the forward pass does not look at it.
         output = _forward(kernel.implementation, _inputs(q, k, v, q, noise), call.arithmetic)
         ctx.save_for_backward(q, k, v, output.o, output.lse)
-        ctx.kernel, ctx.heads, ctx.call, ctx.noise = kernel, heads, call, noise
+        ctx.kernel, ctx.heads, ctx.call, ctx.noise, ctx.tiles = kernel, heads, call, noise, output.tiles
         return output.o
 
     @staticmethod
@@ -131,11 +132,14 @@ class _Attention(torch.autograd.Function):
         inputs = _inputs(q, k, v, do, ctx.noise)
         if lse is None and (call.observer is not None or not _own_backward(kernel)):
             lse = run_forward(FP32_ATTENTION, inputs, call.arithmetic).lse
-        gradients = _backward(kernel.implementation, inputs, AttentionOutput(o, lse), call.arithmetic)
+        wanted = ctx.needs_input_grad[:3]
+        output = AttentionOutput(o, lse, tiles=ctx.tiles)
+        found = _backward(kernel.implementation, inputs, output, call.arithmetic, wanted)
         if call.observer is not None:
-            output = AttentionOutput(o, lse, gradients)
+            output = AttentionOutput(o, lse, found)
             call.observer(Observation(call.layer, ctx.heads, kernel, call.arithmetic, inputs, output, call.x))
-        return gradients.dq, gradients.dk, gradients.dv, None, None, None
+        gradients = zip((found.dq, found.dk, found.dv), wanted, strict=True)
+        return (*(gradient if asked else None for gradient, asked in gradients), None, None, None)
 
 
 def _own_backward(kernel: HeadKernel) -> bool:
@@ -151,13 +155,17 @@ def _forward(implementation: Declaration | Kernel, inputs: AttentionInputs, arit
 
 
 def _backward(
-    implementation: Declaration | Kernel, inputs: AttentionInputs, output: AttentionOutput, arithmetic: Arithmetic
+    implementation: Declaration | Kernel,
+    inputs: AttentionInputs,
+    output: AttentionOutput,
+    arithmetic: Arithmetic,
+    wanted: Wanted,
 ) -> Gradients:
     """Gradients by the kernel's own backward pass; one that has none gets that of fp32 flash attention with its O."""
     if isinstance(implementation, Declaration):
-        return run_backward(implementation, inputs, output, arithmetic)
+        return run_backward(implementation, inputs, output, arithmetic, wanted)
     if not implementation.has_backward:
-        return run_backward(FP32_ATTENTION, inputs, output, arithmetic)
+        return run_backward(FP32_ATTENTION, inputs, output, arithmetic, wanted)
     with torch.enable_grad():  # which autograd turns off in here, and a kernel may rest on
         found = implementation.compute(inputs, arithmetic, True).gradients
     assert found is not None

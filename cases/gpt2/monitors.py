@@ -193,27 +193,17 @@ class GradientDirection:
     """The direction R along which errors of delta push W_Q (paper, equations 2 and 3), of the first step seen.
 
     R is the sum over tokens of (PK)[T]^T X[T]. `gradient` is the cosine to it of the error that delta_lp - delta_hp
-    makes in dW_Q (equation 2); `steadiness` the cosine to it of the same sum at this step (figure 4).
+    makes in dW_Q (equation 2).
     """
 
     # By layer and heads, each (heads, d, width).
     first: dict[tuple[int, tuple[int, ...]], Tensor] = field(default_factory=dict)
 
-    def _first(self, view: View, now: Tensor) -> Tensor:
-        return self.first.setdefault((view.observation.layer, view.heads), now)
-
     def gradient(self, view: View) -> Tensor:
         """Cosine to R of dW_Q's error."""
-        return _cosines(view.direction(view.delta_error), self._first(view, self._now(view)))
-
-    def steadiness(self, view: View) -> Tensor:
-        """Cosine of R now to R of the first step."""
-        now = self._now(view)
-        return _cosines(now, self._first(view, now))
-
-    @staticmethod
-    def _now(view: View) -> Tensor:
-        return view.direction(torch.ones_like(view.delta_error))
+        now = view.direction(torch.ones_like(view.delta_error))
+        first = self.first.setdefault((view.observation.layer, view.heads), now)
+        return _cosines(view.direction(view.delta_error), first)
 
 
 def _cosines(a: Tensor, b: Tensor) -> Tensor:
@@ -231,11 +221,6 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         "token_similarity": token_similarity,
     }
 )
-
-
-def output_columns(view: View) -> tuple[Tensor, Tensor]:
-    """O's mean signed error by column, and dO's mean beside it, both (heads, d) (paper, figures 5b and 5c)."""
-    return view.output_error.mean((0, 2)), view.wide(view.inputs.do).mean((0, 2))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from tiebreak.cases.gpt2.model import GPT2
 
 OPTIMIZERS = ("adamw", "muon")
 CLIP = 1.0  # of the gradient's norm (arXiv 2510.04212, section 3.1)
+EPSILON = 1e-8  # AdamW's usual
 _BETAS = (0.9, 0.95)
 _MUON_DECAY = 0.01
 _FLOOR = 0.01  # of the highest rate, at the end
@@ -46,15 +47,22 @@ def optimizers(name: str, model: GPT2) -> list[Optimizer]:
     if name not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {name!r}: known are {', '.join(OPTIMIZERS)}")
     if name == "adamw":
-        return [_adamw(list(model.parameters()))]
+        return [adamw(list(model.parameters()))]
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(f"torch {torch.__version__} has no Muon: 2.9 and newer do; or train with adamw")
     matrices = [weight for weight in model.blocks.parameters() if weight.dim() == 2]
     chosen = {id(weight) for weight in matrices}
     rest = [weight for weight in model.parameters() if id(weight) not in chosen]
     muon = torch.optim.Muon(matrices, weight_decay=_MUON_DECAY, adjust_lr_fn="match_rms_adamw")
-    return [muon, _adamw(rest)]
+    return [muon, adamw(rest)]
 
 
-def _adamw(weights: list[torch.nn.Parameter]) -> AdamW:
-    return AdamW(weights, betas=_BETAS, weight_decay=0.0)
+def adamw(weights: list[torch.nn.Parameter], rate: float = 1e-3, epsilon: float = EPSILON) -> AdamW:
+    """The paper's AdamW: betas 0.9 and 0.95, no decay (arXiv 2510.04212, section 3.1).
+
+    Args:
+        weights: that it updates.
+        rate: learning rate; torch's own where a schedule sets it step by step.
+        epsilon: added to the root of the second moment.
+    """
+    return AdamW(weights, rate, betas=_BETAS, eps=epsilon, weight_decay=0.0)

@@ -62,7 +62,7 @@ def _family(*, rounded: bool) -> Mapping[str, Variant]:
     stochastic = replace(
         _base("train_stochastic", PAPER, rounded=rounded), o_bar=_HIGH, o=Cast(BF16, Rounding.STOCHASTIC)
     )
-    changed = {name: _flash(_base(f"train_{name}", plan, rounded=rounded)) for name, plan in ISOLATION.items()}
+    changed = {plan.name: _flash(_base(f"train_{plan.name}", plan, rounded=rounded)) for plan in ISOLATION}
     plain, tiled = _flash(unfused), replace(_flash(unfused), block=_TILES)
     found = (
         Variant("flash", plain, stable=False),  # tiling off: one tile holds a whole row

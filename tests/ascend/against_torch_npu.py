@@ -28,7 +28,7 @@ from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16, FP16, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.npu import every_fusion_attention, npu_kernels
-from tiebreak.kernels.plans import PLANS
+from tiebreak.kernels.plans import PRESETS
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
@@ -122,7 +122,7 @@ def composed_calls() -> Calls:
     """torch's operators that the composed kernels call, whatever rule and plan."""
     case = next(case for case in SCRIPTED if case.name == "padded")
     names = {*DEFAULT_ROSTER, *(f"{rule}@paper" for rule in SHIFT_RULES if rule != "safe")}
-    names |= {f"flash@{plan}" for plan in PLANS if plan != "standard"}
+    names |= {f"flash@{plan.name}" for plan in PRESETS if plan.name != "standard"}
     both, calls = [case.make(1, 0, 16, fmt) for fmt in (BF16, FP16)], Calls()
     for name, drawn in itertools.product(sorted(names), both):
         kernel = composed_kernel(name)

@@ -28,8 +28,10 @@ from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
-from tiebreak.matrix.cell import Cell, Settings
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 
 CASES = {case.name: case for case in SCRIPTED}
@@ -305,15 +307,15 @@ def test_nothing_but_an_npu_computes_what_is_recorded_as_ascend(backend: Ascend)
         pytest.skip("this machine has an NPU: nothing stands in for one")
     dressed_up = replace(backend, name="ascend", device="npu")
     for name in ("flash@fused", "npu_fusion_bnsd_p0"):
-        cell = Cell(dressed_up, dressed_up.kernel(name), CASES["random"], BF16)
+        cell = Cell(dressed_up, dressed_up.kernel(name), Call(CASES["random"]), BF16)
         record = run_cell(cell, Workbench(Settings(heads=16)))
         assert record.outcome == "crashed"
-        assert record.measures is None
+        assert record.measures == {}
 
 
 def test_records_of_the_stand_in_bear_its_name(backend: Ascend) -> None:
-    cell = Cell(backend, backend.kernel("npu_fusion_bnsd_p0"), CASES["tied_maxima[k=2]"], BF16)
+    cell = Cell(backend, backend.kernel("npu_fusion_bnsd_p0"), Call(CASES["tied_maxima[k=2]"]), BF16)
     record = run_cell(cell, Workbench(Settings(heads=16)))
     assert record.backend == "ascend_stand_in"
     assert record.id.startswith("ascend_stand_in-npu_fusion_bnsd_p0-")
-    assert record.measures is not None
+    assert record.number("bias") is not None

@@ -11,7 +11,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from tiebreak.reports import store
 from tiebreak.reports.cli import main
-from tiebreak.reports.records import Estimate, HistogramRecord, TraceRecord
+from tiebreak.reports.records import CaseRecord, Estimate, HistogramRecord, TraceRecord
 
 FILES, KERNELS, CASES = 10, 50, 100
 SAMPLE = Path(__file__).parents[1] / "reports" / "data" / "schema1.json"
@@ -34,22 +34,23 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], list
 
 def _write(path: Path, number: int, cells: int) -> None:
     sample = store.read(SAMPLE)
-    base = next(record for record in sample.records if record.prediction is not None)
-    assert base.measures is not None
+    base = next(record for record in sample.records if "prediction" in record.answers)
     trace = TraceRecord(tuple(key * 1.234567890123e-5 for key in range(128)), (3, 9))
-    histogram = HistogramRecord(-2.0, 0.0625, (1000,) * 64, 0)
+    drawn = {"trace": trace, "histogram": HistogramRecord(-2.0, 0.0625, (1000,) * 64, 0)}
+    cases = {f"case[k={number}]": CaseRecord("made up") for number in range(cells // KERNELS + 1)}
     records = []
     for cell in range(cells):
         kernel, case = f"kernel_{cell % KERNELS}@paper", f"case[k={cell // KERNELS}]"
         bias = Estimate(0.23 * (cell % 7) / 7 + 1.2345678e-7 * number * (cell % 3 == 0), 0.01234567890123)
         fields = {"id": f"cpu-{kernel}-{case}-bf16", "kernel": kernel, "case": case}
-        record = replace(base, **fields, measures=replace(base.measures, bias=bias))  # type: ignore[arg-type]
+        record = replace(base, **fields, measures={**base.measures, "bias": bias})  # type: ignore[arg-type]
         if cell % 3 == 0:
             record = replace(record, digest=f"{number:016x}")
-        records.append(replace(record, trace=trace, histogram=histogram) if cell % 100 == 0 else record)
+        records.append(replace(record, evidence=drawn) if cell % 100 == 0 else record)
     platform = {**sample.platform, "level": f"level-{number}"}
     seconds = {record.id: 0.123 for record in records}
-    store.write(replace(sample, records=tuple(records), platform=platform, seconds=seconds, run=str(number)), path)
+    changed = {"records": tuple(records), "platform": platform, "cases": cases, "seconds": seconds}
+    store.write(replace(sample, **changed, run=str(number)), path)  # type: ignore[arg-type]
 
 
 Large = Callable[[int, int], list[Path]]

@@ -74,12 +74,6 @@ def test_on_a_device_without_fp64_monitors_compute_on_the_host(tie: View) -> Non
     assert (wide.dtype, wide.item()) == (torch.float64, 0.5)
 
 
-def test_columns_by_hand(tie: View) -> None:
-    error, do = monitors.output_columns(tie)
-    assert error.tolist() == [[0.0078125 / 2]]
-    assert do.tolist() == [[0.75]]
-
-
 def test_standard_attention_has_the_output_error_and_not_deltas(tie: View) -> None:
     inputs = tie.observation.inputs
     kernel = HeadKernel(VARIANTS["standard"].scripted)
@@ -134,9 +128,7 @@ def test_token_similarity_by_hand(drawn: View) -> None:
 
 def test_the_gradient_direction_is_that_of_the_first_step(drawn: View) -> None:
     direction = GradientDirection()
-    assert direction.steadiness(drawn).tolist() == pytest.approx([1.0] * 3)
     opposite = View(replace(drawn.observation, x=-drawn.observation.x))
-    assert direction.steadiness(opposite).tolist() == pytest.approx([-1.0] * 3)
     # The gradient error's cosine to R, by hand for one head.
     r = np.einsum("btd,btc->dc", drawn.pk[:, 1].numpy(), drawn.observation.x.double().numpy())
     error = np.einsum("bt,btd,btc->dc", drawn.delta_error[:, 1], drawn.pk[:, 1], drawn.observation.x.double())

@@ -6,7 +6,7 @@ from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.kernel import PLAIN, Declaration
 from tiebreak.kernels.roster import composed_kernel
-from tiebreak.matrix.cell import Cell
+from tiebreak.matrix.experiment import Cell
 
 ONE_TILE = " in one tile"  # what a plan's name ends with where rows are not split into tiles
 # Plans that no composed kernel of a default run has.

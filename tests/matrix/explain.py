@@ -1,6 +1,6 @@
 """Which known plan an undeclared kernel follows, over all of its cells."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tiebreak.cases.claims import predicted
@@ -48,7 +48,7 @@ def explain(found: Sequence[Record]) -> list[Explanation]:
     """
     kernels: dict[tuple[str, str], list[Record]] = {}
     for record in found:
-        if record.fits:
+        if "fits" in record.evidence:
             kernels.setdefault((record.backend, record.kernel), []).append(record)
     return [_best(records) for records in kernels.values()]
 
@@ -61,7 +61,12 @@ def _best(found: Sequence[Record]) -> Explanation:
 
 def _plans(found: Sequence[Record]) -> list[str]:
     """The plans that every cell was compared with: those that leave O in fp32 are for fp32 alone."""
-    return [plan for plan in found[0].fits if all(plan in record.fits for record in found)]
+    return [plan for plan in _fits(found[0]) if all(plan in _fits(record) for record in found)]
+
+
+def _fits(record: Record) -> Mapping[str, Estimate]:
+    fits: Mapping[str, Estimate] = record.evidence["fits"]
+    return fits
 
 
 def _untiled(plan: str) -> str:
@@ -73,7 +78,7 @@ def _rank(fit: Explanation) -> tuple[int, int, float]:
 
 
 def _fit(plan: str, found: Sequence[Record]) -> Explanation:
-    fits = [(record.case, record.fits[plan]) for record in found]
+    fits = [(record.case, _fits(record)[plan]) for record in found]
     told = [(case, _follows(difference)) for case, difference in fits]
     distances = [abs(difference.mean) for _, difference in fits if difference.mean is not None]
     return Explanation(

@@ -1,6 +1,6 @@
 """The gate under pytest: the run is compared with a baseline on the controller, with workers or without."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 from tiebreak.reports import gate, step_summary, store
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.limits import Limits, limits
-from tiebreak.reports.records import Run
+from tiebreak.reports.records import MeasureRecord, Run
 
 _USAGE = 2
 _NEEDS_BASELINE = ("update_baseline", "across", "fail")
@@ -32,6 +32,7 @@ class Gatekeeper:
         options: dict[str, Any],
         platform: dict[str, Any],
         result: Callable[[], Run | None],
+        measures: Mapping[str, MeasureRecord],
     ) -> None:
         """Read the baseline.
 
@@ -40,6 +41,7 @@ class Gatekeeper:
             options: the matrix's own, as the records keep them.
             platform: of this run, as the records keep it.
             result: gives the run when the session has ended; None if no cell was to run.
+            measures: all that there are, which --fail may name.
 
         Raises:
             UsageError: options that don't go together, or a baseline that tells nothing about this run.
@@ -50,6 +52,7 @@ class Gatekeeper:
         name = config.getoption("baseline")
         self.path = None if name is None else Path(str(name))
         self.limits: Limits = limits(config.getoption("fail"), Path.cwd())
+        self.limits.check(measures)
         self.baseline = self._read(config)
         self.lines: list[str] = []
 

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from tiebreak.cases.bounds import UNDECLARED
+from tiebreak.cases.case import Case
 from tiebreak.cases.claims import UNBIASED, Claim, claim, predicted
-from tiebreak.cases.measures import Measures, difference, merge
+from tiebreak.cases.errors import Errors, difference, merge
 from tiebreak.cases.verdicts import LOOKS, MARGIN_ULPS, Verdict, judge
 from tiebreak.kernels.inputs import AttentionOutput
-from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.kernel import Declaration, delta_alone
 from tiebreak.matrix.candidates import candidates, tilings
-from tiebreak.matrix.cell import Cell
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.workbench import SharedBatch, Workbench
 
 _FAIR_CLAIM = claim(UNBIASED, "--fair: no bias on any failure input", formats="bf16 fp16")
 
@@ -23,9 +24,10 @@ _FAIR_CLAIM = claim(UNBIASED, "--fair: no bias on any failure input", formats="b
 class _Progress:
     """What has been measured of a cell so far, look after look."""
 
-    batches: list[Measures] = field(default_factory=list)
-    predictions: dict[Declaration, list[Measures]] = field(default_factory=dict)
-    fits: dict[str, list[Measures]] = field(default_factory=dict)
+    errors: list[Errors] = field(default_factory=list)  # one a batch
+    outputs: list[AttentionOutput] = field(default_factory=list)  # one a batch
+    predictions: dict[Declaration, list[Errors]] = field(default_factory=dict)
+    fits: dict[str, list[Errors]] = field(default_factory=dict)
     equal_bits: dict[Declaration, list[float]] = field(default_factory=dict)
     heads: int = 0
 
@@ -33,25 +35,24 @@ class _Progress:
 class Looks:
     """One cell's looks at its data."""
 
-    def __init__(self, cell: Cell, bench: Workbench) -> None:
-        self.cell, self.bench = cell, bench
+    def __init__(self, cell: Cell, case: Case, bench: Workbench) -> None:
+        self.cell, self.case, self.bench = cell, case, bench
         self.progress = _Progress()
-        self.first: AttentionOutput | None = None
         self.repeatable: bool | None = None
         declaration = cell.kernel.declaration
         self.declaration = declaration or UNDECLARED
         # A chaotic or cancelling case predicts nothing: its records say none is made, not that one was met.
-        told = self.judged and not cell.case.chaotic
+        told = self.judged and not case.chaotic
         self.predictable = declaration is not None and not cell.backend.predicts and told
         self.tilings = tilings(self.declaration) if cell.kernel.external else (self.declaration,)
         self.claim = self._claim()
         self.candidates = candidates(cell) if declaration is None else {}
 
     def _claim(self) -> Claim | None:
-        if self.cell.kernel.external and self.bench.settings.fair and self.cell.case.failure:
+        if self.cell.kernel.external and self.bench.settings.fair and self.case.failure:
             return _FAIR_CLAIM
         # A declared plan of a user's kernel is a prediction to be held to, not an allowance to be biased.
-        return self.cell.case.claim_about(self.cell.kernel.declaration, self.cell.fmt)
+        return self.case.claim_about(self.cell.kernel.declaration, self.cell.fmt)
 
     def look(self) -> None:
         """Look at ever more heads until all is settled, there are no more or the cap is reached, then run once more."""
@@ -64,12 +65,12 @@ class Looks:
         self.repeatable = self._repeats()
 
     def _has(self, index: int) -> bool:
-        return self.cell.case.has(index, self.bench.settings.heads)
+        return self.case.has(index, self.bench.settings.heads)
 
     @property
     def exhausted(self) -> bool:
         """Whether the case has no more heads than have been drawn."""
-        return not self._has(len(self.progress.batches))
+        return not self._has(len(self.progress.errors))
 
     @property
     def remedy(self) -> str:
@@ -82,62 +83,81 @@ class Looks:
 
     @property
     def _all_cancelled(self) -> bool:
-        return self.measures.left_out == self.measures.elements
+        return self.errors.left_out == self.errors.elements
 
     def _measure(self, index: int) -> None:
-        batch = self.bench.batch(self.cell.case, self.cell.fmt, index)
-        gradients = self.cell.case.gradients and self.cell.kernel.has_backward
+        batch = self.bench.batch(self.case, self.cell.fmt, index)
+        gradients = self.case.gradients and self.cell.kernel.has_backward
         if self.cell.backend.predicts and self.cell.kernel.declaration is not None:
-            output, measures = self.bench.emulated(self.cell, index, self.declaration)
+            output, errors = self.bench.emulated(self.case, self.cell.fmt, index, self.declaration)
         else:
-            output = self.cell.backend.run(self.cell.kernel, batch.inputs, gradients=gradients)
+            # Gradients are measured on the first batch alone.
+            kernel = self.cell.kernel if index == 0 else delta_alone(self.cell.kernel)
+            output = self.cell.backend.run(kernel, batch.inputs, gradients=gradients)
             # The bound grows with the number of tiles.
-            measures = self.bench.measure(self.cell, index, output, self.tilings[-1])
-        self.progress.batches.append(measures)
+            errors = self.bench.measure(self.case, self.cell.fmt, index, output, self.tilings[-1])
+        self.progress.errors.append(errors)
+        self.progress.outputs.append(output)
         self.progress.heads += batch.inputs.q.shape[0] * batch.inputs.q.shape[1]
-        if self.first is None:
-            self.first = output
         for declaration in self.tilings if self.predictable else ():
-            prediction, predicted_measures = self.bench.emulated(self.cell, index, declaration)
-            self.progress.predictions.setdefault(declaration, []).append(predicted_measures)
+            prediction, predicted_errors = self.bench.emulated(self.case, self.cell.fmt, index, declaration)
+            self.progress.predictions.setdefault(declaration, []).append(predicted_errors)
             self.progress.equal_bits.setdefault(declaration, []).append(equal_bits(output.o.float(), prediction.o))
         for name, declaration in self.candidates.items():
-            emulated = self.bench.emulated(self.cell, index, declaration)[1]
+            emulated = self.bench.emulated(self.case, self.cell.fmt, index, declaration)[1]
             self.progress.fits.setdefault(name, []).append(emulated)
 
     @property
-    def measures(self) -> Measures:
+    def outputs(self) -> list[AttentionOutput]:
+        """One a batch."""
+        return self.progress.outputs
+
+    @property
+    def batches(self) -> list[SharedBatch]:
+        """What they were made from."""
+        return [self.bench.batch(self.case, self.cell.fmt, index) for index in range(len(self.outputs))]
+
+    @property
+    def errors(self) -> Errors:
         """Of all heads drawn."""
-        return merge(self.progress.batches)
+        return merge(self.progress.errors)
 
     @property
     def judged(self) -> bool:
         """Whether the mean error in ulps says anything in this case."""
-        return not self.cell.case.cancels
+        return not self.case.cancels
 
     def prediction_met(self) -> bool | None:
         """Whether the output is what the declaration predicts; None: the data do not tell."""
         if not self.predictable:
             return True
-        (_, prediction), measures = self.prediction(), self.measures
-        if measures.nonfinite or prediction.nonfinite:
-            return abs(measures.nonfinite - prediction.nonfinite) <= _few(measures)
-        return predicted(difference(measures, prediction))
+        (_, prediction), errors = self.prediction(), self.errors
+        if errors.nonfinite or prediction.nonfinite:
+            return abs(errors.nonfinite - prediction.nonfinite) <= _few(errors)
+        return predicted(difference(errors, prediction))
 
-    def prediction(self) -> tuple[Declaration, Measures]:
+    def prediction(self) -> tuple[Declaration, Errors]:
         """What is predicted, in the tiles that come nearest: nobody has said in which a user's kernel works."""
         merged = [(declaration, merge(found)) for declaration, found in self.progress.predictions.items()]
-        return min(merged, key=lambda pair: _distance(self.measures, pair[1]))
+        return min(merged, key=lambda pair: _distance(self.errors, pair[1]))
 
-    def fits(self) -> list[tuple[str, list[Measures]]]:
+    def predicted(self) -> tuple[Errors | None, float | None]:
+        """Errors of what is predicted, and the share of elements that agree with it to the bit."""
+        if not self.predictable:
+            return None, None
+        declaration, errors = self.prediction()
+        shares = self.progress.equal_bits[declaration]
+        return errors, sum(shares) / len(shares)
+
+    def fits(self) -> list[tuple[str, list[Errors]]]:
         """What every candidate predicts, where that tells."""
-        told = self.judged and not self.cell.case.chaotic and not self._all_cancelled
+        told = self.judged and not self.case.chaotic and not self._all_cancelled
         return list(self.progress.fits.items()) if told else []
 
     def _settled(self) -> bool:
-        measures = self.measures
-        told = self.claim is None or self.claim.expectation.met(measures) is not None
-        verdict_told = not self.judged or measures.nonfinite > 0 or judge(measures.bias) is not Verdict.INCONCLUSIVE
+        errors = self.errors
+        told = self.claim is None or self.claim.expectation.met(errors) is not None
+        verdict_told = not self.judged or errors.nonfinite > 0 or judge(errors.bias) is not Verdict.INCONCLUSIVE
         return told and verdict_told and self.prediction_met() is not None and self._fit_told()
 
     def _fit_told(self) -> bool:
@@ -146,8 +166,8 @@ class Looks:
         They do where it and some plan agree nearly to the bit. A kernel with a random stream of its own agrees with
         none so closely; then every plan that may be its own is to be told.
         """
-        measures = self.measures
-        found = [difference(measures, merge(emulated)) for _, emulated in self.fits()]
+        errors = self.errors
+        found = [difference(errors, merge(emulated)) for _, emulated in self.fits()]
         if any(fit.half_width < MARGIN_ULPS / 4 and predicted(fit) for fit in found):
             return True
         return not any(predicted(fit) is None and abs(fit.mean) <= fit.half_width for fit in found)
@@ -156,26 +176,27 @@ class Looks:
         """Whether a second run on the same input gives the same bits; None: not run twice."""
         if self.cell.backend.predicts:
             return None  # a unit test shows it once for all of the emulation
-        assert self.first is not None
-        batch = self.bench.batch(self.cell.case, self.cell.fmt, 0)
-        gradients = self.first.gradients is not None
+        first, batch = self.outputs[0], self.batches[0]
+        # O of a composed kernel does not hang on whether gradients follow; of another's who knows.
+        gradients = first.gradients is not None and not self.cell.kernel.composed
         again = self.cell.backend.run(self.cell.kernel, batch.inputs, gradients=gradients)
-        return equal_bits(again.o.float(), self.first.o.float()) == 1.0
+        return equal_bits(again.o.float(), first.o.float()) == 1.0
 
+    @property
     def heads(self) -> int:
         """Heads drawn in all."""
         return self.progress.heads
 
 
-def _distance(ours: Measures, theirs: Measures) -> float:
+def _distance(ours: Errors, theirs: Errors) -> float:
     """How far apart two biases are; a difference that is no number is farther than any."""
     mean = abs(difference(ours, theirs).mean)
     return mean if math.isfinite(mean) else math.inf
 
 
-def _few(measures: Measures) -> int:
+def _few(errors: Errors) -> int:
     """Elements that may differ in being finite: underflow sits on an edge that the exponential's last bit decides."""
-    return measures.elements // 100
+    return errors.elements // 100
 
 
 def equal_bits(ours: Tensor, theirs: Tensor) -> float:

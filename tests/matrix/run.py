@@ -1,21 +1,21 @@
-"""Run one cell: make inputs, run the kernel, measure, judge, record."""
+"""Run one cell: put the kernel through its experiment, ask the checks, record."""
 
 import traceback
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
-from tiebreak.backends.backend import to_device
 from tiebreak.kernels.external import ContractError
-from tiebreak.matrix.cell import Cell, TrainingCell, blank_record, place
-from tiebreak.matrix.judging import reasons, unsettled
-from tiebreak.matrix.looks import Looks
-from tiebreak.matrix.recording import results
-from tiebreak.matrix.training import run_training
+from tiebreak.kernels.isolation import own_randomness
+from tiebreak.matrix.checks import ask_all, checks
+from tiebreak.matrix.checks.contract import CHECK as CONTRACT
+from tiebreak.matrix.checks.contract import broken
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.recording import blank_record, place, result_record, skipped_record
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports import records
+from tiebreak.reports.records import RUNS, Answer, Record, outcome_of
 
 
-def run_cell(cell: Cell | TrainingCell, bench: Workbench) -> records.Record:
+def run_cell(cell: Cell, bench: Workbench) -> Record:
     """Run one cell to its record. A kernel that raises crashes its own cell alone.
 
     Args:
@@ -27,31 +27,35 @@ def run_cell(cell: Cell | TrainingCell, bench: Workbench) -> records.Record:
     """
     settings = bench.settings
     try:
-        if isinstance(cell, TrainingCell):
-            return run_training(cell, settings)
-        inputs = bench.batch(cell.case, cell.fmt, 0).inputs
-        refusal = cell.kernel.refusal(to_device(inputs, cell.backend.device))
-        if refusal is not None:
-            return blank_record(cell, settings, records.SKIPPED, (refusal,))
-        return _run(cell, bench)
+        with own_randomness(settings.seed):
+            refusal = cell.experiment.refusal(cell, bench)
+            if refusal is not None:
+                return skipped_record(cell, settings, refusal)
+            result = cell.experiment.run(cell, bench)
+    except ContractError as error:
+        why = f"{place(cell, settings)}: {type(error).__name__}: {_first_line(error)}"
+        return _without_result(cell, bench, {CONTRACT.name: broken(why)})
     except Exception as error:  # the kernel is not ours: whatever it raises belongs into its record
-        return blank_record(cell, settings, records.CRASHED, (f"{place(cell, settings)}: {_told(error)}",))
+        why = f"{place(cell, settings)}: {_told(error)}"
+        return _without_result(cell, bench, {RUNS: Answer(False, checks()[RUNS].about, why)})
+    answers = ask_all(result)
+    return result_record(cell, settings, result, outcome_of(answers, judging()), answers)
 
 
-def _run(cell: Cell, bench: Workbench) -> records.Record:
-    looks = Looks(cell, bench)
-    looks.look()
-    fell = tuple(reasons(looks))
-    doubts = () if fell else tuple(unsettled(looks))
-    outcome = records.FELL if fell else records.INCONCLUSIVE if doubts else records.HELD
-    blank = blank_record(cell, bench.settings, outcome, (*fell, *doubts), looks.heads())
-    return replace(blank, **results(looks))
+def judging() -> frozenset[str]:
+    """Names of the checks that are about a cell's rounding."""
+    return frozenset(name for name, check in checks().items() if check.judges)
+
+
+def _without_result(cell: Cell, bench: Workbench, answers: Mapping[str, Answer]) -> Record:
+    return blank_record(cell, bench.settings, outcome_of(answers, judging()), answers)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
 
 
 def _told(error: Exception) -> str:
-    """One line: what was raised and, unless a broken contract says it all, the line of code that raised it."""
-    text = (str(error).strip().splitlines() or ["no message"])[0]
-    if isinstance(error, ContractError):
-        return f"{type(error).__name__}: {text}"
+    """One line: what was raised, and the line of code that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {text} ({Path(frame.filename).name}, line {frame.lineno})"
+    return f"{type(error).__name__}: {_first_line(error)} ({Path(frame.filename).name}, line {frame.lineno})"

@@ -1,54 +1,48 @@
 """Which worker runs which cell, and when."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tiebreak.backends.backend import Backend
-from tiebreak.backends.registry import BACKENDS
-from tiebreak.cases.gpt2.snippets import SNIPPETS
+from tiebreak.matrix.experiment import Cell
 
 _QUEUED = 2  # tests that a worker has before it, at least
 
 
-def _words(nodeid: str) -> list[str]:
-    """Backend, kernel, case and format]; empty for what is no cell."""
-    _, _, cell = nodeid.partition("::test_cell[")
-    return cell.split("-") if cell else []  # no name has a dash
-
-
-def _length(nodeid: str) -> int:
-    """How long a test takes, about, in training steps with attention in one layer; 0 where nothing is known."""
-    match _words(nodeid):
-        case [_, _, name, *_] if name in SNIPPETS:
-            return SNIPPETS[name].steps * (1 if SNIPPETS[name].silent_before else 2)
-        case [backend, *_]:
-            return BACKENDS[backend].call_steps if backend in BACKENDS else Backend.call_steps
-    return 0
+def cell_id(nodeid: str) -> str:
+    """The id of a cell, from pytest's name of its test; empty for what is no cell."""
+    _, separator, name = nodeid.partition("::test_cell[")
+    return name.removesuffix("]") if separator else ""
 
 
 class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Groups the matrix by case and format; a training run, as every other test, is a group of its own.
+    """Groups the matrix by what cells share; every other test is a group of its own.
 
     The longest groups come first: one that starts last keeps its worker busy while the others have nothing to do.
     """
 
-    def _split_scope(self, nodeid: str) -> str:
-        case = _words(nodeid)[2:]
-        if not case or case[0] in SNIPPETS:
-            return nodeid
-        return f"{nodeid.partition('::')[0]}::{'-'.join(case)}"
-
-    def __init__(self, config: pytest.Config, log: Any = None) -> None:
+    def __init__(self, config: pytest.Config, log: Any, cells: Mapping[str, Cell]) -> None:
         super().__init__(config, log)
+        self.cells = cells  # by id
         self.leaving: set[Any] = set()  # workers that end themselves: no cell of theirs is to blame
+
+    def _split_scope(self, nodeid: str) -> str:
+        cell = self.cells.get(cell_id(nodeid))
+        group = cell and cell.experiment.group(cell.fmt)
+        return nodeid if group is None else f"{nodeid.partition('::')[0]}::{group}"
+
+    def _length(self, nodeid: str) -> float:
+        """How long a test takes, about; 0 where nothing is known."""
+        cell = self.cells.get(cell_id(nodeid))
+        return cell.experiment.cost(cell.backend) if cell else 0.0
 
     def _assign_work_unit(self, node: Any) -> None:
         """Give a worker the next group; before the very first, put the queue that xdist has filled in order."""
         if not any(self.assigned_work.values()):
             groups = dict(self.workqueue)
-            for scope in sorted(groups, key=lambda scope: -sum(map(_length, groups[scope]))):
+            for scope in sorted(groups, key=lambda scope: -sum(map(self._length, groups[scope]))):
                 self.workqueue.move_to_end(scope)
         super()._assign_work_unit(node)
 

@@ -2,27 +2,20 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.registry import BACKENDS
-from tiebreak.cases.captured import CapturedError, captured_cases
-from tiebreak.cases.case import Case
-from tiebreak.cases.gpt2.snippets import SNIPPETS, Snippet
-from tiebreak.cases.gpt2.variants import VARIANTS
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
-from tiebreak.kernels.formats import BF16, FP32, Format
+from tiebreak.kernels.formats import FP32, Format
 from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.plans import parse_plan
-from tiebreak.matrix.cell import Cell, TrainingCell
-from tiebreak.matrix.training import trained_kernel
+from tiebreak.matrix.experiment import Asked, Cell, Experiment, Pair, UnusableExperimentError
+from tiebreak.matrix.experiments import kinds
 from tiebreak.reports.names import matching, split
 
 _T = TypeVar("_T")
-_Pair = tuple[Backend, Kernel]
 
 _EXTERNAL_BACKEND = "cpu"  # where a user's kernel runs unless --backend says otherwise
 
@@ -44,7 +37,7 @@ class Selection:
     captured: str | None = None  # folder of captured tensors
 
 
-def cells(selection: Selection) -> tuple[list[Cell | TrainingCell], dict[str, str]]:
+def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
     """The cells of a run, case by case, and the backends that can't run, with their reasons.
 
     Raises:
@@ -56,93 +49,53 @@ def cells(selection: Selection) -> tuple[list[Cell | TrainingCell], dict[str, st
     if not running:
         why = "; ".join(f"{name} can't run here: {reason}" for name, reason in reasons.items())
         raise SelectionError(f"--backend: {why}")
-    kernels = _kernels(selection, running)
+    pairs = _kernels(selection, running)
     formats = _formats(selection.formats)
-    cases = _pick("--cases", "case", selection.cases, _known(selection))
-    _hold_to_formats(selection, cases, formats)
-    found: list[Cell | TrainingCell] = []
+    experiments = _pick("--cases", "case", selection.cases, _known(selection))
+    _hold_to_formats(selection, experiments, formats)
+    found: list[Cell] = []
     for fmt in formats:
-        for case in cases:
-            if isinstance(case, Snippet):
-                found += _training_cells(selection, case, fmt, kernels, running)
-            elif case.stock is None or fmt in case.stock.formats:
-                found += [Cell(*pair, case, fmt) for pair in kernels if _takes(pair[1], case, fmt)]
+        named = selection.kernel is not None or selection.kernels is not None
+        asked = Asked(pairs, running, named, selection.cases is not None, fmt)
+        for experiment in experiments:
+            found += [Cell(*pair, experiment, fmt) for pair in experiment.pairs(asked)]
     if not found:
-        raise SelectionError(
-            "no cell is left: kernels called ...@train run in the cases called train_... alone, and those in bf16"
-            " alone; triton_fp8 runs in the cases called fp8_... alone"
-        )
+        hints = "; ".join(kind.hint() for kind in kinds().values() if kind.hint())
+        raise SelectionError(f"no cell is left: {hints}")
     return found, reasons
 
 
-def _takes(kernel: Kernel, case: Case, fmt: Format) -> bool:
-    """Whether a case is for a kernel: not one for training alone, and in formats that the kernel is for."""
-    return kernel.name not in VARIANTS and kernel.unsuited(case.formats(fmt)) is None
-
-
-def check_captured(found: list[Cell | TrainingCell]) -> None:
-    """Read the captured tensors of all cells once.
+def check_usable(found: Iterable[Cell]) -> None:
+    """Read once what the experiments of all cells are made from.
 
     Raises:
         SelectionError: a file can't be read, or a tensor in it is not finite in a cell's format.
     """
-    for fmt, case in dict.fromkeys((cell.fmt, cell.case) for cell in found if isinstance(cell, Cell)):
-        if case.stock is not None:
-            try:
-                case.make(0, 0, case.stock.heads, fmt)
-            except CapturedError as error:
-                raise SelectionError(str(error)) from error
+    for fmt, experiment in dict.fromkeys((cell.fmt, cell.experiment) for cell in found):
+        try:
+            experiment.check(fmt)
+        except UnusableExperimentError as error:
+            raise SelectionError(str(error)) from error
 
 
-def _known(selection: Selection) -> dict[str, Case | Snippet]:
-    """The cases that --cases takes by name; captured ones run alone unless it is given."""
+def _known(selection: Selection) -> dict[str, Experiment]:
+    """The experiments that --cases takes by name."""
     try:
-        captured = [] if selection.captured is None else captured_cases(Path(selection.captured))
-    except CapturedError as error:
-        raise SelectionError(str(error)) from error
-    made = SCRIPTED if selection.captured is None or selection.cases is not None else ()
-    return {**{case.name: case for case in (*made, *captured)}, **(SNIPPETS if made else {})}
-
-
-def _hold_to_formats(selection: Selection, cases: Iterable[Case | Snippet], formats: Sequence[Format]) -> None:
-    for case in cases:
-        given = case.stock.formats if isinstance(case, Case) and case.stock else formats
-        if not set(given) & set(formats):
-            told = f"{case.name} is in {given[0].name}; add that, or leave it out with --cases"
-            raise SelectionError(f"--dtype {selection.formats}: {told}")
-
-
-def _training_cells(
-    selection: Selection, snippet: Snippet, fmt: Format, named: Sequence[_Pair], backends: Sequence[Backend]
-) -> list[TrainingCell]:
-    """The training runs of one snippet: its roster, or what of it is named; any kernel where the snippet is named too.
-
-    Beside the roster a device trains with its own kernels, except where a snippet asks for a format that it lacks.
-    """
-    if fmt != BF16:
-        return []
-    roster = [(backend, kernel) for backend in backends for kernel in _trained(backend, snippet)]
-    if selection.kernel is None and selection.kernels is None:
-        pairs = roster
-    elif selection.cases is not None:
-        pairs = list(named)
-    else:
-        default = {(backend.name, kernel.name) for backend, kernel in roster}
-        pairs = [
-            (backend, kernel)
-            for backend, kernel in named
-            if (backend.name, kernel.name) in default or (kernel.external and not snippet.amplified)
+        offered = [
+            kind.offered(selection.captured, cases_named=selection.cases is not None) for kind in kinds().values()
         ]
-    return [TrainingCell(*pair, snippet, fmt) for pair in pairs]
+    except UnusableExperimentError as error:
+        raise SelectionError(str(error)) from error
+    return {experiment.name: experiment for each in offered for experiment in each}
 
 
-def _trained(backend: Backend, snippet: Snippet) -> list[Kernel]:
-    # The interpreter takes minutes for a run: its kernels train where they are named.
-    if not backend.composed or (snippet.amplified and not backend.predicts):
-        return []
-    roster = snippet.roster if backend.predicts else snippet.on_devices
-    own = [kernel for kernel in backend.vendor_kernels() if kernel.has_backward]
-    return [*(trained_kernel(VARIANTS[name]) for name in roster), *own]
+def _hold_to_formats(selection: Selection, experiments: Iterable[Experiment], formats: Sequence[Format]) -> None:
+    """Refuse formats that captured tensors, which someone has named a folder of, do not come in."""
+    for experiment in experiments:
+        given = experiment.formats() if experiment.options else None
+        if given is not None and not set(given) & set(formats):
+            told = f"{experiment.name} is in {given[0].name}; add that, or leave it out with --cases"
+            raise SelectionError(f"--dtype {selection.formats}: {told}")
 
 
 def matching_backends(selection: Selection) -> list[Backend]:
@@ -161,7 +114,7 @@ def _formats(names: str) -> list[Format]:
     return _pick("--dtype", "format", names, {fmt.name: fmt for fmt in TORCH_DTYPES if fmt != FP32})
 
 
-def _kernels(selection: Selection, backends: Sequence[Backend]) -> list[_Pair]:
+def _kernels(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
     if selection.plan is not None and selection.kernel is None:
         raise SelectionError("--plan declares the plan of your own kernel: it needs --kernel")
     external = [] if selection.kernel is None else _external(selection, backends)
@@ -178,7 +131,7 @@ def _kernels(selection: Selection, backends: Sequence[Backend]) -> list[_Pair]:
     return [*pairs, *external]
 
 
-def _external(selection: Selection, backends: Sequence[Backend]) -> list[_Pair]:
+def _external(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
     """The user's kernel on every device chosen; the emulation runs no code but its own."""
     assert selection.kernel is not None
     devices = [backend for backend in backends if not backend.predicts]
@@ -201,8 +154,8 @@ def _of(backend: Backend, names: str | None) -> list[Kernel]:
     default = {kernel.name: kernel for kernel in backend.kernels()}
     if names is None:
         return list(default.values())
-    if backend.composed:
-        default |= {name: trained_kernel(variant) for name, variant in VARIANTS.items()}
+    for kind in kinds().values():
+        default |= kind.kernels(backend)
     found: dict[str, Kernel] = {}
     for name in split(names):
         matches = matching(name, default)
@@ -218,11 +171,10 @@ def _of(backend: Backend, names: str | None) -> list[Kernel]:
 def _all_used(names: str, used: Iterable[str], backends: Sequence[Backend]) -> None:
     used = list(used)
     known = list(dict.fromkeys(kernel.name for backend in backends for kernel in backend.kernels()))
-    variants = ", ".join(dict.fromkeys(name.partition("@")[0] for name in VARIANTS))
-    listed = (
-        f"known are {', '.join(known)}, any rule@plan such as dithered@all_bf16; in the cases called train_..."
-        f" also NAME@train and NAME@train_l_rounded with NAME one of {variants}"
-    )
+    more = dict.fromkeys(name for backend in backends for kind in kinds().values() for name in kind.kernels(backend))
+    listed = f"known are {', '.join(known)}, any rule@plan such as dithered@all_bf16"
+    if more:
+        listed += f"; in training runs also {', '.join(more)}"
     for name in split(names):
         if not matching(name, used):
             raise SelectionError(f"--kernels: unknown kernel {name!r}; {listed}")

@@ -7,17 +7,18 @@ from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION, Backend
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.cases.batch import Batch
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.captured import without_cancelled
 from tiebreak.cases.case import Case
-from tiebreak.cases.measures import Measures, measure
-from tiebreak.kernels.flash import Block
+from tiebreak.cases.errors import Errors, measure
+from tiebreak.kernels.flash import ALL, DELTA_ALONE, Block
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, composed
 from tiebreak.kernels.plans import Accumulator, Cast, RoundingPlan
-from tiebreak.kernels.reference import Reference, reference, reference_gradients
-from tiebreak.matrix.cell import Cell, Settings
+from tiebreak.kernels.reference import reference
+from tiebreak.matrix.settings import Settings
 
 
 class _Shared(EmulatedArithmetic):
@@ -48,21 +49,13 @@ def _place(x: Tensor) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One batch of a case's heads with its reference."""
-
-    inputs: AttentionInputs
-    ref: Reference
+class SharedBatch(Batch):
+    """A batch, and what the emulation makes of it with what its kernels share."""
 
     @cached_property
     def emulation(self) -> Backend:
         """The emulation for these inputs."""
         return replace(EMULATION, arithmetic=_Shared(self.inputs))
-
-    @cached_property
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The reference's dQ, dK and dV."""
-        return reference_gradients(self.inputs, self.ref)
 
     def clipped(self, declaration: Declaration) -> Declaration:
         """The declaration in tiles no larger than the input: beyond its size they change nothing."""
@@ -77,11 +70,11 @@ class Workbench:
 
     settings: Settings
     _key: tuple[str, str] = ("", "")
-    _batches: dict[int, Batch] = field(default_factory=dict)
+    _batches: dict[int, SharedBatch] = field(default_factory=dict)
     _bounds: dict[tuple[RoundingPlan, int, int], Tensor] = field(default_factory=dict)
-    _emulated: dict[tuple[Declaration, int], tuple[AttentionOutput, Measures]] = field(default_factory=dict)
+    _emulated: dict[tuple[Declaration, int], tuple[AttentionOutput, Errors]] = field(default_factory=dict)
 
-    def batch(self, case: Case, fmt: Format, index: int) -> Batch:
+    def batch(self, case: Case, fmt: Format, index: int) -> SharedBatch:
         """Batch `index` of a case."""
         if self._key != (case.name, fmt.name):
             self._key = (case.name, fmt.name)
@@ -89,33 +82,37 @@ class Workbench:
                 cache.clear()
         if index not in self._batches:
             inputs = case.make(self.settings.seed, index, self.settings.heads, fmt)
-            self._batches[index] = Batch(inputs, reference(inputs))
+            self._batches[index] = SharedBatch(inputs, reference(inputs))
         return self._batches[index]
 
-    def bound(self, cell: Cell, index: int, declaration: Declaration) -> Tensor:
+    def bound(self, case: Case, fmt: Format, index: int, declaration: Declaration) -> Tensor:
         """Error bound of every element of O under a declaration."""
-        batch = self.batch(cell.case, cell.fmt, index)
+        batch = self.batch(case, fmt, index)
         # The shift rule is not in it: kernels of one plan share a bound.
         key = (declaration.plan, batch.clipped(declaration).block.keys, index)
         if key not in self._bounds:
             self._bounds[key] = error_bound(batch.inputs, batch.ref, declaration)
         return self._bounds[key]
 
-    def measure(self, cell: Cell, index: int, output: AttentionOutput, declaration: Declaration) -> Measures:
-        """Measures of an output on one batch."""
-        batch = self.batch(cell.case, cell.fmt, index)
+    def measure(self, case: Case, fmt: Format, index: int, output: AttentionOutput, declaration: Declaration) -> Errors:
+        """Errors of an output on one batch."""
+        batch = self.batch(case, fmt, index)
         delta = output.gradients.delta if output.gradients else None
         o = output.o.float()
-        found = measure(o, delta, batch.inputs, batch.ref, self.bound(cell, index, declaration))
-        return found if cell.case.stock is None else without_cancelled(found, o, batch.inputs, batch.ref)
+        found = replace(
+            measure(o, delta, batch.inputs, batch.ref, self.bound(case, fmt, index, declaration), batch.yardstick),
+            outside_values=batch.outside_values(o, declaration),
+        )
+        return found if case.stock is None else without_cancelled(found, o, batch.inputs, batch.ref)
 
-    def emulated(self, cell: Cell, index: int, declaration: Declaration) -> tuple[AttentionOutput, Measures]:
+    def emulated(self, case: Case, fmt: Format, index: int, declaration: Declaration) -> tuple[AttentionOutput, Errors]:
         """What the emulation makes of a declaration on one batch."""
-        batch = self.batch(cell.case, cell.fmt, index)
+        batch = self.batch(case, fmt, index)
         declaration = batch.clipped(declaration)  # such declarations share one emulation
         key = (declaration, index)
         if key not in self._emulated:
-            kernel = composed(declaration.label, declaration)
-            output = batch.emulation.run(kernel, batch.inputs, gradients=cell.case.gradients)
-            self._emulated[key] = (output, self.measure(cell, index, output, declaration))
+            # Gradients are measured on the first batch alone.
+            kernel = composed(declaration.label, declaration, ALL if index == 0 else DELTA_ALONE)
+            output = batch.emulation.run(kernel, batch.inputs, gradients=case.gradients)
+            self._emulated[key] = (output, self.measure(case, fmt, index, output, declaration))
         return self._emulated[key]

@@ -1,7 +1,7 @@
 """Made-up runs and audits: what the reports are tested with needs no kernel."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,19 @@ from tiebreak.reports import audit as records
 from tiebreak.reports import store
 from tiebreak.reports.audit import Audit, Audits
 from tiebreak.reports.records import (
-    ClaimRecord,
+    CLAIM,
+    PREDICTION,
+    Answer,
+    CaseRecord,
+    CheckRecord,
     Estimate,
+    ExperimentRecord,
     HistogramRecord,
-    MeasuresRecord,
-    PredictionRecord,
+    MeasureRecord,
     Record,
     Run,
+    SeriesRecord,
     TraceRecord,
-    TrainingRecord,
 )
 
 PLATFORM = {
@@ -39,26 +43,54 @@ PLATFORM = {
     "level": "native",
 }
 OPTIONS = {"backend": None, "kernels": None, "cases": None, "dtype": "bf16", "seed": "1", "heads": "256"}
-MEASURES = MeasuresRecord(
-    bias=Estimate(0.01, 0.02),
-    rms_ulps=0.35,
-    max_ulps=1.5,
-    error_over_bound=0.4,
-    gain=1.0,
-    delta_bias=Estimate(1e-5, 2e-5),
-    left_out=0,
-    nonfinite=0,
-    elements=65536,
-    gradients={"dq": 0.1},
-    repeatable=True,
-)
+MEASURES = {
+    "bias": Estimate(0.01, 0.02),
+    "rms_ulps": 0.35,
+    "max_ulps": 1.5,
+    "error_over_bound": 0.4,
+    "gain": 1.0,
+    "delta_bias": Estimate(1e-5, 2e-5),
+    "left_out": 0,
+    "nonfinite": 0,
+    "elements": 65536,
+    "dq_relative_error": 0.1,
+}
+# As the suite describes its own measures; what is not in here is a plain number that the gate does not hold.
+DESCRIBED = {
+    "bias": MeasureRecord("mean signed error of O", "ulp", worse="farther", limit=0.02, column=True),
+    "rms_ulps": MeasureRecord("root mean square error of O", "ulp", worse="more", column=True),
+    "max_ulps": MeasureRecord("largest error of O", "ulp", worse="more", limit=1.0, share=0.1, column=True),
+    "delta_bias": MeasureRecord("error of delta", worse="farther", column=True),
+    "nonfinite": MeasureRecord("NaN or Inf", worse="more", limit=0.0, per="elements", portable=True, column=True),
+}
+ANSWERS = {
+    "repeatable": Answer(True, "the same bits twice"),
+    CLAIM: Answer(True, "unbiased", source="section 4"),
+    PREDICTION: Answer(True, "what flash@paper predicts"),
+}
+_MARKS = {"biased": " B", "inconclusive": " ?"}
+
+
+def shown(measures: Mapping[str, Any], verdict: str | None) -> str:
+    """A bias with its verdict, or NaN, as the matrix shows a call."""
+    bias = measures["bias"].mean
+    if measures["nonfinite"] or bias is None:
+        return "NaN" if measures["nonfinite"] else "none"
+    return f"{bias:+.2f}{_MARKS.get(verdict or '', '')}"
 
 
 def make_record(
-    kernel: str = "flash@paper", case: str = "random", *, measures: dict[str, Any] | None = None, **fields: Any
+    kernel: str = "flash@paper",
+    case: str = "random",
+    *,
+    measures: Mapping[str, Any] | None = None,
+    answers: Mapping[str, Answer | None] | None = None,
+    **fields: Any,
 ) -> Record:
-    """A record of a cell that held; what differs is named. A cell without measures has `measures=None` in `fields`."""
+    """A record of a cell that held; what differs is named. An answer that is None was not asked for."""
     backend = fields.setdefault("backend", "cpu")
+    found = {**MEASURES, **(measures or {})}
+    asked = {**ANSWERS, **(answers or {})}
     base = Record(
         id=f"{backend}-{kernel}-{case}-bf16",
         backend=backend,
@@ -68,55 +100,85 @@ def make_record(
         format="bf16",
         seed=1,
         heads=256,
+        experiment="call",
         outcome="held",
-        reasons=(),
         command=f"pytest tests/matrix --kernels {kernel} --cases '{case}'",
         plan="flash@paper",
         verdict="unbiased",
-        measures=replace(MEASURES, **(measures or {})),
-        claim=ClaimRecord("unbiased", "section 4", True),
-        prediction=PredictionRecord("flash@paper", Estimate(0.01, 0.02), Estimate(0.0, 0.001), 1.0, True),
+        shown=shown(found, fields.get("verdict", "unbiased")),
+        measures=found,
+        answers={name: answer for name, answer in asked.items() if answer is not None},
         digest="0123456789abcdef",
     )
     return replace(base, **fields)
 
 
+def make_fallen(
+    kernel: str = "flash@paper", case: str = "random", why: str = "claim fell: unbiased", **fields: Any
+) -> Record:
+    """A record of a cell whose claim is not met."""
+    answers = {CLAIM: Answer(False, "unbiased", why, "section 4")} | fields.pop("answers", {})
+    return make_record(kernel, case, answers=answers, **({"outcome": "fell"} | fields))
+
+
 def make_skip(kernel: str = "flash@paper", case: str = "random", outcome: str = "skipped", **fields: Any) -> Record:
     """A record of a cell that gave no numbers."""
-    empty = {"measures": None, "verdict": None, "claim": None, "prediction": None, "digest": None}
-    record = make_record(kernel, case, outcome=outcome, reasons=("no backward pass",), **fields)
-    return replace(record, **empty)  # type: ignore[arg-type]
+    why = "no backward pass"
+    empty: dict[str, Any] = {"measures": {}, "answers": {}, "verdict": None, "shown": None, "digest": None}
+    if outcome == "skipped":
+        empty["skipped"] = why
+    else:
+        check = "in_time" if outcome == "timed_out" else "runs"
+        empty["answers"] = {check: Answer(False, "an end", why)}
+    return replace(make_record(kernel, case, outcome=outcome), **(empty | fields))
+
+
+CASES = {
+    "train_drift": CaseRecord("delta errs", label="A", headline="delta_error_mean"),
+    "train_lm": CaseRecord("a language model", label="L", headline="delta_error_mean"),
+    **{f"tied_maxima[k={k}]": CaseRecord("ties", family="tied maxima", at=k) for k in (2, 3, 4, 8, 16)},
+}
+EXPERIMENTS = {
+    "call": ExperimentRecord("one call", "bias of O in ulps", headline="bias"),
+    "training": ExperimentRecord("a short training run", "What differs is the kernel."),
+}
 
 
 def make_run(*records: Record, **fields: Any) -> Run:
-    """A complete run of these records, of one cell without any."""
+    """A complete run of these records, of one cell without any, which describes what they have."""
     given = records or (make_record(),)
     platform = PLATFORM | fields.pop("platform", {})
     options = OPTIONS | fields.pop("options", {})
+    measures = {name: DESCRIBED.get(name, MeasureRecord(name)) for one in given for name in one.measures}
+    described = {
+        "measures": measures | fields.pop("measures", {}),
+        "checks": {name: CheckRecord(name, name in (CLAIM, PREDICTION)) for one in given for name in one.answers},
+        "cases": {one.case: CASES.get(one.case, CaseRecord(one.case)) for one in given} | fields.pop("cases", {}),
+        "experiments": {one.experiment: EXPERIMENTS.get(one.experiment, ExperimentRecord("made up")) for one in given}
+        | fields.pop("experiments", {}),
+    }
     seconds = {record.id: 0.25 for record in given}
-    return replace(Run(platform, options, given, seconds=seconds, run="a" * 32), **fields)
+    return replace(Run(platform, options, given, seconds=seconds, run="a" * 32, **described), **fields)
 
 
 def make_trained(
     kernel: str = "flash@train", case: str = "train_drift", value: float | None = 2e-3, **fields: Any
 ) -> Record:
     """The record of a training run that held."""
-    shown = "nan" if value is None else f"{value:+.1e}"
-    claim = ClaimRecord("0.0012 < delta_error_mean", "section 3", True)
-    training = TrainingRecord(
-        label="A",
-        about="delta errs",
-        amplified=False,
-        headline="delta_error_mean",
-        shown=shown,
-        stable=False,
-        measures={"delta_error_mean": value},
-        claims=(claim,),
-        steps=(0, 1, 2),
-        series={"delta_error": (2e-3, None, 1e-3), "wq_norm": (1.0, 2.0, 4.0)},
-    )
-    held = {"outcome": "held", "reasons": (), "heads": 0, "claim": claim, "digest": "fedcba9876543210"}
-    return replace(make_skip(kernel, case), **(held | {"training": training} | fields))  # type: ignore[arg-type]
+    held: dict[str, Any] = {
+        "experiment": "training",
+        "outcome": "held",
+        "heads": 0,
+        "shown": "nan" if value is None else f"{value:+.1e}",
+        "measures": {"delta_error_mean": value},
+        "answers": {CLAIM: Answer(True, "0.0012 < delta_error_mean", source="section 3")},
+        "digest": "fedcba9876543210",
+        "evidence": {
+            "series": SeriesRecord((0, 1, 2), {"delta_error": (2e-3, None, 1e-3), "wq_norm": (1.0, 2.0, 4.0)}),
+            "paper": "fails",
+        },
+    }
+    return replace(make_skip(kernel, case, skipped=None), **(held | fields))
 
 
 ONE = Audit(
@@ -178,6 +240,11 @@ def record() -> Callable[..., Record]:
 
 
 @pytest.fixture
+def fallen() -> Callable[..., Record]:
+    return make_fallen
+
+
+@pytest.fixture
 def skip() -> Callable[..., Record]:
     return make_skip
 
@@ -190,26 +257,25 @@ def run() -> Callable[..., Run]:
 @pytest.fixture
 def telling() -> Run:
     """A run with a bit of everything that a report shows."""
-    traced = TraceRecord((0.0, 0.001, -0.002, None), (1, 2))
-    histogram = HistogramRecord(-2.0, 0.5, (0, 1, 5, 40, 30, 20, 4, 0), 3)
+    trace = TraceRecord((0.0, 0.001, -0.002, None), (1, 2))
+    drawn = {"trace": trace, "histogram": HistogramRecord(-2.0, 0.5, (0, 1, 5, 40, 30, 20, 4, 0), 3)}
     tied = [
-        make_record("flash@paper", f"tied_maxima[k={k}]", backend="emulation", verdict="biased",
-                    measures={"bias": Estimate(0.46 / k, 0.01)},
-                    **({"trace": traced, "histogram": histogram} if k == 2 else {}))
+        make_record(
+            kernel,
+            f"tied_maxima[k={k}]",
+            backend="emulation",
+            verdict=verdict,
+            measures={"bias": Estimate(bias / k, 0.01)},
+            evidence=drawn if k == 2 else {},
+        )
+        for kernel, verdict, bias in (("flash@paper", "biased", 0.46), ("fair", "unbiased", 0.002))
         for k in (2, 3, 4, 8, 16)
-    ]  # fmt: skip
-    fair = [
-        make_record("fair", f"tied_maxima[k={k}]", backend="emulation", measures={"bias": Estimate(0.001, 0.01)},
-                    **({"trace": traced, "histogram": histogram} if k == 2 else {}))
-        for k in (2, 3, 4, 8, 16)
-    ]  # fmt: skip
-    fell = make_record("sdpa", "no_tail", outcome="fell", verdict="biased", reasons=("claim fell: unbiased",),
-                       measures={"bias": Estimate(0.23, 0.01)})  # fmt: skip
-    nan = make_record("sdpa", "huge", verdict="nonfinite", outcome="fell", reasons=("NaN",),
+    ]
+    fell = make_fallen("sdpa", "no_tail", verdict="biased", measures={"bias": Estimate(0.23, 0.01)})
+    nan = make_fallen("sdpa", "huge", "NaN", verdict="nonfinite",
                       measures={"bias": Estimate(None, None), "nonfinite": 7, "max_ulps": None})  # fmt: skip
     trained = (make_trained(), make_trained("sdpa"), make_trained("sdpa", "train_lm", None, outcome="fell"))
-    return make_run(*tied, *fair, fell, nan, make_skip("sdpa", "random"), make_skip("sdpa", "odd", "crashed"),
-                    *trained)  # fmt: skip
+    return make_run(*tied, fell, nan, make_skip("sdpa", "random"), make_skip("sdpa", "odd", "crashed"), *trained)
 
 
 @pytest.fixture

@@ -182,7 +182,7 @@ def test_the_command_makes_a_page_of_runs_and_audits_whatever_their_order_and_na
         assert "native Made-up 9000" in html
         assert re.findall("<h3>(.*?)</h3>", html) == ["Triton 3.9.0", "Triton 4.0.0"]
         assert html.count("<details open>") == 1
-        assert len(Tables(html).summaries) == 4
+        assert Tables(html).summaries[:4] == 2 * ["flash/forward", "fp8/forward"]
 
 
 def test_audits_of_one_compiler_are_told_apart_by_their_files(

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def one_row(run: MakeRun, *records: Record | None, other: Record, **fields: Any)
         ({"digest": "f" * 16}, Agreement.VERDICT),
         ({"digest": "f" * 16, "measures": {"bias": Estimate(0.04, 0.001)}}, Agreement.VERDICT),
         ({"digest": None}, Agreement.VERDICT),
+        ({"outcome": "measured"}, Agreement.BITS),
         ({"verdict": "biased"}, Agreement.DISAGREE),
         ({"digest": "f" * 16, "verdict": "inconclusive"}, Agreement.DISAGREE),
         ({"outcome": "fell"}, Agreement.DISAGREE),
@@ -72,9 +74,10 @@ def test_letters_tell_bits_apart(run: MakeRun, record: Make) -> None:
 
 def test_texts_have_bias_interval_verdict_and_largest_error(run: MakeRun, record: Make) -> None:
     held = record(verdict="biased", measures={"bias": Estimate(0.2314, 0.0071), "max_ulps": 1.953})
-    fell = record(verdict="nonfinite", outcome="fell", measures={"nonfinite": 3, "max_ulps": None}, digest="q")
-    row = one_row(run, held, fell, other=record(case="other"))
-    assert cell_texts(row) == ["a +0.231±0.007 B max 1.95", "b !NaN!"]
+    nan = {"verdict": "nonfinite", "measures": {"nonfinite": 3, "max_ulps": None}, "digest": "q"}
+    fell, excused = record(**nan, outcome="fell"), record(**nan, outcome="fell", excused="known")
+    row = one_row(run, held, fell, excused, replace(held, outcome="inconclusive"), other=record(case="other"))
+    assert cell_texts(row) == ["a +0.231±0.007 B max 1.95", "b !NaN!", "b (NaN)", "a ?+0.231±0.007 B max 1.95?"]
 
 
 def test_the_summary_counts_every_row_once(run: MakeRun, record: Make) -> None:

@@ -10,7 +10,8 @@ from tiebreak.reports.cli import main
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate import gate, update
 from tiebreak.reports.limits import Limits, limits
-from tiebreak.reports.records import ClaimRecord, Estimate, Record, Run
+from tiebreak.reports.records import CLAIM, PREDICTION, Answer, Estimate, MeasureRecord, Record, Run
+from tiebreak.reports.rerun import runnable
 
 Keep = Callable[[Run, str], Path]
 Make = Callable[..., Record]
@@ -18,6 +19,11 @@ MakeRun = Callable[..., Run]
 
 BIASED = {"verdict": "biased", "measures": {"bias": Estimate(0.2, 0.01)}}
 NAN: dict[str, Any] = {"bias": Estimate(None, None), "nonfinite": 5}
+TWICE = "the same bits twice"
+
+
+BIAS = MeasureRecord("a bias", "ulp", worse="farther", limit=0.02)
+LARGEST = MeasureRecord("an error", "ulp", worse="more", limit=1.0, share=0.1)
 
 
 def judge(
@@ -39,24 +45,35 @@ def judge(
         ({"verdict": "biased"}, {"verdict": "nonfinite"}, "verdict nonfinite, biased in the baseline"),
         ({}, {"measures": {"bias": Estimate(0.0701, 0.02)}}, "bias +0.0701 ±0.0200 ulp, +0.0100 ±0.0200"),
         ({}, {"measures": {"bias": Estimate(-0.0701, 0.02)}}, "bias -0.0701 ±0.0200 ulp, +0.0100 ±0.0200"),
-        ({}, {"measures": {"max_ulps": 2.6}}, "largest error 2.6 ulp, 1.5 in the baseline"),
-        ({"measures": {"max_ulps": 50.0}}, {"measures": {"max_ulps": 55.1}}, "largest error 55.1 ulp, 50"),
-        ({}, {"measures": {"repeatable": False}}, "two runs on the same input no longer give the same bits"),
-        ({}, {"measures": {"repeatable": None}}, "two runs on the same input no longer give the same bits"),
-        ({"measures": {"repeatable": None}}, {"measures": {"repeatable": False}}, "two runs on the same input give"),
-        ({}, {"measures": {"nonfinite": 1}}, "1 of 65536 elements NaN or Inf, 0 in the baseline"),
-        ({"measures": {"nonfinite": 5}}, {"measures": {"nonfinite": 6}}, "6 of 65536 elements NaN or Inf, 5"),
+        ({}, {"measures": {"max_ulps": 2.6}}, "max_ulps 2.6 ulp, 1.5 in the baseline"),
+        ({"measures": {"max_ulps": 50.0}}, {"measures": {"max_ulps": 55.1}}, "max_ulps 55.1 ulp, 50 in the"),
+        ({}, {"answers": {"repeatable": Answer(False, TWICE, "they differ")}}, "repeatable no longer met: they differ"),
+        ({}, {"answers": {"repeatable": Answer(None, TWICE)}}, f"repeatable no longer met: {TWICE}"),
+        ({}, {"answers": {"repeatable": None}}, f"repeatable no longer asked: {TWICE}, in the baseline"),
+        ({}, {"measures": {"nonfinite": 1}}, "nonfinite 1 of 65536 elements, 0 of 65536 elements in the baseline"),
+        ({"measures": {"nonfinite": 5}}, {"measures": {"nonfinite": 6}}, "nonfinite 6 of 65536 elements, 5 of 65536"),
+        (
+            {"measures": {"nonfinite": 5}},
+            {"measures": {"nonfinite": 5, "elements": 512}},
+            "nonfinite 5 of 512 elements",
+        ),
         ({}, {"measures": {"bias": Estimate(None, None)}}, "NaN or missing: bias, interval of bias; a number"),
         ({}, {"measures": {"bias": Estimate(0.01, None)}}, "NaN or missing: interval of bias; a number"),
         ({}, {"measures": {"max_ulps": None, "gain": None}}, "NaN or missing: max_ulps, gain; a number"),
-        ({}, {"measures": {"gradients": {}}}, "NaN or missing: dq; a number"),
-        ({}, {"outcome": "fell", "reasons": ("why",)}, "fell, held in the baseline: why"),
+        ({}, {"measures": {"dq_relative_error": None}}, "NaN or missing: dq_relative_error; a number"),
+        ({}, {"measures": {"delta_bias": 1e-5}}, "NaN or missing: interval of delta_bias; a number"),
+        (
+            {},
+            {"answers": {"extra": Answer(False, "more", "why")}, "outcome": "fell"},
+            "fell, held in the baseline: why",
+        ),
         ({}, {"outcome": "inconclusive"}, "inconclusive, held in the baseline"),
         ({"outcome": "fell"}, {"outcome": "timed_out"}, "timed_out, fell in the baseline"),
-        ({}, {"claim": None}, "claims nothing, unbiased in the baseline"),
-        ({}, {"claim": ClaimRecord("any", "us", True)}, "claims any, unbiased in the baseline"),
-        ({}, {"claim": ClaimRecord("unbiased", "us", None)}, "the claim unbiased is no longer met"),
-        ({}, {"prediction": None}, "no longer held to the prediction of flash@paper"),
+        ({}, {"answers": {CLAIM: None}}, "claim no longer asked: unbiased, in the baseline"),
+        ({}, {"answers": {CLAIM: Answer(True, "any", source="us")}}, "claim: asks any, unbiased in the baseline"),
+        ({}, {"answers": {CLAIM: Answer(None, "unbiased", "few heads", "us")}}, "claim no longer met: few heads"),
+        ({}, {"answers": {PREDICTION: None}}, "prediction no longer asked: what flash@paper predicts"),
+        ({}, {"answers": {PREDICTION: Answer(False, "what it predicts", "off")}}, "prediction no longer met: off"),
         ({}, {"case_version": 2}, "not comparable: version 2 of the case, not 1"),
     ],
 )
@@ -99,9 +116,9 @@ def test_a_case_that_cancels_has_no_bias_to_speak_of(run: MakeRun, record: Make)
     ("old", "new", "said"),
     [
         (BIASED, {}, ["verdict unbiased, biased in the baseline", "bias +0.0100 ±0.0200 ulp, +0.2000 ±0.0100"]),
-        ({"measures": {"max_ulps": 9.0}}, {}, ["largest error 1.5 ulp, 9 in the baseline"]),
-        ({"measures": {"repeatable": False}}, {}, ["two runs on the same input now give the same bits"]),
-        ({"measures": {"nonfinite": 5}}, {}, ["no element is NaN or Inf, 5 in the baseline"]),
+        ({"measures": {"max_ulps": 9.0}}, {}, ["max_ulps 1.5 ulp, 9 in the baseline"]),
+        ({"answers": {"repeatable": Answer(False, TWICE, "no")}}, {}, [f"repeatable is met now: {TWICE}"]),
+        ({"measures": {"nonfinite": 5}}, {}, ["nonfinite 0 of 65536 elements, 5 of 65536 elements in the baseline"]),
         ({"outcome": "fell"}, {}, ["held, fell in the baseline"]),
     ],
 )
@@ -117,10 +134,9 @@ def test_a_training_run_is_held_to_its_claims_and_its_numbers(run: MakeRun, trai
     assert judge(run, good, trained(value=None)) == [
         (True, "NaN or missing: delta_error_mean; a number in the baseline")
     ]
-    assert good.claim is not None
-    missed = replace(good.claim, met=False)
-    assert judge(run, good, trained(claim=missed)) == [(True, f"the claim {missed.expectation} is no longer met")]
-    assert judge(run, good, trained(claim=None))[0][1].startswith("claims nothing")
+    missed = replace(good.answers[CLAIM], met=False, why="it errs")
+    assert judge(run, good, trained(answers={CLAIM: missed})) == [(True, "claim no longer met: it errs")]
+    assert judge(run, good, trained(answers={}))[0][1].startswith("claim no longer asked")
 
 
 def test_captured_tensors_run_alone_and_the_scripted_cases_are_no_loss(run: MakeRun, record: Make) -> None:
@@ -192,16 +208,16 @@ def test_a_changed_fingerprint_is_told_not_refused(run: MakeRun, record: Make) -
 def test_across_compares_claims_not_numbers(run: MakeRun, record: Make, skip: Make) -> None:
     assert judge(run, record(), record(digest="q", **BIASED), across=True) == []
     assert judge(run, record(), record(outcome="fell"), across=True)[0][0]
-    assert judge(run, record(), record(claim=None), across=True)[0][0]
+    assert judge(run, record(), record(answers={CLAIM: None}), across=True)[0][0]
     assert judge(run, record(), record(measures=NAN), across=True)[0][0]
     assert judge(run, record(), skip(), across=True)[0][0]
 
 
 def test_across_a_kernel_may_declare_another_plan_with_a_claim_of_its_own(run: MakeRun, record: Make) -> None:
-    other = {"plan": "flash@fused_fast_exp", "claim": ClaimRecord("biased away from zero", "us", True)}
+    other = {"plan": "flash@fused_fast_exp", "answers": {CLAIM: Answer(True, "biased away from zero", source="us")}}
     assert judge(run, record(), record(**other), across=True) == []
     assert judge(run, record(), record(**other))[0][0], "on one platform a changed plan is a changed kernel"
-    unmet = {**other, "claim": ClaimRecord("biased away from zero", "us", False)}
+    unmet = {**other, "answers": {CLAIM: Answer(False, "biased away from zero", "no", "us")}}
     assert judge(run, record(), record(**unmet), across=True)[0][0]
 
 
@@ -217,18 +233,24 @@ def test_an_interrupted_baseline_is_refused(run: MakeRun) -> None:
 
 
 def test_limits_come_from_the_flag_over_the_file_over_the_default(tmp_path: Path) -> None:
-    assert limits(None, tmp_path) == Limits(0.02, 1.0, 0.1)
-    (tmp_path / "pyproject.toml").write_text("[tool.tiebreak.fail]\nbias = 0.5\nmax = 3\n")
+    def held_to(flag: str | None) -> tuple[float | None, float | None, float]:
+        found = limits(flag, deeper)
+        bias, largest = found.of("bias", BIAS), found.of("max_ulps", LARGEST)
+        return bias.limit, largest.limit, largest.share
+
     deeper = tmp_path / "a" / "b"
     deeper.mkdir(parents=True)
-    assert limits(None, deeper) == Limits(0.5, 3.0, 0.1)
-    assert limits("max:7, share:0", deeper) == Limits(0.5, 7.0, 0.0)
+    assert held_to(None) == (0.02, 1.0, 0.1)
+    (tmp_path / "pyproject.toml").write_text("[tool.tiebreak.fail]\nbias = 0.5\nmax = 3\n")
+    assert held_to(None) == (0.5, 3.0, 0.1)
+    assert held_to("max:7, share:0") == (0.5, 7.0, 0.0)
+    assert held_to("max_ulps:8") == (0.5, 8.0, 0.1)
 
 
 @pytest.mark.parametrize("flag", ["bias", "bias:", "bias:x", "bais:1", "bias:-1", "bias:nan", "max:inf", "max:1:2"])
 def test_bad_limits_are_refused(flag: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"^--fail: "):
-        limits(flag, tmp_path)
+    with pytest.raises(UsageError, match=r"^--fail: [^\n]*$"):
+        limits(flag, tmp_path).check({"bias": BIAS, "max_ulps": LARGEST})
 
 
 @pytest.mark.parametrize(
@@ -246,15 +268,112 @@ def test_bad_limits_are_refused(flag: str, tmp_path: Path) -> None:
 )
 def test_a_bad_file_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(text)
-    with pytest.raises(UsageError, match=r"pyproject\.toml: "):
-        limits(None, tmp_path)
+    with pytest.raises(UsageError, match=r"pyproject\.toml: [^\n]*$"):
+        limits(None, tmp_path).check({"bias": BIAS})
 
 
-def test_limits_are_used(run: MakeRun, record: Make) -> None:
+def test_an_unknown_limit_lists_the_known_ones(tmp_path: Path) -> None:
+    measures = {"bias": BIAS, "max_ulps": LARGEST, "gain": MeasureRecord("no way is worse")}
+    for name in ("bais", "gain"):
+        with pytest.raises(UsageError) as refused:
+            limits(f"bias:1,{name}:1", tmp_path).check(measures)
+        assert str(refused.value) == f"--fail: unknown limit '{name}': known are bias, max_ulps, max, share"
+    with pytest.raises(UsageError, match=r"unknown limit 'max': known are bias$"):
+        limits("max:1", tmp_path).check({"bias": BIAS})
+
+
+def test_every_measure_that_can_be_worse_takes_a_limit(run: MakeRun, record: Make, tmp_path: Path) -> None:
+    new = record(measures={"rms_ulps": 0.5})
+    assert judge(run, record(), new) == []
+    (found,) = judge(run, record(), new, fail=limits("rms_ulps:0.1", tmp_path))
+    assert found == (True, "rms_ulps 0.5 ulp, 0.35 in the baseline")
+    assert judge(run, record(), new, fail=limits("rms_ulps:0.2", tmp_path)) == []
+
+
+@pytest.mark.parametrize(("worse", "number", "falls"), [
+    ("more", 2.0, True), ("more", -2.0, False), ("less", -2.0, True), ("less", 2.0, False),
+    ("farther", -2.0, True), ("farther", 0.0, False), (None, 9.0, False),
+])  # fmt: skip
+@pytest.mark.parametrize("verdict", ["unbiased", None])
+def test_a_measure_says_which_way_it_is_worse(
+    worse: str | None, number: float, falls: bool, verdict: str | None, run: MakeRun, record: Make
+) -> None:
+    """Also where a sum cancels: that concerns errors in ulps alone."""
+    described = {"wobble": MeasureRecord("made up", "deg", worse=worse, limit=0.5)}
+    old, new = (record(measures={"wobble": value}, verdict=verdict) for value in (1.0, number))
+    found = gate(run(old, measures=described), run(new, measures=described), Limits())
+    assert [one.change.text for one in found.worse] == (
+        [f"wobble {number:.4g} deg, 1 in the baseline"] if falls else []
+    )
+
+
+def test_an_interval_of_a_share_is_a_share_too(run: MakeRun, record: Make) -> None:
+    described = {"late": MeasureRecord("made up", worse="more", limit=0.01, per="elements")}
+    old, new = (record(measures={"late": Estimate(mean, 100.0)}) for mean in (0.0, 6553.6))
+    found = gate(run(old, measures=described), run(new, measures=described), Limits())
+    assert [one.change.worse for one in found.changes] == [True], "0.1 worse, by intervals of 0.0015"
+
+
+def test_a_cell_that_crashed_and_holds_now_is_better(run: MakeRun, record: Make, skip: Make) -> None:
+    """That a kernel runs to its end in its time is asked of none that did."""
+    for outcome in ("crashed", "timed_out"):
+        assert judge(run, skip(outcome=outcome), record()) == [(False, f"held, {outcome} in the baseline")]
+
+
+def test_a_check_that_the_baseline_does_not_meet_may_not_be_dropped(run: MakeRun, record: Make, fallen: Make) -> None:
+    dropped = judge(run, fallen(), record(answers={CLAIM: None}))
+    assert (True, "claim no longer asked: unbiased, in the baseline") in dropped
+
+
+def test_a_new_check_is_no_loss_and_has_to_hold(run: MakeRun, record: Make) -> None:
+    more = {"brand_new": Answer(True, "something")}
+    assert judge(run, record(), record(answers=more)) == []
+    fell = record(answers={"brand_new": Answer(False, "something", "not so")}, outcome="fell")
+    assert judge(run, record(), fell) == [(True, "fell, held in the baseline: not so")]
+
+
+def test_an_excuse_hides_nothing_from_the_baseline(run: MakeRun, record: Make, fallen: Make) -> None:
+    excused = fallen(excused="known")
+    assert judge(run, record(), excused) == [(True, "fell, held in the baseline: claim fell: unbiased")]
+    assert judge(run, excused, fallen(excused="known")) == []
+    assert judge(run, excused, record())[0] == (False, "held, fell in the baseline")
+
+
+def test_an_excuse_will_do_for_a_cell_that_the_baseline_has_not_run(
+    run: MakeRun, record: Make, fallen: Make, skip: Make
+) -> None:
+    fresh = gate(run(record()), run(record(), fallen(case="new", excused="known")), Limits())
+    assert fresh.held
+    assert not any(worse for worse, _ in judge(run, skip(), fallen(excused="known")))
+
+
+OLD3 = Path(__file__).with_name("data") / "schema3.json"
+
+
+def test_a_baseline_of_an_older_schema_holds_a_new_run(record: Make) -> None:
+    """What schema 3 did not write down is no loss, what it did is compared."""
+    old = store.read(OLD3)
+    new = replace(old, run="new", records=tuple(
+        replace(one, answers={**one.answers, "bound": Answer(True, "within the bound")}) if one.measures else one
+        for one in old.records
+    ))  # fmt: skip
+    found = gate(old, new, Limits())
+    assert (found.compared, found.changes) == (len(old.records), ())
+    worse = [replace(one, measures={**one.measures, "max_ulps": 1e9}) if one.verdict else one for one in new.records]
+    changed = gate(old, replace(new, records=tuple(worse)), Limits())
+    assert len(changed.worse) == sum(one.verdict is not None for one in old.records)
+
+
+def test_what_an_older_baseline_blames_on_no_check_may_be_gone(run: MakeRun, record: Make) -> None:
+    whole = record(outcome="fell", answers={"outcome": Answer(False, "the outcome", "some reason")})
+    assert judge(run, whole, record()) == [(False, "held, fell in the baseline")]
+
+
+def test_limits_are_used(run: MakeRun, record: Make, tmp_path: Path) -> None:
     new = record(measures={"bias": Estimate(0.3, 0.02), "max_ulps": 9.0})
-    assert judge(run, record(), new, fail=Limits(bias=1.0, max=10.0)) == []
-    assert len(judge(run, record(), new, fail=Limits(bias=1.0, max=10.0, share=0.0))) == 0
-    assert len(judge(run, record(), new, fail=Limits(bias=0.1, max=7.0))) == 2
+    assert judge(run, record(), new, fail=limits("bias:1,max:10", tmp_path)) == []
+    assert len(judge(run, record(), new, fail=limits("bias:1,max:10,share:0", tmp_path))) == 0
+    assert len(judge(run, record(), new, fail=limits("bias:0.1,max:7", tmp_path))) == 2
 
 
 def test_the_command_falls_with_exit_code_1_and_the_way_to_rerun(
@@ -264,17 +383,21 @@ def test_the_command_falls_with_exit_code_1_and_the_way_to_rerun(
     assert main(["gate", str(old), str(new)]) == 1
     out = capsys.readouterr().out
     assert out.startswith(f"gate FELL: 2 cells compared with {old}: 2 worse, 0 better\nworse   cpu-flash@paper-random")
-    assert "        rerun: pytest tests/matrix --kernels flash@paper" in out
+    assert f"        rerun: {runnable('pytest tests/matrix --kernels flash@paper')}" in out
     assert main(["gate", str(new), str(old)]) == 0
     assert main(["gate", str(old), str(new), "--across"]) == 0
     assert main(["gate", str(old), str(keep(run(platform={"level": "avx2"}), "other"))]) == 2
     assert f"tiebreak gate: {old}: platform.level" in capsys.readouterr().err
 
 
-def test_the_command_uses_the_limits(run: MakeRun, record: Make, keep: Keep) -> None:
+def test_the_command_uses_the_limits(
+    run: MakeRun, record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
+) -> None:
     old, new = keep(run(record()), "old"), keep(run(record(measures={"bias": Estimate(0.2, 0.01)})), "new")
     assert main(["gate", str(old), str(new)]) == 1
     assert main(["gate", str(old), str(new), "--fail", "bias:0.5"]) == 0
+    assert main(["gate", str(old), str(new), "--fail", "bais:0.5"]) == 2
+    assert capsys.readouterr().err.startswith("tiebreak gate: --fail: unknown limit 'bais': known are bias, ")
 
 
 def test_an_updated_baseline_has_a_stable_order_and_nothing_that_changes_by_itself(
@@ -325,11 +448,11 @@ def test_a_baseline_is_not_replaced_by_less(
 
 
 def test_github_gets_the_findings(
-    run: MakeRun, record: Make, keep: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: MakeRun, record: Make, fallen: Make, keep: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
     old = keep(run(*(record(case=f"c{number}") for number in range(30))), "old")
-    new = keep(run(*(record(case=f"c{number}", outcome="fell", reasons=("<b>",)) for number in range(30))), "new")
+    new = keep(run(*(fallen(case=f"c{number}", why="<b>") for number in range(30))), "new")
     assert main(["gate", str(old), str(new)]) == 1
     text = (tmp_path / "summary.md").read_text(encoding="utf-8")
     assert text.startswith("### tiebreak: the gate fell (30 cells compared")

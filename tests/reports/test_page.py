@@ -4,7 +4,6 @@ import builtins
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,17 @@ import pytest
 from tiebreak.reports.cli import main
 from tiebreak.reports.figures import figures
 from tiebreak.reports.page import page
-from tiebreak.reports.records import Estimate, HistogramRecord, Record, Run, TraceRecord
+from tiebreak.reports.records import (
+    Answer,
+    CaseRecord,
+    Estimate,
+    ExperimentRecord,
+    HistogramRecord,
+    MeasureRecord,
+    Record,
+    Run,
+    TraceRecord,
+)
 from tiebreak.reports.svg import draw, ticks
 
 Keep = Callable[[Run, str], Path]
@@ -44,10 +53,14 @@ def data_of(html: str) -> dict[str, Any]:
 
 def evil_run(run: MakeRun, record: Make) -> Run:
     trace = TraceRecord((0.0, 1.0), (1,))
-    cells = [record(EVIL, f"tied_maxima[k={k}]", trace=trace if k == 2 else None) for k in (2, 3)]
-    return run(
-        *cells, record("b", EVIL, outcome="fell", reasons=(EVIL,)), platform={"cpu": EVIL, "torch": EVIL, "os": EVIL}
-    )
+    cells = [record(EVIL, f"tied_maxima[k={k}]", evidence={"trace": trace} if k == 2 else {}) for k in (2, 3)]
+    fell = record("b", EVIL, outcome="fell", answers={EVIL: Answer(False, EVIL, EVIL)}, excused=EVIL, shown=EVIL)
+    odd = record("c", "d", experiment=EVIL, measures={EVIL: 1.0})
+    described = {
+        "measures": {EVIL: MeasureRecord(EVIL, EVIL, column=True)},
+        "experiments": {EVIL: ExperimentRecord(EVIL, EVIL, EVIL)},
+    }
+    return run(*cells, fell, odd, platform={"cpu": EVIL, "torch": EVIL, "os": EVIL}, **described)
 
 
 def test_the_page_is_one_file_that_asks_for_nothing(telling: Run) -> None:
@@ -73,10 +86,33 @@ def test_strings_of_records_are_escaped(run: MakeRun, record: Make) -> None:
 
 def test_the_data_have_every_cell(telling: Run) -> None:
     data = data_of(page([telling, telling], ["a", "b"], []))
-    assert len(data["cells"]) == 2 * sum(not record.trained for record in telling.records)
+    assert len(data["cells"]) == 2 * sum(record.experiment == "call" for record in telling.records)
     assert len(data["strings"]) == len(set(data["strings"]))
     nan = next(cell for cell in data["cells"] if data["strings"][cell[4]] == "huge")
-    assert nan[8:] == [None, 0.02 if nan[9] else None, 0.35, None, 7, 1e-05, 1.0]
+    assert [(name, estimated) for name, _, _, estimated in data["measures"]] == [
+        ("bias", True), ("rms_ulps", False), ("max_ulps", False), ("delta_bias", True), ("nonfinite", False)
+    ]  # fmt: skip
+    # Every measure, with the half width of its interval where it has one.
+    assert nan[11:] == [None, None, 0.35, None, 1e-05, 2e-05, 7]
+    assert [data["strings"][at] for at in nan[5:11]] == ["fell", "nonfinite", "call", "NaN", "NaN", ""]
+    empty = {data["strings"][cell[4]]: data["strings"][cell[9]] for cell in data["cells"] if cell[11] is None}
+    assert empty == {"huge": "NaN", "random": "skip", "odd": "crash"}
+
+
+def test_a_measure_is_a_column_if_it_says_so_and_the_kind_of_experiment_names_what_is_coloured(
+    run: MakeRun, record: Make
+) -> None:
+    described = {
+        "measures": {"wobble": MeasureRecord("made up", "deg", column=True)},
+        "experiments": {"swing": ExperimentRecord("a swing", "what wobbles.", headline="wobble")},
+    }
+    html = page([run(record(experiment="swing", measures={"wobble": 0.25}), **described)], ["a"], [])
+    data = data_of(html)
+    assert data["measures"][-1] == ["wobble", "deg", "made up", False]
+    assert "error_over_bound" not in [measure[0] for measure in data["measures"]]
+    assert data["heats"] == {"swing": "wobble"}
+    assert data["cells"][0][-1] == 0.25
+    assert "<p>swing: what wobbles.</p>" in html
 
 
 def test_figures_show_the_most_biased_and_the_least(run: MakeRun, record: Make) -> None:
@@ -85,7 +121,7 @@ def test_figures_show_the_most_biased_and_the_least(run: MakeRun, record: Make) 
         trace = TraceRecord((0.0, error), at_one)
         return [
             record(kernel, f"tied_maxima[k={k}]", measures={"bias": Estimate(bias / k, 0.01)},
-                   trace=trace if k == 2 else None, histogram=bins if k == 2 else None)
+                   evidence={"trace": trace, "histogram": bins} if k == 2 else {})
             for k in (2, 4)
         ]  # fmt: skip
 
@@ -139,15 +175,14 @@ def test_nothing_is_written_where_input_cannot_be_read(
 def test_training_runs_have_figures_of_the_well_known_kernels_and_the_worst_other(run: MakeRun, trained: Make) -> None:
     names = ("flash@train", "fair@train_l_rounded", "flash@train_l_rounded")
     growth = trained("flash@train_l_rounded", "train_runaway")
-    assert growth.training is not None
-    other = replace(growth.training, headline="wq_norm_growth")
     cells = [*(trained(name) for name in names), trained("mild", value=1e-4), trained("worse", value=-3e-3),
-             replace(growth, training=other)]  # fmt: skip
-    # A later snippet of the same measure is another figure's matter: one is enough.
-    late = trained("late", "train_late", value=1.0)
-    assert late.training is not None
-    cells.append(replace(late, training=replace(late.training, label="B")))
-    drift, norm = figures([run(*cells)], ["a platform"])
+             growth, trained("late", "train_late", value=1.0)]  # fmt: skip
+    described = {
+        "train_runaway": CaseRecord("W_Q grows", label="Q", headline="wq_norm_growth"),
+        # A later snippet of the same measure is another figure's matter: one is enough.
+        "train_late": CaseRecord("late", label="B", headline="delta_error_mean"),
+    }
+    drift, norm = figures([run(*cells, cases=described)], ["a platform"])
     assert [line.label for line in drift.series] == ["fair@train_l_rounded", "flash@train_l_rounded", "worse (cpu)"]
     # The series is 2e-3, none, 1e-3.
     assert [sum_ for _, sum_ in drift.series[0].points] == pytest.approx([2e-3, 2e-3, 3e-3])
@@ -158,7 +193,7 @@ def test_training_runs_have_a_table_on_the_page_and_their_strings_are_escaped(ru
     html = page([run(trained(EVIL))], ["a"], [])
     assert EVIL not in html
     assert '<h2 id="training">' in html
-    assert "<td>+2.0e-03</td>" in html
+    assert "<td>+2.0e-03 ·</td>" in html
     assert 'id="training"' not in page([run()], ["a"], [])
 
 

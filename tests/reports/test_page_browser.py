@@ -16,7 +16,7 @@ import pytest
 from tiebreak.reports.audit import Audit, Audits
 from tiebreak.reports.figures import figures
 from tiebreak.reports.page import page
-from tiebreak.reports.records import Estimate, Record, Run, TraceRecord
+from tiebreak.reports.records import Answer, Estimate, MeasureRecord, Record, Run, TraceRecord
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
@@ -121,19 +121,31 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def file(
-    telling: Run, audits: Audits, record: Callable[..., Record], skip: Callable[..., Record], tmp_path: Path
+    telling: Run,
+    audits: Audits,
+    run: Callable[..., Run],
+    record: Callable[..., Record],
+    skip: Callable[..., Record],
+    tmp_path: Path,
 ) -> Path:
     """A page of two platforms and an audit, with names and a reason that would like to be code."""
     trace = TraceRecord((0.0, 0.5), (1,))
     more = (
-        record(EVIL, "tied_maxima[k=2]", outcome="fell", reasons=(EVIL,), trace=trace),
+        record(
+            EVIL,
+            "tied_maxima[k=2]",
+            outcome="fell",
+            answers={"x": Answer(False, EVIL, EVIL)},
+            evidence={"trace": trace},
+        ),
+        record(EVIL, "excused", outcome="fell", excused=EVIL, shown="+0.50 B"),
         record(EVIL, EVIL, outcome="inconclusive", verdict="inconclusive"),
         record("sdpa", "mixed", verdict=None),
         record("sdpa", "dark", measures={"bias": Estimate(0.9, 0.01)}),
         record("sdpa", "darkest", measures={"bias": Estimate(-99.0, 0.01)}),
         skip("sdpa", "slow", "timed_out"),
     )
-    first = replace(telling, records=(*telling.records, *more))
+    first = run(*telling.records, *more)
     runs, labels = [first, replace(telling, run="b" * 32)], [f"first {EVIL}", "second"]
     path = tmp_path / "index.html"
     path.write_text(page(runs, labels, figures(runs, labels), {"": audits}), encoding="utf-8")
@@ -204,13 +216,13 @@ def test_every_cell_is_in_a_map_with_its_outcome_in_words_or_marks(browser: Brow
     browser.open(file, 1600)
     assert browser.ask("document.querySelectorAll('#maps details').length") == 4
     texts = browser.ask("[...document.querySelectorAll('.heat td')].map((td) => td.textContent)")
-    assert {"NaN!", "skip", "crash", "time", "missing", "+0.23!", "+0.01?"} <= set(texts)
+    assert {"NaN!", "skip", "crash", "time", "missing", "+0.23 B!", "+0.01 ??", "(+0.50 B)", "+0.23 B ·"} <= set(texts)
 
 
 def test_hovering_over_a_cell_shows_its_numbers(browser: Browser, file: Path) -> None:
     browser.open(file, 400)
     place = browser.ask(
-        "(() => { const td = [...document.querySelectorAll('.heat td')].find((td) => td.textContent === '+0.23!');"
+        "(() => { const td = [...document.querySelectorAll('.heat td')].find((td) => td.textContent === '+0.23 B!');"
         " td.scrollIntoView({block: 'center', inline: 'center'}); const box = td.getBoundingClientRect();"
         " return [box.x + box.width / 2, box.y + box.height / 2]; })()"
     )
@@ -219,7 +231,7 @@ def test_hovering_over_a_cell_shows_its_numbers(browser: Browser, file: Path) ->
         "(() => { const tip = document.getElementById('tip'); return tip.hidden ? '' : tip.textContent; })()"
     )
     assert "sdpa, no_tail" in tip
-    assert "bias +0.23000 ± 0.01000 ulp" in tip
+    assert "bias 0.23 ± 0.01 ulp" in tip
     assert "claim fell: unbiased" in tip
     left, right = browser.ask("(() => { const box = tip.getBoundingClientRect(); return [box.left, box.right]; })()")
     assert 0 <= left < right <= 400
@@ -231,7 +243,7 @@ ROWS = "[...document.querySelectorAll('#cells tbody tr')].map((tr) => [...tr.cel
 def test_the_filter_works(browser: Browser, file: Path) -> None:
     browser.open(file, 1600)
     total = len(browser.ask(ROWS))
-    assert total == 14 + 6 + 14
+    assert total == 14 + 7 + 14
 
     def typed(words: str) -> list[list[str]]:
         browser.ask(f"words.value = {json.dumps(words)}; words.dispatchEvent(new Event('input'))")
@@ -253,7 +265,7 @@ def test_the_sort_works_both_ways_and_leaves_what_is_missing_last(browser: Brows
     browser.open(file, 1600)
     for way in ("ascending", "descending"):
         browser.ask(
-            "[...document.querySelectorAll('#cells th button')].find((b) => b.textContent === 'bias, ulps').click()"
+            "[...document.querySelectorAll('#cells th button')].find((b) => b.textContent === 'bias, ulp').click()"
         )
         biases = [row[4] for row in browser.ask(ROWS)]
         numbers = [float(text) for text in biases if text]
@@ -288,6 +300,22 @@ def test_names_of_cases_stand_on_one_line_unless_they_would_fill_the_screen(
     (short, _), (_, long) = browser.ask(boxes)
     assert short < 30
     assert long <= 0.5 * width
+
+
+def test_a_measure_may_have_any_name(
+    browser: Browser, run: Callable[..., Run], record: Callable[..., Record], tmp_path: Path
+) -> None:
+    """Also that of a field."""
+    names = ("case", "heat", "__proto__", "platform")
+    described = {name: MeasureRecord(name, column=True) for name in names}
+    path = tmp_path / "names.html"
+    odd = record(measures=dict.fromkeys(names, 7.0))
+    path.write_text(page([run(odd, measures=described)], ["one"], []), encoding="utf-8")
+    browser.open(path, 1600)
+    assert browser.complaints() == []
+    assert [row[1] for row in browser.ask(ROWS)] == ["random"]
+    assert browser.ask(ROWS)[0].count("7") == len(names)
+    assert browser.ask("document.querySelector('.heat td').textContent") == "+0.01 ·"
 
 
 def test_keyboards_reach_every_control(browser: Browser, file: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 import pytest
 
 from tiebreak.matrix.gating import Gatekeeper
+from tiebreak.matrix.keeper import measures
 from tiebreak.reports import store
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.records import Run
+from tiebreak.reports.records import Estimate, Run
 
 MATRIX = Path(__file__).parents[1] / "matrix" / "test_cells.py"
 QUICK = ["--backend", "cpu", "--kernels", "flash@paper", "--heads", "16", "--out", "out"]
 CASES = ["--cases", "tied_maxima[k=2],random"]
+SCHEMA_3 = Path(__file__).with_name("data") / "schema3.json"
 IDS = ["cpu-flash@paper-tied_maxima[k=2]-bf16", "cpu-flash@paper-random-bf16"]
 KERNEL = """
 import pytest
@@ -65,11 +68,15 @@ def junit(name: str) -> dict[str, str | None]:
 def check_junit() -> None:
     """JUnit's XML carries the numbers and not the whole record."""
     (record,) = (one for one in store.read(Path("out/last.json")).records if one.id == IDS[0])
-    assert record.measures is not None
+    bias = record.measures["bias"]
+    assert isinstance(bias, Estimate)
     properties = junit(IDS[0])
-    assert properties["tiebreak.bias_ulps"] == str(record.measures.bias.mean)
+    assert properties["tiebreak.bias"] == str(bias.mean)
+    assert properties["tiebreak.bias_half_width"] == str(bias.half_width)
+    assert properties["tiebreak.max_ulps"] == str(record.measures["max_ulps"])
     assert properties["tiebreak.verdict"] == "biased"
-    assert properties["tiebreak.repeatable"] == "True"
+    assert properties["tiebreak.repeatable_met"] == "True"
+    assert {f"tiebreak.{name}_met" for name in record.answers} <= properties.keys()
     assert "tiebreak" not in properties
 
 
@@ -89,7 +96,7 @@ def test_the_gate_works_without_workers(matrix: Matrix, baseline: Path, change: 
     assert matrix("--baseline", str(baseline), "--junitxml", "junit.xml").ret == 0
     check_junit()
     change(baseline, ["records", 0, "measures", "max_ulps"], 0.0)
-    change(baseline, ["records", 0, "measures", "repeatable"], None)
+    change(baseline, ["records", 0, "answers", "repeatable"], ...)
     worse = matrix("--baseline", str(baseline), "--fail", "max:0.01")
     assert worse.ret == 1
     worse.stdout.fnmatch_lines([f"gate FELL: 2 cells compared with {baseline}: 1 worse, 0 better"])
@@ -132,13 +139,34 @@ def test_a_baseline_of_another_platform_is_refused_before_any_work(
         (["--across"], "--across is about a baseline: it needs --baseline FILE"),
         (["--update-baseline"], "--update-baseline is about a baseline"),
         (["--fail", "bias:1"], "--fail is about a baseline"),
-        (["--baseline", "none.json", "--fail", "bais:1"], "--fail: unknown limit 'bais': known are bias, max, share"),
+        (["--baseline", "none.json", "--fail", "bais:1"], "--fail: unknown limit 'bais': known are bias, .*max, share"),
     ],
 )
 def test_bad_usage_is_refused(pytester: pytest.Pytester, arguments: list[str], said: str) -> None:
     config = pytester.parseconfig(MATRIX, *arguments)
     with pytest.raises((UsageError, store.UnreadableRecordsError), match=said):
-        Gatekeeper(config, {}, {}, lambda: None)
+        Gatekeeper(config, {}, {}, lambda: None, measures())
+
+
+def test_an_unknown_limit_is_refused_before_any_work(matrix: Matrix, pytester: pytest.Pytester, baseline: Path) -> None:
+    Path("out/last.json").unlink()
+    refused = pytester.runpytest_subprocess(MATRIX, *QUICK, *CASES, "--baseline", str(baseline), "--fail", "bais:1")
+    assert refused.ret == 2
+    refused.stderr.fnmatch_lines(["*--fail: unknown limit 'bais': known are bias, *, max, share"])
+    assert not Path("out/last.json").exists()
+
+
+def test_a_baseline_of_schema_3_gates_a_run(pytester: pytest.Pytester, matrix: Matrix, change: Change) -> None:
+    """Made by the suite as it was, of another platform, whose numbers don't count: its claims do."""
+    shutil.copy(SCHEMA_3, "old.json")
+    cells = ["--backend", "cpu", "--kernels", "flash@paper", "--cases", "tied_maxima[k=2],random_mixed_v"]
+    held = matrix("--baseline", "old.json", "--across", cells=(*cells, "--heads", "16", "--out", "out"))
+    assert held.ret == 0
+    held.stdout.fnmatch_lines(["gate held: 2 cells compared with old.json: 0 worse, 0 better"])
+    change(Path("old.json"), ["records", 1, "claim", "expectation"], "unbiased")
+    fell = matrix("--baseline", "old.json", "--across", cells=(*cells, "--heads", "16", "--out", "out"))
+    assert fell.ret == 1
+    fell.stdout.fnmatch_lines(["worse   cpu-flash@paper-tied_maxima*: claim: asks *, unbiased in the baseline"])
 
 
 def test_an_interrupted_run_keeps_what_was_done_and_no_baseline(pytester: pytest.Pytester) -> None:
@@ -160,7 +188,7 @@ def test_records_are_kept_on_the_way(matrix: Matrix, monkeypatch: pytest.MonkeyP
         kept.append((len(run.records), run.complete))
         write(run, path)
 
-    monkeypatch.setattr("tiebreak.matrix.plugin._CHECKPOINT", 1)
+    monkeypatch.setattr("tiebreak.matrix.keeper._CHECKPOINT", 1)
     monkeypatch.setattr(store, "write", note)
     assert matrix().ret == 0
     assert kept == [(1, False), (2, False), (2, True)]
@@ -196,6 +224,10 @@ def test_every_file_that_the_matrix_writes_fits_the_published_schema(matrix: Mat
     assert matrix(cells=cells).ret == 0
     plain = json.loads(Path("out/last.json").read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator(json.loads(schema.read_text(encoding="utf-8"))).validate(plain)
-    traced = [record for record in plain["records"] if record["trace"]]
-    assert {record["case"] for record in traced} == {"tied_maxima[k=2]"}
-    assert all(record["histogram"] for record in traced)
+    drawn = {record["case"]: record.get("evidence", {}).keys() for record in plain["records"]}
+    assert drawn == {"tied_maxima[k=2]": {"histogram", "trace"}, "random": set()}
+    run = store.read(Path("out/last.json"))
+    assert {name for record in run.records for name in record.measures} == run.measures.keys()
+    assert {name for record in run.records for name in record.answers} == run.checks.keys()
+    assert {record.case for record in run.records} == run.cases.keys()
+    assert {record.experiment for record in run.records} == run.experiments.keys()

@@ -9,6 +9,7 @@ import pytest
 from tiebreak.reports import store, tables
 from tiebreak.reports.cli import main
 from tiebreak.reports.records import OUTCOMES, Record, Run
+from tiebreak.reports.rerun import runnable
 
 Keep = Callable[[Run, str], Path]
 Make = Callable[..., Record]
@@ -29,8 +30,8 @@ def show(telling: Run, keep: Keep, capsys: pytest.CaptureFixture[str]) -> Callab
 def test_the_table_shows_every_cell_and_what_fell(show: Callable[..., str]) -> None:
     out = show()
     assert "17 cells: 12 held, 3 fell, 1 crashed, 1 skipped" in out
-    assert "fell cpu-sdpa-no_tail-bf16\n    claim fell: unbiased\n    rerun: pytest" in out
-    for text in ("+0.23 B", "!+0.23 B!", "!NaN!", "skip", "!crash!", "emulation, bf16", "cpu, bf16"):
+    assert f"fell cpu-sdpa-no_tail-bf16\n    claim fell: unbiased\n    rerun: {runnable('pytest')}" in out
+    for text in ("+0.23 B ·", "!+0.23 B!", "!NaN!", "skip", "!crash!", "emulation, bf16", "cpu, bf16"):
         assert text in out
 
 
@@ -39,16 +40,39 @@ def test_training_runs_have_a_table_of_their_own(show: Callable[..., str]) -> No
     table = out[out.index("training, cpu, seed 1") :]
     assert "train_drift" not in out[: -len(table)]
     rows = {line.split()[0]: line.split()[1:] for line in table.splitlines() if line.startswith(("flash", "sdpa"))}
-    assert rows == {"flash@train": ["+2.0e-03", "fails"], "sdpa": ["+2.0e-03", "!nan!", "fails"]}
+    assert rows == {"flash@train": ["+2.0e-03", "·", "fails"], "sdpa": ["+2.0e-03", "·", "!nan!", "fails"]}
     assert "A, train_drift: delta errs" in table
     assert show("--cases", "train_drift").startswith("training, cpu, seed 1")
 
 
-def test_csv_has_the_headline_of_a_training_run(show: Callable[..., str]) -> None:
+def test_csv_has_the_measures_of_a_training_run(show: Callable[..., str]) -> None:
     rows = list(csv.DictReader(io.StringIO(show("--format", "csv", "--cases", "train_drift"))))
-    assert [(row["trained_measure"], row["trained_value"], row["bias"]) for row in rows] == [
-        ("delta_error_mean", "0.002", "")
-    ] * 2
+    assert [(row["delta_error_mean"], row["shown"], row["bias"]) for row in rows] == [("0.002", "+2.0e-03", "")] * 2
+
+
+def test_csv_has_intervals_answers_and_excuses(
+    run: Callable[..., Run], record: Make, fallen: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = keep(run(record(), fallen(case="b", excused="known", answers={"repeatable": None})), "a")
+    assert main(["show", str(path), "--format", "csv"]) == 0
+    fell, held = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert (held["bias"], held["bias_half_width"]) == ("0.01", "0.02")
+    assert "max_ulps_half_width" not in held
+    assert (held["claim"], held["claim_met"], held["repeatable_met"]) == ("unbiased", "True", "True")
+    assert (fell["claim_met"], fell["repeatable"], fell["repeatable_met"]) == ("False", "", "")
+    assert (fell["excused"], fell["reasons"], held["excused"]) == ("known", "claim fell: unbiased", "")
+
+
+def test_excused_cells_stand_in_parentheses_with_their_reasons(
+    run: Callable[..., Run], record: Make, fallen: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = keep(run(record(), fallen(case="b", excused="known")), "a")
+    assert main(["show", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "(+0.01)" in out
+    assert "2 cells: 1 held, 1 excused" in out
+    assert "excused cpu-flash@paper-b-bf16: known (claim fell: unbiased)" in out
+    assert "rerun" not in out
 
 
 def test_filters_take_lists_globs_and_names_with_brackets(show: Callable[..., str]) -> None:
@@ -116,7 +140,7 @@ def test_github_and_latex_escape_names(
 
 def test_counts_know_every_outcome(record: Make) -> None:
     records = [record(case=name, outcome=name) for name in OUTCOMES]
-    expected = "6 cells: 1 held, 1 fell, 1 inconclusive, 1 crashed, 1 timed out, 1 skipped"
+    expected = "7 cells: 1 held, 1 measured, 1 fell, 1 inconclusive, 1 crashed, 1 timed out, 1 skipped"
     assert tables.counts(records) == expected
 
 

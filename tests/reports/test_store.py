@@ -2,6 +2,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tiebreak.reports
-from tiebreak.reports import store
+from tiebreak.reports import records, store, tables
+from tiebreak.reports.compare import render
+from tiebreak.reports.comparison import compare, platform_labels
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.figures import figures
+from tiebreak.reports.gate import gate, report
+from tiebreak.reports.limits import Limits
+from tiebreak.reports.page import page
 from tiebreak.reports.records import SCHEMA, Estimate, Record, Run
+from tiebreak.reports.show import as_csv
 from tiebreak.reports.store import MAX_BYTES, UnreadableRecordsError, UnwritableFolderError
 
 SCHEMA_FILE = Path(tiebreak.reports.__file__).with_name("schema.json")
 OLD = Path(__file__).with_name("data") / "schema1.json"
+OLD3 = Path(__file__).with_name("data") / "schema3.json"  # every outcome, a training run and a skip among them
+OLDER = (OLD, OLD3)
 
 
 @cache
@@ -45,20 +56,132 @@ def test_what_is_written_is_read_again_and_fits_the_published_schema(telling: Ru
     validator().validate(json.loads((tmp_path / "a.json").read_text(encoding="utf-8")))
 
 
-def test_the_published_schema_is_of_this_version() -> None:
-    assert json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"]["schema"]["const"] == SCHEMA
+def test_the_published_schema_is_of_this_version_and_has_every_field_with_a_line_on_it() -> None:
+    published = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
+    assert published["properties"]["schema"]["const"] == SCHEMA
+    parts = {
+        "estimate": Estimate,
+        "answer": records.Answer,
+        "measure": records.MeasureRecord,
+        "check": records.CheckRecord,
+        "case": records.CaseRecord,
+        "experiment": records.ExperimentRecord,
+        "trace": records.TraceRecord,
+        "histogram": records.HistogramRecord,
+        "series": records.SeriesRecord,
+        "record": Record,
+    }
+    assert set(published["$defs"]) == {*parts, "value", "evidence"}
+    for name, kind in parts.items():
+        part = published["$defs"][name]
+        assert part["properties"].keys() == {field.name for field in fields(kind)}, name
+        needed = {field.name for field in fields(kind) if field.default is field.default_factory is MISSING}
+        assert set(part["required"]) == needed, name
+    assert published["properties"].keys() == set(published["required"]) == {field.name for field in fields(Run)}
+    assert published["$defs"]["evidence"]["properties"].keys() == records.EVIDENCE.keys()
+    assert published["$defs"]["record"]["properties"]["outcome"]["enum"] == list(records.OUTCOMES)
+    for part in (published, *published["$defs"].values()):
+        assert part["description"]
+        for name, field in part.get("properties", {}).items():
+            assert field.get("description") or "$ref" in field, name
+
+
+def test_the_file_describes_what_its_records_have(telling: Run) -> None:
+    for run in (telling, *map(store.read, OLDER)):
+        assert {name for record in run.records for name in record.measures} == run.measures.keys()
+        assert {name for record in run.records for name in record.answers} == run.checks.keys()
+        assert {record.case for record in run.records} == run.cases.keys()
+        assert {record.experiment for record in run.records} == run.experiments.keys()
 
 
 def test_an_older_schema_is_read() -> None:
     run = store.read(OLD)
     plain = json.loads(OLD.read_text(encoding="utf-8"))
     assert (plain["schema"], run.schema) == (1, SCHEMA)
-    traced, untraced = sorted(run.records, key=lambda record: record.trace is None)
-    assert traced.trace is not None
-    assert traced.trace.error == tuple(plain["records"][1]["trace"]["error"])
-    assert untraced.trace is None
-    assert all(record.measures is not None and record.measures.repeatable is None for record in run.records)
+    traced, untraced = sorted(run.records, key=lambda record: "trace" not in record.evidence)
+    assert traced.evidence["trace"].error == tuple(plain["records"][1]["trace"]["error"])
+    assert "trace" not in untraced.evidence
+    assert [record.measures["max_ulps"] for record in run.records] == [
+        old["measures"]["max_ulps"] for old in plain["records"]
+    ]
+    assert all("repeatable" not in record.answers for record in run.records), "nobody had looked"
     validator().validate(json.loads(json.dumps(run.as_dict())))
+
+
+def test_schema_3_keeps_what_it_said() -> None:
+    """Outcomes, reasons, numbers and evidence of a run of the suite when it wrote schema 3."""
+    plain = json.loads(OLD3.read_text(encoding="utf-8"))
+    assert plain["schema"] == 3
+    run = store.read(OLD3)
+    validator().validate(json.loads(json.dumps(run.as_dict())))
+    before, after = ({one["id"]: one for one in plain["records"]}, {one.id: one for one in run.records})
+    assert before.keys() == after.keys()
+    outcomes = {name.removeprefix("cpu-").removesuffix("-bf16"): one.outcome for name, one in after.items()}
+    assert outcomes == {
+        "flash@paper-random_mixed_v": "measured",  # it cancels: neither a claim nor a prediction was asked of it
+        "flash@paper-tied_maxima[k=2]": "held",
+        "flash@paper-train_drift": "measured",
+        "mine-padded": "skipped",
+        "mine-random_causal": "crashed",
+        "mine-random_odd": "fell",
+        "mine-tied_maxima[k=2]": "fell",
+        "undeclared-tied_maxima[k=2]": "measured",
+    }
+    for name, old in before.items():
+        new = after[name]
+        assert all(text in "; ".join(new.reasons) for text in old["reasons"])
+        assert bool(old["reasons"]) == bool(new.reasons)
+        if old["claim"] is not None:
+            claim = new.answers["claim"]
+            assert (claim.met, claim.asked, claim.source) == tuple(
+                old["claim"][key] for key in ("met", "expectation", "source")
+            )
+        if old["prediction"] is not None:
+            assert new.answers["prediction"].met == old["prediction"]["met"]
+            assert new.measures["equal_bits"] == old["prediction"]["equal_bits"]
+        if old["measures"] is not None:
+            assert new.number("bias") == old["measures"]["bias"]["mean"]
+            assert new.met("repeatable") == old["measures"]["repeatable"]
+            assert {key: new.measures[key] for key in old["measures"]["gradients"]} == old["measures"]["gradients"]
+        assert new.evidence.get("fits", {}).keys() == old["fits"].keys()
+        assert ("histogram" in new.evidence) == (old["histogram"] is not None)
+    trained, said = after["cpu-flash@paper-train_drift-bf16"], before["cpu-flash@paper-train_drift-bf16"]["training"]
+    assert trained.measures == said["measures"]
+    assert (trained.shown, run.cases["train_drift"].label) == (said["shown"], said["label"])
+    assert list(trained.evidence["series"].steps) == said["steps"]
+    fallen = after["cpu-mine-tied_maxima[k=2]-bf16"]
+    assert {name for name, answer in fallen.answers.items() if answer.met is False} == {"claim", "prediction"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "value", "said"),
+    [
+        (["records", 0, "reasons"], ["a", 1], "records[0].reasons: unknown field"),
+        (["records", 0, "claim"], "unbiased", "records[0].claim: unknown field"),
+        (["records", 0, "measures"], 3, "records[0].measures: expected an object, found 3"),
+        (["records", 0, "measures", "gradients"], 3, ""),
+        (["records", 2, "training"], [], "records[2].training: unknown field"),
+        (["records", 2, "training", "stable"], [], ""),
+        (["records", 2, "training", "shown"], 1, "records[2].shown: expected a string, found 1"),
+        (["records", 1, "prediction", "bias"], {"mean": []}, "records[1].measures.predicted_bias.half_width: missing"),
+        (["records", 1, "evidence"], 1, ""),
+        (["records", 1, "verdict"], ["x"], "records[1].verdict: expected one of"),
+    ],
+)
+def test_an_older_file_with_a_wrong_field_is_refused_in_one_line(
+    steps: Sequence[str | int],
+    value: Any,
+    said: str,
+    tmp_path: Path,
+    change: Callable[[Path, Sequence[str | int], Any], None],
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(OLD3.read_bytes())
+    change(path, steps, value)
+    if said:
+        assert refusal(path).startswith(said)
+    else:
+        store.read(path)  # what no reader needs any more
 
 
 @pytest.mark.parametrize("version", [SCHEMA + 1, 10**6])
@@ -96,21 +219,33 @@ def test_a_file_that_is_no_file_of_records(content: str, said: str, tmp_path: Pa
     [
         (["platform"], ..., "platform: missing"),
         (["platform", "cpu"], ..., "platform.cpu: expected a string"),
+        (["platform", "fingerprint"], [], "platform.fingerprint: expected an object, found []"),
+        (["platform", "fingerprint"], {"cpu": {"a": []}}, "platform.fingerprint.cpu.a: expected a string or a number"),
         (["platform", "extra"], [1, {"deep": float("1e999")}], "not JSON"),
         (["complete"], "yes", "complete: expected true or false, found 'yes'"),
         (["records"], {}, "records: expected a list, found {}"),
         (["records", 0], None, "records[0]: expected an object, found null"),
         (["records", 0, "verdict"], "fine", "records[0].verdict: expected one of biased"),
         (["records", 0, "outcome"], None, "records[0].outcome: expected one of crashed"),
-        (["records", 0, "digest"], ..., "records[0].digest: missing"),
+        (["records", 0, "case"], ..., "records[0].case: missing"),
         (["records", 0, "colour"], "red", "records[0].colour: unknown field"),
         (["records", 0, "heads"], -1, "records[0].heads: expected at least 0, found -1"),
         (["records", 0, "heads"], 2**70, "records[0].heads: expected an integer of 64 bits"),
         (["records", 0, "heads"], True, "records[0].heads: expected an integer"),
-        (["records", 0, "reasons"], ["a", 1], "records[0].reasons[1]: expected a string, found 1"),
+        (["not_run"], ["a", 1], "not_run[1]: expected a string, found 1"),
         (["records", 0, "measures", "bias", "mean"], "0", "records[0].measures.bias.mean: expected a finite number"),
         (["records", 0, "measures", "bias", "half_width"], -0.1, "records[0].measures.bias.half_width: expected at"),
-        (["records", 0, "measures", "gradients", "dq"], [], "records[0].measures.gradients.dq: expected a finite"),
+        (["records", 0, "measures", "gain"], [], "records[0].measures.gain: expected a finite number or null"),
+        (["records", 0, "answers", "claim", "met"], "yes", "records[0].answers.claim.met: expected true or false"),
+        (["records", 0, "answers", "claim", "asked"], ..., "records[0].answers.claim.asked: missing"),
+        (["records", 0, "evidence"], {"trace": {"error": [0]}}, "records[0].evidence.trace.at_one: missing"),
+        (["records", 0, "evidence"], {"fits": {"x": 1}}, "records[0].evidence.fits.x: expected an object, found 1"),
+        (["measures", "bias", "worse"], "up", "measures.bias.worse: expected one of farther, less, more, found 'up'"),
+        (["measures", "bias", "limit"], -1, "measures.bias.limit: expected at least 0, found -1"),
+        (["measures", "bias"], ..., "records[0]: bias: not described in measures"),
+        (["checks", "claim"], ..., "records[0]: claim: not described in checks"),
+        (["cases"], {}, "records[0]: random: not described in cases"),
+        (["experiments"], {}, "records[0]: call: not described in experiments"),
         (["records", 0, "id"], "x\n\x1b[31m", ""),
         (["seconds", "a"], None, "seconds.a: expected a finite number, found null"),
     ],
@@ -136,6 +271,7 @@ def test_a_number_beyond_all_bounds_is_refused(
 ) -> None:
     path = keep(run(), "a")
     text = path.read_text(encoding="utf-8")
+    assert '"gain": 1.0' in text
     path.write_text(text.replace('"gain": 1.0', '"gain": 1e999'))
     assert refusal(path) == "records[0].measures.gain: expected a finite number or null, found inf"
 
@@ -225,9 +361,8 @@ MARK = "\ufffe"
 
 @cache
 def seed_files() -> list[bytes]:
-    old = json.loads(OLD.read_text(encoding="utf-8"))
-    new = json.loads(json.dumps(store.read(OLD).as_dict()))
-    return [json.dumps(plain).encode() for plain in (old, new)]
+    """A file of every schema."""
+    return [*(path.read_bytes() for path in OLDER), store.as_text(store.read(OLD3)).encode()]
 
 
 def mutate(content: bytes, chance: random.Random) -> bytes:
@@ -285,3 +420,22 @@ def test_the_reader_raises_nothing_but_its_own_error(seed: int) -> None:
     assert message.isprintable()
     if run and chance.random() < 0.2:  # the validator is slow
         validator().validate(json.loads(json.dumps(run.as_dict(), allow_nan=False)))
+    if run and chance.random() < 0.1:  # and so are tables
+        shown_everywhere(run)
+
+
+def shown_everywhere(run: Run) -> None:
+    """What is read is shown by every command; a comparison may be refused, in one line."""
+    runs, labels = [run, run], platform_labels([run, run], [Path("a"), Path("b")])
+    assert tables.tables(run) or not run.records
+    assert tables.summary(run)
+    assert as_csv(run).count("\n") > len(run.records)
+    assert page(runs, labels, figures(runs, labels))
+    assert render(compare(runs, labels), everything=True)
+    if not run.complete:
+        with pytest.raises(UsageError):
+            gate(run, run, Limits())
+        return
+    found = gate(run, run, Limits())
+    assert not found.worse
+    assert report(found, Path("a"))

@@ -1,7 +1,6 @@
 """Tables and the figure of training runs over seeds."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,41 +20,59 @@ def rows(text: str) -> dict[str, list[str]]:
     return {cells[0]: [cell.strip() for cell in cells[1:] if cell.strip()] for cells in lines}
 
 
-def test_seeds_are_shown_from_the_lowest_to_the_highest(trained: Make) -> None:
-    found = [trained(value=value, seed=seed) for seed, value in ((1, -1e-3), (2, 3e-3), (3, -2e-3))]
-    text = training_tables(found)
+def test_seeds_are_shown_from_the_lowest_to_the_highest(run: MakeRun, trained: Make) -> None:
+    runs = [run(trained(value=value, seed=seed)) for seed, value in ((1, -1e-3), (2, 3e-3), (3, -2e-3))]
+    text = training_tables(runs)
     assert text.startswith("training, cpu, seeds 1, 2, 3\n")
-    assert rows(text) == {"flash@train": ["-2.0e-03 to +3.0e-03", "fails"]}
+    assert rows(text) == {"flash@train": ["-2.0e-03 to +3.0e-03 ·", "fails"]}
 
 
-def test_seeds_that_read_the_same_are_shown_once(trained: Make) -> None:
-    assert rows(training_tables([trained(), trained(seed=2)])) == {"flash@train": ["+2.0e-03", "fails"]}
+def test_seeds_that_read_the_same_are_shown_once(run: MakeRun, trained: Make) -> None:
+    text = training_tables([run(trained()), run(trained(seed=2))])
+    assert rows(text) == {"flash@train": ["+2.0e-03 ·", "fails"]}
 
 
-@pytest.mark.parametrize(("outcome", "shown"), [("fell", "!+1.0e-03 to +2.0e-03!"), ("held", "+1.0e-03 to +2.0e-03")])
-def test_one_seed_that_fell_marks_all(trained: Make, outcome: str, shown: str) -> None:
-    found = [trained(), trained(value=1e-3, seed=2, outcome=outcome)]
-    assert rows(training_tables(found))["flash@train"][0] == shown
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"outcome": "fell"}, "!+1.0e-03 to +2.0e-03!"),
+        ({"outcome": "fell", "excused": "known"}, "(+1.0e-03 to +2.0e-03)"),
+        ({"outcome": "inconclusive"}, "?+1.0e-03 to +2.0e-03?"),
+        ({"outcome": "held"}, "+1.0e-03 to +2.0e-03 ·"),
+        ({"outcome": "measured"}, "+1.0e-03 to +2.0e-03"),
+    ],
+)
+def test_the_worst_seed_marks_all(run: MakeRun, trained: Make, fields: dict[str, str], shown: str) -> None:
+    runs = [run(trained()), run(trained(value=1e-3, seed=2, **fields))]
+    assert rows(training_tables(runs))["flash@train"][0] == shown
 
 
 @pytest.mark.parametrize(("outcome", "shown"), [("skipped", "skip"), ("crashed", "!crash!"), ("timed_out", "!time!")])
-def test_a_run_that_gave_nothing_says_so(skip: Make, outcome: str, shown: str) -> None:
-    text = training_tables([skip("flash@train", "train_drift", outcome)])
+def test_a_run_that_gave_nothing_says_so(run: MakeRun, skip: Make, outcome: str, shown: str) -> None:
+    text = training_tables([run(skip("flash@train", "train_drift", outcome, experiment="training"))])
     assert rows(text) == {"flash@train": [shown]}
 
 
-def test_a_nan_is_no_lowest_number(trained: Make) -> None:
-    text = training_tables([trained(), trained(value=None, seed=2, outcome="fell")])
+def test_a_nan_is_no_lowest_number(run: MakeRun, trained: Make) -> None:
+    text = training_tables([run(trained()), run(trained(value=None, seed=2, outcome="fell"))])
     assert rows(text)["flash@train"][0] == "!+2.0e-03 to nan!"
 
 
-def test_backends_have_tables_of_their_own_and_other_records_none(trained: Make, record: Make) -> None:
-    text = training_tables([trained(), trained(backend="emulation"), record()])
+def test_backends_have_tables_of_their_own_and_other_records_none(run: MakeRun, trained: Make, record: Make) -> None:
+    text = training_tables([run(trained(), trained(backend="emulation"), record())])
     assert [line for line in text.splitlines() if line.startswith("training")] == [
         "training, cpu, seed 1",
         "training, emulation, seed 1",
     ]
-    assert training_tables([record()]) == ""
+    assert training_tables([run()]) == ""
+
+
+def test_columns_are_headed_and_explained_by_what_the_file_says_of_its_cases(run: MakeRun, trained: Make) -> None:
+    lettered = run(trained(case="train_lm"), trained(), trained(case="unheard_of"))
+    text = training_tables([lettered], "github")
+    assert text.index("A: delta_error_mean") < text.index("L: delta_error_mean") < text.index("unheard_of")
+    assert "A, train_drift: delta errs" in text
+    assert "What differs is the kernel." in text
 
 
 def test_the_command_takes_several_files_and_draws(
@@ -68,7 +85,7 @@ def test_the_command_takes_several_files_and_draws(
     ]
     figure = tmp_path / "new" / "figure.svg"
     assert main(["training", *files, "--figure", str(figure), "--kernels", "flash*"]) == 0
-    assert rows(capsys.readouterr().out) == {"flash@train": ["+1.0e-03 to +2.0e-03", "fails"]}
+    assert rows(capsys.readouterr().out) == {"flash@train": ["+1.0e-03 to +2.0e-03 ·", "fails"]}
     assert figure.stat().st_size > 1000
 
 
@@ -100,8 +117,6 @@ def test_an_unknown_kind_of_figure_is_refused_in_one_line(
     assert not (tmp_path / "x.docx").exists()
 
 
-def test_what_the_paper_says_comes_from_any_seed_that_ran(trained: Make, skip: Make) -> None:
-    stable = trained()
-    assert stable.training is not None
-    found = [skip("flash@train", "train_lm"), replace(stable, training=replace(stable.training, stable=True))]
-    assert rows(training_tables(found))["flash@train"][-1] == "stable"
+def test_what_the_paper_says_comes_from_any_seed_that_ran(run: MakeRun, trained: Make, skip: Make) -> None:
+    lost, stable = skip("flash@train", "train_lm", experiment="training"), trained(evidence={"paper": "stable"})
+    assert rows(training_tables([run(lost, stable)]))["flash@train"][-1] == "stable"

@@ -7,7 +7,7 @@ device, and as on an Apple GPU and an NPU there is no float64. A process has one
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16
-from tiebreak.matrix.cell import Cell, Settings, TrainingCell
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.training import TrainingRun, trained_kernel
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.training import trained_kernel
+from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 
 NAME = "stand_in"
@@ -123,16 +125,16 @@ def experiments(backend: Backend) -> dict[str, Any]:
     """One experiment of every kind: its outcome and what it measured."""
     bench = Workbench(Settings(seed=1, heads=16))
     case = next(case for case in SCRIPTED if case.name == "random_causal")
-    call = run_cell(Cell(backend, backend.kernel("flash@paper"), case, BF16), bench)
+    call = run_cell(Cell(backend, backend.kernel("flash@paper"), Call(case), BF16), bench)
     snippet = replace(SNIPPETS["train_drift"], steps=STEPS)
     kernel = trained_kernel(VARIANTS["fair@train"])
-    training = run_cell(TrainingCell(backend, kernel, snippet, BF16), bench)
+    training = run_cell(Cell(backend, kernel, TrainingRun(snippet), BF16), bench)
     assert call.measures, call.reasons
-    assert training.training, training.reasons
+    assert training.measures, training.reasons
     return {
-        "call": [call.outcome, call.digest, asdict(call.measures)],
+        "call": [call.outcome, call.digest, call.as_dict()["measures"]],
         "losses": training.digest,
-        "monitors": dict(training.training.measures),
+        "monitors": dict(training.measures),
         "fingerprint": dict(backend.fingerprint()),
     }
 

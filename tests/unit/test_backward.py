@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.bounds import error_bound
+from tiebreak.cases.errors import Errors, measure
 from tiebreak.cases.gradients import cosine, gradient_measures, weight_gradient
-from tiebreak.cases.measures import Measures, measure
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import Verdict, judge
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
@@ -172,7 +172,7 @@ def _on_tied(kernel: str) -> AttentionOutput:
     return EMULATION.run(composed_kernel(kernel), _tied()[0], gradients=True)
 
 
-def _measures(kernel: str) -> Measures:
+def _measures(kernel: str) -> Errors:
     inputs, ref = _tied()
     output, declaration = _on_tied(kernel), composed_kernel(kernel).declaration
     assert declaration is not None
@@ -241,7 +241,7 @@ def test_flash_in_the_papers_plan_has_the_bias_of_delta_that_the_design_expects(
     assert bias.low > 0
 
 
-@pytest.mark.parametrize("switch", ISOLATION)
+@pytest.mark.parametrize("switch", [plan.name for plan in ISOLATION])
 def test_each_switch_of_section_3_2_alone_takes_the_bias_of_delta_down_tenfold(switch: str) -> None:
     plain, switched = _measures("flash@paper").delta_bias, _measures(f"flash@{switch}").delta_bias
     assert abs(switched.mean) <= 0.1 * plain.mean

@@ -15,7 +15,7 @@ from tiebreak.kernels.kernel import Declaration, Kernel, run_declared
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.kernels.triton.roster import DECLARATIONS, triton_kernels
-from tiebreak.matrix.cell import Cell
+from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.selection import Selection, cells
 
 ARITHMETIC = EmulatedArithmetic()
@@ -92,7 +92,9 @@ def test_a_kernel_is_left_out_of_the_cells_whose_formats_it_is_not_for() -> None
         pytest.skip("no interpreter")
     found, _ = cells(Selection("interpreter", "triton_fp8,triton_flash"))
     ran = {
-        kernel: {cell.case.name for cell in found if isinstance(cell, Cell) and cell.kernel.name == kernel}
+        kernel: {
+            cell.experiment.name for cell in found if isinstance(cell.experiment, Call) and cell.kernel.name == kernel
+        }
         for kernel in ("triton_fp8", "triton_flash")
     }
     assert ran["triton_fp8"] == {"fp8_ties", "fp8_flat_tail"}

@@ -24,8 +24,10 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.plans import Accumulator, Cast
 from tiebreak.kernels.reference import reference, reference_gradients
-from tiebreak.matrix.cell import Cell, Settings
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import CRASHED, HELD, INCONCLUSIVE, SKIPPED, Record
 
@@ -270,7 +272,7 @@ class TestCells:
     def run(name: str) -> Record:
         backend = replace(cuda.CUDA, device="cpu", unavailable=lambda: None)
         bench = Workbench(Settings(seed=1, heads=16))
-        return run_cell(Cell(backend, backend.kernel(name), CASES["tied_maxima[k=2]"], BF16), bench)
+        return run_cell(Cell(backend, backend.kernel(name), Call(CASES["tied_maxima[k=2]"]), BF16), bench)
 
     def test_eager_torch(self) -> None:
         assert self.run("flash@paper").outcome in (HELD, INCONCLUSIVE)

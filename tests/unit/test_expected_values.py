@@ -15,7 +15,7 @@ from numpy.random import Generator, Philox
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.case import Draw, Recipe, Scores, Shape, Values, scripted
-from tiebreak.cases.measures import Measures, measure, merge
+from tiebreak.cases.errors import Errors, measure, merge
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.kernel import Declaration, composed
@@ -80,10 +80,10 @@ TABLE: dict[str, tuple[Recipe, list[Expected]]] = {
 }
 
 
-def _measured(recipe: Recipe, kernels: list[str]) -> dict[str, Measures]:
-    """Measures of every kernel over all batches, batch by batch to bound memory."""
+def _measured(recipe: Recipe, kernels: list[str]) -> dict[str, Errors]:
+    """Errors of every kernel over all batches, batch by batch to bound memory."""
     torch.set_num_threads(1)
-    found: dict[str, list[Measures]] = {name: [] for name in kernels}
+    found: dict[str, list[Errors]] = {name: [] for name in kernels}
     for batch in range(BATCHES):
         inputs = recipe(Draw(Generator(Philox(batch + 1)), Formats.of(BF16), HEADS))
         ref = reference(inputs)

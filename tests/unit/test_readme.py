@@ -18,10 +18,12 @@ from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
-from tiebreak.matrix.cell import Cell, Settings
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records import HELD
+from tiebreak.reports.records import CLAIM, HELD, MEASURED, PREDICTION
 
 ROOT = Path(__file__).parents[2]
 README, EXTENDING = ROOT / "README.md", ROOT / "docs" / "extending.md"
@@ -132,9 +134,10 @@ def test_your_kernel_follows_the_plan_that_the_command_names(tmp_path: Path) -> 
     file = tmp_path / "my_attention.py"
     file.write_text(snippet(README, YOURS), encoding="utf-8")
     kernel = external_kernel(f"{file}:attention", None)
-    record = run_cell(Cell(CPU, kernel, case_named("tied_maxima[k=2]"), BF16), Workbench(SETTINGS))
-    assert record.outcome == HELD, record.reasons
-    nearest = min(record.fits, key=lambda name: abs(record.fits[name].mean or 0.0))
+    record = run_cell(Cell(CPU, kernel, Call(case_named("tied_maxima[k=2]")), BF16), Workbench(SETTINGS))
+    assert record.outcome == MEASURED, record.reasons
+    fits = record.evidence["fits"]
+    nearest = min(fits, key=lambda name: abs(fits[name].mean))
     assert nearest in ("flash@paper", "flash@all_bf16", "standard", "as_printed_v1@paper")
 
 
@@ -142,25 +145,24 @@ def test_your_kernel_holds_wherever_the_device_flushes_subnormals(tmp_path: Path
     file = tmp_path / "my_attention.py"
     file.write_text(snippet(README, YOURS), encoding="utf-8")
     kernel = external_kernel(f"{file}:attention", None)
-    record = run_cell(Cell(CPU, kernel, case_named("subnormal_v"), BF16), Workbench(SETTINGS))
+    record = run_cell(Cell(CPU, kernel, Call(case_named("subnormal_v")), BF16), Workbench(SETTINGS))
     assert record.outcome == HELD, record.reasons
 
 
 def test_added_case_runs_and_its_claim_holds() -> None:
     case = names_of("Add a case")["TWO_MAXIMA"]
-    record = run_cell(Cell(CPU, CPU.kernel("flash@paper"), case, BF16), Workbench(SETTINGS))
+    record = run_cell(Cell(CPU, CPU.kernel("flash@paper"), Call(case), BF16), Workbench(SETTINGS))
     assert record.outcome == HELD, record.reasons
-    assert record.claim is not None
-    assert record.claim.met
+    assert record.met(CLAIM)
 
 
 def test_added_kernel_is_predicted_on_a_device() -> None:
     kernel = names_of("Add a kernel")["KERNEL"]
     device = replace(EMULATION, name="device", predicts=False)
-    record = run_cell(Cell(device, kernel, case_named("random"), BF16), Workbench(SETTINGS))
+    record = run_cell(Cell(device, kernel, Call(case_named("random")), BF16), Workbench(SETTINGS))
     assert record.outcome == HELD, record.reasons
-    assert record.prediction is not None
-    assert record.prediction.equal_bits == 1.0
+    assert record.met(PREDICTION)
+    assert record.number("equal_bits") == 1.0
 
 
 def test_added_backend_says_why_it_cannot_run_or_runs() -> None:
@@ -174,7 +176,9 @@ def test_added_backend_says_why_it_cannot_run_or_runs() -> None:
     assert backend.worker_environment(1) == {}
     assert backend.describe().keys() == {"macos"}
     assert not backend.poisoned()
-    record = run_cell(Cell(backend, backend.kernel("flash@paper"), case_named("random"), BF16), Workbench(SETTINGS))
+    record = run_cell(
+        Cell(backend, backend.kernel("flash@paper"), Call(case_named("random")), BF16), Workbench(SETTINGS)
+    )
     assert record.outcome == HELD, record.reasons
 
 

@@ -2,17 +2,28 @@
 
 import pytest
 
-from tiebreak.matrix.scheduling import CaseScheduling
+from tiebreak.backends.registry import BACKENDS
+from tiebreak.cases.gpt2.snippets import SNIPPETS
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.formats import BF16, FP16
+from tiebreak.kernels.roster import composed_kernel
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.training import TrainingRun
+from tiebreak.matrix.scheduling import CaseScheduling, cell_id
+
+CASES = {case.name: case for case in SCRIPTED}
+FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 
 # As they are collected; the number of cells of each group of calls behind it.
 TESTS = {
     "test_other": 1,
-    "test_cell[{}-standard-no_tail-bf16]": 2,
-    "test_cell[{}-standard-random-bf16]": 40,
-    "test_cell[{}-fair@train-train_drift-bf16]": 1,
-    "test_cell[{}-fair@train-train_lm-bf16]": 1,
-    "test_cell[{}-fair@train-train_runaway-bf16]": 1,
-    "test_cell[{}-fair@train-train_large_logits-bf16]": 1,
+    "test_cell[emulation-{}-no_tail-bf16]": 2,
+    "test_cell[emulation-{}-random-bf16]": 20,
+    "test_cell[emulation-{}-train_drift-bf16]": 1,
+    "test_cell[emulation-{}-train_lm-bf16]": 1,
+    "test_cell[emulation-{}-train_runaway-bf16]": 1,
+    "test_cell[emulation-{}-train_large_logits-bf16]": 1,
 }
 
 
@@ -32,7 +43,8 @@ class Worker:
 
 def order(pytester: pytest.Pytester, tests: list[str]) -> list[str]:
     """In which order one worker gets the tests, as it completes them."""
-    worker, scheduling = Worker(), CaseScheduling(pytester.parseconfig("--tx=popen"))
+    found = {name: cell(name) for test in tests if (name := cell_id(test))}
+    worker, scheduling = Worker(), CaseScheduling(pytester.parseconfig("--tx=popen"), None, found)
     scheduling.add_node(worker)
     scheduling.add_node_collection(worker, tests)
     scheduling.schedule()
@@ -44,6 +56,13 @@ def order(pytester: pytest.Pytester, tests: list[str]) -> list[str]:
     return [tests[index] for index in worker.given]
 
 
+def cell(name: str) -> Cell:
+    """The cell of an id: its backend and experiment decide when it runs, its kernel does not."""
+    backend, _, experiment, fmt = name.split("-")
+    found = TrainingRun(SNIPPETS[experiment]) if experiment in SNIPPETS else Call(CASES[experiment])
+    return Cell(BACKENDS[backend], composed_kernel("standard"), found, FORMATS[fmt])
+
+
 def cases(tests: list[str]) -> list[str]:
     """The groups that tests are of, in their order."""
     return list(dict.fromkeys(test.split("-")[2] if "-" in test else test for test in tests))
@@ -51,7 +70,7 @@ def cases(tests: list[str]) -> list[str]:
 
 def test_the_longest_groups_come_first(pytester: pytest.Pytester) -> None:
     """By what their cells take, not by how many they are."""
-    tests = [f"a.py::{test.format(f'b{i}')}" for test, count in TESTS.items() for i in range(count)]
+    tests = [f"a.py::{test.format(f'k{i}')}" for test, count in TESTS.items() for i in range(count)]
     found = order(pytester, tests)
     assert sorted(found) == sorted(tests)
     expected = ["train_lm", "train_runaway", "random", "train_drift", "train_large_logits", "no_tail"]

@@ -12,7 +12,7 @@ from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.roster import DEFAULT_ROSTER
-from tiebreak.matrix.cell import Cell
+from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 
 
@@ -31,7 +31,7 @@ def test_all_of_everything_is_chosen_once() -> None:
     found = cells(Selection())[0]
     vendor = len(CPU.kernels()) - len(DEFAULT_ROSTER)
     assert len({cell.id for cell in found}) == len(found)
-    scripted = [cell for cell in found if isinstance(cell, Cell)]
+    scripted = [cell for cell in found if cell.experiment.kind == Call.kind]
     # The interpreter has kernels of its own alone, and is there where triton is.
     own = 0 if INTERPRETER.unavailable() else len(INTERPRETER.kernels()) - 1
     in_e4m3 = 2 * (own > 0)
@@ -45,13 +45,13 @@ def test_a_kernel_of_eight_bits_meets_a_v_that_it_can_hold() -> None:
         "interpreter-triton_fp8-fp8_flat_tail-bf16",
     ]
     with pytest.raises(
-        SelectionError, match=r"^no cell is left: .* triton_fp8 runs in the cases called fp8_\.\.\. alone$"
+        SelectionError, match=r"^no cell is left: .*triton_fp8 runs in the cases called fp8_\.\.\. alone"
     ):
         cells(Selection(kernels="triton_fp8", cases="random"))
 
 
 def test_cells_of_a_case_stand_together() -> None:
-    cases = [cell.case.name for cell in cells(Selection(formats="bf16,fp16"))[0]]
+    cases = [cell.experiment.name for cell in cells(Selection(formats="bf16,fp16"))[0]]
     changes = sum(one != other for one, other in pairwise(cases))
     assert changes == 2 * len(SCRIPTED) + len(SNIPPETS) - 1
 

@@ -4,95 +4,118 @@ from dataclasses import replace
 
 import pytest
 
+from tiebreak.reports.marks import LEGEND, cell_text, verdict_mark
 from tiebreak.reports.records import (
     BIASED,
+    CLAIM,
     CRASHED,
     FELL,
     HELD,
     INCONCLUSIVE,
+    MEASURED,
+    OUTCOMES,
     SKIPPED,
     TIMED_OUT,
     UNDECIDED,
-    Estimate,
-    MeasuresRecord,
+    Answer,
+    ExperimentRecord,
     Record,
     Run,
 )
-from tiebreak.reports.tables import LEGEND, cell_text, fallen, summary, tables
-
-MEASURES = MeasuresRecord(Estimate(0.2312, 0.01), 0.4, 1.0, 0.5, 1.0, Estimate(0.0, 0.1), 0, 0, 64)
+from tiebreak.reports.rerun import runnable
+from tiebreak.reports.tables import fallen, summary, tables
 
 
 def record(
-    kernel: str = "flash@paper",
-    case: str = "random",
-    *,
-    outcome: str = HELD,
-    measures: MeasuresRecord | None = MEASURES,
+    kernel: str = "flash@paper", case: str = "random", *, outcome: str = HELD, shown: str | None = "+0.23"
 ) -> Record:
     name = f"cpu-{kernel}-{case}-bf16"
-    reasons = () if outcome == HELD else (f"why {case}",)
-    plain = Record(name, "cpu", kernel, case, 1, "bf16", 1, 256, HELD, reasons, f"pytest --cases {case}")
-    return replace(plain, outcome=outcome, measures=measures)
+    met = {FELL: False, CRASHED: False, TIMED_OUT: False, INCONCLUSIVE: None}.get(outcome, True)
+    answer = Answer(met, "unbiased", "" if met else f"why {case}")
+    base = Record(name, "cpu", kernel, case, 1, "bf16", 1, 256, "call", outcome, f"pytest --cases {case}", shown=shown)
+    skipped = f"why {case}" if outcome == SKIPPED else None
+    return replace(base, answers={} if skipped else {CLAIM: answer}, skipped=skipped)
+
+
+def a_run(*records: Record, legends: dict[str, str] | None = None) -> Run:
+    experiments = {name: ExperimentRecord(name, legend) for name, legend in (legends or {}).items()}
+    return Run({}, {}, records, experiments=experiments)
 
 
 @pytest.mark.parametrize(
-    ("changes", "verdict", "text"),
+    ("outcome", "text"),
     [
-        ({}, BIASED, "+0.23 B"),
-        ({}, UNDECIDED, "+0.23 ?"),
-        ({}, "unbiased", "+0.23"),
-        ({"bias": Estimate(-0.004, 0.1)}, "unbiased", "-0.00"),
-        ({"bias": Estimate(None, None)}, None, "none"),
-        ({"nonfinite": 3, "gain": 0.1}, "nonfinite", "NaN"),
-        ({"gain": 0.281}, BIASED, "x0.28"),
-        ({"gain": 0.002}, BIASED, "x0"),
-        ({"gain": 0.89}, BIASED, "x0.89"),
-        ({"gain": 0.91}, BIASED, "+0.23 B"),
+        (HELD, "+0.23 ·"),
+        (MEASURED, "+0.23"),
+        (FELL, "!+0.23!"),
+        (INCONCLUSIVE, "?+0.23?"),
+        (SKIPPED, "skip"),
+        (CRASHED, "!crash!"),
+        (TIMED_OUT, "!time!"),
     ],
 )
-def test_a_cell_says_its_bias_and_verdict(changes: dict[str, object], verdict: str | None, text: str) -> None:
-    measures = replace(MEASURES, **changes)  # type: ignore[arg-type]
-    assert cell_text(replace(record(measures=measures), verdict=verdict)) == text
-
-
-@pytest.mark.parametrize(
-    ("outcome", "text"), [(HELD, "+0.23"), (FELL, "!+0.23!"), (INCONCLUSIVE, "?+0.23?"), (SKIPPED, "skip")]
-)
 def test_a_cell_says_its_outcome(outcome: str, text: str) -> None:
-    assert cell_text(record(outcome=outcome)) == text
+    shown = "+0.23" if text.strip("!?·( ") == "+0.23" else None
+    assert cell_text(record(outcome=outcome, shown=shown)) == text
 
 
-@pytest.mark.parametrize(("outcome", "text"), [(CRASHED, "!crash!"), (TIMED_OUT, "!time!"), (SKIPPED, "skip")])
-def test_a_cell_without_numbers(outcome: str, text: str) -> None:
-    assert cell_text(record(outcome=outcome, measures=None)) == text
+def test_an_excused_cell_stands_in_parentheses_whatever_became_of_it() -> None:
+    for outcome, shown, text in ((FELL, "NaN", "(NaN)"), (INCONCLUSIVE, "x0", "(x0)"), (CRASHED, None, "(crash)")):
+        assert cell_text(replace(record(outcome=outcome, shown=shown), excused="known")) == text
+
+
+def test_a_kernel_that_fell_without_a_result_shows_none() -> None:
+    """As one that breaks its contract."""
+    assert cell_text(record(outcome=FELL, shown=None)) == "!none!"
+
+
+def test_a_verdict_stands_behind_the_bias() -> None:
+    assert [verdict_mark(verdict) for verdict in (BIASED, UNDECIDED, "unbiased", None)] == [" B", " ?", "", ""]
 
 
 def test_kernels_stand_across_and_cases_down_in_their_order() -> None:
-    shown = tables([record("b", "two"), record("a", "two"), record("b", "one")])
+    shown = tables(a_run(record("b", "two"), record("a", "two", outcome=MEASURED), record("b", "one")))
     lines = [line.split() for line in shown.splitlines() if line]
     assert lines[:2] == [["cpu,", "bf16"], ["case", "b", "a"]]
-    assert lines[3:5] == [["two", "+0.23", "+0.23"], ["one", "+0.23", "missing"]]
+    assert lines[3:5] == [["two", "+0.23", "·", "+0.23"], ["one", "+0.23", "·", "missing"]]
     assert shown.endswith(LEGEND)
 
 
 def test_a_wide_table_is_split() -> None:
     records = [record(f"kernel{number}") for number in range(10)]
-    shown = tables(records, width=40)
+    shown = tables(a_run(*records), width=40)
     assert max(map(len, shown.removesuffix(LEGEND).splitlines())) <= 40
     assert all(f"kernel{number}" in shown for number in range(10))
     assert shown.count("case ") > 1
 
 
 def test_no_records_no_table() -> None:
-    assert tables([]) == ""
+    assert tables(a_run()) == ""
+
+
+def test_kinds_of_experiments_have_tables_and_legends_of_their_own() -> None:
+    other = replace(record(shown="42 flips"), experiment="flips")
+    shown = tables(a_run(record(), other, legends={"call": "a bias.", "flips": "what flipped."}))
+    assert [shown.index(text) for text in ("+0.23 ·", "a bias.", "42 flips ·", "what flipped.", LEGEND)] == sorted(
+        shown.index(text) for text in ("+0.23 ·", "a bias.", "42 flips ·", "what flipped.", LEGEND)
+    )
+    assert shown.count("cpu, bf16") == 2
 
 
 def test_every_cell_that_did_not_hold_is_listed_with_its_reason_and_its_command() -> None:
     bad = (FELL, CRASHED, INCONCLUSIVE, TIMED_OUT)
-    shown = fallen([record(case=outcome, outcome=outcome) for outcome in (HELD, SKIPPED, *bad)])
-    assert [line.strip() for line in shown.splitlines() if "why" in line] == [f"why {outcome}" for outcome in bad]
-    assert shown.count("rerun: pytest --cases ") == len(bad)
+    shown = fallen([record(case=outcome, outcome=outcome) for outcome in OUTCOMES])
+    assert sorted(line.strip() for line in shown.splitlines() if "why" in line) == sorted(
+        f"why {outcome}" for outcome in bad
+    )
+    assert shown.count(f"rerun: {runnable('pytest')} --cases ") == len(bad)
+
+
+def test_what_is_excused_is_listed_last_without_a_command() -> None:
+    excused = replace(record(outcome=FELL), excused="known: https://x")
+    assert fallen([excused, record(case="b", outcome=FELL)]).splitlines()[-1] == (
+        "excused cpu-flash@paper-random-bf16: known: https://x (why random)"
+    )
 
 
 def test_the_summary_counts_and_tells_why() -> None:
@@ -105,6 +128,7 @@ def test_the_summary_counts_and_tells_why() -> None:
             record(case="c", outcome=SKIPPED),
             record(case="c", outcome=SKIPPED),
         ),
+        not_run=("x", "y"),
         unavailable={"abacus": "its beads are stuck"},
         explanations={"cpu-mine": "follows paper"},
         complete=False,
@@ -115,4 +139,5 @@ def test_the_summary_counts_and_tells_why() -> None:
         "backend abacus did not run: its beads are stuck",
         "cpu-mine: follows paper",
         "INCOMPLETE: the run was interrupted; these are the cells that were done",
+        "not run: 2 cells that came not to their turn",
     ]

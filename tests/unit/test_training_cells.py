@@ -6,15 +6,19 @@ from pathlib import Path
 import pytest
 
 from tiebreak.backends.backend import CPU, EMULATION, Backend
-from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS, SnippetClaim
+from tiebreak.cases.gpt2.bounds import SnippetClaim
+from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Kernel
-from tiebreak.matrix.cell import Settings, TrainingCell
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.training import KIND, TrainingRun, trained_kernel
+from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, SelectionError, cells
-from tiebreak.matrix.training import run_training, trained_kernel
-from tiebreak.reports.records import FELL, HELD, SKIPPED, Record
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.records import CLAIM, FELL, HELD, MEASURED, SKIPPED, Record, SeriesRecord
 
 FLASH, FAIR = (trained_kernel(VARIANTS[f"{name}@train_l_rounded"]) for name in ("flash", "fair"))
 SHORT = replace(DRIFT, steps=4)
@@ -32,14 +36,18 @@ def chosen(selection: Selection) -> dict[str, list[str]]:
     """Kernels by backend and snippet, of the training cells."""
     found: dict[str, list[str]] = {}
     for cell in cells(selection)[0]:
-        if isinstance(cell, TrainingCell):
-            found.setdefault(f"{cell.backend.name} {cell.case.name}", []).append(cell.kernel.name)
+        if cell.experiment.kind == TrainingRun.kind:
+            found.setdefault(f"{cell.backend.name} {cell.experiment.name}", []).append(cell.kernel.name)
     return found
 
 
 def train(kernel: Kernel, snippet: str | None = None, backend: Backend = EMULATION, **settings: bool) -> Record:
     case = SNIPPETS[snippet] if snippet else SHORT
-    return run_training(TrainingCell(backend, kernel, case, BF16), Settings(**settings))  # type: ignore[arg-type]
+    return run(Cell(backend, kernel, TrainingRun(case), BF16), **settings)
+
+
+def run(cell: Cell, **settings: int) -> Record:
+    return run_cell(cell, Workbench(Settings(**settings)))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -50,7 +58,7 @@ def mine(tmp_path: Path) -> str:
 
 def test_snippets_carry_the_name_that_reports_know_them_by() -> None:
     assert all(name == snippet.name and name.startswith("train_") for name, snippet in SNIPPETS.items())
-    assert train(FLASH).trained
+    assert train(FLASH).experiment == "training"
 
 
 def test_a_default_run_trains_the_roster_and_the_devices_own_kernels() -> None:
@@ -100,40 +108,43 @@ def test_a_users_kernel_trains_in_all_but_the_amplified(mine: str) -> None:
     ],
 )
 def test_what_leaves_no_cell_is_refused(selection: Selection) -> None:
-    with pytest.raises(SelectionError, match=r"^no cell is left: kernels called \.\.\.@train"):
+    with pytest.raises(SelectionError, match=r"^no cell is left: .*kernels called \.\.\.@train"):
         cells(selection)
 
 
 def test_a_run_that_drifts_as_claimed_holds() -> None:
     record = train(FLASH)
-    assert (record.outcome, record.reasons, record.measures, record.plan) == (HELD, (), None, "flash@train_l_rounded")
-    assert record.claim is not None
-    assert record.claim.expectation == "0.0012 < delta_error_mean, 0.9 < delta_error_drift"
-    assert record.claim.met is True
-    told = record.training
-    assert told is not None
-    assert (told.label, told.headline, told.stable) == ("A", "delta_error_mean", False)
-    assert told.shown == f"{told.measures['delta_error_mean']:+.1e}"
-    assert told.steps == (0, 1, 2, 3)
-    errors = [value for value in told.series["delta_error"] if value is not None]
-    assert sum(errors) / 4 == pytest.approx(told.measures["delta_error_mean"], rel=1e-5)
+    assert (record.outcome, record.reasons, record.plan) == (HELD, (), "flash@train_l_rounded")
+    assert record.answers[CLAIM].asked == DRIFT.claims_about(VARIANTS[FLASH.name])[0].text
+    assert record.met(CLAIM)
+    assert record.met("loss")
+    described = TrainingRun(SHORT).described()
+    assert (described.label, described.headline, record.evidence["paper"]) == ("A", "delta_error_mean", "fails")
+    assert set(record.measures) == set(KIND.measures())
+    mean = record.number("delta_error_mean")
+    assert record.shown == f"{mean:+.1e}"
+    assert record.number("finite_steps") == record.number("steps") == SHORT.steps
+    series = record.evidence["series"]
+    assert isinstance(series, SeriesRecord)
+    assert series.steps == (0, 1, 2, 3)
+    errors = [value for value in series.values["delta_error"] if value is not None]
+    assert sum(errors) / 4 == pytest.approx(mean, rel=1e-5)
     assert "--kernels flash@train_l_rounded --cases train_drift" in record.command
 
 
 def test_a_run_that_breaks_its_claim_falls_with_the_number() -> None:
     claim = SnippetClaim(frozenset({FAIR.name}), "delta_error_mean", "a test", low=1.0)
-    snippet = replace(SHORT, claims=(claim, replace(claim, low=-1.0, high=2.0)))
-    record = run_training(TrainingCell(EMULATION, FAIR, snippet, BF16), Settings())
+    snippet = replace(SHORT, said=(), own_claims=(claim, replace(claim, low=-1.0, high=2.0)))
+    record = run(Cell(EMULATION, FAIR, TrainingRun(snippet), BF16))
     assert record.outcome == FELL
-    assert record.claim is not None
-    assert record.claim.met is False
+    assert record.met(CLAIM) is False
     assert len(record.reasons) == 1
-    assert "claim fell: 1 < delta_error_mean; delta_error_mean = " in record.reasons[0]
+    assert "claim fell: 1 < delta_error_mean (a test); delta_error_mean = " in record.reasons[0]
 
 
 def test_the_same_run_has_the_same_digest_and_another_seed_another() -> None:
-    cell = TrainingCell(EMULATION, FAIR, SHORT, BF16)
-    one, again, other = (run_training(cell, Settings(seed=seed)).digest for seed in (1, 1, 2))
+    cell = Cell(EMULATION, FAIR, TrainingRun(SHORT), BF16)
+    one, again, other = (run(cell, seed=seed).digest for seed in (1, 1, 2))
     assert one == again != other
 
 
@@ -148,17 +159,16 @@ def test_a_users_kernel_is_held_to_fairness_where_that_is_asked(mine: str) -> No
     """P V in fp32 and one cast of O: that cast meets the same ties."""
     kernel = external_kernel(mine, None)
     free, held = (train(kernel, backend=CPU, fair=fair) for fair in (False, True))
-    assert (free.outcome, free.claim) == (HELD, None)
-    assert free.training is not None
-    assert free.training.measures == (held.training and held.training.measures)
+    assert free.outcome == MEASURED
+    assert CLAIM not in free.answers
+    assert free.met("contract")
+    assert free.measures == held.measures
     assert held.outcome == FELL
-    assert held.claim is not None
-    assert held.claim.expectation == "-0.0001 < delta_error_mean < 0.0001"
+    assert held.answers[CLAIM].asked == DRIFT.claims_about(VARIANTS[FAIR.name])[0].text
 
 
 def test_pytorchs_own_flash_kernel_drifts_as_fused_kernels_do() -> None:
     """Its backward pass in bf16 keeps delta to itself: the error is read off dQ."""
     record = train(CPU.kernel("sdpa_flash"), backend=CPU)
     fused = SNIPPETS["train_drift"].claims_about(VARIANTS["flash_fused@train"])[0]
-    assert record.training is not None
-    assert fused.held({name: value or 0.0 for name, value in record.training.measures.items()})
+    assert fused.held({name: record.number(name) or 0.0 for name in record.measures})

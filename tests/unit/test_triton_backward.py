@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases.bounds import error_bound
-from tiebreak.cases.measures import measure
+from tiebreak.cases.errors import measure
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.formats import BF16, FP32, Format, Formats
@@ -147,11 +147,13 @@ def test_deltas_bias_is_the_emulations(kernel: str) -> None:
     inputs, declaration = CASES["tied_maxima[k=2]"].make(1, 0, 256, BF16), DECLARATIONS[kernel]
     ref = reference(inputs)
     bound = error_bound(inputs, ref, declaration)
-    found, emulated = (
-        measure(output.o, _gradients(output).delta, inputs, ref, bound).delta_bias
-        for output in (_run(inputs, declaration), run_declared(declaration, inputs, ARITHMETIC, True))
-    )
-    assert abs(found.mean - emulated.mean) <= 0.01 * emulated.half_width
+    outputs = _run(inputs, declaration), run_declared(declaration, inputs, ARITHMETIC, True)
+    found, emulated = (measure(output.o, _gradients(output).delta, inputs, ref, bound).delta_bias for output in outputs)
+    # The orders of the sums differ. That moves a few elements of O to the other neighbour, by which delta differs too,
+    # and delta's own row sum of d terms of one sign by d U of it on either side (Higham, 4.2).
+    moved = ((outputs[0].o.double() - outputs[1].o.double()) * inputs.do.double()).abs().sum(-1).mean()
+    order = 2 * inputs.q.shape[-1] * U
+    assert abs(found.mean - emulated.mean) <= (moved / ref.delta.abs().mean()).item() + order
     # DESIGN.md, expected values: always positive in the paper's plan; `fair` has none.
     assert (found.low > 0) == (kernel == "triton_paper")
     assert (found.low <= 0 <= found.high) == (kernel == "triton_fair")

@@ -25,7 +25,17 @@ from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, FP32, Format, Formats, Rounding
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, run_declared
-from tiebreak.kernels.plans import FP32_PLAN, FUSED, PAPER, PLANS, TIES_AWAY, Cast, Exponential, RoundingPlan
+from tiebreak.kernels.plans import (
+    FP32_PLAN,
+    FUSED,
+    FUSED_HALF_UP,
+    FUSED_TIES_AWAY,
+    PAPER,
+    PRESETS,
+    Cast,
+    Exponential,
+    RoundingPlan,
+)
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.kernels.triton.launch import Call, run
@@ -260,7 +270,7 @@ def test_every_shift_rule_changes_the_output(rule: str) -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    [*PLANS.values(), *TIES_AWAY.values(), replace(FUSED, name="l_rounded", row_sum_from_rounded=True)],
+    [*PRESETS, FUSED_HALF_UP, FUSED_TIES_AWAY, replace(FUSED, name="l_rounded", row_sum_from_rounded=True)],
     ids=lambda p: p.name,
 )
 def test_every_plan_is_kept(plan: RoundingPlan) -> None:

@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,17 @@ from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.kernels.kernel import Declaration, Kernel
-from tiebreak.kernels.plans import EIGHT_BIT, ISOLATION, PLANS, TENSOR_CORE, TIES_AWAY, parse_plan
+from tiebreak.kernels.plans import PLANS, parse_plan
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.kernels.triton.roster import DECLARATIONS
-from tiebreak.reports.records import OUTCOMES, VERDICTS, MeasuresRecord
+from tiebreak.matrix.checks import checks
+from tiebreak.matrix.experiments import kinds
+from tiebreak.reports.records import OUTCOMES, VERDICTS
 
 WORDS = (Path(__file__).parents[2] / "docs" / "words.md").read_text(encoding="utf-8")
 ROW = re.compile(r'^\| <a id="(plan|rule|measure|check|outcome)-(\S+)"></a>`(\S+)` \| (.+) \|$', re.MULTILINE)
 ROUNDED = "_l_rounded"  # a training plan's suffix, told in the text below the table
-NOT_A_NUMBER = {"gradients", "repeatable"}  # of a record's measures: each gradient has a row, the other is a check
 
 
 def rows(kind: str) -> list[str]:
@@ -53,11 +53,10 @@ def known_plans() -> set[str]:
         parse_plan("?")
     with pytest.raises(ValueError, match="unknown kernel") as composed:
         composed_kernel("?")
-    registries = (PLANS, ISOLATION, TIES_AWAY, EIGHT_BIT, TENSOR_CORE)
     return {
         *listed(parsed, "known are "),
         *listed(composed, "and plans "),
-        *(name for registry in registries for name in registry),
+        *PLANS,
         *declared(map(composed_kernel, DEFAULT_ROSTER)),
         *declared((*EMULATION.kernels(), *CPU.kernels())),
         *(declaration.plan.name for declaration in DECLARATIONS.values()),
@@ -88,18 +87,28 @@ def test_every_rule_of_the_default_roster_has_a_row() -> None:
     assert rules <= set(rows("rule"))
 
 
-def test_every_measure_of_a_record_has_a_row() -> None:
-    assert {field.name for field in fields(MeasuresRecord)} - NOT_A_NUMBER - set(rows("measure")) == set()
+def test_rows_of_measures_are_those_that_kinds_of_experiments_describe() -> None:
+    described = [name for kind in kinds().values() for name in kind.measures()]
+    assert sorted(rows("measure")) == sorted(described)
 
 
-def test_every_measure_of_a_training_claim_has_a_row() -> None:
+def test_every_measure_of_a_training_claim_is_one_of_them() -> None:
     snippets = SNIPPETS.values()
     named = {claim.measure for each in snippets for claim in each.claims} | {each.headline for each in snippets}
-    assert named - set(rows("measure")) == set()
+    assert named <= set(kinds()["training"].measures())
+
+
+def test_rows_of_checks_are_the_checks() -> None:
+    assert sorted(rows("check")) == sorted(checks())
+
+
+def test_the_checks_about_a_cells_rounding_are_named() -> None:
+    (told,) = re.findall(r"^(.*) are about the cell's rounding\.", section("Checks"), re.MULTILINE)
+    assert set(re.findall("`(.+?)`", told)) == {name for name, check in checks().items() if check.judges}
 
 
 def test_every_outcome_and_verdict_has_a_row() -> None:
-    assert set(OUTCOMES) <= set(rows("outcome"))
+    assert sorted(OUTCOMES) == sorted(rows("outcome"))
     for verdict in VERDICTS:
         assert f"\n| `{verdict}` | " in section("Verdicts")
 

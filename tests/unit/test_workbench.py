@@ -9,6 +9,7 @@ from torch import Tensor
 from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.emulation import arithmetic
 from tiebreak.backends.emulation.accumulators import ACCUMULATIONS, Accumulation
+from tiebreak.cases import batch
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.gradients import gradient_measures
 from tiebreak.cases.scripted import SCRIPTED
@@ -20,9 +21,10 @@ from tiebreak.kernels.kernel import Declaration, composed
 from tiebreak.kernels.plans import Accumulator, Cast
 from tiebreak.kernels.reference import Reference, reference_gradients
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
-from tiebreak.matrix import workbench
-from tiebreak.matrix.cell import Cell, Settings
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 
 CASES = {case.name: case for case in SCRIPTED}
@@ -35,7 +37,7 @@ def bench() -> Workbench:
 
 
 def cell(kernel: str, case: str = "random") -> Cell:
-    return Cell(EMULATION, composed_kernel(kernel), CASES[case], BF16)
+    return Cell(EMULATION, composed_kernel(kernel), Call(CASES[case]), BF16)
 
 
 def declared(kernel: str) -> Declaration:
@@ -47,14 +49,14 @@ def declared(kernel: str) -> Declaration:
 def test_kernels_of_one_plan_and_as_many_tiles_share_a_bound_and_others_do_not(bench: Workbench) -> None:
     paper, fixed, fused = (declared(name) for name in ("flash@paper", "stabilized@paper", "flash@fused"))
     tiled = replace(paper, block=Block(keys=32))
-    bound = bench.bound(cell("flash@paper"), 0, paper)
+    bound = bench.bound(CASES["random"], BF16, 0, paper)
     for same in (fixed, replace(paper, block=Block(4096, 4096))):
-        assert bench.bound(cell("flash@paper"), 0, same) is bound
-    batch = bench.batch(CASES["random"], BF16, 0)
+        assert bench.bound(CASES["random"], BF16, 0, same) is bound
+    shared = bench.batch(CASES["random"], BF16, 0)
     for each in (fixed, fused, tiled):
-        assert torch.equal(bench.bound(cell("flash@paper"), 0, each), error_bound(batch.inputs, batch.ref, each))
+        assert torch.equal(bench.bound(CASES["random"], BF16, 0, each), error_bound(shared.inputs, shared.ref, each))
     for other in (fused, tiled):
-        assert not torch.equal(bench.bound(cell("flash@paper"), 0, other), bound)
+        assert not torch.equal(bench.bound(CASES["random"], BF16, 0, other), bound)
 
 
 @pytest.mark.parametrize("block", [BLOCK, Block(queries=3, keys=20)], ids=["one_tile", "tiles"])
@@ -64,7 +66,7 @@ def test_the_emulation_of_every_kernel_is_the_same_to_the_bit_as_alone(
 ) -> None:
     for name in DEFAULT_ROSTER:
         declaration = replace(declared(name), block=block)
-        shared, _ = bench.emulated(cell(name, case), 0, declaration)
+        shared, _ = bench.emulated(CASES[case], BF16, 0, declaration)
         inputs = bench.batch(CASES[case], BF16, 0).inputs
         alone = EMULATION.run(composed(name, declaration), inputs, gradients=CASES[case].gradients)
         for ours, theirs in zip(tensors(shared), tensors(alone), strict=True):
@@ -90,15 +92,15 @@ def test_the_product_of_q_and_k_is_computed_once_for_all_kernels(
     spied = {**ACCUMULATIONS, Accumulator.EXACT: Accumulation(matmul, EXACT.total)}
     monkeypatch.setattr(arithmetic, "ACCUMULATIONS", spied)
     for name in ("flash@paper", "flash@all_bf16", "dithered@paper"):
-        bench.emulated(cell(name, "no_tail"), 0, declared(name))
+        bench.emulated(CASES["no_tail"], BF16, 0, declared(name))
     assert products == [(4, 64, 128), *[(4, 128, 64)] * 3]  # Q K^T, and P V of each
 
 
 def test_a_product_of_inputs_that_someone_has_written_to_is_computed_anew(bench: Workbench) -> None:
-    batch = bench.batch(CASES["random"], BF16, 0)
-    first = product(batch.inputs, batch.emulation.arithmetic)
-    batch.inputs.q.mul_(2.0)
-    assert torch.equal(product(batch.inputs, batch.emulation.arithmetic), 2.0 * first)
+    shared = bench.batch(CASES["random"], BF16, 0)
+    first = product(shared.inputs, shared.emulation.arithmetic)
+    shared.inputs.q.mul_(2.0)
+    assert torch.equal(product(shared.inputs, shared.emulation.arithmetic), 2.0 * first)
 
 
 def product(inputs: AttentionInputs, on: Arithmetic) -> Tensor:
@@ -112,10 +114,11 @@ def test_the_references_gradients_are_computed_once_a_batch(bench: Workbench, mo
         asked.append(inputs)
         return reference_gradients(inputs, ref)
 
-    monkeypatch.setattr(workbench, "reference_gradients", gradients)
+    monkeypatch.setattr(batch, "reference_gradients", gradients)
     records = [run_cell(cell(name, "random_causal"), bench) for name in ("flash@paper", "standard")]
     assert len(asked) == 1
-    batch = bench.batch(CASES["random_causal"], BF16, 0)
-    output, _ = bench.emulated(cell("standard", "random_causal"), 0, declared("standard"))
-    assert records[1].measures is not None
-    assert records[1].measures.gradients == gradient_measures(output, batch.inputs, batch.ref)
+    shared = bench.batch(CASES["random_causal"], BF16, 0)
+    output, _ = bench.emulated(CASES["random_causal"], BF16, 0, declared("standard"))
+    alone = gradient_measures(output, shared.inputs, shared.ref, reference_gradients(shared.inputs, shared.ref))
+    assert len(alone) == 5
+    assert {name: records[1].measures[name] for name in alone} == alone

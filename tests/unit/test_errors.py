@@ -1,4 +1,4 @@
-"""Measures and verdicts: signed errors by hand, intervals against tables and by simulation, what NaN does to them."""
+"""Errors and verdicts: signed errors by hand, intervals against tables and by simulation, what NaN does to them."""
 
 import math
 from dataclasses import fields, replace
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiebreak.cases.measures import Measures, by_key_head, difference, measure, merge, signed_error_ulps
+from tiebreak.cases.errors import Errors, by_key_head, difference, measure, merge, signed_error_ulps
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import (
     CONFIDENCE,
@@ -206,7 +206,7 @@ def _inputs(name: str, fmt: Format = BF16) -> AttentionInputs:
     return case.make(0, 0, 64, fmt)
 
 
-def _measured(inputs: AttentionInputs, output: Tensor | None = None, delta: Tensor | None = None) -> Measures:
+def _measured(inputs: AttentionInputs, output: Tensor | None = None, delta: Tensor | None = None) -> Errors:
     """The measures of an output, by default the reference's own in the format; the bound is one ulp of 1."""
     ref = reference(inputs)
     out = ref.o.bfloat16().float() if output is None else output
@@ -223,7 +223,7 @@ def _part(inputs: AttentionInputs, entries: slice) -> AttentionInputs:
 def test_merging_batches_is_measuring_all_at_once(name: str) -> None:
     inputs = _inputs(name)
     whole, merged = _measured(inputs), merge([_measured(_part(inputs, part)) for part in (slice(1), slice(1, None))])
-    for field in fields(Measures):
+    for field in fields(Errors):
         ours, theirs = getattr(merged, field.name), getattr(whole, field.name)
         if isinstance(ours, Tensor):
             # Sums over a head in another order of at most 2^10 fp64 terms.

@@ -1,4 +1,4 @@
-"""Measures of a kernel's output against the fp64 reference: signed errors in ulps, never absolute tolerances."""
+"""Errors of a kernel's output against the fp64 reference: signed errors in ulps, never absolute tolerances."""
 
 from dataclasses import dataclass
 
@@ -22,12 +22,39 @@ def signed_error_ulps(out: Tensor, ref: Tensor, fmt: Format) -> Tensor:
     Returns:
         fp64, same shape; NaN where `ref` is 0 (no sign) or either is not finite.
     """
-    error = torch.sign(ref) * (out.double() - ref) / ulp(ref, fmt)
-    return torch.where((ref == 0) | ~torch.isfinite(error), torch.full_like(error, torch.nan), error)
+    return in_units(out.double() - ref, _units(ref, fmt))
+
+
+def _units(ref: Tensor, fmt: Format) -> Tensor:
+    """What an error is to be multiplied by, exact: the reference's sign over its ulp; NaN where it has none."""
+    return torch.where(ref == 0, torch.nan, torch.sign(ref) / ulp(ref, fmt))
+
+
+def in_units(difference: Tensor, units: Tensor) -> Tensor:
+    """Differences from the reference in its units (`Yardstick.units`), NaN where one is not finite."""
+    return (difference * units).nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
 
 
 @dataclass(frozen=True)
-class Measures:
+class Yardstick:
+    """What errors against one reference have in common, whatever kernel makes them."""
+
+    units: Tensor  # signed error in ulps = difference * units, fp64, (batch, heads, queries, d)
+    finite: Tensor  # where the reference is
+    whole: bool  # whether it is everywhere
+    size: float  # sum of |ref|, if so
+    zeros: int  # elements that are 0
+
+    @classmethod
+    def of(cls, ref: Reference, fmt: Format) -> "Yardstick":
+        """That of a reference for an output's format."""
+        finite = torch.isfinite(ref.o)
+        size = ref.o.abs().reshape(-1).sum().item()
+        return cls(_units(ref.o, fmt), finite, bool(finite.all()), size, int((ref.o == 0).sum()))
+
+
+@dataclass(frozen=True)
+class Errors:
     """What was measured on one or more batches of heads. The samples are means over what shares K and V."""
 
     head_bias: Tensor  # mean signed error in ulps, (batch * key heads,)
@@ -42,6 +69,7 @@ class Measures:
     nonfinite: int  # elements that are NaN or Inf where the reference is finite
     missed: int  # elements that are finite where the reference is not
     elements: int  # all elements
+    outside_values: float = 0.0  # largest distance of O from the range of V, as a share of what rounding allows
 
     @property
     def bias(self) -> Interval:
@@ -73,7 +101,14 @@ def by_key_head(x: Tensor, groups: int) -> Tensor:
     return x.reshape(batch * heads // groups, -1).nanmean(1)
 
 
-def measure(output: Tensor, delta: Tensor | None, inputs: AttentionInputs, ref: Reference, bound: Tensor) -> Measures:
+def measure(
+    output: Tensor,
+    delta: Tensor | None,
+    inputs: AttentionInputs,
+    ref: Reference,
+    bound: Tensor,
+    yardstick: Yardstick | None = None,
+) -> Errors:
     """Measure one batch.
 
     Args:
@@ -82,36 +117,43 @@ def measure(output: Tensor, delta: Tensor | None, inputs: AttentionInputs, ref: 
         inputs: what it was given.
         ref: the fp64 reference.
         bound: rounding-error bound of every element of O (`tiebreak.cases.bounds`).
+        yardstick: the reference's, if at hand.
 
     Returns:
         The batch's measures.
     """
-    finite_ref, finite_out = torch.isfinite(ref.o), torch.isfinite(output)
-    both = finite_ref & finite_out
-    error = signed_error_ulps(output, ref.o, inputs.formats.output)
-    magnitude = torch.nan_to_num(error.abs(), nan=0.0)
-    absolute = torch.where(both, (output.double() - ref.o).abs(), torch.zeros_like(ref.o))
+    known = yardstick or Yardstick.of(ref, inputs.formats.output)
+    finite_out = torch.isfinite(output)
+    whole = known.whole and bool(finite_out.all())
+    both = known.finite & finite_out
+    wide = output.to(torch.float64, copy=True)
+    absolute = wide - ref.o
+    error = in_units(absolute, known.units)
+    # In place, as all that follows: a fresh large tensor costs as much as what is computed into it.
+    absolute = absolute.abs_() if whole else torch.where(both, absolute.abs_(), 0.0)
     if delta is None:
-        delta = (inputs.do.double() * output.double()).sum(-1, keepdim=True)
-    return Measures(
+        delta = (inputs.do.double() * wide).sum(-1, keepdim=True)
+    sizes = wide.abs_()
+    return Errors(
         head_bias=by_key_head(error, inputs.groups),
         head_square=by_key_head(error.square(), inputs.groups),
         head_delta=by_key_head(delta.double() - ref.delta, inputs.groups),
         head_delta_size=by_key_head(ref.delta.abs(), inputs.groups),
-        max_ulps=magnitude.max().item(),
-        error_over_bound=torch.nan_to_num(absolute / bound, nan=0.0).max().item(),
-        output_size=output.double().abs()[both].sum().item(),
-        reference_size=ref.o.abs()[both].sum().item(),
-        left_out=int((ref.o == 0).sum()),
-        nonfinite=int((finite_ref & ~finite_out).sum()),
-        missed=int((~finite_ref & finite_out).sum()),
+        max_ulps=error.abs().nan_to_num_(nan=0.0).max().item(),
+        error_over_bound=absolute.div_(bound).nan_to_num_(nan=0.0).max().item(),
+        # The sum of a flat tensor, whichever: its order, and so its last bit, hangs on the shape.
+        output_size=(sizes.reshape(-1) if whole else sizes[both]).sum().item(),
+        reference_size=known.size if whole else ref.o.abs()[both].sum().item(),
+        left_out=known.zeros,
+        nonfinite=int((known.finite & ~finite_out).sum()),
+        missed=int((~known.finite & finite_out).sum()),
         elements=output.numel(),
     )
 
 
-def merge(batches: list[Measures]) -> Measures:
+def merge(batches: list[Errors]) -> Errors:
     """The measures of several batches as one."""
-    return Measures(
+    return Errors(
         head_bias=torch.cat([batch.head_bias for batch in batches]),
         head_square=torch.cat([batch.head_square for batch in batches]),
         head_delta=torch.cat([batch.head_delta for batch in batches]),
@@ -124,9 +166,10 @@ def merge(batches: list[Measures]) -> Measures:
         nonfinite=sum(batch.nonfinite for batch in batches),
         missed=sum(batch.missed for batch in batches),
         elements=sum(batch.elements for batch in batches),
+        outside_values=max(batch.outside_values for batch in batches),
     )
 
 
-def difference(ours: Measures, theirs: Measures) -> Interval:
+def difference(ours: Errors, theirs: Errors) -> Interval:
     """Bias of one output less that of another on the same heads, paired head by head."""
     return interval((ours.head_bias - theirs.head_bias)[torch.isfinite(ours.head_bias - theirs.head_bias)])

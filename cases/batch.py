@@ -1,0 +1,65 @@
+"""One batch of a case's heads with its reference, and what follows from both."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tiebreak.cases.bounds import mean_slack
+from tiebreak.cases.errors import Yardstick
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.reference import Reference, reference_gradients
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs and reference. What is derived is computed once, for all kernels that are run on them."""
+
+    inputs: AttentionInputs
+    ref: Reference
+
+    @cached_property
+    def yardstick(self) -> Yardstick:
+        """What errors against the reference have in common."""
+        return Yardstick.of(self.ref, self.inputs.formats.output)
+
+    @cached_property
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The reference's dQ, dK and dV."""
+        return reference_gradients(self.inputs, self.ref)
+
+    @cached_property
+    def value_range(self) -> tuple[Tensor, Tensor]:
+        """The least and the largest V that a row sees, by column, fp64, each broadcastable to O.
+
+        NaN where V has one; Inf and -Inf in the place of both where a row sees no key.
+        """
+        v, hidden = self.inputs.expanded_v().double(), self.inputs.hidden()
+        if hidden is None:
+            return v.amin(-2, keepdim=True), v.amax(-2, keepdim=True)
+        # A mask is rare and its cases are small: (batch, heads, queries, keys, d) fits.
+        seen, wide = ~hidden[..., None], v[:, :, None]
+        least = torch.where(seen, wide, torch.inf).amin(-2)
+        return least, torch.where(seen, wide, -torch.inf).amax(-2)
+
+    def outside_values(self, o: Tensor, declaration: Declaration) -> float:
+        """Largest distance of O from the range of V that its row sees, as a share of what rounding allows.
+
+        NaN and Inf are another check's: where V or O has one, nothing is said.
+
+        Args:
+            o: as the kernel returned it, (batch, heads, queries, d).
+            declaration: the plan whose rounding is allowed for.
+
+        Returns:
+            0 inside the range, 1 at the limit.
+        """
+        least, largest = self.value_range
+        wide = o.to(torch.float64, copy=True)
+        outside = torch.maximum(least - wide, wide.sub_(largest))
+        slack = mean_slack(self.inputs, declaration) * torch.maximum(least.abs(), largest.abs())
+        # Without a visible key both ends are infinite, and O is 0: its error bound asks for that.
+        share = outside.div_(slack + self.inputs.formats.output.smallest_subnormal)
+        return max(0.0, share.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).max().item())

@@ -1,0 +1,82 @@
+"""What is measured of one call of attention: a number each, described once.
+
+A measure is a module of this folder, or an entry in one: it is found by being here. Records, tables, gate, CSV, JUnit's
+XML, the page and the JSON Schema read its description and know no measure by name.
+"""
+
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib import import_module
+from types import MappingProxyType
+from typing import Literal
+
+from torch import Tensor
+
+from tiebreak.cases.batch import Batch
+from tiebreak.cases.errors import Errors, in_units
+from tiebreak.cases.gradients import gradient_measures
+from tiebreak.cases.verdicts import Interval
+from tiebreak.kernels.inputs import AttentionOutput
+from tiebreak.kernels.kernel import Declaration
+
+Value = Interval | float | None  # None: there is no such number here
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a measure is, and how the gate holds it."""
+
+    name: str
+    about: str  # one line
+    unit: str = ""  # ulp; empty: a plain number
+    worse: Literal["more", "less", "farther"] | None = None  # which way it is worse; farther: from 0; None: neither
+    limit: float | None = None  # how much worse it may get, in its unit, beyond the intervals of both numbers
+    share: float = 0.0  # of itself, that it may get worse by; both have to be passed
+    per: str | None = None  # the measure that it is held as a share of
+    portable: bool = False  # whether it is held between platforms too
+    column: bool = False  # whether the page's table of all cells has a column of it
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a kernel made of a case's heads, batch by batch, and what was predicted of it."""
+
+    errors: Errors  # of all batches
+    outputs: Sequence[AttentionOutput]  # one a batch
+    batches: Sequence[Batch]  # what they were made from
+    declaration: Declaration  # the plan whose bounds the kernel is held to
+    predicted: Errors | None = None  # of the emulation's output on the same heads; None: none is made
+    equal_bits: float | None = None  # share of elements of O that agree with the prediction to the bit
+
+    @cached_property
+    def row_errors(self) -> Tensor:
+        """Signed errors in ulps of the first batch, a row a line, (rows, d); NaN where an element is left out."""
+        output, batch = self.outputs[0], self.batches[0]
+        return in_units(output.o.double() - batch.ref.o, batch.yardstick.units).flatten(0, -2)
+
+    @cached_property
+    def gradient_errors(self) -> Mapping[str, float]:
+        """Of the first batch; see `tiebreak.cases.gradients`. Empty where no gradients were asked for."""
+        output, batch = self.outputs[0], self.batches[0]
+        if output.gradients is None:
+            return {}
+        return gradient_measures(output, batch.inputs, batch.ref, batch.gradients)
+
+
+@dataclass(frozen=True)
+class CallMeasure:
+    """A measure of one call, and how it is computed."""
+
+    described: Measure
+    of: Callable[[Observed], Value]
+
+
+@cache
+def call_measures() -> Mapping[str, CallMeasure]:
+    """Every measure of a call by name: those of `core`, then module after module."""
+    names = sorted((one.name for one in pkgutil.iter_modules(__path__)), key=lambda name: (name != "core", name))
+    modules = [import_module(f"{__name__}.{name}") for name in names]
+    found: list[CallMeasure] = [measure for module in modules for measure in module.MEASURES]
+    return MappingProxyType({measure.described.name: measure for measure in found})

@@ -1,0 +1,70 @@
+"""The errors of O against the fp64 reference, in ulps, and of delta."""
+
+from tiebreak.cases.measures import CallMeasure, Measure
+
+MEASURES = (
+    CallMeasure(
+        Measure(
+            "bias",
+            "mean signed error of O; + is away from zero",
+            "ulp",
+            worse="farther",
+            limit=0.02,
+            column=True,
+        ),
+        lambda seen: seen.errors.bias,
+    ),
+    CallMeasure(
+        Measure("rms_ulps", "root mean square error of O", "ulp", worse="more", column=True),
+        lambda seen: seen.errors.rms_ulps,
+    ),
+    CallMeasure(
+        Measure("max_ulps", "largest error of O", "ulp", worse="more", limit=1.0, share=0.1, column=True),
+        lambda seen: seen.errors.max_ulps,
+    ),
+    CallMeasure(
+        Measure("error_over_bound", "largest error of O as a share of its plan's rounding-error bound", worse="more"),
+        lambda seen: seen.errors.error_over_bound,
+    ),
+    CallMeasure(
+        Measure("gain", "sum |O| / sum |reference|: below 1 the output shrinks", column=True),
+        lambda seen: seen.errors.gain,
+    ),
+    CallMeasure(
+        Measure(
+            "delta_bias",
+            "mean of delta_lp - delta_hp, relative to mean |delta_hp|; delta is rowsum(dO * O)",
+            worse="farther",
+            column=True,
+        ),
+        lambda seen: seen.errors.delta_bias,
+    ),
+    CallMeasure(
+        Measure("left_out", "elements of O left out of the errors: the reference is 0, or the sum has cancelled"),
+        lambda seen: seen.errors.left_out,
+    ),
+    CallMeasure(
+        Measure(
+            "nonfinite",
+            "elements of O that are NaN or Inf where the reference is finite",
+            worse="more",
+            limit=0.0,
+            per="elements",
+            portable=True,
+            column=True,
+        ),
+        lambda seen: seen.errors.nonfinite,
+    ),
+    CallMeasure(
+        Measure(
+            "missed",
+            "elements of O that are finite where the reference is NaN or Inf",
+            worse="more",
+            limit=0.0,
+            per="elements",
+            portable=True,
+        ),
+        lambda seen: seen.errors.missed,
+    ),
+    CallMeasure(Measure("elements", "elements of O"), lambda seen: seen.errors.elements),
+)

@@ -1,0 +1,148 @@
+"""The state of a process that a kernel under test may change: kept, looked at, and put back.
+
+A kernel that turns a switch of torch's would else take other kernels' cells with it, and the suite's own arithmetic.
+"""
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class _Switch:
+    """One part of the state."""
+
+    name: str  # as messages call it
+    get: Callable[[], Any]
+    put: Callable[[Any], Any]
+    harmless: Callable[[Any, Any], bool] = lambda before, now: before == now  # whether a change is put back silently
+
+
+def _flushes() -> bool:
+    """Whether this thread takes subnormals for zero; torch does not tell."""
+    return bool((torch.full((1,), 2.0**-140, dtype=torch.float32, device="cpu") * 1.0).item() == 0.0)
+
+
+def _only_more(before: dict[str, str], now: dict[str, str]) -> bool:
+    """Libraries set variables of their own as they are imported."""
+    return before.items() <= now.items()
+
+
+def _put_environment(before: dict[str, str]) -> None:
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _put_deterministic(before: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _autocast() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
+def _put_autocast(before: tuple[bool, torch.dtype]) -> None:
+    torch.set_autocast_enabled("cpu", before[0])
+    torch.set_autocast_dtype("cpu", before[1])
+
+
+def _precisions() -> tuple[Any, ...]:
+    """Where torch, from 2.9 on, keeps how precise products in fp32 are, each on its own."""
+    backends = torch.backends
+    return backends, backends.mkldnn, backends.mkldnn.matmul, backends.cuda.matmul, backends.cudnn  # type: ignore[attr-defined]
+
+
+def _precision() -> tuple[str | None, ...]:
+    """The older setting, which torch refuses to tell once a newer one has been touched, then the newer ones."""
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        older = None
+    return older, *(getattr(place, "fp32_precision", None) for place in _precisions())
+
+
+def _put_precision(before: tuple[str | None, ...]) -> None:
+    older, *newer = before
+    if older is not None:
+        torch.set_float32_matmul_precision(older)
+    for place, value in zip(_precisions(), newer, strict=True):
+        if value is not None and place.fp32_precision != value:
+            place.fp32_precision = value
+
+
+_SDPA = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
+
+
+def _sdpa() -> tuple[bool, ...]:
+    return tuple(getattr(torch.backends.cuda, f"{name}_enabled")() for name in _SDPA)
+
+
+def _put_sdpa(before: tuple[bool, ...]) -> None:
+    for name, enabled in zip(_SDPA, before, strict=True):
+        getattr(torch.backends.cuda, f"enable_{name}")(enabled)
+
+
+def _put_device(before: torch.device) -> None:
+    torch.set_default_device(None if before.type == "cpu" else before)
+
+
+_SWITCHES = (
+    # First: what is put back afterwards is computed with it.
+    _Switch("torch's flushing of subnormals", _flushes, torch.set_flush_denormal),
+    _Switch("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    _Switch("torch's default device", torch.get_default_device, _put_device),
+    _Switch("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
+    _Switch("torch's grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    _Switch("torch's autocast", _autocast, _put_autocast),
+    _Switch("torch's deterministic algorithms", _deterministic, _put_deterministic),
+    _Switch("torch's precision of fp32 products", _precision, _put_precision),
+    _Switch("torch's choice of attention kernels", _sdpa, _put_sdpa),
+    _Switch("the environment", lambda: dict(os.environ), _put_environment, _only_more),
+    _Switch("the working directory", os.getcwd, os.chdir),
+)
+
+
+@contextmanager
+def kept_state() -> Iterator[list[str]]:
+    """Put the process back as it was when the block ends, however it ends.
+
+    Yields:
+        A list that then holds the names of what the block had changed.
+    """
+    before = [(switch, switch.get()) for switch in _SWITCHES]
+    changed: list[str] = []
+    try:
+        yield changed
+    finally:
+        for switch, value in before:
+            now = switch.get()
+            if now != value:
+                switch.put(value)
+                if not switch.harmless(value, now):
+                    changed.append(switch.name)
+
+
+@contextmanager
+def own_randomness(seed: int) -> Iterator[None]:
+    """Global random numbers from a seed, so that a kernel that uses them gives the same whatever ran before it."""
+    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)

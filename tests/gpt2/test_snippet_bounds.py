@@ -1,0 +1,158 @@
+"""The rule that bounds of snippets follow, the data they come from, and the page that tells of both."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tiebreak.cases.gpt2.bounds import (
+    ALARMS,
+    EMULATION,
+    LEAST,
+    SPREADS,
+    Ran,
+    Spread,
+    Statement,
+    bounded,
+    read_spreads,
+    said,
+    spread,
+    student,
+    weighed,
+    write_spreads,
+)
+from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS
+from tiebreak.programs import spread as program
+
+ABOVE = Statement(("flash@train",), "loss_rise", "a test", "above", "fair@train")
+BELOW = Statement(("fair@train",), "loss_rise", "a test", "below", "flash@train")
+WITHIN = replace(BELOW, side="within")
+FLASH, FAIR = (Spread(101, mean, 0.1, mean - 0.3, mean + 0.3) for mean in (3.0, -1.0))
+
+
+def of(measure: str = "loss_rise", **spreads: Spread) -> dict[Ran, Spread]:
+    return {Ran("a", 1, EMULATION, f"{name}@train", measure): each for name, each in spreads.items()}
+
+
+@pytest.mark.parametrize(
+    ("freedom", "p", "known"),
+    [(1, 1e-5, 31830.9886), (2, 1e-5, 223.6034), (9, 1e-5, 8.1021), (3, 1e-3, 10.2145), (30, 0.05, 1.69726)],
+)
+def test_students_quantile_is_the_tables(freedom: int, p: float, known: float) -> None:
+    assert student(freedom, p) == pytest.approx(known, rel=1e-5)
+
+
+def test_a_spread_takes_two_seeds() -> None:
+    with pytest.raises(ValueError, match="two seeds"):
+        student(0, 0.01)
+
+
+def test_a_bound_is_the_limit_of_one_more_run_rounded_outwards() -> None:
+    (low,) = bounded("a", 1, [ABOVE], of(flash=FLASH, fair=FAIR))
+    limit = 3.0 - student(100, ALARMS) * 0.1 * math.sqrt(1 + 1 / 101)
+    assert low.low == pytest.approx(limit, abs=0.01)
+    assert (low.low < limit, low.high) == (True, math.inf)
+    (high,) = bounded("a", 1, [BELOW], of(flash=FLASH, fair=FAIR))
+    assert high.high == pytest.approx(-1.0 + student(100, ALARMS) * 0.1 * math.sqrt(1 + 1 / 101), abs=0.01)
+    (both,) = bounded("a", 1, [WITHIN], of(flash=FLASH, fair=FAIR))
+    assert both.low == -both.high
+    assert both.high == pytest.approx(1.0 + student(100, ALARMS / 2) * 0.1005, abs=0.01)
+
+
+def test_the_bounds_of_a_cell_share_its_alarms() -> None:
+    alone, shared = (bounded("a", 1, said, of(flash=FLASH, fair=FAIR))[0].low for said in ([ABOVE], [ABOVE, ABOVE]))
+    assert shared < alone
+
+
+def test_growth_is_taken_as_its_logarithm() -> None:
+    grown = {name: spread("wq_norm_growth", [base * (1 + i / 1000) for i in range(20)]) for name, base in
+             {"flash": 3.0, "fair": 1.1}.items()}  # fmt: skip
+    above = replace(ABOVE, measure="wq_norm_growth")
+    (claim,) = bounded("a", 1, [above], of("wq_norm_growth", **grown))
+    own = grown["flash"]
+    assert claim.low == pytest.approx(math.exp(own.mean - own.margin(ALARMS)), abs=0.01)
+
+
+def test_several_variants_share_the_widest_and_those_that_do_not_separate_are_left_out() -> None:
+    wide, overlapping, rare = replace(FAIR, mean=0.0), replace(FAIR, sd=1.0), replace(FAIR, n=LEAST - 1)
+    four = replace(BELOW, variants=tuple(f"{name}@train" for name in ("fair", "wide", "overlapping", "rare", "absent")))
+    found = of(flash=FLASH, fair=FAIR, wide=wide, overlapping=overlapping, rare=rare)
+    (claim,) = bounded("a", 1, [four], found)
+    (alone,) = bounded("a", 1, [replace(BELOW, variants=("wide@train",))], found)
+    assert claim.variants == {"fair@train", "wide@train"}
+    assert claim.high == alone.high
+    assert [row.bound is None for row in weighed("a", 1, [four], found)] == [False, False, True, True, True]
+
+
+def test_nothing_is_claimed_of_a_recipe_without_runs_or_of_runs_without_a_number() -> None:
+    assert bounded("a", 2, [ABOVE], of(flash=FLASH, fair=FAIR)) == ()
+    assert bounded("a", 1, [ABOVE], of(flash=replace(FLASH, mean=math.nan), fair=FAIR)) == ()
+    assert replace(DRIFT, version=99).claims == ()
+
+
+def test_variants_are_told_by_their_short_names() -> None:
+    told = said("above", "flash standard", "loss_rise", "a test", against="fair@train", rounded=True)
+    assert told.variants == ("flash@train_l_rounded", "standard@train")
+
+
+def test_data_come_back_as_written(tmp_path: Path) -> None:
+    write_spreads(SPREADS, tmp_path / "spread.csv")
+    assert read_spreads(tmp_path / "spread.csv") == SPREADS
+
+
+def test_data_are_of_the_recipes_as_they_are() -> None:
+    assert SPREADS
+    assert [ran for ran in SPREADS if ran.version != SNIPPETS[ran.snippet].version] == []
+
+
+def test_no_run_that_the_data_have_is_beyond_a_bound() -> None:
+    """On the emulation and on the CPU's own arithmetic."""
+    beyond = [
+        ran
+        for ran, found in SPREADS.items()
+        for claim in SNIPPETS[ran.snippet].claims
+        if ran.variant in claim.variants and ran.measure == claim.measure
+        if not all(claim.held({ran.measure: value}) for value in (found.lowest, found.highest))
+    ]
+    assert beyond == []
+
+
+def test_the_page_has_what_the_data_say() -> None:
+    text = program.PAGE.read_text(encoding="utf-8")
+    assert program.page(text, SPREADS) == text, "make bounds SEEDS=0 renews it"
+
+
+def test_what_a_stop_cut_short_is_left_out_and_run_again(tmp_path: Path) -> None:
+    task = next(program.tasks(1))
+    line = json.dumps({**vars(task), "seconds": 1.0, "measures": {}})
+    out = tmp_path / "runs.jsonl"
+    out.write_text(f"{line}\n{line[:20]}", encoding="utf-8")
+    program.mend(out)
+    out.write_text(out.read_text(encoding="utf-8") + line, encoding="utf-8")
+    assert [each.task for each in program.read_lines(out)] == [task, task]
+
+
+def test_every_seed_has_all_that_statements_speak_of() -> None:
+    asked = list(program.tasks(2))
+    assert len(set(asked)) == len(asked)
+    first = {(each.snippet, each.variant) for each in asked if (each.backend, each.seed) == ("emulation", 1)}
+    named = {(each.name, name) for each in SNIPPETS.values() for one in each.said for name in one.variants}
+    assert first >= named | {(each.name, name) for each in SNIPPETS.values() for name in each.roster}
+
+
+def test_runs_become_spreads_and_those_beyond_a_bound_are_named() -> None:
+    def line(variant: str, seed: int, mean: float) -> program.Line:
+        return program.Line(program.Task("emulation", "train_drift", DRIFT.version, variant, seed), 1.0, {
+            "delta_error_mean": mean, "output_delta_error_mean": 0.0,
+        })  # fmt: skip
+
+    found = program.spreads([line("fair@train", seed, mean) for seed, mean in enumerate((1.0, 2.0, 3.0))])
+    assert found == {Ran("train_drift", DRIFT.version, "emulation", "fair@train", "delta_error_mean"):
+                     Spread(3, 2.0, 1.0, 1.0, 3.0)}  # fmt: skip
+    count, fallen = program.alarms([line("fair@train", 1, 1.0), line("fair@train", 2, 0.0)], SPREADS)
+    assert count == 2
+    assert len(fallen) == 1
+    assert fallen[0].startswith("emulation train_drift fair@train seed 1: ")
+    assert program.alarms([line("fair@train", 1, math.nan)], SPREADS)[1] != []

@@ -1,0 +1,78 @@
+"""Checks: each one question asked of a result, in a module of its own. A check is found by being in this folder."""
+
+import math
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import MappingProxyType
+
+from tiebreak.matrix.result import Result
+from tiebreak.reports.records import IN_TIME, RUNS, Answer
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question."""
+
+    name: str
+    about: str  # what it asks, in one line
+    ask: Callable[[Result], Answer | None]  # None: it has nothing to ask of this result
+    judges: bool = False  # whether it is about the cell's rounding: what is held has met such a one
+
+
+def _answered_elsewhere(result: Result) -> None:
+    """A result there is only of a kernel that ran to its end."""
+    del result
+
+
+_ALWAYS = (
+    Check(RUNS, "the kernel ran to its end", _answered_elsewhere),
+    Check(IN_TIME, "the kernel ran in the time that a cell has", _answered_elsewhere),
+)
+
+
+@cache
+def checks() -> Mapping[str, Check]:
+    """Every check by name."""
+    names = sorted(one.name for one in pkgutil.iter_modules(__path__))
+    found: list[Check] = [import_module(f"{__name__}.{name}").CHECK for name in names]
+    return MappingProxyType({check.name: check for check in (*_ALWAYS, *found)})
+
+
+def ask_all(result: Result) -> dict[str, Answer]:
+    """The answers to all checks that have something to ask, by name."""
+    answers = {name: check.ask(result) for name, check in checks().items()}
+    return {name: answer for name, answer in answers.items() if answer is not None}
+
+
+def numbers(result: Result, *names: str) -> tuple[float, ...] | None:
+    """The numbers of some measures; None if one of them is missing or NaN, which no check takes for a pass."""
+    found = [result.number(name) for name in names]
+    told = tuple(number for number in found if number is not None and not math.isnan(number))
+    return told if len(told) == len(names) else None
+
+
+def without_number(asked: str, *names: str) -> Answer:
+    """The answer where there is no number to tell from."""
+    return Answer(False, asked, f"there is no number for {' or '.join(names)}")
+
+
+def at_most(result: Result, measure: str, limit: float, asked: str, why: str) -> Answer | None:
+    """The answer to whether a measure is at most a limit; a number that is missing is not.
+
+    Args:
+        result: what has the measure; one that knows none of that name is asked nothing.
+        measure: its name.
+        limit: the most that it may be.
+        asked: what has to hold.
+        why: what to say if it does not; {} stands for the number.
+    """
+    if measure not in result.measures:
+        return None
+    found = numbers(result, measure)
+    if found is None:
+        return without_number(asked, measure)
+    (number,) = found
+    return Answer(True, asked) if number <= limit else Answer(False, asked, why.format(f"{number:.3g}"))

@@ -1,0 +1,26 @@
+"""Whether O is finite where the reference is, and lost where the reference is."""
+
+from tiebreak.matrix.checks import Check, numbers, without_number
+from tiebreak.matrix.result import Result
+from tiebreak.reports.records import Answer
+
+_NEEDED = ("nonfinite", "missed", "elements")
+_ASKED = "finite where the reference is, and nowhere else"
+
+
+def _ask(result: Result) -> Answer | None:
+    if "nonfinite" not in result.measures or result.claimed(CHECK.name):
+        return None
+    counted = numbers(result, *_NEEDED)
+    if counted is None:
+        return without_number(_ASKED, *_NEEDED)
+    lost, missed, elements = map(int, counted)
+    found = []
+    if lost:
+        found.append(f"{lost} of {elements} elements are NaN or Inf, the reference is not")
+    if missed:
+        found.append(f"{missed} elements are finite where the reference is NaN or Inf")
+    return Answer(not found, _ASKED, "; ".join(found))
+
+
+CHECK = Check("finite", "O is finite where the reference is, and nowhere else", _ask)

@@ -1,0 +1,139 @@
+"""What an experiment is, and a cell: backend x kernel x experiment x format."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tiebreak.backends.backend import Backend
+from tiebreak.cases.measures import Measure
+from tiebreak.kernels.formats import Format
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.matrix.result import Result
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.records import CaseRecord
+
+Pair = tuple[Backend, Kernel]
+
+
+class UnusableExperimentError(ValueError):
+    """An experiment whose data can't be used; one line that names the file and what to do."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says of kernels and formats."""
+
+    pairs: Sequence[Pair]  # backends with the kernels that are named, or their default ones
+    backends: Sequence[Backend]  # chosen, and able to run
+    kernels_named: bool  # whether --kernels or --kernel was given
+    cases_named: bool  # whether --cases was given
+    fmt: Format  # of q, k, v and O
+
+
+class Experiment(ABC):
+    """One thing that kernels are put through."""
+
+    kind: ClassVar[str]  # name of its kind
+    options: tuple[str, ...] = ()  # of the command line, that bring it in
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """How tables and --cases call it."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Records of other versions are not comparable."""
+
+    @abstractmethod
+    def described(self) -> CaseRecord:
+        """What it is, for the file of records."""
+
+    @abstractmethod
+    def pairs(self, asked: Asked) -> Sequence[Pair]:
+        """The backends and kernels that it is for, of those asked for; none in a format that it does not come in."""
+
+    @abstractmethod
+    def refusal(self, cell: "Cell", bench: Workbench) -> str | None:
+        """None, or why a cell can't run, in one line."""
+
+    @abstractmethod
+    def run(self, cell: "Cell", bench: Workbench) -> Result:
+        """Run one cell.
+
+        Raises:
+            Exception: whatever the kernel raises.
+        """
+
+    def formats(self) -> Sequence[Format] | None:
+        """The formats that it comes in; None: any."""
+        return None
+
+    def check(self, fmt: Format) -> None:
+        """Make sure, before any work, that its data can be read.
+
+        Raises:
+            UnusableExperimentError: they can't.
+        """
+        del fmt
+
+    def group(self, fmt: Format) -> str | None:
+        """What cells share that are best run on one worker, one after the other; None: nothing."""
+        del fmt
+        return None
+
+    def cost(self, backend: Backend) -> float:
+        """How long a cell takes, about, in steps of a training run with attention in one layer."""
+        return float(backend.call_steps)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is run: backend x kernel x experiment x format."""
+
+    backend: Backend
+    kernel: Kernel
+    experiment: Experiment
+    fmt: Format
+
+    @property
+    def id(self) -> str:
+        """`backend-kernel-case-format`, as pytest shows it."""
+        return f"{self.backend.name}-{self.kernel.name}-{self.experiment.name}-{self.fmt.name}"
+
+
+@dataclass(frozen=True)
+class Kind(ABC):
+    """One kind of experiment."""
+
+    name: str
+    about: str  # one line
+    legend: str = ""  # what its tables show
+    headline: str | None = None  # the measure, in ulps, that heat maps colour
+
+    @abstractmethod
+    def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
+        """The experiments that --cases takes by name.
+
+        Args:
+            captured: folder of captured tensors, which run alone unless cases are named.
+            cases_named: whether --cases was given.
+
+        Raises:
+            UnusableExperimentError: the folder can't be used.
+        """
+
+    @abstractmethod
+    def measures(self) -> Mapping[str, Measure]:
+        """What its results measure, by name."""
+
+    def kernels(self, backend: Backend) -> Mapping[str, Kernel]:
+        """Kernels by name that it has beside the backend's own, and that --kernels takes."""
+        del backend
+        return {}
+
+    def hint(self) -> str:
+        """What to know about names where no cell is left; empty: nothing."""
+        return ""

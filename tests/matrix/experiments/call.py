@@ -1,0 +1,213 @@
+"""One call of attention on scripted or captured input."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from tiebreak.backends.backend import to_device
+from tiebreak.cases.captured import CapturedError, captured_cases
+from tiebreak.cases.case import Case
+from tiebreak.cases.errors import Errors, difference, merge, signed_error_ulps
+from tiebreak.cases.measures import Measure, Observed, call_measures
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.trace import trace
+from tiebreak.cases.verdicts import Verdict, judge
+from tiebreak.kernels.formats import Format
+from tiebreak.kernels.inputs import AttentionOutput
+from tiebreak.matrix.experiment import Asked, Cell, Experiment, Kind, Pair, UnusableExperimentError
+from tiebreak.matrix.experiments import kinds
+from tiebreak.matrix.looks import Looks
+from tiebreak.matrix.result import Claimed, Predicted, Result
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports import records
+from tiebreak.reports.marks import verdict_mark
+
+_BINS, _REACH_ULPS = 64, 2.0  # of the histogram of signed errors
+_SHRUNK = 0.9  # an output of less than this share of the reference is shown as such
+
+
+@dataclass(frozen=True)
+class Call(Experiment):
+    """One call on the input of a case, looked at until claim, verdict and prediction are settled."""
+
+    kind: ClassVar[str] = "call"
+    case: Case
+
+    @property
+    def name(self) -> str:
+        """As `Experiment.name`."""
+        return self.case.name
+
+    @property
+    def version(self) -> int:
+        """As `Experiment.version`."""
+        return self.case.version
+
+    @property
+    def options(self) -> tuple[str, ...]:  # type: ignore[override]
+        """As `Experiment.options`."""
+        return self.case.stock.options if self.case.stock else ()
+
+    def described(self) -> records.CaseRecord:
+        """As `Experiment.described`."""
+        case, family = self.case, self.case.family
+        of, at = (None, None) if family is None else (family.of, family.at)
+        return records.CaseRecord(case.about, case.source, unclaimed=case.unclaimed, family=of, at=at)
+
+    def formats(self) -> Sequence[Format] | None:
+        """As `Experiment.formats`."""
+        return self.case.stock.formats if self.case.stock else None
+
+    def check(self, fmt: Format) -> None:
+        """As `Experiment.check`: captured tensors are read once."""
+        if self.case.stock is not None:
+            try:
+                self.case.make(0, 0, self.case.stock.heads, fmt)
+            except CapturedError as error:
+                raise UnusableExperimentError(str(error)) from error
+
+    def group(self, fmt: Format) -> str | None:
+        """As `Experiment.group`: inputs, references and the emulation's outputs."""
+        return f"{self.name}-{fmt.name}"
+
+    def pairs(self, asked: Asked) -> Sequence[Pair]:
+        """As `Experiment.pairs`: all kernels but those that are another kind's, and those for other formats."""
+        formats = self.formats()
+        if formats is not None and asked.fmt not in formats:
+            return []
+        elsewhere = {name for backend in asked.backends for kind in kinds().values() for name in kind.kernels(backend)}
+        return [
+            (backend, kernel)
+            for backend, kernel in asked.pairs
+            if kernel.name not in elsewhere and kernel.unsuited(self.case.formats(asked.fmt)) is None
+        ]
+
+    def refusal(self, cell: Cell, bench: Workbench) -> str | None:
+        """As `Experiment.refusal`: what the kernel takes decides."""
+        inputs = bench.batch(self.case, cell.fmt, 0).inputs
+        return cell.kernel.refusal(to_device(inputs, cell.backend.device))
+
+    def run(self, cell: Cell, bench: Workbench) -> Result:
+        """As `Experiment.run`."""
+        looks = Looks(cell, self.case, bench)
+        looks.look()
+        errors = looks.errors
+        verdict = Verdict.NONFINITE if errors.nonfinite else judge(errors.bias)
+        told = verdict.value if looks.judged else None
+        seen = Observed(errors, looks.outputs, looks.batches, looks.tilings[-1], *looks.predicted())
+        return Result(
+            measures={name: measure.of(seen) for name, measure in call_measures().items()},
+            shown=_shown(errors, told),
+            verdict=told,
+            claims=_claims(looks),
+            prediction=_prediction(looks),
+            repeatable=looks.repeatable,
+            contract=cell.kernel.external,
+            bound_of=looks.declaration.plan.name,
+            heads=looks.heads,
+            remedy=looks.remedy,
+            digest=_digest(looks.outputs[0]),
+            evidence=_evidence(looks),
+        )
+
+
+def _claims(looks: Looks) -> tuple[Claimed, ...]:
+    if looks.claim is None:
+        return ()
+    expectation = looks.claim.expectation
+    speaks_for = set() if expectation.accurate else {"bound", "range"}
+    speaks_for |= set() if expectation.finite else {"finite"}
+    met = expectation.met(looks.errors)
+    return (Claimed(expectation.name, looks.claim.source, met, _found(looks.errors), frozenset(speaks_for)),)
+
+
+def _prediction(looks: Looks) -> Predicted | None:
+    if not looks.predictable:
+        return None
+    told = f"{_found(looks.errors)} measured, {_found(looks.prediction()[1])} emulated"
+    return Predicted(looks.declaration.label, looks.prediction_met(), told)
+
+
+def _found(errors: Errors) -> str:
+    if errors.nonfinite:
+        return f"{errors.nonfinite} elements NaN or Inf"
+    return f"bias {errors.bias.mean:+.3f} +- {errors.bias.half_width:.3f} ulp"
+
+
+def _shown(errors: Errors, verdict: str | None) -> str:
+    """The bias with its verdict, or what there is in its place."""
+    if errors.nonfinite:
+        return "NaN"
+    if errors.gain < _SHRUNK:
+        return f"x{errors.gain:.2g}" if errors.gain >= 0.01 else "x0"
+    if records.finite(errors.bias.mean) is None:
+        return "none"
+    return f"{errors.bias.mean:+.2f}{verdict_mark(verdict)}"
+
+
+def _evidence(looks: Looks) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    fits = {name: difference(looks.errors, merge(emulated)) for name, emulated in looks.fits()}
+    if fits:
+        found["fits"] = {name: records.Estimate.of(one.mean, one.half_width) for name, one in fits.items()}
+    if looks.case.traced:
+        found["histogram"] = _histogram(looks)
+        declaration = looks.cell.kernel.declaration
+        if looks.cell.backend.predicts and declaration is not None:
+            traced = trace(declaration, looks.batches[0].inputs, looks.batches[0].ref)
+            error = tuple(map(records.finite, traced.error.tolist()))
+            found["trace"] = records.TraceRecord(error, tuple(traced.at_one))
+    return found
+
+
+def _histogram(looks: Looks) -> records.HistogramRecord:
+    """Signed errors of the first batch."""
+    batch = looks.batches[0]
+    error = signed_error_ulps(looks.outputs[0].o.float(), batch.ref.o, batch.inputs.formats.output)
+    error = error[torch.isfinite(error)]
+    counts = torch.histc(error, _BINS, -_REACH_ULPS, _REACH_ULPS).int().tolist()
+    return records.HistogramRecord(-_REACH_ULPS, 2 * _REACH_ULPS / _BINS, tuple(counts), len(error) - sum(counts))
+
+
+def _digest(output: AttentionOutput) -> str:
+    """A digest of the bits of O."""
+    return hashlib.sha256(output.o.float().contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+class _Calls(Kind):
+    """Scripted cases and captured ones."""
+
+    def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
+        """As `Kind.offered`."""
+        try:
+            found = () if captured is None else captured_cases(Path(captured))
+        except CapturedError as error:
+            raise UnusableExperimentError(str(error)) from error
+        made = self._scripted if captured is None or cases_named else ()
+        return (*made, *map(Call, found))
+
+    @cached_property
+    def _scripted(self) -> tuple[Call, ...]:
+        return tuple(map(Call, SCRIPTED))
+
+    def measures(self) -> Mapping[str, Measure]:
+        """As `Kind.measures`."""
+        return {name: measure.described for name, measure in call_measures().items()}
+
+    def hint(self) -> str:
+        """As `Kind.hint`."""
+        return "triton_fp8 runs in the cases called fp8_... alone"
+
+
+KIND = _Calls(
+    Call.kind,
+    "one call of attention on scripted or captured input",
+    "bias of O in ulps, + away from zero. B: biased (99.9 % beyond 0.05 ulp), ?: not known yet, neither: unbiased;\n"
+    "NaN: NaN or Inf where the reference is finite; x..: the output shrinks to that share.",
+    headline="bias",
+)

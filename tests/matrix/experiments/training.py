@@ -1,0 +1,174 @@
+"""A short training run: one of the snippets of a small GPT-2."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tiebreak.backends.backend import Backend
+from tiebreak.cases.gpt2.snippets import MEASURED, SNIPPETS, Snippet, SnippetResult, run_snippet
+from tiebreak.cases.gpt2.variants import VARIANTS, Variant, variant_names
+from tiebreak.cases.measures import Measure
+from tiebreak.kernels.formats import BF16, Format
+from tiebreak.kernels.kernel import Kernel, composed
+from tiebreak.matrix.experiment import Asked, Cell, Experiment, Kind, Pair
+from tiebreak.matrix.result import Claimed, Result
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports import records
+
+_DIGITS = 6  # significant ones of a series: it is there to be drawn
+_SAID = {True: "stable", False: "fails"}  # what the paper says of training with a kernel
+
+
+def trained_kernel(variant: Variant) -> Kernel:
+    """A variant as the matrix lists it: by the declaration of its scripted layer."""
+    assert not isinstance(variant.scripted, Kernel), "the variants of the suite are declarations"
+    return composed(variant.name, variant.scripted)
+
+
+@dataclass(frozen=True)
+class TrainingRun(Experiment):
+    """Train as a snippet says, and see what came of it."""
+
+    kind: ClassVar[str] = "training"
+    snippet: Snippet
+
+    @property
+    def name(self) -> str:
+        """As `Experiment.name`."""
+        return self.snippet.name
+
+    @property
+    def version(self) -> int:
+        """As `Experiment.version`."""
+        return self.snippet.version
+
+    def described(self) -> records.CaseRecord:
+        """As `Experiment.described`."""
+        snippet = self.snippet
+        return records.CaseRecord(snippet.about, snippet.source, snippet.label, snippet.headline, snippet.unclaimed)
+
+    def formats(self) -> Sequence[Format]:
+        """As `Experiment.formats`."""
+        return (BF16,)
+
+    def cost(self, backend: Backend) -> float:
+        """As `Experiment.cost`: one layer of the two where the other writes nothing."""
+        del backend
+        return float(self.snippet.steps * (1 if self.snippet.silent_before else 2))
+
+    def pairs(self, asked: Asked) -> Sequence[Pair]:
+        """As `Experiment.pairs`: its roster, or what of it is named; any kernel where the snippet is named too."""
+        if asked.fmt != BF16:
+            return []
+        roster = [(backend, kernel) for backend in asked.backends for kernel in self._roster(backend)]
+        if not asked.kernels_named:
+            return roster
+        if asked.cases_named:
+            return list(asked.pairs)
+        default = {(backend.name, kernel.name) for backend, kernel in roster}
+        return [
+            (backend, kernel)
+            for backend, kernel in asked.pairs
+            if (backend.name, kernel.name) in default or (kernel.external and not self.snippet.amplified)
+        ]
+
+    def _roster(self, backend: Backend) -> list[Kernel]:
+        """The kernels of a default run: a device trains with its own beside the snippet's.
+
+        Not where a snippet asks for a format that it lacks. The interpreter takes minutes for a run: its kernels train
+        where they are named.
+        """
+        if not backend.composed or (self.snippet.amplified and not backend.predicts):
+            return []
+        names = self.snippet.roster if backend.predicts else self.snippet.on_devices
+        own = [kernel for kernel in backend.vendor_kernels() if kernel.has_backward]
+        return [*(trained_kernel(VARIANTS[name]) for name in names), *own]
+
+    def refusal(self, cell: Cell, bench: Workbench) -> str | None:
+        """As `Experiment.refusal`."""
+        del bench
+        if not self.snippet.amplified:
+            return None
+        if not cell.backend.predicts:
+            return f"the device computes in no {self.snippet.scores.name}"
+        return None if cell.kernel.composed else f"the kernel can't be told to keep S in {self.snippet.scores.name}"
+
+    def run(self, cell: Cell, bench: Workbench) -> Result:
+        """As `Experiment.run`."""
+        snippet, settings = self.snippet, bench.settings
+        variant = _variant(cell.kernel, settings)
+        found = run_snippet(snippet, variant, cell.backend.arithmetic, settings.seed, cell.backend.device)
+        return Result(
+            measures={**found.measures, "steps": float(snippet.steps)},
+            shown=format(found.measures[snippet.headline], snippet.spec),
+            claims=_claims(found),
+            contract=cell.kernel.external,
+            digest=hashlib.sha256(repr(found.losses).encode()).hexdigest()[:16],
+            evidence=_evidence(found),
+        )
+
+
+def _variant(kernel: Kernel, settings: Settings) -> Variant:
+    """What a kernel trains as: itself in every head, or the variant that it stands for."""
+    if kernel.name in VARIANTS:
+        return VARIANTS[kernel.name]
+    implementation = kernel.declaration if kernel.composed and kernel.declaration else kernel
+    held_to = variant_names("fair", rounded=True)[0] if kernel.external and settings.fair else None
+    return Variant(kernel.name, implementation, held_to=held_to)
+
+
+def _claims(found: SnippetResult) -> tuple[Claimed, ...]:
+    return tuple(
+        Claimed(
+            one.claim.text,
+            one.claim.source,
+            one.held,
+            f"{one.claim.measure} = {found.measures[one.claim.measure]:.3g}",
+            # Where a claim says how soon the loss breaks down, that it does is what is claimed.
+            frozenset({"loss"} if one.claim.measure == "finite_steps" and one.claim.high < math.inf else ()),
+        )
+        for one in found.verdicts
+    )
+
+
+def _evidence(found: SnippetResult) -> dict[str, Any]:
+    values = {name: tuple(map(_short, series)) for name, series in found.series.items()}
+    evidence: dict[str, Any] = {"series": records.SeriesRecord(found.steps, values)}
+    if found.variant.stable is not None:
+        evidence["paper"] = _SAID[found.variant.stable]
+    return evidence
+
+
+def _short(value: float) -> float | None:
+    return records.finite(float(f"{value:.{_DIGITS}g}"))
+
+
+class _TrainingRuns(Kind):
+    """The snippets."""
+
+    def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
+        """As `Kind.offered`."""
+        return () if captured is not None and not cases_named else tuple(map(TrainingRun, SNIPPETS.values()))
+
+    def measures(self) -> Mapping[str, Measure]:
+        """As `Kind.measures`."""
+        return MEASURED
+
+    def kernels(self, backend: Backend) -> Mapping[str, Kernel]:
+        """As `Kind.kernels`: the variants."""
+        return {name: trained_kernel(variant) for name, variant in VARIANTS.items()} if backend.composed else {}
+
+    def hint(self) -> str:
+        """As `Kind.hint`."""
+        return "kernels called ...@train run in the cases called train_... alone, and those in bf16 alone"
+
+
+KIND = _TrainingRuns(
+    TrainingRun.kind,
+    "a short training run of a small GPT-2",
+    "A short GPT-2 run for every cell, its first head scripted into the paper's failure state; what differs is the"
+    " kernel.\n...@train sums l from P̄ before its cast, ...@train_l_rounded after.",
+)

@@ -1,0 +1,55 @@
+"""What an experiment found: measures, what was claimed and predicted, and evidence. Checks ask it their questions."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiebreak.cases.measures import Value
+from tiebreak.cases.verdicts import Interval
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """One thing that the case claims about such a kernel."""
+
+    asked: str  # what is expected
+    source: str  # who claims it
+    met: bool | None  # None: the data do not tell
+    found: str  # what was measured, in words
+    speaks_for: frozenset[str] = frozenset()  # checks that need not be met where it is: it claims that they are not
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the kernel's declared plan predicts on the same inputs."""
+
+    plan: str  # rule@plan that was emulated
+    met: bool | None  # None: the data do not tell
+    found: str  # what was measured and what was predicted, in words
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one cell that ran to its end."""
+
+    measures: Mapping[str, Value]  # by name, as the kind of experiment describes them
+    shown: str  # what tables show
+    verdict: str | None = None  # on the bias, where that says anything
+    claims: tuple[Claimed, ...] = ()  # those that speak of the kernel
+    prediction: Predicted | None = None  # None: none is made
+    repeatable: bool | None = None  # whether a second run gave the same bits; None: not run twice
+    contract: bool = False  # whether the kernel is held to the contract of users' kernels (and kept it, having ended)
+    bound_of: str | None = None  # name of the plan whose bounds the errors are shares of
+    heads: int = 0  # that were drawn
+    remedy: str = ""  # what to do where the data do not tell
+    digest: str | None = None  # of what was computed
+    evidence: Mapping[str, Any] = field(default_factory=dict)  # for records: see tiebreak.reports.records
+
+    def number(self, name: str) -> float | None:
+        """The number of a measure, of an interval its mean; None where there is none."""
+        value = self.measures.get(name)
+        return value.mean if isinstance(value, Interval) else value
+
+    def claimed(self, check: str) -> bool:
+        """Whether a claim speaks for a check: that it is not met is what is expected."""
+        return any(check in claim.speaks_for for claim in self.claims)

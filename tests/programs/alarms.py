@@ -1,0 +1,189 @@
+"""`python -m tiebreak.programs.alarms`: how often the default matrix raises a false alarm, over many seeds.
+
+Everything that runs here is the suite's own: its kernels on its emulation and on this CPU. So each cell that does not
+pass is a false alarm, or a claim that does not hold. The result of every seed is a line in a file; a run that is
+stopped goes on where it was.
+"""
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from tiebreak.backends.platform import commit, worker_count
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.selection import Selection, SelectionError, cells
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.records import SKIPPED
+
+_USAGE = 2
+_WORKER_GIB = 2.0
+_SURE = 0.95  # of the bound on the rate
+_STEP_SECONDS = 0.02  # of a training step, about, which costs of cells are in: for the first word on how long it takes
+
+
+@dataclass(frozen=True)
+class Seed:
+    """What one seed gave."""
+
+    seed: int
+    backends: str  # as asked for
+    cases: str | None  # likewise
+    commit: str | None  # of the suite
+    outcomes: dict[str, int]  # cells by outcome
+    alarms: list[str]  # cells that did not pass, with why
+    seconds: float  # of one process
+
+
+def run_seed(seed: int, backends: str, cases: str | None) -> Seed:
+    """Run every cell of a default run at one seed."""
+    torch.set_num_threads(1)
+    started, bench = time.monotonic(), Workbench(Settings(seed=seed))
+    found, _ = cells(Selection(backends=backends, cases=cases))
+    outcomes: Counter[str] = Counter()
+    alarms = []
+    for cell in found:
+        record = run_cell(cell, bench)
+        outcomes[record.outcome] += 1
+        if not record.passes and record.outcome != SKIPPED:
+            alarms.append(f"{record.outcome} {record.id}: {'; '.join(record.reasons)}")
+    return Seed(seed, backends, cases, commit(), dict(outcomes), alarms, round(time.monotonic() - started, 1))
+
+
+def _one(task: tuple[int, str, str | None]) -> Seed:
+    return run_seed(*task)
+
+
+def kept(path: Path, backends: str, cases: str | None) -> dict[int, Seed]:
+    """The seeds that a file has of the same backends and cases and of this commit, by seed.
+
+    Raises:
+        ValueError: a line is none that this program wrote.
+    """
+    found: dict[int, Seed] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), start=1):
+        try:
+            seed = Seed(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: none of this program's: {error}; name another --out") from error
+        if (seed.backends, seed.cases, seed.commit) == (backends, cases, commit()):
+            found[seed.seed] = seed
+    return found
+
+
+def at_most(alarms: int, cells: int, sure: float = _SURE) -> float:
+    """An upper bound on the rate of alarms, one-sided (Clopper and Pearson): the rate at which so few are as unlikely.
+
+    Args:
+        alarms: that were seen.
+        cells: in which they could have been.
+        sure: confidence.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(200):
+        rate = (low + high) / 2
+        # Poisson's tail, which the binomial's is for rates this small.
+        term = total = 2.718281828459045 ** (-rate * cells)
+        for count in range(1, alarms + 1):
+            term *= rate * cells / count
+            total += term
+        low, high = (low, rate) if total < 1 - sure else (rate, high)
+    return high
+
+
+def summary(seeds: Iterable[Seed]) -> str:
+    """The count, its bound, and every alarm."""
+    found = sorted(seeds, key=lambda one: one.seed)
+    outcomes = sum((Counter(one.outcomes) for one in found), Counter[str]())
+    ran = sum(outcomes.values()) - outcomes[SKIPPED]
+    alarms = [f"seed {one.seed}: {text}" for one in found for text in one.alarms]
+    parts = ", ".join(f"{count} {name}" for name, count in outcomes.most_common())
+    bound = at_most(len(alarms), ran) if ran else 1.0
+    head = f"{len(found)} seeds, {ran} cells ({parts}): {len(alarms)} alarms, with {_SURE:.0%} confidence fewer than"
+    return "\n".join([f"{head} one in {1 / bound:,.0f} cells", *alarms])
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(_USAGE, f"{self.prog}: {message}; --help says more\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m tiebreak.programs.alarms",
+        description="Count false alarms of the default matrix over many seeds. Resumes where it was stopped.",
+    )
+    parser.add_argument("--seeds", type=int, default=100, metavar="N", help="how many (default: 100)")
+    parser.add_argument("--first", type=int, default=1, metavar="N", help="the first of them (default: 1)")
+    parser.add_argument("--backend", default="emulation,cpu", metavar="NAMES", help="default: emulation,cpu")
+    parser.add_argument("--cases", metavar="NAMES", help="default: all")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: as many as the machine carries)")
+    parser.add_argument("--out", type=Path, default=Path("out", "alarms.jsonl"), metavar="FILE",
+                        help="a line a seed; default: out/alarms.jsonl")  # fmt: skip
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line.
+
+    Args:
+        arguments: its arguments, those of the process by default.
+
+    Returns:
+        0 without an alarm, 1 with one, 2 for bad usage, 130 after Ctrl-C.
+    """
+    options = _parser().parse_args(arguments)
+    if options.seeds < 1 or options.first < 1 or (options.workers is not None and options.workers < 1):
+        _parser().error("--seeds, --first and --workers are positive integers")
+    try:
+        asked = cells(Selection(backends=options.backend, cases=options.cases))[0]
+        done = kept(options.out, options.backend, options.cases)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+    except (SelectionError, ValueError, OSError) as error:
+        _parser().error(str(error))
+    wanted = range(options.first, options.first + options.seeds)
+    found = [done[seed] for seed in wanted if seed in done]
+    left = [(seed, options.backend, options.cases) for seed in wanted if seed not in done]
+    workers = min(options.workers or worker_count(_WORKER_GIB), max(1, len(left)))
+    before = [one.seconds for one in done.values()]
+    each = sum(before) / len(before) if before else _STEP_SECONDS * sum(c.experiment.cost(c.backend) for c in asked)
+    print(f"{len(asked)} cells a seed, {len(left)} of {len(wanted)} seeds to run, in {workers} processes:"
+          f" {_expected(each * len(left) / workers)}", flush=True)  # fmt: skip
+    try:
+        _run(left, workers, options.out, found)
+    except KeyboardInterrupt:
+        print(f"stopped; {options.out} has the seeds that are done, and the same command goes on")
+        return 130
+    print(summary(found))
+    return int(any(one.alarms for one in found))
+
+
+def _run(left: Sequence[tuple[int, str, str | None]], workers: int, path: Path, found: list[Seed]) -> None:
+    """Run seeds, a line in the file for each as it ends, and say how long the rest will take."""
+    started, before = time.monotonic(), len(found)
+    with multiprocessing.get_context("spawn").Pool(workers) as pool, path.open("a", encoding="utf-8") as file:
+        for seed in pool.imap_unordered(_one, left):
+            found.append(seed)
+            file.write(json.dumps(asdict(seed)) + "\n")
+            file.flush()
+            ran = len(found) - before
+            rest = (time.monotonic() - started) / ran * (len(left) - ran)
+            print(f"seed {seed.seed}: {len(seed.alarms)} alarms in {seed.seconds:.0f} s; {_expected(rest)}", flush=True)
+
+
+def _expected(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"about {minutes // 60} h {minutes % 60} min to go"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

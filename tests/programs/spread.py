@@ -1,0 +1,334 @@
+"""`python -m tiebreak.programs.spread`: run the snippets at many seeds, and renew the bounds that rest on the runs.
+
+Every run is a line in a file, and a program that is stopped goes on where it was. A seed is done with all variants
+before the next begins, so that at any stop all have been run equally often. `--write` puts n, mean and sd into
+cases/gpt2/spread.csv, from which `tiebreak.cases.gpt2.bounds` derives the bounds, and the tables into
+docs/snippet-bounds.md.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from tabulate import tabulate
+
+from tiebreak.backends.backend import CPU, EMULATION
+from tiebreak.backends.platform import worker_count
+from tiebreak.cases.gpt2.bounds import (
+    FILE,
+    LEAST,
+    LOGARITHMIC,
+    Ran,
+    Spread,
+    Weighed,
+    bounded,
+    read_spreads,
+    spread,
+    weighed,
+    write_spreads,
+)
+from tiebreak.cases.gpt2.snippets import SNIPPETS, Snippet, run_snippet
+from tiebreak.cases.gpt2.variants import VARIANTS
+from tiebreak.matrix.memory import keep_memory
+
+PAGE = Path(__file__).parents[2] / "docs" / "snippet-bounds.md"
+BEGIN, END = "<!-- made by `make bounds` -->\n", "<!-- end of what `make bounds` makes -->\n"
+_USAGE = 2
+_WORKER_GIB = 1.0
+_BACKENDS = {backend.name: backend for backend in (EMULATION, CPU)}
+_STEP_SECONDS = 0.03  # about, until runs have told
+_FAR = 1000  # standard deviations that nobody needs to know more exactly
+_EVERY = 20  # runs between two words on how long it takes
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run."""
+
+    backend: str  # its name
+    snippet: str  # its name
+    version: int  # of its recipe
+    variant: str  # by full name
+    seed: int  # of weights and noise
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a run came to."""
+
+    task: Task
+    seconds: float  # of one core
+    measures: Mapping[str, float]
+
+
+def variants_of(snippet: Snippet) -> Sequence[str]:
+    """Those of a default run first; then all others that a statement is about or must catch."""
+    named = (name for each in snippet.said for name in (*each.variants, each.against))
+    own = (name for claim in snippet.own_claims for name in sorted(claim.variants))
+    return list(dict.fromkeys([*snippet.roster, *named, *own]))
+
+
+def tasks(seeds: int) -> Iterator[Task]:
+    """All runs in their order, the seeds from 1; those on the CPU's own arithmetic are of the default run there."""
+    for seed in range(1, seeds + 1):
+        for snippet in SNIPPETS.values():
+            for backend, names in (("emulation", variants_of(snippet)), ("cpu", snippet.on_devices)):
+                yield from (Task(backend, snippet.name, snippet.version, name, seed) for name in names)
+
+
+def run(task: Task) -> Line:
+    """One run, on one core."""
+    torch.set_num_threads(1)
+    backend, started = _BACKENDS[task.backend], time.process_time()
+    found = run_snippet(SNIPPETS[task.snippet], VARIANTS[task.variant], backend.arithmetic, task.seed, backend.device)
+    return Line(task, round(time.process_time() - started, 3), found.measures)
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The runs that a file has; what a stop cut short is left out."""
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            told = json.loads(text)
+        except ValueError:
+            continue
+        yield Line(Task(**{each.name: told[each.name] for each in fields(Task)}), told["seconds"], told["measures"])
+
+
+def mend(path: Path) -> None:
+    """End a last line that a stop has cut short."""
+    if path.exists() and not path.read_text(encoding="utf-8").endswith("\n"):
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n")
+
+
+def spreads(lines: Iterable[Line]) -> dict[Ran, Spread]:
+    """The distributions that statements ask for, of the recipes as they are now."""
+    values: dict[Ran, dict[int, float]] = {}
+    for line in lines:
+        task, snippet = line.task, SNIPPETS.get(line.task.snippet)
+        if snippet is not None and task.version == snippet.version:
+            for measure in _asked(snippet, task.variant):
+                ran = Ran(task.snippet, task.version, task.backend, task.variant, measure)
+                values.setdefault(ran, {})[task.seed] = line.measures[measure]
+    return {ran: spread(ran.measure, list(found.values())) for ran, found in values.items() if len(found) > 1}
+
+
+def _asked(snippet: Snippet, variant: str) -> set[str]:
+    own = {claim.measure for claim in snippet.own_claims if variant in claim.variants}
+    return own | {each.measure for each in snippet.said if variant in (*each.variants, each.against)}
+
+
+def tables(found: Mapping[Ran, Spread]) -> str:
+    """What the page has of every snippet."""
+    return "\n".join(_section(snippet, found) for snippet in SNIPPETS.values())
+
+
+def _section(snippet: Snippet, found: Mapping[Ran, Spread]) -> str:
+    counts: dict[str, list[int]] = {}
+    for ran, each in found.items():
+        if ran.snippet == snippet.name:
+            other = "of a default run" if ran.variant in snippet.roster else "of other variants"
+            counts.setdefault("on this CPU's arithmetic" if ran.backend == "cpu" else other, []).append(each.n)
+    told = ", ".join(f"{which} {_range(each)}" for which, each in counts.items())
+    head = f"### {snippet.name}, version {snippet.version}\n\n{snippet.steps} steps. Seeds: {told}.\n"
+    return "\n".join([head, *_tables(snippet, found)])
+
+
+def _range(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def _tables(snippet: Snippet, found: Mapping[Ran, Spread]) -> Iterator[str]:
+    rows = weighed(snippet.name, snippet.version, snippet.said, found)
+    kept = [_row(row) for row in rows if row.bound is not None]
+    if kept:
+        yield (
+            tabulate(
+                kept,
+                ("variant", "measure", "n", "mean", "sd", "must be", "to catch", "sds away"),
+                tablefmt="pipe",
+                disable_numparse=True,
+            )
+            + "\n"
+        )
+    dropped: dict[str, list[str]] = {}
+    for row in rows:
+        if row.bound is None:
+            named = f"`{row.variant}` ({row.statement.measure} {row.statement.side})"
+            dropped.setdefault(_why(row), []).append(named)
+    for why, names in dropped.items():
+        yield f"Not claimed, {why}: {', '.join(names)}.\n"
+    if snippet.own_claims:
+        yield (
+            tabulate(
+                [
+                    (
+                        f"`{ran.variant}`",
+                        f"`{ran.measure}`",
+                        each.n,
+                        f"{each.lowest:g}",
+                        f"{each.highest:g}",
+                        claim.text,
+                    )
+                    for claim in snippet.own_claims
+                    for ran, each in sorted(found.items())
+                    if (ran.snippet, ran.backend, ran.measure) == (snippet.name, "emulation", claim.measure)
+                    and ran.variant in claim.variants
+                ],
+                ("variant", "measure", "n", "lowest", "highest", "claim"),
+                tablefmt="pipe",
+                disable_numparse=True,
+            )
+            + "\n"
+        )
+
+
+def _row(row: Weighed) -> tuple[str, ...]:
+    assert row.own is not None
+    assert row.bound is not None
+    factor = row.statement.measure in LOGARITHMIC
+    mean = f"{math.exp(row.own.mean):.3f}" if factor else f"{row.own.mean:.2e}"
+    bound = f"{row.bound:g}"
+    return (
+        f"`{row.variant}`",
+        f"`{row.statement.measure}`",
+        str(row.own.n),
+        mean,
+        f"{row.own.sd:.1e}",
+        f"within {bound}" if row.statement.side == "within" else f"{row.statement.side} {bound}",
+        f"`{row.statement.against}`",
+        f"{row.distance:.0f}" if row.distance < _FAR else f"over {_FAR}",
+    )
+
+
+def _why(row: Weighed) -> str:
+    if row.own is None or row.other is None or min(row.own.n, row.other.n) < LEAST:
+        return f"since fewer than {LEAST} seeds have run"
+    return f"since the limits overlap with those of `{row.statement.against}`"
+
+
+def page(text: str, found: Mapping[Ran, Spread]) -> str:
+    """A page with its tables renewed."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{tables(found)}\n{END}{after}"
+
+
+def alarms(lines: Iterable[Line], found: Mapping[Ran, Spread]) -> tuple[int, list[str]]:
+    """How many runs claims speak of, and those that would have fallen at the bounds that follow from `found`."""
+    claims = {
+        snippet.name: (*snippet.own_claims, *bounded(snippet.name, snippet.version, snippet.said, found))
+        for snippet in SNIPPETS.values()
+    }
+    count, fallen = 0, []
+    for line in lines:
+        task = line.task
+        if task.snippet not in claims or task.version != SNIPPETS[task.snippet].version:
+            continue
+        concerned = [claim for claim in claims[task.snippet] if task.variant in claim.variants]
+        count += bool(concerned)
+        fallen += [
+            f"{task.backend} {task.snippet} {task.variant} seed {task.seed}: {claim.text},"
+            f" {claim.measure} = {line.measures[claim.measure]:.3g}"
+            for claim in concerned
+            if not claim.held(line.measures)
+        ]
+    return count, fallen
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(_USAGE, f"{self.prog}: {message}; --help says more\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m tiebreak.programs.spread",
+        description="Run the training snippets at many seeds. Resumes where it was stopped.",
+    )
+    parser.add_argument("--seeds", type=int, default=200, metavar="N", help="from 1; 0: run none (default: 200)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: as many as the machine carries)")
+    parser.add_argument("--out", type=Path, default=Path("out", "snippets.jsonl"), metavar="FILE",
+                        help="a line a run; default: out/snippets.jsonl")  # fmt: skip
+    parser.add_argument("--write", action="store_true", help="renew the bounds and the tables of the page")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line.
+
+    Args:
+        arguments: its arguments, those of the process by default.
+
+    Returns:
+        0, 1 where a run would have fallen at the bounds, 2 for bad usage, 130 after Ctrl-C.
+    """
+    options = _parser().parse_args(arguments)
+    if options.seeds < 0 or (options.workers is not None and options.workers < 1):
+        _parser().error("--workers is a positive integer, --seeds one or 0")
+    try:
+        kept = list(read_lines(options.out))
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+    except (KeyError, TypeError, OSError) as error:
+        _parser().error(f"{options.out}: none of this program's ({error}); name another --out")
+    have = {line.task for line in kept}
+    left = [task for task in tasks(options.seeds) if task not in have]
+    workers = min(options.workers or worker_count(_WORKER_GIB), max(1, len(left)))
+    print(f"{len(have)} runs are kept, {len(left)} to run, in {workers} processes:"
+          f" {_expected(_seconds(kept, left) / workers)}", flush=True)  # fmt: skip
+    try:
+        _run(left, workers, options.out)
+    except KeyboardInterrupt:
+        print(f"stopped; {options.out} has the runs that are done, and the same command goes on")
+        return 130
+    lines = list(read_lines(options.out))
+    if options.write:
+        write_spreads(spreads(lines))
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), read_spreads()), encoding="utf-8")
+        print(f"{FILE} and {PAGE} are renewed")
+    count, fallen = alarms(lines, read_spreads())
+    print("\n".join([f"{count} runs that claims speak of, {len(fallen)} beyond a bound", *fallen]))
+    return int(bool(fallen))
+
+
+def _run(left: Sequence[Task], workers: int, path: Path) -> None:
+    if not left:
+        return
+    mend(path)
+    started = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(workers, initializer=keep_memory) as pool, path.open("a", encoding="utf-8") as file:
+        for number, line in enumerate(pool.imap_unordered(run, left), start=1):
+            told = {**vars(line.task), "seconds": line.seconds, "measures": dict(line.measures)}
+            file.write(json.dumps(told) + "\n")
+            file.flush()
+            if number % _EVERY == 0 or number == len(left):
+                rest = (time.monotonic() - started) / number * (len(left) - number)
+                print(f"{number} of {len(left)} runs, now seed {line.task.seed}; {_expected(rest)}", flush=True)
+
+
+def _seconds(kept: Sequence[Line], left: Sequence[Task]) -> float:
+    """How long the rest takes on one core, by what a run of its snippet took."""
+    took: dict[str, list[float]] = {}
+    for line in kept:
+        took.setdefault(line.task.snippet, []).append(line.seconds)
+    each = {name: sum(found) / len(found) for name, found in took.items()}
+    return sum(each.get(task.snippet, SNIPPETS[task.snippet].steps * _STEP_SECONDS) for task in left)
+
+
+def _expected(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"about {minutes // 60} h {minutes % 60} min to go"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

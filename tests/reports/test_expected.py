@@ -1,0 +1,329 @@
+"""Excused failures: the file, what it excuses, and what pytest makes of that."""
+
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tiebreak.reports import store
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.expected import Excuses, Expected, check_used, of_baseline, read
+from tiebreak.reports.records import Answer, Record, Run
+
+Make = Callable[..., Record]
+MakeRun = Callable[..., Run]
+
+CHECKS = ("runs", "in_time", "claim", "repeatable")
+ENTRY = '[[expected]]\ncells = "cpu-{cells}-*"\ncheck = "{check}"\nreason = "{reason}"\n'
+
+
+def entry(cells: str, check: str = "claim", reason: str = "known") -> Expected:
+    return Expected(cells, check, reason, "e.toml: expected[0]")
+
+
+class TestTheFile:
+    def test_entries_come_from_the_file_that_the_flag_names(self, tmp_path: Path) -> None:
+        path = tmp_path / "e.toml"
+        path.write_text(ENTRY.format(cells="x", check="claim", reason="  two\\nlines ") * 2, encoding="utf-8")
+        found = read(str(path), tmp_path, CHECKS)
+        assert found[0] == Expected("cpu-x-*", "claim", "two lines", f"{path}: expected[0]")
+        assert found[1].where == f"{path}: expected[1]"
+
+    def test_an_empty_file_and_no_file_excuse_nothing(self, tmp_path: Path) -> None:
+        (tmp_path / "e.toml").write_text("")
+        assert read(str(tmp_path / "e.toml"), tmp_path, CHECKS) == ()
+        assert read(None, tmp_path, CHECKS) == ()
+
+    @pytest.mark.parametrize("inline", [True, False], ids=["array", "path"])
+    def test_pyproject_has_them_or_names_the_file(self, inline: bool, tmp_path: Path) -> None:
+        """Of the nearest folder above; a path is relative to it."""
+        words = ENTRY.format(cells="x", check="claim", reason="known")
+        listed = words.replace("[[expected]]", "[[tool.tiebreak.expected]]")
+        (tmp_path / "ci").mkdir()
+        (tmp_path / "ci" / "e.toml").write_text(words)
+        named = '[tool.tiebreak]\nexpected = "ci/e.toml"\nfail = { bias = 1 }\n'
+        (tmp_path / "pyproject.toml").write_text(listed if inline else named)
+        deeper = tmp_path / "a" / "b"
+        deeper.mkdir(parents=True)
+        (found,) = read(None, deeper, CHECKS)
+        assert (found.cells, found.check, found.reason) == ("cpu-x-*", "claim", "known")
+        assert ("pyproject.toml" if inline else "e.toml") in found.where
+
+    def test_the_flag_wins(self, tmp_path: Path) -> None:
+        (tmp_path / "pyproject.toml").write_text('[tool.tiebreak]\nexpected = "none.toml"\n')
+        (tmp_path / "e.toml").write_text("")
+        assert read(str(tmp_path / "e.toml"), tmp_path, CHECKS) == ()
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("[", "--expected e.toml: "),
+            ('x = "\udcff"', "--expected e.toml: 'utf-8' codec"),
+            ("expected = 1", "e.toml: expected tables [[expected]] with cells, check, reason and no more"),
+            ("expected = {}", "e.toml: expected tables [[expected]]"),
+            ("[[excused]]", "e.toml: expected tables [[expected]]"),
+            ("expected = [1]", "e.toml: expected[0]: expected the fields cells, check, reason and no other"),
+            (
+                '[[expected]]\ncells = "x"\nreason = "x"',
+                "e.toml: expected[0]: expected the fields cells, check, reason",
+            ),
+            (ENTRY + 'seed = "1"', "e.toml: expected[0]: expected the fields cells, check, reason and no other"),
+            (ENTRY + ENTRY.replace('"{reason}"', '" \\t"'), "e.toml: expected[1].reason: expected some text"),
+            (ENTRY.replace('"{reason}"', "1"), "e.toml: expected[0].reason: expected some text"),
+            (ENTRY.replace('"cpu-{cells}-*"', '""'), "e.toml: expected[0].cells: expected some text"),
+            (
+                ENTRY.replace("{check}", "clime"),
+                "e.toml: expected[0].check: unknown check 'clime': known are runs, in_time, claim, repeatable",
+            ),
+            (ENTRY.replace("{check}", "a\\nb"), "e.toml: expected[0].check: unknown check 'a\\nb'"),
+        ],
+    )
+    def test_what_is_wrong_is_told_in_one_line_with_file_and_field(
+        self, text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        plain = text.replace("{cells}", "x").replace("{check}", "claim").replace("{reason}", "known")
+        Path("e.toml").write_text(plain, encoding="utf-8", errors="surrogateescape")
+        with pytest.raises(UsageError) as refused:
+            read("e.toml", tmp_path, CHECKS)
+        assert str(refused.value).startswith(said)
+        assert str(refused.value).isprintable()
+
+    def test_a_file_that_is_missing_is_told_with_what_names_it(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"^--expected none\.toml: No such file or directory$"):
+            read("none.toml", tmp_path, CHECKS)
+        with pytest.raises(UsageError, match=r"^--expected .*: Is a directory$"):
+            read(str(tmp_path), tmp_path, CHECKS)
+        (tmp_path / "pyproject.toml").write_text('[tool.tiebreak]\nexpected = "none.toml"\n')
+        with pytest.raises(UsageError, match=r"pyproject\.toml: \[tool\.tiebreak\]: expected = 'none\.toml': No such"):
+            read(None, tmp_path, CHECKS)
+
+    @pytest.mark.parametrize("value", ["1", "[1]", "true", '[{ cells = "x" }]'])
+    def test_a_wrong_kind_in_pyproject_is_told(self, value: str, tmp_path: Path) -> None:
+        (tmp_path / "pyproject.toml").write_text(f"[tool.tiebreak]\nexpected = {value}\n")
+        with pytest.raises(UsageError, match=r"pyproject\.toml: \[tool\.tiebreak\]: expected[^\n]*$"):
+            read(None, tmp_path, CHECKS)
+
+    def test_a_pattern_that_is_about_no_cell_is_refused(self) -> None:
+        cells = ["cpu-sdpa-tied[k=2]-bf16", "cpu-sdpa-random-bf16"]
+        check_used([entry("cpu-sdpa-*"), entry("cpu-sdpa-tied[k=2]-bf16"), entry("*-random-*")], cells, {})
+        with pytest.raises(UsageError) as refused:
+            check_used([entry("cpu-spda-*")], cells, {})
+        said = "e.toml: expected[0].cells: 'cpu-spda-*' is about none of the 2 cells: remove it"
+        assert str(refused.value) == said
+
+    def test_an_entry_of_a_backend_that_is_not_here_is_for_another_machine(self) -> None:
+        check_used([entry("cuda-flex-*")], ["cpu-sdpa-random-bf16"], {"cuda": "no GPU"})
+
+
+class TestWhatIsExcused:
+    def test_the_named_check_of_the_named_cells_and_no_other(self, fallen: Make) -> None:
+        excuses = Excuses([entry("cpu-flash@paper-*", reason="why not")])
+        record = fallen()
+        assert excuses.excuse(record) == replace(record, excused="why not")
+        assert excuses.excuse(record).passes
+        others = fallen("fair"), fallen(answers={"repeatable": Answer(False, "the same bits", "they differ")})
+        for other in others:
+            assert excuses.excuse(other) is other
+
+    def test_several_entries_may_excuse_one_cell(self, fallen: Make) -> None:
+        both = fallen(answers={"repeatable": Answer(False, "the same bits", "they differ")})
+        entries = [entry("*", reason="one"), entry("*", "repeatable", "two")]
+        assert Excuses(entries).excuse(both).excused == "two; one"
+
+    def test_what_the_data_do_not_tell_and_what_crashed(self, record: Make, skip: Make) -> None:
+        untold = record(outcome="inconclusive", answers={"claim": Answer(None, "unbiased", "few heads")})
+        assert Excuses([entry("*")]).excuse(untold).excused == "known"
+        crashed = skip(outcome="crashed")
+        assert Excuses([entry("*")]).excuse(crashed).excused is None
+        assert Excuses([entry("*", "runs")]).excuse(crashed).excused == "known"
+
+    def test_what_holds_and_what_is_skipped_is_never_excused(self, record: Make, skip: Make) -> None:
+        for one in (record(), skip()):
+            assert Excuses([entry("*")]).excuse(one) is one
+
+    def test_an_entry_that_excuses_nothing_is_stale(self, record: Make, fallen: Make, skip: Make) -> None:
+        excuses, cell = Excuses([entry("cpu-flash@paper-*")]), "cpu-flash@paper-random-bf16"
+        assert excuses.stale([record()], whole=True) == [
+            f"e.toml: expected[0]: no longer fails: {cell} meets the check claim: remove the entry"
+        ]
+        assert "all 2 cells meet" in excuses.stale([record(), record(case="b")], whole=True)[0]
+        assert excuses.stale([record(), fallen(case="b")], whole=True) == []
+        assert excuses.stale([record("fair")], whole=True) == []
+        assert excuses.stale([skip()], whole=True) == [], "it has not run"
+        assert excuses.stale([skip(outcome="crashed")], whole=True) == [], "it was not asked"
+
+    def test_in_a_part_of_a_run_a_pattern_is_not_called_stale(self, record: Make) -> None:
+        """Where it holds may be what the run leaves out; what names one cell is known."""
+        assert Excuses([entry("cpu-flash@paper-*")]).stale([record()], whole=False) == []
+        assert Excuses([entry("cpu-flash@paper-random-bf16")]).stale([record()], whole=False)
+
+    def test_a_baseline_excuses_the_checks_that_it_does_not_meet(
+        self, run: MakeRun, record: Make, fallen: Make
+    ) -> None:
+        before = of_baseline(run(fallen(), record(case="b")), Path("base.json"))
+        excuses = Excuses((), before)
+        assert excuses.excuse(fallen()).excused == "so it is in base.json"
+        assert excuses.excuse(fallen(case="b")).excused is None
+        worse = fallen(answers={"repeatable": Answer(False, "the same bits", "they differ")})
+        assert excuses.excuse(worse).excused is None
+        assert excuses.stale([record()], whole=True) == [], "the gate says what is better"
+
+
+MATRIX = Path(__file__).parents[1] / "matrix" / "test_cells.py"
+LEAN = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:benchmark")
+KERNEL = """
+import os
+import torch
+
+def mine(q, k, v, *, causal=False, scale=None):
+    {body}
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+"""
+# Every call gives other bits in one element, which every bound allows: the check repeatable alone is not met.
+RESTLESS = """o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+    mine.calls = getattr(mine, "calls", 0) + 1
+    o.view(torch.int16)[0, 0, 0, 0] ^= mine.calls % 2
+    return o"""
+CELL = "cpu-mine-random-bf16"
+Pytest = Callable[..., pytest.RunResult]
+
+
+@pytest.fixture
+def matrix(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Pytest:
+    """Runs a restless kernel, or one with another body, on one input."""
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+
+    def run(*options: str, body: str = RESTLESS, cases: str = "random", workers: int = 0) -> pytest.RunResult:
+        (pytester.path / "mine.py").write_text(KERNEL.format(body=body))
+        words = ("--kernel", "mine.py:mine", "--cases", cases, "--heads", "16", "-n", str(workers), *options)
+        return pytester.runpytest_inprocess(MATRIX, *LEAN, *words, no_reraise_ctrlc=True)
+
+    return run
+
+
+@pytest.fixture
+def excuse(pytester: pytest.Pytester) -> Callable[..., str]:
+    """Writes a file with one entry; its name."""
+
+    def write(check: str = "repeatable", cells: str = CELL, reason: str = "https://bug/1", name: str = "e.toml") -> str:
+        text = f'[[expected]]\ncells = "{cells}"\ncheck = "{check}"\nreason = "{reason}"\n'
+        (pytester.path / name).write_text(text)
+        return name
+
+    return write
+
+
+def record_of(name: str = "last") -> Record:
+    (record,) = store.read(Path("out") / f"{name}.json").records
+    return record
+
+
+class TestUnderPytest:
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_a_known_failure_is_green_and_told(self, matrix: Pytest, excuse: Callable[..., str], workers: int) -> None:
+        result = matrix("--expected", excuse(), "--junitxml", "junit.xml", "-rx", workers=workers)
+        assert result.ret == 0
+        result.assert_outcomes(xfailed=1)
+        record = record_of()
+        assert (record.outcome, record.excused, record.passes) == ("fell", "https://bug/1", True)
+        result.stdout.fnmatch_lines(
+            [
+                f"random* ({record.shown})",
+                f"excused {CELL}: https://bug/1 (not repeatable: *)",
+                "1 cell: 1 excused",
+                "XFAIL *https://bug/1",
+            ]
+        )
+        result.stdout.no_fnmatch_line("*rerun: *")
+        (case,) = ET.parse("junit.xml").getroot().iter("testcase")
+        assert {one.get("name"): one.get("value") for one in case.iter("property")}[
+            "tiebreak.repeatable_met"
+        ] == "False"
+        assert [one.get("type") for one in case.iter("skipped")] == ["pytest.xfail"]
+
+    def test_without_its_entry_it_falls(self, matrix: Pytest, excuse: Callable[..., str]) -> None:
+        assert matrix().ret == 1
+        assert matrix("--expected", excuse("bound")).ret == 1
+        assert record_of().excused is None
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_an_entry_that_is_not_needed_any_more_is_red(
+        self, matrix: Pytest, excuse: Callable[..., str], workers: int
+    ) -> None:
+        result = matrix("--expected", excuse(), body="", workers=workers)
+        assert result.ret == 1
+        result.assert_outcomes(passed=1)
+        result.stdout.fnmatch_lines([f"e.toml: expected[[]0]: no longer fails: {CELL} meets the check repeatable: *"])
+
+    def test_a_pattern_is_judged_by_all_of_its_cells(self, matrix: Pytest, excuse: Callable[..., str]) -> None:
+        """A narrowed run has a part of them: it can't tell that the entry is stale."""
+        assert matrix("--expected", excuse(cells="cpu-mine-*"), body="").ret == 0
+
+    def test_pyproject_has_entries_too(self, matrix: Pytest, excuse: Callable[..., str]) -> None:
+        excuse()
+        Path("pyproject.toml").write_text('[tool.tiebreak]\nexpected = "e.toml"\n')
+        assert matrix().ret == 0
+        Path("pyproject.toml").write_text(Path("e.toml").read_text().replace("[[expected", "[[tool.tiebreak.expected"))
+        assert matrix().ret == 0
+        assert record_of().excused == "https://bug/1"
+
+    @pytest.mark.parametrize(
+        ("fields", "said"),
+        [
+            ({"check": "clime"}, "e.toml: expected[0].check: unknown check 'clime': known are runs, in_time, "),
+            ({"reason": " "}, "e.toml: expected[0].reason: expected some text"),
+        ],
+    )
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_a_wrong_entry_is_refused_before_any_work(
+        self, matrix: Pytest, excuse: Callable[..., str], fields: dict[str, str], said: str, workers: int
+    ) -> None:
+        refused(matrix("--expected", excuse(**fields), workers=workers), said)
+
+    def test_a_pattern_without_a_cell_is_refused_in_a_whole_run(
+        self, pytester: pytest.Pytester, excuse: Callable[..., str]
+    ) -> None:
+        words = (*LEAN, "--expected", excuse(cells="cpu-spda*"))
+        result = pytester.runpytest_inprocess(MATRIX, *words, no_reraise_ctrlc=True)
+        refused(result, "e.toml: expected[0].cells: 'cpu-spda*' is about none of the ")
+
+    def test_a_kernel_that_takes_its_worker_with_it_can_be_excused(
+        self, matrix: Pytest, excuse: Callable[..., str]
+    ) -> None:
+        result = matrix("--expected", excuse("runs"), body="os._exit(3)", workers=1)
+        assert result.ret == 0
+        record = record_of()
+        assert (record.outcome, record.excused) == ("crashed", "https://bug/1")
+        result.stdout.fnmatch_lines(["random* (crash)", "1 cell: 1 excused"])
+
+    def test_a_baseline_that_has_the_failure_excuses_it(self, matrix: Pytest) -> None:
+        assert matrix("--baseline", "base.json", "--update-baseline").ret == 1
+        result = matrix("--baseline", "base.json")
+        assert result.ret == 0
+        result.assert_outcomes(xfailed=1)
+        result.stdout.fnmatch_lines(["gate held: 1 cell compared with base.json: 0 worse, 0 better"])
+        assert record_of().excused == "so it is in base.json"
+        better = matrix("--baseline", "base.json", body="")
+        assert better.ret == 0
+        better.stdout.fnmatch_lines([f"better  {CELL}: *repeatable is met now*"])
+
+    def test_a_baseline_that_holds_is_not_talked_over_by_an_entry(
+        self, matrix: Pytest, excuse: Callable[..., str]
+    ) -> None:
+        """The failure is new: --update-baseline accepts it."""
+        assert matrix("--baseline", "base.json", "--update-baseline", body="").ret == 0
+        assert matrix("--baseline", "base.json", "--expected", excuse()).ret == 1
+        assert matrix("--baseline", "base.json", "--expected", "e.toml", "--update-baseline").ret == 0
+        assert matrix("--baseline", "base.json", "--expected", "e.toml").ret == 0
+
+
+def refused(result: pytest.RunResult, said: str) -> None:
+    """With exit code 2, in one line, before anything was written."""
+    assert result.ret == 2
+    lines = [line for line in (*result.outlines, *result.errlines) if line]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"Exit: {said}")
+    assert not Path("out").exists()

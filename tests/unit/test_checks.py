@@ -1,0 +1,230 @@
+"""Every check: what it is asked of, when it is met, and what an outcome follows from."""
+
+import math
+import pkgutil
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tiebreak.cases.verdicts import Interval
+from tiebreak.matrix import checks as folder
+from tiebreak.matrix.checks import ask_all, checks
+from tiebreak.matrix.checks.contract import broken
+from tiebreak.matrix.result import Claimed, Predicted, Result
+from tiebreak.matrix.run import judging
+from tiebreak.reports.records import (
+    CRASHED,
+    FELL,
+    HELD,
+    IN_TIME,
+    INCONCLUSIVE,
+    MEASURED,
+    RUNS,
+    TIMED_OUT,
+    Answer,
+    outcome_of,
+)
+
+FINITE = {"nonfinite": 0.0, "missed": 0.0, "elements": 64.0}
+STEPS = {"finite_steps": 4.0, "steps": 4.0}
+NO_NUMBERS = (None, math.nan, Interval(math.nan, math.inf))
+
+
+def claimed(met: bool | None, asked: str = "unbiased", *speaks_for: str) -> Claimed:
+    return Claimed(asked, f"who says {asked}", met, f"bias of {asked}", frozenset(speaks_for))
+
+
+def measured(**measures: Any) -> dict[str, Any]:
+    return {"measures": measures}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a check is to answer: results as the fields that differ from a result of nothing."""
+
+    met: list[dict[str, Any]]
+    fell: list[tuple[dict[str, Any], str]]  # with a pattern of why
+    untold: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    not_asked: list[dict[str, Any]] = field(default_factory=list)  # beside a result of nothing
+
+
+def at_most_one(measure: str, words: str) -> Asked:
+    """A check that a measure is at most 1."""
+    return Asked(
+        met=[measured(**{measure: value}) for value in (0.0, 1.0, Interval(1.0, 9.0))],
+        fell=[
+            (measured(**{measure: math.nextafter(1.0, 2.0)}), words.format("1")),
+            (measured(**{measure: math.inf}), words.format("inf")),
+            *((measured(**{measure: value}), f"^there is no number for {measure}$") for value in NO_NUMBERS),
+        ],
+    )
+
+
+def missing(measures: Mapping[str, float]) -> list[tuple[dict[str, Any], str]]:
+    """Results that lack one of the numbers that a check needs."""
+    return [
+        (measured(**{**measures, name: value}), "^there is no number for ") for name in measures for value in NO_NUMBERS
+    ]
+
+
+CHECKS: Mapping[str, Asked] = {
+    "bound": at_most_one("error_over_bound", "^largest error is {} times the bound of plan p$"),
+    "range": at_most_one("outside_values", "lies outside its range by {} times what rounding allows$"),
+    "finite": Asked(
+        met=[measured(**FINITE)],
+        fell=[
+            (measured(**FINITE | {"nonfinite": 1.0}), "^1 of 64 elements are NaN or Inf, the reference is not$"),
+            (measured(**FINITE | {"missed": 2.0}), "^2 elements are finite where the reference is NaN or Inf$"),
+            (measured(**FINITE | {"nonfinite": 1.0, "missed": 2.0}), "^1 of 64 .*; 2 elements .*"),
+            *missing(FINITE),
+        ],
+    ),
+    "loss": Asked(
+        met=[measured(**STEPS)],
+        fell=[
+            (measured(**STEPS | {"finite_steps": 2.0}), "^the loss is not a number at step 3 of 4$"),
+            (measured(**STEPS | {"finite_steps": 0.0}), "^the loss is not a number at step 1 of 4$"),
+            *missing(STEPS),
+        ],
+    ),
+    "claim": Asked(
+        met=[{"claims": (claimed(True),)}, {"claims": (claimed(True), claimed(True, "small"))}],
+        fell=[
+            ({"claims": (claimed(False),)}, r"^claim fell: unbiased \(who says unbiased\); bias of unbiased$"),
+            ({"claims": (claimed(True), claimed(False, "small"))}, "^claim fell: small [^;]*; bias of small$"),
+            ({"claims": (claimed(None), claimed(False, "small"))}, "^claim fell: small [^;]*; bias of small$"),
+        ],
+        untold=[
+            (
+                {"claims": (claimed(True), claimed(None, "small")), "heads": 8, "remedy": "more"},
+                r"^8 heads do not settle the claim: small \(who says small\); bias of small; more$",
+            )
+        ],
+    ),
+    "prediction": Asked(
+        met=[{"prediction": Predicted("flash@fused", True, "found")}],
+        fell=[({"prediction": Predicted("flash@fused", False, "found")}, "^not what flash@fused predicts: found$")],
+        untold=[
+            (
+                {"prediction": Predicted("flash@fused", None, "found"), "heads": 8, "remedy": "more"},
+                "^8 heads do not settle whether it is what flash@fused predicts: found; more$",
+            )
+        ],
+    ),
+    "repeatable": Asked(
+        met=[{"repeatable": True}],
+        fell=[({"repeatable": False}, "^not repeatable: two runs on the same input differ in bits$")],
+    ),
+    # One that breaks it gives no result to ask: `run_cell` answers, see below.
+    "contract": Asked(met=[{"contract": True}], fell=[]),
+}
+# What a claim may take a check's place in, and a result that the check would not be met by.
+SPOKEN_FOR = {
+    "bound": measured(error_over_bound=2.0),
+    "range": measured(outside_values=2.0),
+    "finite": measured(**FINITE | {"nonfinite": 1.0}),
+    "loss": measured(**STEPS | {"finite_steps": 2.0}),
+}
+
+
+def result(**fields: Any) -> Result:
+    return Result(**{"measures": {}, "shown": "x", "bound_of": "p"} | fields)
+
+
+def ask(name: str, fields: Mapping[str, Any]) -> Answer | None:
+    return checks()[name].ask(result(**fields))
+
+
+def test_every_check_is_looked_at_here() -> None:
+    modules = [module.name for module in pkgutil.iter_modules(folder.__path__)]
+    assert sorted(CHECKS) == sorted(modules)
+    assert set(checks()) == {RUNS, IN_TIME, *modules}
+
+
+def test_of_a_result_of_nothing_nothing_is_asked() -> None:
+    assert ask_all(result()) == {}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+class TestEach:
+    def test_what_meets_it(self, name: str) -> None:
+        for fields in CHECKS[name].met:
+            answer = ask(name, fields)
+            assert answer is not None, fields
+            assert (answer.met, answer.why) == (True, ""), fields
+            assert answer.asked
+
+    def test_what_does_not(self, name: str) -> None:
+        for fields, why in CHECKS[name].fell:
+            answer = ask(name, fields)
+            assert answer is not None, fields
+            assert answer.met is False, fields
+            assert re.search(why, answer.why), answer.why
+
+    def test_what_does_not_tell(self, name: str) -> None:
+        for fields, why in CHECKS[name].untold:
+            answer = ask(name, fields)
+            assert answer is not None, fields
+            assert answer.met is None, fields
+            assert re.search(why, answer.why), answer.why
+
+    def test_it_is_alone_in_asking_for_what_it_asks(self, name: str) -> None:
+        for fields in CHECKS[name].met:
+            assert set(ask_all(result(**fields))) == {name}
+
+
+@pytest.mark.parametrize("name", SPOKEN_FOR)
+def test_a_claim_that_speaks_for_a_check_takes_its_place_whether_it_is_met_or_not(name: str) -> None:
+    for met in (True, False, None):
+        assert ask(name, SPOKEN_FOR[name] | {"claims": (claimed(met, "harm", name),)}) is None
+        other = ask(name, SPOKEN_FOR[name] | {"claims": (claimed(met, "harm", "another"),)})
+        assert other is not None
+        assert other.met is False
+
+
+def test_a_claim_is_told_with_its_sources() -> None:
+    answer = ask("claim", {"claims": (claimed(True), claimed(True, "small"), claimed(True))})
+    assert answer is not None
+    assert (answer.asked, answer.source) == ("unbiased, small, unbiased", "who says unbiased; who says small")
+
+
+def test_a_broken_contract_is_not_met() -> None:
+    answer = broken("returned None")
+    assert (answer.met, answer.why) == (False, "returned None")
+    assert answer.asked == checks()["contract"].ask(result(contract=True)).asked  # type: ignore[union-attr]
+
+
+def test_claim_and_prediction_alone_are_about_the_rounding() -> None:
+    assert judging() == {"claim", "prediction"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "outcome"),
+    [
+        ({}, MEASURED),
+        ({"bound": True, "finite": True, "contract": True}, MEASURED),
+        ({"claim": True}, HELD),
+        ({"prediction": True, "bound": True}, HELD),
+        ({"claim": True, "prediction": True}, HELD),
+        ({"claim": False, "prediction": True}, FELL),
+        ({"claim": True, "bound": False}, FELL),
+        ({"contract": False}, FELL),
+        ({"claim": None, "bound": False}, FELL),
+        ({"claim": None, "prediction": True, "bound": True}, INCONCLUSIVE),
+        ({"prediction": None}, INCONCLUSIVE),
+        ({"bound": None, "claim": True}, INCONCLUSIVE),
+        ({RUNS: False}, CRASHED),
+        ({RUNS: False, "claim": False}, CRASHED),
+        ({IN_TIME: False}, TIMED_OUT),
+        ({IN_TIME: False, "claim": True}, TIMED_OUT),
+        ({RUNS: True, IN_TIME: True}, MEASURED),
+        ({RUNS: True, IN_TIME: True, "claim": True}, HELD),
+    ],
+    ids=str,
+)
+def test_an_outcome_follows_from_the_answers(answers: Mapping[str, bool | None], outcome: str) -> None:
+    given = {name: Answer(met, "asked", "" if met else "why") for name, met in answers.items()}
+    assert outcome_of(given, judging()) == outcome

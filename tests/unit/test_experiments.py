@@ -1,0 +1,152 @@
+"""Another kind of experiment is one file more: everything else finds it, runs it and shows what came of it."""
+
+import csv
+import io
+import re
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tiebreak.matrix import experiments
+from tiebreak.reports import cli
+from tiebreak.reports.records import CLAIM, FELL, HELD, Run
+
+MatrixRun = Callable[..., pytest.RunResult]
+Kept = Callable[..., Run]
+
+# All of it: the experiment, its measure, what it claims, and how tables show it.
+INVARIANCE = '''
+"""A call compared with itself: a head alone has the bits that it has in a batch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from tiebreak.backends.backend import to_device
+from tiebreak.cases.case import Case
+from tiebreak.cases.measures import Measure
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.matrix.experiment import Asked, Cell, Experiment, Kind, Pair
+from tiebreak.matrix.result import Claimed, Result
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports import records
+
+
+@dataclass(frozen=True)
+class Alone(Experiment):
+    kind: ClassVar[str] = "invariance"
+    case: Case
+
+    @property
+    def name(self) -> str:
+        return f"alone[{self.case.name}]"
+
+    @property
+    def version(self) -> int:
+        return self.case.version
+
+    def described(self) -> records.CaseRecord:
+        return records.CaseRecord(f"{self.case.about}; every head alone", self.case.source)
+
+    def pairs(self, asked: Asked) -> Sequence[Pair]:
+        return asked.pairs if asked.cases_named else []
+
+    def refusal(self, cell: Cell, bench: Workbench) -> str | None:
+        return cell.kernel.refusal(to_device(bench.batch(self.case, cell.fmt, 0).inputs, cell.backend.device))
+
+    def run(self, cell: Cell, bench: Workbench) -> Result:
+        inputs = bench.batch(self.case, cell.fmt, 0).inputs
+        together = cell.backend.run(cell.kernel, inputs, gradients=False).o
+        heads = inputs.q.shape[1]
+        equal = 0
+        for h in range(heads):
+            parts = {part: getattr(inputs, part)[:, h : h + 1] for part in ("q", "k", "v", "do")}
+            alone = cell.backend.run(cell.kernel, replace(inputs, **parts), gradients=False).o
+            equal += torch.equal(alone, together[:, h : h + 1])
+        share = equal / heads
+        met = Claimed("the same bits alone", "a test", share == 1.0, f"{equal} of {heads} heads have them")
+        return Result({"equal_alone": share}, f"{share:.0%}", claims=(met,), heads=heads)
+
+
+class _Alone(Kind):
+    def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
+        return [Alone(case) for case in SCRIPTED if case.name in ("random", "no_tail")]
+
+    def measures(self) -> Mapping[str, Measure]:
+        told = "share of heads that have the same bits alone as in a batch"
+        return {"equal_alone": Measure("equal_alone", told, worse="less", limit=0.0, column=True)}
+
+
+KIND = _Alone(Alone.kind, "a call compared with its heads alone", "the share of heads with the same bits alone")
+'''
+
+
+@pytest.fixture
+def invariance(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The one file more, beside those of the folder."""
+    folder = tmp_path_factory.mktemp("experiments")
+    (folder / "invariance.py").write_text(INVARIANCE, encoding="utf-8")
+    monkeypatch.setattr(experiments, "__path__", [*experiments.__path__, str(folder)])
+    experiments.kinds.cache_clear()
+    yield
+    experiments.kinds.cache_clear()
+    sys.modules.pop(f"{experiments.__name__}.invariance", None)
+
+
+@pytest.mark.usefixtures("invariance")
+def test_it_goes_the_whole_way(
+    matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Dithering draws by a head's number, which is another when it is alone: `fair` is told from plain flash."""
+    words = ("--backend", "emulation,cpu", "--kernels", "flash@fused,fair", "--heads", "16", "--junitxml", "junit.xml")
+    result = matrix(*words, "--cases", "alone[*,random")
+    assert result.ret == 1
+
+    run = kept()
+    found = {(record.backend, record.kernel, record.case): record for record in run.records}
+    assert len(found) == 4 + 8
+    for backend in ("emulation", "cpu"):
+        for case in ("alone[random]", "alone[no_tail]"):
+            sound, fell = found[backend, "flash@fused", case], found[backend, "fair", case]
+            assert (sound.experiment, sound.outcome, sound.measures) == ("invariance", HELD, {"equal_alone": 1.0})
+            assert (fell.outcome, fell.met(CLAIM)) == (FELL, False)
+            assert "claim fell: the same bits alone (a test); 1 of 16 heads have them" in fell.reasons[0]
+            assert f"--cases '{case}'" in fell.command
+    assert found["cpu", "fair", "random"].experiment == "call"
+
+    told = run.measures["equal_alone"]
+    assert (told.worse, told.limit, told.column) == ("less", 0.0, True)
+    assert run.experiments["invariance"].about == "a call compared with its heads alone"
+    assert run.cases["alone[random]"].about.endswith("every head alone")
+
+    shown = "\n".join(result.outlines)
+    assert "100% ·" in shown
+    assert "!6%!" in shown
+    assert "the share of heads with the same bits alone" in shown
+    assert 'name="tiebreak.equal_alone" value="1.0"' in (pytester.path / "junit.xml").read_text(encoding="utf-8")
+
+    records = str(pytester.path / "out" / "last.json")
+    capsys.readouterr()
+    assert cli.main(["show", records, "--format", "csv", "--cases", "alone*"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [float(row["equal_alone"]) for row in rows if row["kernel"] == "flash@fused"] == [1.0] * 4
+    assert cli.main(["page", records, "-o", "page"]) == 0
+    assert "equal_alone" in (pytester.path / "page" / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("invariance")
+def test_the_gate_holds_its_measure(matrix: MatrixRun, pytester: pytest.Pytester) -> None:
+    """By the file's own description: a share of heads that shrinks is worse."""
+    words = ("--backend", "emulation", "--kernels", "flash@fused", "--cases", "alone[random]", "--heads", "16")
+    assert matrix(*words, "--baseline", "b.json", "--update-baseline").ret == 0
+    assert matrix(*words, "--baseline", "b.json").ret == 0
+    baseline = pytester.path / "b.json"
+    better = re.sub(r'"equal_alone": ?1\.0', '"equal_alone": 1.5', baseline.read_text(encoding="utf-8"))
+    baseline.write_text(better, encoding="utf-8")
+    assert "1.5" in better
+    result = matrix(*words, "--baseline", "b.json")
+    assert result.ret == 1
+    assert "equal_alone" in "\n".join(line for line in result.outlines if "1.5" in line)

@@ -1,0 +1,131 @@
+"""O within the range of V: what no kernel that is right leaves, and what zeros and leaks do not keep to."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiebreak.backends.backend import CPU
+from tiebreak.cases.batch import Batch
+from tiebreak.cases.bounds import mean_slack
+from tiebreak.cases.case import Case
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.features import COMMON
+from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.reference import reference
+from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.records import FELL, Record
+
+CASES = {case.name: case for case in SCRIPTED}
+HEADS = 4  # of a batch: no interval is looked at
+# Scores so large that rounding them can move any weight to any key: there the error bound lets zeros pass.
+BLIND_TO_THE_BOUND = ("huge_logits", "single_maximum_large", "repeated_large[r=60]", "repeated_large[r=10000]")
+# Where zeros are right: no row sees a key; subnormals may be flushed.
+ZEROS_ARE_RIGHT = {"wholly_masked", "subnormal_v"}
+
+
+def run(kernel: Kernel, case: Case) -> Record:
+    return run_cell(Cell(CPU, kernel, Call(case), BF16), Workbench(Settings(heads=HEADS)))
+
+
+def zeros(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> AttentionOutput:
+    """What a kernel returns whose launch did nothing."""
+    del arithmetic, gradients
+    return AttentionOutput(torch.zeros(*inputs.q.shape[:-1], inputs.v.shape[-1]))
+
+
+ZEROS = Kernel("zeros", zeros, None, has_backward=False, takes=COMMON)
+
+
+@pytest.mark.parametrize("case", BLIND_TO_THE_BOUND)
+def test_zeros_fall_by_their_range_alone_where_rounding_the_scores_can_do_anything(case: str) -> None:
+    record = run(ZEROS, CASES[case])
+    assert record.outcome == FELL
+    assert {name for name, answer in record.answers.items() if answer.met is False} == {"range"}
+
+
+def test_zeros_fall_in_every_case_in_which_they_are_wrong() -> None:
+    outcomes = {name: run(ZEROS, case).outcome for name, case in CASES.items()}
+    assert {name for name, outcome in outcomes.items() if outcome != FELL} == ZEROS_ARE_RIGHT
+
+
+def test_no_kernel_of_the_roster_leaves_the_range_where_it_is_claimed_to_be_right() -> None:
+    asked = set()
+    for name, case in CASES.items():
+        bench = Workbench(Settings(heads=HEADS))
+        for kernel in DEFAULT_ROSTER:
+            declaration = composed_kernel(kernel).declaration
+            assert declaration is not None
+            claim = case.claim_about(declaration, BF16)
+            if claim is None or claim.expectation.accurate:
+                asked.add(name)
+                assert bench.emulated(case, BF16, 0, declaration)[1].outside_values <= 1.0, (kernel, name)
+    assert set(CASES) - asked <= {"subnormal_v"}
+
+
+def observed(case: str, change: Callable[[Batch, Tensor, float], Tensor]) -> float:
+    """The measure of what a function makes of a batch, its largest V by row and column, and the slack there."""
+    declaration = composed_kernel("flash@fused").declaration
+    assert declaration is not None
+    inputs = CASES[case].make(1, 0, HEADS, BF16)
+    batch = Batch(inputs, reference(inputs))
+    largest = batch.value_range[1].expand_as(batch.ref.o)
+    o = change(batch, largest, mean_slack(inputs, declaration))
+    return batch.outside_values(o, declaration)
+
+
+def test_it_is_the_distance_as_a_share_of_the_slack() -> None:
+    """Which V's own size and the grid of bf16 are the unit of: 0 at the edge, 1 where rounding ends."""
+
+    def beyond(share: float) -> Callable[[Batch, Tensor, float], Tensor]:
+        return lambda _, largest, slack: largest + share * slack * largest.abs()
+
+    negative = "tied_maxima[k=2]"
+    assert float(CASES[negative].make(1, 0, HEADS, BF16).v.max()) < 0
+    # The range's other end may be the larger one: the slack is of that.
+    assert observed(negative, beyond(0.0)) == 0.0
+    assert observed(negative, beyond(-0.5)) == 0.0
+    shares = [observed(negative, beyond(share)) for share in (0.1, 0.2)]
+    assert 0.0 < shares[0] <= 0.1
+    assert shares[1] == pytest.approx(2 * shares[0])
+
+
+def test_a_key_that_the_row_does_not_see_is_outside() -> None:
+    """As of a kernel that forgets the mask, or reads one row too far."""
+
+    def unseen(batch: Batch, _: Tensor, __: float) -> Tensor:
+        o = batch.ref.o.clone()
+        o[..., 0, :] = batch.inputs.expanded_v().double().amax(-2)
+        return o
+
+    assert observed("random_causal", lambda batch, _, __: batch.ref.o) == 0.0
+    assert observed("random_causal", unseen) > 1.0
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_of_nan_and_inf_it_says_nothing(value: float) -> None:
+    """Which is `finite`'s to say."""
+
+    def with_value(batch: Batch, _: Tensor, __: float) -> Tensor:
+        o = batch.ref.o.clone()
+        o[0, 0, 0, 0] = value
+        return o
+
+    assert observed("random", with_value) == 0.0
+    record = run(replace(ZEROS, compute=_lost), CASES["random"])
+    assert record.met("range")
+    assert record.met("finite") is False
+
+
+def _lost(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> AttentionOutput:
+    del arithmetic, gradients
+    return AttentionOutput(torch.full_like(inputs.q, torch.nan))
