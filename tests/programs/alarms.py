@@ -7,6 +7,7 @@ stopped goes on where it was.
 
 import argparse
 import json
+import math
 import multiprocessing
 import sys
 import time
@@ -14,15 +15,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
 from tiebreak.backends.platform import commit, worker_count
+from tiebreak.matrix.memory import keep_memory
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.cli import Parser
 from tiebreak.reports.records import SKIPPED
 
 _USAGE = 2
@@ -47,6 +49,7 @@ class Seed:
 def run_seed(seed: int, backends: str, cases: str | None) -> Seed:
     """Run every cell of a default run at one seed."""
     torch.set_num_threads(1)
+    keep_memory()
     started, bench = time.monotonic(), Workbench(Settings(seed=seed))
     found, _ = cells(Selection(backends=backends, cases=cases))
     outcomes: Counter[str] = Counter()
@@ -92,7 +95,7 @@ def at_most(alarms: int, cells: int, sure: float = _SURE) -> float:
     for _ in range(200):
         rate = (low + high) / 2
         # Poisson's tail, which the binomial's is for rates this small.
-        term = total = 2.718281828459045 ** (-rate * cells)
+        term = total = math.exp(-rate * cells)
         for count in range(1, alarms + 1):
             term *= rate * cells / count
             total += term
@@ -112,13 +115,8 @@ def summary(seeds: Iterable[Seed]) -> str:
     return "\n".join([f"{head} one in {1 / bound:,.0f} cells", *alarms])
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(_USAGE, f"{self.prog}: {message}; --help says more\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m tiebreak.programs.alarms",
         description="Count false alarms of the default matrix over many seeds. Resumes where it was stopped.",
     )

@@ -3,17 +3,16 @@
 A process has one level (see `tiebreak.backends.levels`), so every run is a process of its own.
 """
 
-import argparse
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
 
 from tiebreak.backends.levels import VARIABLES, Level, supported
 from tiebreak.backends.platform import cpu_features
+from tiebreak.reports.cli import Parser
 
 RECORDS = Path("out")
 GRACE_SECONDS = 20.0
@@ -93,15 +92,8 @@ def _title(level: Level) -> str:
     return f"{level.name:28}{settings or '(environment as it is, without these variables)'}"
 
 
-class _Parser(argparse.ArgumentParser):
-    """An argument parser that complains in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; --help says more\n")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m tiebreak.programs.levels",
         description="The instruction-set levels of this CPU: environments in which PyTorch's results differ in bits.",
     )

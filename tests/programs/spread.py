@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from tabulate import tabulate
@@ -38,6 +37,7 @@ from tiebreak.cases.gpt2.bounds import (
 from tiebreak.cases.gpt2.snippets import SNIPPETS, Snippet, run_snippet
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.matrix.memory import keep_memory
+from tiebreak.reports.cli import Parser
 
 PAGE = Path(__file__).parents[2] / "docs" / "snippet-bounds.md"
 BEGIN, END = "<!-- made by `make bounds` -->\n", "<!-- end of what `make bounds` makes -->\n"
@@ -245,13 +245,8 @@ def alarms(lines: Iterable[Line], found: Mapping[Ran, Spread]) -> tuple[int, lis
     return count, fallen
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(_USAGE, f"{self.prog}: {message}; --help says more\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m tiebreak.programs.spread",
         description="Run the training snippets at many seeds. Resumes where it was stopped.",
     )
