@@ -26,6 +26,7 @@ from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.cli import Parser
 from tiebreak.reports.records import SKIPPED
+from tiebreak.reports.tables import counted
 
 _USAGE = 2
 _WORKER_GIB = 2.0
@@ -111,7 +112,8 @@ def summary(seeds: Iterable[Seed]) -> str:
     alarms = [f"seed {one.seed}: {text}" for one in found for text in one.alarms]
     parts = ", ".join(f"{count} {name}" for name, count in outcomes.most_common())
     bound = at_most(len(alarms), ran) if ran else 1.0
-    head = f"{len(found)} seeds, {ran} cells ({parts}): {len(alarms)} alarms, with {_SURE:.0%} confidence fewer than"
+    asked = f"{counted(len(found), 'seed')}, {counted(ran, 'cell')} ({parts})"
+    head = f"{asked}: {counted(len(alarms), 'alarm')}, with {_SURE:.0%} confidence fewer than"
     return "\n".join([f"{head} one in {1 / bound:,.0f} cells", *alarms])
 
 

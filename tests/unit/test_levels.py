@@ -47,7 +47,6 @@ def three(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(levels, "cpu_features", lambda: ("avx2", "fma"))
     monkeypatch.setattr(table, "LEVELS", (LEVELS[0], Level("b", {VARIABLES[0]: "avx2"}), Level("c", {})))
-    monkeypatch.setattr(levels, "find_spec", lambda name: "found")
     return ["native", "b", "c"]
 
 
@@ -162,16 +161,6 @@ def test_a_level_without_records_fails(
     assert main(["run"]) == 1
     assert runner.ran == three
     assert "level b kept no records in out/b.json" in capsys.readouterr().err
-
-
-def test_a_missing_comparison_fails(
-    three: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(levels, "find_spec", lambda name: None)
-    runner = use(monkeypatch, Runner())
-    assert main(["run"]) == 1
-    assert runner.ran == three
-    assert "out/native.json out/b.json out/c.json" in capsys.readouterr().err
 
 
 def test_ctrl_c_stops_at_once(three: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
