@@ -79,7 +79,7 @@ lint: $(STAMP)  ## ruff: rules and format
 # tests/matrix and tests/programs are left out of the second run: the first has them, under their import names.
 typecheck: $(STAMP)  ## mypy --strict
 	$(PY) -m mypy $(PACKAGES)
-	$(PY) -m mypy conftest.py tests --exclude '^tests/(matrix|programs)/'
+	$(PY) -m mypy tests --exclude '^tests/(matrix|programs)/'
 
 bench: $(STAMP)  ## benchmarks
 	$(PY) -m pytest tests/bench -o python_files='bench_*.py' --benchmark-only \

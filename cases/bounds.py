@@ -19,9 +19,9 @@ from torch import Tensor
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.formats import FP32, Rounding
-from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.inputs import AttentionInputs, sum_groups
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.plans import ALL_BF16, Cast
+from tiebreak.kernels.plans import ALL_BF16, Cast, RoundingPlan
 from tiebreak.kernels.reference import Reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
@@ -61,6 +61,19 @@ def error_bound(inputs: AttentionInputs, ref: Reference, declaration: Declaratio
     plan = declaration.plan.in_formats(inputs.formats)
     u32 = FP32.unit_roundoff
     v = inputs.expanded_v().double().abs()
+    dp = _probability_error(inputs, ref, plan)
+    blocks = -(-inputs.k.shape[-2] // declaration.block.keys)
+    steps = _ROUNDINGS_A_BLOCK * blocks * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
+    relative = dp.sum(-1, keepdim=True) + steps + inputs.k.shape[-2] * u32
+    subnormal = inputs.formats.output.smallest_subnormal
+    bound = dp @ v + relative * ref.magnitude + _roundoff(plan.o) * ref.o.abs() + subnormal
+    # Inf * 0: the scores' rounding can move any weight to any key.
+    return torch.nan_to_num(bound, nan=torch.inf, posinf=torch.inf)
+
+
+def _probability_error(inputs: AttentionInputs, ref: Reference, plan: RoundingPlan) -> Tensor:
+    """Bound on |dP| for every P, fp64, (batch, heads, queries, keys)."""
+    u32 = FP32.unit_roundoff
     norms = inputs.q.double().norm(dim=-1, keepdim=True) * inputs.expanded_k().double().norm(dim=-1)[:, :, None, :]
     # In place from here on: a fresh large tensor costs as much as what is computed into it.
     ds = ref.s.abs().mul_(_roundoff(plan.s)).add_(norms.mul_((inputs.q.shape[-1] + 2) * u32 * inputs.scale))
@@ -70,11 +83,45 @@ def error_bound(inputs: AttentionInputs, ref: Reference, declaration: Declaratio
     top_error = ds.gather(-1, visible.argmax(-1, keepdim=True))
     distance = (top - visible).nan_to_num_(nan=0.0, posinf=0.0)
     exponent = ds.add_(top_error).add_(distance.mul_(2 * u32)).add_(_EXPONENTIAL_ERROR).add_(_roundoff(plan.p_bar))
-    dp = exponent.expm1_().mul_(ref.p).add_(plan.p_bar.fmt.smallest_subnormal / 2 * (ref.p > 0))
-    blocks = -(-inputs.k.shape[-2] // declaration.block.keys)
-    steps = _ROUNDINGS_A_BLOCK * blocks * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
-    relative = dp.sum(-1, keepdim=True) + steps + inputs.k.shape[-2] * u32
-    subnormal = inputs.formats.output.smallest_subnormal
-    bound = dp @ v + relative * ref.magnitude + _roundoff(plan.o) * ref.o.abs() + subnormal
-    # Inf * 0: the scores' rounding can move any weight to any key.
-    return torch.nan_to_num(bound, nan=torch.inf, posinf=torch.inf)
+    return exponent.expm1_().mul_(ref.p).add_(plan.p_bar.fmt.smallest_subnormal / 2 * (ref.p > 0))
+
+
+def gradient_bounds(inputs: AttentionInputs, ref: Reference, declaration: Declaration) -> tuple[Tensor, Tensor, Tensor]:
+    """Bounds on the errors of dQ, dK and dV, fp64, in the shapes of q, k and v.
+
+    First-order analysis of the backward pass (FlashAttention-2, algorithm 2), with every intermediate rounded to the
+    format that products take, at most: where other people's backward passes round is not declared. With dP = dO V^T,
+    delta = rowsum(dO O) or rowsum(P dP), dS = P (dP - delta),
+
+        |d(dS)| <= |dP error of P| (|dP - delta| + e_dP + e_delta) + P (e_dP + e_delta) + u P |dP - delta|
+        |dQ error| <= alpha (|d(dS)| |K| + (u_out + n u32) P |dP - delta| |K|), dK and dV likewise.
+
+    Args:
+        inputs: of the call.
+        ref: the fp64 reference.
+        declaration: what bounds the errors of P and of O.
+    """
+    plan, formats = declaration.plan.in_formats(inputs.formats), inputs.formats
+    u, u32, d = formats.operands.unit_roundoff, FP32.unit_roundoff, inputs.q.shape[-1]
+    q, k, v, do = (one.double() for one in (inputs.q, inputs.expanded_k(), inputs.expanded_v(), inputs.do))
+    p_error = _probability_error(inputs, ref, plan)
+    p_error = p_error + ref.p * (p_error.sum(-1, keepdim=True) + u)
+    dp_error = (u + d * u32) * (do.abs() @ v.abs().transpose(-1, -2))
+    dp = do @ v.transpose(-1, -2)
+    size = (do.abs() * ref.o.abs()).sum(-1, keepdim=True)
+    from_o = (do.abs() * error_bound(inputs, ref, declaration)).sum(-1, keepdim=True) + (u + d * u32) * size
+    from_p = (p_error * dp.abs() + ref.p * dp_error).sum(-1, keepdim=True)
+    both, centred = dp_error + from_o + from_p, (dp - ref.delta).abs()
+    ds = ref.p * centred
+    ds_error = p_error * (centred + both) + ref.p * both + u * ds
+    # Of grouped heads the sum may be rounded at every addition.
+    last = formats.output.unit_roundoff * inputs.groups
+
+    def bound(error: Tensor, exact: Tensor, factor: Tensor, scale: float) -> Tensor:
+        total = scale * (error @ factor.abs() + (last + exact.shape[-1] * u32) * (exact @ factor.abs()))
+        return torch.nan_to_num(total + formats.output.smallest_subnormal, nan=torch.inf, posinf=torch.inf)
+
+    dq = bound(ds_error, ds, k, inputs.scale)
+    dk = bound(ds_error.transpose(-1, -2), ds.transpose(-1, -2), q, inputs.scale)
+    dv = bound(p_error.transpose(-1, -2), ref.p.transpose(-1, -2), do, 1.0)
+    return dq, sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)

@@ -250,4 +250,5 @@ def _inputs(draw: Draw, layer: _Layer, stock: Stock) -> AttentionInputs:
             told = f"holds values beyond {draw.formats.inputs.name}"
             told += "; give another --dtype, or leave its case out with --cases"
             raise CapturedError(f"{layer.path}: {layer.key(part)} {told}")
-    return AttentionInputs(**rounded, formats=draw.formats, causal=layer.causal, noise_seed=noise_seed(draw))
+    q, k, v, do = (rounded[part] for part in _PARTS)
+    return AttentionInputs(q, k, v, do, draw.formats, causal=layer.causal, noise_seed=noise_seed(draw))

@@ -25,6 +25,7 @@ class Shape:
     keys: int = 128
     d: int = 64
     groups: int = 1  # query heads per key head
+    scale: float | None = None  # alpha; None: 1/sqrt(d)
 
 
 @dataclass(frozen=True)
@@ -165,12 +166,13 @@ def scripted(
 ) -> AttentionInputs:
     """Rows whose scores are as scripted.
 
-    alpha = 1/sqrt(d) is a power of two for the default d; q and k carry the row maximum in dimension 0 (k_0 = 8) and
-    the gap in dimension 1 (q_1 = 1 / alpha, k_1 = -gap), so every score is exact in fp32, and equal maxima are equal
-    in any order of summation. The other dimensions of q are 0; those of k are random, so that P K is not degenerate.
+    alpha, 1/sqrt(d) unless the shape says otherwise, is a power of two for the default d; q and k carry the row
+    maximum in dimension 0 (k_0 = 8) and the gap in dimension 1 (q_1 = 1 / alpha, k_1 = -gap), so every score is exact
+    in fp32, and equal maxima are equal in any order of summation. The other dimensions of q are 0; those of k are
+    random, so that P K is not degenerate.
     """
     batch, heads = draw.batch_and_heads
-    inverse_scale = shape.d**0.5
+    inverse_scale = shape.d**0.5 if shape.scale is None else 1.0 / shape.scale
     keys = draw.normal(batch, heads, shape.keys, shape.d)
     top = draw.uniform(*scores.top, batch, heads, shape.queries).bfloat16().float()
     gaps = draw.uniform(*scores.gap, batch, heads, shape.keys).bfloat16().float()
@@ -194,6 +196,7 @@ def scripted(
         upstream(draw, q.shape),
         draw.formats,
         noise_seed=noise_seed(draw),
+        softmax_scale=shape.scale,
     )
 
 

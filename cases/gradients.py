@@ -1,7 +1,13 @@
 """The paper's equations 1 and 2: how an error of delta becomes an error of dQ and of the query weights' gradient."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
+from tiebreak.cases.errors import by_key_head
+from tiebreak.cases.verdicts import Interval, interval
+from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.reference import Reference, reference_gradients
 
@@ -54,3 +60,59 @@ def gradient_measures(
         "equation_1_cosine": cosine(error, predicted),
         "equation_2_cosine": cosine(weight_gradient(error, x), weight_gradient(predicted, x)),
     }
+
+
+def ulps_of_rows(gradient: Tensor, exact: Tensor, fmt: Format) -> float:
+    """Root mean square error of a gradient, each row in ulps of its largest element.
+
+    Elements of a gradient cancel, and an error in ulps of a small one says by how much it cancelled.
+
+    Args:
+        gradient: dQ, dK or dV, (batch, heads, N, d).
+        exact: the reference's, fp64.
+        fmt: the format that the gradient is returned in.
+    """
+    largest = exact.abs().amax(-1, keepdim=True)
+    exponent = torch.frexp(largest).exponent - 1 - fmt.mantissa_bits
+    error = (gradient.double() - exact) / torch.ldexp(torch.ones_like(largest), exponent)
+    return error[(largest > 0).expand_as(error)].square().mean().sqrt().item()
+
+
+def delta_error_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: Tensor) -> Interval:
+    """Mean error of delta, relative to mean |delta|, read off the error of dQ (paper, equation 1).
+
+    dQ_hp - dQ_lp = alpha diag(delta_lp - delta_hp) P K: the part of dQ's error along P K is delta's error. What else
+    the kernel rounds in its backward pass counts too, where it falls along P K.
+
+    Args:
+        dq: the kernel's, (batch, heads, queries, d).
+        inputs: what it was given.
+        ref: the fp64 reference.
+        exact: the reference's dQ.
+    """
+    along = ((exact - dq.double()) * ref.pk).sum(-1, keepdim=True) / (
+        inputs.scale * ref.pk.square().sum(-1, keepdim=True)
+    )
+    size = ref.delta.abs().mean().item()
+    found = interval(by_key_head(along, inputs.groups))
+    return Interval(found.mean / size, found.half_width / size) if size else Interval(torch.nan, torch.inf)
+
+
+def gradient_faults(found: Sequence[Tensor], exact: Sequence[Tensor], bounds: Sequence[Tensor]) -> dict[str, float]:
+    """What is wrong with gradients, at worst.
+
+    Args:
+        found: dQ, dK and dV of a kernel.
+        exact: the reference's.
+        bounds: of their errors.
+
+    Returns:
+        `nonfinite`, elements that are NaN or Inf where the reference's are finite, and `over_bound`, the largest error
+        as a share of its bound.
+    """
+    lost, worst = 0, 0.0
+    for ours, theirs, bound in zip(found, exact, bounds, strict=True):
+        lost += int((torch.isfinite(theirs) & ~torch.isfinite(ours)).sum())
+        share = (ours.double() - theirs).abs() / bound
+        worst = max(worst, share.nan_to_num(nan=0.0, posinf=0.0).max().item())
+    return {"nonfinite": float(lost), "over_bound": worst}

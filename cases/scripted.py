@@ -10,7 +10,19 @@ from functools import partial
 
 import torch
 
-from tiebreak.cases.case import ONE_SIGNED, Case, Draw, Family, Scores, Shape, Values, noise_seed, scripted, upstream
+from tiebreak.cases.case import (
+    ONE_SIGNED,
+    SHAPE,
+    Case,
+    Draw,
+    Family,
+    Scores,
+    Shape,
+    Values,
+    noise_seed,
+    scripted,
+    upstream,
+)
 from tiebreak.cases.claims import (
     ACCURATE,
     BIASED,
@@ -79,13 +91,14 @@ def _tied(
     scores: Scores,
     *claims: Claim,
     values: Values = ONE_SIGNED,
+    shape: Shape = SHAPE,
     gradients: bool = False,
     traced: bool = False,
     chaotic: bool = False,
     family: Family | None = None,
     unclaimed: str | None = None,
 ) -> Case:
-    recipe = partial(scripted, scores=scores, values=values)
+    recipe = partial(scripted, scores=scores, values=values, shape=shape)
     return Case(
         name,
         about,
@@ -132,6 +145,19 @@ def _shapes_of_v() -> list[Case]:
         _STANDARD_IS_BIASED,
         _V1_IN_FP16,
         values=Values(mean=2.4),
+    )
+    unscaled = _tied(
+        "tied_maxima_unscaled",
+        "2 equal maxima, alpha = 1: scores are not scaled, as in T5",
+        Scores(),
+        _PLAIN_IS_BIASED,
+        _FIX_HOLDS,
+        _FUSED_IS_NOT,
+        _LAZY_IS_FUSED,
+        _STOCHASTIC,
+        _STANDARD_IS_BIASED,
+        _V1_IN_FP16,
+        shape=Shape(scale=1.0),
     )
     sink = _tied(
         "sink_tie",
@@ -185,7 +211,7 @@ def _shapes_of_v() -> list[Case]:
             _OFFSET_HARMS,
         ),
     )
-    return [positive, sink, mixed, no_tail]
+    return [positive, unscaled, sink, mixed, no_tail]
 
 
 def _single_maximum() -> list[Case]:
@@ -470,7 +496,16 @@ def _plain(
     q = draw.rounded(size * draw.normal(batch, heads, shape.queries, shape.d))
     k = draw.rounded(draw.normal(batch, key_heads, shape.keys, shape.d))
     v = draw.rounded(v_mean + v_std * draw.normal(batch, key_heads, shape.keys, shape.d))
-    return AttentionInputs(q, k, v, upstream(draw, q.shape), draw.formats, causal=causal, noise_seed=noise_seed(draw))
+    return AttentionInputs(
+        q,
+        k,
+        v,
+        upstream(draw, q.shape),
+        draw.formats,
+        causal=causal,
+        noise_seed=noise_seed(draw),
+        softmax_scale=shape.scale,
+    )
 
 
 def _padded(draw: Draw, shape: Shape, *, all_masked: bool) -> AttentionInputs:
@@ -594,6 +629,7 @@ def _random() -> list[Case]:
             "7 queries, 100 keys, d = 40: no powers of two",
             partial(_plain, shape=Shape(queries=7, keys=100, d=40)),
         ),
+        "random_scaled": ("alpha = 0.3, no power of two", partial(_plain, shape=Shape(scale=0.3))),
     }
     claims = (coarse, sound)
     unclaimed = "a shift that is moved or scaled has an error of P-bar of its own, of 0.1 ulp and less on random scores"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.features import COMMON, MIXED_FORMATS, Feature
+from tiebreak.kernels.features import COMMON, MIXED_FORMATS, OWN_SCALE, Feature
 from tiebreak.kernels.flash import Block, flash, standard
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.plans import RoundingPlan
@@ -32,6 +32,6 @@ def _standard(
     return standard(inputs, plan, arithmetic, block)
 
 
-_TAKES = COMMON | {MIXED_FORMATS}
+_TAKES = COMMON | {MIXED_FORMATS, OWN_SCALE}
 FLASH_ATTENTION = Algorithm("flash", flash, tiled=True, takes=_TAKES)
 STANDARD_ATTENTION = Algorithm("standard", _standard, tiled=False, takes=_TAKES, claimed_as="standard")

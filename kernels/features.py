@@ -16,6 +16,7 @@ CAUSAL = Feature("causal", "causal mask")
 OBLONG_CAUSAL = Feature("oblong causal", "causal mask of fewer or more queries than keys")  # aligned at its lower right
 KEY_PADDING = Feature("key padding", "key padding mask")
 BLIND_ROWS = Feature("blind rows", "row without a visible key")
+OWN_SCALE = Feature("own scale", "scale of the scores other than 1/sqrt(d)")
 MIXED_FORMATS = Feature("mixed formats", "operands or output in another format than its inputs")
 
 # What kernels take that mask every score on its own. What is added above later does not belong in here: each kernel

@@ -8,7 +8,7 @@ from functools import cache, partial
 from torch import Tensor
 
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.features import COMMON, KEY_PADDING
+from tiebreak.kernels.features import COMMON, KEY_PADDING, OWN_SCALE
 from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
@@ -42,7 +42,7 @@ def flash_attn() -> Kernel:
         _compute,
         fused_on_gpu(FLASH_2_BLOCK),
         has_backward=missing() is None,
-        takes=COMMON - {KEY_PADDING},  # its signature has none
+        takes=COMMON - {KEY_PADDING} | {OWN_SCALE},  # its signature has none
         lacks=_lacks,
     )
 
@@ -59,7 +59,8 @@ def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # Its layout is (batch, N, heads, d). From 2.1 on its causal mask is this suite's: query i sees keys up to
     # i + keys - queries. Deterministic: its gradients would else be added up in whatever order blocks end.
     transposed = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return _function()(*transposed, causal=inputs.causal, deterministic=True).transpose(1, 2)
+    options = {"causal": inputs.causal, "softmax_scale": inputs.softmax_scale, "deterministic": True}
+    return _function()(*transposed, **options).transpose(1, 2)
 
 
 def _compute(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:

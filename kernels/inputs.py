@@ -9,7 +9,16 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, KEY_PADDING, MIXED_FORMATS, OBLONG_CAUSAL, Feature
+from tiebreak.kernels.features import (
+    BLIND_ROWS,
+    CAUSAL,
+    GROUPED,
+    KEY_PADDING,
+    MIXED_FORMATS,
+    OBLONG_CAUSAL,
+    OWN_SCALE,
+    Feature,
+)
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 
 # Formats that torch devices compute in.
@@ -38,6 +47,7 @@ class AttentionInputs:
     causal: bool = False  # query i sees keys 0 .. i + keys - queries
     key_padding: Tensor | None = None  # bool (batch, keys), True where a key takes part
     noise_seed: int = 0  # seeds the dither and the stochastic casts
+    softmax_scale: float | None = None  # alpha, what Q K^T is multiplied by; None: 1/sqrt(d)
 
     def __post_init__(self) -> None:
         """Refuse shapes that no attention kernel could take."""
@@ -51,8 +61,8 @@ class AttentionInputs:
 
     @property
     def scale(self) -> float:
-        """alpha = 1/sqrt(d)."""
-        return 1.0 / math.sqrt(self.q.shape[-1])
+        """alpha: 1/sqrt(d) unless the inputs say otherwise."""
+        return 1.0 / math.sqrt(self.q.shape[-1]) if self.softmax_scale is None else self.softmax_scale
 
     @property
     def groups(self) -> int:
@@ -67,6 +77,7 @@ class AttentionInputs:
             OBLONG_CAUSAL: self.causal and self.q.shape[2] != self.k.shape[2],
             KEY_PADDING: self.key_padding is not None,
             BLIND_ROWS: self._blind(),
+            OWN_SCALE: self.softmax_scale is not None,
             MIXED_FORMATS: {self.formats.operands, self.formats.output} != {self.formats.inputs},
         }
         return tuple(feature for feature, needed in asked.items() if needed)

@@ -47,6 +47,10 @@ Lacks = Callable[[AttentionInputs], str | None]
 Unsuited = Callable[[Formats], str | None]
 
 
+class CannotRunError(Exception):
+    """A kernel says, when it is called, that it can't take what it was given; one line. Its cell is skipped."""
+
+
 def _nothing(given: object) -> None:
     del given
 
@@ -62,6 +66,7 @@ class Kernel:
     takes: frozenset[Feature] = frozenset()  # what inputs may ask of it: what it was never told of, it is refused
     lacks: Lacks = _nothing  # what it misses here: a package, a head dimension, a format, PyTorch's consent
     external: bool = False  # a user's own: held to the contract of `tiebreak.kernels.external`
+    origin: tuple[str, ...] = ()  # of a user's own: the words of the command line that bring it in
     unsuited: Unsuited = _nothing  # which formats it is not for, such as a V of 16 bits for a product of 8
     composed: bool = False  # whether it is its declaration, run on whatever arithmetic it is given
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.features import COMMON
+from tiebreak.kernels.features import COMMON, OWN_SCALE
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Kernel
@@ -239,7 +239,7 @@ def fusion_attention(layout: str, inner_precise: int, operators: Operators = tor
     """npu_fusion_attention in one layout at one `inner_precise`, with its backward operator."""
     compute = FusionAttention(layout, inner_precise, operators)
     name = f"npu_fusion_{layout.lower()}_p{inner_precise}"
-    return Kernel(name, compute, None, takes=COMMON, lacks=partial(_training_lacks, operators))
+    return Kernel(name, compute, None, takes=COMMON | {OWN_SCALE}, lacks=partial(_training_lacks, operators))
 
 
 def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...]:
@@ -261,7 +261,7 @@ def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...
             partial(_prompt, operators),
             None,
             has_backward=False,
-            takes=COMMON,
+            takes=COMMON | {OWN_SCALE},
             lacks=partial(_inference_lacks, operators, prompt),
         ),
         *(
@@ -270,7 +270,7 @@ def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...
                 partial(_infer, operators, precise),
                 None,
                 has_backward=False,
-                takes=COMMON,
+                takes=COMMON | {OWN_SCALE},
                 lacks=partial(_inference_lacks, operators, infer),
             )
             for precise in INNER_PRECISE[:2]  # 2 and 3 differ from them in rows without a visible key only

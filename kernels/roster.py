@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.kernel import PLAIN, Declaration, Kernel, composed
-from tiebreak.kernels.plans import FUSED_STOCHASTIC, PLANS, STANDARD, RoundingPlan
+from tiebreak.kernels.plans import FUSED_STOCHASTIC, PLANS, STANDARD, RoundingPlan, parse_plan
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 _FLASH_PLANS: Mapping[str, RoundingPlan] = MappingProxyType(
@@ -66,3 +66,16 @@ DEFAULT_ROSTER = (
     "lazy@fused",
     "fair",
 )
+
+
+def parse_declaration(text: str) -> Declaration:
+    """What a kernel declares that names a plan, or `rule@plan`.
+
+    Raises:
+        ValueError: no such rule or plan; the message lists those there are.
+    """
+    if text == STANDARD.name or "@" in text or text == "fair":
+        found = composed_kernel(text).declaration
+        assert found is not None
+        return found
+    return Declaration(FLASH_ATTENTION, parse_plan(text), SHIFT_RULES["safe"])

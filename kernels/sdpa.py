@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.features import CAUSAL, COMMON, GROUPED, Feature
+from tiebreak.kernels.features import CAUSAL, COMMON, GROUPED, OWN_SCALE, Feature
 from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel
@@ -39,7 +39,7 @@ _FEXP_U20 = Exponential(
 )
 
 # Of a causal mask it is told by is_causal alone, which is another mask where queries and keys are not as many.
-_WITHOUT_MASK = frozenset({CAUSAL, GROUPED})
+_WITHOUT_MASK = frozenset({CAUSAL, GROUPED, OWN_SCALE})
 _FUSED_OPERATORS = "aten::_scaled_dot_product_"
 _COMPOSED_OPERATOR = "aten::_scaled_dot_product_attention_math"
 
@@ -54,7 +54,8 @@ class Implementation:
 
     backend: SDPBackend  # PyTorch's name of it
     operator: str | None  # the one operator that PyTorch calls where it runs; None: it is composed of many
-    takes: frozenset[Feature] = COMMON  # what inputs may ask of it; without a tensor that masks scores, not all
+    # What inputs may ask of it; without a tensor that masks scores, not all.
+    takes: frozenset[Feature] = COMMON | {OWN_SCALE}
     causal_flag: bool = False  # whether it is told of a causal mask by is_causal, where queries and keys are as many
 
 
@@ -86,6 +87,10 @@ def _mask(implementation: Implementation, inputs: AttentionInputs) -> Tensor | N
     return None if hidden is None else ~hidden.to(inputs.q.device)
 
 
+def _options(inputs: AttentionInputs) -> dict[str, Any]:
+    return {"scale": inputs.softmax_scale, "enable_gqa": inputs.groups > 1}
+
+
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     """Notes the names of the operators that PyTorch calls, below autograd: what runs, not what was asked for."""
 
@@ -107,7 +112,7 @@ def _call(implementation: Implementation, inputs: AttentionInputs, q: Tensor, k:
     """
     mask, flag = _mask(implementation, inputs), _flagged(implementation, inputs)
     with sdpa_kernel([implementation.backend]), _Operators() as ran:
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=flag, enable_gqa=inputs.groups > 1)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=flag, **_options(inputs))
     fused = {name for name in ran.names if name.startswith(_FUSED_OPERATORS) and name != _COMPOSED_OPERATOR}
     if fused != {implementation.operator} - {None}:
         told = ", ".join(sorted(fused)) or "the composed implementation"
@@ -152,7 +157,7 @@ def lacks(implementation: Implementation, inputs: AttentionInputs) -> str | None
     with warnings.catch_warnings(record=True) as told, sdpa_kernel([implementation.backend]):
         warnings.simplefilter("always")
         try:
-            chosen = torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=flag, enable_gqa=inputs.groups > 1)
+            chosen = torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=flag, **_options(inputs))
         except RuntimeError as error:
             return f"{implementation.backend.name}: {_reason([str(warning.message) for warning in told], error)}"
     if chosen == implementation.backend.value:

@@ -33,6 +33,7 @@ class Verb:
 
 
 VERBS = {
+    "check": Verb("tiebreak.programs.check", "a kernel of your own: the verdict, and what it rests on"),
     "show": Verb("tiebreak.reports.show", "the table of one run or audit"),
     "compare": Verb("tiebreak.reports.compare", "several runs side by side: what agrees to the bit, what does not"),
     "gate": Verb("tiebreak.reports.gate_command", "fail if a run is worse than a baseline"),

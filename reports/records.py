@@ -104,6 +104,7 @@ class CaseRecord:
     unclaimed: str | None = None  # why nothing is claimed of the kernels that no claim speaks of
     family: str | None = None  # what varies between cases that belong together
     at: float | None = None  # where the case stands in its family
+    failure: bool = False  # whether it is an input on which rounding is known to fail
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from tiebreak.kernels.counter import random_bits
 from tiebreak.kernels.flash import Wanted
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
-from tiebreak.kernels.kernel import Declaration, Kernel, run_backward, run_forward
+from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel, run_backward, run_forward
 from tiebreak.kernels.plans import FP32_PLAN, FUSED, Cast
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
@@ -161,14 +161,22 @@ def _backward(
     arithmetic: Arithmetic,
     wanted: Wanted,
 ) -> Gradients:
-    """Gradients by the kernel's own backward pass; one that has none gets that of fp32 flash attention with its O."""
+    """Gradients by the kernel's own backward pass; one said to have none gets fp32 flash attention's, from its O.
+
+    Raises:
+        CannotRunError: it turns out to have none.
+    """
     if isinstance(implementation, Declaration):
         return run_backward(implementation, inputs, output, arithmetic, wanted)
     if not implementation.has_backward:
         return run_backward(FP32_ATTENTION, inputs, output, arithmetic, wanted)
     with torch.enable_grad():  # which autograd turns off in here, and a kernel may rest on
         found = implementation.compute(inputs, arithmetic, True).gradients
-    assert found is not None
+    if found is None:
+        raise CannotRunError(
+            f"{implementation.name} has no backward pass that autograd knows; declare backward, or train it with"
+            " --backward emulated"
+        )
     return Gradients(found.dq.float(), found.dk.float(), found.dv.float(), found.delta)
 
 

@@ -15,8 +15,9 @@ from typing import Literal
 from torch import Tensor
 
 from tiebreak.cases.batch import Batch
+from tiebreak.cases.bounds import gradient_bounds
 from tiebreak.cases.errors import Errors, in_units
-from tiebreak.cases.gradients import gradient_measures
+from tiebreak.cases.gradients import gradient_faults, gradient_measures
 from tiebreak.cases.verdicts import Interval
 from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.kernels.kernel import Declaration
@@ -63,6 +64,15 @@ class Observed:
         if output.gradients is None:
             return {}
         return gradient_measures(output, batch.inputs, batch.ref, batch.gradients)
+
+    @cached_property
+    def gradient_faults(self) -> Mapping[str, float]:
+        """What is wrong with the gradients of the first batch, at worst. Empty where none were asked for."""
+        found, batch = self.outputs[0].gradients, self.batches[0]
+        if found is None:
+            return {}
+        bounds = gradient_bounds(batch.inputs, batch.ref, self.declaration)
+        return gradient_faults((found.dq, found.dk, found.dv), batch.gradients, bounds)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from tiebreak.cases.gradients import delta_error_of, ulps_of_rows
 from tiebreak.cases.measures import CallMeasure, Measure, Observed, Value
 
 _ABOUT = {
@@ -13,11 +14,66 @@ _ABOUT = {
 }
 
 
+_NAMES = ("dq", "dk", "dv")
+
+
+def _ulps(name: str, seen: Observed) -> Value:
+    gradients, batch = seen.outputs[0].gradients, seen.batches[0]
+    if gradients is None:
+        return None
+    return ulps_of_rows(getattr(gradients, name), batch.gradients[_NAMES.index(name)], batch.inputs.formats.output)
+
+
+def _delta(seen: Observed) -> Value:
+    gradients, batch = seen.outputs[0].gradients, seen.batches[0]
+    if gradients is None or gradients.delta is not None:
+        return None
+    return delta_error_of(gradients.dq, batch.inputs, batch.ref, batch.gradients[0])
+
+
 def _one(name: str, seen: Observed) -> Value:
     return seen.gradient_errors.get(name)
 
 
-MEASURES = tuple(
-    CallMeasure(Measure(name, about, worse="more" if name.endswith("error") else None), partial(_one, name))
-    for name, about in _ABOUT.items()
+MEASURES = (
+    *(
+        CallMeasure(Measure(name, about, worse="more" if name.endswith("error") else None), partial(_one, name))
+        for name, about in _ABOUT.items()
+    ),
+    *(
+        CallMeasure(
+            Measure(
+                f"{name}_ulps",
+                f"root mean square error of d{name[1].upper()}, in ulps of the largest element of its row",
+                "ulp",
+                worse="more",
+            ),
+            partial(_ulps, name),
+        )
+        for name in _NAMES
+    ),
+    CallMeasure(
+        Measure(
+            "delta_bias_in_dq",
+            "mean error of delta as the error of dQ shows it (paper, equation 1), relative to mean |delta|",
+            worse="farther",
+        ),
+        _delta,
+    ),
+    CallMeasure(
+        Measure(
+            "gradients_nonfinite",
+            "elements of dQ, dK, dV that are NaN or Inf, the reference's are finite",
+            worse="more",
+        ),
+        lambda seen: seen.gradient_faults.get("nonfinite"),
+    ),
+    CallMeasure(
+        Measure(
+            "gradient_error_over_bound",
+            "largest error of dQ, dK and dV as a share of its rounding-error bound",
+            worse="more",
+        ),
+        lambda seen: seen.gradient_faults.get("over_bound"),
+    ),
 )

@@ -28,6 +28,7 @@ class Config:
     groups: int = 1  # query heads per key head
     padded: bool = False  # whether a mask says which keys of a batch entry take part
     heads: int = 1  # heads that one program works on; a power of two
+    softmax_scale: float | None = None  # alpha; None: 1/sqrt(d)
     native: bool = True  # whether the device's own casts round; else fp32 carries every format, rounded by integers
 
     def __post_init__(self) -> None:
@@ -48,8 +49,8 @@ class Config:
 
     @property
     def scale(self) -> float:
-        """alpha = 1/sqrt(d)."""
-        return 1.0 / math.sqrt(self.d)
+        """alpha, what Q K^T is multiplied by."""
+        return 1.0 / math.sqrt(self.d) if self.softmax_scale is None else self.softmax_scale
 
     @property
     def base_two(self) -> bool:

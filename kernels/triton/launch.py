@@ -101,6 +101,7 @@ class Call:
             query_heads=inputs.q.shape[1],
             groups=inputs.groups,
             padded=inputs.key_padding is not None,
+            softmax_scale=inputs.softmax_scale,
             native=not interpreted,
         )
         held = (inputs.formats.inputs, inputs.formats.inputs, format_of_v(plan, inputs.formats))

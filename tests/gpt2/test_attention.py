@@ -105,7 +105,7 @@ def test_a_kernel_without_a_backward_pass_gets_that_of_fp32_attention_with_its_o
     module.attention = attention  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "mine", module)
-        kernel = external_kernel("mine:attention", None)
+        kernel = external_kernel("mine:attention", flags=("backward=none",))
     rounded_once = replace(FP32_ATTENTION, plan=replace(FP32_PLAN, o=Cast(BF16)))
     expected = _run((HeadKernel(rounded_once),) * SHAPE[1], _call())
     for ours, theirs in zip(_run((HeadKernel(kernel),) * SHAPE[1], _call()), expected, strict=True):

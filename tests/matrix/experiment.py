@@ -29,6 +29,7 @@ class Asked:
     kernels_named: bool  # whether --kernels or --kernel was given
     cases_named: bool  # whether --cases was given
     fmt: Format  # of q, k, v and O
+    emulated_backward: bool = False  # whether users' kernels train with the suite's own backward pass
 
 
 class Experiment(ABC):
@@ -36,6 +37,7 @@ class Experiment(ABC):
 
     kind: ClassVar[str]  # name of its kind
     options: tuple[str, ...] = ()  # of the command line, that bring it in
+    time_limit: ClassVar[float] = 60.0  # seconds that a cell of a user's kernel may take
 
     @property
     @abstractmethod

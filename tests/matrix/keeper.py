@@ -4,7 +4,10 @@ import contextlib
 import functools
 import json
 import re
+import shutil
+import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.platform import describe
+from tiebreak.matrix import watch
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
@@ -26,11 +30,13 @@ from tiebreak.reports.expected import Excuses
 from tiebreak.reports.records import Answer
 
 _USAGE = 2
-_WORKER_DIED = re.compile(r"worker '\w+' crashed while running")  # xdist's words; which worker is chance
+_WORKER_DIED = re.compile(r"worker '(\w+)' crashed while running")  # xdist's words; which worker is chance
+_DEATHS = 2  # of workers by one kernel: from then on each of its cells has a process of its own
 _CHECKPOINT = 256  # records between two checkpoints
 PROPERTY = "tiebreak"  # name of the property that carries a cell's record from its worker to the controller
+_DIED = "its process died: killed by a signal, out of memory, or ended by the kernel itself"
 POISONED = "tiebreak.poisoned"  # name of the property that says that a cell has left its worker's device unusable
-_OPTIONS = ("backend", "kernels", "cases", "dtype", "seed", "heads", "kernel", "plan", "captured", "fair")
+_OPTIONS = ("backend", "kernels", "cases", "dtype", "seed", "heads", "kernel", "declare", "plan", "captured", "fair")
 _IN_PART = ("kernels", "cases", "captured")  # what leaves out cells of the backends and kernels that run
 NARROWING = ("backend", "kernels", "cases", "kernel", "captured")  # without them a run is a whole one
 
@@ -63,6 +69,7 @@ class Keeper:
         self.name = uuid.uuid4().hex
         self.run: records.Run | None = None
         self.failure: str | None = None
+        self.deaths = Counter[str]()  # of workers, by the kernel that they ran
         self.fallen: list[str] = []  # what fails the session though no single cell fell
 
     @property
@@ -72,7 +79,8 @@ class Keeper:
 
     def options(self) -> dict[str, Any]:
         """Those of the command line that decide what runs."""
-        return {name: self.config.getoption(name) for name in _OPTIONS}
+        given = {name: self.config.getoption(name) for name in _OPTIONS}
+        return {name: " ".join(value) or None if isinstance(value, list) else value for name, value in given.items()}
 
     def platform(self) -> dict[str, Any]:
         """This machine, with the devices that cells run on."""
@@ -110,7 +118,7 @@ class Keeper:
             if carried:
                 self.records[name] = records.from_dict(json.loads(str(carried[0])))
             else:
-                self.records[name] = self.excuses.excuse(self._crashed(name, _why(report)))
+                self.records[name] = self.excuses.excuse(self._without_record(name, report))
                 if (reason := self.records[name].excused) is not None:
                     report.outcome, report.wasxfail = "skipped", reason
             self.seconds[name] = round(report.duration, 3)
@@ -132,9 +140,32 @@ class Keeper:
             with contextlib.suppress(store.UnwritableFolderError):  # said when the session ends
                 store.write(self._as_run(complete=False), self.path)
 
-    def _crashed(self, name: str, why: str) -> records.Record:
-        check = records.IN_TIME if why.startswith("Failed: Timeout") else records.RUNS
-        outcome = records.TIMED_OUT if check == records.IN_TIME else records.CRASHED
+    @functools.cached_property
+    def _watches(self) -> Path:
+        """Where workers leave word before their watch ends them."""
+        return Path(tempfile.mkdtemp(prefix="tiebreak-"))
+
+    def watched(self, worker: str) -> dict[str, Any]:
+        """What a worker, which is about to start, is told of its watch."""
+        return watch.watched(self._watches / worker, [name for name, n in self.deaths.items() if n >= _DEATHS])
+
+    def pytest_unconfigure(self) -> None:
+        """Leave nothing behind."""
+        if "_watches" in vars(self):
+            shutil.rmtree(self._watches, ignore_errors=True)
+
+    def _without_record(self, name: str, report: pytest.TestReport) -> records.Record:
+        """The record of a cell whose test failed before it gave one: mostly its process has ended."""
+        why = _why(report)
+        died = _WORKER_DIED.match(why)
+        if died is None:
+            return self._crashed(name, why, in_time=not why.startswith("Failed: Timeout"))
+        self.deaths[self.expected[name].kernel.name] += 1
+        late = watch.timed_out(self._watches / died[1])
+        return self._crashed(name, late or _DIED, in_time=late is None)
+
+    def _crashed(self, name: str, why: str, *, in_time: bool = True) -> records.Record:
+        check, outcome = (records.RUNS, records.CRASHED) if in_time else (records.IN_TIME, records.TIMED_OUT)
         cell = self.expected[name]
         answer = Answer(False, checks()[check].about, f"{place(cell, self.settings)}: {why}")
         return blank_record(cell, self.settings, outcome, {check: answer})
@@ -267,5 +298,5 @@ def _why(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = str(crash.message if crash else report.longrepr).strip().splitlines()
     if lines and _WORKER_DIED.match(lines[-1]):
-        return "its process died: killed by a signal, out of memory, or ended by the kernel itself"
+        return lines[-1]
     return (lines[0] if crash else lines[-1]) if lines else "no report"

@@ -15,12 +15,14 @@ from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.case import HEADS_PER_BATCH
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.gating import Gatekeeper, add_options
 from tiebreak.matrix.keeper import NARROWING, POISONED, Keeper, backends_of, measures
 from tiebreak.matrix.memory import keep_memory
 from tiebreak.matrix.scheduling import CaseScheduling
 from tiebreak.matrix.selection import Selection, SelectionError, cells, check_usable, matching_backends
 from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.watch import Watch
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports import expected, store
 from tiebreak.reports.errors import UsageError
@@ -28,9 +30,11 @@ from tiebreak.reports.expected import Excuses
 
 _USAGE = 2
 _WORKER_GIB = 2.0
+_PRINTED = 10_000  # characters of what a cell prints that are kept, the last
 _NO_RUN = ("help", "collectonly", "markers", "showfixtures")  # pytest's options that run no cell
 _ENVIRONMENT = "tiebreak_environment"  # of a worker's input: what to add to its environment, for its device
 
+WATCH = pytest.StashKey[Watch]()
 ACCOUNT = pytest.StashKey[str]()  # a cell's own account of why it did not hold
 _poisoned = pytest.StashKey[bool]()  # of the session: whether its device is beyond use for this process
 _cells = pytest.StashKey[Mapping[str, Cell]]()
@@ -44,6 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--backend", metavar="NAMES", help=f"backends to run: {', '.join(BACKENDS)}")
     group.addoption("--kernels", metavar="NAMES", help="kernels to run, also any rule@plan such as dithered@all_bf16")
     group.addoption("--cases", metavar="NAMES", help="cases to run, such as 'tied_maxima*'")
+    group.addoption("--experiments", metavar="KINDS", help=f"kinds of experiment to run: {', '.join(kinds())}")
     group.addoption(
         "--dtype", metavar="NAMES", default="bf16", help="formats of q, k, v and O: bf16, fp16 (default: bf16)"
     )
@@ -53,11 +58,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--kernel",
-        metavar="FILE.py:FUNCTION",
-        help="add your own kernel, a function of (q, k, v, *, causal=False, scale=None) in (batch, heads, N, d) that"
-        " returns O; package.module:function works too; it runs alone unless --kernels names others",
+        action="append",
+        default=[],
+        metavar="TARGET",
+        help="add your own kernel: FILE.py:FUNCTION, package.module:function, or a TOML file that declares kernels; a"
+        " function of (q, k, v, *, causal, scale) in (batch, heads, N, d) that returns O (docs/your-kernel.md says what"
+        " else it may be); may be given several times; they run alone unless --kernels names others",
+    )
+    group.addoption(
+        "--declare",
+        action="append",
+        default=[],
+        metavar="WORD=VALUE",
+        help="say of --kernel what its signature does not, such as layout=bnhd, takes=gqa, square=true, multiple_of=64",
     )
     group.addoption("--plan", metavar="NAME", help="hold --kernel to what this rounding plan predicts, case by case")
+    group.addoption(
+        "--backward",
+        choices=("own", "emulated"),
+        default="own",
+        help="what --kernel trains with in the training runs: its own backward pass (default; one that has none is"
+        " skipped), or the suite's, behind its forward pass; such runs are labelled so and nothing is claimed of them",
+    )
     group.addoption(
         "--captured",
         metavar="DIR",
@@ -65,6 +87,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         " are in, fp32 rounded to --dtype; they run alone unless --cases is given",
     )
     group.addoption("--fair", action="store_true", help="hold --kernel to no bias on every failure input")
+    group.addoption(
+        "--cell-timeout",
+        metavar="S",
+        help="seconds that a cell may take before its process is ended, with -n (default: 60 for a cell of --kernel,"
+        " 600 for a training run of it)",
+    )
     group.addoption(
         "--expected",
         metavar="FILE",
@@ -76,13 +104,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(group)
 
 
-def _refuse(message: str) -> NoReturn:
-    """End with one line and exit code 2, before any work."""
-    pytest.exit(" ".join(message.split()), returncode=_USAGE)
+def _refuse(message: str, own_traceback: str = "") -> NoReturn:
+    """End with one line and exit code 2, before any work; below it the traceback of a user's own code, if any."""
+    told = " ".join(message.split())
+    pytest.exit(f"{told}\n{own_traceback}" if own_traceback else told, returncode=_USAGE)
 
 
 _ONCE = (
-    *("backend", "kernels", "cases", "dtype", "seed", "heads", "kernel", "plan", "captured", "expected", "save", "out"),
+    *("backend", "kernels", "cases", "dtype", "seed", "heads", "plan", "captured", "expected", "save", "out"),
+    *("backward", "experiments", "cell-timeout"),
     *("baseline", "fail"),
 )
 
@@ -104,26 +134,45 @@ def _positive(config: pytest.Config, option: str) -> int:
     return int(text)
 
 
+def _seconds(config: pytest.Config) -> float | None:
+    """What --cell-timeout says."""
+    text = config.getoption("cell_timeout")
+    if text is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", str(text)) or not float(text):
+        _refuse(f"--cell-timeout {text}: expected a positive number of seconds")
+    return float(text)
+
+
 def _settings(config: pytest.Config) -> Settings:
-    options = [(name, config.getoption(name)) for name in ("kernel", "plan")]
-    given = tuple(word for name, value in options if value is not None for word in (f"--{name}", str(value)))
     seed, heads = _positive(config, "seed"), _positive(config, "heads")
     if heads > HEADS_PER_BATCH and heads % HEADS_PER_BATCH:
         _refuse(f"--heads {heads}: expected at most {HEADS_PER_BATCH} or a multiple of {HEADS_PER_BATCH}")
-    return Settings(seed, heads, bool(config.getoption("fair")), given, _where(config))
+    return Settings(seed, heads, bool(config.getoption("fair")), _where(config))
 
 
 def _where(config: pytest.Config) -> tuple[str, ...]:
-    """How pytest finds the cells: in a clone by their folder, whose conftest.py loads this plug-in; else by name."""
+    """How pytest finds the cells: in a clone by their folder, where pyproject.toml loads this plug-in; else by name."""
     here = Path(__file__).resolve().parent
-    if not (here.parents[1] / "conftest.py").is_file():
+    if not (here.parents[1] / "pyproject.toml").is_file():
         return ("-p", __name__, "--pyargs", __name__.rpartition(".")[0])
     return (Path(os.path.relpath(here, config.invocation_params.dir)).as_posix(),)
 
 
 def _selection(config: pytest.Config) -> Selection:
-    names = ("backend", "kernels", "cases", "dtype", "kernel", "plan", "captured")
-    return Selection(*(config.getoption(name) for name in names))
+    backend, kernels, cases, dtype = (config.getoption(name) for name in ("backend", "kernels", "cases", "dtype"))
+    return Selection(
+        backend,
+        kernels,
+        cases,
+        dtype,
+        kernel=tuple(config.getoption("kernel")),
+        declare=tuple(config.getoption("declare")),
+        plan=config.getoption("plan"),
+        captured=config.getoption("captured"),
+        experiments=config.getoption("experiments"),
+        emulated_backward=config.getoption("backward") == "emulated",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -134,8 +183,10 @@ def pytest_configure(config: pytest.Config) -> None:
     on_controller = not hasattr(config, "workerinput")
     if on_controller:
         _refuse_twice(config)
-    os.environ.update(getattr(config, "workerinput", {}).get(_ENVIRONMENT, {}))
-    if config.getoption("fair") and config.getoption("kernel") is None:
+    given = getattr(config, "workerinput", {})
+    os.environ.update(given.get(_ENVIRONMENT, {}))
+    config.stash[WATCH] = Watch.of(given, _seconds(config))
+    if config.getoption("fair") and not config.getoption("kernel"):
         _refuse("--fair holds your own kernel to no bias: it needs --kernel")
     settings = _settings(config)
     config.stash[_bench] = Workbench(settings)
@@ -144,7 +195,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if on_controller:
             check_usable(found)
     except SelectionError as error:
-        _refuse(str(error))
+        _refuse(str(error), error.own_traceback)
     for backend in backends_of(found):
         backend.set_up()
     named = {cell.id: cell for cell in found}
@@ -214,6 +265,7 @@ def pytest_configure_node(node: Any) -> None:
     worker = int(number[0]) if number else 0
     spread = [backend.worker_environment(worker) for backend in backends_of(node.config.stash[_cells].values())]
     node.workerinput[_ENVIRONMENT] = {name: value for each in spread for name, value in each.items()}
+    node.workerinput |= node.config.pluginmanager.get_plugin("tiebreak-keeper").watched(node.gateway.id)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -262,6 +314,9 @@ def excuses(pytestconfig: pytest.Config) -> Excuses:
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Keep a cell's own account of why it fell as the failure's text; a traceback into the suite tells nobody more."""
     report = yield
+    report.sections = [
+        (name, text if len(text) <= _PRINTED else f"...{text[-_PRINTED:]}") for name, text in report.sections
+    ]
     account = item.stash.get(ACCOUNT, None)
     if account is not None and report.when == "call" and report.failed:
         report.longrepr = account

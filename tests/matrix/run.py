@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tiebreak.kernels.external import ContractError
 from tiebreak.kernels.isolation import own_randomness
+from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.matrix.checks import ask_all, checks
 from tiebreak.matrix.checks.contract import CHECK as CONTRACT
 from tiebreak.matrix.checks.contract import broken
@@ -32,6 +33,8 @@ def run_cell(cell: Cell, bench: Workbench) -> Record:
             if refusal is not None:
                 return skipped_record(cell, settings, refusal)
             result = cell.experiment.run(cell, bench)
+    except CannotRunError as error:
+        return skipped_record(cell, settings, _first_line(error))
     except ContractError as error:
         why = f"{place(cell, settings)}: {type(error).__name__}: {_first_line(error)}"
         return _without_result(cell, bench, {CONTRACT.name: broken(why)})

@@ -6,11 +6,10 @@ from typing import TypeVar
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.registry import BACKENDS
-from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.external import Given, LoadError, external_kernels, told_apart
 from tiebreak.kernels.formats import FP32, Format
 from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel
-from tiebreak.kernels.plans import parse_plan
 from tiebreak.matrix.experiment import Asked, Cell, Experiment, Pair, UnusableExperimentError
 from tiebreak.matrix.experiments import kinds
 from tiebreak.reports.names import matching, split
@@ -23,6 +22,10 @@ _EXTERNAL_BACKEND = "cpu"  # where a user's kernel runs unless --backend says ot
 class SelectionError(ValueError):
     """A name on the command line that stands for nothing; one line with the flag and the names it takes."""
 
+    def __init__(self, message: str, own_traceback: str = "") -> None:
+        super().__init__(message)
+        self.own_traceback = own_traceback  # of a user's code that can't be imported
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -32,9 +35,12 @@ class Selection:
     kernels: str | None = None
     cases: str | None = None
     formats: str = "bf16"
-    kernel: str | None = None  # a user's own, path/to/file.py:function or package.module:function
-    plan: str | None = None  # the rounding plan that it declares
+    kernel: tuple[str, ...] = ()  # users' own: targets of `tiebreak.kernels.external`
+    declare: tuple[str, ...] = ()  # what is said of them, WORD=VALUE each
+    plan: str | None = None  # the rounding plan that they declare
     captured: str | None = None  # folder of captured tensors
+    experiments: str | None = None  # kinds of experiment
+    emulated_backward: bool = False  # whether users' kernels train with the suite's own backward pass
 
 
 def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
@@ -55,8 +61,8 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
     _hold_to_formats(selection, experiments, formats)
     found: list[Cell] = []
     for fmt in formats:
-        named = selection.kernel is not None or selection.kernels is not None
-        asked = Asked(pairs, running, named, selection.cases is not None, fmt)
+        named = bool(selection.kernel) or selection.kernels is not None
+        asked = Asked(pairs, running, named, selection.cases is not None, fmt, selection.emulated_backward)
         for experiment in experiments:
             found += [Cell(*pair, experiment, fmt) for pair in experiment.pairs(asked)]
     if not found:
@@ -80,10 +86,9 @@ def check_usable(found: Iterable[Cell]) -> None:
 
 def _known(selection: Selection) -> dict[str, Experiment]:
     """The experiments that --cases takes by name."""
+    chosen = _pick("--experiments", "kind of experiment", selection.experiments, kinds())
     try:
-        offered = [
-            kind.offered(selection.captured, cases_named=selection.cases is not None) for kind in kinds().values()
-        ]
+        offered = [kind.offered(selection.captured, cases_named=selection.cases is not None) for kind in chosen]
     except UnusableExperimentError as error:
         raise SelectionError(str(error)) from error
     return {experiment.name: experiment for each in offered for experiment in each}
@@ -115,38 +120,41 @@ def _formats(names: str) -> list[Format]:
 
 
 def _kernels(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
-    if selection.plan is not None and selection.kernel is None:
-        raise SelectionError("--plan declares the plan of your own kernel: it needs --kernel")
-    external = [] if selection.kernel is None else _external(selection, backends)
+    for flag, given in (("--plan", selection.plan), ("--declare", selection.declare)):
+        if given and not selection.kernel:
+            raise SelectionError(f"{flag} is about your own kernel: it needs --kernel")
+    external = _external(selection, backends) if selection.kernel else []
     if external and selection.kernels is None:
         return external
     pairs = [(backend, kernel) for backend in backends for kernel in _of(backend, selection.kernels)]
     if selection.kernels is not None:
         _all_used(selection.kernels, [kernel.name for _, kernel in pairs], backends)
     names = {kernel.name for _, kernel in pairs}
-    if any(kernel.name in names for _, kernel in external):
-        raise SelectionError(
-            f"--kernel {selection.kernel}: --kernels has a {external[0][1].name} too; give your function another name"
-        )
+    for _, kernel in external:
+        if kernel.name in names:
+            raise SelectionError(
+                f"{' '.join(kernel.origin[:2])}: --kernels has a {kernel.name} too; give your function another name"
+            )
     return [*pairs, *external]
 
 
 def _external(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
-    """The user's kernel on every device chosen; the emulation runs no code but its own."""
-    assert selection.kernel is not None
+    """Users' kernels on every device chosen; the emulation runs no code but its own."""
     devices = [backend for backend in backends if not backend.predicts]
     if not devices:
         known = ", ".join(backend.name for backend in BACKENDS.values() if not backend.predicts)
         raise SelectionError(f"--kernel runs on a device, not in the emulation: give --backend one of {known}")
     try:
-        plan = None if selection.plan is None else parse_plan(selection.plan)
-    except ValueError as error:
-        raise SelectionError(f"--plan: {error}") from error
-    try:
-        kernel = external_kernel(selection.kernel, plan)
-    except ValueError as error:
-        raise SelectionError(str(error)) from error
-    return [(backend, kernel) for backend in devices]
+        kernels = told_apart(
+            [
+                kernel
+                for target in selection.kernel
+                for kernel in external_kernels(Given(target, selection.declare, selection.plan))
+            ]
+        )
+    except LoadError as error:
+        raise SelectionError(str(error), error.own_traceback) from error
+    return [(backend, kernel) for backend in devices for kernel in kernels]
 
 
 def _of(backend: Backend, names: str | None) -> list[Kernel]:

@@ -10,5 +10,4 @@ class Settings:
     seed: int = 1
     heads: int = 256  # query heads of one batch; a cell draws up to 8 times as many
     fair: bool = False  # hold external kernels to no bias on failure inputs
-    kernel_options: tuple[str, ...] = ()  # --kernel and --plan as given, for the command that reruns a cell
     matrix: tuple[str, ...] = ("tests/matrix",)  # how pytest finds the cells from where it was called, for that command

@@ -6,7 +6,7 @@ import pytest
 
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.keeper import PROPERTY
-from tiebreak.matrix.plugin import ACCOUNT, poison
+from tiebreak.matrix.plugin import ACCOUNT, WATCH, poison
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.expected import Excuses
@@ -15,9 +15,11 @@ from tiebreak.reports.rerun import runnable
 
 
 def test_cell(cell: Cell, bench: Workbench, excuses: Excuses, request: pytest.FixtureRequest) -> None:
-    record = excuses.excuse(run_cell(cell, bench))
+    watch = request.config.stash[WATCH]
+    with watch.over(cell):
+        record = excuses.excuse(run_cell(cell, bench))
     request.node.user_properties.append((PROPERTY, json.dumps(record.as_dict())))
-    if record.outcome == CRASHED and cell.backend.poisoned():
+    if cell.kernel.name in watch.deadly or (record.outcome == CRASHED and cell.backend.poisoned()):
         poison(request.node)
     if record.outcome == SKIPPED:
         pytest.skip("; ".join(record.reasons))

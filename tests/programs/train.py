@@ -31,7 +31,7 @@ from tiebreak.cases.gpt2.training import NotFiniteAtStartError, Recipe, Training
 from tiebreak.kernels.external import ContractError, external_kernel
 from tiebreak.kernels.formats import BF16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.kernels.plans import FP32_PLAN, Cast
 from tiebreak.programs.train_options import configuration, in_layers, parse, parts
 from tiebreak.reports.errors import UsageError
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _end(training, options, ranks)
     except _ToldError:
         return USAGE
-    except (ValueError, OSError, CheckpointError, ContractError, NotFiniteAtStartError) as error:
+    except (ValueError, OSError, CheckpointError, ContractError, CannotRunError, NotFiniteAtStartError) as error:
         if os.environ.get("RANK", "0") == "0":  # all processes say the same, or it is the first that writes files
             _tell(error)
         return USAGE
@@ -173,36 +173,45 @@ def _batches(options: argparse.Namespace, sizes: Configuration) -> Batches:
 
 
 def _model(options: argparse.Namespace, sizes: Configuration, backend: Backend) -> GPT2:
-    kernels = [list(layer) for layer in everywhere(_head("--kernel", options.kernel, backend, sizes), sizes)]
+    kernels = [
+        list(layer)
+        for layer in everywhere(_head("--kernel", _kernel(options.kernel, backend, options.backward), sizes), sizes)
+    ]
     for place, name in in_layers(options.in_layers, sizes).items():
         layer, heads = place
-        head = _head("--in-layers", name, backend, sizes)
+        head = _head("--in-layers", _kernel(name, backend, options.backward), sizes)
         for at in heads:
             kernels[layer][at] = head
     with torch.device(backend.device):
         return GPT2(sizes, tuple(map(tuple, kernels)), backend.arithmetic, options.seed)
 
 
-def _head(flag: str, name: str, backend: Backend, sizes: Configuration) -> HeadKernel:
-    """A kernel by name, as heads of these sizes use it.
+def _head(flag: str, kernel: Kernel, sizes: Configuration) -> HeadKernel:
+    """A kernel as heads of these sizes use it.
 
     Raises:
-        ValueError: the backend has no such kernel.
         UsageError: it does not take such heads.
     """
-    kernel = _kernel(name, backend)
     probe = torch.zeros(1, sizes.heads, 2, sizes.d)
     refusal = kernel.refusal(AttentionInputs(probe, probe, probe, probe, Formats.of(BF16), causal=True))
     if refusal is not None:
-        raise UsageError(f"{flag} {name}: {refusal}")
+        raise UsageError(f"{flag} {kernel.name}: {refusal}")
     if not kernel.composed or kernel.declaration is None:
         return HeadKernel(kernel)
     head = HeadKernel(kernel.declaration)
     return replace(head, inputs=Cast(FP32)) if kernel.declaration.plan == FP32_PLAN else head
 
 
-def _kernel(name: str, backend: Backend) -> Kernel:
-    return external_kernel(name, None) if ":" in name else backend.kernel(name)
+def _kernel(name: str, backend: Backend, backward: str) -> Kernel:
+    """A kernel by name.
+
+    Raises:
+        ValueError: the backend has no such kernel, or a user's own can't be loaded.
+    """
+    if ":" not in name:
+        return backend.kernel(name)
+    kernel = external_kernel(name)
+    return replace(kernel, has_backward=False) if backward == "emulated" else kernel
 
 
 def _introduce(options: argparse.Namespace, training: Training, batches: Batches, ranks: Ranks) -> None:

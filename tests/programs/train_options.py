@@ -177,6 +177,12 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         help="other kernels in some layers or heads, counted from 1: 2=standard,3.1=flash@fp32 is standard attention in"
         " layer 2 and fp32 in head 1 of layer 3",
     )
+    group.add_argument(
+        "--backward",
+        choices=("own", "emulated"),
+        default="own",
+        help="what a kernel of yours trains with: its own backward pass, or this suite's in fp32; default: own",
+    )
     group.add_argument("--backend", choices=BACKENDS, default="cpu", help="what everything runs on; default: cpu")
 
 

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels import features
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.external import external_kernel
-from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, KEY_PADDING, OBLONG_CAUSAL, Feature
+from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, KEY_PADDING, OBLONG_CAUSAL, OWN_SCALE, Feature
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
@@ -36,12 +37,16 @@ def _queries(inputs: AttentionInputs, queries: int) -> AttentionInputs:
     return replace(inputs, q=inputs.q[:, :, :queries], do=inputs.do[:, :, :queries])
 
 
+def _attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    raise AssertionError("a kernel is asked first")
+
+
 def _nothing_taken(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
     raise AssertionError("a kernel is asked first")
 
 
 def _kernels() -> list[Kernel]:
-    own = external_kernel(f"{Path(__file__)}:_queries", None)
+    own = external_kernel(f"{Path(__file__)}:_attention")
     return [own, *(kernel for backend in BACKENDS.values() for kernel in backend.kernels())]
 
 
@@ -50,6 +55,7 @@ def _kernels() -> list[Kernel]:
     [
         (_inputs("random"), ()),
         (_inputs("random_grouped"), (GROUPED,)),
+        (_inputs("random_scaled"), (OWN_SCALE,)),
         (_inputs("random_causal"), (CAUSAL,)),
         (_queries(_inputs("random_causal"), 30), (CAUSAL, OBLONG_CAUSAL)),
         (
@@ -59,7 +65,7 @@ def _kernels() -> list[Kernel]:
         (_inputs("padded"), (KEY_PADDING,)),
         (_inputs("wholly_masked"), (KEY_PADDING, BLIND_ROWS)),
     ],
-    ids=["plain", "grouped", "causal", "oblong", "more queries than keys", "padded", "blind"],
+    ids=["plain", "grouped", "scaled", "causal", "oblong", "more queries than keys", "padded", "blind"],
 )
 def test_inputs_say_what_they_ask_for(inputs: AttentionInputs, asked: tuple[Feature, ...]) -> None:
     assert inputs.asks() == asked

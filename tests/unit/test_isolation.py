@@ -84,7 +84,7 @@ def told(record: Record) -> tuple[object, ...]:
 def in_one_process(folder: Path, body: str) -> tuple[Record, list[tuple[object, ...]]]:
     """The record of a kernel that does something first, and of the cells after it."""
     bench = Workbench(Settings(seed=1, heads=16))
-    mine = external_kernel(kernel_file(folder, body), None)
+    mine = external_kernel(kernel_file(folder, body))
     first = run_cell(Cell(CPU, mine, Call(CASES["random_odd"]), BF16), bench)
     later = [Cell(backend, kernel, Call(CASES[case]), BF16) for backend, kernel, case in LATER]
     return first, [told(run_cell(cell, bench)) for cell in later]
@@ -164,7 +164,7 @@ NOISES = {
 def test_a_kernel_of_global_random_numbers_repeats_in_any_order_and_is_told_that_it_does_not_within_a_cell(
     tmp_path: Path, noise: str
 ) -> None:
-    mine = external_kernel(kernel_file(tmp_path, noise), None)
+    mine = external_kernel(kernel_file(tmp_path, noise))
     cells = [Cell(CPU, mine, Call(CASES[name]), BF16) for name in ("random_odd", "random", "no_tail")]
     found = []
     for order in (cells, cells[::-1], cells[1:]):

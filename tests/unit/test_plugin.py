@@ -117,7 +117,7 @@ class TestBadInput:
         "no case": (("--cases", ","), r"--cases: no case named; known are .*tied_maxima\[k=2\]"),
         "dtype": (("--dtype", "bf17"), r"--dtype: unknown format 'bf17'; known are bf16, fp16"),
         "dtype of no device": (("--dtype", "E4M3"), r"--dtype: unknown format 'E4M3'; known are bf16, fp16"),
-        "plan": (("--plan", "nosuch", "--kernel", "mine.py:mine"), r"--plan: unknown .*'nosuch'.*paper.*fused"),
+        "plan": (("--plan", "nosuch", "--kernel", "mine.py:mine"), r"--plan nosuch: unknown .*'nosuch'.*paper.*fused"),
         "plan alone": (("--plan", "fused"), "--plan .*needs --kernel"),
         "fair alone": (("--fair",), "--fair .*needs --kernel"),
         "kernel in the emulation": (
@@ -128,17 +128,14 @@ class TestBadInput:
             ("--kernel", "mine.py:fair", "--kernels", "fair"),
             "--kernel mine.py:fair: --kernels has a fair too; give your function another name",
         ),
-        "malformed kernel": (("--kernel", "mine.py"), r"--kernel mine.py: expected path/to/file.py:function or .*"),
-        "missing file": (("--kernel", "no.py:f"), r"--kernel no.py:f: .*no such file: no.py"),
-        "missing module": (
-            ("--kernel", "no.such:f"),
-            r"--kernel no.such:f: cannot import no.such: .*No module named .*",
+        "malformed kernel": (("--kernel", "mine"), r"--kernel mine: expected path/to/file.py:function, .*"),
+        "which function": (
+            ("--kernel", "mine.py"),
+            r"--kernel mine.py: name the function, as in mine.py:NAME; it has .*",
         ),
+        "missing file": (("--kernel", "no.py:f"), r"--kernel no.py:f: .*no such file: no.py"),
         "missing function": (("--kernel", "mine.py:f"), r"--kernel mine.py:f: .*no function 'f'.* fair, mine, plain"),
         "no function": (("--kernel", "mine.py:N"), r"--kernel mine.py:N: .*no function 'N'.* fair, mine, plain"),
-        "import error": (("--kernel", "imports.py:f"), "--kernel imports.py:f: .*No module named 'no_such_module'"),
-        "syntax error": (("--kernel", "syntax.py:f"), r"--kernel syntax.py:f: .*SyntaxError: .*\(syntax.py, line 1\)"),
-        "exit at import": (("--kernel", "exits.py:f"), r"--kernel exits.py:f: cannot import .*SystemExit: .*usage.*"),
         "file in the way": (("--out", "mine.py"), "--out: cannot write records to mine.py: .*; name another folder"),
         "separator in name": (("--save", "a/b"), "--save a/b: expected a plain name.*--out"),
         "name of a folder": (("--save", ".."), r"--save \.\.: expected a plain name.*"),
@@ -172,6 +169,25 @@ class TestBadInput:
         assert len(lines) == 1
         assert re.fullmatch(f"Exit: {message}.*", lines[0])
         assert {path for path in Path.cwd().iterdir() if path.name != "__pycache__"} == files
+
+    @pytest.mark.parametrize(
+        ("spec", "message", "last"),
+        [
+            ("imports.py:f", "cannot import .*No module named 'no_such_module'", "ModuleNotFoundError: .*"),
+            ("syntax.py:f", r"cannot import .*SyntaxError: .*\(syntax.py, line 1\)", "SyntaxError: .*"),
+            ("exits.py:f", "cannot import .*SystemExit: .*usage.*", "  exits.py FILE"),
+            ("no.such:f", "cannot import no.such: .*No module named .*", "ModuleNotFoundError: .*"),
+        ],
+    )
+    def test_what_cannot_be_imported_shows_its_own_traceback_below_the_line(
+        self, matrix: MatrixRun, spec: str, message: str, last: str
+    ) -> None:
+        result = matrix("--kernel", spec, "-n", "0")
+        assert result.ret == 2
+        first, *own = (line for line in (*result.outlines, *result.errlines) if line)
+        assert re.fullmatch(f"Exit: --kernel {spec}: {message}", first)
+        assert re.fullmatch(last, own[-1])
+        assert not any("tiebreak" in line or "importlib" in line for line in own)
 
     def test_a_process_of_its_own_ends_with_2_too(self, matrix: MatrixRun) -> None:
         result = matrix("--cases", "nosuch", "-n", "2", apart=True)

@@ -133,7 +133,7 @@ def test_snippet_is_short(page: Path, heading: str) -> None:
 def test_your_kernel_follows_the_plan_that_the_command_names(tmp_path: Path) -> None:
     file = tmp_path / "my_attention.py"
     file.write_text(snippet(README, YOURS), encoding="utf-8")
-    kernel = external_kernel(f"{file}:attention", None)
+    kernel = external_kernel(f"{file}:attention")
     record = run_cell(Cell(CPU, kernel, Call(case_named("tied_maxima[k=2]")), BF16), Workbench(SETTINGS))
     assert record.outcome == MEASURED, record.reasons
     fits = record.evidence["fits"]
@@ -144,7 +144,7 @@ def test_your_kernel_follows_the_plan_that_the_command_names(tmp_path: Path) -> 
 def test_your_kernel_holds_wherever_the_device_flushes_subnormals(tmp_path: Path) -> None:
     file = tmp_path / "my_attention.py"
     file.write_text(snippet(README, YOURS), encoding="utf-8")
-    kernel = external_kernel(f"{file}:attention", None)
+    kernel = external_kernel(f"{file}:attention")
     record = run_cell(Cell(CPU, kernel, Call(case_named("subnormal_v")), BF16), Workbench(SETTINGS))
     assert record.outcome == HELD, record.reasons
 

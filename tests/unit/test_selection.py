@@ -119,7 +119,7 @@ def test_an_empty_list_is_no_list_of_all(name: str, empty: str) -> None:
 
 
 def test_a_users_kernel_runs_alone_on_the_cpu(mine: str) -> None:
-    assert chosen(Selection(kernel=mine, cases="random")) == ["cpu-mine-random-bf16"]
+    assert chosen(Selection(kernel=(mine,), cases="random")) == ["cpu-mine-random-bf16"]
 
 
 def test_a_users_kernel_never_runs_in_the_emulation(mine: str) -> None:
@@ -128,14 +128,14 @@ def test_a_users_kernel_never_runs_in_the_emulation(mine: str) -> None:
         SelectionError,
         match=r"^--kernel runs on a device, not in the emulation: .* one of cpu, interpreter, cuda, ascend",
     ):
-        cells(Selection(backends="emulation", kernel=mine, plan="fused"))
-    both = chosen(Selection(backends="emulation,cpu", kernel=mine, kernels="fair", cases="random"))
+        cells(Selection(backends="emulation", kernel=(mine,), plan="fused"))
+    both = chosen(Selection(backends="emulation,cpu", kernel=(mine,), kernels="fair", cases="random"))
     assert both == ["emulation-fair-random-bf16", "cpu-fair-random-bf16", "cpu-mine-random-bf16"]
 
 
 @pytest.mark.parametrize(("plan", "label"), [(None, None), ("fused", "flash@fused"), ("standard", "standard")])
 def test_a_users_plan_is_its_declaration(mine: str, plan: str | None, label: str | None) -> None:
-    declared = cells(Selection(kernel=mine, plan=plan))[0][0].kernel.declaration
+    declared = cells(Selection(kernel=(mine,), plan=plan))[0][0].kernel.declaration
     assert (declared and declared.label) == label
 
 

@@ -29,6 +29,40 @@ def mine(q, k, v, *, causal=False, scale=None):
     s = q.float() @ k.float().mT * scale
     s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
     return (s.softmax(-1) @ v.float()).to(q.dtype)
+
+class Flash(torch.autograd.Function):
+    '''The same forward; backward delta is rowsum(dO * O), and sees how O was rounded.'''
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal, scale):
+        o = mine(q, k, v, scale=scale)
+        ctx.save_for_backward(q, k, v, o)
+        ctx.scale = scale
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, o, do = (x.float() for x in (*ctx.saved_tensors, do))
+        s = q @ k.mT * ctx.scale
+        p = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+        ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True)) * ctx.scale
+        return *((x).bfloat16() for x in (ds @ k, ds.mT @ q, p.mT @ do)), None, None
+
+def flash(q, k, v, *, causal=False, scale=None):
+    return Flash.apply(q, k, v, causal, scale)
+
+@torch.no_grad()
+def forward_only(q, k, v, *, causal=False, scale=None):
+    return mine(q, k, v, scale=scale)
+
+def nan_backward(q, k, v, *, causal=False, scale=None):
+    o = mine(q, k, v, scale=scale)
+    if o.requires_grad:
+        o.register_hook(lambda do: do * torch.nan)
+    return o
+
+def not_causal(q, k, v, *, scale=None):
+    return mine(q, k, v, scale=scale)
 """
 
 
@@ -96,7 +130,7 @@ def test_names_choose(selection: Selection, found: dict[str, list[str]]) -> None
 
 
 def test_a_users_kernel_trains_in_all_but_the_amplified(mine: str) -> None:
-    found = chosen(Selection(kernel=mine))
+    found = chosen(Selection(kernel=(mine,)))
     assert found == {f"cpu {name}": ["mine"] for name, snippet in SNIPPETS.items() if not snippet.amplified}
 
 
@@ -155,9 +189,50 @@ def test_a_device_without_the_snippets_format_and_a_kernel_that_cannot_be_told_a
     assert (own.outcome, own.reasons) == (SKIPPED, ("the kernel can't be told to keep S in E8M5",))
 
 
+def test_a_users_kernel_trains_with_its_own_backward_pass(mine: str) -> None:
+    """Two kernels of one forward pass: what autograd makes of it never sees O, flash attention's backward pass does."""
+    flash = mine.replace(":mine", ":flash")
+    by_autograd, by_function = (train(external_kernel(name), backend=CPU) for name in (mine, flash))
+    assert abs(by_autograd.number("delta_error_mean") or 1.0) < 1e-5
+    assert (by_function.number("delta_error_mean") or 0.0) > 1e-3
+
+
+def test_a_backward_pass_of_nan_shows_in_training(mine: str) -> None:
+    record = train(external_kernel(mine.replace(":mine", ":nan_backward")), backend=CPU)
+    assert record.outcome == FELL
+    assert record.met("loss") is False
+
+
+def test_a_kernel_without_a_backward_pass_trains_only_with_the_suites_and_is_labelled_so(mine: str) -> None:
+    name = mine.replace(":mine", ":forward_only")
+    record = train(external_kernel(name), backend=CPU)
+    assert record.outcome == SKIPPED
+    assert "forward_only has no backward pass that autograd knows" in str(record.skipped)
+    assert "--backward emulated" in str(record.skipped)
+    declared = external_kernel(name, flags=("backward=none",))
+    skip = run(Cell(CPU, declared, TrainingRun(SHORT), BF16))
+    assert (skip.outcome, skip.reasons) == (
+        SKIPPED,
+        ("forward_only has no backward pass: --backward emulated trains it with the suite's",),
+    )
+    found, _ = cells(Selection(kernel=(name,), cases=SHORT.name, emulated_backward=True))
+    (cell,) = found
+    assert cell.kernel.name == "forward_only+emulated_backward"
+    emulated = run(replace(cell, experiment=TrainingRun(SHORT)), fair=True)
+    assert emulated.outcome == MEASURED
+    assert CLAIM not in emulated.answers
+    assert "--backward emulated" in emulated.command
+    assert (emulated.number("delta_error_mean") or 0.0) > 1e-3
+
+
+def test_a_kernel_without_a_causal_mask_does_not_train(mine: str) -> None:
+    record = train(external_kernel(mine.replace(":mine", ":not_causal")), backend=CPU)
+    assert (record.outcome, record.skipped) == (SKIPPED, "not_causal takes no causal mask, and training asks for one")
+
+
 def test_a_users_kernel_is_held_to_fairness_where_that_is_asked(mine: str) -> None:
-    """P V in fp32 and one cast of O: that cast meets the same ties."""
-    kernel = external_kernel(mine, None)
+    """One cast of O to even, and a backward pass that sees O: that cast meets the ties of the script."""
+    kernel = external_kernel(mine.replace(":mine", ":flash"))
     free, held = (train(kernel, backend=CPU, fair=fair) for fair in (False, True))
     assert free.outcome == MEASURED
     assert CLAIM not in free.answers

@@ -57,7 +57,9 @@ class Call(Experiment):
         """As `Experiment.described`."""
         case, family = self.case, self.case.family
         of, at = (None, None) if family is None else (family.of, family.at)
-        return records.CaseRecord(case.about, case.source, unclaimed=case.unclaimed, family=of, at=at)
+        return records.CaseRecord(
+            case.about, case.source, unclaimed=case.unclaimed, family=of, at=at, failure=case.failure
+        )
 
     def formats(self) -> Sequence[Format] | None:
         """As `Experiment.formats`."""

@@ -3,13 +3,14 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tiebreak.backends.backend import Backend
 from tiebreak.cases.gpt2.snippets import MEASURED, SNIPPETS, Snippet, SnippetResult, run_snippet
 from tiebreak.cases.gpt2.variants import VARIANTS, Variant, variant_names
 from tiebreak.cases.measures import Measure
+from tiebreak.kernels.features import CAUSAL
 from tiebreak.kernels.formats import BF16, Format
 from tiebreak.kernels.kernel import Kernel, composed
 from tiebreak.matrix.experiment import Asked, Cell, Experiment, Kind, Pair
@@ -18,6 +19,7 @@ from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports import records
 
+EMULATED_BACKWARD = "+emulated_backward"  # what the name of a kernel that trains with the suite's backward ends with
 _DIGITS = 6  # significant ones of a series: it is there to be drawn
 _SAID = {True: "stable", False: "fails"}  # what the paper says of training with a kernel
 
@@ -33,6 +35,7 @@ class TrainingRun(Experiment):
     """Train as a snippet says, and see what came of it."""
 
     kind: ClassVar[str] = "training"
+    time_limit: ClassVar[float] = 600.0
     snippet: Snippet
 
     @property
@@ -66,13 +69,13 @@ class TrainingRun(Experiment):
         roster = [(backend, kernel) for backend in asked.backends for kernel in self._roster(backend)]
         if not asked.kernels_named:
             return roster
-        if asked.cases_named:
-            return list(asked.pairs)
         default = {(backend.name, kernel.name) for backend, kernel in roster}
         return [
-            (backend, kernel)
+            (backend, _with_emulated_backward(kernel) if kernel.external and asked.emulated_backward else kernel)
             for backend, kernel in asked.pairs
-            if (backend.name, kernel.name) in default or (kernel.external and not self.snippet.amplified)
+            if asked.cases_named
+            or (backend.name, kernel.name) in default
+            or (kernel.external and not self.snippet.amplified)
         ]
 
     def _roster(self, backend: Backend) -> list[Kernel]:
@@ -90,6 +93,8 @@ class TrainingRun(Experiment):
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
         """As `Experiment.refusal`."""
         del bench
+        if cell.kernel.external and (why := _untrainable(cell.kernel)) is not None:
+            return why
         if not self.snippet.amplified:
             return None
         if not cell.backend.predicts:
@@ -116,8 +121,24 @@ def _variant(kernel: Kernel, settings: Settings) -> Variant:
     if kernel.name in VARIANTS:
         return VARIANTS[kernel.name]
     implementation = kernel.declaration if kernel.composed and kernel.declaration else kernel
-    held_to = variant_names("fair", rounded=True)[0] if kernel.external and settings.fair else None
+    own = kernel.external and kernel.has_backward
+    held_to = variant_names("fair", rounded=True)[0] if own and settings.fair else None
     return Variant(kernel.name, implementation, held_to=held_to)
+
+
+def _with_emulated_backward(kernel: Kernel) -> Kernel:
+    """A user's kernel with the suite's backward pass, under a name that says so: no claim speaks of it."""
+    origin = (*kernel.origin, "--backward", "emulated")
+    return replace(kernel, name=kernel.name + EMULATED_BACKWARD, has_backward=False, origin=origin)
+
+
+def _untrainable(kernel: Kernel) -> str | None:
+    """None, or why a user's kernel can't train."""
+    if CAUSAL not in kernel.takes:
+        return f"{kernel.name} takes no {CAUSAL.words}, and training asks for one"
+    if kernel.has_backward or kernel.name.endswith(EMULATED_BACKWARD):
+        return None
+    return f"{kernel.name} has no backward pass: --backward emulated trains it with the suite's"
 
 
 def _claims(found: SnippetResult) -> tuple[Claimed, ...]:

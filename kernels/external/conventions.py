@@ -1,0 +1,139 @@
+"""How a kernel that someone else wrote is called: what of it follows from its signature, and what was said."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from tiebreak.kernels.external.declaring import Said
+from tiebreak.kernels.external.errors import LoadError
+from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, KEY_PADDING, OBLONG_CAUSAL, OWN_SCALE, Feature
+
+ALWAYS = "always"  # of a causal mask: whether asked for or not
+_CAUSAL = ("causal", "is_causal", "use_causal_mask", "causal_mask")
+_SCALE = ("scale", "sm_scale", "softmax_scale", "scaling")
+_MASK = ("attn_mask",)  # PyTorch's: bool, True where a key takes part
+_GROUPED = ("enable_gqa",)
+_UPPER_LEFT = ("is_causal",)  # PyTorch's flag aligns its mask at the upper left: row i sees keys 0 .. i
+
+# Functions of PyTorch that are written in C, whose signature Python can't read.
+_BUILTIN: Mapping[object, tuple[str, ...]] = MappingProxyType(
+    {torch.nn.functional.scaled_dot_product_attention: ("attn_mask", "is_causal", "scale", "enable_gqa")}
+)
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How to call a kernel, and what it takes."""
+
+    said: Said
+    causal: str | None  # keyword of the causal mask, or ALWAYS; None: it has none
+    scale: str | None  # keyword of the scores' scale; None: it is 1/sqrt(d)
+    mask: str | None  # keyword of a mask of the scores
+    grouped: str | None  # keyword that says that heads are grouped
+    positions: tuple[str, ...] = ()  # what follows v, where nothing may be given by keyword
+
+    @property
+    def takes(self) -> frozenset[Feature]:
+        """What inputs may ask of it."""
+        found = set(self.said.features)
+        if self.causal is not None or self.mask is not None:
+            found |= {CAUSAL, OBLONG_CAUSAL}
+        if self.mask is not None:
+            found |= {KEY_PADDING, BLIND_ROWS}
+        elif self.causal is not None and not self.causal_where_square:
+            found.add(BLIND_ROWS)
+        if self.scale is not None:
+            found.add(OWN_SCALE)
+        if self.grouped is not None:
+            found.add(GROUPED)
+        return frozenset(found)
+
+    @property
+    def causal_where_square(self) -> bool:
+        """Whether its causal mask is this suite's only where queries and keys are as many."""
+        return self.causal in (*_UPPER_LEFT, ALWAYS)
+
+    def arguments(self, given: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """What follows q, k and v in a call: by position, and by keyword.
+
+        Args:
+            given: values by keyword.
+        """
+        given = {**self.said.options, **given}
+        if not self.positions:
+            return [], given
+        last = max((self.positions.index(name) for name in given), default=-1)
+        return [given.get(name) for name in self.positions[: last + 1]], {}
+
+
+def convention(function: Callable[..., Any], said: Said) -> Convention:
+    """How to call a function, from its signature and from what was said of it.
+
+    Args:
+        function: its first three parameters are q, k and v, whatever they are called.
+        said: by its author; goes before what its signature tells.
+
+    Raises:
+        LoadError: the signature asks for what nobody has said.
+    """
+    names, required, anything, positions = _signature(function)
+    found = Convention(
+        said,
+        causal=_named(said.causal, _CAUSAL, names, anything),
+        scale=_named(said.scale, _SCALE, names, anything),
+        mask=_named(said.mask, _MASK, names, anything=False),
+        grouped=_named("", _GROUPED, names, anything=False),
+        positions=positions,
+    )
+    understood = {found.causal, found.scale, found.mask, found.grouped, *said.options}
+    untold = [name for name in required if name not in understood]
+    if untold:
+        word = untold[0]
+        raise LoadError(
+            f"its parameter {word!r} has no default, and nobody has said what it means: say options.{word}=VALUE,"
+            " causal=NAME, scale=NAME or mask=NAME, or write a function around it"
+        )
+    if not anything:
+        for word in (said.causal, said.scale, said.mask, *said.options):
+            if word and word != ALWAYS and word not in names:
+                raise LoadError(f"it has no parameter {word!r}; after q, k and v it has {', '.join(names) or 'none'}")
+    return found
+
+
+def _named(said: str, known: tuple[str, ...], names: tuple[str, ...], anything: bool) -> str | None:
+    """The keyword that was said, or that the signature has; of a function that takes any, the first that is known."""
+    if said:
+        return said
+    return next((name for name in known if name in names), known[0] if anything else None)
+
+
+def _signature(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...], bool, tuple[str, ...]]:
+    """Names of the parameters after q, k and v; those without a default; whether any keyword goes; names by position.
+
+    Raises:
+        LoadError: no signature, or fewer than three parameters that go by position.
+    """
+    if function in _BUILTIN:
+        return _BUILTIN[function], (), False, ()
+    owner = getattr(function, "__self__", None)
+    applied = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
+    try:
+        parameters = list(inspect.signature(owner.forward if applied and owner else function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise LoadError("it has no signature that Python can read: write a function around it") from error
+    if applied and owner is not None and owner.setup_context is torch.autograd.Function.setup_context:
+        parameters = parameters[1:]  # ctx
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    spread = any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters)
+    first = [one for one in parameters[:3] if one.kind in by_place]
+    if len(first) < 3 and not spread:
+        raise LoadError(f"expected a function of (q, k, v, ...), this one has {len(first)} parameters by position")
+    rest = [one for one in parameters[3:] if one.kind in (*by_place, inspect.Parameter.KEYWORD_ONLY)]
+    anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+    required = tuple(one.name for one in rest if one.default is inspect.Parameter.empty)
+    names = tuple(one.name for one in rest)
+    return names, required, anything, names if applied else ()

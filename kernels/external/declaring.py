@@ -1,0 +1,200 @@
+"""What the author of a kernel says of it: by a decorator, in a TOML file or by flags, all with the same words."""
+
+import ast
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from tiebreak.kernels.external.errors import LoadError
+from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, KEY_PADDING, OBLONG_CAUSAL, OWN_SCALE, Feature
+
+_ATTRIBUTE = "__tiebreak__"
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+#: What `takes` may list, by the words that people use.
+TAKEN: Mapping[str, Feature] = MappingProxyType(
+    {
+        "causal": CAUSAL,
+        "gqa": GROUPED,
+        "oblong_causal": OBLONG_CAUSAL,
+        "padding": KEY_PADDING,
+        "blind_rows": BLIND_ROWS,
+        "scale": OWN_SCALE,
+    }
+)
+#: Who computes dQ, dK and dV, where it is no function.
+AUTOGRAD, NO_BACKWARD = "autograd", "none"
+
+
+@dataclass(frozen=True)
+class Said:
+    """What was said of a kernel. What was not follows from the function's signature.
+
+    Attributes:
+        layout: order of the dimensions of q, k, v and O: b batch, h heads, n tokens, d head dimension. Without b (and
+            h) the kernel is called once for every sequence (and head).
+        takes: what inputs may ask of it, beside what its keywords tell: words of `TAKEN`.
+        causal: keyword of the causal mask; "always": it has one whether asked or not.
+        scale: keyword of the scores' scale.
+        mask: keyword of a bool mask of the scores, (batch, 1, queries, keys), True where a key takes part.
+        square: whether it needs as many queries as keys.
+        multiple_of: what the number of queries and of keys must be a multiple of.
+        head_dims: head dimensions that it has; none: all.
+        options: further keywords, passed as they are.
+        plan: the rounding plan that it declares, such as "flash@fused,base=2".
+        backward: "autograd", "none", or a function (dO, q, k, v, O, **keywords) -> (dQ, dK, dV).
+        name: how tables call it; "": as the function.
+    """
+
+    layout: str = "bhnd"
+    takes: str = ""
+    causal: str = ""
+    scale: str = ""
+    mask: str = ""
+    square: bool = False
+    multiple_of: int = 1
+    head_dims: tuple[int, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    plan: str = ""
+    backward: str | Callable[..., Any] = AUTOGRAD
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what no kernel can mean.
+
+        Raises:
+            LoadError: one line that names the word and what it may be.
+        """
+        if sorted(self.layout) not in (sorted("bhnd"), sorted("hnd"), sorted("nd")):
+            raise LoadError(f"layout {self.layout!r}: expected the letters b, h, n and d, as in bnhd, hnd or nd")
+        unknown = [word for word in self.takes.replace(",", " ").split() if word not in TAKEN]
+        if unknown:
+            raise LoadError(f"takes {unknown[0]!r}: known are {', '.join(TAKEN)}")
+        if not _is_count(self.multiple_of):
+            raise LoadError(f"multiple_of {self.multiple_of!r}: expected a positive integer")
+        if not all(map(_is_count, self.head_dims)):
+            raise LoadError(f"head_dims {self.head_dims!r}: expected positive integers")
+        if not callable(self.backward) and self.backward not in (AUTOGRAD, NO_BACKWARD):
+            raise LoadError(f"backward {self.backward!r}: expected {AUTOGRAD}, {NO_BACKWARD} or a function")
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """What `takes` lists."""
+        return frozenset(TAKEN[word] for word in self.takes.replace(",", " ").split())
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def kernel(**said: Any) -> Callable[[_F], _F]:
+    """Say of an attention function what its signature does not tell; the function itself is left as it is.
+
+    Args:
+        said: any of the attributes of `Said`.
+
+    Returns:
+        A decorator.
+
+    Raises:
+        LoadError: a word that is unknown, or a value that it can't have.
+    """
+    declared = of_mapping(said, "@kernel")
+
+    def mark(function: _F) -> _F:
+        setattr(function, _ATTRIBUTE, declared)
+        return function
+
+    return mark
+
+
+def said_of(function: object) -> Said:
+    """What the decorator says of a function; nothing where it has none."""
+    found = getattr(function, _ATTRIBUTE, None)
+    return found if isinstance(found, Said) else Said()
+
+
+def of_mapping(values: Mapping[str, Any], where: str, base: Said | None = None) -> Said:
+    """What is said by a mapping of words, added to what was said before.
+
+    Args:
+        values: attributes of `Said`, by name.
+        where: what has them, for messages.
+        base: what was said before; None: nothing.
+
+    Raises:
+        LoadError: a word that is unknown, or a value that it can't have.
+    """
+    types: dict[str, tuple[type, ...]] = {each.name: (str,) for each in fields(Said)}
+    types |= {"square": (bool,), "multiple_of": (int,), "head_dims": (list, tuple), "options": (dict,)}
+    for word, value in values.items():
+        if word not in types:
+            raise LoadError(f"{where}: unknown word {word!r}; known are {', '.join(types)}")
+        if not isinstance(value, types[word]) and not (word == "backward" and callable(value)):
+            raise LoadError(f"{where}: {word} = {value!r}: expected {types[word][0].__name__}")
+    changed = dict(values)
+    if "head_dims" in changed:
+        changed["head_dims"] = tuple(changed["head_dims"])
+    try:
+        return replace(base or Said(), **changed)
+    except LoadError as error:
+        raise LoadError(f"{where}: {error}") from error
+
+
+def of_flags(words: tuple[str, ...], base: Said) -> Said:
+    """What `--declare WORD=VALUE` says, each on its own; `options.NAME=VALUE` is one more keyword.
+
+    Raises:
+        LoadError: no WORD=VALUE, a word that is unknown, or a value that it can't have.
+    """
+    values: dict[str, Any] = {}
+    for text in words:
+        word, separator, value = text.partition("=")
+        if not separator:
+            raise LoadError(f"--declare {text}: expected WORD=VALUE, such as layout=bnhd")
+        outer, dot, inner = word.partition(".")
+        if outer == "options" and dot:
+            values["options"] = {**base.options, **values.get("options", {}), inner: _literal(value)}
+        else:
+            values[word] = value if word in ("layout", "takes", "plan", "name") else _literal(value)
+    return of_mapping(values, "--declare", base)
+
+
+def _literal(text: str) -> Any:
+    """A number, a truth value or a list as Python or TOML writes it; anything else is a word."""
+    try:
+        return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+    except (ValueError, SyntaxError):
+        return text
+
+
+def read_toml(path: Path) -> dict[str, dict[str, Any]]:
+    """The kernels that a TOML file declares: a table [NAME] each, with `target` and the words of `Said`.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The words of every table, by its name; `name` is among them.
+
+    Raises:
+        LoadError: no such file, no TOML, a table without a target, or an unknown word.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LoadError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise LoadError(f"{path}: no TOML: {error}") from error
+    found: dict[str, dict[str, Any]] = {}
+    for name, table in tables.items():
+        if not isinstance(table, dict) or not isinstance(table.get("target"), str):
+            raise LoadError(f'{path}: [{name}] has no target = "FILE.py:FUNCTION"')
+        found[name] = {"name": name, **table}
+        of_mapping({word: value for word, value in found[name].items() if word != "target"}, f"{path}: [{name}]")
+    if not found:
+        raise LoadError(f'{path}: no kernel in it: expected a table such as [mine] with target = "FILE.py:FUNCTION"')
+    return found

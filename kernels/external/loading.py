@@ -1,0 +1,131 @@
+"""Where a kernel that someone else wrote comes from: a file, a package, a TOML file, or an adapter by its name."""
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tiebreak.kernels.external.errors import LoadError
+
+EXPECTED = "expected path/to/file.py:function, package.module:function or the name of an adapter"
+
+
+def load(target: str) -> Callable[..., Any]:
+    """The function that a target names.
+
+    Args:
+        target: `path/to/file.py:function` or `package.module:function`; the function may be an attribute of a class or
+            of an object, with dots. Without a function: the only public one of the file.
+
+    Returns:
+        What is to be called.
+
+    Raises:
+        LoadError: malformed, not found, not importable or not callable.
+    """
+    place, separator, name = target.rpartition(":")
+    if not separator and target.endswith(".py"):
+        place, name = target, ""
+    if not place or (separator and not name):
+        raise LoadError(EXPECTED)
+    module = _imported(place)
+    return _only(module, place) if not name else _attribute(module, place, name)
+
+
+def _imported(place: str) -> ModuleType:
+    try:
+        return _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
+    except LoadError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever the module raises while it is imported
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        raise LoadError(f"cannot import {place}: {told}", _own_traceback(error)) from error
+
+
+def _own_traceback(error: BaseException) -> str:
+    """The traceback from the imported code on, without the suite's and the import system's frames."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if one.filename != __file__ and "importlib" not in one.filename]
+    return "".join(traceback.format_list(own) + traceback.format_exception_only(error))
+
+
+def _attribute(module: ModuleType, place: str, name: str) -> Callable[..., Any]:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise LoadError(
+            f"{place} has no function {name!r}; its functions are {', '.join(_functions(module)) or 'none'}"
+        )
+    called: Callable[..., Any] = found
+    return called
+
+
+def _only(module: ModuleType, place: str) -> Callable[..., Any]:
+    names = _functions(module)
+    if len(names) != 1:
+        raise LoadError(f"name the function, as in {place}:NAME; it has {', '.join(names) or 'none'}")
+    return _attribute(module, place, names[0])
+
+
+def _functions(module: ModuleType) -> list[str]:
+    """Names of the public functions that a module defines itself."""
+    return sorted(
+        name
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    )
+
+
+def _from_package(name: str) -> ModuleType:
+    # The console scripts leave the current folder off the path; `python -m` has it.
+    _put_on_path(Path.cwd())
+    return importlib.import_module(name)
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise LoadError(f"cannot import {path}: no such file: {path}")
+    path = path.resolve()
+    if (path.parent / "__init__.py").exists():
+        return _from_package_file(path)
+    _put_on_path(path.parent)  # for the modules beside it, as `python file.py` has them
+    # A name of its own: another file of that name may be under test too.
+    name = f"tiebreak_user_{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickles in the file look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _from_package_file(path: Path) -> ModuleType:
+    """A module of a package, under the package's name: its relative imports work."""
+    root, parts = path.parent, [] if path.stem == "__init__" else [path.stem]
+    while (root / "__init__.py").exists():
+        parts.insert(0, root.name)
+        root = root.parent
+    _put_on_path(root)
+    module = importlib.import_module(".".join(parts))
+    if Path(str(module.__file__)).resolve() != path:
+        raise LoadError(f"cannot import {path}: another package {parts[0]!r} is found first, {module.__file__}")
+    return module
+
+
+def _put_on_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))

@@ -1,0 +1,41 @@
+"""What pytest loads wherever tiebreak is installed: it looks for `--kernel`, and until then imports nothing else.
+
+`pytest --kernel my_attention.py:attention` then runs the matrix for that kernel, in a repository with tests of its own.
+"""
+
+import os
+from collections.abc import Generator, Sequence
+
+import pytest
+
+_PLUGIN, _CELLS = "tiebreak.matrix.plugin", "tiebreak.matrix.test_cells"
+_FLAG = "--kernel"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_load_initial_conftests(
+    early_config: pytest.Config, parser: pytest.Parser, args: list[str]
+) -> Generator[None, None, None]:
+    """Bring the matrix in, after the repository's own conftest files: their options come first."""
+    yield
+    if early_config.pluginmanager.has_plugin(_PLUGIN) or not _asked(args):
+        return
+    try:
+        early_config.pluginmanager.import_plugin(_PLUGIN)
+    except ValueError as error:  # argparse's, of an option that is there already
+        told = f"{_FLAG}: a conftest.py here and tiebreak have an option of one name ({error})"
+        raise pytest.UsageError(f"{told}; `tiebreak check` loads no conftest.py") from error
+    early_config.option.plugins.append(_PLUGIN)  # for the workers, which are not told what was asked for
+    if not any(_is_place(word, before) for before, word in zip(["", *args], args, strict=False)):
+        args += ["--pyargs", _CELLS]
+
+
+def _asked(args: Sequence[str]) -> bool:
+    return any(word == _FLAG or word.startswith(f"{_FLAG}=") for word in args)
+
+
+def _is_place(word: str, before: str) -> bool:
+    """Whether a word of the command line names tests to collect: the matrix then is not added to them."""
+    if word.startswith("-") or (before.startswith("-") and "=" not in before and not os.path.exists(word)):
+        return False
+    return os.path.exists(word.partition("::")[0]) or word == _CELLS

@@ -1,0 +1,142 @@
+"""What a run says of each kernel, in words: the first lines that its author wants to read."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tiebreak.reports.marks import plain_text
+from tiebreak.reports.records import BIASED, CRASHED, NONFINITE, SKIPPED, TIMED_OUT, UNDECIDED, Record, Run
+
+_LISTED = 8  # cases of a list that are named; the table has them all
+_FOLLOWS = re.compile(r"follows (\S+)")
+# Shift rules that leave a row's maximum as it is: `rule@plan`, or an algorithm's own name.
+_PLAIN = ("flash", "flash_1", "standard", "lazy", "as_printed_v1")
+_WIDTH = 12
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run says of one kernel on one backend."""
+
+    backend: str
+    kernel: str
+    records: Sequence[Record]  # its own
+    run: Run
+
+    @property
+    def text(self) -> str:
+        """A headline, and a line for each thing that there is to say."""
+        parts: list[tuple[str, Callable[[], str]]] = [
+            ("biased", lambda: _cases(self._failing(BIASED))),
+            ("NaN", lambda: _cases(self._failing(NONFINITE))),
+            ("not known", lambda: _cases(self._failing(UNDECIDED))),
+            ("elsewhere", lambda: _cases(self._elsewhere)),
+            ("fix", self._fix),
+            ("fell", self._fell),
+            ("checks", self._checks),
+            ("training", self._training),
+            ("rounding", self._plan),
+            ("skipped", self._skipped),
+            ("ended", self._ended),
+        ]
+        lines = [f"  {name:{_WIDTH}}{told}" for name, tell in parts if (told := tell())]
+        return "\n".join([self.headline, *lines])
+
+    @property
+    def headline(self) -> str:
+        """On how many failure inputs it is biased."""
+        formats = ", ".join(dict.fromkeys(record.format for record in self.records))
+        name = f"{self.kernel} on {self.backend}, {formats}"
+        judged = [record for record in self._failure_inputs if record.verdict is not None]
+        if not judged:
+            return f"{name}: no failure input was run, nothing is known of its bias"
+        failing = [*self._failing(BIASED), *self._failing(NONFINITE)]
+        if failing:
+            return f"{name}: BIASED OR LOST on {len(failing)} of {len(judged)} failure inputs"
+        undecided = self._failing(UNDECIDED)
+        told = f", {len(undecided)} not known yet" if undecided else ""
+        return f"{name}: unbiased on {len(judged) - len(undecided)} of {len(judged)} failure inputs{told}"
+
+    @property
+    def _failure_inputs(self) -> list[Record]:
+        cases = self.run.cases
+        return [one for one in self.records if one.case in cases and cases[one.case].failure]
+
+    def _failing(self, verdict: str) -> list[Record]:
+        return [record for record in self._failure_inputs if record.verdict == verdict]
+
+    @property
+    def _elsewhere(self) -> list[Record]:
+        """Biased or lost on inputs that are not known to fail."""
+        failure = self._failure_inputs
+        return [one for one in self.records if one.verdict in (BIASED, NONFINITE) and one not in failure]
+
+    def _fix(self) -> str:
+        """Whether the shift that it follows is a fix, and where that fails."""
+        judged = [record for record in self._failure_inputs if record.verdict is not None]
+        failing = [record for record in judged if record.verdict in (BIASED, NONFINITE)]
+        if not judged:
+            return ""
+        if not failing:
+            return "needs none on these inputs"
+        followed = _FOLLOWS.match(self._plan())
+        if followed is None:
+            return "not known: it follows no known plan"
+        rule = re.split("[@,]", followed[1])[0]
+        if rule in _PLAIN:
+            return f"absent: {followed[1]} shifts a row by its maximum, whatever repeats"
+        return f"partial: {rule}; it fails on the {len(failing)} inputs above and holds on {len(judged) - len(failing)}"
+
+    def _fell(self) -> str:
+        """Checks that were not met, with where."""
+        found: dict[str, list[str]] = {}
+        for record in self.records:
+            for name, answer in record.answers.items():
+                if answer.met is False:
+                    found.setdefault(name, []).append(record.case)
+        return "; ".join(f"{name} in {_some(cases)}" for name, cases in found.items())
+
+    def _checks(self) -> str:
+        """Checks that were met wherever they were asked."""
+        asked, met = Counter[str](), Counter[str]()
+        for record in self.records:
+            asked.update(record.answers.keys())
+            met.update(name for name, answer in record.answers.items() if answer.met)
+        held = [f"{name} {number}" for name, number in asked.items() if met[name] == number]
+        return f"met wherever asked: {', '.join(held)} cells" if held else ""
+
+    def _training(self) -> str:
+        """What the headline of every training run was."""
+        cases = self.run.cases
+        trained = [one for one in self.records if one.case in cases and cases[one.case].label and one.shown]
+        return ", ".join(f"{one.case} {cases[one.case].headline} {one.shown}" for one in trained)
+
+    def _plan(self) -> str:
+        return self.run.explanations.get(f"{self.backend}-{self.kernel}", "")
+
+    def _skipped(self) -> str:
+        found = Counter(one.skipped for one in self.records if one.outcome == SKIPPED)
+        return "; ".join(f"{number} cell{'' if number == 1 else 's'}: {why}" for why, number in found.items())
+
+    def _ended(self) -> str:
+        """Cells that came to no result, and are no pass."""
+        found = [one for one in self.records if one.outcome in (CRASHED, TIMED_OUT)]
+        return _cases(found)
+
+
+def verdicts(run: Run) -> list[Verdict]:
+    """What a run says of its kernels, in the order of their first records."""
+    found: dict[tuple[str, str], list[Record]] = {}
+    for record in run.records:
+        found.setdefault((record.backend, record.kernel), []).append(record)
+    return [Verdict(backend, kernel, records, run) for (backend, kernel), records in found.items()]
+
+
+def _cases(records: Sequence[Record]) -> str:
+    return _some([f"{record.case} {plain_text(record).removesuffix(' B').removesuffix(' ?')}" for record in records])
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

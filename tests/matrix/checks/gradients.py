@@ -1,0 +1,26 @@
+"""Whether a kernel's own gradients are finite, and within a rounding-error bound."""
+
+from tiebreak.matrix.checks import Check, numbers, without_number
+from tiebreak.matrix.result import Result
+from tiebreak.reports.records import Answer
+
+_NEEDED = ("gradients_nonfinite", "gradient_error_over_bound")
+_ASKED = "dQ, dK and dV finite where the reference's are, and within their rounding-error bounds"
+
+
+def _ask(result: Result) -> Answer | None:
+    if all(result.measures.get(name) is None for name in _NEEDED) or result.claimed("bound"):
+        return None
+    counted = numbers(result, *_NEEDED)
+    if counted is None:
+        return without_number(_ASKED, *_NEEDED)
+    lost, share = counted
+    found = []
+    if lost:
+        found.append(f"{lost:.0f} elements of dQ, dK and dV are NaN or Inf, the reference's are not")
+    if share > 1.0:
+        found.append(f"the largest error of dQ, dK and dV is {share:.3g} times its bound")
+    return Answer(not found, _ASKED, "; ".join(found))
+
+
+CHECK = Check("gradients", "a kernel's own dQ, dK and dV are finite and within a rounding-error bound", _ask)

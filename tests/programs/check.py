@@ -1,0 +1,170 @@
+"""`tiebreak check TARGET...`: a kernel of one's own through the matrix, from any folder; the verdict comes first."""
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from tiebreak.kernels.external.loading import EXPECTED
+from tiebreak.matrix.keeper import Keeper
+from tiebreak.matrix.scheduling import cell_id
+from tiebreak.reports import tables, terminal
+from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, USAGE, Parser
+from tiebreak.reports.records import Run
+from tiebreak.reports.verdict import verdicts
+
+_EXIT = "Exit: "  # before the reason for which pytest was told to end
+_TELL_EVERY = 0.5  # seconds between two words on how far it is
+# Of the user's pytest nothing is wanted here: neither its configuration nor what is installed beside it.
+_ALONE = (
+    *("-c", os.devnull, "--noconftest", "--import-mode=importlib", "-q", "-p", "no:cacheprovider"),
+    *("-p", "no:randomly", "-p", "no:cov", "-p", "no:rerunfailures", "-p", "no:timeout"),
+)
+_CELLS = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix.test_cells")
+_PASSED = ("backend", "kernels", "cases", "dtype", "seed", "heads", "plan", "captured", "expected", "save", "out")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The verb `check`; see `tiebreak.reports.cli.main`.
+
+    Returns:
+        0 if nothing fell, 1 if something fell or is inconclusive, 2 on bad usage, 130 after Ctrl-C.
+    """
+    options = _parser().parse_args(arguments)
+    teller = _Teller(sys.stderr)
+    code, printed = _run(_words(options), teller)
+    run = teller.keeper.run if teller.keeper is not None else None
+    if run is None:
+        print(_refusal(printed), file=sys.stderr)
+        return USAGE
+    assert teller.keeper is not None
+    terminal.show(_report(run, teller.keeper.path))
+    if code == pytest.ExitCode.INTERRUPTED:
+        return INTERRUPTED
+    return HELD if code == pytest.ExitCode.OK else FELL
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="tiebreak check",
+        description="Run attention kernels of your own through the matrix: bias on inputs where rounding is known to"
+        " fail, accuracy, gradients, repeatability, short training runs; and the rounding plan that explains them.",
+    )
+    parser.add_argument("targets", nargs="+", metavar="TARGET", help=EXPECTED.removeprefix("expected "))
+    parser.add_argument(
+        "--declare",
+        action="append",
+        default=[],
+        metavar="WORD=VALUE",
+        help="what a signature does not tell: layout=bnhd, takes=gqa, square=true, multiple_of=64, head_dims=[64,128],"
+        " causal=NAME, scale=NAME, options.NAME=VALUE, backward=none (docs/your-kernel.md)",
+    )
+    parser.add_argument(
+        "--plan", metavar="PLAN", help="hold it to what a rounding plan predicts, as `rounding` names it"
+    )
+    parser.add_argument("--fair", action="store_true", help="fail if it is biased on any failure input")
+    parser.add_argument("--cases", metavar="NAMES", help="inputs to run: a list, globs allowed (default: all)")
+    parser.add_argument("--experiments", metavar="KINDS", help="call, training (default: both)")
+    parser.add_argument("--backward", choices=("own", "emulated"), help="what it trains with (default: own)")
+    parser.add_argument("--kernels", metavar="NAMES", help="kernels of the suite to run beside it, such as flash@fused")
+    parser.add_argument("--backend", metavar="NAMES", help="where it runs (default: cpu)")
+    parser.add_argument("--dtype", metavar="NAMES", help="bf16, fp16 (default: bf16)")
+    parser.add_argument("--captured", metavar="DIR", help="tensors of your own as inputs (docs/captured.md)")
+    parser.add_argument("--seed", metavar="N", help="seed of all inputs (default: 1)")
+    parser.add_argument("--heads", metavar="N", help="heads a cell draws at first (default: 256)")
+    parser.add_argument("--cell-timeout", metavar="S", help="seconds that a cell may take (default: 60, training 600)")
+    parser.add_argument("--expected", metavar="FILE", help="TOML file of excused failures (docs/ci.md)")
+    parser.add_argument(
+        "--baseline", metavar="FILE", help="fail if anything is worse than in these records (docs/ci.md)"
+    )
+    parser.add_argument("--save", metavar="NAME", help="keep the records as OUT/NAME.json")
+    parser.add_argument("--out", metavar="DIR", help="folder for records (default: out)")
+    parser.add_argument(
+        "-n", "--workers", default="auto", metavar="N", help="processes (default: as the machine carries)"
+    )
+    return parser
+
+
+def _words(options: argparse.Namespace) -> list[str]:
+    """The words for pytest."""
+    words = [*_ALONE, *_CELLS, "-n", str(options.workers)]
+    for target in options.targets:
+        words += ["--kernel", target]
+    for said in options.declare:
+        words += ["--declare", said]
+    for name in (*_PASSED, "experiments", "backward", "baseline", "cell-timeout"):
+        value = getattr(options, name.replace("-", "_"))
+        if value is not None:
+            words += [f"--{name}", value]
+    if options.fair:
+        words.append("--fair")
+    return words
+
+
+def _run(words: list[str], teller: "_Teller") -> tuple[int, str]:
+    """Run pytest in silence; its exit code and what it printed."""
+    kept = os.environ.pop("PYTEST_ADDOPTS", None)
+    try:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            code = pytest.main(words, plugins=[teller])
+    finally:
+        teller.close()
+        if kept is not None:
+            os.environ["PYTEST_ADDOPTS"] = kept
+    return int(code), printed.getvalue()
+
+
+def _refusal(printed: str) -> str:
+    """What pytest was told to exit with."""
+    return f"tiebreak check: {printed.partition(_EXIT)[2].strip() or printed.strip()}"
+
+
+def _report(run: Run, path: Path) -> str:
+    """The verdicts, then the tables and every cell that fell."""
+    parts = ["\n\n".join(verdict.text for verdict in verdicts(run))]
+    parts += [tables.tables(run, terminal.width()), tables.fallen(run.records), tables.summary(run)]
+    return "\n\n".join([*(part for part in parts if part), f"records: {path}"])
+
+
+class _Teller:
+    """Says on a stream how far the run is: a plug-in of the pytest that runs in silence."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.began, self.told = stream, time.monotonic(), 0.0
+        self.keeper: Keeper | None = None
+        self.ended: set[str] = set()
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Get hold of what keeps the records."""
+        self.keeper = session.config.pluginmanager.get_plugin("tiebreak-keeper")
+        self._tell("starting the workers")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count a cell."""
+        if self.keeper is None or cell_id(report.nodeid) not in self.keeper.expected:
+            return
+        if report.when == "teardown" or report.failed:
+            self.ended.add(report.nodeid)
+        if time.monotonic() > self.told + _TELL_EVERY:
+            done, cells = len(self.ended), len(self.keeper.expected)
+            left = (time.monotonic() - self.began) * (cells - done) / max(done, 1)
+            self._tell(f"{done} of {cells} cells" + (f", about {left:.0f} s to go" if done > 3 else ""))
+
+    def _tell(self, text: str) -> None:
+        self.told = time.monotonic()
+        if self.stream.isatty():
+            self.stream.write(f"\r{text:60}")
+            self.stream.flush()
+
+    def close(self) -> None:
+        """Leave the line as it was."""
+        if self.stream.isatty():
+            self.stream.write(f"\r{'':60}\r")

@@ -1,0 +1,124 @@
+"""`tiebreak check`, and `pytest --kernel` in a repository that has tests of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiebreak.programs import check
+from tiebreak.reports import store
+from tiebreak.reports.records import BIASED, NONFINITE, UNBIASED, CaseRecord, Record, Run
+from tiebreak.reports.verdict import verdicts
+
+KERNEL = """
+import torch
+
+def attention(q, k, v, *, causal=False, scale=None):
+    p = torch.exp(q.float() @ k.float().mT * scale - (q.float() @ k.float().mT * scale).amax(-1, keepdim=True))
+    return ((p.to(v.dtype) @ v) / p.sum(-1, keepdim=True)).to(q.dtype)
+"""
+FEW = ("--cases", "tied_maxima[k=2],no_tail,random_grouped", "--heads", "64", "-n", "1")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the user stands: nothing of a clone, and a pytest configuration that a run here must not meet."""
+    (tmp_path / "mine.py").write_text(KERNEL)
+    (tmp_path / "conftest.py").write_text("raise SystemExit('not for you')\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option-either")
+    return tmp_path
+
+
+def test_the_verdict_comes_first_then_what_it_rests_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["mine.py:attention", *FEW]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "attention on cpu, bf16: BIASED OR LOST on 1 of 1 failure inputs"
+    assert printed[1] == "  biased      tied_maxima[k=2] +0.23"
+    assert "  skipped     1 cell: attention takes no grouped-query heads" in printed
+    assert any(line.startswith("tied_maxima[k=2] ") for line in printed[6:])
+    assert printed[-1] == "records: out/last.json"
+    assert {record.case for record in store.read(folder / "out" / "last.json").records} >= {"no_tail"}
+
+
+def test_what_falls_is_exit_code_1(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["mine.py:attention", "--fair", *FEW]) == 1
+    assert "  fell        claim in tied_maxima[k=2]\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("absent.py:f",), "tiebreak check: --kernel absent.py:f: cannot import absent.py: no such file: absent.py"),
+        (("mine.py:attention", "--cases", "no"), "tiebreak check: --cases: unknown case 'no'; known are"),
+        (("mine.py:attention", "--declare", "x=1"), "tiebreak check: --kernel mine.py:attention: --declare: "),
+    ],
+)  # fmt: skip
+def test_bad_usage_is_one_line_and_exit_code_2(
+    folder: Path, words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check.main(list(words)) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert found.err.startswith(told)
+    assert len(found.err.splitlines()) == 1
+    assert not (folder / "out").exists()
+
+
+def pytest_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_pytest_runs_the_matrix_in_a_repository_of_its_own(tmp_path: Path) -> None:
+    """With a package called kernels, a conftest.py and strict options; without --kernel it is as if not there."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").touch()
+    (tmp_path / "kernels" / "flash.py").write_text(KERNEL)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_own.py").write_text(
+        "import sys\ndef test_own():\n    assert not any(name.startswith('tiebreak.matrix') for name in sys.modules)\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers --strict-config\ntestpaths = tests\n")
+    own = "def pytest_addoption(parser):\n    parser.addoption('--{}')\n"
+    (tmp_path / "conftest.py").write_text(own.format("slow"))
+    assert "1 passed" in pytest_in(tmp_path).stdout
+    found = pytest_in(tmp_path, "--kernel", "kernels/flash.py:attention", "--cases", "no_tail", "--heads=16", "-n", "1")
+    assert found.returncode == 0
+    assert "1 cell: 1 measured" in found.stdout
+    assert "1 passed" in found.stdout
+    (tmp_path / "conftest.py").write_text(own.format("backend"))
+    taken = pytest_in(tmp_path, "--kernel", "kernels/flash.py:attention", "--cases", "no_tail")
+    assert taken.returncode == 4  # pytest's own, of bad usage
+    assert "--kernel: a conftest.py here and tiebreak have an option of one name" in taken.stderr
+
+
+def record(case: str, verdict: str | None, shown: str) -> Record:
+    return Record(
+        id=f"cpu-mine-{case}-bf16", backend="cpu", kernel="mine", case=case, case_version=1, format="bf16", seed=1,
+        heads=1, experiment="call", outcome="measured", command="", verdict=verdict, shown=shown,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("verdict", "plan", "headline", "fix"),
+    [
+        (BIASED, "follows flash@fused,base=2 (99.98 % of bits)", "2 of 2", "absent: flash@fused,base=2"),
+        (UNBIASED, "follows stabilized@paper (100 %)", "1 of 2", "partial: stabilized; it fails on the 1"),
+        (BIASED, "unexplained", "2 of 2", "not known: it follows no known plan"),
+    ],
+)  # fmt: skip
+def test_a_fix_is_told_by_the_plan_and_by_where_it_fails(verdict: str, plan: str, headline: str, fix: str) -> None:
+    records = (
+        record("tie", verdict, "+0.23 B"),
+        record("large", NONFINITE, "NaN"),
+        record("control", BIASED, "+0.1 B"),
+    )
+    cases = {"tie": CaseRecord("", failure=True), "large": CaseRecord("", failure=True), "control": CaseRecord("")}
+    (found,) = verdicts(Run({}, {}, records=records, cases=cases, explanations={"cpu-mine": plan}))
+    assert f"mine on cpu, bf16: BIASED OR LOST on {headline} failure inputs" in found.text
+    assert f"fix         {fix}" in found.text
+    assert "NaN         large NaN" in found.text
+    assert "elsewhere   control +0.1" in found.text

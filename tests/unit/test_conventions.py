@@ -1,0 +1,349 @@
+"""How a kernel that someone else wrote is called: from its signature, and from what is said of it."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tiebreak.backends.backend import CPU
+from tiebreak.kernels.external import LoadError, external_kernel, external_kernels
+from tiebreak.kernels.external.kernels import Given
+from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, KEY_PADDING, OBLONG_CAUSAL, OWN_SCALE, Feature
+from tiebreak.kernels.formats import BF16, Formats
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.kernel import Kernel
+
+# Attention in fp32 in the suite's own layout, for all the signatures around it.
+FILE = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from tiebreak.kernels.external import kernel
+
+def plain(q, k, v, *, causal=False, scale=None):
+    s = q.float() @ k.float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1 + s.shape[-1] - s.shape[-2]), -torch.inf)
+    return (s.softmax(-1) @ v.float()).to(q.dtype)
+
+"""
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Callable[..., Kernel]:
+    """A kernel of a file that ends with these lines."""
+
+    def load(source: str, *flags: str) -> Kernel:
+        file = tmp_path / f"written_{len(list(tmp_path.iterdir()))}.py"
+        file.write_text(FILE + source)
+        return external_kernel(f"{file}:f", flags=flags)
+
+    return load
+
+
+def inputs(queries: int = 8, keys: int = 8, *, groups: int = 1, causal: bool = False) -> AttentionInputs:
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(heads: int, n: int) -> Tensor:
+        return torch.randn(2, heads, n, 16, generator=generator).bfloat16().float()
+
+    q, do, k, v = draw(4, queries), draw(4, queries), draw(4 // groups, keys), draw(4 // groups, keys)
+    return AttentionInputs(q, k, v, do, Formats.of(BF16), causal=causal)
+
+
+def run(kernel: Kernel, given: AttentionInputs, *, gradients: bool = False) -> AttentionOutput:
+    assert kernel.refusal(given) is None
+    return CPU.run(kernel, given, gradients=gradients)
+
+
+def reference(given: AttentionInputs) -> Tensor:
+    """PyTorch's attention in fp64, rounded once."""
+    hidden = given.hidden()
+    out = scaled_dot_product_attention(
+        given.q.double(),
+        given.expanded_k().double(),
+        given.expanded_v().double(),
+        attn_mask=None if hidden is None else ~hidden,
+        scale=given.scale,
+    )
+    return out.bfloat16().float()
+
+
+def assert_right(output: AttentionOutput, given: AttentionInputs) -> None:
+    """To within the roundings of P-bar and O to bf16; a wrong mask, scale or order of dimensions is far beyond."""
+    expected = reference(given)
+    assert (output.o - expected).norm() < 2**-8 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("source", "takes"),
+    [
+        ("f = plain", {CAUSAL, OBLONG_CAUSAL, BLIND_ROWS, OWN_SCALE}),
+        ("def f(q, k, v): return plain(q, k, v)", set()),
+        ("def f(query, key, value, sm_scale=None): return plain(query, key, value, scale=sm_scale)", {OWN_SCALE}),
+        ("def f(q, k, v, causal, sm_scale): return plain(q, k, v, causal=causal, scale=sm_scale)",
+         {CAUSAL, OBLONG_CAUSAL, BLIND_ROWS, OWN_SCALE}),
+        ("def f(q, k, v, softmax_scale=None, is_causal=False):\n"
+         "    return sdpa(q, k, v, scale=softmax_scale, is_causal=is_causal)", {CAUSAL, OBLONG_CAUSAL, OWN_SCALE}),
+        ("def f(q, k, v, **more): return plain(q, k, v, **more)", {CAUSAL, OBLONG_CAUSAL, BLIND_ROWS, OWN_SCALE}),
+        ("def f(q, k, v, attn_mask=None): return sdpa(q, k, v, attn_mask=attn_mask)",
+         {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS}),
+        ("f = sdpa", {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, OWN_SCALE, GROUPED}),
+        ("f = kernel(takes='gqa')(lambda q, k, v: sdpa(q, k, v, enable_gqa=True))", {GROUPED}),
+    ],
+    ids=["suite", "bare", "triton", "positional", "torch flags", "anything", "mask", "sdpa", "said"],
+)  # fmt: skip
+def test_what_a_kernel_takes_follows_from_its_signature(
+    loaded: Callable[..., Kernel], source: str, takes: set[Feature]
+) -> None:
+    kernel = loaded(source)
+    assert kernel.takes == takes
+    given = [
+        inputs(),
+        inputs(causal=True),
+        inputs(4, 8, causal=True),
+        inputs(groups=2),
+        replace(inputs(), softmax_scale=0.3),
+        replace(inputs(), key_padding=torch.tensor([[True] * 5 + [False] * 3, [True] * 8])),
+    ]
+    ran = [one for one in given if kernel.refusal(one) is None]
+    assert len(ran) == sum(set(one.asks()) <= takes for one in given)
+    for one in ran:
+        assert_right(run(kernel, one), one)
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd", "nbhd", "bhdn", "hnd", "nhd", "nd"])
+def test_a_kernel_gets_contiguous_tensors_in_its_layout(loaded: Callable[..., Kernel], layout: str) -> None:
+    order = [layout.index(letter) for letter in "bhnd" if letter in layout]
+    back = [[letter for letter in "bhnd" if letter in layout].index(letter) for letter in layout]
+    kernel = loaded(
+        f"def f(q, k, v, *, causal=False, scale=None):\n"
+        f"    assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()\n"
+        f"    return plain(*(x.permute({order}) for x in (q, k, v)), causal=causal, scale=scale).permute({back})",
+        f"layout={layout}",
+        *(["takes=gqa"] if layout == "nd" else []),
+    )
+    for given in (inputs(4, 8), inputs(causal=True), *([inputs(groups=2)] if layout == "nd" else [])):
+        plain = run(loaded("f = plain"), replace(given, k=given.expanded_k(), v=given.expanded_v()), gradients=True)
+        found = run(kernel, given, gradients=True)
+        assert torch.equal(found.o, plain.o)
+        assert found.gradients is not None
+        assert plain.gradients is not None
+        assert torch.equal(found.gradients.dq, plain.gradients.dq)
+
+
+@pytest.mark.parametrize(
+    ("source", "returned"),
+    [("o, None", "a pair"), ("(o, o.float().logsumexp(-1))", "lse"), ("[o]", "a list"), ("Out(o, 0)", "a named tuple")],
+)
+def test_what_a_kernel_returns_beside_o_is_left_aside(
+    loaded: Callable[..., Kernel], source: str, returned: str
+) -> None:
+    kernel = loaded(
+        "from collections import namedtuple\nOut = namedtuple('Out', 'o lse')\n"
+        f"def f(q, k, v):\n    o = plain(q, k, v)\n    return {source}"
+    )
+    assert_right(run(kernel, inputs()), inputs()), returned
+
+
+def test_autograds_apply_is_called_by_position(loaded: Callable[..., Kernel]) -> None:
+    """As the tutorials' Triton kernels are: a function of (ctx, q, k, v, causal, sm_scale, ...)."""
+    kernel = loaded(
+        "class Attention(torch.autograd.Function):\n"
+        "    @staticmethod\n"
+        "    def forward(ctx, q, k, v, causal, sm_scale, stages=2):\n"
+        "        assert stages == 2\n"
+        "        ctx.save_for_backward(q, k, v)\n"
+        "        return plain(q, k, v, causal=causal, scale=sm_scale)\n"
+        "    @staticmethod\n"
+        "    def backward(ctx, do):\n"
+        "        return (*(x * 0 + 3 for x in ctx.saved_tensors), None, None)\n"
+        "f = Attention.apply"
+    )
+    given = replace(inputs(causal=True), softmax_scale=0.3)
+    output = run(kernel, given, gradients=True)
+    assert_right(output, given)
+    assert output.gradients is not None
+    assert set(output.gradients.dk.flatten().tolist()) == {3.0}
+
+
+def test_a_declared_backward_function_is_called(loaded: Callable[..., Kernel]) -> None:
+    kernel = loaded(
+        "def gradients(do, q, k, v, o, *, causal, scale):\n"
+        "    assert (o == plain(q, k, v, causal=causal, scale=scale)).all()\n"
+        "    return do * 2, k * 3, v * 4\n"
+        "@kernel(backward=gradients, name='other')\n"
+        "def f(q, k, v, *, causal=False, scale=None):\n"
+        "    with torch.no_grad():\n"
+        "        return plain(q, k, v, causal=causal, scale=scale)"
+    )
+    given = inputs(causal=True)
+    found = run(kernel, given, gradients=True).gradients
+    assert kernel.name == "other"
+    assert found is not None
+    assert torch.equal(found.dq, given.do * 2)
+    assert torch.equal(found.dv, (given.v.bfloat16() * 4).float())
+
+
+def test_a_kernel_that_autograd_does_not_know_has_no_gradients(loaded: Callable[..., Kernel]) -> None:
+    kernel = loaded("@torch.no_grad()\ndef f(q, k, v): return plain(q, k, v)")
+    output = run(kernel, inputs(), gradients=True)
+    assert_right(output, inputs())
+    assert output.gradients is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "given"),
+    [
+        (("square=true",), inputs(4, 8)),
+        (("multiple_of=16",), inputs(4, 16)),
+        (("multiple_of=16",), inputs(12, 12, causal=True)),
+        (("square=true", "multiple_of=16"), inputs(4, 16)),
+        (("multiple_of=16",), inputs(4, 12)),
+        (("square=true", "multiple_of=16"), inputs(6, 12, causal=True)),
+        (("causal=always",), inputs(4, 12)),
+        (("causal=always", "multiple_of=16"), inputs(6, 12, causal=True)),
+    ],
+    ids=["square", "rows", "both", "square rows", "keys", "oblong", "always", "always oblong"],
+)
+def test_dummy_rows_change_no_bit_of_the_others(
+    loaded: Callable[..., Kernel], flags: tuple[str, ...], given: AttentionInputs
+) -> None:
+    """A kernel that refuses what it was not made for gives the bits of one that takes anything.
+
+    Its own loop adds key by key, so that a hidden key adds an exact 0.
+    """
+    body = (
+        "def f(q, k, v, *, causal=False, scale=None):\n"
+        f"    flags = {flags!r}\n"
+        "    n, m = q.shape[2], k.shape[2]\n"
+        "    if 'multiple_of=16' in flags: assert n % 16 == 0 and m % 16 == 0\n"
+        "    if 'square=true' in flags or 'causal=always' in flags: assert n == m\n"
+        "    causal = causal or 'causal=always' in flags\n"
+        "    s = (q.float()[:, :, :, None] * k.float()[:, :, None]).sum(-1) * scale\n"
+        "    if causal:\n"
+        "        s = s.masked_fill(torch.ones(n, m, dtype=torch.bool).triu(1 + m - n), -torch.inf)\n"
+        "    p = torch.exp(s - s.amax(-1, keepdim=True))\n"
+        "    o, l = 0.0, 0.0\n"
+        "    for j in range(m):\n"
+        "        o, l = o + p[..., j, None] * v.float()[:, :, None, j], l + p[..., j, None]\n"
+        "    return (o / l).to(q.dtype)\n"
+    )
+    free = run(loaded(body.replace(f"flags = {flags!r}", "flags = ()")), given, gradients=True)
+    bound = run(loaded(body, *flags), given, gradients=True)
+    assert torch.equal(bound.o, free.o)
+    assert free.gradients is not None
+    if bound.gradients is not None:  # not where each row is a call of its own
+        for name in ("dq", "dk", "dv"):
+            assert torch.equal(getattr(bound.gradients, name), getattr(free.gradients, name))
+
+
+@pytest.mark.parametrize(
+    ("source", "flags", "given", "told"),
+    [
+        ("def f(q, k, v): return plain(q, k, v)", ("multiple_of=16",), inputs(4, 12), "12 keys are no multiple of 16"),
+        ("f = plain", ("head_dims=[32, 64]",), inputs(), "it has head dimensions 32, 64, not 16"),
+        ("f = plain", ("causal=always",), inputs(8, 4, causal=True), "takes no row without a visible key"),
+    ],
+    ids=["keys", "d", "blind"],
+)
+def test_what_no_dummies_can_meet_is_refused(
+    loaded: Callable[..., Kernel], source: str, flags: tuple[str, ...], given: AttentionInputs, told: str
+) -> None:
+    assert told in str(loaded(source, *flags).refusal(given))
+
+
+@pytest.mark.parametrize(
+    ("source", "flags", "told"),
+    [
+        ("def f(q, k): pass", (), "expected a function of (q, k, v, ...), this one has 2 parameters by position"),
+        ("def f(q, k, v, block_table): pass", (), "its parameter 'block_table' has no default"),
+        ("f = plain", ("layout=bhn",), "--declare: layout 'bhn': expected the letters b, h, n and d"),
+        ("f = plain", ("takes=flying",), "--declare: takes 'flying': known are causal, gqa, "),
+        ("f = plain", ("mood=good",), "--declare: unknown word 'mood'; known are layout, takes, "),
+        ("f = plain", ("square",), "--declare square: expected WORD=VALUE, such as layout=bnhd"),
+        ("f = plain", ("multiple_of=-1",), "--declare: multiple_of -1: expected a positive integer"),
+        ("f = plain", ("square=7",), "--declare: square = 7: expected bool"),
+        ("f = plain", ("head_dims=[0]",), "--declare: head_dims (0,): expected positive integers"),
+        ("f = plain", ("backward=maybe",), "--declare: backward 'maybe': expected autograd, none or a function"),
+        ("f = plain", ("scale=size",), "it has no parameter 'size'; after q, k and v it has causal, scale"),
+        ("f = plain", ("plan=best",), "plan best: unknown"),
+        ("f = kernel(mood='good')(plain)", (), "@kernel: unknown word 'mood'"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_met_is_told_in_one_line(
+    loaded: Callable[..., Kernel], source: str, flags: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(LoadError, match=re.escape(told)) as caught:
+        loaded(source, *flags)
+    assert str(caught.value).startswith("--kernel ")
+    assert "\n" not in str(caught.value)
+
+
+def test_options_are_passed_as_they_are(loaded: Callable[..., Kernel]) -> None:
+    source = (
+        "def f(q, k, v, blocks, mode='slow'):\n    assert (blocks, mode) == (64, 'fast')\n    return plain(q, k, v)"
+    )
+    kernel = loaded(source, "options.blocks=64", "options.mode=fast")
+    assert_right(run(kernel, inputs()), inputs())
+
+
+def test_a_toml_file_declares_kernels(tmp_path: Path) -> None:
+    (tmp_path / "written.py").write_text(FILE)
+    file = tmp_path / "kernels.toml"
+    target = "written.py"  # from where the file lies, wherever pytest was called
+    file.write_text(
+        f'[old]\ntarget = "{target}:plain"\nplan = "paper"\n[new]\ntarget = "{target}:plain"\nhead_dims = [16]\n'
+    )
+    old, new = external_kernels(Given(str(file)))
+    assert (old.name, new.name) == ("old", "new")
+    assert old.declaration is not None
+    assert old.declaration.label == "flash@paper"
+    assert_right(run(new, inputs()), inputs())
+    (alone,) = external_kernels(Given(f"{file}:new"))
+    assert alone.origin == ("--kernel", f"{file}:new")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[a]\n", '[a] has no target = "FILE.py:FUNCTION"'),
+        ("", "no kernel in it"),
+        ("[a\n", "no TOML: "),
+        ("a = 3\n", '[a] has no target = "FILE.py:FUNCTION"'),
+        ('[a]\ntarget = "x.py:f"\nlayot = "bnhd"\n', "[a]: unknown word 'layot'; known are layout"),
+    ],
+)
+def test_a_toml_file_that_says_nothing_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "kernels.toml"
+    file.write_text(text)
+    with pytest.raises(LoadError, match=re.escape(told)):
+        external_kernels(Given(str(file)))
+    with pytest.raises(LoadError, match=r"cannot read .*absent\.toml"):
+        external_kernels(Given(str(tmp_path / "absent.toml")))
+
+
+def test_modules_beside_a_file_and_packages_are_found(tmp_path: Path) -> None:
+    (tmp_path / "sibling_of_a_kernel.py").write_text(FILE)
+    (tmp_path / "beside.py").write_text("from sibling_of_a_kernel import plain as f\n")
+    package = tmp_path / "a_package_of_kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "inner.py").write_text(FILE)
+    (package / "outer.py").write_text("from .inner import plain as f\n")
+    for target in (tmp_path / "beside.py", package / "outer.py"):
+        assert_right(run(external_kernel(f"{target}:f"), inputs()), inputs())
+
+
+def test_the_only_function_of_a_file_needs_no_name(tmp_path: Path) -> None:
+    file = tmp_path / "alone.py"
+    file.write_text(FILE)
+    assert external_kernel(str(file)).name == "plain"
+    file = tmp_path / "two.py"
+    file.write_text(FILE + "def other(q, k, v): pass\n")
+    with pytest.raises(LoadError, match=r"name the function, as in .*two\.py:NAME; it has other, plain"):
+        external_kernel(str(file))
