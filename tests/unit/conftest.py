@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -56,11 +56,11 @@ def matrix(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callab
     """
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
 
-    def run(*options: str, apart: bool = False) -> pytest.RunResult:
+    def run(*options: str, apart: bool = False, plugins: Sequence[object] = ()) -> pytest.RunResult:
         if apart:
             return pytester.runpytest_subprocess(CELLS, *LEAN, *options, timeout=120)
         # An exit code of 2 is no Ctrl-C that pytester would have to pass on.
-        return pytester.runpytest_inprocess(CELLS, *LEAN, *options, no_reraise_ctrlc=True)
+        return pytester.runpytest_inprocess(CELLS, *LEAN, *options, no_reraise_ctrlc=True, plugins=plugins)
 
     return run
 
