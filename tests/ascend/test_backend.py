@@ -1,19 +1,22 @@
 """The host's side of the backend: what is missing, workers, errors, records, versions."""
 
-import json
-import subprocess
+import importlib
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+from tiebreak.backends.ascend import device
 from tiebreak.backends.ascend.backend import ASCEND, Ascend, ascend
 from tiebreak.backends.ascend.device import (
     DeviceError,
     Npu,
+    TorchNpu,
     cann_version,
     deterministic,
     driver_missing,
@@ -70,35 +73,36 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def asked(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, object]]:
-    """Asks the real backend in a process of its own, in which torch_npu is what the test says."""
-    code = f"""
-import json, os, sys
-from dataclasses import replace
-from pathlib import Path
-from tiebreak.backends.ascend.backend import ascend
-from tiebreak.backends.ascend.device import TorchNpu
-npu = TorchNpu(root=Path({str(root)!r}))
-reason = ascend(npu).unavailable()
-found = {{"reason": reason, "again": ascend(npu).unavailable(), "imported": "torch_npu" in sys.modules}}
-if reason is None:
-    ascend(npu).set_up()
-    found |= {{"facts": npu.facts(), "described": ascend(npu).describe(), "hccl": os.environ["HCCL_DETERMINISTIC"]}}
-print(json.dumps(found))
-"""
+    """Asks the real backend, for which torch_npu is what the test says."""
+    monkeypatch.setenv("HCCL_DETERMINISTIC", "")  # so that what the backend sets is taken back
+    monkeypatch.delenv("HCCL_DETERMINISTIC")
+    site = tmp_path / "site"
+    monkeypatch.syspath_prepend(str(site))
 
-    def ask(package: str | None, requires: str = f"torch=={VERSION}", **environment: str) -> dict[str, object]:
-        if package is not None:
-            metadata = f"Metadata-Version: 2.1\nName: torch-npu\nVersion: 9.9\nRequires-Dist: {requires}\n"
-            write(tmp_path / "site", {"torch_npu.py": package, "torch_npu-9.9.dist-info/METADATA": metadata})
-        for name, value in ({"PYTHONPATH": str(tmp_path / "site")} | environment).items():
+    def ask(package: str, requires: str = f"torch=={VERSION}", **environment: str) -> dict[str, object]:
+        metadata = f"Metadata-Version: 2.1\nName: torch-npu\nVersion: 9.9\nRequires-Dist: {requires}\n"
+        write(site, {"torch_npu.py": package, "torch_npu-9.9.dist-info/METADATA": metadata})
+        importlib.invalidate_caches()
+        for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-        assert found["reason"] == found["again"]
-        return found
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "torch_npu", None)  # so that what is imported is taken back
+            del sys.modules["torch_npu"]
+            for once in ("_import_failure", "_start"):  # as in a process that has asked nothing yet
+                patch.setattr(device, once, cache(getattr(device, once).__wrapped__))
+            return answers(TorchNpu(root=root))
 
     return ask
+
+
+def answers(npu: TorchNpu) -> dict[str, object]:
+    reason = ascend(npu).unavailable()
+    assert ascend(npu).unavailable() == reason
+    found: dict[str, object] = {"reason": reason, "imported": "torch_npu" in sys.modules}
+    if reason is None:
+        ascend(npu).set_up()
+        found |= {"facts": npu.facts(), "described": ascend(npu).describe(), "hccl": os.environ["HCCL_DETERMINISTIC"]}
+    return found
 
 
 def test_a_torch_npu_for_another_torch_is_named_without_importing_it(asked: Callable[..., dict[str, object]]) -> None:

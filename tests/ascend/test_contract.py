@@ -41,7 +41,7 @@ def install(folder: Path) -> str | None:
     wanted = [[f"torch-npu=={VERSION}"]]
     if torch.version.cuda is not None or torch.version.hip is not None:  # torch-npu refuses such a build
         wanted.append([f"torch=={VERSION}+cpu", "--index-url", "https://download.pytorch.org/whl/cpu"])
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--only-binary", ":all:"]
     patience = ["--retries", "0", "--timeout", "20"]
     for package in wanted:
         command = [*pip, *patience, "--target", str(folder), *package]
@@ -87,13 +87,14 @@ def _answers(site: Path, cann: Path, root: Path) -> dict[str, Any]:
     (root / "dev").mkdir(parents=True)
     (root / "dev/davinci_manager").touch()  # a driver, so that the package is looked at at all
     half, none = cann.with_name("half"), cann.with_name("none")
-    symbols = ask("symbols", site, none, root)["symbols"]
+    without = ask("symbols", site, none, root)
+    symbols = without.pop("symbols")
     compile_stand_ins(symbols, cann)
     half.mkdir()
     for name in OF_CANN[:3]:
         (half / f"{name}.so").symlink_to(cann / "stand_in.so")
-    asked = {"none": ("missing", none), "half": ("missing", half), "all": ("all", cann)}
-    return {"symbols": symbols} | {name: ask(what, site, found, root) for name, (what, found) in asked.items()}
+    asked = {"half": ask("missing", site, half, root), "all": ask("all", site, cann, root)}
+    return {"symbols": symbols, "none": without} | asked
 
 
 @pytest.fixture(scope="module")
