@@ -39,7 +39,8 @@ def matrix(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callab
 
     def call(*arguments: str, workers: int = 0, cells: Sequence[str] = (*QUICK, *CASES)) -> pytest.RunResult:
         common = [here, "-p", "no:cacheprovider", "-p", "no:benchmark", "-n", str(workers), *cells, *arguments]
-        return pytester.runpytest_inprocess(*common)
+        # An exit code of 2 is no Ctrl-C that pytester would have to pass on.
+        return pytester.runpytest_inprocess(*common, no_reraise_ctrlc=True)
 
     return call
 
@@ -121,12 +122,12 @@ def test_a_run_without_cells_does_not_pass_the_gate(matrix: Matrix, baseline: Pa
 
 
 def test_a_baseline_of_another_platform_is_refused_before_any_work(
-    matrix: Matrix, pytester: pytest.Pytester, baseline: Path, change: Change
+    matrix: Matrix, baseline: Path, change: Change
 ) -> None:
     change(baseline, ["platform", "cpu"], "Another")
     assert matrix("--baseline", str(baseline), "--across").ret == 0
     Path("out/last.json").unlink()
-    refused = pytester.runpytest_subprocess(MATRIX, *QUICK, *CASES, "--baseline", str(baseline))
+    refused = matrix("--baseline", str(baseline))
     assert refused.ret == 2
     refused.stderr.fnmatch_lines(["*: platform.cpu: 'Another' in the baseline*--across compares claims alone"])
     assert not Path("out/last.json").exists()
@@ -148,9 +149,9 @@ def test_bad_usage_is_refused(pytester: pytest.Pytester, arguments: list[str], s
         Gatekeeper(config, {}, {}, lambda: None, measures())
 
 
-def test_an_unknown_limit_is_refused_before_any_work(matrix: Matrix, pytester: pytest.Pytester, baseline: Path) -> None:
+def test_an_unknown_limit_is_refused_before_any_work(matrix: Matrix, baseline: Path) -> None:
     Path("out/last.json").unlink()
-    refused = pytester.runpytest_subprocess(MATRIX, *QUICK, *CASES, "--baseline", str(baseline), "--fail", "bais:1")
+    refused = matrix("--baseline", str(baseline), "--fail", "bais:1")
     assert refused.ret == 2
     refused.stderr.fnmatch_lines(["*--fail: unknown limit 'bais': known are bias, *, max, share"])
     assert not Path("out/last.json").exists()
