@@ -40,6 +40,7 @@ BASE_TWO = Exponential(base_two=True)
 Shape = tuple[int, int, int, int, int, bool]
 D32: Shape = (33, 70, 32, 2, 2, False)
 GROUPED_CAUSAL: Shape = (70, 70, 16, 6, 2, True)
+FEWER_KEYS_CAUSAL: Shape = (150, 19, 16, 2, 2, True)
 
 
 @cache
@@ -83,9 +84,18 @@ def _fp32_roundoffs(inputs: AttentionInputs) -> float:
     return 2 * ((d + 4) * largest.item() + keys) + d + keys + inputs.groups * queries
 
 
-@pytest.mark.parametrize("source", DeltaSource)
-def test_in_fp32_the_gradients_are_those_of_fp64(attention_shape: Shape, source: DeltaSource) -> None:
-    inputs, ref = _normal(attention_shape)
+def test_in_fp32_the_gradients_are_those_of_fp64(attention_shape: Shape) -> None:
+    _assert_right_in_fp32(attention_shape, DeltaSource.OUTPUT)
+
+
+@pytest.mark.parametrize("shape", [GROUPED_CAUSAL, FEWER_KEYS_CAUSAL], ids=["grouped_causal", "fewer_keys_causal"])
+@pytest.mark.parametrize("source", [source for source in DeltaSource if source is not DeltaSource.OUTPUT])
+def test_so_they_are_wherever_delta_comes_from(source: DeltaSource, shape: Shape) -> None:
+    _assert_right_in_fp32(shape, source)
+
+
+def _assert_right_in_fp32(shape: Shape, source: DeltaSource) -> None:
+    inputs, ref = _normal(shape)
     declaration = Declaration(FLASH_ATTENTION, replace(FP32_PLAN, delta_from=source, exponential=BASE_TWO), SAFE, BLOCK)
     found = _found(_run(inputs, declaration))
     for gradient, exact, scale in zip(found, reference_gradients(inputs, ref), _scales(inputs, ref), strict=True):
@@ -110,11 +120,18 @@ def test_padding_has_no_gradient_and_gives_none(source: DeltaSource) -> None:
         assert (gradient[padding] == 0).all()
 
 
-@pytest.mark.parametrize(
-    "kernel", ["triton_flash", "triton_dithered", "triton_fair", "triton_paper", "triton_standard"]
-)
+@pytest.mark.parametrize("kernel", ["triton_fair", "triton_standard"])
 def test_in_bf16_the_gradients_keep_their_plans_bound(kernel: str, attention_shape: Shape) -> None:
-    inputs, ref = _normal(attention_shape, BF16)
+    _assert_within_the_bound(kernel, attention_shape)
+
+
+@pytest.mark.parametrize("kernel", ["triton_flash", "triton_dithered", "triton_paper"])
+def test_so_they_do_in_the_other_kernels(kernel: str) -> None:
+    _assert_within_the_bound(kernel, GROUPED_CAUSAL)
+
+
+def _assert_within_the_bound(kernel: str, shape: Shape) -> None:
+    inputs, ref = _normal(shape, BF16)
     found = _found(_run(inputs, DECLARATIONS[kernel]))
     for gradient, exact, scale in zip(found, reference_gradients(inputs, ref), _scales(inputs, ref), strict=True):
         # P, dS and the result round to bf16; O, whose up to 6 roundings (a stochastic one counts twice) enter by delta.
