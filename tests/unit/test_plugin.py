@@ -290,6 +290,7 @@ class TestUserKernel:
         options = ("--kernel", user_kernel(pytester, body), "--kernels", "standard", "--backend", "cpu")
         result = matrix(*options, "--cases", ",".join(cases), "--heads", "16", "-n", "2", apart=True)
         assert result.ret == 1
+        assert result.stdout.str().count("replacing crashed worker") == len(killers), "a cell ran again"
         run = kept()
         assert run.complete
         mine, others = ([one for one in run.records if one.kernel == name] for name in ("mine", "standard"))
