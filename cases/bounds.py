@@ -3,15 +3,18 @@
 First-order forward analysis (Higham, Accuracy and Stability of Numerical Algorithms, 3.1) of O = (P V) / l with
 P = exp(S - m). With u the unit roundoff of each rounding point and u32 = 2^-24,
 
-    |dS_j|  <= u_s |S_j| + (d + 2) u32 alpha |q| |k_j|
-    |dP_j|  <= P_j expm1(|dS_j| + |dS_max| + 2 u32 |S_j - m| + e_exp + u_p) + half the smallest subnormal
+    |dS_j|  <= (u_qk + u_s) |S_j| + (d + 2) u32 alpha |q| |k_j|
+    |dP_j|  <= P_j expm1(|dS_j| + |dS_max| + (2 u32 + u_shifted) |S_j - m| + e_exp + u_p)
+               + half the smallest subnormal
     |dO|    <= sum_j |dP_j| |V_j| + sum_j |dP_j| sum_j P_j |V_j|
                + (c u_obar + c u_l + n u32) sum_j P_j |V_j| + u_o |O| + the subnormal spacing of O
 
-with c = 3 roundings of O-bar and l a block of keys. A shift rule enters only where it makes P underflow, and that is
-the harm the bound is there to show.
+with c = 3 roundings of O-bar and l a block of keys. A shift rule enters where S - m is rounded, which is the larger the
+farther m lies from the row's maximum. All else that it does is to make P underflow, and that is the harm the bound is
+there to show.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -21,21 +24,34 @@ from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.inputs import AttentionInputs, sum_groups
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.plans import ALL_BF16, Cast, RoundingPlan
+from tiebreak.kernels.plans import ALL_BF16, Cast
 from tiebreak.kernels.reference import Reference
-from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 
 _EXPONENTIAL_ERROR = 2.0**-13  # relative: 1.2e-4; PyTorch's fast exponential errs by 1.1e-4 at most
 _ROUNDINGS_A_BLOCK = 3  # of O-bar and of l: the block's own sum, the rescale, the addition
 
-# A kernel that declares nothing is held to the loosest preset.
-UNDECLARED = Declaration(FLASH_ATTENTION, replace(ALL_BF16, name="undeclared"), SHIFT_RULES["safe"])
+# A kernel that declares nothing is held to the loosest preset, with every point before the exponential rounded too.
+UNDECLARED = Declaration(
+    FLASH_ATTENTION, replace(ALL_BF16, name="undeclared", qk=ALL_BF16.s, shifted=ALL_BF16.s), SHIFT_RULES["safe"]
+)
 
 
 def _roundoff(cast: Cast) -> float:
     """Largest relative error of a cast: half an ulp to nearest, a whole one otherwise."""
     nearest = cast.rounding in (Rounding.TO_EVEN, Rounding.TIES_AWAY)
     return cast.fmt.unit_roundoff * (1.0 if nearest else 2.0)
+
+
+def _narrowing(cast: Cast) -> float:
+    """The same, of a cast that comes right after an fp32 operation: its own rounding is counted there."""
+    return _roundoff(cast) if cast.narrows else 0.0
+
+
+def _beyond(rule: ShiftRule, top: Tensor) -> Tensor:
+    """How far a rule's shift may lie from a row's maximum `top`, at most."""
+    scaled = torch.where(top > 0, abs(rule.above - 1.0), abs(rule.below - 1.0)) * top.abs()
+    return scaled + abs(rule.offset) + (math.log(2.0) if rule.dithered else 0.0) + rule.lag
 
 
 def mean_slack(inputs: AttentionInputs, declaration: Declaration) -> float:
@@ -61,7 +77,7 @@ def error_bound(inputs: AttentionInputs, ref: Reference, declaration: Declaratio
     plan = declaration.plan.in_formats(inputs.formats)
     u32 = FP32.unit_roundoff
     v = inputs.expanded_v().double().abs()
-    dp = _probability_error(inputs, ref, plan)
+    dp = _probability_error(inputs, ref, declaration)
     blocks = -(-inputs.k.shape[-2] // declaration.block.keys)
     steps = _ROUNDINGS_A_BLOCK * blocks * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
     relative = dp.sum(-1, keepdim=True) + steps + inputs.k.shape[-2] * u32
@@ -71,18 +87,22 @@ def error_bound(inputs: AttentionInputs, ref: Reference, declaration: Declaratio
     return torch.nan_to_num(bound, nan=torch.inf, posinf=torch.inf)
 
 
-def _probability_error(inputs: AttentionInputs, ref: Reference, plan: RoundingPlan) -> Tensor:
+def _probability_error(inputs: AttentionInputs, ref: Reference, declaration: Declaration) -> Tensor:
     """Bound on |dP| for every P, fp64, (batch, heads, queries, keys)."""
-    u32 = FP32.unit_roundoff
+    plan, u32 = declaration.plan.in_formats(inputs.formats), FP32.unit_roundoff
     norms = inputs.q.double().norm(dim=-1, keepdim=True) * inputs.expanded_k().double().norm(dim=-1)[:, :, None, :]
     # In place from here on: a fresh large tensor costs as much as what is computed into it.
-    ds = ref.s.abs().mul_(_roundoff(plan.s)).add_(norms.mul_((inputs.q.shape[-1] + 2) * u32 * inputs.scale))
+    ds = ref.s.abs().mul_(_narrowing(plan.qk) + _roundoff(plan.s))
+    ds.add_(norms.mul_((inputs.q.shape[-1] + 2) * u32 * inputs.scale))
     hidden = inputs.hidden()
     visible = ref.s if hidden is None else ref.s.masked_fill(hidden, -torch.inf)
     top = visible.amax(-1, keepdim=True)
     top_error = ds.gather(-1, visible.argmax(-1, keepdim=True))
     distance = (top - visible).nan_to_num_(nan=0.0, posinf=0.0)
-    exponent = ds.add_(top_error).add_(distance.mul_(2 * u32)).add_(_EXPONENTIAL_ERROR).add_(_roundoff(plan.p_bar))
+    if narrowed := _narrowing(plan.shifted):
+        distance.add_(_beyond(declaration.shift_rule, top).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+    exponent = ds.add_(top_error).add_(distance.mul_(2 * u32 + narrowed)).add_(_EXPONENTIAL_ERROR)
+    exponent = exponent.add_(_roundoff(plan.p_bar))
     return exponent.expm1_().mul_(ref.p).add_(plan.p_bar.fmt.smallest_subnormal / 2 * (ref.p > 0))
 
 
@@ -101,10 +121,10 @@ def gradient_bounds(inputs: AttentionInputs, ref: Reference, declaration: Declar
         ref: the fp64 reference.
         declaration: what bounds the errors of P and of O.
     """
-    plan, formats = declaration.plan.in_formats(inputs.formats), inputs.formats
+    formats = inputs.formats
     u, u32, d = formats.operands.unit_roundoff, FP32.unit_roundoff, inputs.q.shape[-1]
     q, k, v, do = (one.double() for one in (inputs.q, inputs.expanded_k(), inputs.expanded_v(), inputs.do))
-    p_error = _probability_error(inputs, ref, plan)
+    p_error = _probability_error(inputs, ref, declaration)
     p_error = p_error + ref.p * (p_error.sum(-1, keepdim=True) + u)
     dp_error = (u + d * u32) * (do.abs() @ v.abs().transpose(-1, -2))
     dp = do @ v.transpose(-1, -2)

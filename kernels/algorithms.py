@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import COMMON, MIXED_FORMATS, OWN_SCALE, Feature
-from tiebreak.kernels.flash import Block, flash, standard
+from tiebreak.kernels.flash import Block, flash, flash_1, standard
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.plans import RoundingPlan
 from tiebreak.kernels.shift_rules import ShiftRule
@@ -23,6 +23,14 @@ class Algorithm:
     tiled: bool  # whether it shifts a row tile by tile: shift rule and tile sizes then tell its kernels apart
     takes: frozenset[Feature]  # what inputs may ask of it
     claimed_as: str | None = None  # what claims call all its kernels; None: by their shift rules
+    unused: frozenset[str] = frozenset()  # fields of a plan that it makes nothing of
+
+
+def _flash_1(
+    inputs: AttentionInputs, plan: RoundingPlan, shift_rule: ShiftRule, arithmetic: Arithmetic, block: Block
+) -> AttentionOutput:
+    del shift_rule  # each tile is shifted by its maximum
+    return flash_1(inputs, plan, arithmetic, block)
 
 
 def _standard(
@@ -34,4 +42,17 @@ def _standard(
 
 _TAKES = COMMON | {MIXED_FORMATS, OWN_SCALE}
 FLASH_ATTENTION = Algorithm("flash", flash, tiled=True, takes=_TAKES)
-STANDARD_ATTENTION = Algorithm("standard", _standard, tiled=False, takes=_TAKES, claimed_as="standard")
+# P is normalised before its cast, so its sum is known before it is rounded.
+FLASH_ATTENTION_1 = Algorithm(
+    "flash_1", _flash_1, tiled=True, takes=_TAKES, claimed_as="flash_1", unused=frozenset({"row_sum_from_rounded"})
+)
+STANDARD_ATTENTION = Algorithm(
+    "standard",
+    _standard,
+    tiled=False,
+    takes=_TAKES,
+    claimed_as="standard",
+    unused=frozenset({"row_sum_from_rounded", "row_sum"}),
+)
+
+ALGORITHMS = (FLASH_ATTENTION, FLASH_ATTENTION_1, STANDARD_ATTENTION)

@@ -1,8 +1,8 @@
 """Flash and standard attention, forward and backward, written once over an arithmetic.
 
-The forward pass is algorithm 1 of arXiv 2510.04212 (flash attention 2 where the shift rule is `safe`), the backward
-pass its algorithm 2. Elementwise steps are fp32 operations in the order written here; everything else goes through the
-arithmetic, which rounds as the plan says.
+The forward pass is algorithm 1 of arXiv 2510.04212 (flash attention 2 where the shift rule is `safe`) or flash
+attention 1, which keeps a normalised O; the backward pass is algorithm 2 of the former. Elementwise steps are fp32
+operations in the order written here; everything else goes through the arithmetic, which rounds as the plan says.
 """
 
 from dataclasses import dataclass
@@ -61,12 +61,13 @@ class _Operands:
         return _tiles(self.k.shape[-2], block.keys)
 
     def scores(self, rows: slice, keys: slice, plan: RoundingPlan, arithmetic: Arithmetic) -> Tensor:
-        """One tile of S: the product in fp32, then the scale, then S's cast, then the mask."""
+        """One tile of S: the product and its cast, then the scale, then S's cast, then the mask."""
 
         def make() -> Tensor:
             q, k = self.q[:, :, rows], self.k[:, :, keys]
+            # In fp32, whatever the plan: kernels of all plans share it.
             product = arithmetic.matmul(q, k.transpose(-1, -2), _FP32, plan.accumulator)
-            s = arithmetic.cast(product * self.scale, plan.s)
+            s = arithmetic.cast(arithmetic.cast(product, plan.qk) * self.scale, plan.s)
             return s if self.hidden is None else _hide(s, _cut(self.hidden, rows, keys))
 
         return self.tiles.shared("s", rows, keys, make)
@@ -155,7 +156,7 @@ def _flash_rows(
         if shift_rule.lag:
             new_m = torch.where(new_m - m <= shift_rule.lag, m, new_m)
         shift = torch.where(new_m == -torch.inf, torch.zeros_like(new_m), new_m)
-        p = arithmetic.exp(s - shift, plan.exponential)
+        p = arithmetic.exp(arithmetic.cast(s - shift, plan.shifted), plan.exponential)
         p_bar = arithmetic.cast(p, plan.p_bar)
         block_sum = arithmetic.row_sum(p_bar if plan.row_sum_from_rounded else p, plan.accumulator)
         if shift_rule.row_sum_floor:
@@ -165,11 +166,63 @@ def _flash_rows(
         if keys.start == 0:  # there is nothing to rescale yet; a sum with 0 has no -0
             l, o_bar = block_sum, pv + 0.0
         else:
-            alpha = arithmetic.exp(m - shift, rescale)
+            alpha = arithmetic.exp(arithmetic.cast(m - shift, plan.shifted), rescale)
             l = arithmetic.cast(arithmetic.cast(alpha * l, plan.row_sum) + block_sum, plan.row_sum)
             o_bar = arithmetic.cast(arithmetic.cast(alpha * o_bar, plan.o_bar) + pv, plan.o_bar)
         m = new_m
     o = _final(o_bar / l, rows, operands, plan, arithmetic, noise)
+    return o, m + torch.log(l)
+
+
+def flash_1(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, block: Block) -> AttentionOutput:
+    """Tiled attention whose running O is normalised after every tile, and whose P is before its cast.
+
+    FlashAttention-1 (arXiv 2205.14135, algorithm 1), in the order of SGLang's prefill kernel, which has it from
+    lightllm: with m~ and l~ of the tile, beta = exp(m~ - m'), l' = alpha l + beta l~,
+    O' = (l / l' alpha) O + cast(exp(S - m~) (beta / l')) V.
+
+    Args:
+        inputs: q, k, v and masks.
+        plan: `p_bar` casts the normalised P, `o_bar` is the running O's; l sums P before its cast, always.
+        arithmetic: the device's operations.
+        block: tile sizes.
+
+    Returns:
+        O (batch, heads, queries, d) and the log-sum-exp, without gradients.
+    """
+    operands, noise = _Operands.of(inputs), Noise(inputs.noise_seed, inputs.q.shape[1])
+    outputs, sums = [], []
+    for rows in operands.query_tiles(block):
+        o, lse = _flash_1_rows(operands, rows, plan, arithmetic, block)
+        outputs.append(_final(o, rows, operands, plan, arithmetic, noise))
+        sums.append(lse)
+    return AttentionOutput(torch.cat(outputs, 2), torch.cat(sums, 2), tiles=operands.tiles)
+
+
+def _flash_1_rows(
+    operands: _Operands, rows: slice, plan: RoundingPlan, arithmetic: Arithmetic, block: Block
+) -> tuple[Tensor, Tensor]:
+    o = torch.zeros_like(operands.q[:, :, rows])
+    m = o.new_full((*o.shape[:-1], 1), -torch.inf)
+    l = torch.zeros_like(m)
+    rescale = Exponential(plan.exponential.base_two)
+    for keys in operands.key_tiles(block):
+        s = operands.scores(rows, keys, plan, arithmetic)
+        row_max = s.amax(-1, keepdim=True)
+        new_m = torch.maximum(m, row_max)
+        # A wholly masked tile has no maximum to shift by, and weighs nothing.
+        own, shift = (torch.where(each == -torch.inf, torch.zeros_like(each), each) for each in (row_max, new_m))
+        p = arithmetic.exp(arithmetic.cast(s - own, plan.shifted), plan.exponential)
+        alpha, beta = (arithmetic.exp(arithmetic.cast(each - shift, plan.shifted), rescale) for each in (m, row_max))
+        block_sum = arithmetic.cast(arithmetic.row_sum(p, plan.accumulator), plan.row_sum)
+        kept, added = (arithmetic.cast(part, plan.row_sum) for part in (alpha * l, beta * block_sum))
+        new_l = arithmetic.cast(kept + added, plan.row_sum)
+        # No key has been visible yet: a row of zeros stays one.
+        divisor = torch.where(new_l == 0.0, torch.ones_like(new_l), new_l)
+        p = arithmetic.cast(p * (beta / divisor), plan.p_bar)
+        pv = arithmetic.matmul(p, operands.v[:, :, keys], plan.o_bar, plan.accumulator)
+        o = arithmetic.cast(arithmetic.cast(o * (l / divisor * alpha), plan.o_bar) + pv, plan.o_bar)
+        m, l = new_m, new_l
     return o, m + torch.log(l)
 
 
@@ -192,7 +245,7 @@ def standard(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic
         s = operands.scores(rows, every_key, plan, arithmetic)
         row_max = s.amax(-1, keepdim=True)
         shift = torch.where(row_max == -torch.inf, torch.zeros_like(row_max), row_max)
-        p = arithmetic.exp(s - shift, plan.exponential)
+        p = arithmetic.exp(arithmetic.cast(s - shift, plan.shifted), plan.exponential)
         l = arithmetic.row_sum(p, plan.accumulator)
         o = arithmetic.matmul(arithmetic.cast(p / l, plan.p_bar), operands.v, plan.o_bar, plan.accumulator)
         outputs.append(_final(o, rows, operands, plan, arithmetic, noise))

@@ -73,7 +73,9 @@ class Exponential:
 
 @dataclass(frozen=True)
 class RoundingPlan:
-    """Where a kernel rounds. The scores' scale is applied in fp32 before S is cast; all else not named is fp32."""
+    """Where a kernel rounds. The scores' scale is applied in fp32, after Q K^T is cast and before S is; all else not
+    named is fp32.
+    """
 
     name: str  # how tables and --plan call it
     s: Cast  # scores S
@@ -84,6 +86,8 @@ class RoundingPlan:
     row_sum_from_rounded: bool = False  # whether l sums P-bar after its cast
     accumulator: Accumulator = Accumulator.EXACT  # of matrix products and row sums
     exponential: Exponential = Exponential()  # of the softmax
+    qk: Cast = Cast(FP32)  # Q K^T, before the scale
+    shifted: Cast = Cast(FP32)  # S - m, the exponential's argument, and m - m' of a rescaling
     delta_from: DeltaSource = DeltaSource.OUTPUT  # backward: what delta is computed from
     delta: Cast = Cast(FP32)  # backward: delta
     p: Cast = Cast(FP32)  # backward: the recomputed P where it enters dV

@@ -35,6 +35,9 @@ class Config:
         """Refuse what no kernel here computes."""
         if self.plan.exponential.at_zero != 1.0:
             raise ValueError(f"plan {self.plan.name}: the Triton kernels' exponential of 0 is 1")
+        for point in ("qk", "shifted"):
+            if getattr(self.plan, point).narrows:
+                raise ValueError(f"plan {self.plan.name}: the Triton kernels do not round {point}")
         for point, cast in self.plan.casts():
             nearest = cast.rounding in (Rounding.TO_EVEN, Rounding.TIES_AWAY)
             if not nearest and (point, cast.rounding) != ("o", Rounding.STOCHASTIC):

@@ -9,12 +9,12 @@ from torch import Tensor
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.bounds import UNDECLARED, error_bound
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, FLASH_ATTENTION_1, STANDARD_ATTENTION
 from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, composed
-from tiebreak.kernels.plans import FP32_PLAN, ISOLATION, PLANS, PRESETS, RoundingPlan
+from tiebreak.kernels.plans import ALL_BF16, FP32_PLAN, FUSED, ISOLATION, PAPER, PLANS, PRESETS, STANDARD, RoundingPlan
 from tiebreak.kernels.reference import Reference, reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
@@ -24,6 +24,15 @@ RANDOM = ["random", "random_causal", "random_grouped", "random_odd", "random_mix
 each_format = pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
 BLOCKS = (BLOCK, Block(7, 16))
 NAMED = [*PRESETS, *ISOLATION]
+LOW, SAFE = ALL_BF16.s, SHIFT_RULES["safe"]
+# As other people's kernels round: eager attention, the authors' code, flash attention 1; a shift far from the maximum.
+FOREIGN = {
+    "eager": Declaration(STANDARD_ATTENTION, replace(STANDARD, qk=LOW, s=LOW), SAFE),
+    "authors": Declaration(FLASH_ATTENTION, replace(ALL_BF16, shifted=LOW, row_sum_from_rounded=True), SAFE),
+    "flash_1": Declaration(FLASH_ATTENTION_1, FUSED, SAFE),
+    "flash_1@paper": Declaration(FLASH_ATTENTION_1, PAPER, SAFE),
+    "scaled": Declaration(FLASH_ATTENTION, replace(FUSED, shifted=LOW), SHIFT_RULES["always_scaled"]),
+}
 
 
 def _declared(plan: RoundingPlan, block: Block = BLOCK) -> Declaration:
@@ -61,6 +70,35 @@ def test_the_bound_of_every_plan_holds(name: str, fmt: Format) -> None:
         (plan.name, block): _error_over_bound(inputs, _declared(plan, block), ref) for plan in NAMED for block in BLOCKS
     }
     assert {one: share for one, share in shares.items() if not share <= 1.0} == {}
+
+
+@each_format
+@pytest.mark.parametrize("name", [*RANDOM, "tied_maxima[k=2]"])
+def test_the_bound_of_other_peoples_kernels_holds(name: str, fmt: Format) -> None:
+    inputs = _inputs(name, fmt)
+    ref = reference(inputs)
+    shares = {
+        (name, block): _error_over_bound(inputs, replace(declared, block=block), ref)
+        for name, declared in FOREIGN.items()
+        for block in BLOCKS
+    }
+    assert {one: share for one, share in shares.items() if not share <= 1.0} == {}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_some_error_of_theirs_comes_near_the_bound(name: str) -> None:
+    assert _error_over_bound(_inputs("random", BF16), FOREIGN[name]) > 1 / 50
+
+
+@pytest.mark.parametrize("point", ["qk", "shifted"])
+def test_a_point_before_the_exponential_takes_a_bound_of_its_own(point: str) -> None:
+    inputs = _inputs("random", BF16)
+    inputs = replace(inputs, q=8 * inputs.q)  # few keys carry a row, so their errors do not average out
+    ref = reference(inputs)
+    rounded = _declared(replace(FP32_PLAN, **{point: LOW}))  # type: ignore[arg-type]
+    assert _error_over_bound(inputs, rounded, ref) <= 1.0
+    error = (_output(inputs, rounded) - ref.o).abs()
+    assert (error > error_bound(inputs, ref, _declared(FP32_PLAN))).any()
 
 
 @each_format
@@ -103,7 +141,8 @@ def test_a_kernel_that_declares_nothing_is_held_to_the_loosest_bound() -> None:
     inputs = _inputs("random_causal", BF16)
     ref = reference(inputs)
     loosest = error_bound(inputs, ref, UNDECLARED)
-    assert all((loosest >= error_bound(inputs, ref, _declared(plan))).all() for plan in NAMED)
+    for declared in (*map(_declared, NAMED), FOREIGN["eager"], FOREIGN["authors"], FOREIGN["flash_1"]):
+        assert (loosest >= error_bound(inputs, ref, declared)).all()
 
 
 def test_more_key_blocks_widen_the_bound_of_an_unfused_plan() -> None:

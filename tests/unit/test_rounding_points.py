@@ -1,0 +1,125 @@
+"""Rounding points that other people's kernels have, each against the formula written out in fp64, number by number."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tiebreak.backends.backend import EMULATION
+from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.cases.errors import signed_error_ulps
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, FLASH_ATTENTION_1, STANDARD_ATTENTION, Algorithm
+from tiebreak.kernels.flash import Block
+from tiebreak.kernels.formats import BF16, FP32, Formats
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import Declaration, composed, run_declared
+from tiebreak.kernels.plans import FP32_PLAN, FUSED, Cast, RoundingPlan
+from tiebreak.kernels.reference import reference
+from tiebreak.kernels.shift_rules import SHIFT_RULES
+
+Row = Sequence[float]
+# (scores before the scale, scale, V, size of a tile) -> one row of O
+Formula = Callable[[Row, float, Sequence[Row], int], list[float]]
+
+LOW = Cast(BF16)
+KEYS, D = 6, 5  # the scale 1/sqrt(5) is no power of two
+CASES = {case.name: case for case in SCRIPTED}
+
+
+def bf16(x: float) -> float:
+    return torch.tensor(x, dtype=torch.float64).bfloat16().item()
+
+
+def mean(weights: Row, v: Sequence[Row]) -> list[float]:
+    """The mean of V's rows with these weights, in fp64."""
+    total = math.fsum(weights)
+    return [math.fsum(w * row[i] for w, row in zip(weights, v, strict=True)) / total for i in range(D)]
+
+
+def rounded_products(qk: Row, scale: float, v: Sequence[Row], tile: int) -> list[float]:
+    return mean([math.exp(bf16(x) * scale) for x in qk], v)
+
+
+def rounded_twice(qk: Row, scale: float, v: Sequence[Row], tile: int) -> list[float]:
+    return mean([math.exp(bf16(bf16(x) * scale)) for x in qk], v)
+
+
+def rounded_arguments(qk: Row, scale: float, v: Sequence[Row], tile: int) -> list[float]:
+    """S - m is bf16 in every tile, and so is m - m' wherever a later tile has a larger maximum."""
+    weights: list[float] = []
+    m = -math.inf
+    for start in range(0, len(qk), tile):
+        s = [x * scale for x in qk[start : start + tile]]
+        new_m = max(m, *s)
+        weights = [w * math.exp(bf16(m - new_m)) for w in weights] + [math.exp(bf16(x - new_m)) for x in s]
+        m = new_m
+    return mean(weights, v)
+
+
+def normalised_at_every_step(qk: Row, scale: float, v: Sequence[Row], tile: int) -> list[float]:
+    """O' = O (l exp(m - m') / l') + bf16(exp(S - m') / l') V."""
+    o, l, m = [0.0] * D, 0.0, -math.inf
+    for start in range(0, len(qk), tile):
+        s = [x * scale for x in qk[start : start + tile]]
+        new_m = max(m, *s)
+        p = [math.exp(x - new_m) for x in s]
+        new_l = l * math.exp(m - new_m) + math.fsum(p)
+        kept = l * math.exp(m - new_m) / new_l
+        p = [bf16(x / new_l) for x in p]
+        rows = v[start : start + tile]
+        o = [o[i] * kept + math.fsum(x * row[i] for x, row in zip(p, rows, strict=True)) for i in range(D)]
+        l, m = new_l, new_m
+    return o
+
+
+POINTS: dict[str, tuple[Algorithm, RoundingPlan, Formula, int]] = {
+    "qk": (STANDARD_ATTENTION, replace(FP32_PLAN, qk=LOW), rounded_products, KEYS),
+    "qk_tiled": (FLASH_ATTENTION, replace(FP32_PLAN, qk=LOW), rounded_products, 2),
+    "qk_and_s": (STANDARD_ATTENTION, replace(FP32_PLAN, qk=LOW, s=LOW), rounded_twice, KEYS),
+    "shifted": (FLASH_ATTENTION, replace(FP32_PLAN, shifted=LOW), rounded_arguments, KEYS),
+    "shifted_standard": (STANDARD_ATTENTION, replace(FP32_PLAN, shifted=LOW), rounded_arguments, KEYS),
+    "shifted_tiled": (FLASH_ATTENTION, replace(FP32_PLAN, shifted=LOW), rounded_arguments, 2),
+    "flash_1": (FLASH_ATTENTION_1, replace(FP32_PLAN, p_bar=LOW), normalised_at_every_step, 2),
+    "flash_1_in_one_tile": (FLASH_ATTENTION_1, replace(FP32_PLAN, p_bar=LOW), normalised_at_every_step, KEYS),
+}
+
+
+def inputs(queries: int = 4) -> AttentionInputs:
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(n: int, scale: float) -> torch.Tensor:
+        return (scale * torch.randn(1, 1, n, D, generator=generator)).bfloat16().float()
+
+    q, k, v, do = normal(queries, 2.0), normal(KEYS, 2.0), normal(KEYS, 1.0), normal(queries, 1.0)
+    return AttentionInputs(q, k, v, do, Formats.of(BF16))
+
+
+def by_hand(call: AttentionInputs, formula: Formula, tile: int) -> torch.Tensor:
+    v = call.v[0, 0].double().tolist()
+    products = (call.q[0, 0].double() @ call.k[0, 0].double().T).tolist()
+    return torch.tensor([[[formula(row, call.scale, v, tile) for row in products]]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_a_point_rounds_where_its_formula_does(name: str) -> None:
+    algorithm, plan, formula, tile = POINTS[name]
+    call = inputs()
+    declaration = Declaration(algorithm, plan, SHIFT_RULES["safe"], Block(2, tile))
+    o = run_declared(declaration, call, EmulatedArithmetic(), gradients=False).o.double()
+    ref = reference(call)
+    # The order of fp32's own operations, some dozens of them; each point costs thousands of times that.
+    fp32 = 64 * FP32.unit_roundoff * ref.magnitude
+    assert ((o - by_hand(call, formula, tile)).abs() <= fp32).all()
+    assert ((o - ref.o).abs() > 100 * fp32).any()
+
+
+@pytest.mark.parametrize(("case", "bias"), [("tied_maxima[k=2]", 0.229), ("sink_tie", 0.085)])
+def test_flash_attention_1_is_as_biased_as_sglangs_prefill_kernel(case: str, bias: float) -> None:
+    # In tiles of 64, 64 heads of its Triton kernel in a faithful interpreter.
+    call = CASES[case].make(1, 0, 256, BF16)
+    kernel = composed("flash_1", Declaration(FLASH_ATTENTION_1, FUSED, SHIFT_RULES["safe"], Block(64, 64)))
+    error = signed_error_ulps(EMULATION.run(kernel, call, gradients=False).o, reference(call).o, BF16)
+    assert error.nanmean().item() == pytest.approx(bias, abs=0.05)
