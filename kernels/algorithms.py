@@ -54,5 +54,3 @@ STANDARD_ATTENTION = Algorithm(
     claimed_as="standard",
     unused=frozenset({"row_sum_from_rounded", "row_sum"}),
 )
-
-ALGORITHMS = (FLASH_ATTENTION, FLASH_ATTENTION_1, STANDARD_ATTENTION)

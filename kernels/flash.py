@@ -33,8 +33,14 @@ class Block:
         if self.queries < 1 or self.keys < 1:
             raise ValueError(f"block sizes must be at least 1, not {self.queries} x {self.keys}")
 
+    def __str__(self) -> str:
+        """As declarations have it: `64`, `64x32` for queries by keys, or `one` for the whole sequence."""
+        if self == ONE_TILE:
+            return "one"
+        return f"{self.keys}" if self.queries == self.keys else f"{self.queries}x{self.keys}"
 
-BLOCK = Block()
+
+BLOCK, ONE_TILE = Block(), Block(2**31, 2**31)
 
 
 @dataclass(frozen=True)

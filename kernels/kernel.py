@@ -1,7 +1,7 @@
 """Kernels under test: an implementation, and the declaration of how it rounds."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, Algorithm
@@ -24,14 +24,19 @@ class Declaration:
     plan: RoundingPlan  # where it rounds
     shift_rule: ShiftRule  # how it chooses a row's shift
     block: Block = BLOCK  # its tile sizes
+    tile_named: bool = field(default=False, compare=False)  # whether its label tells them, where someone asked for them
 
     @property
     def label(self) -> str:
-        """`standard`, or `rule@plan` with the rule `safe` called by the algorithm's name."""
+        """`standard`, or `rule@plan` with the rule `safe` called by the algorithm's name; then what is otherwise.
+
+        `tiebreak.kernels.declarations.parse_declaration` takes it back.
+        """
         if not self.algorithm.tiled:
-            return self.algorithm.name
+            _, comma, changes = self.plan.name.partition(",")
+            return f"{self.algorithm.name}{comma}{changes}"
         rule = self.algorithm.name if self.shift_rule.name == "safe" else self.shift_rule.name
-        return f"{rule}@{self.plan.name}"
+        return f"{rule}@{self.plan.name}{f',tile={self.block}' if self.tile_named else ''}"
 
     @property
     def claimed_as(self) -> str:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, FLASH_ATTENTION_1, STANDARD_ATTENTION
 from tiebreak.kernels.kernel import PLAIN, Declaration, Kernel, composed
-from tiebreak.kernels.plans import FUSED_STOCHASTIC, PLANS, STANDARD, RoundingPlan, parse_plan
+from tiebreak.kernels.plans import FUSED_STOCHASTIC, PLANS, STANDARD, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 _FLASH_PLANS: Mapping[str, RoundingPlan] = MappingProxyType(
@@ -21,8 +21,15 @@ def _fair() -> Kernel:
     return composed("fair", Declaration(FLASH_ATTENTION, FUSED_STOCHASTIC, SHIFT_RULES["dithered"]))
 
 
+def rule_names() -> tuple[str, ...]:
+    """What stands before the @ of a composed kernel's name."""
+    return (PLAIN, FLASH_ATTENTION_1.name, *(rule for rule in SHIFT_RULES if rule != "safe"))
+
+
 def composed_kernel(name: str) -> Kernel:
-    """The composed kernel called `name`: `standard`, `fair`, or `rule@plan` with `flash` for the rule `safe`.
+    """The composed kernel called `name`: `standard`, `fair`, or `rule@plan`.
+
+    With the rule `safe` it is called by its algorithm, `flash` or `flash_1`.
 
     Raises:
         ValueError: no such rule or plan; the message lists those there are.
@@ -32,15 +39,15 @@ def composed_kernel(name: str) -> Kernel:
     if name == "fair":
         return _fair()
     rule_name, _, plan_name = name.partition("@")
-    rule = SHIFT_RULES.get("safe" if rule_name == PLAIN else rule_name)
+    own = {PLAIN: FLASH_ATTENTION, FLASH_ATTENTION_1.name: FLASH_ATTENTION_1}
+    rule = SHIFT_RULES.get("safe" if rule_name in own else rule_name)
     plan = _FLASH_PLANS.get(plan_name)
     if rule is None or plan is None:
-        rules = ", ".join([PLAIN, *(rule for rule in SHIFT_RULES if rule != "safe")])
         raise ValueError(
             f"unknown kernel {name!r}: composed kernels are standard, fair and rule@plan"
-            f" with rules {rules} and plans {', '.join(_FLASH_PLANS)}"
+            f" with rules {', '.join(rule_names())} and plans {', '.join(_FLASH_PLANS)}"
         )
-    return composed(name, Declaration(FLASH_ATTENTION, plan, rule))
+    return composed(name, Declaration(own.get(rule_name, FLASH_ATTENTION), plan, rule))
 
 
 # What the matrix runs unless told otherwise. Every shift rule at the plan its authors had in mind, every plan with
@@ -66,16 +73,3 @@ DEFAULT_ROSTER = (
     "lazy@fused",
     "fair",
 )
-
-
-def parse_declaration(text: str) -> Declaration:
-    """What a kernel declares that names a plan, or `rule@plan`.
-
-    Raises:
-        ValueError: no such rule or plan; the message lists those there are.
-    """
-    if text == STANDARD.name or "@" in text or text == "fair":
-        found = composed_kernel(text).declaration
-        assert found is not None
-        return found
-    return Declaration(FLASH_ATTENTION, parse_plan(text), SHIFT_RULES["safe"])

@@ -21,7 +21,7 @@ from tiebreak.kernels.features import CAUSAL, COMMON, GROUPED, OWN_SCALE, Featur
 from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel
-from tiebreak.kernels.plans import FP32_PLAN, FUSED, OUTPUT, DeltaSource, Exponential
+from tiebreak.kernels.plans import FEXP_U20, FP32_INSIDE, FUSED, FUSED_FAST_EXP
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.kernels.vendor import empty, fused_on_gpu, through_autograd
 
@@ -31,12 +31,6 @@ _CPU_FLASH_BLOCK = Block(queries=32, keys=512)
 # and the kernel fmha_cutlassF_bf16_aligned_64x64_rf_sm80 of PyTorch's mem_eff_attention. cuDNN does not tell its own.
 FLASH_2_BLOCK = Block(queries=128, keys=128)
 _EFFICIENT_BLOCK = Block(queries=64, keys=64)
-
-# Of the AVX2 and AVX-512 builds, for bf16 and fp16: Vectorized<float>::fexp_u20 (aten/src/ATen/cpu/vec). It errs by up
-# to 1.1e-4, at 0 by 5.3e-5.
-_FEXP_U20 = Exponential(
-    correction=(0.00010703434948458272, 0.30354260500649682, -0.22433836478672356, -0.079204240219773236)
-)
 
 # Of a causal mask it is told by is_causal alone, which is another mask where queries and keys are not as many.
 _WITHOUT_MASK = frozenset({CAUSAL, GROUPED, OWN_SCALE})
@@ -183,7 +177,7 @@ def measure_exp_at_zero(scores: int = 64) -> float:
 
 
 def _is_fast(measured: float) -> bool:
-    return abs(measured - _FEXP_U20.at_zero) < abs(measured - 1.0)
+    return abs(measured - FEXP_U20.at_zero) < abs(measured - 1.0)
 
 
 def _lanes() -> int:
@@ -195,15 +189,14 @@ def cpu_sdpa_flash() -> Kernel:
     """PyTorch's CPU flash kernel: `fused` in every point but the exponential, which its build for the CPU decides."""
     plan = FUSED
     if _is_fast(measure_exp_at_zero()):
-        plan = replace(FUSED, name="fused_fast_exp", exponential=replace(_FEXP_U20, lanes=_lanes()))
+        plan = replace(FUSED_FAST_EXP, exponential=replace(FEXP_U20, lanes=_lanes()))
     declaration = Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"], _CPU_FLASH_BLOCK)
     return Kernel("sdpa_flash", partial(compute, CPU_FLASH), declaration, takes=CPU_FLASH.takes)
 
 
 def sdpa_math() -> Kernel:
     """PyTorch's composed implementation, which upcasts narrow inputs to fp32 and casts O only."""
-    plan = replace(FP32_PLAN, name="fp32_inside", o=OUTPUT, delta_from=DeltaSource.PROBABILITIES)
-    declaration = Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"])
+    declaration = Declaration(FLASH_ATTENTION, FP32_INSIDE, SHIFT_RULES["safe"])
     return Kernel("sdpa_math", partial(compute, MATH), declaration, takes=MATH.takes)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.calling import Caller
 from tiebreak.kernels.external.conventions import convention
 from tiebreak.kernels.external.declaring import NO_BACKWARD, of_flags, of_mapping, read_toml, said_of
@@ -14,7 +15,6 @@ from tiebreak.kernels.external.errors import LoadError
 from tiebreak.kernels.external.loading import load
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel
-from tiebreak.kernels.roster import parse_declaration
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from tiebreak.kernels import plans
-from tiebreak.kernels.algorithms import FLASH_ATTENTION
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, FLASH_ATTENTION_1
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, FP32, TF32, Formats, Rounding
 from tiebreak.kernels.plans import (
     FUSED,
@@ -19,7 +19,6 @@ from tiebreak.kernels.plans import (
     DeltaSource,
     Exponential,
     RoundingPlan,
-    parse_plan,
 )
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
 from tiebreak.kernels.shift_rules import SHIFT_RULES
@@ -82,7 +81,7 @@ def test_only_the_output_of_fused_stochastic_is_rounded_other_than_to_even() -> 
 
 
 def test_ties_go_away_where_the_names_say() -> None:
-    half_up, both = parse_plan("fused_half_up"), parse_plan("fused_ties_away")
+    half_up, both = PLANS["fused_half_up"], PLANS["fused_ties_away"]
     assert [cast.ties_away for cast in (half_up.p_bar, half_up.o, both.p_bar, both.o)] == [True, False, True, True]
     assert _differences(FUSED, half_up) == {"p_bar"}
     assert _differences(FUSED, both) == {"p_bar", "o"}
@@ -174,28 +173,14 @@ def test_operands_and_output_follow_formats_of_their_own(plan: RoundingPlan) -> 
 
 
 def test_a_point_that_follows_nothing_stays_in_its_format() -> None:
-    fixed, eight = replace(FUSED, p_bar=Cast(BF16)), parse_plan("fused_fp8")
+    fixed, eight = replace(FUSED, p_bar=Cast(BF16)), PLANS["fused_fp8"]
     assert fixed.in_formats(Formats.of(FP16)).p_bar == Cast(BF16)
     assert eight.in_formats(Formats.of(FP16)).p_bar == Cast(FP8_E4M3)
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_parse_plan_finds_every_plan(name: str) -> None:
-    assert parse_plan(name) is PLANS[name]
-    assert parse_plan(name).name == name
 
 
 def test_the_registry_has_every_plan_of_the_module() -> None:
     constants = [value for value in vars(plans).values() if isinstance(value, RoundingPlan)]
     assert {plan.name for plan in (*constants, *PRESETS, *ISOLATION)} <= set(PLANS)
-
-
-@pytest.mark.parametrize("name", ["", "Paper", "papers"])
-def test_parse_plan_names_what_it_does_not_know_and_lists_what_it_does(name: str) -> None:
-    with pytest.raises(ValueError, match=f"unknown rounding plan '{name}'") as caught:
-        parse_plan(name)
-    assert all(known in str(caught.value) for known in PLANS)
-    assert "\n" not in str(caught.value)
 
 
 def test_standard_and_fair_are_what_the_design_says() -> None:
@@ -206,14 +191,14 @@ def test_standard_and_fair_are_what_the_design_says() -> None:
     assert (fair.algorithm.name, fair.plan.name, fair.shift_rule.name) == ("flash", "fused_stochastic", "dithered")
 
 
-@pytest.mark.parametrize("rule", ["flash", *SHIFT_RULES])
+@pytest.mark.parametrize("rule", ["flash", "flash_1", *SHIFT_RULES])
 def test_a_rule_composes_with_every_plan_of_flash_attention(rule: str) -> None:
     for plan in PLANS.keys() - {"standard"}:
         kernel = composed_kernel(f"{rule}@{plan}")
         assert kernel.name == f"{rule}@{plan}"
         assert kernel.declaration is not None
-        assert kernel.declaration.algorithm is FLASH_ATTENTION
-        assert kernel.declaration.shift_rule.name == ("safe" if rule == "flash" else rule)
+        assert kernel.declaration.algorithm is (FLASH_ATTENTION_1 if rule == "flash_1" else FLASH_ATTENTION)
+        assert kernel.declaration.shift_rule.name == ("safe" if rule in ("flash", "flash_1") else rule)
         assert kernel.declaration.plan.name == plan
 
 

@@ -374,6 +374,8 @@ def test_nan_and_inf_spoil_what_they_must_and_no_more() -> None:
 @pytest.mark.parametrize("change", ["exponential", "p_bar", "accumulated"])
 def test_a_plan_that_the_kernels_cannot_keep_is_refused(change: str) -> None:
     plans = {
+        "qk": (replace(FUSED, qk=PAPER.p_bar), "do not round qk"),
+        "shifted": (replace(FUSED, shifted=PAPER.p_bar), "do not round shifted"),
         "exponential": (replace(FUSED, exponential=Exponential(correction=(1e-4,))), "exponential of 0 is 1"),
         "p_bar": (replace(FUSED, p_bar=Cast(BF16, Rounding.STOCHASTIC)), "do not round p_bar stochastic"),
         "accumulated": (replace(FUSED, o=Cast(BF16, Rounding.TOWARD_ZERO)), "do not round o zero"),

@@ -1,0 +1,166 @@
+"""Declarations as text: `flash@fused,s=input,base=2,tile=64`, the way tables print them and --plan takes them."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import TypeVar
+
+from tiebreak.kernels.flash import ONE_TILE, Block
+from tiebreak.kernels.formats import BF16, FP32, Rounding, parse_format
+from tiebreak.kernels.kernel import PLAIN, Declaration
+from tiebreak.kernels.plans import PLANS, STANDARD, Cast, Exponential, Follows, RoundingPlan
+from tiebreak.kernels.roster import composed_kernel, rule_names
+from tiebreak.kernels.sdpa import cpu_sdpa_flash, sdpa_math
+
+_Value = TypeVar("_Value")
+
+INPUT = "input"  # the format of the call, whichever it is; any other name is that very format
+_ROW_SUM, _L_FROM, _EXPONENTIAL = "row_sum", "row_sum_from_rounded", "exponential"
+_KEYS = {_ROW_SUM: "l", _L_FROM: "l_from", _EXPONENTIAL: "base"}  # of fields that go by another name
+_TILE = "tile"
+_OUTPUTS = ("o", "gradients")
+_L_FROM_VALUES = {"rounded": True, "unrounded": False}
+_BASES = {"2": True, "e": False}
+_MODES = {rounding.value: rounding for rounding in Rounding}
+
+# The fields of a plan that a change may name, in the order in which they come to be rounded, by their keys.
+_POINTS = ("qk", "s", "shifted", "p_bar", "o_bar", _ROW_SUM, "o", "delta", "p", "dp", "ds", "gradients")
+_FIELDS = {_KEYS.get(field, field): field for field in (*_POINTS, _L_FROM, _EXPONENTIAL)}
+
+
+def parse_declaration(text: str) -> Declaration:
+    """The declaration that a text names: a kernel or a plan, and changes behind commas.
+
+    The first part is `standard`, `fair`, `RULE@PLAN`, `flash_1@PLAN`, or a plan alone, for plain flash attention at it.
+    Each change is `KEY=VALUE`: a rounding point and its format, with `:` and a mode if it is not to even (`s=input`,
+    `o=bf16:away`); `l_from=rounded` or `unrounded`; `base=2` or `e`, of the exponential; `tile=64`, `tile=64x32`
+    (queries by keys) or `tile=one`. `input` is the call's format, whichever it is; any other is that very format.
+    Where no tile is told, the kernel's own are not known.
+
+    Args:
+        text: as `Declaration.label` has it.
+
+    Returns:
+        The declaration; its label names what differs from the first part, in an order of its own.
+
+    Raises:
+        ValueError: a name, key or value is unknown, or the algorithm makes nothing of it; one line.
+    """
+    head, *changes = (part.strip() for part in text.split(","))
+    named = declaration = _named(head)
+    found: dict[str, str] = {}
+    for change in changes:
+        key, equals, value = (part.strip() for part in change.partition("="))
+        if not equals:
+            raise ValueError(f"{change!r} in {text!r}: expected KEY=VALUE, such as s=input; {_known_keys()}")
+        if key in found:
+            raise ValueError(f"{key} is told twice in {text!r}")
+        found[key] = value
+    for key, value in found.items():
+        try:
+            declaration = _changed(declaration, key, value)
+        except ValueError as error:
+            raise ValueError(f"{error} (in {text!r})") from None
+    return replace(declaration, plan=_renamed(declaration.plan, named.plan))
+
+
+def _named(head: str) -> Declaration:
+    """The declaration of a kernel, or of plain flash attention at a plan."""
+    name = head if "@" in head or head not in PLANS or head == STANDARD.name else f"{PLAIN}@{head}"
+    for kernel in (cpu_sdpa_flash(), sdpa_math()):  # which know their own tiles and exponential
+        if kernel.declaration is not None and kernel.declaration.label == name:
+            return kernel.declaration
+    try:
+        declaration = composed_kernel(name).declaration
+    except ValueError:
+        names = (*PLANS, "fair", *(f"{rule}@{plan}" for rule in rule_names() for plan in PLANS))
+        raise ValueError(
+            f"unknown plan {head!r}{_nearest(head, names)}; known are {', '.join(PLANS)}, each alone or behind"
+            f" a rule and @, with rules {', '.join(rule_names())}"
+        ) from None
+    assert declaration is not None
+    return declaration
+
+
+def _changed(declaration: Declaration, key: str, value: str) -> Declaration:
+    algorithm = declaration.algorithm
+    if key == _TILE:
+        if not algorithm.tiled:
+            raise ValueError(f"{key}: {algorithm.name} attention has no tiles")
+        return replace(declaration, block=_block(value), tile_named=True)
+    if key not in _FIELDS:
+        raise ValueError(f"unknown rounding point {key!r}{_nearest(key, _FIELDS)}; {_known_keys()}")
+    field = _FIELDS[key]
+    if field in algorithm.unused:
+        raise ValueError(f"{key}: {algorithm.name} attention makes nothing of it")
+    plan = declaration.plan
+    if field == _L_FROM:
+        plan = replace(plan, row_sum_from_rounded=_choice(key, value, _L_FROM_VALUES))
+    elif field == _EXPONENTIAL:
+        plan = replace(plan, exponential=replace(plan.exponential, base_two=_choice(key, value, _BASES)))
+    else:
+        plan = replace(plan, **{field: _cast(key, value)})  # type: ignore[arg-type]
+    return replace(declaration, plan=plan)
+
+
+def _cast(key: str, value: str) -> Cast:
+    name, _, mode = value.partition(":")
+    if mode and mode not in _MODES:
+        raise ValueError(f"{key}={value}: {mode!r} is none of the modes {', '.join(_MODES)}")
+    rounding = _MODES[mode] if mode else Rounding.TO_EVEN
+    if rounding is Rounding.STOCHASTIC and key != "o":
+        raise ValueError(f"{key}={value}: O's cast alone can be stochastic")
+    if name == INPUT:
+        return Cast(BF16, rounding, Follows.OUTPUT if key in _OUTPUTS else Follows.OPERANDS)
+    try:
+        fmt = parse_format(name)
+    except ValueError as error:
+        raise ValueError(f"{key}={value}: {error}; {INPUT} is the call's own") from None
+    if fmt == FP32 and rounding is not Rounding.TO_EVEN:
+        raise ValueError(f"{key}={value}: what is fp32 is not rounded")
+    return Cast(fmt, rounding)
+
+
+def _block(value: str) -> Block:
+    if value == str(ONE_TILE):
+        return ONE_TILE
+    sizes = value.split("x")
+    if len(sizes) > 2 or not all(size.isascii() and size.isdigit() for size in sizes):
+        raise ValueError(f"{_TILE}={value}: expected a size such as 64, queries by keys such as 64x32, or {ONE_TILE}")
+    return Block(int(sizes[0]), int(sizes[-1]))
+
+
+def _choice(key: str, value: str, known: Mapping[str, _Value]) -> _Value:
+    if value not in known:
+        raise ValueError(f"{key}={value}: expected {' or '.join(known)}")
+    return known[value]
+
+
+def _renamed(plan: RoundingPlan, named: RoundingPlan) -> RoundingPlan:
+    """The plan, called by the named one that it was made from and by what is otherwise."""
+    otherwise = {key: field for key, field in _FIELDS.items() if getattr(plan, field) != getattr(named, field)}
+    changes = [f",{key}={_text(getattr(plan, field))}" for key, field in otherwise.items()]
+    return replace(plan, name="".join([named.name, *changes]))
+
+
+def _text(value: Cast | Exponential | bool) -> str:
+    if isinstance(value, Exponential):
+        return _word(value.base_two, _BASES)
+    if isinstance(value, bool):
+        return _word(value, _L_FROM_VALUES)
+    fmt = value.fmt.name if value.follows is None else INPUT
+    return fmt if value.rounding is Rounding.TO_EVEN else f"{fmt}:{value.rounding.value}"
+
+
+def _word(value: bool, known: Mapping[str, bool]) -> str:
+    return next(word for word, meant in known.items() if meant is value)
+
+
+def _known_keys() -> str:
+    return f"known are {', '.join((*_FIELDS, _TILE))}"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """`: did you mean ...?`, or nothing where nothing is near."""
+    found = get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f": did you mean {' or '.join(found)}?" if found else ""

@@ -1,0 +1,157 @@
+"""Declarations as text: what --plan takes is what tables print, and a slip is told in one line."""
+
+import random
+from dataclasses import fields, replace
+
+import pytest
+
+from tiebreak.backends.backend import CPU
+from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.flash import BLOCK, ONE_TILE, Block
+from tiebreak.kernels.formats import BF16, FP16, FP32, Formats, Rounding
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.plans import ALL_BF16, FUSED, PAPER, PLANS, STANDARD, Cast, Exponential, Follows, RoundingPlan
+from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel, rule_names
+
+LOW = PAPER.p_bar
+POINTS = ("qk", "s", "shifted", "p_bar", "o_bar", "l", "o", "delta", "p", "dp", "ds", "gradients")
+FORMATS = ("input", "fp32", "bf16", "fp16", "tf32", "fp8_e5m2", "E5M7")
+MODES = ("", ":away", ":zero", ":up", ":down")
+
+
+def changed(plan: RoundingPlan, **changes: object) -> RoundingPlan:
+    return replace(plan, name="", **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "plan"),
+    [
+        ("flash@fused,s=input", changed(FUSED, s=LOW)),
+        ("flash@fused,s=bf16", changed(FUSED, s=Cast(BF16))),
+        ("standard,qk=input,s=input", changed(STANDARD, qk=LOW, s=LOW)),
+        ("fused,base=2", changed(FUSED, exponential=Exponential(base_two=True))),
+        ("all_bf16,shifted=input,l_from=rounded", changed(ALL_BF16, shifted=LOW, row_sum_from_rounded=True)),
+        ("paper,o_bar=fp32,l=fp16", changed(PAPER, o_bar=Cast(FP32), row_sum=Cast(FP16))),
+        ("fused,o=input:away", changed(FUSED, o=replace(FUSED.o, rounding=Rounding.TIES_AWAY))),
+        ("fused,o=bf16:zero", changed(FUSED, o=Cast(BF16, Rounding.TOWARD_ZERO))),
+        ("fused,o=input:stochastic", changed(FUSED, o=Cast(BF16, Rounding.STOCHASTIC, Follows.OUTPUT))),
+    ],
+)
+def test_a_change_is_made_where_its_key_says(text: str, plan: RoundingPlan) -> None:
+    assert changed(parse_declaration(text).plan) == plan
+
+
+def test_input_follows_the_call_and_a_name_does_not() -> None:
+    plan = parse_declaration("fused,s=input,qk=bf16").plan.in_formats(Formats.of(FP16))
+    assert (plan.s.fmt, plan.qk.fmt, plan.o.fmt) == (FP16, BF16, FP16)
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [("tile=64", Block(64, 64)), ("tile=64x32", Block(64, 32)), ("tile=one", ONE_TILE), ("tile=128", BLOCK)],
+)
+def test_tiles_are_queries_by_keys(text: str, block: Block) -> None:
+    declaration = parse_declaration(f"fused,{text}")
+    assert declaration.block == block
+    assert declaration.label == f"flash@fused,{text}"
+
+
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [
+        ("fused", "flash@fused"),
+        ("standard", "standard"),
+        ("fair", "dithered@fused_stochastic"),
+        (" flash@fused , tile = 64 , base=2,s=input ", "flash@fused,s=input,base=2,tile=64"),
+        ("fused,s=fp32,l_from=unrounded,base=e,o=input:even", "flash@fused"),  # which it is already
+        ("standard,l_from=rounded", None),
+    ],
+)
+def test_there_is_one_text_for_each(text: str, label: str | None) -> None:
+    if label is None:
+        with pytest.raises(ValueError, match="makes nothing of it"):
+            parse_declaration(text)
+    else:
+        assert parse_declaration(text).label == label
+
+
+def _random_text(draw: random.Random) -> str:
+    plans = [plan for plan in PLANS if plan != STANDARD.name]
+    head = draw.choice([f"{rule}@{plan}" for rule in rule_names() for plan in plans] + ["standard"] * len(plans))
+    changes = [f"{point}={draw.choice(FORMATS)}" for point in draw.sample(POINTS, 3)]
+    changes = [text if text.endswith("fp32") else text + draw.choice(MODES) for text in changes]
+    changes += draw.sample(["l_from=rounded", "l_from=unrounded"], draw.randint(0, 1))
+    changes += draw.sample(["base=2", "base=e"], draw.randint(0, 1))
+    changes += draw.sample(["tile=one", "tile=7", "tile=64x32", "tile=128"], draw.randint(0, 1))
+    draw.shuffle(changes)
+    return ",".join([head, *changes])
+
+
+def _takes(text: str) -> bool:
+    try:
+        parse_declaration(text)
+    except ValueError:
+        return False
+    return True
+
+
+def test_every_label_is_taken_back() -> None:
+    draw = random.Random(1)
+    texts = [text for text in (_random_text(draw) for _ in range(400)) if _takes(text)]
+    assert len(texts) > 300
+    registered = [*map(composed_kernel, DEFAULT_ROSTER), *CPU.vendor_kernels()]
+    declared = [kernel.declaration for kernel in registered] + [parse_declaration(text) for text in texts]
+    for declaration in declared:
+        assert declaration is not None
+        again = parse_declaration(declaration.label)
+        assert again == declaration
+        assert (again.label, again.tile_named) == (declaration.label, declaration.tile_named)
+
+
+def test_labels_of_all_that_differ_differ() -> None:
+    draw = random.Random(2)
+    found: dict[str, Declaration] = {}
+    for text in filter(_takes, (_random_text(draw) for _ in range(200))):
+        declaration = parse_declaration(text)
+        assert found.setdefault(declaration.label, declaration) == declaration
+
+
+def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
+    untold = {"name", "accumulator", "delta_from"}  # of which named plans have each that there is
+    named = {"l": "row_sum", "l_from": "row_sum_from_rounded", "base": "exponential"}
+    with pytest.raises(ValueError, match="known are") as error:
+        parse_declaration("fused,?=1")
+    keys = str(error.value).split("known are ")[1].split(" (")[0].split(", ")
+    assert {named.get(key, key) for key in keys} - {"tile"} == {each.name for each in fields(RoundingPlan)} - untold
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("nosuch", "unknown plan 'nosuch'; known are paper, "),
+        ("fusd", "unknown plan 'fusd': did you mean fused "),
+        ("flsh@paper", "unknown plan 'flsh@paper': did you mean flash@paper "),
+        ("flash@standard", "unknown plan 'flash@standard'"),
+        ("", "unknown plan ''"),
+        ("fused,o_bra=bf16", "unknown rounding point 'o_bra': did you mean o_bar"),
+        ("fused,row_sum=bf16", "unknown rounding point 'row_sum'; known are qk, s, "),
+        ("fused,s", "'s' in 'fused,s': expected KEY=VALUE"),
+        ("fused,s=bf16,s=fp16", "s is told twice"),
+        ("fused,s=bf17", "s=bf17: unknown format 'bf17'"),
+        ("fused,s=bf16:odd", "s=bf16:odd: 'odd' is none of the modes even, away, "),
+        ("fused,s=fp32:away", "s=fp32:away: what is fp32 is not rounded"),
+        ("fused,p_bar=input:stochastic", "O's cast alone can be stochastic"),
+        ("fused,base=10", "base=10: expected 2 or e"),
+        ("fused,l_from=both", "l_from=both: expected rounded or unrounded"),
+        ("fused,tile=0", "at least 1, not 0 x 0"),
+        ("fused,tile=64x32x16", "tile=64x32x16: expected a size"),
+        ("standard,tile=64", "standard attention has no tiles"),
+        ("standard,l=bf16", "standard attention makes nothing of it"),
+        ("flash_1@fused,l_from=rounded", "flash_1 attention makes nothing of it"),
+    ],
+)
+def test_a_slip_is_told_in_one_line(text: str, told: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is looked at next
+        parse_declaration(text)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
