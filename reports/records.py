@@ -48,6 +48,18 @@ class Estimate:
         return cls(finite(mean), finite(half_width))
 
 
+@dataclass(frozen=True)
+class FitRecord(Estimate):
+    """What a known plan has in common with a kernel that declares none: its bias less the plan's, and equal bits."""
+
+    bits: Annotated[float, 0] | None = None  # share of elements of O that agree to the bit; older files don't tell
+
+    @classmethod
+    def told(cls, bits: float, mean: float, half_width: float) -> "FitRecord":
+        """NaN and Inf become None."""
+        return cls(finite(mean), finite(half_width), finite(bits))
+
+
 Value = Estimate | float | None  # of a measure
 
 
@@ -147,7 +159,7 @@ EVIDENCE: Mapping[str, Any] = {
     "trace": TraceRecord,
     "histogram": HistogramRecord,
     "series": SeriesRecord,
-    "fits": Mapping[str, Estimate],  # of a kernel that declares nothing: its bias less that of every known plan
+    "fits": Mapping[str, FitRecord],  # of a kernel that declares nothing, by known plan
     "paper": str,  # what the paper says of training with the kernel: stable, fails
 }
 DRAWN = frozenset({"trace", "histogram", "series"})  # evidence that is there to be drawn alone

@@ -1,36 +1,77 @@
 """The declarations that a kernel whose own is unknown, or says nothing of tiles, may turn out to follow."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
+from types import MappingProxyType
 
-from tiebreak.kernels.flash import Block
-from tiebreak.kernels.formats import FP32
-from tiebreak.kernels.kernel import PLAIN, Declaration
-from tiebreak.kernels.roster import composed_kernel
-from tiebreak.matrix.experiment import Cell
+from tiebreak.kernels.algorithms import FLASH_ATTENTION_1
+from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.flash import ONE_TILE, Block
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.roster import DEFAULT_ROSTER
 
-ONE_TILE = " in one tile"  # what a plan's name ends with where rows are not split into tiles
-# Plans that no composed kernel of a default run has.
-_ELSEWHERE = ("flash@fused_half_up", "flash@fused_ties_away", "flash@fused_fp8")
-_ONE_TILE = Block(2**31, 2**31)
+_LATER = (ONE_TILE, Block(64, 64), Block(32, 32))  # tiles that are tried after the declared ones
+# What fused, eager and published kernels do, in whatever tiles, where S is in base e or two.
+_PLAIN = (
+    "flash@paper",
+    "flash@all_bf16",
+    "flash@fused",
+    "flash@fused,l_from=rounded",
+    "flash_1@fused",
+    "flash@fused_ties_away",
+    "lazy@fused",
+)
+_UNTILED = ("standard", "standard,s=input", "standard,qk=input,s=input", "flash@fp32_inside")
+# The authors' code, with and without autocast, and what else of public kernels has been read.
+_MORE = (
+    "flash@all_bf16,shifted=input,l_from=rounded",
+    "flash@all_bf16,qk=input,shifted=input,l_from=rounded",
+    "flash@all_bf16,qk=input,shifted=input",
+    "flash@all_bf16,l_from=rounded",
+    "flash@paper,l_from=rounded",
+    "flash@fused_half_up",
+    "flash@fused_fp8",
+)
 
 
-def candidates(cell: Cell) -> dict[str, Declaration]:
-    """The plans that an undeclared kernel may turn out to follow, in the declared tiles and in one tile.
+@cache
+def candidates() -> Mapping[str, Declaration]:
+    """The plans that an undeclared kernel may turn out to follow, by texts that --plan takes.
 
-    Not those that leave O in fp32: a kernel returns O in the format of its inputs.
+    The plainest come first. Not those that leave O in fp32: a kernel returns O in the format of its inputs.
     """
-    tiled: dict[str, Declaration] = {}
-    for kernel in (*cell.backend.kernels(), *map(composed_kernel, _ELSEWHERE)):
-        found = kernel.declaration
-        if found is not None and (found.plan.o.narrows or cell.fmt == FP32):
-            tiled[kernel.name if kernel.composed else f"{PLAIN}@{found.plan.name}"] = found
-    flash = {name: found for name, found in tiled.items() if found.algorithm.tiled}
-    return tiled | {f"{name}{ONE_TILE}": replace(found, block=_ONE_TILE) for name, found in flash.items()}
+    texts = dict.fromkeys((*_PLAIN, *_UNTILED, "flash@fused_fast_exp", *_MORE, *DEFAULT_ROSTER))
+    texts |= dict.fromkeys(f"{text},base=2" for text in (*_PLAIN, *_UNTILED))
+    found: dict[str, Declaration] = {}
+    for text in texts:
+        declaration = parse_declaration(text)
+        if declaration.plan.o.narrows:
+            found.setdefault(text, declaration)
+            tiled = declaration.algorithm.tiled and text.partition(",")[0] not in _UNTILED
+            blocks = _LATER if text in (*_PLAIN, *_MORE) or text.endswith("base=2") else (ONE_TILE,)
+            # In one tile flash attention 1 is standard attention.
+            for block in blocks[text.startswith(FLASH_ATTENTION_1.name) :] if tiled else ():
+                found[f"{text},tile={block}"] = replace(declaration, block=block, tile_named=True)
+    return MappingProxyType(_without_doubles(found))
+
+
+def _without_doubles(found: Mapping[str, Declaration]) -> dict[str, Declaration]:
+    """Those that do not do the same as one before them: `as_printed_v1` is `safe` by another name."""
+    first: dict[Declaration, str] = {}
+    for text, declaration in found.items():
+        first.setdefault(nameless(declaration), text)
+    return {text: found[text] for text in first.values()}
+
+
+def nameless(declaration: Declaration) -> Declaration:
+    """What a declaration does, whatever it is called: two that do the same are equal."""
+    rule = replace(declaration.shift_rule, name="", source="")
+    return replace(declaration, plan=replace(declaration.plan, name=""), shift_rule=rule)
 
 
 def tilings(declaration: Declaration) -> tuple[Declaration, ...]:
     """The tiles that a user's kernel may work in, the smallest last; where O-bar is rounded they change its bias."""
-    if not declaration.algorithm.tiled:
+    if declaration.tile_named or not declaration.algorithm.tiled:
         return (declaration,)
-    blocks = (declaration.block, _ONE_TILE, Block(64, 64), Block(32, 32))
-    return tuple(replace(declaration, block=block) for block in blocks)
+    return tuple(replace(declaration, block=block) for block in (declaration.block, *_LATER))

@@ -1,18 +1,17 @@
 """A cell's looks at its data: run the kernel on ever more heads until claim, verdict and prediction are settled."""
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
 
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import Case
 from tiebreak.cases.claims import UNBIASED, Claim, claim, predicted
 from tiebreak.cases.errors import Errors, difference, merge
-from tiebreak.cases.verdicts import LOOKS, MARGIN_ULPS, Verdict, judge
+from tiebreak.cases.verdicts import LOOKS, Verdict, judge
+from tiebreak.kernels.flash import BLOCK
 from tiebreak.kernels.inputs import AttentionOutput
-from tiebreak.kernels.kernel import Declaration, delta_alone
+from tiebreak.kernels.kernel import delta_alone
+from tiebreak.matrix.attribution import Fit, equal_bits, fits
 from tiebreak.matrix.candidates import candidates, tilings
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.workbench import SharedBatch, Workbench
@@ -26,9 +25,9 @@ class _Progress:
 
     errors: list[Errors] = field(default_factory=list)  # one a batch
     outputs: list[AttentionOutput] = field(default_factory=list)  # one a batch
-    predictions: dict[Declaration, list[Errors]] = field(default_factory=dict)
-    fits: dict[str, list[Errors]] = field(default_factory=dict)
-    equal_bits: dict[Declaration, list[float]] = field(default_factory=dict)
+    predictions: list[Errors] = field(default_factory=list)  # one a batch, where one is made
+    equal_bits: list[float] = field(default_factory=list)  # likewise
+    fits: Mapping[str, Fit] = field(default_factory=dict)  # of a kernel that declares nothing, on the first batch
     heads: int = 0
 
 
@@ -40,19 +39,26 @@ class Looks:
         self.progress = _Progress()
         self.repeatable: bool | None = None
         declaration = cell.kernel.declaration
-        self.declaration = declaration or UNDECLARED
+        tiled = tilings(declaration or UNDECLARED) if cell.kernel.external else (declaration or UNDECLARED,)
+        # A bound grows with the number of tiles: whoever says nothing may work in the smallest.
+        self.tilings = tiled[-1:] if declaration is None else tiled
+        self.declaration = self.tilings[0]  # in the tiles that it turns out to work in
         # A chaotic or cancelling case predicts nothing: its records say none is made, not that one was met.
         told = self.judged and not case.chaotic
         self.predictable = declaration is not None and not cell.backend.predicts and told
-        self.tilings = tilings(self.declaration) if cell.kernel.external else (self.declaration,)
         self.claim = self._claim()
-        self.candidates = candidates(cell) if declaration is None else {}
+        self.candidates = candidates() if declaration is None else {}
 
     def _claim(self) -> Claim | None:
         if self.cell.kernel.external and self.bench.settings.fair and self.case.failure:
             return _FAIR_CLAIM
-        # A declared plan of a user's kernel is a prediction to be held to, not an allowance to be biased.
-        return self.case.claim_about(self.cell.kernel.declaration, self.cell.fmt)
+        declaration = self.cell.kernel.declaration
+        if declaration is None or not self.cell.kernel.external:
+            return self.case.claim_about(declaration, self.cell.fmt)
+        # Where a case cuts its rows into tiles, what it claims is of kernels that cut them too.
+        keys = self.bench.batch(self.case, self.cell.fmt, 0).inputs.k.shape[-2]
+        uncut = self.declaration.algorithm.tiled and keys > BLOCK.keys and self.declaration.block.keys > BLOCK.keys
+        return None if uncut else self.case.claim_about(self.declaration, self.cell.fmt)
 
     def look(self) -> None:
         """Look at ever more heads until all is settled, there are no more or the cap is reached, then run once more."""
@@ -94,18 +100,26 @@ class Looks:
             # Gradients are measured on the first batch alone.
             kernel = self.cell.kernel if index == 0 else delta_alone(self.cell.kernel)
             output = self.cell.backend.run(kernel, batch.inputs, gradients=gradients)
-            # The bound grows with the number of tiles.
-            errors = self.bench.measure(self.case, self.cell.fmt, index, output, self.tilings[-1])
+            if index == 0:
+                self._recognise(output, batch)
+            errors = self.bench.measure(self.case, self.cell.fmt, index, output, self.declaration)
         self.progress.errors.append(errors)
         self.progress.outputs.append(output)
         self.progress.heads += batch.inputs.q.shape[0] * batch.inputs.q.shape[1]
-        for declaration in self.tilings if self.predictable else ():
-            prediction, predicted_errors = self.bench.emulated(self.case, self.cell.fmt, index, declaration)
-            self.progress.predictions.setdefault(declaration, []).append(predicted_errors)
-            self.progress.equal_bits.setdefault(declaration, []).append(equal_bits(output.o.float(), prediction.o))
-        for name, declaration in self.candidates.items():
-            emulated = self.bench.emulated(self.case, self.cell.fmt, index, declaration)[1]
-            self.progress.fits.setdefault(name, []).append(emulated)
+        if self.predictable:
+            prediction, predicted_errors = self.bench.emulated(self.case, self.cell.fmt, index, self.declaration)
+            self.progress.predictions.append(predicted_errors)
+            self.progress.equal_bits.append(equal_bits(output.o.float(), prediction.o))
+
+    def _recognise(self, output: AttentionOutput, batch: SharedBatch) -> None:
+        """Find the tiles that a user's kernel works in, or, if it declares nothing, what the known plans fit."""
+        if len(self.tilings) > 1:
+            named = {str(declaration.block): declaration for declaration in self.tilings}
+            found = fits(output.o, batch, named)
+            self.declaration = named[max(found, key=lambda name: found[name].bits)]  # the first of equals
+            self.claim = self._claim()
+        if self.judged and not self.case.chaotic:
+            self.progress.fits = fits(output.o, batch, self.candidates) if self.candidates else {}
 
     @property
     def outputs(self) -> list[AttentionOutput]:
@@ -131,46 +145,31 @@ class Looks:
         """Whether the output is what the declaration predicts; None: the data do not tell."""
         if not self.predictable:
             return True
-        (_, prediction), errors = self.prediction(), self.errors
+        prediction, errors = self.prediction(), self.errors
         if errors.nonfinite or prediction.nonfinite:
             return abs(errors.nonfinite - prediction.nonfinite) <= _few(errors)
         return predicted(difference(errors, prediction))
 
-    def prediction(self) -> tuple[Declaration, Errors]:
-        """What is predicted, in the tiles that come nearest: nobody has said in which a user's kernel works."""
-        merged = [(declaration, merge(found)) for declaration, found in self.progress.predictions.items()]
-        return min(merged, key=lambda pair: _distance(self.errors, pair[1]))
+    def prediction(self) -> Errors:
+        """Errors of what is predicted, on all heads drawn."""
+        return merge(self.progress.predictions)
 
     def predicted(self) -> tuple[Errors | None, float | None]:
         """Errors of what is predicted, and the share of elements that agree with it to the bit."""
         if not self.predictable:
             return None, None
-        declaration, errors = self.prediction()
-        shares = self.progress.equal_bits[declaration]
-        return errors, sum(shares) / len(shares)
+        shares = self.progress.equal_bits
+        return self.prediction(), sum(shares) / len(shares)
 
-    def fits(self) -> list[tuple[str, list[Errors]]]:
-        """What every candidate predicts, where that tells."""
-        told = self.judged and not self.case.chaotic and not self._all_cancelled
-        return list(self.progress.fits.items()) if told else []
+    def fits(self) -> Mapping[str, Fit]:
+        """What every candidate has in common with the output, where that tells."""
+        return {} if self._all_cancelled else self.progress.fits
 
     def _settled(self) -> bool:
         errors = self.errors
         told = self.claim is None or self.claim.expectation.met(errors) is not None
         verdict_told = not self.judged or errors.nonfinite > 0 or judge(errors.bias) is not Verdict.INCONCLUSIVE
-        return told and verdict_told and self.prediction_met() is not None and self._fit_told()
-
-    def _fit_told(self) -> bool:
-        """Whether the heads drawn tell which known plans an undeclared kernel may follow here.
-
-        They do where it and some plan agree nearly to the bit. A kernel with a random stream of its own agrees with
-        none so closely; then every plan that may be its own is to be told.
-        """
-        errors = self.errors
-        found = [difference(errors, merge(emulated)) for _, emulated in self.fits()]
-        if any(fit.half_width < MARGIN_ULPS / 4 and predicted(fit) for fit in found):
-            return True
-        return not any(predicted(fit) is None and abs(fit.mean) <= fit.half_width for fit in found)
+        return told and verdict_told and self.prediction_met() is not None
 
     def _repeats(self) -> bool | None:
         """Whether a second run on the same input gives the same bits; None: not run twice."""
@@ -188,18 +187,6 @@ class Looks:
         return self.progress.heads
 
 
-def _distance(ours: Errors, theirs: Errors) -> float:
-    """How far apart two biases are; a difference that is no number is farther than any."""
-    mean = abs(difference(ours, theirs).mean)
-    return mean if math.isfinite(mean) else math.inf
-
-
 def _few(errors: Errors) -> int:
     """Elements that may differ in being finite: underflow sits on an edge that the exponential's last bit decides."""
     return errors.elements // 100
-
-
-def equal_bits(ours: Tensor, theirs: Tensor) -> float:
-    """Share of elements that agree to the bit, NaN counting as equal to NaN."""
-    same = (ours == theirs) | (torch.isnan(ours) & torch.isnan(theirs))
-    return same.double().mean().item()

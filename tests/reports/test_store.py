@@ -61,6 +61,7 @@ def test_the_published_schema_is_of_this_version_and_has_every_field_with_a_line
     assert published["properties"]["schema"]["const"] == SCHEMA
     parts = {
         "estimate": Estimate,
+        "fit": records.FitRecord,
         "answer": records.Answer,
         "measure": records.MeasureRecord,
         "check": records.CheckRecord,

@@ -255,7 +255,7 @@ class TestLooks:
         assert gone.prediction_met() is None
         undeclared = looked(gone.case, Kernel("truncating", truncating, None, takes=COMMON))
         assert undeclared.candidates
-        assert undeclared.fits() == []
+        assert undeclared.fits() == {}
 
 
 class TestFormats:

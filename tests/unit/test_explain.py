@@ -4,19 +4,21 @@ from collections.abc import Mapping
 
 import pytest
 
-from tiebreak.matrix.candidates import ONE_TILE
-from tiebreak.matrix.explain import Explanation, explain
-from tiebreak.reports.records import Estimate, Record
-
-FITS, MISSES, STRADDLES = Estimate(0.01, 0.02), Estimate(0.2, 0.02), Estimate(0.04, 0.03)
-NOT_A_NUMBER, ONE_HEAD = Estimate(None, None), Estimate(0.0, None)
+from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.matrix.candidates import candidates, nameless, tilings
+from tiebreak.matrix.explain import FOLLOWED, Explanation, explain
+from tiebreak.reports.records import FitRecord, Record
 
 
-def record(case: str, kernel: str = "mine", backend: str = "cpu", **fits: Estimate) -> Record:
-    return compared(case, fits, kernel, backend)
+def fit(bits: float | None, mean: float | None = 0.0, half_width: float | None = 0.01) -> FitRecord:
+    return FitRecord(mean, half_width, bits)
 
 
-def compared(case: str, fits: Mapping[str, Estimate], kernel: str = "mine", backend: str = "cpu") -> Record:
+def record(case: str, kernel: str = "mine", backend: str = "cpu", **bits: float) -> Record:
+    return compared(case, {name: fit(share) for name, share in bits.items()}, kernel, backend)
+
+
+def compared(case: str, fits: Mapping[str, FitRecord], kernel: str = "mine", backend: str = "cpu") -> Record:
     name = f"{backend}-{kernel}-{case}-bf16"
     evidence = {"fits": fits} if fits else {}
     return Record(name, backend, kernel, case, 1, "bf16", 1, 256, "call", "measured", "pytest", evidence=evidence)
@@ -27,58 +29,86 @@ def only(*records: Record) -> Explanation:
     return found
 
 
-def test_the_plan_that_fits_in_all_cells_is_named() -> None:
-    found = only(record("a", paper=FITS, fused=MISSES), record("b", paper=FITS, fused=FITS))
+def test_the_plan_whose_bits_agree_in_all_cells_is_named() -> None:
+    found = only(record("a", paper=1.0, fused=0.5), record("b", paper=0.9996, fused=1.0))
     assert found.explained
-    assert found.text == "follows paper in all 2 cells compared (mean difference 0.0100 ulp)"
+    assert found.text == "follows paper (99.98 % of bits in 2 cells)"
 
 
-def test_a_single_cell() -> None:
-    assert only(record("a", paper=FITS)).text.startswith("follows paper in the 1 cell compared")
+def test_a_single_cell_and_a_share_that_is_not_quite_all() -> None:
+    assert only(record("a", paper=0.999999)).text == "follows paper (99.99 % of bits in 1 cell)"
 
 
-@pytest.mark.parametrize("bad", [MISSES, NOT_A_NUMBER])
-def test_one_miss_makes_it_unexplained(bad: Estimate) -> None:
-    found = only(record("a", paper=FITS), record("b", paper=bad), record("c", paper=STRADDLES))
-    assert not found.explained
-    assert found.text == "unexplained: no known plan fits; paper is nearest but misses 1 of 3 cells (b)"
-
-
-@pytest.mark.parametrize("open_", [STRADDLES, ONE_HEAD])
-def test_a_cell_that_does_not_tell_is_no_fit(open_: Estimate) -> None:
-    found = only(record("a", paper=FITS), record("b", paper=open_))
+def test_one_cell_below_makes_it_unexplained_and_the_worst_are_named() -> None:
+    found = only(*(record(case, paper=bits) for case, bits in zip("abcdef", (1, 0.9, 0.7, 0.97, 0.8, 1), strict=True)))
     assert not found.explained
     assert found.text == (
-        "unexplained: too few heads; paper is nearest but 1 of 2 cells do not tell (b): it takes more"
+        "unexplained: no known plan agrees; nearest is paper with 89.50 % of bits in 6 cells"
+        " (c 70.00 %, e 80.00 %, b 90.00 %, ...)"
     )
 
 
-def test_fewest_misses_then_fewest_open_cells_then_the_smallest_distance() -> None:
-    near_miss, far_fit = Estimate(0.06, 0.001), Estimate(0.03, 0.001)
-    assert only(record("a", paper=near_miss, fused=STRADDLES)).plan == "fused"
-    assert only(record("a", paper=STRADDLES, fused=far_fit)).plan == "fused"
-    assert only(record("a", paper=far_fit, fused=FITS)).plan == "fused"
+def test_a_plan_that_agrees_everywhere_goes_before_one_that_agrees_better_but_not_everywhere() -> None:
+    found = only(
+        record("a", paper=0.985, fused=0.97), record("b", paper=0.985, fused=1.0), record("c", paper=0.985, fused=1.0)
+    )
+    assert found.best.plan == "paper"
+    assert FOLLOWED < 0.985
 
 
-def test_the_first_of_two_that_fit_alike_is_named_and_so_is_the_other() -> None:
-    tiled = {"fused": FITS, f"fused{ONE_TILE}": FITS, f"paper{ONE_TILE}": FITS, "standard": MISSES}
-    found = only(compared("a", tiled))
-    assert found.plan == "fused"
-    assert found.others == ("paper",)
-    assert found.text.endswith("; fit too: paper)")
+def test_the_bias_alone_names_no_plan() -> None:
+    near, far = fit(0.97, 0.0, 0.001), fit(0.9993, 0.03, 0.001)
+    assert only(compared("a", {"fp32_inside": near, "flash@fused,tile=64": far})).best.plan == "flash@fused,tile=64"
 
 
-def test_long_lists_are_cut() -> None:
-    found = only(*(record(name, paper=MISSES) for name in "abcd"))
-    assert found.text.endswith("misses 4 of 4 cells (a, b, c, ...)")
+def test_plans_that_agree_alike_are_all_named() -> None:
+    found = only(
+        record("a", paper=0.9999, fused=0.9999, standard=0.998), record("b", paper=0.9999, fused=0.9998, standard=1.0)
+    )
+    assert found.text == "can't tell apart: paper, fused on these cases (99.99 % of bits in 2 cells)"
+
+
+def test_one_cell_that_differs_tells_them_apart() -> None:
+    found = only(record("a", paper=0.9999, fused=0.9999), record("b", paper=0.9999, fused=0.9985))
+    assert found.text.startswith("follows paper (")
+
+
+def test_tiles_that_no_case_tells_apart_are_one_plan_and_so_are_bases() -> None:
+    names = ("flash@fused", "flash@fused,tile=64", "lazy@fused", "flash@fused,base=2,tile=one")
+    found = only(compared("a", {name: fit(1.0) for name in names}))
+    assert found.text.startswith("follows flash@fused (")
+    cut = only(compared("a", {name: fit(1.0 if "tile" in name else 0.99) for name in names}))
+    assert cut.text.startswith("follows flash@fused,tile=64 (")
+
+
+def test_random_bits_of_its_own() -> None:
+    fits = {"fused": fit(0.7, 0.1), "fused_stochastic": fit(0.66, 0.002), "fair": fit(0.65, 0.001)}
+    found = only(compared("a", fits), compared("b", fits))
+    assert found.explained
+    assert found.text == "behaves like fair or fused_stochastic in 2 cells (its random bits are its own)"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [fit(0.66, 0.2), fit(0.66, 0.04, 0.2), fit(0.66, None), fit(0.66, 0.0, None)],
+    ids=["biased", "too_few_heads", "no_number", "one_head"],
+)
+def test_a_random_plan_of_another_bias_explains_nothing(other: FitRecord) -> None:
+    found = only(compared("a", {"fair": fit(0.66)}), compared("b", {"fair": other}))
+    assert not found.explained
+    assert found.text.startswith("unexplained: no known plan agrees; nearest is fair with 66.00 %")
+
+
+def test_a_kernel_without_random_bits_is_not_said_to_have_its_own() -> None:
+    assert not only(compared("a", {"fused": fit(0.95, 0.1), "fair": fit(0.66)})).explained
 
 
 def test_kernels_and_backends_are_explained_each_on_its_own() -> None:
     found = explain(
         [
-            record("a", kernel="one", paper=FITS),
-            record("a", kernel="two", paper=MISSES),
-            record("a", kernel="one", backend="cuda", paper=MISSES),
+            record("a", kernel="one", paper=1.0),
+            record("a", kernel="two", paper=0.5),
+            record("a", kernel="one", backend="cuda", paper=0.5),
         ]
     )
     assert [(one.backend, one.kernel, one.explained) for one in found] == [
@@ -90,9 +120,24 @@ def test_kernels_and_backends_are_explained_each_on_its_own() -> None:
 
 def test_cells_without_comparison_are_left_aside() -> None:
     assert explain([record("a")]) == []
-    assert only(record("a"), record("b", paper=FITS)).cells == 1
+    assert len(only(record("a"), record("b", paper=1.0)).best.bits) == 1
 
 
 def test_only_plans_that_every_cell_was_compared_with_count() -> None:
-    found = only(record("a", fp32=FITS, paper=FITS), record("b", paper=MISSES))
-    assert (found.plan, found.misses) == ("paper", ("b",))
+    assert only(record("a", fp32=1.0, paper=1.0), record("b", paper=0.5)).best.plan == "paper"
+
+
+def test_candidates_are_texts_that_the_command_line_takes_and_no_two_do_the_same() -> None:
+    for text, declaration in candidates().items():
+        taken = parse_declaration(text)
+        assert taken == declaration
+        assert taken.tile_named == declaration.tile_named
+        assert declaration.plan.o.narrows
+    done = [nameless(declaration) for declaration in candidates().values()]
+    assert len(set(done)) == len(done)
+
+
+def test_a_named_tile_is_the_only_one() -> None:
+    assert [str(one.block) for one in tilings(parse_declaration("paper"))] == ["128", "one", "64", "32"]
+    assert [str(one.block) for one in tilings(parse_declaration("paper,tile=128"))] == ["128"]
+    assert len(tilings(parse_declaration("standard"))) == 1

@@ -12,7 +12,7 @@ import torch
 from tiebreak.backends.backend import to_device
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import Case
-from tiebreak.cases.errors import Errors, difference, merge, signed_error_ulps
+from tiebreak.cases.errors import Errors, signed_error_ulps
 from tiebreak.cases.measures import Measure, Observed, call_measures
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.trace import trace
@@ -101,7 +101,7 @@ class Call(Experiment):
         errors = looks.errors
         verdict = Verdict.NONFINITE if errors.nonfinite else judge(errors.bias)
         told = verdict.value if looks.judged else None
-        seen = Observed(errors, looks.outputs, looks.batches, looks.tilings[-1], *looks.predicted())
+        seen = Observed(errors, looks.outputs, looks.batches, looks.declaration, *looks.predicted())
         return Result(
             measures={name: measure.of(seen) for name, measure in call_measures().items()},
             shown=_shown(errors, told),
@@ -131,7 +131,7 @@ def _claims(looks: Looks) -> tuple[Claimed, ...]:
 def _prediction(looks: Looks) -> Predicted | None:
     if not looks.predictable:
         return None
-    told = f"{_found(looks.errors)} measured, {_found(looks.prediction()[1])} emulated"
+    told = f"{_found(looks.errors)} measured, {_found(looks.prediction())} emulated"
     return Predicted(looks.declaration.label, looks.prediction_met(), told)
 
 
@@ -154,9 +154,11 @@ def _shown(errors: Errors, verdict: str | None) -> str:
 
 def _evidence(looks: Looks) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    fits = {name: difference(looks.errors, merge(emulated)) for name, emulated in looks.fits()}
-    if fits:
-        found["fits"] = {name: records.Estimate.of(one.mean, one.half_width) for name, one in fits.items()}
+    if fits := looks.fits():
+        found["fits"] = {
+            name: records.FitRecord.told(fit.bits, fit.difference.mean, fit.difference.half_width)
+            for name, fit in fits.items()
+        }
     if looks.case.traced:
         found["histogram"] = _histogram(looks)
         declaration = looks.cell.kernel.declaration

@@ -1,0 +1,86 @@
+"""How many bits of an undeclared kernel's output each known plan has, on the first batch of a cell."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tiebreak.cases.errors import by_key_head, in_units
+from tiebreak.cases.verdicts import Interval, interval
+from tiebreak.kernels.kernel import Declaration, run_forward
+from tiebreak.kernels.reference import Reference
+from tiebreak.matrix.candidates import nameless
+from tiebreak.matrix.workbench import SharedBatch
+
+_FIRST_HEADS = 32  # on which all candidates are tried
+_REACH = 0.02  # how far behind the best in its share of equal bits a candidate may be to be tried on all heads
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What one plan has in common with the output."""
+
+    bits: float  # share of elements of O that agree to the bit
+    difference: Interval  # of bias, in ulps, paired head by head
+
+
+def equal_bits(ours: Tensor, theirs: Tensor) -> float:
+    """Share of elements that agree to the bit, NaN counting as equal to NaN."""
+    same = (ours == theirs) | (torch.isnan(ours) & torch.isnan(theirs))
+    return same.double().mean().item()
+
+
+def fits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaration]) -> dict[str, Fit]:
+    """How each candidate fits an output.
+
+    All are tried on some heads; those near the best, and those with random bits, which agree with nothing to the bit,
+    on all of them.
+
+    Args:
+        o: as the kernel returned it, (batch, heads, queries, d).
+        batch: what it was given.
+        candidates: by name.
+
+    Returns:
+        In the candidates' order; of one that is out of reach what some heads say.
+    """
+    work = {name: nameless(batch.clipped(declaration)) for name, declaration in candidates.items()}
+    some = _part(batch)
+    found = _tried(o, some, work.values())
+    if some is not batch:
+        best = max(fit.bits for fit in found.values())
+        near = [one for one, fit in found.items() if fit.bits >= best - _REACH or drawn(one)]
+        found |= _tried(o, batch, near)
+    return {name: found[one] for name, one in work.items()}
+
+
+def drawn(declaration: Declaration) -> bool:
+    """Whether random bits enter O."""
+    return declaration.plan.stochastic or declaration.shift_rule.dithered
+
+
+def _tried(o: Tensor, batch: SharedBatch, declarations: Iterable[Declaration]) -> dict[Declaration, Fit]:
+    entries, heads = batch.inputs.q.shape[:2]
+    ours, units = o[:entries, :heads].float(), batch.yardstick.units
+    found = {}
+    for declaration in dict.fromkeys(declarations):
+        theirs = run_forward(declaration, batch.inputs, batch.emulation.arithmetic).o
+        samples = by_key_head(in_units(ours.double() - theirs.double(), units), batch.inputs.groups)
+        found[declaration] = Fit(equal_bits(ours, theirs), interval(samples[torch.isfinite(samples)]))
+    return found
+
+
+def _part(batch: SharedBatch) -> SharedBatch:
+    """The first heads of a batch, from as many of its entries as there are; the whole of a small one."""
+    inputs, ref = batch.inputs, batch.ref
+    entries = min(inputs.q.shape[0], _FIRST_HEADS)
+    key_heads = max(1, -(-_FIRST_HEADS // (entries * inputs.groups)))
+    if entries == inputs.q.shape[0] and key_heads >= inputs.k.shape[1]:
+        return batch
+    own, shared = (slice(entries), slice(key_heads * inputs.groups)), (slice(entries), slice(key_heads))
+    padding = None if inputs.key_padding is None else inputs.key_padding[:entries]
+    part = replace(
+        inputs, q=inputs.q[own], k=inputs.k[shared], v=inputs.v[shared], do=inputs.do[own], key_padding=padding
+    )
+    return SharedBatch(part, Reference(**{name: tensor[own] for name, tensor in vars(ref).items()}))
