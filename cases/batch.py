@@ -6,11 +6,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tiebreak.cases.bounds import mean_slack
+from tiebreak.cases.bounds import ErrorBounds, mean_slack
 from tiebreak.cases.errors import Yardstick
+from tiebreak.cases.gradients import ExactGradients
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.reference import Reference, reference_gradients
+from tiebreak.kernels.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,14 @@ class Batch:
         return Yardstick.of(self.ref, self.inputs.formats.output)
 
     @cached_property
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+    def bounds(self) -> ErrorBounds:
+        """What the bounds of all plans have in common."""
+        return ErrorBounds(self.inputs, self.ref)
+
+    @cached_property
+    def gradients(self) -> ExactGradients:
         """The reference's dQ, dK and dV."""
-        return reference_gradients(self.inputs, self.ref)
+        return ExactGradients.of(self.inputs, self.ref)
 
     @cached_property
     def value_range(self) -> tuple[Tensor, Tensor]:

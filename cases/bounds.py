@@ -15,7 +15,8 @@ there to show.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -72,41 +73,72 @@ def mean_slack(inputs: AttentionInputs, declaration: Declaration) -> float:
     return single + steps + lost + 2 * keys * FP32.unit_roundoff
 
 
+@dataclass(frozen=True)
+class ErrorBounds:
+    """Bounds for one batch. What no plan changes, all that is as large as K and V, is computed once."""
+
+    inputs: AttentionInputs
+    ref: Reference
+
+    @cached_property
+    def _values(self) -> Tensor:
+        """|V|."""
+        return self.inputs.expanded_v().double().abs()
+
+    @cached_property
+    def _product_error(self) -> Tensor:
+        """What the products and sums of Q K^T may err by in fp32."""
+        q, k = self.inputs.q.double(), self.inputs.expanded_k().double()
+        norms = q.norm(dim=-1, keepdim=True) * k.norm(dim=-1)[:, :, None, :]
+        error: Tensor = norms.mul_((q.shape[-1] + 2) * FP32.unit_roundoff * self.inputs.scale)
+        return error
+
+    @cached_property
+    def _tops(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Each row's largest score, where it is, and how far below it every score lies."""
+        hidden = self.inputs.hidden()
+        visible = self.ref.s if hidden is None else self.ref.s.masked_fill(hidden, -torch.inf)
+        top, at = visible.amax(-1, keepdim=True), visible.argmax(-1, keepdim=True)
+        return top, at, (top - visible).nan_to_num_(nan=0.0, posinf=0.0)
+
+    @cached_property
+    def _subtraction_error(self) -> Tensor:
+        """What the subtraction of the largest score may err by in fp32."""
+        return self._tops[2] * (2 * FP32.unit_roundoff)
+
+    def of_probabilities(self, declaration: Declaration) -> Tensor:
+        """Bound on |dP| for every P, fp64, (batch, heads, queries, keys)."""
+        ref, plan = self.ref, declaration.plan.in_formats(self.inputs.formats)
+        top, at, distance = self._tops
+        # In place from here on: a fresh large tensor costs as much as what is computed into it.
+        ds = ref.s.abs().mul_(_narrowing(plan.qk) + _roundoff(plan.s)).add_(self._product_error)
+        exponent = ds.add_(ds.gather(-1, at)).add_(self._subtraction_error).add_(_EXPONENTIAL_ERROR)
+        if narrowed := _narrowing(plan.shifted):
+            beyond = _beyond(declaration.shift_rule, top).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            exponent.add_((distance + beyond).mul_(narrowed)).add_(beyond.mul_(2 * FP32.unit_roundoff))
+        weights = exponent.add_(_roundoff(plan.p_bar)).expm1_().mul_(ref.p)
+        return weights.add_(plan.p_bar.fmt.smallest_subnormal / 2 * (ref.p > 0))
+
+    def of(self, declaration: Declaration) -> Tensor:
+        """As `error_bound`."""
+        ref, keys = self.ref, self.inputs.k.shape[-2]
+        plan = declaration.plan.in_formats(self.inputs.formats)
+        dp = self.of_probabilities(declaration)
+        blocks = -(-keys // declaration.block.keys)
+        steps = _ROUNDINGS_A_BLOCK * blocks * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
+        relative = dp.sum(-1, keepdim=True) + steps + keys * FP32.unit_roundoff
+        subnormal = self.inputs.formats.output.smallest_subnormal
+        bound = dp @ self._values + relative * ref.magnitude + _roundoff(plan.o) * ref.o.abs() + subnormal
+        # Inf * 0: the scores' rounding can move any weight to any key.
+        return torch.nan_to_num(bound, nan=torch.inf, posinf=torch.inf)
+
+
 def error_bound(inputs: AttentionInputs, ref: Reference, declaration: Declaration) -> Tensor:
     """Bound on |O - ref| for every element, fp64, (batch, heads, queries, d); Inf where rounding S can do anything."""
-    plan = declaration.plan.in_formats(inputs.formats)
-    u32 = FP32.unit_roundoff
-    v = inputs.expanded_v().double().abs()
-    dp = _probability_error(inputs, ref, declaration)
-    blocks = -(-inputs.k.shape[-2] // declaration.block.keys)
-    steps = _ROUNDINGS_A_BLOCK * blocks * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
-    relative = dp.sum(-1, keepdim=True) + steps + inputs.k.shape[-2] * u32
-    subnormal = inputs.formats.output.smallest_subnormal
-    bound = dp @ v + relative * ref.magnitude + _roundoff(plan.o) * ref.o.abs() + subnormal
-    # Inf * 0: the scores' rounding can move any weight to any key.
-    return torch.nan_to_num(bound, nan=torch.inf, posinf=torch.inf)
+    return ErrorBounds(inputs, ref).of(declaration)
 
 
-def _probability_error(inputs: AttentionInputs, ref: Reference, declaration: Declaration) -> Tensor:
-    """Bound on |dP| for every P, fp64, (batch, heads, queries, keys)."""
-    plan, u32 = declaration.plan.in_formats(inputs.formats), FP32.unit_roundoff
-    norms = inputs.q.double().norm(dim=-1, keepdim=True) * inputs.expanded_k().double().norm(dim=-1)[:, :, None, :]
-    # In place from here on: a fresh large tensor costs as much as what is computed into it.
-    ds = ref.s.abs().mul_(_narrowing(plan.qk) + _roundoff(plan.s))
-    ds.add_(norms.mul_((inputs.q.shape[-1] + 2) * u32 * inputs.scale))
-    hidden = inputs.hidden()
-    visible = ref.s if hidden is None else ref.s.masked_fill(hidden, -torch.inf)
-    top = visible.amax(-1, keepdim=True)
-    top_error = ds.gather(-1, visible.argmax(-1, keepdim=True))
-    distance = (top - visible).nan_to_num_(nan=0.0, posinf=0.0)
-    if narrowed := _narrowing(plan.shifted):
-        distance.add_(_beyond(declaration.shift_rule, top).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
-    exponent = ds.add_(top_error).add_(distance.mul_(2 * u32 + narrowed)).add_(_EXPONENTIAL_ERROR)
-    exponent = exponent.add_(_roundoff(plan.p_bar))
-    return exponent.expm1_().mul_(ref.p).add_(plan.p_bar.fmt.smallest_subnormal / 2 * (ref.p > 0))
-
-
-def gradient_bounds(inputs: AttentionInputs, ref: Reference, declaration: Declaration) -> tuple[Tensor, Tensor, Tensor]:
+def gradient_bounds(bounds: ErrorBounds, declaration: Declaration) -> tuple[Tensor, Tensor, Tensor]:
     """Bounds on the errors of dQ, dK and dV, fp64, in the shapes of q, k and v.
 
     First-order analysis of the backward pass (FlashAttention-2, algorithm 2), with every intermediate rounded to the
@@ -117,19 +149,18 @@ def gradient_bounds(inputs: AttentionInputs, ref: Reference, declaration: Declar
         |dQ error| <= alpha (|d(dS)| |K| + (u_out + n u32) P |dP - delta| |K|), dK and dV likewise.
 
     Args:
-        inputs: of the call.
-        ref: the fp64 reference.
+        bounds: of the batch.
         declaration: what bounds the errors of P and of O.
     """
-    formats = inputs.formats
+    inputs, ref, formats = bounds.inputs, bounds.ref, bounds.inputs.formats
     u, u32, d = formats.operands.unit_roundoff, FP32.unit_roundoff, inputs.q.shape[-1]
     q, k, v, do = (one.double() for one in (inputs.q, inputs.expanded_k(), inputs.expanded_v(), inputs.do))
-    p_error = _probability_error(inputs, ref, declaration)
+    p_error = bounds.of_probabilities(declaration)
     p_error = p_error + ref.p * (p_error.sum(-1, keepdim=True) + u)
     dp_error = (u + d * u32) * (do.abs() @ v.abs().transpose(-1, -2))
     dp = do @ v.transpose(-1, -2)
     size = (do.abs() * ref.o.abs()).sum(-1, keepdim=True)
-    from_o = (do.abs() * error_bound(inputs, ref, declaration)).sum(-1, keepdim=True) + (u + d * u32) * size
+    from_o = (do.abs() * bounds.of(declaration)).sum(-1, keepdim=True) + (u + d * u32) * size
     from_p = (p_error * dp.abs() + ref.p * dp_error).sum(-1, keepdim=True)
     both, centred = dp_error + from_o + from_p, (dp - ref.delta).abs()
     ds = ref.p * centred

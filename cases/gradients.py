@@ -1,6 +1,7 @@
 """The paper's equations 1 and 2: how an error of delta becomes an error of dQ and of the query weights' gradient."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from tiebreak.cases.errors import by_key_head
 from tiebreak.cases.verdicts import Interval, interval
 from tiebreak.kernels.formats import Format
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.reference import Reference, reference_gradients
 
 
@@ -17,9 +18,27 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float((a * b).sum() / (a.norm() * b.norm()))
 
 
-def relative_error(out: Tensor, ref: Tensor) -> float:
-    """Norm of the difference over the norm of the reference."""
-    return float((out.double() - ref).norm() / ref.norm())
+@dataclass(frozen=True)
+class ExactGradients:
+    """The fp64 gradients with their norms, which are as large as K and V, for all kernels."""
+
+    gradients: tuple[Tensor, Tensor, Tensor]  # dQ, dK and dV
+    norms: tuple[Tensor, Tensor, Tensor]  # of each
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs, ref: Reference) -> "ExactGradients":
+        """Those of a batch."""
+        dq, dk, dv = reference_gradients(inputs, ref)
+        return cls((dq, dk, dv), (dq.norm(), dk.norm(), dv.norm()))
+
+    def relative_errors(self, gradients: Gradients) -> tuple[float, ...]:
+        """Of dQ, dK and dV: the norm of the difference over the norm of the reference."""
+        found = (gradients.dq, gradients.dk, gradients.dv)
+        return tuple(
+            # In place: a fresh large tensor costs as much as what is computed into it.
+            float(out.to(torch.float64, copy=True).sub_(exact).norm() / norm)
+            for out, exact, norm in zip(found, self.gradients, self.norms, strict=True)
+        )
 
 
 def weight_gradient(dq: Tensor, x: Tensor) -> Tensor:
@@ -28,7 +47,7 @@ def weight_gradient(dq: Tensor, x: Tensor) -> Tensor:
 
 
 def gradient_measures(
-    output: AttentionOutput, inputs: AttentionInputs, ref: Reference, exact: tuple[Tensor, Tensor, Tensor] | None = None
+    output: AttentionOutput, inputs: AttentionInputs, ref: Reference, exact: ExactGradients | None = None
 ) -> dict[str, float]:
     """Errors of the gradients, and how much of dQ's and dW_Q's error is the error of delta.
 
@@ -46,17 +65,18 @@ def gradient_measures(
     """
     gradients = output.gradients
     assert gradients is not None, "the kernel was run without its backward pass"
-    dq, dk, dv = exact or reference_gradients(inputs, ref)
+    exact = exact or ExactGradients.of(inputs, ref)
     delta = gradients.delta
     if delta is None:
         delta = (inputs.do.double() * output.o.double()).sum(-1, keepdim=True)
     predicted = inputs.scale * (delta.double() - ref.delta) * ref.pk
-    error = dq - gradients.dq.double()
+    error = exact.gradients[0] - gradients.dq.double()
+    dq_error, dk_error, dv_error = exact.relative_errors(gradients)
     x = inputs.q.double()
     return {
-        "dq_relative_error": relative_error(gradients.dq, dq),
-        "dk_relative_error": relative_error(gradients.dk, dk),
-        "dv_relative_error": relative_error(gradients.dv, dv),
+        "dq_relative_error": dq_error,
+        "dk_relative_error": dk_error,
+        "dv_relative_error": dv_error,
         "equation_1_cosine": cosine(error, predicted),
         "equation_2_cosine": cosine(weight_gradient(error, x), weight_gradient(predicted, x)),
     }

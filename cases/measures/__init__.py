@@ -71,8 +71,8 @@ class Observed:
         found, batch = self.outputs[0].gradients, self.batches[0]
         if found is None:
             return {}
-        bounds = gradient_bounds(batch.inputs, batch.ref, self.declaration)
-        return gradient_faults((found.dq, found.dk, found.dv), batch.gradients, bounds)
+        bounds = gradient_bounds(batch.bounds, self.declaration)
+        return gradient_faults((found.dq, found.dk, found.dv), batch.gradients.gradients, bounds)
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,16 @@ def _ulps(name: str, seen: Observed) -> Value:
     gradients, batch = seen.outputs[0].gradients, seen.batches[0]
     if gradients is None:
         return None
-    return ulps_of_rows(getattr(gradients, name), batch.gradients[_NAMES.index(name)], batch.inputs.formats.output)
+    return ulps_of_rows(
+        getattr(gradients, name), batch.gradients.gradients[_NAMES.index(name)], batch.inputs.formats.output
+    )
 
 
 def _delta(seen: Observed) -> Value:
     gradients, batch = seen.outputs[0].gradients, seen.batches[0]
     if gradients is None or gradients.delta is not None:
         return None
-    return delta_error_of(gradients.dq, batch.inputs, batch.ref, batch.gradients[0])
+    return delta_error_of(gradients.dq, batch.inputs, batch.ref, batch.gradients.gradients[0])
 
 
 def _one(name: str, seen: Observed) -> Value:

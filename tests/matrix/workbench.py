@@ -8,7 +8,6 @@ from torch import Tensor
 from tiebreak.backends.backend import EMULATION, Backend
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases.batch import Batch
-from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.captured import without_cancelled
 from tiebreak.cases.case import Case
 from tiebreak.cases.errors import Errors, measure
@@ -22,21 +21,36 @@ from tiebreak.matrix.settings import Settings
 
 
 class _Shared(EmulatedArithmetic):
-    """The emulation's arithmetic, with products of a batch's inputs, such as Q K^T, computed once for all kernels."""
+    """The emulation's arithmetic, with what depends on a batch's inputs alone computed once for all kernels.
+
+    That is products of two of them, such as Q K^T, and where only one is an operand its values in fp64.
+    """
 
     def __init__(self, inputs: AttentionInputs) -> None:
         """Share products of these inputs, which must outlive it: it knows them by where they lie."""
         self._inputs = {_storage(tensor) for tensor in (inputs.q, inputs.k, inputs.v, inputs.do)}
         self._products: dict[tuple[object, ...], Tensor] = {}
+        self._wide: dict[tuple[object, ...], Tensor] = {}
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
         """As `EmulatedArithmetic.matmul`."""
         if not {_storage(a), _storage(b)} <= self._inputs:
+            if accumulator is Accumulator.EXACT:
+                a, b = self._widened(a), self._widened(b)
             return super().matmul(a, b, cast, accumulator)
         key = (*_place(a), *_place(b), cast, accumulator)
         if key not in self._products:
             self._products[key] = super().matmul(a, b, cast, accumulator)
         return self._products[key]
+
+    def _widened(self, x: Tensor) -> Tensor:
+        """An input in fp64, in which an exact sum is computed; anything else as it is."""
+        if _storage(x) not in self._inputs:
+            return x
+        key = _place(x)
+        if key not in self._wide:
+            self._wide[key] = x.double()
+        return self._wide[key]
 
 
 def _storage(x: Tensor) -> int:
@@ -71,7 +85,7 @@ class Workbench:
     settings: Settings
     _key: tuple[str, str] = ("", "")
     _batches: dict[int, SharedBatch] = field(default_factory=dict)
-    _bounds: dict[tuple[RoundingPlan, int, int], Tensor] = field(default_factory=dict)
+    _bounds: dict[tuple[RoundingPlan, str, int, int], Tensor] = field(default_factory=dict)
     _emulated: dict[tuple[Declaration, int], tuple[AttentionOutput, Errors]] = field(default_factory=dict)
 
     def batch(self, case: Case, fmt: Format, index: int) -> SharedBatch:
@@ -88,10 +102,11 @@ class Workbench:
     def bound(self, case: Case, fmt: Format, index: int, declaration: Declaration) -> Tensor:
         """Error bound of every element of O under a declaration."""
         batch = self.batch(case, fmt, index)
-        # The shift rule is not in it: kernels of one plan share a bound.
-        key = (declaration.plan, batch.clipped(declaration).block.keys, index)
+        # Where S - m is not rounded the shift rule is not in it: kernels of one plan share a bound.
+        rule = declaration.shift_rule.name if declaration.plan.shifted.narrows else ""
+        key = (declaration.plan, rule, batch.clipped(declaration).block.keys, index)
         if key not in self._bounds:
-            self._bounds[key] = error_bound(batch.inputs, batch.ref, declaration)
+            self._bounds[key] = batch.bounds.of(declaration)
         return self._bounds[key]
 
     def measure(self, case: Case, fmt: Format, index: int, output: AttentionOutput, declaration: Declaration) -> Errors:

@@ -1,5 +1,6 @@
 """What cells of one case share: computed once, and the same to the bit as without sharing."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,9 @@ from torch import Tensor
 from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.emulation import arithmetic
 from tiebreak.backends.emulation.accumulators import ACCUMULATIONS, Accumulation
-from tiebreak.cases import batch
+from tiebreak.cases import gradients as gradients_module
 from tiebreak.cases.bounds import error_bound
-from tiebreak.cases.gradients import gradient_measures
+from tiebreak.cases.gradients import ExactGradients, gradient_measures
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.flash import BLOCK, Block
@@ -59,6 +60,22 @@ def test_kernels_of_one_plan_and_as_many_tiles_share_a_bound_and_others_do_not(b
         assert not torch.equal(bench.bound(CASES["random"], BF16, 0, other), bound)
 
 
+def test_bounds_of_all_plans_look_at_k_and_v_once(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = bench.batch(CASES["random_grouped"], BF16, 0)
+    asked: list[str] = []
+    for name in ("expanded_k", "expanded_v"):
+        method = getattr(AttentionInputs, name)
+
+        def noted(inputs: AttentionInputs, method: Callable[[AttentionInputs], Tensor] = method) -> Tensor:
+            asked.append(method.__name__)
+            return method(inputs)
+
+        monkeypatch.setattr(AttentionInputs, name, noted)
+    for kernel in ("flash@paper", "flash@fused", "standard"):
+        shared.bounds.of(declared(kernel))
+    assert sorted(asked) == ["expanded_k", "expanded_v"]
+
+
 @pytest.mark.parametrize("block", [BLOCK, Block(queries=3, keys=20)], ids=["one_tile", "tiles"])
 @pytest.mark.parametrize("case", ["random_causal", "random_grouped", "repeated_tiny"])
 def test_the_emulation_of_every_kernel_is_the_same_to_the_bit_as_alone(
@@ -84,8 +101,10 @@ def test_the_product_of_q_and_k_is_computed_once_for_all_kernels(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     products: list[tuple[int, ...]] = []
+    wide: list[int | None] = []  # where the second operand lies, if it comes in fp64
 
     def matmul(a: Tensor, b: Tensor) -> Tensor:
+        wide.append(b.data_ptr() if b.dtype == torch.float64 else None)
         products.append((*a.shape[-2:], b.shape[-1]))
         return EXACT.matmul(a, b)
 
@@ -94,6 +113,8 @@ def test_the_product_of_q_and_k_is_computed_once_for_all_kernels(
     for name in ("flash@paper", "flash@all_bf16", "dithered@paper"):
         bench.emulated(CASES["no_tail"], BF16, 0, declared(name))
     assert products == [(4, 64, 128), *[(4, 128, 64)] * 3]  # Q K^T, and P V of each
+    assert None not in wide[1:]
+    assert len(set(wide[1:])) == 1  # V, made fp64 once
 
 
 def test_a_product_of_inputs_that_someone_has_written_to_is_computed_anew(bench: Workbench) -> None:
@@ -114,11 +135,11 @@ def test_the_references_gradients_are_computed_once_a_batch(bench: Workbench, mo
         asked.append(inputs)
         return reference_gradients(inputs, ref)
 
-    monkeypatch.setattr(batch, "reference_gradients", gradients)
+    monkeypatch.setattr(gradients_module, "reference_gradients", gradients)
     records = [run_cell(cell(name, "random_causal"), bench) for name in ("flash@paper", "standard")]
     assert len(asked) == 1
     shared = bench.batch(CASES["random_causal"], BF16, 0)
     output, _ = bench.emulated(CASES["random_causal"], BF16, 0, declared("standard"))
-    alone = gradient_measures(output, shared.inputs, shared.ref, reference_gradients(shared.inputs, shared.ref))
+    alone = gradient_measures(output, shared.inputs, shared.ref, ExactGradients.of(shared.inputs, shared.ref))
     assert len(alone) == 5
     assert {name: records[1].measures[name] for name in alone} == alone
