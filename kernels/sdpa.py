@@ -92,6 +92,10 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.names: set[str] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to keep it out of what is compiled loads torch's compiler, and nothing is compiled here
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(func.name())
         return func(*args, **(kwargs or {}))

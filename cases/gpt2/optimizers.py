@@ -4,7 +4,9 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.optim import AdamW, Optimizer
+from torch.optim.adamw import adamw as adamw_update
 
 from tiebreak.cases.gpt2.model import GPT2
 
@@ -66,3 +68,43 @@ def adamw(weights: list[torch.nn.Parameter], rate: float = 1e-3, epsilon: float 
         epsilon: added to the root of the second moment.
     """
     return AdamW(weights, rate, betas=_BETAS, eps=epsilon, weight_decay=0.0)
+
+
+class LightAdamW:
+    """`adamw` at one rate, to the bit. To make or step torch's own loads its compiler first: seconds a process."""
+
+    def __init__(self, weights: list[torch.nn.Parameter], rate: float, epsilon: float) -> None:
+        """As `adamw`."""
+        self._weights, self._rate, self._epsilon = weights, rate, epsilon
+        self._first, self._second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
+        self._steps = [torch.zeros(()) for _ in weights]  # on the host, as torch's
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for weight in self._weights:
+            weight.grad = None
+
+    def step(self) -> None:
+        """Update the weights that have a gradient."""
+        given: list[tuple[Tensor, ...]] = [
+            (weight, weight.grad, first, second, steps)
+            for weight, first, second, steps in zip(self._weights, self._first, self._second, self._steps, strict=True)
+            if weight.grad is not None
+        ]
+        weights, gradients, firsts, seconds, counts = ([one[at] for one in given] for at in range(5))
+        with torch.no_grad():
+            adamw_update(
+                weights,
+                gradients,
+                firsts,
+                seconds,
+                [],
+                counts,
+                amsgrad=False,
+                beta1=_BETAS[0],
+                beta2=_BETAS[1],
+                lr=self._rate,
+                weight_decay=0.0,
+                eps=self._epsilon,
+                maximize=False,
+            )

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from types import MappingProxyType
 
-import torch
 from torch import Tensor, nn
 
 from tiebreak.cases.gpt2 import scripting
@@ -20,7 +19,7 @@ from tiebreak.cases.gpt2.data import Batches, corpus
 from tiebreak.cases.gpt2.mitigations import QKClip
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, Configuration
 from tiebreak.cases.gpt2.monitors import MEASURES, GradientDirection, Recorder, spectral_norms
-from tiebreak.cases.gpt2.optimizers import EPSILON, adamw
+from tiebreak.cases.gpt2.optimizers import EPSILON, LightAdamW
 from tiebreak.cases.gpt2.scripting import HEAD, LAYER, Script
 from tiebreak.cases.gpt2.variants import Variant, variant_names
 from tiebreak.cases.measures import Measure
@@ -392,7 +391,7 @@ def _train(
 ) -> tuple[list[float], list[int], list[float]]:
     """Losses, one a step; the steps of the readings, and the scripted head's norm of W_Q at each."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = adamw(weights, snippet.rate, snippet.epsilon)
+    optimizer = LightAdamW(weights, snippet.rate, snippet.epsilon)
     losses: list[float] = []
     steps: list[int] = []
     norms: list[float] = []
@@ -431,7 +430,7 @@ def _step(
     model: GPT2,
     batch: tuple[Tensor, Tensor],
     step: int,
-    optimizer: torch.optim.Optimizer,
+    optimizer: LightAdamW,
     weights: list[nn.Parameter],
 ) -> float:
     tokens, targets = (part.to(model.tokens.weight.device) for part in batch)

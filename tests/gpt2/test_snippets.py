@@ -1,6 +1,8 @@
 """The snippets' claims at one seed, what they rest on, and that they repeat to the bit."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -31,6 +33,18 @@ from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Declaration
 
 ROUNDED, UNROUNDED = variants(rounded=True), variants(rounded=False)
+
+_COMPILER = """
+import sys
+from dataclasses import replace
+from tiebreak.backends.backend import CPU
+from tiebreak.cases.gpt2.snippets import RUNAWAY, run_snippet
+from tiebreak.cases.gpt2.variants import Variant
+
+for kernel in CPU.vendor_kernels():
+    run_snippet(replace(RUNAWAY, steps=2), Variant(kernel.name, kernel), CPU.arithmetic, 0)
+assert "torch._dynamo" not in sys.modules
+"""
 
 
 def _run(
@@ -242,3 +256,8 @@ def test_a_loss_that_breaks_down_as_claimed_holds_and_one_that_does_not_falls() 
     assert fell(_run(replace(SHORT, said=(), own_claims=(claim,), steps=4), ROUNDED["o_fp32"])) == [
         "finite_steps < 3.5"
     ]
+
+
+def test_no_run_loads_torchs_compiler() -> None:
+    """It takes seconds to load, in every worker."""
+    subprocess.run([sys.executable, "-c", _COMPILER], check=True, timeout=300)
