@@ -3,9 +3,10 @@
 A case claims nothing, but it is a failure input: `--fair` asks for no bias on it.
 """
 
+import math
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -23,7 +24,7 @@ from tiebreak.kernels.reference import Reference
 
 CANCELLED = 0.25  # an element below this share of sum P |V| is left out: it has cancelled
 
-_FILE = re.compile(r"inputs-([0-9]+)\.safetensors")
+FILE = re.compile(r"inputs-([0-9]+)(?:-rank([0-9]+))?\.safetensors")  # a rank: of the process that wrote it
 _KEY = re.compile(r"layer([0-9]+)\.(?:q|k|v|do)")
 _PARTS = ("q", "k", "v", "do")
 _FORMATS = {"BF16": BF16, "F16": FP16, "F32": FP32}  # as files call them
@@ -42,6 +43,8 @@ class _Layer:
     path: Path
     number: str  # as the file's keys write it
     causal: bool
+    scale: float | None  # of the scores; None: 1/sqrt(d)
+    checksum: str | None  # of the whole layer, as its writer took it; None: it took none
     fmt: Format  # that the tensors are in
     groups: int  # query heads per key head
     heads: int  # query heads used, the first of batch x heads
@@ -54,12 +57,13 @@ class _Layer:
 
 
 def captured_cases(folder: Path) -> tuple[Case, ...]:
-    """A case for every layer in every file `inputs-STEP.safetensors` of a folder, by step and layer.
+    """A case for every layer in every file of captured tensors in a folder, by step, rank and layer.
 
     Only the files' headers are read.
 
     Args:
-        folder: with at least one such file; others in it are ignored.
+        folder: with at least one file `inputs-STEP.safetensors` or `inputs-STEP-rankR.safetensors`; others in it are
+            ignored.
 
     Raises:
         CapturedError: no such folder or file, an unreadable file, or layers that are no call of attention; also where
@@ -67,10 +71,27 @@ def captured_cases(folder: Path) -> tuple[Case, ...]:
     """
     if not folder.is_dir():
         raise CapturedError(f"--captured {folder}: no such folder")
-    files = [(int(found[1]), path) for path in folder.iterdir() if (found := _FILE.fullmatch(path.name))]
+    files = [
+        (int(found[1]), int(found[2] or 0), path) for path in folder.iterdir() if (found := FILE.fullmatch(path.name))
+    ]
     if not files:
         raise CapturedError(f"--captured {folder}: no file in it is called inputs-STEP.safetensors, STEP a number")
-    return tuple(_case(layer, folder) for _, path in sorted(files) for layer in _layers(path))
+    return tuple(_case(layer, folder) for *_, path in sorted(files) for layer in _layers(path))
+
+
+def layer_checksum(tensors: Mapping[str, Tensor], causal: bool, scale: float | None) -> str:
+    """What tells a captured layer from one that was changed later: a CRC-32, as text.
+
+    Args:
+        tensors: q, k, v and do, and o where it is kept, by these names, on the host.
+        causal: as the file says.
+        scale: as the file says; None where it says nothing.
+    """
+    crc = zlib.crc32(f"causal={causal} scale={scale!r}".encode())
+    for name, tensor in sorted(tensors.items()):
+        crc = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), crc)
+        crc = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, crc)
+    return f"{crc:08x}"
 
 
 def without_cancelled(found: Errors, output: Tensor, inputs: AttentionInputs, ref: Reference) -> Errors:
@@ -101,8 +122,9 @@ def without_cancelled(found: Errors, output: Tensor, inputs: AttentionInputs, re
 
 
 def _case(layer: _Layer, folder: Path) -> Case:
-    found = _FILE.fullmatch(layer.path.name)
+    found = FILE.fullmatch(layer.path.name)
     assert found is not None
+    rank = "" if found[2] is None else f".rank={found[2]}"
     stock = Stock(
         heads=layer.heads,
         groups=layer.groups,
@@ -111,7 +133,7 @@ def _case(layer: _Layer, folder: Path) -> Case:
         checksum=partial(_checksum, layer),
     )
     return Case(
-        f"captured[step={found[1]}.layer={layer.number}]",  # no comma: --cases takes lists
+        f"captured[step={found[1]}{rank}.layer={layer.number}]",  # no comma: --cases takes lists
         f"layer {layer.number} as captured in step {found[1]}",
         layer.path.name,
         partial(_inputs, layer=layer, stock=stock),
@@ -139,18 +161,31 @@ def _layers(path: Path) -> list[_Layer]:
         numbers = {found[1] for key in keys if (found := _KEY.fullmatch(key))}
         if not numbers:
             raise CapturedError(f"{path}: no layers; expected keys such as layer0.q")
-        causal = _causal(path, file.metadata() or {})
-        return [_layer(path, file, number, causal) for number in sorted(numbers, key=int)]
+        return [_layer(path, file, number, file.metadata() or {}) for number in sorted(numbers, key=int)]
 
 
-def _causal(path: Path, metadata: dict[str, str]) -> bool:
-    causal = metadata.get("causal", "missing")
+def _causal(path: Path, metadata: Mapping[str, str], number: str) -> bool:
+    causal = metadata.get(f"layer{number}.causal", metadata.get("causal", "missing"))
     if causal not in {"true", "false"}:
         raise CapturedError(f"{path}: metadata causal is {causal}; expected true or false")
     return causal == "true"
 
 
-def _layer(path: Path, file: Any, number: str, causal: bool) -> _Layer:
+def _scale(path: Path, metadata: Mapping[str, str], number: str) -> float | None:
+    told = metadata.get(f"layer{number}.scale", metadata.get("scale"))
+    if told is None:
+        return None
+    try:
+        scale = float(told)
+    except ValueError:
+        scale = math.nan
+    if not 0 < scale < math.inf:
+        raise CapturedError(f"{path}: metadata scale is {told}; expected a positive number, or none for 1/sqrt(d)")
+    return scale
+
+
+def _layer(path: Path, file: Any, number: str, metadata: Mapping[str, str]) -> _Layer:
+    causal, scale = _causal(path, metadata, number), _scale(path, metadata, number)
     names = {part: f"layer{number}.{part}" for part in _PARTS}
     if missing := sorted(set(names.values()) - set(file.keys())):
         raise CapturedError(f"{path}: {', '.join(missing)} is missing")
@@ -164,7 +199,8 @@ def _layer(path: Path, file: Any, number: str, causal: bool) -> _Layer:
     q, k = _shapes(path, number, causal, {part: tuple(found.get_shape()) for part, found in slices.items()})
     heads, groups = q[0] * q[1], q[1] // k[1]
     used = _used(heads, groups, queries=q[2], keys=k[2], causal=causal)
-    return _Layer(path, number, causal, _FORMATS[ours], groups, *used)
+    checksum = metadata.get(f"layer{number}.crc32")
+    return _Layer(path, number, causal, scale, checksum, _FORMATS[ours], groups, *used)
 
 
 def _shapes(
@@ -215,7 +251,18 @@ class _Tensors:
 @lru_cache(maxsize=1)  # the cells of one case follow each other on a worker
 def _load(layer: _Layer) -> _Tensors:
     with _opened(layer.path) as file:
+        _hold_to_checksum(layer, file)
         return _Tensors(*(_part(layer, file, part) for part in _PARTS))
+
+
+def _hold_to_checksum(layer: _Layer, file: Any) -> None:
+    if layer.checksum is None:
+        return
+    here = set(file.keys())
+    tensors = {part: file.get_tensor(layer.key(part)) for part in (*_PARTS, "o") if layer.key(part) in here}
+    if layer_checksum(tensors, layer.causal, layer.scale) != layer.checksum:
+        told = f"layer{layer.number} is not what was captured: its checksum differs"
+        raise CapturedError(f"{layer.path}: {told}; capture it anew, or leave its case out with --cases")
 
 
 def _part(layer: _Layer, file: Any, part: str) -> Tensor:
@@ -234,6 +281,7 @@ def _checksum(layer: _Layer) -> int:
     except CapturedError:
         return 0
     crc = zlib.crc32(b"causal" if layer.causal else b"")
+    crc = crc if layer.scale is None else zlib.crc32(f"scale={layer.scale!r}".encode(), crc)
     for tensor in (tensors.q, tensors.k, tensors.v, tensors.do):
         crc = zlib.crc32(tensor.contiguous().numpy().tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode(), crc))
     return crc
@@ -251,4 +299,13 @@ def _inputs(draw: Draw, layer: _Layer, stock: Stock) -> AttentionInputs:
             told += "; give another --dtype, or leave its case out with --cases"
             raise CapturedError(f"{layer.path}: {layer.key(part)} {told}")
     q, k, v, do = (rounded[part] for part in _PARTS)
-    return AttentionInputs(q, k, v, do, draw.formats, causal=layer.causal, noise_seed=noise_seed(draw))
+    return AttentionInputs(
+        q,
+        k,
+        v,
+        do,
+        draw.formats,
+        causal=layer.causal,
+        noise_seed=noise_seed(draw),
+        softmax_scale=layer.scale,
+    )

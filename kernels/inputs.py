@@ -77,7 +77,7 @@ class AttentionInputs:
             OBLONG_CAUSAL: self.causal and self.q.shape[2] != self.k.shape[2],
             KEY_PADDING: self.key_padding is not None,
             BLIND_ROWS: self._blind(),
-            OWN_SCALE: self.softmax_scale is not None,
+            OWN_SCALE: self.softmax_scale not in (None, 1.0 / math.sqrt(self.q.shape[-1])),
             MIXED_FORMATS: {self.formats.operands, self.formats.output} != {self.formats.inputs},
         }
         return tuple(feature for feature, needed in asked.items() if needed)

@@ -1,0 +1,7 @@
+"""Capture the attention calls of any torch model as it trains, as cases for the matrix (docs/captured.md)."""
+
+from tiebreak.cases.capture.folder import CaptureError
+from tiebreak.cases.capture.session import Capture, capture
+from tiebreak.cases.capture.watching import AttentionModule
+
+__all__ = ["AttentionModule", "Capture", "CaptureError", "capture"]

@@ -1,0 +1,205 @@
+"""What a model's call of attention asked for, in the words of the captured format; or why the format can't hold it."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_AS_DEFAULT = 1e-12  # relative: d**-0.5 and 1/sqrt(d) differ in their last bit
+# What Hugging Face's attention functions may be told beside q, k, v, mask, dropout, scale and is_causal.
+_UNHELD_WORDS = {
+    "softcap": "a soft cap",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a position bias",
+    "head_mask": "a head mask",
+    "cu_seq_lens_q": "packed sequences",
+}
+
+
+class NotHeldError(Exception):
+    """A call that the captured format has no place for; the message says what of it, after "calls with"."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """softmax(scale q k^T) v, as the kernel was given it. The tensors are the model's own, detached."""
+
+    q: Tensor  # (batch, heads, queries, d)
+    k: Tensor  # (batch, key heads, keys, d)
+    v: Tensor  # (batch, key heads, keys, d)
+    causal: bool  # query i sees keys 0 .. i + keys - queries
+    scale: float | None  # None: 1/sqrt(d)
+    factor: float = 1.0  # a power of two that belongs into q: what folds another scale into 1/sqrt(d)
+    sure: bool = False  # whether the function that was called says so, or it is what its words most likely mean
+
+    @property
+    def alpha(self) -> float:
+        """The factor of q k^T as the model has q."""
+        return (1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale) * self.factor
+
+
+@dataclass
+class Masks:
+    """What masks turned out to be. Finding out waits for the device, and all layers of a step mostly share one."""
+
+    _known: dict[tuple[object, ...], tuple[Tensor, bool | None]] = field(default_factory=dict)
+
+    def causal(self, mask: Tensor, queries: int, keys: int) -> bool | None:
+        """Whether a mask is causal; False where it hides nothing, None where it is any other mask."""
+        key = (mask.data_ptr(), mask.shape, mask.stride(), mask._version, queries, keys)
+        if key not in self._known:
+            self._known[key] = (mask, _causal(mask.detach(), queries, keys))  # held: its address is not given away
+        return self._known[key][1]
+
+
+def _causal(mask: Tensor, queries: int, keys: int) -> bool | None:
+    if mask.dtype == torch.bool:
+        hidden, plain = ~mask, torch.ones((), dtype=torch.bool, device=mask.device)
+    else:
+        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        plain = ((mask == 0) | hidden).all()
+    later = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).triu(keys - queries + 1)
+    try:
+        as_causal = (hidden == later).all()
+    except RuntimeError:  # of a shape that does not go with the scores: packed, or of blocks
+        return None
+    zeros, nothing, causal = torch.stack([plain, ~hidden.any(), as_causal]).tolist()
+    if not zeros:
+        return None
+    return False if nothing else (True if causal else None)
+
+
+def sdpa_call(
+    masks: Masks,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **more: Any,
+) -> AttentionCall:
+    """A call of `torch.nn.functional.scaled_dot_product_attention`, by its own arguments.
+
+    Raises:
+        NotHeldError: the format can't hold it.
+    """
+    del enable_gqa  # the shapes say it
+    if more:
+        raise NotHeldError(f"{', '.join(more)}")
+    if dropout_p > 0:
+        raise NotHeldError("dropout")
+    q, k, v = _tensors(query, key, value)
+    causal = is_causal
+    if attn_mask is not None:
+        causal = _told(masks, attn_mask, q.shape[2], k.shape[2])
+    elif is_causal:  # PyTorch's flag lets query i see keys 0 .. i: the later ones take no part
+        k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
+    return replace(_call(q, k, v, causal, scale), sure=True)
+
+
+def hugging_face_call(
+    name: str,
+    masks: Masks,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **more: Any,
+) -> AttentionCall:
+    """A call of one of Hugging Face's attention functions, by the arguments that they share.
+
+    Args:
+        name: of the function: `eager` is told of a causal mask by the mask alone, all others by a flag too.
+        masks: of this step.
+        module: the attention module, whose `is_causal` counts where the call says nothing.
+        query, key, value: (batch, heads, tokens, d), key and value perhaps of fewer heads.
+        attention_mask: None, (batch, keys), or to be broadcast to the scores.
+        dropout: of P.
+        scaling: alpha.
+        is_causal: the call's flag.
+        more: what else the function was told.
+
+    Raises:
+        NotHeldError: the format can't hold it.
+    """
+    for word, told in _UNHELD_WORDS.items():
+        if more.get(word) is not None:
+            raise NotHeldError(told)
+    if dropout > 0:
+        raise NotHeldError("dropout")
+    q, k, v = _tensors(query, key, value)
+    window = more.get("sliding_window")
+    if name != "eager" and window is not None and window < k.shape[2]:
+        raise NotHeldError("a sliding window")
+    if attention_mask is not None and not isinstance(attention_mask, Tensor):
+        raise NotHeldError(f"a {type(attention_mask).__name__}")
+    flag = False if name == "eager" else bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if attention_mask is None:
+        causal = flag
+    elif attention_mask.dim() == 2 and name != "eager":
+        if not bool(attention_mask.all()):
+            raise NotHeldError("padding")
+        causal = flag
+    else:
+        causal = _told(masks, attention_mask, q.shape[2], k.shape[2])
+    return _call(q, k, v, causal, scaling)
+
+
+def plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> AttentionCall:
+    """A call whose tensors, (batch, heads, tokens, d), and mask are known.
+
+    Raises:
+        NotHeldError: the format can't hold it.
+    """
+    return _call(*_tensors(q, k, v), causal, scale)
+
+
+def _told(masks: Masks, mask: Tensor, queries: int, keys: int) -> bool:
+    causal = masks.causal(mask, queries, keys)
+    if causal is None:
+        raise NotHeldError("a mask that is not causal")
+    return causal
+
+
+def _tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three as the kernel takes them: under autocast, in its format."""
+    for tensor in (q, k, v):
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_nested:
+            raise NotHeldError("nested tensors" if tensor.is_nested else f"tensors of class {type(tensor).__name__}")
+        if tensor.dim() not in (3, 4):
+            raise NotHeldError(f"tensors of {tensor.dim()} dimensions")
+    given = [tensor.detach() for tensor in (q, k, v)]
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        given = [tensor.to(torch.get_autocast_dtype(device)) for tensor in given]
+    if len({tensor.dtype for tensor in given}) > 1 or given[0].dtype not in _DTYPES:
+        raise NotHeldError(f"tensors in {', '.join(str(tensor.dtype).removeprefix('torch.') for tensor in given)}")
+    ours, keys, values = (tensor if tensor.dim() == 4 else tensor[:, None] for tensor in given)
+    return ours, keys, values
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> AttentionCall:
+    if k.shape != v.shape or q.shape[-1] != k.shape[-1]:
+        raise NotHeldError("V of another shape than K" if k.shape != v.shape else "K of another width than Q")
+    if q.shape[0] != k.shape[0] or not k.shape[1] or q.shape[1] % k.shape[1] or 0 in q.shape or 0 in k.shape:
+        raise NotHeldError("tensors that are empty, or whose batches or heads do not go together")
+    if causal and q.shape[2] > k.shape[2]:
+        raise NotHeldError("a causal mask of more queries than keys")
+    if scale is not None and not 0 < scale < math.inf:
+        raise NotHeldError("a scale that is not positive")
+    ratio = 1.0 if scale is None else scale * math.sqrt(q.shape[-1])
+    power = 2.0 ** round(math.log2(ratio))
+    if abs(ratio / power - 1) < _AS_DEFAULT:
+        return AttentionCall(q, k, v, causal, None, power)  # exact in q, so that every kernel can run it
+    return AttentionCall(q, k, v, causal, scale)

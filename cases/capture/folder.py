@@ -1,0 +1,194 @@
+"""A folder of captures under a budget: the least telling give way, and no reader ever sees half a file."""
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from torch import Tensor
+
+from tiebreak.cases.capture.telling import Candidate, Findings
+from tiebreak.cases.captured import FILE, layer_checksum
+
+_HEADER = 2**13  # of a file, about
+MB = 10**6
+
+
+class CaptureError(ValueError):
+    """Something that keeps a capture from being made; one line that names the argument or the file."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A file of this process's captures."""
+
+    bytes: int
+    telling: float
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a capture, and what its statistics say."""
+
+    candidate: Candidate
+    found: Findings
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CaptureError(f"capture: cannot write to {folder}: {error.strerror or error}") from error
+
+
+class Folder:
+    """The files of one process in a folder that several may share: each has its own names and its own share."""
+
+    def __init__(self, path: Path, budget: int, rank: int, ranks: int) -> None:
+        """Take stock of what earlier runs left.
+
+        Args:
+            path: of the folder; made if it is not there.
+            budget: of the whole folder, bytes.
+            rank: this process's number, from 0.
+            ranks: how many processes share the folder.
+
+        Raises:
+            CaptureError: safetensors is missing, the folder can't be written to, or what is in it, and is not of
+                `capture`, leaves no room.
+        """
+        try:
+            self._save = import_module("safetensors.torch").save_file
+        except ImportError as error:
+            raise CaptureError("capture writes safetensors files: pip install safetensors") from error
+        self.path, self._suffix = path, f"-rank{rank}" if ranks > 1 else ""
+        with _told(path):
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path, prefix=".writable-"):
+                pass
+            for left in path.glob(f".inputs-*{self._suffix or '[0-9]'}.partial"):
+                left.unlink(missing_ok=True)  # of a run that was killed
+            sizes = {each: each.stat().st_size for each in path.iterdir() if FILE.fullmatch(each.name)}
+        told = {each: _telling(each) for each in sizes}
+        others = {f"-rank{other}" for other in range(ranks)} if ranks > 1 else {""}
+        ours = {each: found for each in sizes if (found := told[each]) is not None and _rank(each) in others}
+        foreign = sum(size for each, size in sizes.items() if each not in ours)
+        self.budget = (budget - foreign) // ranks
+        if self.budget <= 0:
+            raise CaptureError(
+                f"budget_mb={budget / MB:g}: {path} has {foreign / MB:.1f} MB of captures that are not this run's to"
+                " replace; raise it, or name another folder"
+            )
+        self.kept = {each: Kept(sizes[each], telling) for each, telling in ours.items() if _rank(each) == self._suffix}
+        self._make_room(0)
+
+    @property
+    def last_step(self) -> int | None:
+        """The highest step that any file in the folder is of."""
+        found = [int(each[1]) for path in self.path.iterdir() if (each := FILE.fullmatch(path.name))]
+        return max(found, default=None)
+
+    @property
+    def bytes(self) -> int:
+        """What this process's files take."""
+        return sum(kept.bytes for kept in self.kept.values())
+
+    def file(self, step: int) -> Path:
+        """Where a step's capture of this process goes."""
+        return self.path / f"inputs-{step:06d}{self._suffix}.safetensors"
+
+    def fits(self, sizes: Sequence[int]) -> int:
+        """How many layers of these sizes, the first, fit in the whole budget."""
+        total, fitting = _HEADER, 0
+        for size in sizes:
+            total += size
+            fitting += total <= self.budget
+        return fitting
+
+    def wants(self, size: int, telling: float) -> bool:
+        """Whether a capture of this size is more telling than what has to give way to it."""
+        weaker = sum(kept.bytes for kept in self.kept.values() if kept.telling < telling)
+        return self.bytes - weaker + size + _HEADER <= self.budget
+
+    def write(self, step: int, layers: Sequence[Layer]) -> Path | None:
+        """Write a capture, then let others give way.
+
+        Returns:
+            The file; None where an earlier run has left one of this name, which stays as it is.
+
+        Raises:
+            CaptureError: it can't be written; what was there stays.
+        """
+        path = self.file(step)
+        if path.exists():
+            return None
+        partial = path.with_name(f".{path.stem}.partial")
+        tensors, metadata = _content(step, layers)
+        with _told(self.path):
+            try:
+                self._save(tensors, partial, metadata)
+                size = partial.stat().st_size
+                os.replace(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
+        self._make_room(size)
+        self.kept[path] = Kept(size, max(layer.found.telling for layer in layers))
+        return path
+
+    def _make_room(self, size: int) -> None:
+        for path, _ in sorted(self.kept.items(), key=lambda item: item[1].telling):
+            if self.bytes + size <= self.budget:
+                break
+            path.unlink(missing_ok=True)
+            del self.kept[path]
+
+
+def _rank(path: Path) -> str:
+    found = FILE.fullmatch(path.name)
+    assert found is not None
+    return "" if found[2] is None else f"-rank{found[2]}"
+
+
+def _telling(path: Path) -> float | None:
+    """What a file says of how telling it is; None where it is not one of `capture`'s, which then never touches it."""
+    safetensors = import_module("safetensors")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return float((file.metadata() or {})["telling"])
+    except (OSError, KeyError, ValueError, safetensors.SafetensorError):
+        return None
+
+
+def _content(step: int, layers: Iterable[Layer]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a file."""
+    tensors: dict[str, Tensor] = {}
+    each: dict[str, str] = {}
+    masks: set[bool] = set()
+    for layer in layers:
+        one, found = layer.candidate, layer.found
+        assert one.do is not None
+        key, call = f"layer{one.layer}", one.call
+        parts = {"q": call.q, "k": call.k, "v": call.v, "o": one.o, "do": one.do}
+        host = {name: part.cpu().contiguous() for name, part in parts.items()}
+        tensors |= {f"{key}.{name}": part for name, part in host.items()} | {f"{key}.heads": one.heads.cpu()}
+        masks.add(call.causal)
+        each |= {f"{key}.causal": _word(call.causal), f"{key}.name": one.name}
+        each |= {} if call.scale is None else {f"{key}.scale": repr(call.scale)}
+        each[f"{key}.crc32"] = layer_checksum(host, call.causal, call.scale)
+        each |= _numbers(key, found)
+    telling = max(layer.found.telling for layer in layers)
+    whole = {"step": str(step), "telling": f"{telling:.6g}", "causal": _word(masks == {True})}
+    return tensors, whole | each
+
+
+def _numbers(key: str, found: Findings) -> Mapping[str, str]:
+    told = {"telling": found.telling, "repeated": found.repeated, "delta_bias": found.delta_bias}
+    return {f"{key}.{name}": f"{value:.6g}" for name, value in {**told, "largest": found.largest}.items()}
+
+
+def _word(value: bool) -> str:
+    return "true" if value else "false"

@@ -1,0 +1,270 @@
+"""The context manager that a training loop is put into."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from tiebreak.cases.capture.calls import AttentionCall, NotHeldError
+from tiebreak.cases.capture.folder import MB, CaptureError, Folder, Layer
+from tiebreak.cases.capture.telling import Candidate, aside, candidate, findings
+from tiebreak.cases.capture.watching import AttentionModule, Place, Watch, named_modules
+
+_UNLIKE = 0.1  # an O further from softmax(scale q k^T) v than this is that of another function
+_NOTHING: Mapping[str, AttentionModule] = MappingProxyType({})
+_SHOWN = 5  # files in the summary
+
+
+def capture(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    every: int = 50,
+    budget_mb: float = 256,
+    heads: int = 16,
+    layers: int = 4,
+    tokens: int = 1024,
+    memory_mb: float = 256,
+    start: int | None = None,
+    modules: Mapping[str, AttentionModule] = _NOTHING,
+    quiet: bool = False,
+) -> "Capture":
+    """Keep q, k, v, O and dO of the calls of attention that have most to tell, as a model trains.
+
+    Use it as a context manager around the loop, and call its `step()` at the end of every optimiser step::
+
+        with capture(model, "captured", every=50, budget_mb=256) as captured:
+            for batch in loader:
+                train(model, batch)
+                captured.step()
+
+    Seen are calls of `torch.nn.functional.scaled_dot_product_attention`, Hugging Face's attention functions, and the
+    modules that are named. Every `every`-th step is looked at: a few rows of every head tell how many repeat their
+    maximum, how biased delta = rowsum(dO * O) is, and the largest logit. The first forward pass of such a step counts,
+    not what gradient accumulation or activation checkpointing repeats. Calls that the captured format can't hold
+    (dropout, masks that are not causal, biases) are counted and named, not kept. The model's numbers stay the same to
+    the bit. There are no collective calls: under DDP and FSDP every process writes files of its own, named for its
+    rank, under its share of the budget.
+
+    Args:
+        model: any module whose submodules are called in training, not compiled. Its tensors are (batch, heads, tokens,
+            d), key heads perhaps fewer than heads; Hugging Face's functions return O as (batch, tokens, heads, d).
+        folder: where files `inputs-STEP.safetensors`, or `inputs-STEP-rankR.safetensors`, go. A second run into it goes
+            on under the same budget and overwrites nothing; one run at a time.
+        every: steps from one that is looked at to the next; those whose number it divides.
+        budget_mb: of all captures in the folder, 10^6 bytes each. The least telling give way to more telling ones.
+        heads: key heads of a layer that are kept, each with all its query heads, over all batch entries.
+        layers: of one step that are kept at most.
+        tokens: queries of a head that are kept at most, the first. Under a causal mask they see the first keys alone.
+        memory_mb: of the device, 10^6 bytes each, for what is looked at in one step; layers beyond it wait for a later.
+        start: the number of the first step; by default the one after the folder's last capture, or 0.
+        modules: names or globs of modules whose forward takes q, k and v and returns O, and what can't be seen of them.
+        quiet: print no summary at the end; `summary()` gives it.
+
+    Returns:
+        The context manager.
+
+    Raises:
+        CaptureError: on entry, where an argument or the folder can't be used or safetensors is missing; in the first
+            step that is looked at, where the budget is too small for a single head.
+    """
+    positive = {"every": every, "heads": heads, "layers": layers, "tokens": tokens}
+    for name, value in {**positive, "budget_mb": budget_mb, "memory_mb": memory_mb}.items():
+        if not value > 0:
+            raise CaptureError(f"{name}={value}: expected a positive number")
+    if start is not None and start < 0:
+        raise CaptureError(f"start={start}: expected a step's number, 0 or more")
+    settings = {**positive, "budget": int(budget_mb * MB), "memory": int(memory_mb * MB)}
+    return Capture(model, Path(folder), settings, start, modules, quiet)
+
+
+class Capture:
+    """See `capture`, which makes it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: Path,
+        settings: Mapping[str, int],
+        start: int | None,
+        modules: Mapping[str, AttentionModule],
+        quiet: bool,
+    ) -> None:
+        self._model, self._path, self._settings, self._quiet = model, folder, settings, quiet
+        self._start, self._patterns = start, modules
+        self._number = 0  # of the step that is running
+        self._undo = ExitStack()
+        self._layers: dict[Place, int] = {}  # numbers, by the order of the first forward pass
+        self._done: set[Place] = set()  # calls of this step that were looked at
+        self._candidates: list[Candidate] = []
+        self._held = 0  # bytes on the device
+        self._first = 0  # the layer from which on a step looks
+        self._left: list[int] = []  # layers that this step had no memory for
+        self.steps = 0  # in all
+        self.looked = 0  # steps that were looked at
+        self.calls: Counter[str] = Counter()  # by what became of them
+        self.written: list[Path] = []
+
+    def __enter__(self) -> "Capture":
+        """Start to watch.
+
+        Raises:
+            CaptureError: see `capture`.
+        """
+        for name, module in self._model.named_modules():
+            if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+                told = f"{name or 'model'} is compiled, which hides its calls"
+                raise CaptureError(f"{told}; give capture the model before torch.compile")
+        named = named_modules(self._model, self._patterns)
+        self._folder = Folder(self._path, self._settings["budget"], *_ranks())
+        last = self._folder.last_step
+        self._number = (0 if last is None else last + 1) if self._start is None else self._start
+        self._watch = Watch(self._model, named, self._seen)
+        self._undo.enter_context(self._watch.installed())
+        self._begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop, also after Ctrl-C: what was written is whole."""
+        self._undo.close()
+        self._candidates.clear()
+        if not self._quiet and _ranks()[0] == 0:
+            print(self.summary(), file=sys.stderr, flush=True)
+
+    def step(self) -> None:
+        """End a step of the optimiser; call it once a step, after the backward pass.
+
+        Raises:
+            CaptureError: a file can't be written, or the budget is too small for one head.
+        """
+        if self._watch.looking:
+            self.looked += 1
+            self._keep()
+        self.steps += 1
+        self._number += 1
+        self._begin()
+
+    def _begin(self) -> None:
+        self._done.clear()
+        self._candidates.clear()
+        self._left.clear()
+        self._held = 0
+        looking = self._number % self._settings["every"] == 0
+        if looking or self._watch.looking:
+            self._watch.look(looking)
+
+    def _seen(
+        self, place: Place, call: Callable[[], AttentionCall], out: Tensor, to_heads: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Look at one call; what repeats it in this step is none."""
+        layer = self._layers.setdefault(place, len(self._layers))
+        # Without a gradient: an evaluation, or the first pass of a checkpoint whose second pass has one.
+        if place in self._done or not out.requires_grad:
+            return
+        self._done.add(place)
+        if self._held > self._settings["memory"]:
+            self._left.append(layer)
+        if layer < self._first or self._held > self._settings["memory"]:
+            self.calls["left for another step (memory_mb)"] += 1
+            return
+        try:
+            asked = call()
+            if out.dtype not in (asked.q.dtype, torch.float32):
+                raise NotHeldError("O in another format than q")
+            with aside(out.device):
+                size, turn = (
+                    (self._settings["heads"], self._settings["tokens"]),
+                    self._number // self._settings["every"],
+                )
+                found = candidate(place.module, layer, asked, to_heads(out.detach()), *size, turn)
+        except NotHeldError as reason:
+            self.calls[f"with {reason}"] += 1
+            return
+        self._held += found.bytes
+        self._candidates.append(found)
+
+        def hook(gradient: Tensor) -> None:
+            with aside(gradient.device):
+                found.take(to_heads(gradient.detach()))
+
+        out.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _keep(self) -> None:
+        """Write the most telling layers of the step that ends, if they beat what is kept."""
+        self._first = min(self._left, default=0)
+        ended = [each for each in self._candidates if each.do is not None]
+        self.calls["without a gradient of O"] += len(self._candidates) - len(ended)
+        if not ended:
+            return
+        with aside(ended[0].o.device):
+            told = [each.summary() for each in ended]
+            numbers = torch.stack([each.to(told[0].device) for each in told]).tolist()
+        found = [Layer(each, findings(each_told)) for each, each_told in zip(ended, numbers, strict=True)]
+        good = [layer for layer in found if self._usable(layer)]
+        good.sort(key=lambda layer: -layer.found.telling)
+        self._write(good[: self._settings["layers"]])
+
+    def _usable(self, layer: Layer) -> bool:
+        self.calls["looked at"] += 1
+        if not layer.found.finite:
+            self.calls["with NaN or Inf"] += 1
+        elif layer.found.unlike > _UNLIKE and not layer.candidate.call.sure:
+            self.calls["whose O is not softmax(scale q k^T) v of what they were told"] += 1
+        else:
+            return True
+        return False
+
+    def _write(self, layers: list[Layer]) -> None:
+        if not layers:
+            return
+        fitting = self._folder.fits([layer.candidate.bytes for layer in layers])
+        chosen = layers[:fitting] or [self._narrowed(layers[0])]
+        if self._folder.wants(sum(layer.candidate.bytes for layer in chosen), chosen[0].found.telling):
+            path = self._folder.write(self._number, chosen)
+            if path is None:
+                self.calls["of a step that the folder has already"] += len(chosen)
+            else:
+                self.written.append(path)
+
+    def _narrowed(self, layer: Layer) -> Layer:
+        """Fewer heads of a layer that does not fit whole."""
+        one = layer.candidate
+        while not self._folder.fits([one.bytes]):
+            if one.o.shape[0] == 1:
+                told = f"one head of {one.name} takes {one.bytes / MB:.2f} MB, and the budget is"
+                raise CaptureError(f"budget_mb: {told} {self._folder.budget / MB:.2f} MB of this process; raise it")
+            one = one.narrowed()
+        return Layer(one, layer.found)
+
+    def summary(self) -> str:
+        """What was seen and kept, and the command to run next; several lines."""
+        folder = self._folder
+        lines = [
+            f"capture: looked at {self.looked} of {self.steps} steps, {self.calls['looked at']} calls of attention"
+        ]
+        if not self._layers and self.looked:
+            told = "torch's scaled_dot_product_attention, Hugging Face's attention functions and modules=... are seen"
+            lines.append(f"no call was seen: {told}")
+        lines += [f"not kept: {count} calls {why}" for why, count in self.calls.items() if count and why != "looked at"]
+        lines.append(
+            f"{len(folder.kept)} files, {folder.bytes / MB:.1f} of {folder.budget / MB:.1f} MB, in {folder.path}"
+        )
+        ranked = sorted(folder.kept.items(), key=lambda item: -item[1].telling)
+        lines += [f"  {path.name}  telling {kept.telling:.2f} of 3" for path, kept in ranked[:_SHOWN]]
+        if folder.kept:
+            lines.append(f"next: python -m pytest -n auto tests/matrix --captured {folder.path}")
+        return "\n".join(lines)
+
+
+def _ranks() -> tuple[int, int]:
+    """This process's number, and how many there are; nothing is sent."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1

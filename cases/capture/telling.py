@@ -1,0 +1,169 @@
+"""How much a call of attention has to tell: cheap statistics of a few rows of every head, computed on the device."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from tiebreak.cases.capture.calls import AttentionCall
+from tiebreak.kernels.vendor import exact_products
+
+ROWS = 16  # of every query head, spread evenly
+_SCORES = 2**22  # of one call that are looked at, at most
+_REPEATED = 1e-3  # another score within this of a row's maximum: the paper's eps
+_HARMFUL_DELTA = 1.5e-3  # delta's relative bias in the paper's failing kernel
+_HARMFUL_LOGIT = 88.0  # from here on exp underflows where a shift doubles the maximum
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the sampled rows of one layer say, numbers of the host."""
+
+    repeated: float  # share of rows whose maximum repeats
+    delta_bias: float  # mean of delta_lp - delta_hp over mean |delta_hp|, averaged over heads, of rowsum(dO * O)
+    drift: float  # |sum| / sum || of these errors: 1 where a head's errors have one sign
+    largest: float  # score
+    unlike: float  # median over rows of |O - softmax(scale q k^T) v| / |O|: large where the call was no such thing
+    finite: bool  # whether all that would be kept is
+
+    @property
+    def telling(self) -> float:
+        """0 to 3: how much of each of the three known causes of harm there is."""
+        delta = min(1.0, abs(self.delta_bias) / _HARMFUL_DELTA) * self.drift
+        return self.repeated + delta + min(1.0, max(0.0, self.largest) / _HARMFUL_LOGIT)
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """Compute beside a model: no graph, no autocast, no narrowed products; no random numbers are drawn."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), exact_products():
+        yield
+
+
+@dataclass
+class Candidate:
+    """The heads of one call that have most to tell, copied on the device; dO comes with the backward pass."""
+
+    name: str  # of the module that called
+    layer: int  # its number, by the order of the first forward pass
+    call: (
+        AttentionCall  # q (pairs, groups, queries, d), k and v (pairs, 1, keys, d): a pair is a batch entry's key head
+    )
+    o: Tensor  # (pairs, groups, queries, d)
+    heads: Tensor  # batch entry and key head of every pair, (pairs, 2)
+    rows: slice  # of the queries that were looked at
+    found: Tensor  # repeated and largest by pair, and unlike: (2 pairs + 1,)
+    error: Tensor  # O - softmax(scale q k^T) v of these rows, fp32, (pairs, groups, rows, d)
+    do: Tensor | None = field(default=None)  # as o
+
+    @property
+    def bytes(self) -> int:
+        """What it takes to keep it, on the device or in a file."""
+        parts = (self.call.q, self.call.k, self.call.v, self.o, self.o if self.do is None else self.do)
+        return sum(part.numel() * part.element_size() for part in parts)
+
+    def narrowed(self) -> "Candidate":
+        """The half of the heads, at least one, that had most to tell before the backward pass."""
+        pairs = max(1, self.o.shape[0] // 2)
+        q, k, v = (part[:pairs] for part in (self.call.q, self.call.k, self.call.v))
+        do = None if self.do is None else self.do[:pairs]
+        return replace(self, call=replace(self.call, q=q, k=k, v=v), o=self.o[:pairs], heads=self.heads[:pairs], do=do)
+
+    def take(self, do: Tensor) -> None:
+        """Keep the gradient of O, (batch, heads, queries, d) of the model; the first one that comes."""
+        if self.do is None:
+            self.do = _pick(do, self.heads, self.o.shape[1])[:, :, : self.o.shape[2]].clone()
+
+    def summary(self) -> Tensor:
+        """All statistics in one tensor, for one transfer; see `findings`."""
+        assert self.do is not None
+        do = self.do[:, :, self.rows].float()
+        right = self.o[:, :, self.rows].float() - self.error
+        wrong = (do * self.error).sum(-1).flatten(1)  # delta_lp - delta_hp, (pairs, rows)
+        size, biased = (do * right).sum(-1).flatten(1).abs().sum(-1), wrong.sum(-1)
+        parts = (self.call.q, self.call.k, self.call.v, self.o, self.do)
+        finite = torch.stack([torch.isfinite(part).all() for part in parts]).all()
+        delta = torch.stack([(biased / size).mean(), (biased.abs() / wrong.abs().sum(-1)).mean()])
+        repeated, largest = self.found[:-1].reshape(2, -1)
+        return torch.cat(
+            [repeated.mean()[None], delta.nan_to_num(), largest.amax()[None], self.found[-1:], finite.float()[None]]
+        )
+
+
+def findings(numbers: list[float]) -> Findings:
+    """What `Candidate.summary` says, once it is on the host."""
+    repeated, delta_bias, drift, largest, unlike, finite = numbers
+    return Findings(repeated, delta_bias, drift, largest, unlike, finite > 0 and all(map(math.isfinite, numbers)))
+
+
+def candidate(name: str, layer: int, call: AttentionCall, o: Tensor, pairs: int, tokens: int, turn: int) -> Candidate:
+    """Look at a call and copy the heads that have most to tell.
+
+    Args:
+        name: of the module that called.
+        layer: its number.
+        call: q, k, v as the kernel took them.
+        o: what it returned, (batch, heads, queries, d).
+        pairs: key heads to keep, over all batch entries, each with its query heads.
+        tokens: queries to keep, the first; under a causal mask their keys alone.
+        turn: moves the sampled rows from step to step.
+    """
+    queries = min(call.q.shape[2], tokens)
+    keys = call.k.shape[2] - call.q.shape[2] + queries if call.causal else call.k.shape[2]
+    # A batch that is larger than can be looked at is looked at in part.
+    heads = call.q.shape[1]
+    rows = max(1, min(ROWS, queries, _SCORES // (call.q.shape[0] * heads * keys)))
+    entries = max(1, _SCORES // (heads * rows * keys))
+    batch = slice(0, entries)
+    stride = max(1, queries // rows)
+    at = slice(turn % stride, queries, stride)
+    cut = replace(call, q=call.q[batch, :, :queries], k=call.k[batch, :, :keys], v=call.v[batch, :, :keys])
+    repeated, largest, exact = _rows(cut, at)
+    score = repeated + (largest / _HARMFUL_LOGIT).clamp(0, 1)
+    chosen = score.flatten().nan_to_num().topk(min(pairs, score.numel())).indices
+    where = torch.stack([chosen // score.shape[1], chosen % score.shape[1]], 1)
+    groups = heads // call.k.shape[1]
+    kept = _pick(o[batch, :, :queries], where, groups).clone()
+    error = kept[:, :, at].float() - _pick(exact, where, groups)
+    unlike = error.norm(dim=-1) / kept[:, :, at].float().norm(dim=-1)
+    unlike = unlike.nan_to_num().flatten().median()
+    told = torch.cat([repeated.flatten()[chosen], largest.flatten()[chosen], unlike[None]])
+    q = _pick(cut.q, where, groups)
+    mine = replace(cut, q=q * cut.factor, k=_pick(cut.k, where, 1), v=_pick(cut.v, where, 1), factor=1.0)
+    return Candidate(name, layer, mine, kept, where, at, told, error)
+
+
+def _pick(x: Tensor, where: Tensor, groups: int) -> Tensor:
+    """(batch, heads, n, d) -> (pairs, groups, n, d), a copy."""
+    return _grouped(x, groups)[where[:, 0], where[:, 1]]
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """(batch, heads, n, d) -> (batch, key heads, groups, n, d)."""
+    return x.reshape(x.shape[0], -1, groups, *x.shape[2:])
+
+
+def _rows(call: AttentionCall, at: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the sampled rows: the share that repeats its maximum and the largest score by key head, and O in fp32.
+
+    Returns:
+        (batch, key heads), (batch, key heads), (batch, heads, rows, d).
+    """
+    (batch, heads), key_heads, keys = call.q.shape[:2], call.k.shape[1], call.k.shape[2]
+    queries = call.q.shape[2]
+    q = call.q[:, :, at].float()
+    rows = q.shape[2]
+    # The query heads of a key head and their rows in one dimension: no copy of K for each.
+    q = _grouped(q, heads // key_heads).flatten(2, 3)
+    s = q @ call.k.float().transpose(-1, -2) * call.alpha
+    if call.causal:
+        row = torch.arange(*at.indices(queries), device=s.device) + keys - queries
+        later = torch.arange(keys, device=s.device) > row[:, None]
+        s = s.reshape(batch, key_heads, -1, rows, keys).masked_fill(later, -torch.inf).flatten(2, 3)
+    highest = s.amax(-1, keepdim=True)
+    repeated = ((s >= highest - _REPEATED).sum(-1) > 1).float().mean(-1)
+    o = torch.softmax(s, -1) @ call.v.float()
+    return repeated, highest.flatten(2).amax(-1), o.reshape(batch, heads, rows, -1)

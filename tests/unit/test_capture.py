@@ -1,0 +1,568 @@
+"""Capturing a model's calls of attention as it trains."""
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import re
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as imported_by_name
+from torch.utils.checkpoint import checkpoint
+
+from tiebreak.cases.capture import AttentionModule, Capture, CaptureError, capture, session
+from tiebreak.cases.captured import captured_cases
+from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.reference import reference
+
+WIDTH, HEADS, TOKENS, BATCH = 32, 4, 24, 3
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Layer(nn.Module):
+    """Attention on heads of 8, and what it was given and got, kept for a test to compare."""
+
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor] = plain, key_heads: int = HEADS) -> None:
+        super().__init__()
+        self.attend, self.key_heads = attend, key_heads
+        self.q, self.kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * key_heads * 8)
+        self.noise = nn.Dropout(0.1)  # draws random numbers: a capture that drew some would change them
+        self.calls: list[tuple[Tensor, ...]] = []
+        self.gradients: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (HEADS, 8)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (2, self.key_heads, 8)).permute(2, 0, 3, 1, 4)
+        o = self.attend(q, k, v)
+        if o.requires_grad:
+            o.register_hook(lambda gradient: self.gradients.append(gradient.clone()))  # type: ignore[no-untyped-call]
+        self.calls.append(tuple(part.detach().clone() for part in (q, k, v, o)))
+        out: Tensor = x + self.noise(o.transpose(1, 2).flatten(2))
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, *layers: nn.Module, repeat: bool | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers or (Layer(), Layer()))
+        self.repeat = repeat  # None: no checkpoints; else use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if self.repeat is None else checkpoint(layer, x, use_reentrant=self.repeat)
+        return x.square().mean()
+
+
+def model_of(*layers: Callable[[], nn.Module], repeat: bool | None = None) -> Model:
+    torch.manual_seed(3)
+    return Model(*(layer() for layer in layers), repeat=repeat)
+
+
+def train(model: nn.Module, captured: Capture | None, steps: int = 3, batches: int = 1) -> list[float]:
+    """The losses of a few steps under autocast."""
+    torch.manual_seed(5)
+    losses = []
+    for _ in range(steps):
+        for _ in range(batches):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(BATCH, TOKENS, WIDTH, requires_grad=True))
+            loss.backward()
+            losses.append(loss.item())
+        with torch.no_grad():  # torch's optimisers take seconds to import
+            for weight in model.parameters():
+                assert weight.grad is not None
+                weight.sub_(weight.grad, alpha=1e-2)
+                weight.grad = None
+        if captured is not None:
+            captured.step()
+    return losses
+
+
+def started(model: nn.Module, path: Path, **options: Any) -> Capture:
+    return capture(model, path, **({"every": 1, "quiet": True} | options))
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    with safe_open(path, framework="pt") as file:
+        return {key: file.get_tensor(key) for key in list(file.keys())}, file.metadata()
+
+
+def inputs_of(path: Path, number: int = 0) -> AttentionInputs:
+    return captured_cases(path)[number].make(1, 0, 1000, BF16)
+
+
+class TestTheModel:
+    @pytest.mark.parametrize("repeat", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+    def test_its_numbers_stay_the_same_to_the_bit(self, tmp_path: Path, repeat: bool | None) -> None:
+        alone = train(model_of(Layer, Layer, repeat=repeat), None)
+        model = model_of(Layer, Layer, repeat=repeat)
+        with started(model, tmp_path) as captured:
+            assert train(model, captured) == alone
+        assert len(captured.written) == 3
+
+    @pytest.mark.parametrize("repeat", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+    @pytest.mark.parametrize("batches", [1, 2])
+    def test_a_call_counts_once(self, tmp_path: Path, repeat: bool | None, batches: int) -> None:
+        model = model_of(Layer, Layer, Layer, repeat=repeat)
+        with started(model, tmp_path) as captured:
+            train(model, captured, steps=2, batches=batches)
+        assert captured.calls["looked at"] == 6
+        assert sorted(key for key in read(captured.written[0])[0] if key.endswith(".q")) == [
+            "layer0.q", "layer1.q", "layer2.q",
+        ]  # fmt: skip
+        assert [read(captured.written[0])[1][f"layer{n}.name"] for n in range(3)] == [f"layers.{n}" for n in range(3)]
+
+    def test_its_graph_is_not_kept_alive(self, tmp_path: Path) -> None:
+        outputs: list[weakref.ref[Tensor]] = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = plain(q, k, v)
+            outputs.append(weakref.ref(out))
+            return out * 1
+
+        model = model_of(lambda: Layer(attend))
+        with started(model, tmp_path):
+            loss = model(torch.randn(BATCH, TOKENS, WIDTH))
+            del loss
+            gc.collect()
+            assert [output() for output in outputs] == [None]
+
+    def test_it_is_let_go(self, tmp_path: Path) -> None:
+        model, before = model_of(Layer), torch.nn.functional.scaled_dot_product_attention
+        captured = started(model, tmp_path)
+        with contextlib.suppress(KeyboardInterrupt), captured:
+            assert torch.nn.functional.scaled_dot_product_attention is not before
+            assert model._forward_hooks
+            raise KeyboardInterrupt
+        assert torch.nn.functional.scaled_dot_product_attention is before
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+    def test_between_the_steps_that_are_looked_at_it_has_no_hooks(self, tmp_path: Path) -> None:
+        model = model_of(Layer)
+        with started(model, tmp_path, every=2) as captured:
+            assert model._forward_hooks
+            train(model, captured, steps=1)
+            assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+            train(model, captured, steps=2)
+        assert (captured.looked, captured.steps) == (2, 3)
+        assert [path.name for path in captured.written] == [f"inputs-00000{n}.safetensors" for n in (0, 2)]
+
+    def test_an_evaluation_is_no_call(self, tmp_path: Path) -> None:
+        model = model_of(Layer)
+        with started(model, tmp_path) as captured:
+            with torch.no_grad():
+                model(torch.randn(BATCH, TOKENS, WIDTH))
+            train(model, captured, steps=1)
+        assert captured.calls["looked at"] == 1
+        assert len(read(captured.written[0])[0]) == 6
+
+
+class TestWhatIsKept:
+    @pytest.mark.parametrize("key_heads", [4, 2])
+    def test_is_what_the_kernel_was_given_and_gave(self, tmp_path: Path, key_heads: int) -> None:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        model = model_of(lambda: Layer(attend, key_heads))
+        layer = model.layers[0]
+        assert isinstance(layer, Layer)
+        with started(model, tmp_path, heads=5) as captured:
+            train(model, captured, steps=1)
+        tensors, metadata = read(captured.written[0])
+        assert metadata["causal"] == "true"
+        groups = HEADS // key_heads
+        (given,), (gradient,) = layer.calls, layer.gradients
+        for at, (entry, head) in enumerate(tensors["layer0.heads"].tolist()):
+            for name, whole, size in zip(
+                ("q", "k", "v", "o", "do"), (*given, gradient), (groups, 1, 1, groups, groups), strict=True
+            ):
+                assert torch.equal(tensors[f"layer0.{name}"][at], whole[entry, head * size : (head + 1) * size]), name
+        assert len(tensors["layer0.heads"]) == 5
+        inputs = inputs_of(tmp_path)
+        assert inputs.groups == groups
+        error = reference(inputs).o[0] - tensors["layer0.o"].flatten(0, 1)
+        assert error.abs().max() < 0.01
+
+    @pytest.mark.parametrize(("ratio", "scale"), [(1.0, None), (8.0, None), (0.5, None), (1.1, 1.1 * 8**-0.5)])
+    def test_another_scale_is_folded_if_that_is_exact_and_told_if_not(
+        self, tmp_path: Path, ratio: float, scale: float | None
+    ) -> None:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=ratio * 8**-0.5)
+
+        model = model_of(lambda: Layer(attend))
+        with started(model, tmp_path) as captured:
+            train(model, captured, steps=1)
+        inputs, tensors = inputs_of(tmp_path), read(captured.written[0])[0]
+        assert inputs.softmax_scale == scale
+        assert not inputs.causal
+        assert (reference(inputs).o[0] - tensors["layer0.o"].flatten(0, 1)).abs().max() < 0.01
+
+    def test_a_causal_flag_of_fewer_queries_leaves_out_the_keys_that_nobody_sees(self, tmp_path: Path) -> None:
+        model = model_of(lambda: Layer(lambda q, k, v: plain(q[:, :, :10], k, v).repeat(1, 1, 3, 1)[:, :, :TOKENS]))
+        with started(model, tmp_path) as captured:
+            train(model, captured, steps=1)
+        inputs, tensors = inputs_of(tmp_path), read(captured.written[0])[0]
+        assert inputs.k.shape[2] == 10
+        assert (reference(inputs).o[0] - tensors["layer0.o"].flatten(0, 1)).abs().max() < 0.01
+
+    def test_the_first_tokens_alone(self, tmp_path: Path) -> None:
+        model = model_of(Layer)
+        with started(model, tmp_path, tokens=10) as captured:
+            train(model, captured, steps=1)
+        inputs, tensors = inputs_of(tmp_path), read(captured.written[0])[0]
+        assert inputs.q.shape[2] == inputs.k.shape[2] == 10
+        assert (reference(inputs).o[0] - tensors["layer0.o"].flatten(0, 1)).abs().max() < 0.01
+
+    @pytest.mark.parametrize("mask", ["bool", "float", "lowest", "nothing"])
+    def test_a_mask_that_says_causal_is_a_causal_flag(self, tmp_path: Path, mask: str) -> None:
+        seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+        lowest = torch.finfo(torch.bfloat16).min if mask == "lowest" else -torch.inf
+        given = seen if mask == "bool" else torch.zeros(1, 1, TOKENS, TOKENS).bfloat16().masked_fill(~seen, lowest)
+        given = torch.zeros_like(given) if mask == "nothing" else given
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, given)
+
+        model = model_of(lambda: Layer(attend))
+        with started(model, tmp_path) as captured:
+            train(model, captured, steps=1)
+        assert inputs_of(tmp_path).causal is (mask != "nothing")
+
+    @pytest.mark.parametrize(
+        ("options", "why"),
+        [
+            ({"dropout_p": 0.1}, "dropout"),
+            ({"attn_mask": torch.linspace(-1, 0, TOKENS).expand(TOKENS, TOKENS)}, "a mask that is not causal"),
+            ({"attn_mask": torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(2)}, "a mask that is not causal"),
+        ],
+    )
+    def test_what_the_format_has_no_place_for_is_counted_and_named(
+        self, tmp_path: Path, options: dict[str, Any], why: str
+    ) -> None:
+        model = model_of(
+            lambda: Layer(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, **options))
+        )
+        with started(model, tmp_path) as captured:
+            train(model, captured, steps=2)
+        assert captured.written == []
+        assert f"not kept: 2 calls with {why}" in captured.summary().splitlines()
+
+    def test_nan_is_counted_and_not_kept(self, tmp_path: Path) -> None:
+        model = model_of(lambda: Layer(lambda q, k, v: plain(q, k, v * torch.nan)))
+        with started(model, tmp_path) as captured:
+            train(model, captured, steps=1)
+        assert captured.written == []
+        assert "not kept: 1 calls with NaN or Inf" in captured.summary().splitlines()
+
+
+def tied(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """In the last batch entry's head 1 every key is the same, so that every maximum repeats."""
+    same = torch.zeros(BATCH, HEADS, 1, 1, dtype=torch.bool)
+    same[-1, 1] = True
+    return torch.nn.functional.scaled_dot_product_attention(q, torch.where(same, k[:, :, :1], k), v)
+
+
+class TestTelling:
+    def test_heads_whose_maxima_repeat_come_first(self, tmp_path: Path) -> None:
+        model = model_of(lambda: Layer(tied), Layer)
+        with started(model, tmp_path, heads=1, layers=1) as captured:
+            train(model, captured, steps=1)
+        tensors, metadata = read(captured.written[0])
+        assert tensors["layer0.heads"].tolist() == [[BATCH - 1, 1]]
+        assert "layer1.q" not in tensors
+        assert metadata["layer0.repeated"] == "1"
+
+    def test_the_largest_logit_is_that_of_the_rows_that_were_looked_at(self, tmp_path: Path) -> None:
+        model = model_of(lambda: Layer(lambda q, k, v: plain(q * 64, k, v)))
+        with started(model, tmp_path, heads=100, tokens=16) as captured:
+            train(model, captured, steps=1)
+        inputs = inputs_of(tmp_path)
+        hidden = inputs.hidden()
+        assert hidden is not None
+        largest = reference(inputs).s.masked_fill(hidden, -torch.inf).max().item()
+        assert float(read(captured.written[0])[1]["layer0.largest"]) == pytest.approx(largest, rel=1e-5)
+
+    def test_delta_of_a_kernel_whose_output_is_too_large_is_biased(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def too_large(*args: Any, **kwargs: Any) -> Tensor:
+            return imported_by_name(*args, **kwargs) * 1.02
+
+        too_large.__name__ = imported_by_name.__name__
+        monkeypatch.setattr(torch.nn.functional, imported_by_name.__name__, too_large)
+        model = model_of(Layer)
+        with started(model, tmp_path, heads=100, tokens=16) as captured:
+            train(model, captured, steps=1)
+        ((tensors, metadata), inputs) = read(captured.written[0]), inputs_of(tmp_path)
+        delta = (reference(inputs).o * inputs.do).sum(-1)[0]
+        wrong = (tensors["layer0.o"].flatten(0, 1).double() * inputs.do).sum(-1)[0] - delta
+        expected = (wrong.sum(-1) / delta.abs().sum(-1)).mean().item()
+        assert float(metadata["layer0.delta_bias"]) == pytest.approx(expected, rel=1e-3)
+        assert float(metadata["layer0.telling"]) > 0.5
+
+
+class TestTheFolder:
+    def test_the_least_telling_give_way(self, tmp_path: Path) -> None:
+        factors = iter([4.0, 1.0, 64.0, 16.0, 0.5])
+        model = model_of(lambda: Layer(lambda q, k, v: plain(q * next(factors), k, v)))
+        with started(model, tmp_path, budget_mb=0.065) as captured:
+            train(model, captured, steps=5)
+        kept = sorted(path.name for path in tmp_path.iterdir())
+        assert kept == ["inputs-000002.safetensors", "inputs-000003.safetensors"]
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 65_000
+        assert "inputs-000002.safetensors" in captured.summary().split("\n")[2]
+
+    def test_a_second_run_goes_on(self, tmp_path: Path) -> None:
+        for _ in range(2):
+            model = model_of(Layer)
+            with started(model, tmp_path, budget_mb=0.2) as captured:
+                train(model, captured, steps=2)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [f"inputs-00000{n}.safetensors" for n in range(4)]
+        assert len(captured._folder.kept) == 4
+
+    def test_a_step_that_is_there_already_stays_and_is_told(self, tmp_path: Path) -> None:
+        model = model_of(Layer)
+        with started(model, tmp_path) as captured:
+            train(model, captured, steps=1)
+        before = captured.written[0].read_bytes()
+        with started(model, tmp_path, start=0) as captured:
+            train(model, captured, steps=1)
+        assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
+        assert "not kept: 1 calls of a step that the folder has already" in captured.summary()
+
+    def test_files_of_others_count_but_never_give_way(self, tmp_path: Path) -> None:
+        other = tmp_path / "inputs-000099.safetensors"
+        other.write_bytes(b"x" * 50_000)
+        model = model_of(Layer)
+        with started(model, tmp_path, budget_mb=0.09, start=0) as captured:
+            train(model, captured, steps=3)
+        assert other.exists()
+        assert len(captured._folder.kept) == 1
+        with pytest.raises(CaptureError, match=r"^budget_mb=0\.05: .* has 0\.1 MB of captures that are not"):
+            started(model, tmp_path, budget_mb=0.05).__enter__()
+
+    def test_no_half_file_after_ctrl_c(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupted(tensors: object, path: Path, metadata: object) -> None:
+            path.write_bytes(b"half")
+            raise KeyboardInterrupt
+
+        model = model_of(Layer)
+        with started(model, tmp_path) as captured:
+            captured._folder._save = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                train(model, captured, steps=1)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_every_process_has_files_and_a_share_of_its_own(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for rank in (0, 1):
+            monkeypatch.setattr(session, "_ranks", lambda rank=rank: (rank, 2))
+            model = model_of(Layer)
+            with started(model, tmp_path, budget_mb=0.08, start=7) as captured:
+                train(model, captured, steps=3)
+            assert captured._folder.budget == 40_000
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert len(names) == 2
+        assert [re.fullmatch(r"inputs-00000\d-rank(\d)\.safetensors", name)[1] for name in names] == ["0", "1"]  # type: ignore[index]
+        assert {case.name[20:] for case in captured_cases(tmp_path)} == {".rank=0.layer=0]", ".rank=1.layer=0]"}
+
+    def test_fewer_heads_where_the_budget_is_small(self, tmp_path: Path) -> None:
+        model = model_of(Layer)
+        with started(model, tmp_path, budget_mb=0.013) as captured:
+            train(model, captured, steps=1)
+        assert len(read(captured.written[0])[0]["layer0.heads"]) == 1
+
+    def test_layers_without_memory_wait_for_their_turn(self, tmp_path: Path) -> None:
+        model = model_of(Layer, Layer, Layer)
+        with started(model, tmp_path, memory_mb=0.01) as captured:
+            train(model, captured, steps=3)
+        assert [next(iter(read(path)[0]))[:6] for path in captured.written] == ["layer0", "layer1", "layer2"]
+
+
+class TestOtherWaysToCall:
+    def test_torchs_function_imported_by_name(self, tmp_path: Path) -> None:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return imported_by_name(q, k, v)
+
+        model = model_of(lambda: Layer(attend))
+        with started(model, tmp_path) as captured:
+            train(model, captured, steps=1)
+        assert captured.calls["looked at"] == 1
+
+    @pytest.mark.parametrize("heads_first", [True, False])
+    def test_a_module_that_is_named(self, tmp_path: Path, heads_first: bool) -> None:
+        class Core(nn.Module):
+            def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                q, k, v = ((x if heads_first else x.transpose(1, 2)) for x in (query, key, value))
+                s = (q @ k.mT) * 8**-0.5
+                o = s.softmax(-1) @ v
+                return o if heads_first else o.transpose(1, 2)
+
+        core = Core()
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            given = (q, k, v) if heads_first else (x.transpose(1, 2) for x in (q, k, v))
+            o: Tensor = core(*given)
+            return o if heads_first else o.transpose(1, 2)
+
+        def layer() -> Layer:
+            made = Layer(attend)
+            made.core = core
+            return made
+
+        model = model_of(layer)
+        how = AttentionModule(causal=False, heads_first=heads_first)
+        with started(model, tmp_path, modules={"layers.*.core": how}) as captured:
+            train(model, captured, steps=1)
+        tensors, metadata = read(captured.written[0])
+        assert metadata["layer0.name"] == "layers.0.core"
+        assert (reference(inputs_of(tmp_path)).o[0] - tensors["layer0.o"].flatten(0, 1)).abs().max() < 0.02
+
+    @pytest.mark.parametrize(
+        ("options", "why"),
+        [
+            ({}, None),
+            ({"is_causal": False}, None),
+            ({"softcap": 30.0}, "a soft cap"),
+            ({"sliding_window": 4}, "a sliding window"),
+            ({"dropout": 0.1}, "dropout"),
+            ({"attention_mask": torch.tensor([[0] + [1] * (TOKENS - 1)] * BATCH)}, "padding"),
+            ({"attention_mask": "of blocks"}, "a str"),
+        ],
+    )
+    def test_hugging_faces_functions(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], why: str | None
+    ) -> None:
+        def function(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **told: Any) -> tuple[Tensor, None]:
+            del module
+            flag = told.get("is_causal", True)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=flag).transpose(1, 2), None
+
+        class Functions(dict[str, Any]):
+            def valid_keys(self) -> list[str]:
+                return list(self)
+
+            @classmethod
+            def register(cls, key: str, value: object) -> None:
+                functions[key] = value
+
+        functions = Functions(mine=function, sdpa=function)
+        library = types.ModuleType("transformers.modeling_utils")
+        library.ALL_ATTENTION_FUNCTIONS = functions  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "transformers.modeling_utils", library)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = functions["mine"](model, q, k, v, **{"attention_mask": None, "dropout": 0.0, **options})[0]
+            return out.transpose(1, 2)
+
+        model = model_of(lambda: Layer(attend))
+        with started(model, tmp_path) as captured:
+            train(model, captured, steps=1)
+        assert functions == {"mine": function, "sdpa": function}
+        if why is None:
+            assert inputs_of(tmp_path).causal is options.get("is_causal", True)
+        else:
+            assert captured.written == []
+            assert f"not kept: 1 calls with {why}" in captured.summary().splitlines()
+
+    @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+    @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+    @pytest.mark.parametrize("family", ["gpt2", "llama"])
+    def test_hugging_faces_models(self, tmp_path: Path, family: str, implementation: str) -> None:
+        library: Any = importlib.import_module("transformers")
+        common = {"vocab_size": 31, "attn_implementation": implementation}
+        torch.manual_seed(1)
+        if family == "gpt2":
+            small = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32, "attn_pdrop": 0.0}
+            model = library.GPT2LMHeadModel(library.GPT2Config(**common, **small, bos_token_id=0, eos_token_id=0))
+        else:
+            small = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+            model = library.LlamaForCausalLM(library.LlamaConfig(**common, **small, intermediate_size=64))
+        model.train()
+        tokens = torch.arange(2 * TOKENS).reshape(2, TOKENS) % 31
+        with started(model, tmp_path) as captured:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            captured.step()
+        assert captured.calls["looked at"] == 2
+        assert inputs_of(tmp_path).causal
+        o = read(captured.written[0])[0]["layer0.o"]
+        assert (reference(inputs_of(tmp_path)).o[0] - o.flatten(0, 1)).abs().max() < 0.01
+
+
+@contextlib.contextmanager
+def _refused(message: str) -> Iterator[None]:
+    with pytest.raises(CaptureError, match=message) as error:
+        yield
+    assert "\n" not in str(error.value)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("name", ["every", "heads", "layers", "tokens", "budget_mb", "memory_mb"])
+    def test_numbers(self, tmp_path: Path, name: str) -> None:
+        with _refused(f"^{name}=0: expected a positive number$"):
+            started(model_of(Layer), tmp_path, **{name: 0})
+
+    def test_a_budget_too_small_for_one_head(self, tmp_path: Path) -> None:
+        model = model_of(Layer)
+        with (
+            _refused(r"^budget_mb: one head of layers\.0 takes 0\.00 MB, and the budget is 0\.01 MB.*raise it$"),
+            started(model, tmp_path, budget_mb=0.0085) as captured,
+        ):
+            train(model, captured, steps=1)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_folder_that_cannot_be_written_to(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with _refused(r"^capture: cannot write to .*file/inside: .+"):
+            started(model_of(Layer), tmp_path / "file" / "inside").__enter__()
+
+    def test_no_safetensors(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+        with _refused("^capture writes safetensors files: pip install safetensors$"):
+            started(model_of(Layer), tmp_path / "new").__enter__()
+        assert not (tmp_path / "new").exists()
+
+    def test_a_compiled_model(self, tmp_path: Path) -> None:
+        model = model_of(Layer)
+        model.layers[0]._compiled_call_impl = print  # as Module.compile leaves it
+        with _refused(r"^layers\.0 is compiled, which hides its calls; give capture the model before torch\.compile$"):
+            started(model, tmp_path).__enter__()
+
+    @pytest.mark.parametrize(
+        ("pattern", "message"),
+        [("none.*", r"^modules='none\.\*': the model has no module of that name"),
+         ("layers.0", r"^modules='layers\.0': layers\.0\.forward takes x, not q, k and v")],
+    )  # fmt: skip
+    def test_modules(self, tmp_path: Path, pattern: str, message: str) -> None:
+        with _refused(message):
+            started(model_of(Layer), tmp_path, modules={pattern: AttentionModule(causal=True)}).__enter__()
+
+    def test_no_call_is_told(self, tmp_path: Path) -> None:
+        model = model_of(lambda: Layer(lambda q, k, v: (q @ k.mT).softmax(-1) @ v))
+        with started(model, tmp_path) as captured:
+            train(model, captured, steps=1)
+        assert "no call was seen: torch's scaled_dot_product_attention" in captured.summary()
+
+
+def test_the_summary_is_printed_with_the_next_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_of(Layer)
+    with started(model, tmp_path, quiet=False) as captured:
+        train(model, captured, steps=1)
+    told = capsys.readouterr().err
+    assert told == captured.summary() + "\n"
+    assert told.endswith(f"next: python -m pytest -n auto tests/matrix --captured {tmp_path}\n")
