@@ -40,6 +40,9 @@ VERBS = {
     "page": Verb("tiebreak.reports.page", "one HTML file of runs and audits: heat maps, figures, tables"),
     "training": Verb("tiebreak.reports.training_command", "the short training runs of several seeds: table and figure"),
     "audit": Verb("tiebreak.programs.audit.command", "what rounds in the Triton kernels, compiled for GPUs not here"),
+    "shrink": Verb(
+        "tiebreak.programs.shrink", "the smallest input on which a kernel goes wrong, as a script to report"
+    ),
     "train": Verb("tiebreak.programs.train", "train a GPT-2 with any attention kernel, watched by monitors"),
 }
 _CODES = "exit codes: 0 all held, 1 a claim or the gate fell, 2 bad usage or unreadable input"

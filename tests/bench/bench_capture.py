@@ -17,7 +17,7 @@ from tiebreak.cases.capture import Capture, capture
 
 WIDTH, HEADS, LAYERS, VOCABULARY, TOKENS = 768, 12, 12, 50257, 256
 EVERY = 50
-ROUNDS = 7
+ROUNDS = 5
 
 
 class Block(nn.Module):

@@ -1,0 +1,176 @@
+"""`tiebreak shrink`: the smallest input on which a kernel still goes wrong, as a script for a bug report."""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tiebreak.backends.backend import Backend, to_device
+from tiebreak.backends.registry import BACKENDS
+from tiebreak.cases.captured import CapturedError, captured_cases
+from tiebreak.cases.case import Case
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.formats import BF16, FP16
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.programs.shrink_script import Origin, script
+from tiebreak.programs.shrinking import BOUND, FINITE, Finding, Seen, Shrinker, mean_error
+from tiebreak.reports import store
+from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, Parser
+from tiebreak.reports.errors import UsageError
+
+_FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
+_CHECKS = ("finite", "bound", "bias")
+_SECONDS = 600  # that the written script may take
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The verb `shrink`; see `tiebreak.reports.cli.main`. 130 after Ctrl-C, the best so far written."""
+    options = _parser().parse_args(arguments)
+    _check(options)
+    backend, kernel, case = _backend(options.backend), _kernel(options.kernel), _case(options)
+    inputs = _inputs(options, case)
+    _refuse(options, kernel, to_device(inputs, backend.device))
+    shrinker = Shrinker(backend, kernel, inputs, lambda line: print(f"shrink: {line}", file=sys.stderr, flush=True))
+    try:
+        whole = shrinker.seen(shrinker.part)
+    except Exception as error:
+        told = store.one_line(f"{type(error).__name__}: {error}")
+        raise UsageError(f"--kernel {options.kernel}: fails on the whole case: {told}") from error
+    check, sign, told = _found(options, whole)
+    print(f"{options.case}, {shrinker.part.size}: {told}", flush=True)
+    interrupted = not _shrunk(shrinker, check, sign)
+    origin = Origin(options.kernel, backend.device, options.case, options.seed, told)
+    store.write_text(script(shrinker.seen(shrinker.part), shrinker.finding, sign, origin), options.output)
+    print(f"left after {shrinker.trials} trials: {shrinker.part.size}; written: {options.output}; it says:", flush=True)
+    shown = _rechecked(options.output)
+    return INTERRUPTED if interrupted else (HELD if shown else FELL)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="tiebreak shrink",
+        description="Find the fewest heads, rows, keys and columns of d on which a kernel still goes wrong, and write a"
+        " script that shows it with torch alone.",
+        epilog="exit codes: 0 the script is written and shows it, 1 it is written but does not show it when it is run,"
+        " 2 bad usage, or nothing is wrong on this case, 130 interrupted: the best so far is written",
+    )
+    parser.add_argument("--kernel", required=True, metavar="FILE:FUNCTION", help="your kernel, or MODULE:FUNCTION")
+    parser.add_argument("--case", required=True, metavar="NAME", help="a scripted case, or a captured one")
+    parser.add_argument("--captured", type=Path, metavar="DIR", help="folder of captured tensors that NAME is in")
+    parser.add_argument("--check", choices=_CHECKS, help="what to keep; by default the first of these that holds")
+    parser.add_argument("--backend", default="cpu", metavar="NAME", help="where the kernel runs (default: cpu)")
+    parser.add_argument("--dtype", choices=_FORMATS, default="bf16", help="format of q, k and v (default: bf16)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of a scripted case (default: 1)")
+    parser.add_argument("--heads", type=int, default=256, metavar="N", help="query heads to start from (default: 256)")
+    parser.add_argument("-o", "--output", type=Path, default=Path("shrunk.py"), metavar="FILE",
+                        help="the script; default: shrunk.py")  # fmt: skip
+    return parser
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.heads < 1:
+        raise UsageError(f"--heads {options.heads}: expected a positive number")
+    if options.seed < 0:
+        raise UsageError(f"--seed {options.seed}: expected 0 or more")
+    if options.output.exists():
+        raise UsageError(f"-o {options.output}: there is such a file; remove it or name another")
+    store.check_writable(options.output.parent)
+
+
+def _backend(name: str) -> Backend:
+    devices = [known for known, backend in BACKENDS.items() if not backend.predicts]
+    if name not in devices:
+        raise UsageError(f"--backend {name}: a kernel of yours runs on one of {', '.join(devices)}")
+    reason = BACKENDS[name].unavailable()
+    if reason is not None:
+        raise UsageError(f"--backend {name}: {reason}")
+    BACKENDS[name].set_up()
+    return BACKENDS[name]
+
+
+def _kernel(spec: str) -> Kernel:
+    try:
+        return external_kernel(spec, None)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _case(options: argparse.Namespace) -> Case:
+    try:
+        captured = () if options.captured is None else captured_cases(options.captured)
+    except CapturedError as error:
+        raise UsageError(str(error)) from error
+    known = {case.name: case for case in (*captured, *SCRIPTED)}
+    if options.case not in known:
+        raise UsageError(f"--case: unknown case {options.case!r}; known are {', '.join(known)}")
+    return known[options.case]
+
+
+def _inputs(options: argparse.Namespace, case: Case) -> AttentionInputs:
+    fmt = _FORMATS[options.dtype]
+    if case.stock is not None and fmt not in case.stock.formats:
+        raise UsageError(f"--dtype {options.dtype}: {case.name} is in {case.stock.formats[0].name}")
+    try:
+        inputs = case.make(options.seed, 0, options.heads, fmt)
+    except CapturedError as error:
+        raise UsageError(str(error)) from error
+    if inputs.key_padding is not None:
+        raise UsageError(f"--case {case.name}: has a key padding mask, which the script has no place for")
+    return inputs
+
+
+def _refuse(options: argparse.Namespace, kernel: Kernel, inputs: AttentionInputs) -> None:
+    refusal = kernel.refusal(inputs)
+    if refusal is not None:
+        raise UsageError(f"--kernel {options.kernel}: {refusal}, which {options.case} asks for")
+
+
+def _found(options: argparse.Namespace, whole: Seen) -> tuple[str, float, str]:
+    """The check to keep, the sign of the bias, and one line of what was found."""
+    mean, biased = mean_error(whole)
+    holds = {"finite": FINITE.holds(whole), "bound": BOUND.holds(whole), "bias": biased}
+    asked = [name for name in _CHECKS if holds[name] and options.check in (None, name)]
+    bias = f"mean error of O {mean:+.3f} ulp"
+    if not asked:
+        told = f"{bias}; {'unbiased or not settled' if not biased else 'biased'}, finite {not holds['finite']}"
+        told += f", within the bound {not holds['bound']}"
+        what = "nothing is wrong" if options.check is None else f"--check {options.check}: nothing of that kind"
+        raise UsageError(f"{what} on {options.case} ({told}); nothing to shrink")
+    about = {"finite": FINITE.about, "bound": BOUND.about, "bias": f"biased at 99.9 %, {bias}"}
+    return asked[0], 1.0 if mean > 0 else -1.0, about[asked[0]]
+
+
+def _shrunk(shrinker: Shrinker, check: str, sign: float) -> bool:
+    """Shrink; whether it came to its end."""
+    known: dict[str, Finding] = {"finite": FINITE, "bound": BOUND}
+    try:
+        if check == "bias":
+            shrinker.bias(sign)
+        else:
+            shrinker.shrink(known[check])
+    except KeyboardInterrupt:
+        print("shrink: interrupted; the best so far is kept", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+def _rechecked(path: Path) -> bool:
+    """Run the script that was written; whether it says that something is wrong."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
+    command = [sys.executable, str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=_SECONDS)
+    print(done.stdout.rstrip() or done.stderr.rstrip())
+    shown = done.returncode == 1 and bool(done.stdout)
+    if not shown:
+        print(
+            f"shrink: {path} does not show it when it is run: is the kernel's result the same twice?", file=sys.stderr
+        )
+    return shown

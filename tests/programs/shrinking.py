@@ -1,0 +1,307 @@
+"""The smallest part of a call of attention on which a finding about a kernel still holds (delta debugging).
+
+The method is ddmin (Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002), axis by axis.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiebreak.backends.backend import Backend
+from tiebreak.cases.bounds import UNDECLARED, error_bound
+from tiebreak.cases.captured import CANCELLED
+from tiebreak.cases.errors import by_key_head, signed_error_ulps
+from tiebreak.cases.verdicts import Verdict, interval, judge
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.reference import Reference, reference
+
+AXES = ("batch", "heads", "group", "queries", "keys", "columns")
+MANY = 16  # key heads: with fewer, a mean has no interval worth the name
+_WRONG = 0.5  # ulps: a number rounded to nearest is never further off
+_TIE = 0.5625  # ulps: an error between the two is that of a tie which the rest of the row tips
+_REPEATED = 1e-3  # another score within this of a row's maximum: the paper's eps
+_ROWS = 16  # that are tried alone
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is left of a call: places along every axis of the whole, in order."""
+
+    batch: tuple[int, ...]
+    heads: tuple[int, ...]  # key heads
+    group: tuple[int, ...]  # query heads of each key head
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    columns: tuple[int, ...]  # of q, k and v alike
+    causal: bool
+
+    @property
+    def size(self) -> str:
+        """In words."""
+        heads = len(self.batch) * len(self.heads) * len(self.group)
+        return f"heads {heads}, queries {len(self.queries)}, keys {len(self.keys)}, d {len(self.columns)}"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A kernel's output on some inputs, beside the reference."""
+
+    inputs: AttentionInputs
+    o: Tensor  # (batch, heads, queries, d)
+
+    @cached_property
+    def ref(self) -> Reference:
+        """In fp64."""
+        return reference(self.inputs)
+
+    @cached_property
+    def error(self) -> Tensor:
+        """Signed, in ulps; NaN where O has cancelled, whose error says how much, or the reference is 0."""
+        found = signed_error_ulps(self.o, self.ref.o, self.inputs.formats.output)
+        return found.masked_fill(self.ref.o.abs() < CANCELLED * self.ref.magnitude, torch.nan)
+
+    @cached_property
+    def repeated(self) -> Tensor:
+        """Whether a row repeats its maximum, (batch, heads, queries, 1)."""
+        hidden = self.inputs.hidden()
+        s = self.ref.s if hidden is None else self.ref.s.masked_fill(hidden, -torch.inf)
+        return (s >= s.amax(-1, keepdim=True) - _REPEATED).sum(-1, keepdim=True) > 1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong that a kernel does on an input."""
+
+    name: str  # finite, bound, mean or wrong way
+    about: str  # one line
+    holds: Callable[[Seen], bool]
+    rows: Callable[[Seen], Tensor]  # how bad each row is, (batch, heads, queries); NaN where it is not
+
+
+def nonfinite(seen: Seen) -> Tensor:
+    """Where O is NaN or Inf though the reference is finite."""
+    return ~torch.isfinite(seen.o) & torch.isfinite(seen.ref.o)
+
+
+def over_bound(seen: Seen) -> Tensor:
+    """|error| as a share of the loosest plan's rounding-error bound, by element."""
+    bound = error_bound(seen.inputs, seen.ref, UNDECLARED)
+    return ((seen.o.double() - seen.ref.o).abs() / bound).nan_to_num(nan=0.0)
+
+
+def mean_error(seen: Seen) -> tuple[float, bool]:
+    """The mean signed error, and whether it is beyond the margin at 99.9 %; never of fewer than `MANY` key heads."""
+    means = by_key_head(seen.error, seen.inputs.groups)
+    bias = interval(means[torch.isfinite(means)])
+    return bias.mean, judge(bias) is Verdict.BIASED and len(means) >= MANY
+
+
+FINITE = Finding(
+    "finite", "NaN or Inf where the reference is finite",
+    lambda seen: bool(nonfinite(seen).any()), lambda seen: nonfinite(seen).double().sum(-1),
+)  # fmt: skip
+BOUND = Finding(
+    "bound", "an error beyond the rounding-error bound of the loosest plan",
+    lambda seen: bool((over_bound(seen) > 1).any()), lambda seen: over_bound(seen).amax(-1),
+)  # fmt: skip
+
+
+def mean_of(sign: float) -> Finding:
+    """A mean signed error of one sign, beyond the margin at 99.9 %: a question to many heads."""
+
+    def holds(seen: Seen) -> bool:
+        mean, biased = mean_error(seen)
+        return biased and mean * sign > 0
+
+    return Finding("mean", "a mean signed error beyond 0.05 ulp", holds, lambda seen: sign * seen.error.nanmean(-1))
+
+
+def wrong_way(sign: float, *, tied: bool) -> Finding:
+    """A single element that is rounded the wrong way, off by more than half an ulp to one side.
+
+    Args:
+        sign: of the side.
+        tied: whether its row repeats its maximum, and the error is that of a tie.
+    """
+
+    def wrong(seen: Seen) -> Tensor:
+        error = (sign * seen.error).nan_to_num(nan=0.0)
+        return error.masked_fill((error > _TIE) | ~seen.repeated, 0.0) if tied else error
+
+    return Finding(
+        "wrong way", "an element that is rounded the wrong way",
+        lambda seen: bool((wrong(seen) > _WRONG).any()), lambda seen: wrong(seen).mean(-1),
+    )  # fmt: skip
+
+
+@dataclass
+class Shrinker:
+    """A kernel and a call, and the smallest part found so far: read it at any time."""
+
+    backend: Backend
+    kernel: Kernel
+    inputs: AttentionInputs  # the whole call, without a padding mask
+    tell: Callable[[str], None]
+    part: Part = field(init=False)
+    finding: Finding = field(default=FINITE)  # what holds on `part`
+    trials: int = 0
+
+    def __post_init__(self) -> None:
+        batch, heads, queries, d = self.inputs.q.shape
+        groups, keys = self.inputs.groups, self.inputs.k.shape[2]
+        places = (tuple(range(count)) for count in (batch, heads // groups, groups, queries, keys, d))
+        axes: dict[str, Any] = dict(zip(AXES, places, strict=True))
+        self.part = Part(**axes, causal=self.inputs.causal)
+
+    def seen(self, part: Part) -> Seen:
+        """Run the kernel on a part.
+
+        Raises:
+            Exception: whatever the kernel raises.
+        """
+        inputs = cut(self.inputs, part)
+        return Seen(inputs, self.backend.run(self.kernel, inputs, gradients=False).o)
+
+    def keeps(self, part: Part, finding: Finding) -> bool:
+        """Whether a finding holds on a part; a kernel that does not take the part shows nothing on it."""
+        if not _consistent(self.inputs, part):
+            return False
+        self.trials += 1
+        try:
+            return finding.holds(self.seen(part))
+        except Exception:
+            return False
+
+    def shrink(self, finding: Finding) -> None:
+        """Make `part` as small as it gets with a finding that holds on it as it is."""
+        self.finding = finding
+        self._one_row(finding)
+        self._axes(finding)
+
+    def _axes(self, finding: Finding) -> None:
+        before = None
+        while before != self.part:
+            before = self.part
+            for axis in AXES:
+                fewest(getattr(self.part, axis), partial(self._take, finding, axis))
+
+    def bias(self, sign: float) -> None:
+        """Shrink a bias: its mean while heads are many, then one element that is rounded the wrong way, a tie at best.
+
+        Where no element is, as where exact ties are all broken one way, the mean of the fewest heads is kept.
+        """
+        mean = self.finding = mean_of(sign)
+        while len(self.part.batch) * len(self.part.heads) >= 2 * MANY:
+            axis = "batch" if len(self.part.batch) > 1 else "heads"
+            kept = getattr(self.part, axis)
+            if not self._take(mean, axis, kept[: len(kept) // 2]):
+                break
+        tied = bool(self.seen(self.part).repeated.double().mean() > 0.5)  # else a row that repeats is there by chance
+        for single in (wrong_way(sign, tied=tied), wrong_way(sign, tied=False)):
+            if self._one_row(single):
+                self._axes(single)
+                return
+        self.tell("no single element is off by more than half an ulp: the mean over heads is kept")
+        self._sort(mean)
+        self._axes(mean)
+
+    def _sort(self, finding: Finding) -> None:
+        """Put every head's keys in the order of their scores: heads that differ in where they tie then share keys."""
+        if self.inputs.causal:
+            return
+        whole, groups = self.inputs, self.inputs.groups
+        scores = (whole.q.double() @ whole.expanded_k().double().mT).mean(2)
+        shared = scores.reshape(scores.shape[0], -1, groups, scores.shape[-1]).mean(2)
+        order = torch.argsort(shared, dim=-1, descending=True, stable=True)[..., None]
+        k, v = (x.gather(2, order.expand_as(x)) for x in (whole.k, whole.v))
+        self.inputs = replace(whole, k=k, v=v)
+        if not self.keeps(self.part, finding):
+            self.inputs = whole
+
+    def _one_row(self, finding: Finding) -> bool:
+        """Go down to the worst row on which a finding holds alone."""
+        badness = finding.rows(self.seen(self.part)).nan_to_num(nan=-math.inf)
+        later = self.inputs.k.shape[2] - self.inputs.q.shape[2]
+        for place in badness.flatten().argsort(descending=True, stable=True)[:_ROWS].tolist():
+            entry, head, row = (int(at) for at in torch.unravel_index(torch.tensor(place), badness.shape))
+            one, groups = self.part, len(self.part.group)
+            query = one.queries[row]
+            keys = tuple(key for key in one.keys if not one.causal or key <= query + later)
+            alone = replace(
+                one, batch=(one.batch[entry],), heads=(one.heads[head // groups],), group=(one.group[head % groups],),
+                queries=(query,), keys=keys, causal=False,
+            )  # fmt: skip
+            # A row that sees its keys alone needs no mask; a kernel may err under a mask only.
+            if self._try(alone, finding) or (one.causal and self._try(replace(alone, causal=True), finding)):
+                return True
+        return False
+
+    def _take(self, finding: Finding, axis: str, items: tuple[int, ...]) -> bool:
+        changed: dict[str, Any] = {axis: items}
+        return self._try(replace(self.part, **changed), finding)
+
+    def _try(self, part: Part, finding: Finding) -> bool:
+        if not self.keeps(part, finding):
+            return False
+        self.part, self.finding = part, finding
+        self.tell(f"{part.size} ({self.trials} trials)")
+        return True
+
+
+def cut(inputs: AttentionInputs, part: Part) -> AttentionInputs:
+    """A part of a call, with the scale of the whole."""
+    batch, heads, group, queries, keys, columns = (torch.tensor(getattr(part, axis)) for axis in AXES)
+    rows = (heads[:, None] * inputs.groups + group).flatten()
+
+    def taken(x: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
+        return x[batch][:, head][:, :, tokens][..., columns].contiguous()
+
+    return replace(
+        inputs,
+        q=taken(inputs.q, rows, queries),
+        k=taken(inputs.k, heads, keys),
+        v=taken(inputs.v, heads, keys),
+        do=taken(inputs.do, rows, queries),
+        causal=part.causal,
+        softmax_scale=inputs.scale,
+    )
+
+
+def _consistent(inputs: AttentionInputs, part: Part) -> bool:
+    """Whether a causal mask lets every query of a part see what it saw in the whole."""
+    if not part.causal:
+        return True
+    later, fewer = inputs.k.shape[2] - inputs.q.shape[2], len(part.keys) - len(part.queries)
+    return all(
+        sum(key <= query + later for key in part.keys) == place + fewer + 1 > 0
+        for place, query in enumerate(part.queries)
+    )
+
+
+def fewest(items: Sequence[int], keeps: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:
+    """A part of `items` that `keeps` and that keeps no more without any one of its items; in the order of `items`.
+
+    Args:
+        items: on all of them it is known to keep.
+        keeps: asked of parts, never of an empty one.
+    """
+    left, parts = tuple(items), 2
+    while len(left) > 1:
+        step = -(-len(left) // parts)
+        pieces = [left[start : start + step] for start in range(0, len(left), step)]
+        rests = [tuple(item for item in left if item not in set(piece)) for piece in pieces]
+        found = next((piece for piece in (*pieces, *(rests if len(pieces) > 2 else ())) if keeps(piece)), None)
+        if found is not None:
+            parts = 2 if found in pieces else max(parts - 1, 2)
+            left = found
+        elif step == 1:
+            break
+        else:
+            parts = min(len(left), 2 * parts)
+    return left
