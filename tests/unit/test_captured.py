@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases import captured
-from tiebreak.cases.captured import captured_cases
+from tiebreak.cases.captured import CapturedError, captured_cases, layer_checksum
 from tiebreak.cases.case import Case
 from tiebreak.cases.errors import Errors
 from tiebreak.cases.scripted import SCRIPTED
@@ -149,6 +149,48 @@ class TestCases:
         assert rows >= min(tokens, 32)
         if all_heads * tokens * tokens <= captured._SCORES:
             assert (used, rows, keys) == (all_heads, tokens, tokens)
+
+
+class TestMetadata:
+    def test_a_scale_is_that_of_the_scores(self, tmp_path: Path) -> None:
+        layer = normal((1, 2, 4, 8))
+        inputs = only_case(tmp_path, layer, {**FULL, "scale": "0.5"}).make(1, 0, 2, BF16)
+        assert inputs.scale == 0.5
+        expected = (layer["q"].double() @ layer["k"].double().mT * 0.5).softmax(-1) @ layer["v"].double()
+        torch.testing.assert_close(reference(inputs).o, expected)
+
+    def test_a_layer_may_have_its_own(self, tmp_path: Path) -> None:
+        told = {"layer0.causal": "true", "layer1.causal": "false", "layer1.scale": "0.5"}
+        keep(tmp_path, {"0": normal((1, 2, 4, 8)), "1": normal((1, 2, 4, 8))}, metadata=told)
+        inputs = [case.make(1, 0, 2, BF16) for case in captured_cases(tmp_path)]
+        assert [(each.causal, each.softmax_scale) for each in inputs] == [(True, None), (False, 0.5)]
+
+    def test_ranks_are_told_apart(self, tmp_path: Path) -> None:
+        for step in ("2-rank10", "2-rank9", "1-rank10", "2"):
+            keep(tmp_path, {"0": normal((1, 2, 4, 8))}, step)
+        names = [case.name.removeprefix("captured") for case in captured_cases(tmp_path)]
+        assert names == [
+            "[step=1.rank=10.layer=0]", "[step=2.layer=0]", "[step=2.rank=9.layer=0]", "[step=2.rank=10.layer=0]",
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize("edited", ["q", "k", "v", "do", "o", "causal", "scale"])
+    def test_a_layer_that_was_changed_is_refused(self, tmp_path: Path, edited: str) -> None:
+        layer = normal((1, 2, 4, 8)) | {"o": torch.zeros(1, 2, 4, 8)}
+        told = {"causal": "false", "scale": "0.5", "layer0.crc32": layer_checksum(layer, False, 0.5)}
+        path = keep(tmp_path, {"0": layer}, metadata=told)
+        (case,) = captured_cases(tmp_path)
+        assert case.make(1, 0, 2, BF16).scale == 0.5
+        if edited in layer:
+            layer[edited].view(-1)[-1] += 1
+        keep(
+            tmp_path,
+            {"0": layer},
+            metadata=told | {"causal": {"causal": "true"}, "scale": {"scale": "0.25"}}.get(edited, {}),
+        )
+        (case,) = captured_cases(tmp_path)
+        captured._load.cache_clear()
+        with pytest.raises(CapturedError, match=rf"^{path}: layer0 is not what was captured: its checksum differs; "):
+            case.make(1, 0, 2, BF16)
 
 
 class TestVersion:
@@ -443,6 +485,15 @@ class TestBadFiles:
     ) -> None:
         keep(pytester.path, {"3": normal((1, 2, 4, 8))}, metadata={"step": "7", **causal})
         self.refused(matrix, pytester, "metadata causal is (missing|yes); expected true or false$")
+
+    def test_a_changed_layer(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
+        keep(pytester.path, {"3": normal((1, 2, 4, 8))}, metadata={**FULL, "layer3.crc32": "00000000"})
+        self.refused(matrix, pytester, r"layer3 is not what was captured: its checksum differs; capture it anew.*")
+
+    @pytest.mark.parametrize("scale", ["0", "-1", "nan", "inf", "one"])
+    def test_a_scale_that_is_none(self, matrix: MatrixRun, pytester: pytest.Pytester, scale: str) -> None:
+        keep(pytester.path, {"3": normal((1, 2, 4, 8))}, metadata={**FULL, "scale": scale})
+        self.refused(matrix, pytester, f"metadata scale is {scale}; expected a positive number")
 
     def test_no_files(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
         self.refused(matrix, pytester, r"--captured \.: no file in it is called inputs-STEP\.safetensors.*")

@@ -13,6 +13,8 @@ MODULES = (
     "tiebreak.backends.registry",
     "tiebreak.matrix.plugin",
     "tiebreak.programs.train",
+    "tiebreak.programs.shrink",
+    "tiebreak.cases.capture",
     "tiebreak.programs.audit.command",
 )
 FORBIDDEN = {"triton", "torch_npu", "matplotlib"}
