@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiebreak.cases.errors import Errors
+from tiebreak.cases.errors import Errors, difference
 from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, Verdict, judge
 from tiebreak.kernels.flash import BLOCK
 from tiebreak.kernels.formats import Format
@@ -154,3 +154,23 @@ def predicted(difference: Interval) -> bool | None:
     """
     verdict = judge(difference, MARGIN_ULPS)
     return None if verdict is Verdict.INCONCLUSIVE else verdict is Verdict.UNBIASED
+
+
+def no_worse(ours: Errors, theirs: Errors) -> bool | None:
+    """Whether one output is no more biased than another on the same heads, beyond the margin.
+
+    Args:
+        ours: errors of the output in question.
+        theirs: errors of what it is compared with.
+
+    Returns:
+        True, False, or None where the heads do not tell.
+    """
+    if ours.nonfinite > theirs.nonfinite:
+        return False
+    verdict, apart = judge(ours.bias), difference(ours, theirs)
+    if verdict is Verdict.UNBIASED or apart.inside(MARGIN_ULPS):
+        return True
+    if verdict is not Verdict.BIASED or not apart.beyond(MARGIN_ULPS):
+        return None
+    return abs(ours.bias.mean) < abs(theirs.bias.mean)

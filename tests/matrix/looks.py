@@ -5,17 +5,22 @@ from dataclasses import dataclass, field
 
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import Case
-from tiebreak.cases.claims import UNBIASED, Claim, claim, predicted
+from tiebreak.cases.claims import UNBIASED, Claim, claim, no_worse, predicted
 from tiebreak.cases.errors import Errors, difference, merge
 from tiebreak.cases.verdicts import LOOKS, Verdict, judge
+from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.flash import BLOCK
 from tiebreak.kernels.inputs import AttentionOutput
-from tiebreak.kernels.kernel import delta_alone
+from tiebreak.kernels.kernel import Declaration, delta_alone
+from tiebreak.kernels.plans import FP32_INSIDE
+from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.attribution import Fit, equal_bits, fits
 from tiebreak.matrix.candidates import candidates, tilings
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.workbench import SharedBatch, Workbench
 
+#: O in fp32 throughout, rounded once: what no deterministic kernel of that output format does better.
+ROUNDED = Declaration(FLASH_ATTENTION, FP32_INSIDE, SHIFT_RULES["safe"])
 _FAIR_CLAIM = claim(UNBIASED, "--fair: no bias on any failure input", formats="bf16 fp16")
 
 
@@ -27,6 +32,7 @@ class _Progress:
     outputs: list[AttentionOutput] = field(default_factory=list)  # one a batch
     predictions: list[Errors] = field(default_factory=list)  # one a batch, where one is made
     equal_bits: list[float] = field(default_factory=list)  # likewise
+    rounded: list[Errors] = field(default_factory=list)  # of a correctly rounded O, where the kernel is held to one
     fits: Mapping[str, Fit] = field(default_factory=dict)  # of a kernel that declares nothing, on the first batch
     heads: int = 0
 
@@ -47,6 +53,7 @@ class Looks:
         told = self.judged and not case.chaotic
         self.predictable = declaration is not None and not cell.backend.predicts and told
         self.claim = self._claim()
+        self.as_rounded = cell.kernel.external and bench.settings.as_rounded and case.failure
         self.candidates = candidates() if declaration is None else {}
 
     def _claim(self) -> Claim | None:
@@ -106,6 +113,8 @@ class Looks:
         self.progress.errors.append(errors)
         self.progress.outputs.append(output)
         self.progress.heads += batch.inputs.q.shape[0] * batch.inputs.q.shape[1]
+        if self.as_rounded:
+            self.progress.rounded.append(self.bench.emulated(self.case, self.cell.fmt, index, ROUNDED)[1])
         if self.predictable:
             prediction, predicted_errors = self.bench.emulated(self.case, self.cell.fmt, index, self.declaration)
             self.progress.predictions.append(predicted_errors)
@@ -150,6 +159,14 @@ class Looks:
             return abs(errors.nonfinite - prediction.nonfinite) <= _few(errors)
         return predicted(difference(errors, prediction))
 
+    def rounded(self) -> Errors:
+        """Errors of a correctly rounded O on all heads drawn."""
+        return merge(self.progress.rounded)
+
+    def rounded_met(self) -> bool | None:
+        """Whether the output is no more biased than a correctly rounded O; None: the data do not tell."""
+        return no_worse(self.errors, self.rounded()) if self.as_rounded else True
+
     def prediction(self) -> Errors:
         """Errors of what is predicted, on all heads drawn."""
         return merge(self.progress.predictions)
@@ -169,7 +186,7 @@ class Looks:
         errors = self.errors
         told = self.claim is None or self.claim.expectation.met(errors) is not None
         verdict_told = not self.judged or errors.nonfinite > 0 or judge(errors.bias) is not Verdict.INCONCLUSIVE
-        return told and verdict_told and self.prediction_met() is not None
+        return told and verdict_told and self.prediction_met() is not None and self.rounded_met() is not None
 
     def _repeats(self) -> bool | None:
         """Whether a second run on the same input gives the same bits; None: not run twice."""

@@ -86,7 +86,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="add the q, k, v, dO in DIR/inputs-STEP.safetensors (docs/captured.md) as cases, in the format that they"
         " are in, fp32 rounded to --dtype; they run alone unless --cases is given",
     )
-    group.addoption("--fair", action="store_true", help="hold --kernel to no bias on every failure input")
+    group.addoption(
+        "--fair",
+        action="store_true",
+        help="hold --kernel to no bias on every failure input; no deterministic cast of O can pass where O itself ties",
+    )
+    group.addoption(
+        "--no-worse-than",
+        choices=("rounded",),
+        help="hold --kernel, on every failure input, to no more bias than O has that is rounded once, from fp32",
+    )
     group.addoption(
         "--cell-timeout",
         metavar="S",
@@ -112,7 +121,7 @@ def _refuse(message: str, own_traceback: str = "") -> NoReturn:
 
 _ONCE = (
     *("backend", "kernels", "cases", "dtype", "seed", "heads", "plan", "captured", "expected", "save", "out"),
-    *("backward", "experiments", "cell-timeout"),
+    *("backward", "experiments", "cell-timeout", "no-worse-than"),
     *("baseline", "fail"),
 )
 
@@ -148,7 +157,8 @@ def _settings(config: pytest.Config) -> Settings:
     seed, heads = _positive(config, "seed"), _positive(config, "heads")
     if heads > HEADS_PER_BATCH and heads % HEADS_PER_BATCH:
         _refuse(f"--heads {heads}: expected at most {HEADS_PER_BATCH} or a multiple of {HEADS_PER_BATCH}")
-    return Settings(seed, heads, bool(config.getoption("fair")), _where(config))
+    as_rounded = config.getoption("no_worse_than") == "rounded"
+    return Settings(seed, heads, bool(config.getoption("fair")), as_rounded, _where(config))
 
 
 def _where(config: pytest.Config) -> tuple[str, ...]:
@@ -186,8 +196,9 @@ def pytest_configure(config: pytest.Config) -> None:
     given = getattr(config, "workerinput", {})
     os.environ.update(given.get(_ENVIRONMENT, {}))
     config.stash[WATCH] = Watch.of(given, _seconds(config))
-    if config.getoption("fair") and not config.getoption("kernel"):
-        _refuse("--fair holds your own kernel to no bias: it needs --kernel")
+    for option in ("fair", "no_worse_than"):
+        if config.getoption(option) and not config.getoption("kernel"):
+            _refuse(f"--{option.replace('_', '-')} is what your own kernel is held to: it needs --kernel")
     settings = _settings(config)
     config.stash[_bench] = Workbench(settings)
     try:

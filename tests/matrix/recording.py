@@ -15,7 +15,7 @@ def command(cell: Cell, settings: Settings) -> str:
     """The command that reruns one cell, as pytest's own name runs it."""
     kernel: tuple[str, ...] = ("--kernels", cell.kernel.name)
     if cell.kernel.external:
-        kernel = (*cell.kernel.origin, *(("--fair",) if settings.fair else ()))
+        kernel = (*cell.kernel.origin, *settings.held_to)
     where = ["--backend", cell.backend.name, *kernel, *cell.experiment.options, "--cases", cell.experiment.name]
     draw = ["--dtype", cell.fmt.name, "--seed", str(settings.seed), "--heads", str(settings.heads)]
     return shlex.join(["pytest", *settings.matrix, *where, *draw])

@@ -10,4 +10,10 @@ class Settings:
     seed: int = 1
     heads: int = 256  # query heads of one batch; a cell draws up to 8 times as many
     fair: bool = False  # hold external kernels to no bias on failure inputs
+    as_rounded: bool = False  # hold them to no more bias than a correctly rounded O has
     matrix: tuple[str, ...] = ("tests/matrix",)  # how pytest finds the cells from where it was called, for that command
+
+    @property
+    def held_to(self) -> tuple[str, ...]:
+        """The words of the command line that say what users' kernels are held to."""
+        return (*(("--fair",) if self.fair else ()), *(("--no-worse-than", "rounded") if self.as_rounded else ()))

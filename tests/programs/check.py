@@ -70,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
         "--plan", metavar="PLAN", help="hold it to what a rounding plan predicts, as `rounding` names it"
     )
     parser.add_argument("--fair", action="store_true", help="fail if it is biased on any failure input")
+    parser.add_argument(
+        "--no-worse-than", choices=("rounded",), help="fail if it is more biased than O is that is rounded once"
+    )
     parser.add_argument("--cases", metavar="NAMES", help="inputs to run: a list, globs allowed (default: all)")
     parser.add_argument("--experiments", metavar="KINDS", help="call, training (default: both)")
     parser.add_argument("--backward", choices=("own", "emulated"), help="what it trains with (default: own)")
@@ -99,7 +102,7 @@ def _words(options: argparse.Namespace) -> list[str]:
         words += ["--kernel", target]
     for said in options.declare:
         words += ["--declare", said]
-    for name in (*_PASSED, "experiments", "backward", "baseline", "cell-timeout"):
+    for name in (*_PASSED, "experiments", "backward", "baseline", "cell-timeout", "no-worse-than"):
         value = getattr(options, name.replace("-", "_"))
         if value is not None:
             words += [f"--{name}", value]

@@ -98,7 +98,7 @@ def test_pytest_runs_the_matrix_in_a_repository_of_its_own(tmp_path: Path) -> No
 def record(case: str, verdict: str | None, shown: str) -> Record:
     return Record(
         id=f"cpu-mine-{case}-bf16", backend="cpu", kernel="mine", case=case, case_version=1, format="bf16", seed=1,
-        heads=1, experiment="call", outcome="measured", command="", verdict=verdict, shown=shown,  # type: ignore[arg-type]
+        heads=1, experiment="call", outcome="measured", command="", verdict=verdict, shown=shown,
     )  # fmt: skip
 
 

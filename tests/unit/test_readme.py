@@ -87,7 +87,7 @@ def test_readme_is_short() -> None:
 def test_commands_of_the_readme_run_from_a_fresh_clone() -> None:
     # make leaves .venv off the PATH, so neither pytest nor tiebreak is there.
     assert len(commands(README)) > 2
-    assert [line for line in commands(README) if not line.startswith(("make ", ".venv/bin/python -m pytest "))] == []
+    assert [line for line in commands(README) if not line.startswith(("make ", ".venv/bin/"))] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,7 +114,7 @@ def test_fp32_is_no_format_of_the_matrix() -> None:
 @pytest.mark.parametrize("name", ["backends", "kernels", "cases", "formats"])
 @pytest.mark.parametrize("empty", ["", ",", " "])
 def test_an_empty_list_is_no_list_of_all(name: str, empty: str) -> None:
-    options: Mapping[str, str] = {name: empty}
+    options: Mapping[str, Any] = {name: empty}
     with pytest.raises(SelectionError, match=r"^--\w+: no \w+ named; known are "):
         cells(Selection(**options))
 

@@ -28,6 +28,7 @@ from tiebreak.reports import records
 from tiebreak.reports.marks import verdict_mark
 
 _BINS, _REACH_ULPS = 64, 2.0  # of the histogram of signed errors
+_NO_WORSE = "--no-worse-than rounded"
 _SHRUNK = 0.9  # an output of less than this share of the reference is shown as such
 
 
@@ -119,6 +120,17 @@ class Call(Experiment):
 
 
 def _claims(looks: Looks) -> tuple[Claimed, ...]:
+    return (*_of_the_case(looks), *_of_rounding(looks))
+
+
+def _of_rounding(looks: Looks) -> tuple[Claimed, ...]:
+    if not looks.as_rounded:
+        return ()
+    found = f"{_found(looks.errors)} measured, {_found(looks.rounded())} of O rounded once"
+    return (Claimed("no more bias than a correctly rounded O", _NO_WORSE, looks.rounded_met(), found),)
+
+
+def _of_the_case(looks: Looks) -> tuple[Claimed, ...]:
     if looks.claim is None:
         return ()
     expectation = looks.claim.expectation
