@@ -76,12 +76,17 @@ def masking(inputs: AttentionInputs) -> dict[str, Any]:
         `atten_mask`, bool, True where a score is masked out, and `sparse_mode`; nothing where no score is.
     """
     if inputs.causal and inputs.key_padding is None:
-        return {"atten_mask": _triangle(inputs.q.device), "sparse_mode": _CAUSAL}
+        return causal_mask(inputs.q.device)
     hidden = inputs.hidden()
     if hidden is None:
         return {}
     shape = (inputs.q.shape[0], 1, inputs.q.shape[2], inputs.k.shape[2])
     return {"atten_mask": hidden.to(inputs.q.device).expand(shape).contiguous(), "sparse_mode": _FULL_MASK}
+
+
+def causal_mask(device: torch.device) -> dict[str, Any]:
+    """The arguments of a causal mask, query i seeing keys up to i + keys - queries, whatever the lengths."""
+    return {"atten_mask": _triangle(device), "sparse_mode": _CAUSAL}
 
 
 @cache

@@ -170,6 +170,8 @@ class _Call:
         flagged = how.causal is not None and inputs.key_padding is None and (square or not how.causal_where_square)
         if how.causal not in (None, ALWAYS):
             found[str(how.causal)] = inputs.causal and flagged
+        if how.mask is not None:
+            found[how.mask] = None  # it may have no default
         hidden = inputs.hidden()
         if hidden is not None and how.mask is not None and not flagged:
             seen = ~hidden.to(inputs.q.device)[batch if hidden.shape[0] > 1 else slice(None)]

@@ -50,7 +50,7 @@ class Convention:
             found.add(OWN_SCALE)
         if self.grouped is not None:
             found.add(GROUPED)
-        return frozenset(found)
+        return frozenset(found) - self.said.refused
 
     @property
     def causal_where_square(self) -> bool:

@@ -37,6 +37,7 @@ class Said:
         layout: order of the dimensions of q, k, v and O: b batch, h heads, n tokens, d head dimension. Without b (and
             h) the kernel is called once for every sequence (and head).
         takes: what inputs may ask of it, beside what its keywords tell: words of `TAKEN`.
+        refuses: what inputs may not ask of it, though its keywords tell that they may: words of `TAKEN`.
         causal: keyword of the causal mask; "always": it has one whether asked or not.
         scale: keyword of the scores' scale.
         mask: keyword of a bool mask of the scores, (batch, 1, queries, keys), True where a key takes part.
@@ -51,6 +52,7 @@ class Said:
 
     layout: str = "bhnd"
     takes: str = ""
+    refuses: str = ""
     causal: str = ""
     scale: str = ""
     mask: str = ""
@@ -70,9 +72,10 @@ class Said:
         """
         if sorted(self.layout) not in (sorted("bhnd"), sorted("hnd"), sorted("nd")):
             raise LoadError(f"layout {self.layout!r}: expected the letters b, h, n and d, as in bnhd, hnd or nd")
-        unknown = [word for word in self.takes.replace(",", " ").split() if word not in TAKEN]
-        if unknown:
-            raise LoadError(f"takes {unknown[0]!r}: known are {', '.join(TAKEN)}")
+        for said, words in (("takes", self.takes), ("refuses", self.refuses)):
+            unknown = [word for word in _split(words) if word not in TAKEN]
+            if unknown:
+                raise LoadError(f"{said} {unknown[0]!r}: known are {', '.join(TAKEN)}")
         if not _is_count(self.multiple_of):
             raise LoadError(f"multiple_of {self.multiple_of!r}: expected a positive integer")
         if not all(map(_is_count, self.head_dims)):
@@ -83,7 +86,16 @@ class Said:
     @property
     def features(self) -> frozenset[Feature]:
         """What `takes` lists."""
-        return frozenset(TAKEN[word] for word in self.takes.replace(",", " ").split())
+        return frozenset(TAKEN[word] for word in _split(self.takes))
+
+    @property
+    def refused(self) -> frozenset[Feature]:
+        """What `refuses` lists."""
+        return frozenset(TAKEN[word] for word in _split(self.refuses))
+
+
+def _split(words: str) -> list[str]:
+    return words.replace(",", " ").split()
 
 
 def _is_count(value: object) -> bool:
@@ -159,7 +171,7 @@ def of_flags(words: tuple[str, ...], base: Said) -> Said:
         if outer == "options" and dot:
             values["options"] = {**base.options, **values.get("options", {}), inner: _literal(value)}
         else:
-            values[word] = value if word in ("layout", "takes", "plan", "name") else _literal(value)
+            values[word] = value if word in ("layout", "takes", "refuses", "plan", "name") else _literal(value)
     return of_mapping(values, "--declare", base)
 
 

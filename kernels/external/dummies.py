@@ -65,9 +65,11 @@ class Needs:
     def _row_by_row(self, inputs: AttentionInputs) -> Arranged:
         """Each row as a causal sequence of its own, in which it stands where it sees its keys and no other."""
         if not (self.has_causal or self.causal):
-            raise ValueError(
-                f"{inputs.k.shape[2]} keys are no multiple of {self.multiple_of}, and it has no mask to hide dummy keys"
-            )
+            keys, queries = inputs.k.shape[2], inputs.q.shape[2]
+            needed = f"{keys} keys are no multiple of {self.multiple_of}"
+            if keys % self.multiple_of == 0:
+                needed = f"it needs as many keys as queries, {keys} are not {queries}"
+            raise ValueError(f"{needed}, and it has no mask to hide dummy keys")
         if inputs.key_padding is not None:
             raise ValueError("a causal sequence for each row has no place for a key padding mask")
         batch, _, queries, _ = inputs.q.shape

@@ -8,6 +8,7 @@ from typing import Any
 
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.external.adapters.foreign import Foreign, needs_of
 from tiebreak.kernels.external.calling import Caller
 from tiebreak.kernels.external.conventions import convention
 from tiebreak.kernels.external.declaring import NO_BACKWARD, of_flags, of_mapping, read_toml, said_of
@@ -100,10 +101,16 @@ def _kernel(given: Given, target: str, words: Mapping[str, Any], plan: Declarati
         plan,
         has_backward=said.backward != NO_BACKWARD,  # what autograd knows of shows when it is called
         takes=caller.how.takes,
-        lacks=caller.lacks,
+        lacks=partial(_lacks, needs_of(function), caller),
         external=True,
         origin=given.options,
     )
+
+
+def _lacks(needed: tuple[Foreign, ...], caller: Caller, inputs: AttentionInputs) -> str | None:
+    """None, or what of other packages is not here as an adapter knows it, and what the function itself can't take."""
+    told = dict.fromkeys([*(one.lacks(inputs) for one in needed), caller.lacks(inputs)])  # of one package once
+    return "; ".join(one for one in told if one) or None
 
 
 def _declaration(where: str, text: str) -> Declaration:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tiebreak.kernels.external.adapters import adapter, is_adapter
 from tiebreak.kernels.external.errors import LoadError
 
 EXPECTED = "expected path/to/file.py:function, package.module:function or the name of an adapter"
@@ -21,7 +22,7 @@ def load(target: str) -> Callable[..., Any]:
 
     Args:
         target: `path/to/file.py:function` or `package.module:function`; the function may be an attribute of a class or
-            of an object, with dots. Without a function: the only public one of the file.
+            of an object, with dots. Without a function: the only public one of the file. Or the name of an adapter.
 
     Returns:
         What is to be called.
@@ -29,6 +30,8 @@ def load(target: str) -> Callable[..., Any]:
     Raises:
         LoadError: malformed, not found, not importable or not callable.
     """
+    if is_adapter(target):
+        return adapter(target)
     place, separator, name = target.rpartition(":")
     if not separator and target.endswith(".py"):
         place, name = target, ""

@@ -12,6 +12,7 @@ from typing import TextIO
 
 import pytest
 
+from tiebreak.kernels.external.adapters import ADAPTERS
 from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.matrix.keeper import Keeper
 from tiebreak.matrix.scheduling import cell_id
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tiebreak check",
         description="Run attention kernels of your own through the matrix: bias on inputs where rounding is known to"
         " fail, accuracy, gradients, repeatability, short training runs; and the rounding plan that explains them.",
+        epilog=f"Adapters by name: {', '.join(ADAPTERS)}.",
     )
     parser.add_argument("targets", nargs="+", metavar="TARGET", help=EXPECTED.removeprefix("expected "))
     parser.add_argument(

@@ -92,10 +92,14 @@ def assert_right(output: AttentionOutput, given: AttentionInputs) -> None:
         ("def f(q, k, v, **more): return plain(q, k, v, **more)", {CAUSAL, OBLONG_CAUSAL, BLIND_ROWS, OWN_SCALE}),
         ("def f(q, k, v, attn_mask=None): return sdpa(q, k, v, attn_mask=attn_mask)",
          {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS}),
+        ("def f(q, k, v, attn_mask): return sdpa(q, k, v, attn_mask=attn_mask)",
+         {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS}),
+        ("f = kernel(refuses='blind_rows, oblong_causal')(plain)", {CAUSAL, OWN_SCALE}),
         ("f = sdpa", {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, OWN_SCALE, GROUPED}),
         ("f = kernel(takes='gqa')(lambda q, k, v: sdpa(q, k, v, enable_gqa=True))", {GROUPED}),
     ],
-    ids=["suite", "bare", "triton", "positional", "torch flags", "anything", "mask", "sdpa", "said"],
+    ids=["suite", "bare", "triton", "positional", "torch flags", "anything", "mask", "asked for", "refused", "sdpa",
+         "said"],
 )  # fmt: skip
 def test_what_a_kernel_takes_follows_from_its_signature(
     loaded: Callable[..., Kernel], source: str, takes: set[Feature]
@@ -241,10 +245,16 @@ def test_dummy_rows_change_no_bit_of_the_others(
     ("source", "flags", "given", "told"),
     [
         ("def f(q, k, v): return plain(q, k, v)", ("multiple_of=16",), inputs(4, 12), "12 keys are no multiple of 16"),
+        (
+            "def f(q, k, v): return plain(q, k, v)",
+            ("square=true",),
+            inputs(8, 4),
+            "as many keys as queries, 4 are not 8",
+        ),
         ("f = plain", ("head_dims=[32, 64]",), inputs(), "it has head dimensions 32, 64, not 16"),
         ("f = plain", ("causal=always",), inputs(8, 4, causal=True), "takes no row without a visible key"),
     ],
-    ids=["keys", "d", "blind"],
+    ids=["keys", "square", "d", "blind"],
 )
 def test_what_no_dummies_can_meet_is_refused(
     loaded: Callable[..., Kernel], source: str, flags: tuple[str, ...], given: AttentionInputs, told: str
@@ -259,6 +269,7 @@ def test_what_no_dummies_can_meet_is_refused(
         ("def f(q, k, v, block_table): pass", (), "its parameter 'block_table' has no default"),
         ("f = plain", ("layout=bhn",), "--declare: layout 'bhn': expected the letters b, h, n and d"),
         ("f = plain", ("takes=flying",), "--declare: takes 'flying': known are causal, gqa, "),
+        ("f = plain", ("refuses=flying",), "--declare: refuses 'flying': known are causal, gqa, "),
         ("f = plain", ("mood=good",), "--declare: unknown word 'mood'; known are layout, takes, "),
         ("f = plain", ("square",), "--declare square: expected WORD=VALUE, such as layout=bnhd"),
         ("f = plain", ("multiple_of=-1",), "--declare: multiple_of -1: expected a positive integer"),

@@ -1,0 +1,56 @@
+"""Adapters by name: attention of packages that people use, each a function of a few lines, imported when asked for."""
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from tiebreak.kernels.external.errors import LoadError
+
+#: Where each lies: its module in this package, and its function.
+ADAPTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "flash_attn": "gpu:flash_attn",
+        "flash_attn_cute": "gpu:flash_attn_cute",
+        "xformers": "gpu:xformers",
+        "flashinfer": "gpu:flashinfer",
+        "sageattention": "gpu:sageattention",
+        "aiter": "gpu:aiter",
+        "transformer_engine": "gpu:transformer_engine",
+        "flag_gems": "gpu:flag_gems",
+        "liger": "gpu:liger",
+        "fla": "gpu:fla",
+        "npu_fusion_attention": "npu:npu_fusion_attention",
+        "hf:eager": "modules:hf_eager",
+        "hf:sdpa": "modules:hf_sdpa",
+        "x_transformers": "modules:x_transformers",
+        "jax": "arrays:jax",
+        "onnxruntime": "graphs:onnxruntime",
+        "openvino": "graphs:openvino",
+    }
+)
+_OWN = "one of your own is path/to/file.py:function or package.module:function"
+_FAMILIES = frozenset(name.partition(":")[0] for name in ADAPTERS if ":" in name)
+
+
+def is_adapter(target: str) -> bool:
+    """Whether a target can only be the name of an adapter, known or not."""
+    if target in ADAPTERS or target.partition(":")[0] in _FAMILIES:
+        return True
+    return bool(target) and not set(target) & set(".:/\\")
+
+
+def adapter(name: str) -> Callable[..., Any]:
+    """The adapter of that name.
+
+    Raises:
+        LoadError: there is none; one line with the names that there are.
+    """
+    if name not in ADAPTERS:
+        near = difflib.get_close_matches(name, ADAPTERS, 1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise LoadError(f"no adapter {name!r}: {meant}known are {', '.join(ADAPTERS)}; {_OWN}")
+    module, _, function = ADAPTERS[name].partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{module}"), function)
+    return found

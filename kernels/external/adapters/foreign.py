@@ -1,0 +1,137 @@
+"""Functions of other packages: whether they are here, and as an adapter knows them."""
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar
+
+from tiebreak.kernels.formats import Format
+from tiebreak.kernels.inputs import AttentionInputs
+
+_ATTRIBUTE = "__tiebreak_needs__"
+_F = TypeVar("_F", bound=Callable[..., Any])
+_BACKENDS = {"cuda": "cuda", "npu": "ascend"}  # of this suite, by device type
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A function of another package. Called like one, it is imported then."""
+
+    place: str  # module:function
+    distribution: str  # what pip calls the package
+    known: str  # release that the adapter was written for
+    keywords: tuple[str, ...] = ()  # that the adapter calls it with
+    install: str = ""  # how to install it; "": pip install and the distribution
+    devices: tuple[str, ...] = ()  # types of devices that it has kernels for; none: all
+    formats: tuple[Format, ...] = ()  # of inputs that it takes; none: all
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call it."""
+        return self.found(*arguments, **keywords)
+
+    @property
+    def found(self) -> Any:
+        """The function.
+
+        Raises:
+            ImportError: no such package.
+            AttributeError: it has no such function.
+        """
+        module, _, name = self.place.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+    def lacks(self, inputs: AttentionInputs) -> str | None:
+        """None, or why it can't be called on some inputs, in one line that says what to do."""
+        told = [self._missing(), self._misplaced(inputs.q.device.type), self._unsuited(inputs.formats.inputs)]
+        return "; ".join(one for one in told if one) or None
+
+    def _missing(self) -> str | None:
+        module, _, name = self.place.partition(":")
+        try:
+            function = self.found
+        except (ModuleNotFoundError, AttributeError) as error:
+            top = module.partition(".")[0]
+            absent = isinstance(error, ModuleNotFoundError) and error.name == top
+            if absent or (self._version is None and not hasattr(_module(top), "__version__")):
+                return f"{self.distribution} is not installed: {self.install or f'pip install {self.distribution}'}"
+            return f"{self._release} has no {module}.{name}; this adapter knows {self.known}"
+        except Exception as error:  # whatever it raises as it is imported, such as a library built for another torch
+            return f"{self._release} can't be imported: {type(error).__name__}: {' '.join(str(error).split())}"
+        unknown = [keyword for keyword in self.keywords if not _takes(function, keyword)]
+        if unknown:
+            return f"{name} of {self._release} has no parameter {', '.join(unknown)}; this adapter knows {self.known}"
+        return None
+
+    def _misplaced(self, device: str) -> str | None:
+        if not self.devices or device in self.devices:
+            return None
+        backends = " or ".join(_BACKENDS[one] for one in self.devices)
+        return f"{self.distribution} has no kernel for {device}: give --backend {backends}"
+
+    def _unsuited(self, given: Format) -> str | None:
+        if not self.formats or given in self.formats:
+            return None
+        taken = " and ".join(one.name for one in self.formats)
+        return f"{self.distribution} takes {taken}, not {given.name}: give --dtype {self.formats[0].name}"
+
+    @property
+    def _version(self) -> str | None:
+        try:
+            return version(self.distribution)
+        except PackageNotFoundError:
+            return None
+
+    @property
+    def _release(self) -> str:
+        told = self._version or getattr(_module(self.place.partition(":")[0].partition(".")[0]), "__version__", None)
+        return f"{self.distribution} {told or 'of an unknown version'}"
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception:  # its version is then not to be had
+        return None
+
+
+def _takes(function: Callable[..., Any], keyword: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # written in C: it will say so itself
+        return True
+    return keyword in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+
+
+def needs(*foreign: Foreign) -> Callable[[_F], _F]:
+    """Say which functions of other packages an adapter calls."""
+
+    def mark(function: _F) -> _F:
+        setattr(function, _ATTRIBUTE, foreign)
+        return function
+
+    return mark
+
+
+def needs_of(function: object) -> tuple[Foreign, ...]:
+    """Which functions of other packages an adapter calls; none of any other function."""
+    found = getattr(function, _ATTRIBUTE, ())
+    return found if isinstance(found, tuple) else ()
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Environment variables for a while."""
+    kept = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, before in kept.items():
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before

@@ -1,0 +1,178 @@
+"""Attention kernels for GPUs. None of them was run on one yet: their signatures and documents were read."""
+
+import importlib
+from typing import Any
+
+from torch import Tensor
+
+from tiebreak.kernels.external.adapters.foreign import Foreign, environment, needs
+from tiebreak.kernels.external.declaring import NO_BACKWARD, kernel
+
+FLASH_ATTN = Foreign(
+    "flash_attn:flash_attn_func",
+    "flash-attn",
+    "2.8",
+    ("softmax_scale", "causal", "deterministic"),
+    install="pip install flash-attn --no-build-isolation",
+    devices=("cuda",),
+)
+FLASH_ATTN_CUTE = Foreign(
+    "flash_attn.cute:flash_attn_func",
+    "flash-attn-4",
+    "4.0",
+    ("softmax_scale", "causal", "deterministic"),
+    install="pip install --pre flash-attn-4",
+    devices=("cuda",),
+)
+XFORMERS = Foreign(
+    "xformers.ops.fmha:memory_efficient_attention",
+    "xformers",
+    "0.0.35",
+    ("attn_bias", "scale", "op"),
+    devices=("cuda",),
+)
+XFORMERS_OP = Foreign("xformers.ops.fmha:MemoryEfficientAttentionCutlassOp", "xformers", "0.0.35")
+XFORMERS_MASK = Foreign("xformers.ops.fmha.attn_bias:LowerTriangularFromBottomRightMask", "xformers", "0.0.35")
+FLASHINFER = Foreign(
+    "flashinfer:single_prefill_with_kv_cache",
+    "flashinfer-python",
+    "0.6",
+    ("causal", "kv_layout", "sm_scale", "backend"),
+    devices=("cuda",),
+)
+SAGEATTENTION = Foreign(
+    "sageattention:sageattn", "sageattention", "2.2", ("tensor_layout", "is_causal", "sm_scale"), devices=("cuda",)
+)
+AITER = Foreign(
+    "aiter:flash_attn_func",
+    "amd-aiter",
+    "0.1.20",
+    ("softmax_scale", "causal", "deterministic", "how_v3_bf16_cvt"),
+    devices=("cuda",),
+)
+TRANSFORMER_ENGINE = Foreign(
+    "transformer_engine.pytorch:DotProductAttention",
+    "transformer-engine",
+    "2.18",
+    ("num_gqa_groups", "attention_dropout", "qkv_format", "attn_mask_type", "softmax_scale"),
+    install="pip install --no-build-isolation transformer-engine[pytorch]",
+    devices=("cuda",),
+)
+FLAG_GEMS = Foreign(
+    "flag_gems:scaled_dot_product_attention",
+    "flag-gems",
+    "5.3",
+    ("is_causal", "scale", "enable_gqa"),
+    devices=("cuda", "npu"),
+)
+LIGER = Foreign(
+    "liger_kernel.transformers.functional:liger_fused_neighborhood_attention",
+    "liger-kernel",
+    "0.8",
+    ("kernel_size", "scale"),
+    devices=("cuda", "npu"),
+)
+FLA = Foreign("fla.ops.attn:parallel_attn", "flash-linear-attention", "0.5", ("scale",), devices=("cuda",))
+
+
+@needs(FLASH_ATTN)
+@kernel(layout="bnhd", takes="gqa")
+def flash_attn(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float) -> Any:
+    """FlashAttention-2. Its mask is aligned at the lower right; a row without a key is 0."""
+    # Deterministic: its gradients would else be added up in whatever order blocks end.
+    return FLASH_ATTN(q, k, v, causal=causal, softmax_scale=softmax_scale, deterministic=True)
+
+
+@needs(FLASH_ATTN_CUTE)
+@kernel(layout="bnhd", takes="gqa", refuses="blind_rows")
+def flash_attn_cute(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float) -> Any:
+    """FlashAttention-4, written in CuTe's Python. Its mask is aligned at the lower right; returns O and the sums."""
+    return FLASH_ATTN_CUTE(q, k, v, softmax_scale=softmax_scale, causal=causal, deterministic=True)
+
+
+@needs(XFORMERS, XFORMERS_OP, XFORMERS_MASK)
+@kernel(layout="bnhd", refuses="blind_rows")
+def xformers(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Any:
+    """memory_efficient_attention by CUTLASS, in both passes: told which operator, it takes no other but raises.
+
+    Grouped heads are left out: they are for its forward pass alone.
+    """
+    mask = XFORMERS_MASK() if causal else None
+    return XFORMERS(q, k, v, attn_bias=mask, scale=scale, op=XFORMERS_OP.found)
+
+
+@needs(FLASHINFER)
+@kernel(layout="nhd", takes="gqa", refuses="blind_rows", backward=NO_BACKWARD)
+def flashinfer(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, sm_scale: float) -> Any:
+    """single_prefill_with_kv_cache, a sequence a call, by its own FlashAttention-2.
+
+    Its mask is aligned at the lower right.
+    """
+    return FLASHINFER(q, k, v, causal=causal, sm_scale=sm_scale, kv_layout="NHD", backend="fa2")
+
+
+@needs(SAGEATTENTION)
+@kernel(takes="gqa", backward=NO_BACKWARD)
+def sageattention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, sm_scale: float) -> Any:
+    """Its sageattn, Q K^T in int8. Which of its kernels runs, it chooses by the GPU, and nobody can say.
+
+    To have one for certain, name it: `--kernel sageattention:sageattn_qk_int8_pv_fp16_triton --declare takes=gqa
+    --declare backward=none`. The mask is for as many queries as keys.
+    """
+    return SAGEATTENTION(q, k, v, tensor_layout="HND", is_causal=is_causal, sm_scale=sm_scale)
+
+
+@needs(AITER)
+@kernel(layout="bnhd", takes="gqa")
+def aiter(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float, how_v3_bf16_cvt: int = 1) -> Any:
+    """AMD's flash_attn_func. Its mask is aligned at the lower right; a row without a key is 0.
+
+    `--declare options.how_v3_bf16_cvt=0` rounds P-bar to even, 1 away from zero, 2 toward it. Whether it runs its
+    assembly or its Composable Kernel goes by shape and GPU, and nobody can say.
+    """
+    if not importlib.import_module("aiter.ops.mha").ENABLE_CK:
+        raise NotImplementedError("aiter runs Triton in its place: unset ENABLE_CK")
+    given = {"causal": causal, "softmax_scale": softmax_scale, "how_v3_bf16_cvt": how_v3_bf16_cvt}
+    return AITER(q, k, v, deterministic=True, **given)
+
+
+@needs(TRANSFORMER_ENGINE)
+@kernel(layout="bnhd", takes="gqa", refuses="blind_rows")
+def transformer_engine(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float) -> Any:
+    """DotProductAttention by its fused kernels, which are cuDNN's: the other two are switched off, so it raises."""
+    switches = {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
+    with environment(**switches, NVTE_ALLOW_NONDETERMINISTIC_ALGO="0"):
+        layer = TRANSFORMER_ENGINE(
+            q.shape[2],
+            q.shape[3],
+            num_gqa_groups=k.shape[2],
+            attention_dropout=0.0,
+            qkv_format="bshd",
+            attn_mask_type="causal_bottom_right" if causal else "no_mask",
+            softmax_scale=softmax_scale,
+        )
+        return layer(q, k, v).unflatten(-1, q.shape[2:])
+
+
+@needs(FLAG_GEMS)
+@kernel()
+def flag_gems(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool) -> Any:
+    """Its scaled_dot_product_attention in Triton, by name and not through PyTorch's.
+
+    It is given no bool mask: True hides a key there, and in PyTorch's shows it.
+    """
+    return FLAG_GEMS(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+@needs(LIGER)
+@kernel(square=True)
+def liger(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Any:
+    """Its only softmax attention: of a neighbourhood, here one that reaches from every token to every other."""
+    return LIGER(q, k, v, kernel_size=2 * q.shape[2] - 1, scale=scale)
+
+
+@needs(FLA)
+@kernel(layout="bnhd", takes="gqa", causal="always")
+def fla(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Any:
+    """flash-linear-attention's parallel_attn, softmax attention, causal whether asked or not."""
+    return FLA(q, k, v, scale=scale)

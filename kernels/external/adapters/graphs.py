@@ -1,0 +1,87 @@
+"""Attention of inference engines: a graph of one operator, built when it is first asked for. Forward alone."""
+
+import importlib
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiebreak.kernels.external.adapters.foreign import Foreign, needs
+from tiebreak.kernels.external.declaring import NO_BACKWARD, kernel
+from tiebreak.kernels.formats import FP16, FP32
+
+ONNXRUNTIME = Foreign("onnxruntime:InferenceSession", "onnxruntime", "1.23 to 1.31", formats=(FP16, FP32))
+ONNX = Foreign("onnx.helper:make_node", "onnx", "1.18 to 1.23")
+OPENVINO = Foreign(
+    "openvino.opset13:scaled_dot_product_attention",
+    "openvino",
+    "2024.1 to 2026.4",
+    ("attention_mask", "scale", "causal"),
+)
+
+_ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+_NUMPY = {2: "int16", 4: "int32"}
+
+
+@cache
+def _session(dtype: torch.dtype, scale: float, is_causal: bool, masked: bool) -> Any:
+    """An ONNX model that is one Attention of opset 23."""
+    onnx = importlib.import_module("onnx")
+    element = onnx.TensorProto.FLOAT16 if dtype == torch.float16 else onnx.TensorProto.FLOAT
+    names = ["q", "k", "v", *(["mask"] if masked else [])]
+    of = {name: onnx.TensorProto.BOOL if name == "mask" else element for name in (*names, "o")}
+    tensors = {name: onnx.helper.make_tensor_value_info(name, of[name], [None] * 4) for name in of}
+    node = ONNX("Attention", names, ["o"], is_causal=int(is_causal), scale=scale)
+    graph = onnx.helper.make_graph([node], "attention", [tensors[name] for name in names], [tensors["o"]])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 23)], ir_version=11)
+    return ONNXRUNTIME(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+@needs(ONNXRUNTIME, ONNX)
+@kernel(takes="gqa", refuses="blind_rows", backward=NO_BACKWARD)
+def onnxruntime(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool, scale: float
+) -> Tensor:
+    """ONNX Runtime's Attention on a CPU, which has none in bf16. Its causal mask is aligned at the upper left."""
+    given = {"q": q, "k": k, "v": v} | ({} if attn_mask is None else {"mask": attn_mask})
+    session = _session(q.dtype, scale, is_causal, attn_mask is not None)
+    (o,) = session.run(None, {name: one.contiguous().numpy() for name, one in given.items()})
+    return torch.from_numpy(o)
+
+
+@cache
+def _compiled(dtype: torch.dtype, d: int, scale: float | None, is_causal: bool, masked: bool) -> Any:
+    """A model that is one ScaledDotProductAttention, told to compute in the format of its inputs."""
+    library = importlib.import_module("openvino")
+    operators, kind = library.opset13, getattr(library.Type, _ELEMENTS[dtype])
+    given = [operators.parameter([-1, -1, -1, d], kind) for _ in "qkv"]
+    if masked:
+        given.append(operators.parameter([-1] * 4, library.Type.boolean))
+    factor = None if scale is None else operators.convert_like(operators.constant(scale), given[0])
+    mask = given[3] if masked else None
+    node = OPENVINO(*given[:3], attention_mask=mask, scale=factor, causal=is_causal)
+    settings = {"INFERENCE_PRECISION_HINT": kind}
+    return library.Core().compile_model(library.Model([node], given, "attention"), "CPU", settings)
+
+
+@needs(OPENVINO)
+@kernel(refuses="blind_rows", backward=NO_BACKWARD)
+def openvino(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool, scale: float
+) -> Tensor:
+    """OpenVINO's operator on a CPU, told to compute in the inputs' format: where the CPU has none, it does in fp32.
+
+    Its causal mask is aligned at the upper left, and its scale is a number of the inputs' format.
+    """
+    library, default = importlib.import_module("openvino"), scale == q.shape[3] ** -0.5
+    if not default and torch.tensor(scale, dtype=q.dtype).item() != scale:
+        raise NotImplementedError(f"openvino's scale is a number of the inputs' format, as {scale:g} is none")
+    attend = _compiled(q.dtype, q.shape[3], None if default else scale, is_causal, attn_mask is not None)
+    # NumPy knows no bf16: the bits go over as they are.
+    kind = getattr(library.Type, _ELEMENTS[q.dtype])
+    given = [library.Tensor(one.view(_BITS[q.dtype]).numpy(), list(one.shape), kind) for one in (q, k, v)]
+    masks = [] if attn_mask is None else [library.Tensor(attn_mask.contiguous().numpy())]
+    o = attend([*given, *masks])[0]
+    return torch.from_numpy(o.view(_NUMPY[q.element_size()])).view(q.dtype).clone()

@@ -1,0 +1,540 @@
+"""Adapters by name: against the packages that are here, and against the signatures of those that are not.
+
+A stand-in has the signature of the function that it stands for, name by name and default by default, as it was read in
+the public repository at the commit that is named, and computes attention by that function's document: its layout, where
+its causal mask is aligned, how it calls the scale, which key head is whose, what it returns.
+"""
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tiebreak.backends.backend import CPU
+from tiebreak.kernels.external import LoadError, external_kernel
+from tiebreak.kernels.external.adapters import ADAPTERS
+from tiebreak.kernels.external.adapters.foreign import needs_of
+from tiebreak.kernels.external.loading import load
+from tiebreak.kernels.formats import BF16, FP16, Format, Formats
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
+from tiebreak.kernels.kernel import CannotRunError, Kernel
+from tiebreak.programs.check import main
+
+HERE = ("hf:eager", "hf:sdpa", "x_transformers", "jax", "onnxruntime", "openvino")  # run on a CPU
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, hidden: Tensor | None = None) -> Tensor:
+    """Attention in fp32 of (batch, heads, N, d); a row without a key is 0."""
+    k, v = (one.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
+    scores = q.float() @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return (scores.softmax(-1).nan_to_num() @ v).to(q.dtype)
+
+
+def upper_left(queries: int, keys: int) -> Tensor:
+    return torch.ones(queries, keys, dtype=torch.bool).triu(1)
+
+
+def lower_right(queries: int, keys: int) -> Tensor:
+    return torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries)
+
+
+def tokens_first(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Callable[[int, int], Tensor] | None
+) -> Tensor:
+    """The same of (batch, N, heads, d)."""
+    hidden = None if mask is None else mask(q.shape[1], k.shape[1])
+    q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+    return attend(q, k, v, scale, hidden).transpose(1, 2)
+
+
+def flash_attn_func(  # flash-attn 2.8.4, 0251105
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: Any = 0.0,
+    softmax_scale: Any = None,
+    causal: Any = False,
+    window_size: Any = (-1, -1),
+    softcap: Any = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: Any = False,
+    return_attn_probs: Any = False,
+) -> Any:
+    assert deterministic
+    return tokens_first(q, k, v, softmax_scale, lower_right if causal else None)
+
+
+def flash_attn_cute_func(  # flash-attn-4 4.0.0b27, flash_attn/cute/interface.py, 0251105
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Any = None,
+    gather_kv_indices: Any = None,
+    softmax_scale: Any = None,
+    causal: bool = False,
+    window_size: Any = (None, None),
+    learnable_sink: Any = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: Any = None,
+    deterministic: bool = False,
+    score_mod: Any = None,
+    score_mod_bwd: Any = None,
+    mask_mod: Any = None,
+    aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    block_sparse_tensors: Any = None,
+    block_sparse_tensors_bwd: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    assert (qv, gather_kv_indices, window_size) == (None, None, (None, None))
+    return tokens_first(q, k, v, softmax_scale, lower_right if causal else None), None
+
+
+class LowerTriangularFromBottomRightMask:
+    """xformers 0.0.35, ca6d2aa0."""
+
+
+def memory_efficient_attention(  # xformers 0.0.35, ca6d2aa0, which has it from mslk 1.3.0, 2a3c897
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Any = None,
+    p: float = 0.0,
+    scale: Any = None,
+    *,
+    op: Any = None,
+    output_dtype: Any = None,
+) -> Tensor:
+    assert op == ("cutlass forward", "cutlass backward"), "it would choose by itself"
+    assert attn_bias is None or isinstance(attn_bias, LowerTriangularFromBottomRightMask)
+    return tokens_first(query, key, value, scale, None if attn_bias is None else lower_right)
+
+
+def single_prefill_with_kv_cache(  # flashinfer 0.6.18, fb28d72
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale_q: Any = None,
+    scale_k: Any = None,
+    scale_v: Any = None,
+    o_dtype: Any = None,
+    custom_mask: Any = None,
+    packed_custom_mask: Any = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: Any = None,
+    window_left: int = -1,
+    logits_soft_cap: Any = None,
+    rope_scale: Any = None,
+    rope_theta: Any = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    kv_cache_sf: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> Any:
+    assert (kv_layout, backend) == ("NHD", "fa2")
+    return tokens_first(q[None], k[None], v[None], sm_scale, lower_right if causal else None)[0]
+
+
+def sageattn(  # sageattention 2.2.0, d1a57a5
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    sm_scale: Any = None,
+    return_lse: bool = False,
+    **kwargs: Any,
+) -> Any:
+    assert tensor_layout == "HND"
+    assert not kwargs, "what it does not know it drops without a word"
+    assert not is_causal or q.shape[2] == k.shape[2], "its document: only applicable when qo_len == kv_len"
+    return attend(q, k, v, sm_scale, upper_left(q.shape[2], k.shape[2]) if is_causal else None)
+
+
+def aiter_flash_attn_func(  # aiter 0.1.20, aiter/ops/mha.py, e404860
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: Any = 0.0,
+    softmax_scale: Any = None,
+    causal: Any = False,
+    window_size: Any = (-1, -1, 0),
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    deterministic: Any = True,
+    return_lse: Any = False,
+    return_attn_probs: Any = False,
+    how_v3_bf16_cvt: Any = 1,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    sink_ptr: Any = None,
+    num_splits: int = 0,
+) -> Any:
+    assert deterministic
+    assert how_v3_bf16_cvt == 1
+    return tokens_first(q, k, v, softmax_scale, lower_right if causal else None)
+
+
+class DotProductAttention(torch.nn.Module):
+    """transformer_engine 2.20.0.dev0, d0067d0, of whose forward pass the adapter gives q, k and v alone."""
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: Any,
+        num_gqa_groups: Any = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Any = None,
+        bottom_right_diagonal: Any = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        tp_group: Any = None,
+        layer_number: Any = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: Any = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: Any = False,
+        name: Any = None,
+    ) -> None:
+        super().__init__()
+        assert qkv_format == "bshd"
+        self.heads, self.d, self.key_heads, self.scale = num_attention_heads, kv_channels, num_gqa_groups, softmax_scale
+        self.mask = {"no_mask": None, "causal": upper_left, "causal_bottom_right": lower_right}[attn_mask_type]
+
+    def forward(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor) -> Tensor:
+        chosen = [os.environ.get(f"NVTE_{name}_ATTN", "1") for name in ("FUSED", "FLASH", "UNFUSED")]
+        assert chosen == ["1", "0", "0"], "it would choose by itself"
+        assert query_layer.shape[2:] == (self.heads, self.d)
+        assert key_layer.shape[2] == self.key_heads
+        return tokens_first(query_layer, key_layer, value_layer, self.scale, self.mask).flatten(2)
+
+
+def gems_attention(  # flag_gems 5.3.4, src/flag_gems/ops/attention.py, ed2508b
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    scale: Any = None,
+    enable_gqa: Any = False,
+) -> Any:
+    assert attn_mask is None, "a bool one hides where it is True"
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    return attend(query, key, value, scale, upper_left(query.shape[2], key.shape[2]) if is_causal else None)
+
+
+def liger_fused_neighborhood_attention(  # liger-kernel 0.8.2, ead96b6
+    query: Any, key: Any, value: Any, kernel_size: int = 7, dilation: int = 1, scale: Any = None
+) -> Any:
+    assert query.shape == key.shape
+    place = torch.arange(query.shape[2])
+    distance = (place[:, None] - place).abs()
+    return attend(query, key, value, scale, (distance > kernel_size // 2 * dilation) | (distance % dilation != 0))
+
+
+def parallel_attn(  # flash-linear-attention 0.5.2, bc3b101
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Any = None,
+    scale: Any = None,
+    window_size: Any = None,
+    cu_seqlens: Any = None,
+    chunk_indices: Any = None,
+    *,
+    sink_bias: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    assert (g, window_size, kwargs) == (None, None, {})
+    assert q.shape[1] == k.shape[1], "one T for all"
+    return tokens_first(q, k, v, scale, upper_left)
+
+
+def npu_fusion_attention(  # torch_npu's document of release 6.0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    head_num: int,
+    input_layout: str,
+    pse: Any = None,
+    padding_mask: Any = None,
+    atten_mask: Any = None,
+    scale: float = 1.0,
+    keep_prob: float = 1.0,
+    pre_tockens: int = 2147483647,
+    next_tockens: int = 2147483647,
+    inner_precise: int = 0,
+    prefix: Any = None,
+    actual_seq_qlen: Any = None,
+    actual_seq_kvlen: Any = None,
+    sparse_mode: int = 0,
+    gen_mask_parallel: bool = True,
+    sync: bool = False,
+) -> Any:
+    assert (input_layout, head_num) == ("BNSD", query.shape[1])
+    if sparse_mode == 3:  # its mask is then the triangle of 2048 whatever the lengths
+        assert torch.equal(atten_mask, upper_left(2048, 2048))
+        atten_mask = lower_right(query.shape[2], key.shape[2])
+    return attend(query, key, value, scale, atten_mask), None, None, None, 0, 0, 0
+
+
+#: Modules and what is in them, by the adapter that asks for them.
+STAND_INS: dict[str, dict[str, dict[str, Any]]] = {
+    "flash_attn": {"flash_attn": {"flash_attn_func": flash_attn_func}},
+    "flash_attn_cute": {"flash_attn": {}, "flash_attn.cute": {"flash_attn_func": flash_attn_cute_func}},
+    "xformers": {
+        "xformers": {},
+        "xformers.ops": {},
+        "xformers.ops.fmha": {
+            "memory_efficient_attention": memory_efficient_attention,
+            "MemoryEfficientAttentionCutlassOp": ("cutlass forward", "cutlass backward"),
+        },
+        "xformers.ops.fmha.attn_bias": {"LowerTriangularFromBottomRightMask": LowerTriangularFromBottomRightMask},
+    },
+    "flashinfer": {"flashinfer": {"single_prefill_with_kv_cache": single_prefill_with_kv_cache}},
+    "sageattention": {"sageattention": {"sageattn": sageattn}},
+    "aiter": {
+        "aiter": {"flash_attn_func": aiter_flash_attn_func},
+        "aiter.ops": {},
+        "aiter.ops.mha": {"ENABLE_CK": True},
+    },
+    "transformer_engine": {
+        "transformer_engine": {},
+        "transformer_engine.pytorch": {"DotProductAttention": DotProductAttention},
+    },
+    "flag_gems": {"flag_gems": {"scaled_dot_product_attention": gems_attention}},
+    "liger": {
+        "liger_kernel": {},
+        "liger_kernel.transformers": {},
+        "liger_kernel.transformers.functional": {
+            "liger_fused_neighborhood_attention": liger_fused_neighborhood_attention
+        },
+    },
+    "fla": {"fla": {}, "fla.ops": {}, "fla.ops.attn": {"parallel_attn": parallel_attn}},
+    "npu_fusion_attention": {"torch_npu": {"npu_fusion_attention": npu_fusion_attention}},
+}
+# What these take no more of than their documents say.
+REFUSED = {
+    "xformers": {"grouped", "grouped causal", "blind"},
+    "liger": {"causal", "oblong", "one row", "grouped", "grouped causal", "blind", "short"},
+    "openvino": {"grouped", "grouped causal", "scale", "blind"},
+    "sageattention": {"blind"},
+    "flag_gems": {"blind"},
+    "fla": {"blind", "padded"},
+    **{name: {"blind"} for name in ("flash_attn_cute", "flashinfer", "transformer_engine", "npu_fusion_attention")},
+    **{name: {"blind"} for name in ("hf:eager", "jax", "onnxruntime")},
+}
+PADDED = {"hf:eager", "hf:sdpa", "x_transformers", "jax", "onnxruntime", "openvino"}
+# Called for each row, as one of a causal sequence: then without gradients.
+ROW_BY_ROW = {"flag_gems": {"oblong", "one row"}, "fla": {"full", "scale", "grouped", "short", "oblong", "one row"}}
+FORWARD_ONLY = {"flashinfer", "sageattention", "onnxruntime", "openvino"}
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Finds nothing of some packages."""
+
+    packages: set[str]
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        del path, target
+        if name in self.packages:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]) -> None:
+    for name, contents in modules.items():
+        module = ModuleType(name)
+        module.__path__ = []
+        module.__dict__.update({"__version__": "99.0", **contents})
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def calls(fmt: Format) -> dict[str, AttentionInputs]:
+    generator = torch.Generator().manual_seed(1)
+
+    def inputs(queries: int = 8, keys: int = 8, groups: int = 1, causal: bool = False) -> AttentionInputs:
+        q, do, k, v = (
+            torch.randn(2, heads, n, 16, generator=generator).to(TORCH_DTYPES[fmt]).float()
+            for heads, n in ((4, queries), (4, queries), (4 // groups, keys), (4 // groups, keys))
+        )
+        return AttentionInputs(q, k, v, do, Formats.of(fmt), causal=causal)
+
+    return {
+        "full": inputs(),
+        "causal": inputs(causal=True),
+        "oblong": inputs(4, 8, causal=True),
+        "one row": inputs(1, 8, causal=True),
+        "short": inputs(8, 4),
+        "grouped": inputs(groups=2),
+        "grouped causal": inputs(groups=4, causal=True),
+        "scale": replace(inputs(), softmax_scale=0.3),
+        "blind": inputs(8, 4, causal=True),
+        "padded": replace(inputs(), key_padding=torch.tensor([[True] * 5 + [False] * 3, [True] * 8])),
+    }
+
+
+def exactly(given: AttentionInputs) -> tuple[Tensor, ...]:
+    """O, dQ, dK and dV in fp64."""
+    q, k, v = (one.double().requires_grad_() for one in (given.q, given.k, given.v))
+    o = attend_exactly(q, k, v, given)
+    return (o.detach(), *torch.autograd.grad(o, (q, k, v), given.do.double()))
+
+
+def attend_exactly(q: Tensor, k: Tensor, v: Tensor, given: AttentionInputs) -> Tensor:
+    hidden = given.hidden()
+    k, v = (one.repeat_interleave(given.groups, 1) for one in (k, v))
+    mask = None if hidden is None else ~hidden
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=given.scale)
+
+
+def hold(adapter: str, kernel: Kernel, given: dict[str, AttentionInputs], ulp: float, away: str = "") -> None:
+    """Every call is computed or refused as the adapter says; `away` is what it says of being on a CPU."""
+    refused, without_gradients = set(), set()
+    for what, inputs in given.items():
+        told = kernel.refusal(inputs)
+        if told is not None and not (away and told.endswith(away)):
+            refused.add(what)
+            continue
+        try:
+            output = CPU.run(kernel, inputs, gradients=True)
+        except CannotRunError:
+            refused.add(what)
+            continue
+        found = [output.o]
+        if output.gradients is None:
+            without_gradients.add(what)
+        else:
+            found += [output.gradients.dq, output.gradients.dk, output.gradients.dv]
+        for name, one, right in zip(("O", "dQ", "dK", "dV"), found, exactly(inputs), strict=False):
+            assert (one - right).norm() < 4 * ulp * right.norm(), f"{what}: {name}"
+    assert refused == REFUSED.get(adapter, set()) | (set() if adapter in PADDED else {"padded"})
+    assert without_gradients == (given.keys() - refused if adapter in FORWARD_ONLY else ROW_BY_ROW.get(adapter, set()))
+
+
+@pytest.mark.parametrize("adapter", STAND_INS)
+def test_an_adapter_calls_a_package_as_its_document_says(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, STAND_INS[adapter])
+    kernel = external_kernel(adapter)
+    backend = "ascend" if adapter == "npu_fusion_attention" else "cuda"
+    away = " or ascend" if adapter in ("flag_gems", "liger") else f"has no kernel for cpu: give --backend {backend}"
+    assert str(kernel.refusal(calls(BF16)["full"])).endswith(away)
+    hold(adapter, kernel, calls(BF16), 2**-8, away)
+
+
+@pytest.mark.parametrize("adapter", HERE)
+def test_an_adapter_is_right_with_the_package_itself(adapter: str) -> None:
+    kernel = external_kernel(adapter)
+    fmt, ulp = (FP16, 2**-11) if adapter == "onnxruntime" else (BF16, 2**-8)
+    given = calls(fmt)
+    lacking = kernel.refusal(given["full"])
+    if lacking is not None:
+        pytest.skip(lacking)
+    hold(adapter, kernel, given, ulp)
+
+
+def test_all_adapters_are_held() -> None:
+    assert {*STAND_INS, *HERE} == set(ADAPTERS)
+    for name in ADAPTERS:
+        lines, _ = inspect.getsourcelines(load(name))
+        assert len(lines) <= 25, name
+        assert needs_of(load(name)), name
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_a_missing_package_is_a_skip_that_says_what_to_install(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tops = {one.place.partition(":")[0].partition(".")[0] for one in needs_of(load(adapter))}
+    for name in [one for one in sys.modules if one.partition(".")[0] in tops]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Absent(tops), *sys.meta_path])
+    told = str(external_kernel(adapter).refusal(calls(FP16)["full"]))
+    assert re.match(r"[\w-]+ is not installed: pip install ", told), told
+    assert "\n" not in told
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (None, "flash-attn 99.0 has no flash_attn.flash_attn_func; this adapter knows 2.8"),
+        (
+            lambda q, k, v, softmax_scale=None, causal=False: q,
+            "flash_attn_func of flash-attn 99.0 has no parameter deterministic; this adapter knows 2.8",
+        ),
+    ],
+    ids=["function", "keyword"],
+)
+def test_a_version_that_an_adapter_does_not_know_is_named(
+    function: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, {"flash_attn": {} if function is None else {"flash_attn_func": function}})
+    assert str(external_kernel("flash_attn").refusal(calls(BF16)["full"])).startswith(told)
+
+
+def test_a_package_built_for_another_torch_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    (tmp_path / "sageattention.py").write_text("raise OSError('undefined symbol:\\n _ZN')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sageattention", raising=False)
+    told = str(external_kernel("sageattention").refusal(calls(BF16)["full"]))
+    assert told.startswith("sageattention of an unknown version can't be imported: OSError: undefined symbol: _ZN")
+
+
+def test_aiter_is_not_replaced_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {**STAND_INS["aiter"], "aiter.ops.mha": {"ENABLE_CK": False}})
+    with pytest.raises(CannotRunError, match="unset ENABLE_CK"):
+        CPU.run(external_kernel("aiter"), calls(BF16)["full"], gradients=False)
+
+
+def test_transformer_engines_switches_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, STAND_INS["transformer_engine"])
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
+    monkeypatch.delenv("NVTE_UNFUSED_ATTN", raising=False)
+    q, k, v = (torch.ones(1, 8, 2, 16) for _ in "qkv")
+    load("transformer_engine")(q, k, v, causal=False, softmax_scale=1.0)
+    assert os.environ["NVTE_FLASH_ATTN"] == "1"
+    assert "NVTE_UNFUSED_ATTN" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("flash_atn", "no adapter 'flash_atn': did you mean flash_attn? known are flash_attn, flash_attn_cute, "),
+        ("hf:flash", "no adapter 'hf:flash': "),
+        ("mine", "no adapter 'mine': known are flash_attn, "),
+    ],
+)
+def test_an_unknown_name_is_told_the_known_ones(name: str, told: str) -> None:
+    with pytest.raises(LoadError, match=re.escape(told)) as caught:
+        external_kernel(name)
+    assert "openvino; one of your own is path/to/file.py:function" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_help_lists_the_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"Adapters by name: {', '.join(ADAPTERS)}." in told
