@@ -9,9 +9,10 @@ from tiebreak.reports.marks import plain_text
 from tiebreak.reports.records import BIASED, CRASHED, NONFINITE, SKIPPED, TIMED_OUT, UNDECIDED, Record, Run
 
 _LISTED = 8  # cases of a list that are named; the table has them all
-_FOLLOWS = re.compile(r"follows (\S+)")
+# What `tiebreak.matrix.explain` says of plans: one, or several that can't be told apart.
+_NAMED = re.compile(r"(?:follows|behaves like|can't tell apart:) (.+?)(?: \(| on these| in \d)")
 # Shift rules that leave a row's maximum as it is: `rule@plan`, or an algorithm's own name.
-_PLAIN = ("flash", "flash_1", "standard", "lazy", "as_printed_v1")
+_PLAIN = frozenset({"flash", "flash_1", "standard", "lazy", "as_printed_v1"})
 _WIDTH = 12
 
 
@@ -80,13 +81,16 @@ class Verdict:
             return ""
         if not failing:
             return "needs none on these inputs"
-        followed = _FOLLOWS.match(self._plan())
-        if followed is None:
+        named = _NAMED.match(self._plan())
+        if named is None:
             return "not known: it follows no known plan"
-        rule = re.split("[@,]", followed[1])[0]
-        if rule in _PLAIN:
-            return f"absent: {followed[1]} shifts a row by its maximum, whatever repeats"
-        return f"partial: {rule}; it fails on the {len(failing)} inputs above and holds on {len(judged) - len(failing)}"
+        rules = {re.split("[@,]", plan)[0] for plan in re.split(", | or ", named[1])}
+        if rules <= _PLAIN:
+            return "absent: it shifts a row by its maximum, whatever repeats"
+        if rules & _PLAIN:
+            return f"not known: these cases do not tell {' from '.join(sorted(rules))}"
+        told = f"it fails on the {len(failing)} inputs above and holds on {len(judged) - len(failing)}"
+        return f"partial: {' or '.join(sorted(rules))}; {told}"
 
     def _fell(self) -> str:
         """Checks that were not met, with where."""

@@ -256,7 +256,7 @@ def _check_path(config: pytest.Config, path: Path) -> None:
         _refuse(f"--save {name}: {path} is a folder; take another name")
 
 
-@pytest.hookimpl(optionalhook=True)
+@pytest.hookimpl(optionalhook=True, tryfirst=True)  # before xdist's own, whenever it was loaded
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Workers for -n auto: by cores, memory and what the devices carry, unless xdist's own variable says how many."""
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
@@ -279,7 +279,7 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput |= node.config.pluginmanager.get_plugin("tiebreak-keeper").watched(node.gateway.id)
 
 
-@pytest.hookimpl(optionalhook=True)
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
     """Keep the cells of one case on one worker, unless --dist asks for another way than the default."""
     if config.getoption("dist") != "load":

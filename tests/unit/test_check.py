@@ -105,9 +105,12 @@ def record(case: str, verdict: str | None, shown: str) -> Record:
 @pytest.mark.parametrize(
     ("verdict", "plan", "headline", "fix"),
     [
-        (BIASED, "follows flash@fused,base=2 (99.98 % of bits)", "2 of 2", "absent: flash@fused,base=2"),
-        (UNBIASED, "follows stabilized@paper (100 %)", "1 of 2", "partial: stabilized; it fails on the 1"),
-        (BIASED, "unexplained", "2 of 2", "not known: it follows no known plan"),
+        (BIASED, "follows flash@fused,base=2 (99.98 % of bits in 9 cells)", "2 of 2", "absent: it shifts"),
+        (UNBIASED, "follows stabilized@paper (100 % of bits in 9 cells)", "1 of 2", "partial: stabilized; it"),
+        (BIASED, "can't tell apart: flash@fused,tile=64, standard on these cases (99 %", "2 of 2", "absent: it shifts"),
+        (BIASED, "can't tell apart: flash@fused, stabilized@fused on these", "2 of 2", "not known: these cases do not"),
+        (BIASED, "behaves like fair or dithered@paper in 3 cells", "2 of 2", "partial: dithered or fair; it"),
+        (BIASED, "unexplained: no known plan agrees; nearest is", "2 of 2", "not known: it follows no known plan"),
     ],
 )  # fmt: skip
 def test_a_fix_is_told_by_the_plan_and_by_where_it_fails(verdict: str, plan: str, headline: str, fix: str) -> None:

@@ -114,6 +114,21 @@ CHECKS: Mapping[str, Asked] = {
             )
         ],
     ),
+    "gradients": Asked(
+        met=[measured(gradients_nonfinite=0.0, gradient_error_over_bound=share) for share in (0.0, 1.0)],
+        fell=[
+            (
+                measured(gradients_nonfinite=3.0, gradient_error_over_bound=0.5),
+                "^3 elements of dQ, dK and dV are NaN or Inf, the reference's are not$",
+            ),
+            (
+                measured(gradients_nonfinite=0.0, gradient_error_over_bound=1.5),
+                r"^the largest error of dQ, dK and dV is 1\.5 times its bound$",
+            ),
+            (measured(gradients_nonfinite=0.0, gradient_error_over_bound=math.nan), "^there is no number for "),
+        ],
+        not_asked=[measured(gradients_nonfinite=None, gradient_error_over_bound=None)],
+    ),
     "repeatable": Asked(
         met=[{"repeatable": True}],
         fell=[({"repeatable": False}, "^not repeatable: two runs on the same input differ in bits$")],

@@ -400,7 +400,7 @@ class TestFlashAttn:
         assert kernel.has_backward
         gradients = kernel.compute(inputs, ARITHMETIC, True).gradients
         assert gradients is not None
-        assert installed == [{"causal": True, "deterministic": True}]
+        assert installed == [{"causal": True, "softmax_scale": None, "deterministic": True}]
         exact = reference_gradients(inputs, reference(inputs))
         for found, true in zip((gradients.dq, gradients.dk, gradients.dv), exact, strict=True):
             assert (found.double() - true).norm() < 0.02 * true.norm()

@@ -230,7 +230,7 @@ def test_what_is_printed_is_what_plan_takes(judge: MatrixRun, kept: Kept) -> Non
 
 @pytest.mark.parametrize(("kernel", "plan"), [("unfused", "paper"), ("fused", "fused"), ("eager", "standard")])
 def test_right_plan_holds(judge: MatrixRun, kept: Kept, kernel: str, plan: str) -> None:
-    result = judge(kernel, "--plan", plan)
+    result = judge(kernel, "--plan", plan, cases=TELLING.removesuffix(",tied_p_bar"))  # which takes more heads
     assert result.ret == 0, output(result)
     for record in kept().records:
         assert record.met(PREDICTION)
