@@ -176,3 +176,49 @@ def gradient_bounds(bounds: ErrorBounds, declaration: Declaration) -> tuple[Tens
     dk = bound(ds_error.transpose(-1, -2), ds.transpose(-1, -2), q, inputs.scale)
     dv = bound(p_error.transpose(-1, -2), ref.p.transpose(-1, -2), do, 1.0)
     return dq, sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
+
+
+def gradient_norm_bounds(bounds: ErrorBounds, declaration: Declaration) -> tuple[float, float, float]:
+    """Bounds on the Frobenius norms of the errors of dQ, dK and dV.
+
+    `gradient_bounds` adds up errors of all keys as if all had one sign, and a backward pass that forgets the scale is
+    within that. Here errors of different keys are independent, so that their squares add up (Higham and Mary, A New
+    Approach to Probabilistic Rounding Error Analysis, 2019), each counted at its largest. What all keys of a row have
+    in common adds up as it is: the error of delta, for which those of O's columns do too, since ties give them one sign.
+
+    Args:
+        bounds: of the batch.
+        declaration: what bounds the errors of P and of O.
+    """
+    inputs, ref, formats = bounds.inputs, bounds.ref, bounds.inputs.formats
+    u, u32 = formats.operands.unit_roundoff, FP32.unit_roundoff
+    q, k, v, do = (one.double() for one in (inputs.q, inputs.expanded_k(), inputs.expanded_v(), inputs.do))
+    dp = do @ v.transpose(-1, -2)
+    centred = dp - ref.delta
+    p_error = bounds.of_probabilities(declaration)
+    row = p_error.square().sum(-1, keepdim=True)  # squared error of l
+    o_error = (
+        p_error.square() @ v.square() + row * ref.o.square()
+    ).sqrt() + 2 * formats.output.unit_roundoff * ref.o.abs()
+    size = (do.abs() * ref.o.abs()).sum(-1, keepdim=True)
+    delta_error = (do.abs() * o_error).sum(-1, keepdim=True) + (u + inputs.q.shape[-1] * u32) * size
+    dp_error = u * dp.abs() + inputs.q.shape[-1] * u32 * (do.abs() @ v.abs().transpose(-1, -2))
+    p_square = p_error.square() + ref.p.square() * (row + u**2)
+    alone = p_square * centred.square() + ref.p.square() * (dp_error.square() + (u * centred).square())
+    together = ref.p * delta_error
+    exact = ref.p * centred
+    last = formats.output.unit_roundoff * inputs.groups
+
+    def norm(square: Tensor, common: Tensor, gradient: Tensor) -> float:
+        return float((square.sum() + common.square().sum() + (last * gradient).square().sum()).sqrt())
+
+    def summed(x: Tensor) -> Tensor:
+        return sum_groups(x, inputs.groups)
+
+    scale = inputs.scale
+    dq = norm(scale**2 * (alone @ k.square()), scale * delta_error * ref.pk, scale * (exact @ k))
+    back = exact.transpose(-1, -2)
+    common = summed(scale * (together.transpose(-1, -2) @ q.abs()))
+    dk = norm(scale**2 * (alone.transpose(-1, -2) @ q.square()), common, summed(scale * (back @ q)))
+    dv = norm(p_square.transpose(-1, -2) @ do.square(), torch.zeros(()), summed(ref.p.transpose(-1, -2) @ do))
+    return dq, dk, dv

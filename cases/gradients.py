@@ -118,21 +118,25 @@ def delta_error_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: T
     return Interval(found.mean / size, found.half_width / size) if size else Interval(torch.nan, torch.inf)
 
 
-def gradient_faults(found: Sequence[Tensor], exact: Sequence[Tensor], bounds: Sequence[Tensor]) -> dict[str, float]:
+def gradient_faults(
+    found: Sequence[Tensor], exact: Sequence[Tensor], bounds: Sequence[Tensor], norms: Sequence[float]
+) -> dict[str, float]:
     """What is wrong with gradients, at worst.
 
     Args:
         found: dQ, dK and dV of a kernel.
         exact: the reference's.
-        bounds: of their errors.
+        bounds: of the errors of their elements.
+        norms: bounds of the Frobenius norms of their errors.
 
     Returns:
         `nonfinite`, elements that are NaN or Inf where the reference's are finite, and `over_bound`, the largest error
-        as a share of its bound.
+        as a share of its bound, of an element or of a norm.
     """
     lost, worst = 0, 0.0
-    for ours, theirs, bound in zip(found, exact, bounds, strict=True):
-        lost += int((torch.isfinite(theirs) & ~torch.isfinite(ours)).sum())
-        share = (ours.double() - theirs).abs() / bound
-        worst = max(worst, share.nan_to_num(nan=0.0, posinf=0.0).max().item())
+    for ours, theirs, bound, norm in zip(found, exact, bounds, norms, strict=True):
+        both = torch.isfinite(theirs) & torch.isfinite(ours)
+        lost += int((torch.isfinite(theirs) & ~both).sum())
+        error = torch.where(both, ours.double() - theirs, 0.0)
+        worst = max(worst, (error.abs() / bound).max().item(), error.norm().item() / norm if norm else 0.0)
     return {"nonfinite": float(lost), "over_bound": worst}

@@ -15,7 +15,7 @@ from typing import Literal
 from torch import Tensor
 
 from tiebreak.cases.batch import Batch
-from tiebreak.cases.bounds import gradient_bounds
+from tiebreak.cases.bounds import gradient_bounds, gradient_norm_bounds
 from tiebreak.cases.errors import Errors, in_units
 from tiebreak.cases.gradients import gradient_faults, gradient_measures
 from tiebreak.cases.verdicts import Interval
@@ -72,7 +72,8 @@ class Observed:
         if found is None:
             return {}
         bounds = gradient_bounds(batch.bounds, self.declaration)
-        return gradient_faults((found.dq, found.dk, found.dv), batch.gradients.gradients, bounds)
+        norms = gradient_norm_bounds(batch.bounds, self.declaration)
+        return gradient_faults((found.dq, found.dk, found.dv), batch.gradients.gradients, bounds, norms)
 
 
 @dataclass(frozen=True)

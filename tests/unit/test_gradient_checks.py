@@ -1,0 +1,99 @@
+"""Gradients of a kernel that someone else wrote: their bounds, their units, and delta's error read off dQ."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiebreak.backends.backend import CPU
+from tiebreak.cases.bounds import UNDECLARED, ErrorBounds, gradient_bounds
+from tiebreak.cases.gradients import delta_error_of, ulps_of_rows
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.features import COMMON, OWN_SCALE
+from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.reference import reference, reference_gradients
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.records import Record
+
+CASES = {case.name: case for case in SCRIPTED}
+Change = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def record(case: str, change: Change) -> Record:
+    """Of a kernel whose gradients are the reference's, rounded once, then changed."""
+
+    def compute(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> AttentionOutput:
+        ref = reference(inputs)
+        dq, dk, dv = (one.float().bfloat16().float() for one in change(*reference_gradients(inputs, ref)))
+        return AttentionOutput(ref.o.bfloat16().float(), gradients=Gradients(dq, dk, dv))
+
+    kernel = Kernel("theirs", compute, None, takes=COMMON | {OWN_SCALE})
+    return run_cell(Cell(CPU, kernel, Call(CASES[case]), BF16), Workbench(Settings(heads=32)))
+
+
+def _nan(x: Tensor) -> Tensor:
+    x[0, 0, 0, 0] = torch.nan
+    return x
+
+
+@pytest.mark.parametrize("case", ["random", "random_causal", "random_grouped", "random_scaled", "sink_tie"])
+def test_right_gradients_are_within_their_bounds(case: str) -> None:
+    found = record(case, lambda dq, dk, dv: (dq, dk, dv))
+    assert found.met("gradients")
+    assert max(found.number(f"{name}_ulps") or 9.0 for name in ("dq", "dk", "dv")) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda dq, dk, dv: (dq * 8, dk, dv), "times its bound"),
+        (lambda dq, dk, dv: (dq, dk * 2, dv), "times its bound"),
+        (lambda dq, dk, dv: (dq, dk, dv.flip(2)), "times its bound"),
+        (lambda dq, dk, dv: (dq, dk, _nan(dv)), "1 elements of dQ, dK and dV are NaN or Inf"),
+    ],
+    ids=["no scale", "dk", "wrong rows", "nan"],
+)
+def test_wrong_gradients_fall(change: Change, told: str) -> None:
+    found = record("random", change)
+    assert found.met("gradients") is False
+    assert told in found.answers["gradients"].why
+
+
+@pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_math"])
+def test_bounds_are_no_more_than_some_times_what_kernels_err_by(name: str) -> None:
+    """A bound of everything would catch nothing: PyTorch's kernels reach a tenth of it and more."""
+    found = run_cell(Cell(CPU, CPU.kernel(name), Call(CASES["random"]), BF16), Workbench(Settings(heads=32)))
+    assert 0.1 < (found.number("gradient_error_over_bound") or 0.0) <= 1.0
+
+
+def test_bounds_grow_with_the_inputs() -> None:
+    """dO twice as large, gradients and bounds twice as large: the bound is homogeneous, subnormals aside."""
+    inputs = CASES["random"].make(1, 0, 16, BF16)
+    twice = replace(inputs, do=2 * inputs.do)
+    one, two = (gradient_bounds(ErrorBounds(each, reference(each)), UNDECLARED) for each in (inputs, twice))
+    assert all(torch.allclose(2 * small, large, rtol=1e-9) for small, large in zip(one, two, strict=True))
+
+
+def test_deltas_error_is_read_off_dq() -> None:
+    """dQ with a delta that is 1 % of mean |delta| too large in every row: equation 1 turned round."""
+    inputs = CASES["random"].make(1, 0, 16, BF16)
+    ref = reference(inputs)
+    exact = reference_gradients(inputs, ref)[0]
+    error = 0.01 * ref.delta.abs().mean()
+    found = delta_error_of(exact - inputs.scale * error * ref.pk, inputs, ref, exact)
+    assert found.mean == pytest.approx(0.01, rel=1e-9)
+    assert found.half_width < 1e-9
+
+
+def test_a_row_is_measured_in_ulps_of_its_largest_element() -> None:
+    exact = torch.tensor([[[[3.0, 0.001], [0.0, 0.0]]]], dtype=torch.float64)
+    off = exact + torch.tensor([[[[2.0**-6, -(2.0**-6)], [5.0, 5.0]]]], dtype=torch.float64)
+    assert ulps_of_rows(off, exact, BF16) == 1.0  # an ulp of 3 in bf16 is 2^-6; a row of zeros has none
