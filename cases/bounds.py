@@ -184,7 +184,7 @@ def gradient_norm_bounds(bounds: ErrorBounds, declaration: Declaration) -> tuple
     `gradient_bounds` adds up errors of all keys as if all had one sign, and a backward pass that forgets the scale is
     within that. Here errors of different keys are independent, so that their squares add up (Higham and Mary, A New
     Approach to Probabilistic Rounding Error Analysis, 2019), each counted at its largest. What all keys of a row have
-    in common adds up as it is: the error of delta, for which those of O's columns do too, since ties give them one sign.
+    in common adds up as it is: the error of delta; in it those of O's columns do too, since ties give them one sign.
 
     Args:
         bounds: of the batch.
