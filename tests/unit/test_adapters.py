@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +30,7 @@ from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.programs.check import main
 
+FOREIGN = Path(__file__).parents[2] / "docs" / "foreign_kernels.py"  # what docs/foreign-kernels.md calls
 HERE = ("hf:eager", "hf:sdpa", "x_transformers", "jax", "onnxruntime", "openvino")  # run on a CPU
 
 
@@ -538,3 +540,25 @@ def test_the_help_lists_the_adapters(capsys: pytest.CaptureFixture[str]) -> None
         main(["--help"])
     told = " ".join(capsys.readouterr().out.split())
     assert f"Adapters by name: {', '.join(ADAPTERS)}." in told
+
+
+@pytest.mark.parametrize(("name", "calls_taken"), [("sdpa_flash", 10), ("sdpa_math", 10), ("multihead_attention", 1)])
+def test_the_documents_functions_around_pytorch_are_right(name: str, calls_taken: int) -> None:
+    kernel = external_kernel(f"{FOREIGN}:{name}")
+    taken = [inputs for inputs in calls(BF16).values() if kernel.refusal(inputs) is None]
+    assert len(taken) == calls_taken
+    for inputs in taken:
+        o, right = CPU.run(kernel, inputs, gradients=False).o, exactly(inputs)[0]
+        assert (o - right).norm() < 2**-7 * right.norm()
+
+
+def test_the_documents_multihead_attention_takes_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    called, fast = list[Any](), torch._native_multi_head_attention
+
+    def counted(*given: Any) -> Any:
+        called.append(given)
+        return fast(*given)
+
+    monkeypatch.setattr(torch, "_native_multi_head_attention", counted)
+    CPU.run(external_kernel(f"{FOREIGN}:multihead_attention"), calls(BF16)["full"], gradients=False)
+    assert called
