@@ -171,7 +171,10 @@ def _backward(
     if not implementation.has_backward:
         return run_backward(FP32_ATTENTION, inputs, output, arithmetic, wanted)
     with torch.enable_grad():  # which autograd turns off in here, and a kernel may rest on
-        found = implementation.compute(inputs, arithmetic, True).gradients
+        computed = implementation.compute(inputs, arithmetic, True)
+    if computed.backward_error is not None:
+        raise RuntimeError(f"the backward pass of {implementation.name} raised {computed.backward_error}")
+    found = computed.gradients
     if found is None:
         raise CannotRunError(
             f"{implementation.name} has no backward pass that autograd knows; declare backward, or train it with"

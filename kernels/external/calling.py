@@ -73,7 +73,7 @@ class Caller:
         # Outside: that the kernel changes the grad mode is to be seen.
         with torch.set_grad_enabled(wanted and self.how.said.backward == AUTOGRAD), kept_state() as changed:
             try:
-                o, found = call.run(gradients=wanted)
+                o, found, raised = call.run(gradients=wanted)
             except NotImplementedError as error:
                 told = " ".join(str(error).split()) or "no reason given"
                 raise CannotRunError(f"NotImplementedError: {told}") from error
@@ -82,7 +82,7 @@ class Caller:
         if changed:
             raise ContractError(f"changed {', '.join(changed)}")
         if found is None or arranged.keys is None:
-            return AttentionOutput(arranged.rows(o))
+            return AttentionOutput(arranged.rows(o), backward_error=raised)
         dq, dk, dv = found
         return AttentionOutput(
             arranged.rows(o), gradients=Gradients(arranged.rows(dq), arranged.keys(dk), arranged.keys(dv))
@@ -100,8 +100,8 @@ class _Call:
     def _dtype(self) -> torch.dtype:
         return TORCH_DTYPES[self.inputs.formats.inputs]
 
-    def run(self, *, gradients: bool) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-        """O and the gradients, all (batch, heads, N, d) in fp32."""
+    def run(self, *, gradients: bool) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None, str | None]:
+        """O and the gradients, all (batch, heads, N, d) in fp32, and what the backward pass raised."""
         inputs, backward = self.inputs, self.caller.how.said.backward
         # Copies, in fp32 too: a kernel that writes into its inputs must not spoil those of the other cells.
         leaves = tuple(self._laid(one.to(self._dtype, copy=True)) for one in (inputs.q, inputs.k, inputs.v))
@@ -111,16 +111,21 @@ class _Call:
         given = tuple(one.requires_grad_().clone() for one in leaves) if differentiable else leaves
         o = self._forward(given)
         _hold_inputs(given, kept)
-        found = None
-        if differentiable and o.requires_grad:
-            found = self._by_autograd(o, leaves)
-        elif gradients and callable(backward):
-            found = self._by_function(backward, o, given)
+        found, raised = None, None
+        try:
+            if differentiable and o.requires_grad:
+                found = self._by_autograd(o, leaves)
+            elif gradients and callable(backward):
+                found = self._by_function(backward, o, given)
+        except (ContractError, NotImplementedError):
+            raise
+        except Exception as error:  # its O is its own: what is wrong with the backward pass is the gradients' matter
+            raised = " ".join(f"{type(error).__name__}: {error}".split())
         if found is not None:
             _hold_inputs(given, kept)
             _hold_gradients(found, given)
         back = None if found is None else tuple(self._unlaid(one.detach()).float() for one in found)
-        return self._unlaid(o.detach()).float(), back  # type: ignore[return-value]
+        return self._unlaid(o.detach()).float(), back, raised  # type: ignore[return-value]
 
     def _laid(self, x: Tensor) -> Tensor:
         """(batch, heads, N, d) in the kernel's order of dimensions, contiguous; all it leaves out stay in front."""

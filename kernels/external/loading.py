@@ -99,8 +99,8 @@ def _from_file(path: Path) -> ModuleType:
     if (path.parent / "__init__.py").exists():
         return _from_package_file(path)
     _put_on_path(path.parent)  # for the modules beside it, as `python file.py` has them
-    # A name of its own: another file of that name may be under test too.
-    name = f"tiebreak_user_{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
+    # A name of its own: another file of that name, or this one with other contents, may be under test too.
+    name = f"tiebreak_user_{path.stem}_{zlib.crc32(path.read_bytes(), zlib.crc32(os.fsencode(path))):08x}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

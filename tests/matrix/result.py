@@ -37,6 +37,7 @@ class Result:
     verdict: str | None = None  # on the bias, where that says anything
     claims: tuple[Claimed, ...] = ()  # those that speak of the kernel
     prediction: Predicted | None = None  # None: none is made
+    backward_error: str | None = None  # what a backward pass raised, in one line
     repeatable: bool | None = None  # whether a second run gave the same bits; None: not run twice
     contract: bool = False  # whether the kernel is held to the contract of users' kernels (and kept it, having ended)
     bound_of: str | None = None  # name of the plan whose bounds the errors are shares of

@@ -27,8 +27,8 @@ def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "tiebreak: a verb is missing: known are show, compare, gate, page"),
-        (["shew"], "tiebreak: unknown verb 'shew': known are show"),
+        ([], "tiebreak: a verb is missing: known are check, show, compare, gate, page"),
+        (["shew"], "tiebreak: unknown verb 'shew': known are check, show"),
         (["show"], "tiebreak show: the following arguments are required: FILE"),
         (["show", "none.json"], "tiebreak show: none.json: No such file or directory"),
         (["show", "none.json", "--format", "xml"], "tiebreak show: argument --format: invalid choice: 'xml'"),

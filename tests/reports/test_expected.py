@@ -183,7 +183,7 @@ def mine(q, k, v, *, causal=False, scale=None):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
 """
 # Every call gives other bits in one element, which every bound allows: the check repeatable alone is not met.
-RESTLESS = """o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+RESTLESS = """o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale).detach()
     mine.calls = getattr(mine, "calls", 0) + 1
     o.view(torch.int16)[0, 0, 0, 0] ^= mine.calls % 2
     return o"""

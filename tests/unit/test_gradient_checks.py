@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tiebreak.backends.backend import CPU
 from tiebreak.cases.bounds import UNDECLARED, ErrorBounds, gradient_bounds
 from tiebreak.cases.gradients import delta_error_of, ulps_of_rows
 from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.features import COMMON, OWN_SCALE
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
@@ -21,7 +23,7 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records import Record
+from tiebreak.reports.records import FELL, MEASURED, Record
 
 CASES = {case.name: case for case in SCRIPTED}
 Change = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -65,6 +67,28 @@ def test_wrong_gradients_fall(change: Change, told: str) -> None:
     found = record("random", change)
     assert found.met("gradients") is False
     assert told in found.answers["gradients"].why
+
+
+def test_a_backward_pass_that_raises_takes_no_forward_pass_with_it(tmp_path: Path) -> None:
+    """A kernel that writes into what its own backward pass needs, as kernels for inference do."""
+    (tmp_path / "mine.py").write_text(
+        "import torch\n\ndef mine(q, k, v, *, causal=False, scale=None):\n"
+        "    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)\n"
+        "    o[0, 0, 0, 0] *= 1\n    return o\n"
+    )
+    target = f"{tmp_path / 'mine.py'}:mine"
+    found, none = (
+        run_cell(
+            Cell(CPU, external_kernel(target, flags=flags), Call(CASES["random"]), BF16), Workbench(Settings(heads=32))
+        )
+        for flags in ((), ("backward=none",))
+    )
+    assert found.outcome == FELL
+    assert found.met("bound")
+    assert "its backward pass raised RuntimeError: one of the variables" in found.answers["gradients"].why
+    assert none.outcome == MEASURED
+    assert "gradients" not in none.answers
+    assert found.digest == none.digest
 
 
 @pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_math"])

@@ -154,7 +154,10 @@ class TestBadInput:
             ("--kernel", "mine.py:fair", "--kernels", "fair"),
             "--kernel mine.py:fair: --kernels has a fair too; give your function another name",
         ),
-        "malformed kernel": (("--kernel", "mine"), r"--kernel mine: expected path/to/file.py:function, .*"),
+        "malformed kernel": (
+            ("--kernel", "mine"),
+            r"--kernel mine: no adapter 'mine': .*known are flash_attn, .*path/to/file.py:function.*",
+        ),
         "which function": (
             ("--kernel", "mine.py"),
             r"--kernel mine.py: name the function, as in mine.py:NAME; it has .*",

@@ -109,6 +109,7 @@ class Call(Experiment):
             verdict=told,
             claims=_claims(looks),
             prediction=_prediction(looks),
+            backward_error=looks.outputs[0].backward_error,
             repeatable=looks.repeatable,
             contract=cell.kernel.external,
             bound_of=looks.declaration.plan.name,
