@@ -13,16 +13,16 @@ _PYTEST = "pytest"
 def runnable(command: str) -> str:
     """A command of a record as it runs in this environment: `pytest` where the shell finds this environment's."""
     words = command.split(" ", 1)
-    return " ".join([_pytest(), *words[1:]]) if words[0] == _PYTEST else command
+    return " ".join([_pytest(os.getcwd()), *words[1:]]) if words[0] == _PYTEST else command
 
 
 @cache
-def _pytest() -> str:
-    """How pytest is called here: by its name, or through this Python, which `make` leaves off the PATH."""
+def _pytest(folder: str) -> str:
+    """How pytest is called from a folder: by its name, or through this Python, which `make` leaves off the PATH."""
     found = shutil.which(_PYTEST)
     own = Path(sys.executable).parent / _PYTEST
     if found is not None and own.exists() and os.path.samefile(found, own):
         return _PYTEST
-    python = os.path.relpath(sys.executable)
+    python = os.path.relpath(sys.executable, folder)
     shorter = python if not python.startswith("..") else sys.executable
     return f"{shlex.quote(shorter)} -m {_PYTEST}"

@@ -24,6 +24,7 @@ print("of the mistake:", code, flush=True)
 loss = GPT2.loss
 def until(self, tokens, targets, now):
     if os.environ["RANK"] == "1" and now // 2 == 4:
+        print("about to die", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     return loss(self, tokens, targets, now)
 GPT2.loss = until
@@ -45,7 +46,8 @@ def test_two_processes_tell_once_what_is_wrong_and_take_the_steps_of_one_also_af
     assert killed.stderr.count("tiebreak train: --sequences 3 must be a multiple of the 2 processes") == 1
     assert killed.stdout.count("of the mistake: 2\n") == 2
     assert not (tmp_path / "two-wrong").exists()
-    assert "SIGKILL" in killed.stderr
+    assert killed.returncode != 0
+    assert killed.stdout.count("about to die") == 1
     assert torch.load(tmp_path / "two" / CHECKPOINT, weights_only=True)["step"] == 4
     resumed = _torchrun("-m", "tiebreak.reports.cli", "train", *run, "--out", str(tmp_path / "two"), "--resume")
     assert resumed.returncode == 0, resumed.stderr
