@@ -15,7 +15,7 @@ there to show.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -74,11 +74,30 @@ def mean_slack(inputs: AttentionInputs, declaration: Declaration) -> float:
 
 
 @dataclass(frozen=True)
+class GradientBounds:
+    """Bounds on the errors of dQ, dK and dV."""
+
+    elements: tuple[Tensor, Tensor, Tensor]  # see `gradient_bounds`
+    norms: tuple[float, float, float]  # see `gradient_norm_bounds`
+
+
+@dataclass(frozen=True)
 class ErrorBounds:
     """Bounds for one batch. What no plan changes, all that is as large as K and V, is computed once."""
 
     inputs: AttentionInputs
     ref: Reference
+    _of_gradients: dict[tuple[object, ...], "GradientBounds"] = field(default_factory=dict)
+
+    def of_gradients(self, declaration: Declaration) -> "GradientBounds":
+        """What bounds the gradients of all kernels of a declaration's plan."""
+        # Where S - m is not rounded the shift rule is not in it.
+        rule = declaration.shift_rule.name if declaration.plan.shifted.narrows else ""
+        key = (declaration.plan, rule, declaration.block.keys)
+        if key not in self._of_gradients:
+            found = GradientBounds(gradient_bounds(self, declaration), gradient_norm_bounds(self, declaration))
+            self._of_gradients[key] = found
+        return self._of_gradients[key]
 
     @cached_property
     def _values(self) -> Tensor:

@@ -1,11 +1,13 @@
 """The paper's equations 1 and 2: how an error of delta becomes an error of dQ and of the query weights' gradient."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tiebreak.cases.bounds import GradientBounds
 from tiebreak.cases.errors import by_key_head
 from tiebreak.cases.verdicts import Interval, interval
 from tiebreak.kernels.formats import Format
@@ -93,9 +95,11 @@ def ulps_of_rows(gradient: Tensor, exact: Tensor, fmt: Format) -> float:
         fmt: the format that the gradient is returned in.
     """
     largest = exact.abs().amax(-1, keepdim=True)
-    exponent = torch.frexp(largest).exponent - 1 - fmt.mantissa_bits
-    error = (gradient.double() - exact) / torch.ldexp(torch.ones_like(largest), exponent)
-    return error[(largest > 0).expand_as(error)].square().mean().sqrt().item()
+    unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1 - fmt.mantissa_bits)
+    error = gradient.to(torch.float64, copy=True).sub_(exact).div_(unit.masked_fill(largest == 0, torch.inf))
+    # A row of zeros has no ulp and does not count.
+    counted = int((largest > 0).sum()) * exact.shape[-1]
+    return (error.reshape(-1).square_().sum() / counted).sqrt().item() if counted else torch.nan
 
 
 def delta_error_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: Tensor) -> Interval:
@@ -118,25 +122,25 @@ def delta_error_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: T
     return Interval(found.mean / size, found.half_width / size) if size else Interval(torch.nan, torch.inf)
 
 
-def gradient_faults(
-    found: Sequence[Tensor], exact: Sequence[Tensor], bounds: Sequence[Tensor], norms: Sequence[float]
-) -> dict[str, float]:
+def gradient_faults(found: Sequence[Tensor], exact: Sequence[Tensor], bounds: GradientBounds) -> dict[str, float]:
     """What is wrong with gradients, at worst.
 
     Args:
         found: dQ, dK and dV of a kernel.
         exact: the reference's.
-        bounds: of the errors of their elements.
-        norms: bounds of the Frobenius norms of their errors.
+        bounds: of their errors.
 
     Returns:
         `nonfinite`, elements that are NaN or Inf where the reference's are finite, and `over_bound`, the largest error
         as a share of its bound, of an element or of a norm.
     """
     lost, worst = 0, 0.0
-    for ours, theirs, bound, norm in zip(found, exact, bounds, norms, strict=True):
-        both = torch.isfinite(theirs) & torch.isfinite(ours)
-        lost += int((torch.isfinite(theirs) & ~both).sum())
-        error = torch.where(both, ours.double() - theirs, 0.0)
-        worst = max(worst, (error.abs() / bound).max().item(), error.norm().item() / norm if norm else 0.0)
+    for ours, theirs, bound, norm in zip(found, exact, bounds.elements, bounds.norms, strict=True):
+        # In place: a fresh large tensor costs as much as what is computed into it.
+        error = ours.to(torch.float64, copy=True).sub_(theirs)
+        if not math.isfinite(error.sum().item()):
+            lost += int((torch.isfinite(theirs) & ~torch.isfinite(ours)).sum())
+            error = error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        size = error.norm().item()
+        worst = max(worst, error.abs_().div_(bound).max().item(), size / norm if norm else 0.0)
     return {"nonfinite": float(lost), "over_bound": worst}

@@ -15,7 +15,6 @@ from typing import Literal
 from torch import Tensor
 
 from tiebreak.cases.batch import Batch
-from tiebreak.cases.bounds import gradient_bounds, gradient_norm_bounds
 from tiebreak.cases.errors import Errors, in_units
 from tiebreak.cases.gradients import gradient_faults, gradient_measures
 from tiebreak.cases.verdicts import Interval
@@ -71,9 +70,8 @@ class Observed:
         found, batch = self.outputs[0].gradients, self.batches[0]
         if found is None:
             return {}
-        bounds = gradient_bounds(batch.bounds, self.declaration)
-        norms = gradient_norm_bounds(batch.bounds, self.declaration)
-        return gradient_faults((found.dq, found.dk, found.dv), batch.gradients.gradients, bounds, norms)
+        bounds = batch.bounds.of_gradients(self.declaration)
+        return gradient_faults((found.dq, found.dk, found.dv), batch.gradients.gradients, bounds)
 
 
 @dataclass(frozen=True)
