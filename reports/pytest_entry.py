@@ -3,7 +3,6 @@
 `pytest --kernel my_attention.py:attention` then runs the matrix for that kernel, in a repository with tests of its own.
 """
 
-import os
 from collections.abc import Generator, Sequence
 
 import pytest
@@ -26,16 +25,9 @@ def pytest_load_initial_conftests(
         told = f"{_FLAG}: a conftest.py here and tiebreak have an option of one name ({error})"
         raise pytest.UsageError(f"{told}; `tiebreak check` loads no conftest.py") from error
     early_config.option.plugins.append(_PLUGIN)  # for the workers, which are not told what was asked for
-    if not any(_is_place(word, before) for before, word in zip(["", *args], args, strict=False)):
-        args += ["--pyargs", _CELLS]
+    if _CELLS not in args:
+        args += ["--pyargs", _CELLS]  # beside what else is named: a kernel that is given is never left out
 
 
 def _asked(args: Sequence[str]) -> bool:
     return any(word == _FLAG or word.startswith(f"{_FLAG}=") for word in args)
-
-
-def _is_place(word: str, before: str) -> bool:
-    """Whether a word of the command line names tests to collect: the matrix then is not added to them."""
-    if word.startswith("-") or (before.startswith("-") and "=" not in before and not os.path.exists(word)):
-        return False
-    return os.path.exists(word.partition("::")[0]) or word == _CELLS

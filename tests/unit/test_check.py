@@ -89,6 +89,9 @@ def test_pytest_runs_the_matrix_in_a_repository_of_its_own(tmp_path: Path) -> No
     assert found.returncode == 0
     assert "1 cell: 1 measured" in found.stdout
     assert "1 passed" in found.stdout
+    both = pytest_in(tmp_path, "tests", "--kernel", "kernels/flash.py:attention", "--cases", "no_tail", "--heads=16")
+    assert "1 cell: 1 measured" in both.stdout
+    assert "1 failed, 1 passed" in both.stdout  # its own test looks for the matrix' modules
     (tmp_path / "conftest.py").write_text(own.format("backend"))
     taken = pytest_in(tmp_path, "--kernel", "kernels/flash.py:attention", "--cases", "no_tail")
     assert taken.returncode == 4  # pytest's own, of bad usage
