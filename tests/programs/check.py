@@ -7,13 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TextIO
 
 import pytest
 
 from tiebreak.kernels.external.adapters import ADAPTERS
 from tiebreak.kernels.external.loading import EXPECTED
+from tiebreak.matrix.gating import Gatekeeper
 from tiebreak.matrix.keeper import Keeper
 from tiebreak.matrix.scheduling import cell_id
 from tiebreak.reports import tables, terminal
@@ -29,7 +29,10 @@ _ALONE = (
     *("-p", "no:randomly", "-p", "no:cov", "-p", "no:rerunfailures", "-p", "no:timeout"),
 )
 _CELLS = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix.test_cells")
-_PASSED = ("backend", "kernels", "cases", "dtype", "seed", "heads", "plan", "captured", "expected", "save", "out")
+_PASSED = (
+    *("backend", "kernels", "cases", "experiments", "dtype", "seed", "heads", "captured", "expected", "baseline"),
+    *("plan", "backward", "no-worse-than", "cell-timeout", "save", "out"),
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,15 +44,15 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     teller = _Teller(sys.stderr)
     code, printed = _run(_words(options), teller)
-    run = teller.keeper.run if teller.keeper is not None else None
-    if run is None:
+    if teller.keeper is None or teller.keeper.run is None:
+        if teller.interrupted:
+            return INTERRUPTED
         print(_refusal(printed), file=sys.stderr)
         return USAGE
-    assert teller.keeper is not None
-    terminal.show(_report(run, teller.keeper.path))
-    if code == pytest.ExitCode.INTERRUPTED:
+    terminal.show(_report(teller.keeper.run, teller))
+    if teller.interrupted:
         return INTERRUPTED
-    return HELD if code == pytest.ExitCode.OK else FELL
+    return {int(pytest.ExitCode.OK): HELD, USAGE: USAGE}.get(code, FELL)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,9 +95,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--save", metavar="NAME", help="keep the records as OUT/NAME.json")
     parser.add_argument("--out", metavar="DIR", help="folder for records (default: out)")
     parser.add_argument(
-        "-n", "--workers", default="auto", metavar="N", help="processes (default: as the machine carries)"
+        "-n",
+        "--workers",
+        type=_workers,
+        default="auto",
+        metavar="N",
+        help="processes (default: as many as the machine carries)",
     )
     return parser
+
+
+def _workers(text: str) -> str:
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of processes, or auto")
+    return text
 
 
 def _words(options: argparse.Namespace) -> list[str]:
@@ -104,7 +118,7 @@ def _words(options: argparse.Namespace) -> list[str]:
         words += ["--kernel", target]
     for said in options.declare:
         words += ["--declare", said]
-    for name in (*_PASSED, "experiments", "backward", "baseline", "cell-timeout", "no-worse-than"):
+    for name in _PASSED:
         value = getattr(options, name.replace("-", "_"))
         if value is not None:
             words += [f"--{name}", value]
@@ -132,11 +146,14 @@ def _refusal(printed: str) -> str:
     return f"tiebreak check: {printed.partition(_EXIT)[2].strip() or printed.strip()}"
 
 
-def _report(run: Run, path: Path) -> str:
-    """The verdicts, then the tables and every cell that fell."""
-    parts = ["\n\n".join(verdict.text for verdict in verdicts(run))]
+def _report(run: Run, teller: "_Teller") -> str:
+    """The verdicts, then the tables, every cell that fell, and what else made the run fall."""
+    assert teller.keeper is not None
+    parts = [verdict.text for verdict in verdicts(run)]
     parts += [tables.tables(run, terminal.width()), tables.fallen(run.records), tables.summary(run)]
-    return "\n\n".join([*(part for part in parts if part), f"records: {path}"])
+    parts += [*teller.keeper.fallen, *(teller.gate.lines if teller.gate else ())]
+    parts.append(teller.keeper.failure or f"records: {teller.keeper.path}")
+    return "\n\n".join(part for part in parts if part)
 
 
 class _Teller:
@@ -145,12 +162,19 @@ class _Teller:
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.began, self.told = stream, time.monotonic(), 0.0
         self.keeper: Keeper | None = None
+        self.gate: Gatekeeper | None = None
+        self.interrupted = False
         self.ended: set[str] = set()
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Get hold of what keeps the records."""
-        self.keeper = session.config.pluginmanager.get_plugin("tiebreak-keeper")
+        """Get hold of what keeps the records, and of what judges them as a whole."""
+        plugins = session.config.pluginmanager
+        self.keeper, self.gate = plugins.get_plugin("tiebreak-keeper"), plugins.get_plugin("tiebreak-gatekeeper")
         self._tell("starting the workers")
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Ctrl-C; what ends a run before its work comes this way too."""
+        self.interrupted = excinfo.errisinstance(KeyboardInterrupt)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count a cell."""

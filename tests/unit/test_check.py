@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tiebreak.programs import check
-from tiebreak.reports import store
+from tiebreak.reports import cli, store
 from tiebreak.reports.records import BIASED, NONFINITE, UNBIASED, CaseRecord, Record, Run
 from tiebreak.reports.verdict import verdicts
 
@@ -48,9 +48,22 @@ def test_what_falls_is_exit_code_1(folder: Path, capsys: pytest.CaptureFixture[s
     assert "  fell        claim in tied_maxima[k=2]\n" in capsys.readouterr().out
 
 
+def test_why_a_run_fell_is_told_though_no_cell_did(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where nothing ran, and where the gate found something: by cells that the baseline has and the run has not."""
+    skipped = ("mine.py:attention", "--cases", "random_grouped", "--heads", "16", "-n", "0")
+    assert check.main([*skipped, "--save", "base"]) == 1
+    assert "fell: no cell ran, and what did not run does not pass" in capsys.readouterr().out
+    ran = ("mine.py:attention", "--cases", "no_tail", "--heads", "16", "-n", "0")
+    assert check.main([*ran, "--save", "base"]) == 0
+    (folder / "mine.py").write_text(KERNEL.replace(".to(q.dtype)", ".to(q.dtype) * torch.nan"))
+    assert check.main([*ran, "--baseline", "out/base.json"]) == 1
+    assert "gate FELL" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (("mine.py:attention", "-n", "many"), "tiebreak check: argument -n/--workers: many: expected a number"),
         (("absent.py:f",), "tiebreak check: --kernel absent.py:f: cannot import absent.py: no such file: absent.py"),
         (("mine.py:attention", "--cases", "no"), "tiebreak check: --cases: unknown case 'no'; known are"),
         (("mine.py:attention", "--declare", "x=1"), "tiebreak check: --kernel mine.py:attention: --declare: "),
@@ -59,7 +72,7 @@ def test_what_falls_is_exit_code_1(folder: Path, capsys: pytest.CaptureFixture[s
 def test_bad_usage_is_one_line_and_exit_code_2(
     folder: Path, words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert check.main(list(words)) == 2
+    assert cli.main(["check", *words]) == 2
     found = capsys.readouterr()
     assert found.out == ""
     assert found.err.startswith(told)
