@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +13,7 @@ from tiebreak.kernels.external.errors import LoadError
 from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, KEY_PADDING, OBLONG_CAUSAL, OWN_SCALE, Feature
 
 ALWAYS = "always"  # of a causal mask: whether asked for or not
-_CAUSAL = ("causal", "is_causal", "use_causal_mask", "causal_mask")
+_CAUSAL = ("causal", "is_causal")
 _SCALE = ("scale", "sm_scale", "softmax_scale", "scaling")
 _MASK = ("attn_mask",)  # PyTorch's: bool, True where a key takes part
 _GROUPED = ("enable_gqa",)
@@ -26,6 +26,16 @@ _BUILTIN: Mapping[object, tuple[str, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
+class _Signature:
+    """What a function takes after q, k and v."""
+
+    names: tuple[str, ...]
+    required: tuple[str, ...] = ()  # those without a default
+    anything: bool = False  # whether any keyword goes
+    positions: Mapping[str, Any] = field(default_factory=dict)  # their defaults, where nothing goes by keyword
+
+
+@dataclass(frozen=True)
 class Convention:
     """How to call a kernel, and what it takes."""
 
@@ -34,7 +44,7 @@ class Convention:
     scale: str | None  # keyword of the scores' scale; None: it is 1/sqrt(d)
     mask: str | None  # keyword of a mask of the scores
     grouped: str | None  # keyword that says that heads are grouped
-    positions: tuple[str, ...] = ()  # what follows v, where nothing may be given by keyword
+    positions: Mapping[str, Any]  # parameters after v with their defaults, where nothing goes by keyword
 
     @property
     def takes(self) -> frozenset[Feature]:
@@ -66,8 +76,9 @@ class Convention:
         given = {**self.said.options, **given}
         if not self.positions:
             return [], given
-        last = max((self.positions.index(name) for name in given), default=-1)
-        return [given.get(name) for name in self.positions[: last + 1]], {}
+        names = list(self.positions)
+        last = max((names.index(name) for name in given), default=-1)
+        return [given.get(name, self.positions[name]) for name in names[: last + 1]], {}
 
 
 def convention(function: Callable[..., Any], said: Said) -> Convention:
@@ -80,17 +91,18 @@ def convention(function: Callable[..., Any], said: Said) -> Convention:
     Raises:
         LoadError: the signature asks for what nobody has said.
     """
-    names, required, anything, positions = _signature(function)
+    signature = _signature(function)
+    names, anything = signature.names, signature.anything
     found = Convention(
         said,
         causal=_named(said.causal, _CAUSAL, names, anything),
         scale=_named(said.scale, _SCALE, names, anything),
         mask=_named(said.mask, _MASK, names, anything=False),
         grouped=_named("", _GROUPED, names, anything=False),
-        positions=positions,
+        positions=signature.positions,
     )
     understood = {found.causal, found.scale, found.mask, found.grouped, *said.options}
-    untold = [name for name in required if name not in understood]
+    untold = [name for name in signature.required if name not in understood]
     if untold:
         word = untold[0]
         raise LoadError(
@@ -111,29 +123,36 @@ def _named(said: str, known: tuple[str, ...], names: tuple[str, ...], anything: 
     return next((name for name in known if name in names), known[0] if anything else None)
 
 
-def _signature(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...], bool, tuple[str, ...]]:
-    """Names of the parameters after q, k and v; those without a default; whether any keyword goes; names by position.
+def _signature(function: Callable[..., Any]) -> _Signature:
+    """What Python tells of a function.
 
     Raises:
         LoadError: no signature, or fewer than three parameters that go by position.
     """
     if function in _BUILTIN:
-        return _BUILTIN[function], (), False, ()
-    owner = getattr(function, "__self__", None)
-    applied = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
+        return _Signature(_BUILTIN[function])
+    applied = _applied(function)
     try:
-        parameters = list(inspect.signature(owner.forward if applied and owner else function).parameters.values())
+        parameters = list(inspect.signature(applied.forward if applied else function).parameters.values())
     except (TypeError, ValueError) as error:
         raise LoadError("it has no signature that Python can read: write a function around it") from error
-    if applied and owner is not None and owner.setup_context is torch.autograd.Function.setup_context:
+    if applied and applied.setup_context is torch.autograd.Function.setup_context:
         parameters = parameters[1:]  # ctx
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     spread = any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters)
     first = [one for one in parameters[:3] if one.kind in by_place]
     if len(first) < 3 and not spread:
         raise LoadError(f"expected a function of (q, k, v, ...), this one has {len(first)} parameters by position")
-    rest = [one for one in parameters[3:] if one.kind in (*by_place, inspect.Parameter.KEYWORD_ONLY)]
-    anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
-    required = tuple(one.name for one in rest if one.default is inspect.Parameter.empty)
-    names = tuple(one.name for one in rest)
-    return names, required, anything, names if applied else ()
+    rest = {one.name: one.default for one in parameters[3:] if one.kind in (*by_place, inspect.Parameter.KEYWORD_ONLY)}
+    return _Signature(
+        tuple(rest),
+        required=tuple(name for name, default in rest.items() if default is inspect.Parameter.empty),
+        anything=any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters),
+        positions=rest if applied else {},
+    )
+
+
+def _applied(function: Callable[..., Any]) -> type[torch.autograd.Function] | None:
+    """The class whose `apply` a function is: it takes nothing by keyword, and its signature is that of `forward`."""
+    owner = getattr(function, "__self__", None)
+    return owner if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) else None

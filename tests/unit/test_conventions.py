@@ -154,13 +154,13 @@ def test_autograds_apply_is_called_by_position(loaded: Callable[..., Kernel]) ->
     kernel = loaded(
         "class Attention(torch.autograd.Function):\n"
         "    @staticmethod\n"
-        "    def forward(ctx, q, k, v, causal, sm_scale, stages=2):\n"
-        "        assert stages == 2\n"
+        "    def forward(ctx, q, k, v, causal, stages=2, sm_scale=None, warps=4):\n"
+        "        assert (stages, warps) == (2, 4)\n"
         "        ctx.save_for_backward(q, k, v)\n"
         "        return plain(q, k, v, causal=causal, scale=sm_scale)\n"
         "    @staticmethod\n"
         "    def backward(ctx, do):\n"
-        "        return (*(x * 0 + 3 for x in ctx.saved_tensors), None, None)\n"
+        "        return (*(x * 0 + 3 for x in ctx.saved_tensors), None, None, None)\n"
         "f = Attention.apply"
     )
     given = replace(inputs(causal=True), softmax_scale=0.3)
@@ -267,6 +267,7 @@ def test_what_no_dummies_can_meet_is_refused(
     [
         ("def f(q, k): pass", (), "expected a function of (q, k, v, ...), this one has 2 parameters by position"),
         ("def f(q, k, v, block_table): pass", (), "its parameter 'block_table' has no default"),
+        ("def f(q, k, v, causal_mask): pass", (), "its parameter 'causal_mask' has no default"),
         ("f = plain", ("layout=bhn",), "--declare: layout 'bhn': expected the letters b, h, n and d"),
         ("f = plain", ("takes=flying",), "--declare: takes 'flying': known are causal, gqa, "),
         ("f = plain", ("refuses=flying",), "--declare: refuses 'flying': known are causal, gqa, "),
