@@ -11,8 +11,8 @@ from tiebreak.reports.records import BIASED, CRASHED, NONFINITE, SKIPPED, TIMED_
 _LISTED = 8  # cases of a list that are named; the table has them all
 # What `tiebreak.matrix.explain` says of plans: one, or several that can't be told apart.
 _NAMED = re.compile(r"(?:follows|behaves like|can't tell apart:) (.+?)(?: \(| on these| in \d)")
-# Shift rules that leave a row's maximum as it is: `rule@plan`, or an algorithm's own name.
-_PLAIN = frozenset({"flash", "flash_1", "standard", "lazy", "as_printed_v1"})
+#: Shift rules that leave a row's maximum as it is: `rule@plan`, or an algorithm's own name.
+PLAIN = frozenset({"flash", "flash_1", "standard", "lazy", "as_printed_v1"})
 _WIDTH = 12
 
 
@@ -49,15 +49,16 @@ class Verdict:
         """On how many failure inputs it is biased."""
         formats = ", ".join(dict.fromkeys(record.format for record in self.records))
         name = f"{self.kernel} on {self.backend}, {formats}"
-        judged = [record for record in self._failure_inputs if record.verdict is not None]
-        if not judged:
+        asked = [record for record in self._failure_inputs if record.outcome != SKIPPED]
+        if not asked:
             return f"{name}: no failure input was run, nothing is known of its bias"
         failing = [*self._failing(BIASED), *self._failing(NONFINITE)]
+        # What crashed, or has too few heads, is no sign of health.
+        unknown = [record for record in asked if record.verdict in (None, UNDECIDED)]
+        told = f", {len(unknown)} not known" if unknown else ""
         if failing:
-            return f"{name}: BIASED OR LOST on {len(failing)} of {len(judged)} failure inputs"
-        undecided = self._failing(UNDECIDED)
-        told = f", {len(undecided)} not known yet" if undecided else ""
-        return f"{name}: unbiased on {len(judged) - len(undecided)} of {len(judged)} failure inputs{told}"
+            return f"{name}: BIASED OR LOST on {len(failing)} of {len(asked)} failure inputs{told}"
+        return f"{name}: unbiased on {len(asked) - len(unknown)} of {len(asked)} failure inputs{told}"
 
     @property
     def _failure_inputs(self) -> list[Record]:
@@ -85,9 +86,9 @@ class Verdict:
         if named is None:
             return "not known: it follows no known plan"
         rules = {re.split("[@,]", plan)[0] for plan in re.split(", | or ", named[1])}
-        if rules <= _PLAIN:
+        if rules <= PLAIN:
             return "absent: it shifts a row by its maximum, whatever repeats"
-        if rules & _PLAIN:
+        if rules & PLAIN:
             return f"not known: these cases do not tell {' from '.join(sorted(rules))}"
         told = f"it fails on the {len(failing)} inputs above and holds on {len(judged) - len(failing)}"
         return f"partial: {' or '.join(sorted(rules))}; {told}"

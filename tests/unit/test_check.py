@@ -2,14 +2,18 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, FLASH_ATTENTION_1, STANDARD_ATTENTION
+from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.matrix.explain import Explanation, Standing
 from tiebreak.programs import check
 from tiebreak.reports import cli, store
-from tiebreak.reports.records import BIASED, NONFINITE, UNBIASED, CaseRecord, Record, Run
-from tiebreak.reports.verdict import verdicts
+from tiebreak.reports.records import BIASED, CRASHED, NONFINITE, UNBIASED, CaseRecord, Record, Run
+from tiebreak.reports.verdict import PLAIN, verdicts
 
 KERNEL = """
 import torch
@@ -118,26 +122,41 @@ def record(case: str, verdict: str | None, shown: str) -> Record:
     )  # fmt: skip
 
 
+def explanation(share: float, *plans: str, random: bool = False) -> str:
+    """In the very words of a report."""
+    standing = Standing(plans[0], {"a": share, "b": share}, behaves=random, distance=0.0)
+    return Explanation("cpu", "mine", standing, plans, random).text
+
+
 @pytest.mark.parametrize(
-    ("verdict", "plan", "headline", "fix"),
+    ("verdict", "plan", "failing", "fix"),
     [
-        (BIASED, "follows flash@fused,base=2 (99.98 % of bits in 9 cells)", "2 of 2", "absent: it shifts"),
-        (UNBIASED, "follows stabilized@paper (100 % of bits in 9 cells)", "1 of 2", "partial: stabilized; it"),
-        (BIASED, "can't tell apart: flash@fused,tile=64, standard on these cases (99 %", "2 of 2", "absent: it shifts"),
-        (BIASED, "can't tell apart: flash@fused, stabilized@fused on these", "2 of 2", "not known: these cases do not"),
-        (BIASED, "behaves like fair or dithered@paper in 3 cells", "2 of 2", "partial: dithered or fair; it"),
-        (BIASED, "unexplained: no known plan agrees; nearest is", "2 of 2", "not known: it follows no known plan"),
+        (BIASED, explanation(0.9998, "flash@fused,base=2"), 2, "absent: it shifts"),
+        (UNBIASED, explanation(1.0, "stabilized@paper"), 1, "partial: stabilized; it fails on the 1 inputs"),
+        (BIASED, explanation(0.99, "flash@fused,tile=64", "standard"), 2, "absent: it shifts"),
+        (BIASED, explanation(0.99, "flash@fused", "stabilized@fused"), 2, "not known: these cases do not"),
+        (BIASED, explanation(0.5, "fair", "dithered@paper", random=True), 2, "partial: dithered or fair; it"),
+        (BIASED, explanation(0.5, "flash@paper"), 2, "not known: it follows no known plan"),
     ],
-)  # fmt: skip
-def test_a_fix_is_told_by_the_plan_and_by_where_it_fails(verdict: str, plan: str, headline: str, fix: str) -> None:
+)
+def test_a_fix_is_told_by_the_plan_and_by_where_it_fails(verdict: str, plan: str, failing: int, fix: str) -> None:
     records = (
         record("tie", verdict, "+0.23 B"),
         record("large", NONFINITE, "NaN"),
+        replace(record("crashing", None, ""), outcome=CRASHED, shown=None),
         record("control", BIASED, "+0.1 B"),
     )
-    cases = {"tie": CaseRecord("", failure=True), "large": CaseRecord("", failure=True), "control": CaseRecord("")}
+    cases = {one.case: CaseRecord("", failure=one.case != "control") for one in records}
     (found,) = verdicts(Run({}, {}, records=records, cases=cases, explanations={"cpu-mine": plan}))
-    assert f"mine on cpu, bf16: BIASED OR LOST on {headline} failure inputs" in found.text
+    assert f"mine on cpu, bf16: BIASED OR LOST on {failing} of 3 failure inputs, 1 not known" in found.text
     assert f"fix         {fix}" in found.text
     assert "NaN         large NaN" in found.text
     assert "elsewhere   control +0.1" in found.text
+    assert "ended       crashing crash" in found.text
+
+
+def test_the_rules_that_are_no_fix_are_those_that_leave_the_maximum_where_it_is() -> None:
+    """The report knows them by name alone."""
+    plain = {rule.name for rule in SHIFT_RULES.values() if not (rule.scales or rule.offset or rule.dithered)}
+    algorithms = {algorithm.name for algorithm in (FLASH_ATTENTION, FLASH_ATTENTION_1, STANDARD_ATTENTION)}
+    assert plain - {"safe"} | algorithms == PLAIN
