@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tiebreak.cases.bounds import ErrorBounds, mean_slack
 from tiebreak.cases.errors import Yardstick
+from tiebreak.cases.gradient_bounds import GradientErrorBounds
 from tiebreak.cases.gradients import ExactGradients
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
@@ -30,6 +31,11 @@ class Batch:
     def bounds(self) -> ErrorBounds:
         """What the bounds of all plans have in common."""
         return ErrorBounds(self.inputs, self.ref)
+
+    @cached_property
+    def gradient_bounds(self) -> GradientErrorBounds:
+        """The same for dQ, dK and dV."""
+        return GradientErrorBounds(self.bounds)
 
     @cached_property
     def gradients(self) -> ExactGradients:

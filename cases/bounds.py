@@ -15,6 +15,7 @@ there to show.
 """
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.formats import FP32, Rounding
-from tiebreak.kernels.inputs import AttentionInputs, sum_groups
+from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import ALL_BF16, Cast
 from tiebreak.kernels.reference import Reference
@@ -74,30 +75,22 @@ def mean_slack(inputs: AttentionInputs, declaration: Declaration) -> float:
 
 
 @dataclass(frozen=True)
-class GradientBounds:
-    """Bounds on the errors of dQ, dK and dV."""
-
-    elements: tuple[Tensor, Tensor, Tensor]  # see `gradient_bounds`
-    norms: tuple[float, float, float]  # see `gradient_norm_bounds`
-
-
-@dataclass(frozen=True)
 class ErrorBounds:
     """Bounds for one batch. What no plan changes, all that is as large as K and V, is computed once."""
 
     inputs: AttentionInputs
     ref: Reference
-    _of_gradients: dict[tuple[object, ...], "GradientBounds"] = field(default_factory=dict)
+    _found: dict[Hashable, Tensor] = field(default_factory=dict)
 
-    def of_gradients(self, declaration: Declaration) -> "GradientBounds":
-        """What bounds the gradients of all kernels of a declaration's plan."""
+    def shared_by(self, declaration: Declaration) -> Hashable:
+        """What a declaration's bounds follow from: kernels that are equal in it share their bounds."""
         # Where S - m is not rounded the shift rule is not in it.
         rule = declaration.shift_rule.name if declaration.plan.shifted.narrows else ""
-        key = (declaration.plan, rule, declaration.block.keys)
-        if key not in self._of_gradients:
-            found = GradientBounds(gradient_bounds(self, declaration), gradient_norm_bounds(self, declaration))
-            self._of_gradients[key] = found
-        return self._of_gradients[key]
+        return declaration.plan, rule, self._blocks(declaration)
+
+    def _blocks(self, declaration: Declaration) -> int:
+        """How many blocks of keys a row's sums are added up in."""
+        return -(-self.inputs.k.shape[-2] // declaration.block.keys)
 
     @cached_property
     def _values(self) -> Tensor:
@@ -139,12 +132,17 @@ class ErrorBounds:
         return weights.add_(plan.p_bar.fmt.smallest_subnormal / 2 * (ref.p > 0))
 
     def of(self, declaration: Declaration) -> Tensor:
-        """As `error_bound`."""
+        """As `error_bound`; computed once for all kernels that share it."""
+        key = self.shared_by(declaration)
+        if key not in self._found:
+            self._found[key] = self._of(declaration)
+        return self._found[key]
+
+    def _of(self, declaration: Declaration) -> Tensor:
         ref, keys = self.ref, self.inputs.k.shape[-2]
         plan = declaration.plan.in_formats(self.inputs.formats)
         dp = self.of_probabilities(declaration)
-        blocks = -(-keys // declaration.block.keys)
-        steps = _ROUNDINGS_A_BLOCK * blocks * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
+        steps = _ROUNDINGS_A_BLOCK * self._blocks(declaration) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
         relative = dp.sum(-1, keepdim=True) + steps + keys * FP32.unit_roundoff
         subnormal = self.inputs.formats.output.smallest_subnormal
         bound = dp @ self._values + relative * ref.magnitude + _roundoff(plan.o) * ref.o.abs() + subnormal
@@ -155,89 +153,3 @@ class ErrorBounds:
 def error_bound(inputs: AttentionInputs, ref: Reference, declaration: Declaration) -> Tensor:
     """Bound on |O - ref| for every element, fp64, (batch, heads, queries, d); Inf where rounding S can do anything."""
     return ErrorBounds(inputs, ref).of(declaration)
-
-
-def gradient_bounds(bounds: ErrorBounds, declaration: Declaration) -> tuple[Tensor, Tensor, Tensor]:
-    """Bounds on the errors of dQ, dK and dV, fp64, in the shapes of q, k and v.
-
-    First-order analysis of the backward pass (FlashAttention-2, algorithm 2), with every intermediate rounded to the
-    format that products take, at most: where other people's backward passes round is not declared. With dP = dO V^T,
-    delta = rowsum(dO O) or rowsum(P dP), dS = P (dP - delta),
-
-        |d(dS)| <= |dP error of P| (|dP - delta| + e_dP + e_delta) + P (e_dP + e_delta) + u P |dP - delta|
-        |dQ error| <= alpha (|d(dS)| |K| + (u_out + n u32) P |dP - delta| |K|), dK and dV likewise.
-
-    Args:
-        bounds: of the batch.
-        declaration: what bounds the errors of P and of O.
-    """
-    inputs, ref, formats = bounds.inputs, bounds.ref, bounds.inputs.formats
-    u, u32, d = formats.operands.unit_roundoff, FP32.unit_roundoff, inputs.q.shape[-1]
-    q, k, v, do = (one.double() for one in (inputs.q, inputs.expanded_k(), inputs.expanded_v(), inputs.do))
-    p_error = bounds.of_probabilities(declaration)
-    p_error = p_error + ref.p * (p_error.sum(-1, keepdim=True) + u)
-    dp_error = (u + d * u32) * (do.abs() @ v.abs().transpose(-1, -2))
-    dp = do @ v.transpose(-1, -2)
-    size = (do.abs() * ref.o.abs()).sum(-1, keepdim=True)
-    from_o = (do.abs() * bounds.of(declaration)).sum(-1, keepdim=True) + (u + d * u32) * size
-    from_p = (p_error * dp.abs() + ref.p * dp_error).sum(-1, keepdim=True)
-    both, centred = dp_error + from_o + from_p, (dp - ref.delta).abs()
-    ds = ref.p * centred
-    ds_error = p_error * (centred + both) + ref.p * both + u * ds
-    # Of grouped heads the sum may be rounded at every addition.
-    last = formats.output.unit_roundoff * inputs.groups
-
-    def bound(error: Tensor, exact: Tensor, factor: Tensor, scale: float) -> Tensor:
-        total = scale * (error @ factor.abs() + (last + exact.shape[-1] * u32) * (exact @ factor.abs()))
-        return torch.nan_to_num(total + formats.output.smallest_subnormal, nan=torch.inf, posinf=torch.inf)
-
-    dq = bound(ds_error, ds, k, inputs.scale)
-    dk = bound(ds_error.transpose(-1, -2), ds.transpose(-1, -2), q, inputs.scale)
-    dv = bound(p_error.transpose(-1, -2), ref.p.transpose(-1, -2), do, 1.0)
-    return dq, sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
-
-
-def gradient_norm_bounds(bounds: ErrorBounds, declaration: Declaration) -> tuple[float, float, float]:
-    """Bounds on the Frobenius norms of the errors of dQ, dK and dV.
-
-    `gradient_bounds` adds up errors of all keys as if all had one sign, and a backward pass that forgets the scale is
-    within that. Here errors of different keys are independent, so that their squares add up (Higham and Mary, A New
-    Approach to Probabilistic Rounding Error Analysis, 2019), each counted at its largest. What all keys of a row have
-    in common adds up as it is: the error of delta; in it those of O's columns do too, since ties give them one sign.
-
-    Args:
-        bounds: of the batch.
-        declaration: what bounds the errors of P and of O.
-    """
-    inputs, ref, formats = bounds.inputs, bounds.ref, bounds.inputs.formats
-    u, u32 = formats.operands.unit_roundoff, FP32.unit_roundoff
-    q, k, v, do = (one.double() for one in (inputs.q, inputs.expanded_k(), inputs.expanded_v(), inputs.do))
-    dp = do @ v.transpose(-1, -2)
-    centred = dp - ref.delta
-    p_error = bounds.of_probabilities(declaration)
-    row = p_error.square().sum(-1, keepdim=True)  # squared error of l
-    o_error = (
-        p_error.square() @ v.square() + row * ref.o.square()
-    ).sqrt() + 2 * formats.output.unit_roundoff * ref.o.abs()
-    size = (do.abs() * ref.o.abs()).sum(-1, keepdim=True)
-    delta_error = (do.abs() * o_error).sum(-1, keepdim=True) + (u + inputs.q.shape[-1] * u32) * size
-    dp_error = u * dp.abs() + inputs.q.shape[-1] * u32 * (do.abs() @ v.abs().transpose(-1, -2))
-    p_square = p_error.square() + ref.p.square() * (row + u**2)
-    alone = p_square * centred.square() + ref.p.square() * (dp_error.square() + (u * centred).square())
-    together = ref.p * delta_error
-    exact = ref.p * centred
-    last = formats.output.unit_roundoff * inputs.groups
-
-    def norm(square: Tensor, common: Tensor, gradient: Tensor) -> float:
-        return float((square.sum() + common.square().sum() + (last * gradient).square().sum()).sqrt())
-
-    def summed(x: Tensor) -> Tensor:
-        return sum_groups(x, inputs.groups)
-
-    scale = inputs.scale
-    dq = norm(scale**2 * (alone @ k.square()), scale * delta_error * ref.pk, scale * (exact @ k))
-    back = exact.transpose(-1, -2)
-    common = summed(scale * (together.transpose(-1, -2) @ q.abs()))
-    dk = norm(scale**2 * (alone.transpose(-1, -2) @ q.square()), common, summed(scale * (back @ q)))
-    dv = norm(p_square.transpose(-1, -2) @ do.square(), torch.zeros(()), summed(ref.p.transpose(-1, -2) @ do))
-    return dq, dk, dv

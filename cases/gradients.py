@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiebreak.cases.bounds import GradientBounds
 from tiebreak.cases.errors import by_key_head
+from tiebreak.cases.gradient_bounds import GradientBounds
 from tiebreak.cases.verdicts import Interval, interval
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients

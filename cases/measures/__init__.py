@@ -70,7 +70,7 @@ class Observed:
         found, batch = self.outputs[0].gradients, self.batches[0]
         if found is None:
             return {}
-        bounds = batch.bounds.of_gradients(self.declaration)
+        bounds = batch.gradient_bounds.of(self.declaration)
         return gradient_faults((found.dq, found.dk, found.dv), batch.gradients.gradients, bounds)
 
 

@@ -15,7 +15,7 @@ from tiebreak.kernels.flash import ALL, DELTA_ALONE, Block
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, composed
-from tiebreak.kernels.plans import Accumulator, Cast, RoundingPlan
+from tiebreak.kernels.plans import Accumulator, Cast
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.settings import Settings
 
@@ -85,29 +85,18 @@ class Workbench:
     settings: Settings
     _key: tuple[str, str] = ("", "")
     _batches: dict[int, SharedBatch] = field(default_factory=dict)
-    _bounds: dict[tuple[RoundingPlan, str, int, int], Tensor] = field(default_factory=dict)
     _emulated: dict[tuple[Declaration, int], tuple[AttentionOutput, Errors]] = field(default_factory=dict)
 
     def batch(self, case: Case, fmt: Format, index: int) -> SharedBatch:
         """Batch `index` of a case."""
         if self._key != (case.name, fmt.name):
             self._key = (case.name, fmt.name)
-            for cache in (self._batches, self._bounds, self._emulated):
+            for cache in (self._batches, self._emulated):
                 cache.clear()
         if index not in self._batches:
             inputs = case.make(self.settings.seed, index, self.settings.heads, fmt)
             self._batches[index] = SharedBatch(inputs, reference(inputs))
         return self._batches[index]
-
-    def bound(self, case: Case, fmt: Format, index: int, declaration: Declaration) -> Tensor:
-        """Error bound of every element of O under a declaration."""
-        batch = self.batch(case, fmt, index)
-        # Where S - m is not rounded the shift rule is not in it: kernels of one plan share a bound.
-        rule = declaration.shift_rule.name if declaration.plan.shifted.narrows else ""
-        key = (declaration.plan, rule, batch.clipped(declaration).block.keys, index)
-        if key not in self._bounds:
-            self._bounds[key] = batch.bounds.of(declaration)
-        return self._bounds[key]
 
     def measure(self, case: Case, fmt: Format, index: int, output: AttentionOutput, declaration: Declaration) -> Errors:
         """Errors of an output on one batch."""
@@ -115,7 +104,7 @@ class Workbench:
         delta = output.gradients.delta if output.gradients else None
         o = output.o.float()
         found = replace(
-            measure(o, delta, batch.inputs, batch.ref, self.bound(case, fmt, index, declaration), batch.yardstick),
+            measure(o, delta, batch.inputs, batch.ref, batch.bounds.of(declaration), batch.yardstick),
             outside_values=batch.outside_values(o, declaration),
         )
         return found if case.stock is None else without_cancelled(found, o, batch.inputs, batch.ref)

@@ -1,5 +1,6 @@
 """Gradients of a kernel that someone else wrote: their bounds, their units, and delta's error read off dQ."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import CPU
-from tiebreak.cases.bounds import UNDECLARED, ErrorBounds, gradient_bounds
+from tiebreak.cases.bounds import UNDECLARED, ErrorBounds
+from tiebreak.cases.gradient_bounds import GradientErrorBounds
 from tiebreak.cases.gradients import delta_error_of, ulps_of_rows
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
@@ -102,8 +104,20 @@ def test_bounds_grow_with_the_inputs() -> None:
     """dO twice as large, gradients and bounds twice as large: the bound is homogeneous, subnormals aside."""
     inputs = CASES["random"].make(1, 0, 16, BF16)
     twice = replace(inputs, do=2 * inputs.do)
-    one, two = (gradient_bounds(ErrorBounds(each, reference(each)), UNDECLARED) for each in (inputs, twice))
+    one, two = (
+        GradientErrorBounds(ErrorBounds(each, reference(each))).of(UNDECLARED).elements for each in (inputs, twice)
+    )
     assert all(torch.allclose(2 * small, large, rtol=1e-9) for small, large in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("case", ["nan_in_q", "inf_in_v", "huge_logits"])
+def test_what_rounding_can_do_anything_to_is_bounded_by_inf(case: str) -> None:
+    """A bound that is NaN would let everything through."""
+    inputs = CASES[case].make(1, 0, 4, BF16)
+    bounds = GradientErrorBounds(ErrorBounds(inputs, reference(inputs))).of(UNDECLARED)
+    assert torch.inf in bounds.norms
+    assert not any(element.isnan().any() for element in bounds.elements)
+    assert not any(math.isnan(norm) for norm in bounds.norms)
 
 
 def test_deltas_error_is_read_off_dq() -> None:

@@ -50,14 +50,16 @@ def declared(kernel: str) -> Declaration:
 def test_kernels_of_one_plan_and_as_many_tiles_share_a_bound_and_others_do_not(bench: Workbench) -> None:
     paper, fixed, fused = (declared(name) for name in ("flash@paper", "stabilized@paper", "flash@fused"))
     tiled = replace(paper, block=Block(keys=32))
-    bound = bench.bound(CASES["random"], BF16, 0, paper)
-    for same in (fixed, replace(paper, block=Block(4096, 4096))):
-        assert bench.bound(CASES["random"], BF16, 0, same) is bound
     shared = bench.batch(CASES["random"], BF16, 0)
+    of, of_gradients = shared.bounds.of, shared.gradient_bounds.of
+    for same in (fixed, replace(paper, block=Block(4096, 4096))):
+        assert of(same) is of(paper)
+        assert of_gradients(same) is of_gradients(paper)
     for each in (fixed, fused, tiled):
-        assert torch.equal(bench.bound(CASES["random"], BF16, 0, each), error_bound(shared.inputs, shared.ref, each))
+        assert torch.equal(of(each), error_bound(shared.inputs, shared.ref, each))
     for other in (fused, tiled):
-        assert not torch.equal(bench.bound(CASES["random"], BF16, 0, other), bound)
+        assert not torch.equal(of(other), of(paper))
+        assert of_gradients(other) is not of_gradients(paper)
 
 
 def test_bounds_of_all_plans_look_at_k_and_v_once(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
