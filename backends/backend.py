@@ -1,6 +1,7 @@
 """Backends: a device, the arithmetic on it, and the kernels it runs."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -106,13 +107,18 @@ class Backend:
         """What the device's arithmetic does, measured, for the record of a run."""
         return fingerprint(self.arithmetic, self.device)
 
+    def in_use(self) -> AbstractContextManager[None]:
+        """What kernels have to be run within."""
+        return nullcontext()
+
     def run(self, kernel: Kernel, inputs: AttentionInputs, *, gradients: bool) -> AttentionOutput:
         """Run a kernel on the device and bring its output back to the host.
 
         Raises:
             Exception: whatever the kernel raises.
         """
-        return to_device(kernel.compute(to_device(inputs, self.device), self.arithmetic, gradients), "cpu")
+        with self.in_use():
+            return to_device(kernel.compute(to_device(inputs, self.device), self.arithmetic, gradients), "cpu")
 
 
 _Moved = TypeVar("_Moved", AttentionInputs, AttentionOutput, Gradients)

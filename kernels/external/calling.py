@@ -20,6 +20,9 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _FULL = "bhnd"
 
 
+_NO_DRIVER = "0 active drivers"  # what Triton says of a machine without a GPU
+
+
 @dataclass(frozen=True)
 class Caller:
     """A function, and how it is called."""
@@ -77,6 +80,11 @@ class Caller:
             except NotImplementedError as error:
                 told = " ".join(str(error).split()) or "no reason given"
                 raise CannotRunError(f"NotImplementedError: {told}") from error
+            except RuntimeError as error:
+                if _NO_DRIVER in str(error):
+                    told = "it launches a Triton kernel, which --backend interpreter runs here"
+                    raise CannotRunError(told) from error
+                raise
             except SystemExit as error:
                 raise ContractError(f"called sys.exit({error.code!r})") from error
         if changed:
@@ -119,6 +127,8 @@ class _Call:
                 found = self._by_function(backward, o, given)
         except (ContractError, NotImplementedError):
             raise
+        except CannotRunError:
+            pass  # nothing is known of its gradients, and its O stands
         except Exception as error:  # its O is its own: what is wrong with the backward pass is the gradients' matter
             raised = " ".join(f"{type(error).__name__}: {error}".split())
         if found is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from tiebreak.kernels.formats import Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.triton.launch import Call, backward, dtype_of, forward
+from tiebreak.kernels.triton.launch import Call, backward, forward
 
 
 def attention(
@@ -19,7 +19,6 @@ def attention(
     *,
     causal: bool = False,
     noise_seed: int = 0,
-    interpreted: bool = False,
 ) -> Tensor:
     """softmax(Q K^T / sqrt(d)) V by the Triton kernels, differentiable in q, k and v.
 
@@ -30,7 +29,6 @@ def attention(
         declaration: algorithm, plan, shift rule and tile sizes, for instance of `roster.DECLARATIONS`.
         causal: query i sees keys 0 .. i + keys - queries.
         noise_seed: seeds the dither and the stochastic casts; give every call its own.
-        interpreted: run Triton's interpreter on the host, not a compiled kernel on a GPU.
 
     Returns:
         O in q's shape, in the format that the plan casts O to.
@@ -38,7 +36,7 @@ def attention(
     Raises:
         ValueError: no triton, or tensors that do not fit or that the kernels or the device can't take; one line.
     """
-    o: Tensor = _Attention.apply(q, k, v, declaration, causal, noise_seed, interpreted)  # type: ignore[no-untyped-call]
+    o: Tensor = _Attention.apply(q, k, v, declaration, causal, noise_seed)  # type: ignore[no-untyped-call]
     return o
 
 
@@ -65,19 +63,18 @@ class _Attention(torch.autograd.Function):
         declaration: Declaration,
         causal: bool,
         noise_seed: int,
-        interpreted: bool,
     ) -> Tensor:
-        call = Call.of(_inputs(q, k, v, causal, noise_seed), declaration, interpreted=interpreted)
+        call = Call.of(_inputs(q, k, v, causal, noise_seed), declaration)
         o, lse = forward(call)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.settings = (declaration, causal, noise_seed, interpreted)
-        return o.view(q.shape).to(dtype_of(call.config.plan.o.fmt, interpreted=False))
+        ctx.settings = (declaration, causal, noise_seed)
+        return o.view(q.shape)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override, unused-ignore]
         q, k, v, o, lse = ctx.saved_tensors
-        declaration, causal, noise_seed, interpreted = ctx.settings
-        call = Call.of(_inputs(q, k, v, causal, noise_seed), declaration, interpreted=interpreted)
+        declaration, causal, noise_seed = ctx.settings
+        call = Call.of(_inputs(q, k, v, causal, noise_seed), declaration)
         dq, dk, dv, _ = backward(call, o, lse, do)
         gradients = ((dq, q), (dk, k), (dv, v))
-        return (*(gradient.view(like.shape).to(like.dtype) for gradient, like in gradients), *[None] * 4)
+        return (*(gradient.view(like.shape).to(like.dtype) for gradient, like in gradients), *[None] * 3)

@@ -29,7 +29,6 @@ class Config:
     padded: bool = False  # whether a mask says which keys of a batch entry take part
     heads: int = 1  # heads that one program works on; a power of two
     softmax_scale: float | None = None  # alpha; None: 1/sqrt(d)
-    native: bool = True  # whether the device's own casts round; else fp32 carries every format, rounded by integers
 
     def __post_init__(self) -> None:
         """Refuse what no kernel here computes."""

@@ -1,13 +1,11 @@
 """Launching the kernels: checks, memory, grids."""
 
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutp
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Cast, RoundingPlan
 from tiebreak.kernels.triton.config import Config, power_of_two
-from tiebreak.kernels.triton.loading import source
+from tiebreak.kernels.triton.loading import interpreting, source
 
 LARGEST_HEAD = 256  # of the head dimension
 _TILE_ELEMENTS = 2**20  # Triton's limit on a tile, and about what stays in a CPU's cache
@@ -58,11 +56,6 @@ def backward_block(plan: RoundingPlan, d: int) -> Block:
     return Block(64, 64) if d <= (128 if narrow else 64) else Block(32, 32)
 
 
-def dtype_of(fmt: Format, *, interpreted: bool) -> torch.dtype:
-    """The type of a tensor in memory. The interpreter's bf16 is broken: there fp32 carries every format."""
-    return torch.float32 if interpreted else _DTYPES[fmt]
-
-
 # call -> O (batch x heads, queries, d) and the log-sum-exp (batch x heads, queries)
 Forward = Callable[["Call"], tuple[Tensor, Tensor]]
 
@@ -79,15 +72,15 @@ class Call:
     shape: torch.Size  # of q: (batch, heads, queries, d)
     seed: int  # of the noise
     forward: Forward  # the launches of the forward pass
-    interpreted: bool
 
     @classmethod
-    def of(cls, inputs: AttentionInputs, declaration: Declaration, *, interpreted: bool) -> "Call":
+    def of(cls, inputs: AttentionInputs, declaration: Declaration) -> "Call":
         """The call that a declaration makes of some inputs, whose tensors may be of any type.
 
         Raises:
             ValueError: `refusal` gives the reason.
         """
+        interpreted = inputs.q.device.type == "cpu"
         reason = refusal(inputs, declaration, interpreted=interpreted)
         if reason is not None:
             raise ValueError(reason)
@@ -102,18 +95,21 @@ class Call:
             groups=inputs.groups,
             padded=inputs.key_padding is not None,
             softmax_scale=inputs.softmax_scale,
-            native=not interpreted,
         )
         held = (inputs.formats.inputs, inputs.formats.inputs, format_of_v(plan, inputs.formats))
         q, k, v = (
-            _flat(tensor, dtype_of(fmt, interpreted=interpreted))
-            for tensor, fmt in zip((inputs.q, inputs.k, inputs.v), held, strict=True)
+            _flat(tensor, _DTYPES[fmt]) for tensor, fmt in zip((inputs.q, inputs.k, inputs.v), held, strict=True)
         )
         padding = None
         if inputs.key_padding is not None:
             padding = inputs.key_padding.to(inputs.q.device, torch.int8).contiguous()
         launches = _FORWARD[declaration.algorithm.name]
-        return cls(q, k, v, padding, config, inputs.q.shape, inputs.noise_seed, launches, interpreted)
+        return cls(q, k, v, padding, config, inputs.q.shape, inputs.noise_seed, launches)
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether Triton's interpreter runs the kernels: nothing else does on the host."""
+        return self.q.device.type == "cpu"
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -135,7 +131,7 @@ class Call:
 
     def empty(self, cast: Cast, like: Tensor) -> Tensor:
         """Memory in the shape of `like` for what a cast leaves."""
-        return torch.empty_like(like, dtype=dtype_of(cast.fmt, interpreted=self.interpreted))
+        return torch.empty_like(like, dtype=_DTYPES[cast.fmt])
 
     def row_numbers(self) -> Tensor:
         """Memory for one fp32 number a query, (batch x heads, queries)."""
@@ -150,13 +146,15 @@ class Call:
         """Run one kernel of a module of `device/`.
 
         Raises:
-            ValueError: the device has too little shared memory for it.
+            ValueError: the device has too little shared memory for it, or is the host and interprets nothing.
         """
         from triton import OutOfResources
 
-        function = getattr(source(part, interpreted=self.interpreted), kernel)
+        if self.interpreted and not interpreting():
+            raise ValueError("the compiled kernels run on a GPU, not on cpu: there the backend interpreter runs them")
+        function = getattr(source(part), kernel)
         try:
-            with _quiet() if self.interpreted else torch.get_device_module(self.q.device).device(self.q.device):
+            with nullcontext() if self.interpreted else torch.get_device_module(self.q.device).device(self.q.device):
                 function[grid](*args, C=config, **asdict(options(config.d)))
         except OutOfResources as error:
             raise ValueError(f"{kernel} at head dimension {config.d}: {' '.join(str(error).split())}") from error
@@ -165,14 +163,6 @@ class Call:
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """(batch, heads, n, d) as contiguous (batch x heads, n, d) of a type, outside of any graph."""
     return tensor.detach().to(dtype).flatten(0, 1).contiguous()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without numpy's warnings about -Inf and NaN, which masks and poisoned inputs bring about as they should."""
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        yield
 
 
 def refusal(inputs: AttentionInputs, declaration: Declaration, *, interpreted: bool) -> str | None:
@@ -295,13 +285,12 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Te
     return dq, dk, dv, delta
 
 
-def run(inputs: AttentionInputs, declaration: Declaration, *, interpreted: bool, gradients: bool) -> AttentionOutput:
+def run(inputs: AttentionInputs, declaration: Declaration, *, gradients: bool) -> AttentionOutput:
     """Attention as declared, by the Triton kernels.
 
     Args:
-        inputs: q, k, v and dO on a GPU, or on the host to be interpreted; of any type.
+        inputs: q, k, v and dO on a GPU, or on the host, where `tiebreak.backends.interpreter` runs them; of any type.
         declaration: algorithm, plan, shift rule and tile sizes.
-        interpreted: whether Triton's interpreter runs the kernels.
         gradients: whether to run the backward pass too.
 
     Returns:
@@ -310,7 +299,7 @@ def run(inputs: AttentionInputs, declaration: Declaration, *, interpreted: bool,
     Raises:
         ValueError: no triton, or inputs that the kernels or the device can't take.
     """
-    call = Call.of(inputs, declaration, interpreted=interpreted)
+    call = Call.of(inputs, declaration)
     o, lse = forward(call)
     found = None
     if gradients:

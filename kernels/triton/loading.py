@@ -1,14 +1,12 @@
-"""The kernels' source as a module: compiled, or interpreted, or both in one process."""
+"""The kernels' source as modules, which are imported where triton is."""
 
 import importlib.metadata
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 
 from packaging.version import Version
@@ -16,9 +14,8 @@ from packaging.version import Version
 OLDEST = "3.6"  # the first whose language has all that the kernels say: tl.mul, for one
 # Packages that bring the module.
 _PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "triton-ascend")
-_SWITCH = "TRITON_INTERPRET"
-_FOLDER = Path(__file__).parent / "device"
-_NAMES = {False: "tiebreak.kernels.triton.compiled", True: "tiebreak.kernels.triton.interpreted"}
+_SWITCH = "TRITON_INTERPRET"  # triton.jit reads it as it decorates
+_DEVICE = "tiebreak.kernels.triton.device"
 
 
 def installed() -> str | None:
@@ -45,6 +42,8 @@ def not_interpreting() -> str | None:
     """None, or why Triton's interpreter can't run the kernels here, in one line."""
     if (reason := missing()) is not None:
         return reason
+    if importlib.util.find_spec("ml_dtypes") is None:
+        return "ml_dtypes is not installed: pip install 'tiebreak[triton]'"
     found, numpy = installed(), importlib.metadata.version("numpy")
     # Its loops take an array of one element for a number, which numpy has deprecated since 1.25 and refuses since 2.4.
     if found is not None and Version(found) < Version("3.7") and Version(numpy) >= Version("2.4"):
@@ -53,15 +52,11 @@ def not_interpreting() -> str | None:
 
 
 @cache
-def source(part: str, *, interpreted: bool) -> ModuleType:
+def source(part: str) -> ModuleType:
     """One module of `device/`.
-
-    triton.jit decides as it decorates a function whether that function is compiled or interpreted. So the folder is
-    imported under a name of its own for each, with triton's switch set meanwhile.
 
     Args:
         part: its name in the folder.
-        interpreted: whether its functions run in Triton's interpreter, on a CPU, or are compiled.
 
     Raises:
         ValueError: triton is not installed.
@@ -69,34 +64,21 @@ def source(part: str, *, interpreted: bool) -> ModuleType:
     reason = missing()
     if reason is not None:
         raise ValueError(reason)
-    package = _NAMES[interpreted]
-    with _switched(interpreted):
-        if package not in sys.modules:
-            _import_folder(package)
-        return import_module(f"{package}.{part}")
+    with _to_compile():
+        return import_module(f"{_DEVICE}.{part}")
 
 
-def _import_folder(package: str) -> None:
-    spec = importlib.util.spec_from_file_location(
-        package, _FOLDER / "__init__.py", submodule_search_locations=[str(_FOLDER)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[package] = module
-    spec.loader.exec_module(module)
+def interpreting() -> bool:
+    """Whether Triton's functions are interpreted now."""
+    return os.environ.get(_SWITCH) == "1"
 
 
 @contextmanager
-def _switched(interpreted: bool) -> Iterator[None]:
-    # triton's own functions are to be compilable even where the user has set the switch.
-    before = os.environ.get(_SWITCH)
-    os.environ[_SWITCH] = "0"
-    import_module("triton")
-    os.environ[_SWITCH] = "1" if interpreted else "0"
+def _to_compile() -> Iterator[None]:
+    """Without the user's switch: what triton.jit decorates under it can't be compiled. What is compiled can be both."""
+    before = os.environ.pop(_SWITCH, None)
     try:
         yield
     finally:
-        del os.environ[_SWITCH]
         if before is not None:
             os.environ[_SWITCH] = before

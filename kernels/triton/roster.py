@@ -48,7 +48,7 @@ def triton_kernels(*, interpreted: bool) -> tuple[Kernel, ...]:
     return tuple(
         Kernel(
             name,
-            partial(_compute, declaration, interpreted),
+            partial(_compute, declaration),
             declaration,
             has_backward=declaration.plan.p_bar.fmt != FP8_E4M3,  # nobody trains with a V of 8 bits
             takes=COMMON | {OWN_SCALE},
@@ -60,10 +60,10 @@ def triton_kernels(*, interpreted: bool) -> tuple[Kernel, ...]:
 
 
 def _compute(
-    declaration: Declaration, interpreted: bool, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool
+    declaration: Declaration, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool
 ) -> AttentionOutput:
     del arithmetic
-    return run(inputs, declaration, interpreted=interpreted, gradients=gradients)
+    return run(inputs, declaration, gradients=gradients)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def compilations(d: int = 64, *, causal: bool = True, fmt: Format = BF16) -> Ite
             block = backward_block(plan, d) if part == "backward" else forward_block(declaration.block, d)
             config = Config(plan, declaration.shift_rule, causal, d, block, query_heads=16)
             constants = {"C": config, "PADDING": None}  # a mask of keys rounds nothing
-            jitted, chosen = getattr(source(part, interpreted=False), function), options(d)
+            jitted, chosen = getattr(source(part), function), options(d)
             types = {
                 argument: "constexpr" if argument in constants else _type(argument, plan, formats)
                 for argument in jitted.arg_names

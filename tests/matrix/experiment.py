@@ -32,6 +32,18 @@ class Asked:
     emulated_backward: bool = False  # whether users' kernels train with the suite's own backward pass
 
 
+def time_limit(cell: "Cell", given: float | None) -> float | None:
+    """Seconds that a cell may take, None: as many as it needs.
+
+    Args:
+        cell: of a user's kernel, or of the suite's own, which is known to end.
+        given: what --cell-timeout says.
+    """
+    if given is not None or not cell.kernel.external:
+        return given
+    return cell.experiment.time_limit * max(1.0, cell.backend.call_steps / Backend.call_steps)
+
+
 class Experiment(ABC):
     """One thing that kernels are put through."""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from time import monotonic
 
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import Case
@@ -16,11 +17,12 @@ from tiebreak.kernels.plans import FP32_INSIDE
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.attribution import Fit, equal_bits, fits
 from tiebreak.matrix.candidates import candidates, tilings
-from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiment import Cell, time_limit
 from tiebreak.matrix.workbench import SharedBatch, Workbench
 
 #: O in fp32 throughout, rounded once: what no deterministic kernel of that output format does better.
 ROUNDED = Declaration(FLASH_ATTENTION, FP32_INSIDE, SHIFT_RULES["safe"])
+_SHARE = 3.0  # of the time so far: what it is after one more look and the run that tells whether bits repeat
 _FAIR_CLAIM = claim(UNBIASED, "--fair: no bias on any failure input", formats="bf16 fp16")
 
 
@@ -44,6 +46,7 @@ class Looks:
         self.cell, self.case, self.bench = cell, case, bench
         self.progress = _Progress()
         self.repeatable: bool | None = None
+        self.out_of_time = False  # whether a look was left out that might have told
         declaration = cell.kernel.declaration
         tiled = tilings(declaration or UNDECLARED) if cell.kernel.external else (declaration or UNDECLARED,)
         # A bound grows with the number of tiles: whoever says nothing may work in the smallest.
@@ -68,12 +71,19 @@ class Looks:
         return None if uncut else self.case.claim_about(self.declaration, self.cell.fmt)
 
     def look(self) -> None:
-        """Look at ever more heads until all is settled, there are no more or the cap is reached, then run once more."""
+        """Look at ever more heads until all is settled, there are no more or the cap is reached, then run once more.
+
+        A look draws as many heads as all before it did, and takes as long. Where the time is too short it is left out.
+        """
+        began, limit = monotonic(), time_limit(self.cell, self.bench.settings.cell_timeout)
         for look in range(LOOKS):
             for index in range(2**look // 2, 2**look):
                 if self._has(index):
                     self._measure(index)
             if self._settled() or self.exhausted:
+                break
+            self.out_of_time = limit is not None and _SHARE * (monotonic() - began) > limit
+            if self.out_of_time:
                 break
         self.repeatable = self._repeats()
 
@@ -88,6 +98,8 @@ class Looks:
     @property
     def remedy(self) -> str:
         """What to do about a cell that its heads do not settle."""
+        if self.out_of_time:
+            return f"time for {self.heads} heads and no more: raise --cell-timeout"
         if not self.exhausted:
             return "raise --heads"
         if self._all_cancelled:

@@ -100,7 +100,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--cell-timeout",
         metavar="S",
         help="seconds that a cell may take before its process is ended, with -n (default: 60 for a cell of --kernel,"
-        " 600 for a training run of it)",
+        " 600 for a training run of it; 15 times that in the interpreter); a look at more heads for which the time is"
+        " too short is left out",
     )
     group.addoption(
         "--expected",
@@ -158,7 +159,7 @@ def _settings(config: pytest.Config) -> Settings:
     if heads > HEADS_PER_BATCH and heads % HEADS_PER_BATCH:
         _refuse(f"--heads {heads}: expected at most {HEADS_PER_BATCH} or a multiple of {HEADS_PER_BATCH}")
     as_rounded = config.getoption("no_worse_than") == "rounded"
-    return Settings(seed, heads, bool(config.getoption("fair")), as_rounded, _where(config))
+    return Settings(seed, heads, bool(config.getoption("fair")), as_rounded, _seconds(config), _where(config))
 
 
 def _where(config: pytest.Config) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiment import Cell, time_limit
 
 _FILE, _DEADLY = "tiebreak_watch", "tiebreak_deadly"  # of a worker's input
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (.+)')
@@ -32,9 +32,7 @@ class Watch:
     @contextmanager
     def over(self, cell: Cell) -> Iterator[None]:
         """End the process if a cell takes too long. By a thread in C: a kernel may hold Python's lock for ever."""
-        limit = self.seconds
-        if limit is None and cell.kernel.external:
-            limit = cell.experiment.time_limit
+        limit = time_limit(cell, self.seconds)
         if self.file is None or limit is None:
             yield
             return

@@ -5,6 +5,7 @@ any order, P errs by at most (4T + 3d T + n) u and a gradient, to first order, b
 itself with every term's magnitude in its place (Higham, Accuracy and Stability of Numerical Algorithms, 3.1).
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -31,6 +32,9 @@ from tiebreak.kernels.triton.roster import BLOCK, DECLARATIONS
 if (reason := not_interpreting()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
+from tiebreak.backends.interpreter.assumptions import EXACT
+from tiebreak.backends.interpreter.session import interpreting
+
 U = FP32.unit_roundoff
 CASES = {case.name: case for case in SCRIPTED}
 ARITHMETIC = EmulatedArithmetic()
@@ -41,6 +45,13 @@ Shape = tuple[int, int, int, int, int, bool]
 D32: Shape = (33, 70, 32, 2, 2, False)
 GROUPED_CAUSAL: Shape = (70, 70, 16, 6, 2, True)
 FEWER_KEYS_CAUSAL: Shape = (150, 19, 16, 2, 2, True)
+
+
+@pytest.fixture(autouse=True)
+def interpreted() -> Iterator[None]:
+    """The kernels are interpreted in every test."""
+    with interpreting(EXACT):
+        yield
 
 
 @cache
@@ -64,7 +75,7 @@ def _scales(inputs: AttentionInputs, ref: Reference) -> tuple[Tensor, Tensor, Te
 
 
 def _run(inputs: AttentionInputs, declaration: Declaration) -> AttentionOutput:
-    return run(inputs, declaration, interpreted=True, gradients=True)
+    return run(inputs, declaration, gradients=True)
 
 
 def _gradients(output: AttentionOutput) -> Gradients:
@@ -187,7 +198,6 @@ def test_every_rounding_point_of_the_backward_pass_is_a_switch_of_its_own(point:
             run(
                 replace(inputs, formats=Formats.of(BF16)),
                 Declaration(FLASH_ATTENTION, p, SAFE, BLOCK),
-                interpreted=True,
                 gradients=True,
             )
         )
@@ -224,7 +234,7 @@ def _leaves(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
 def test_autograd_returns_what_the_kernels_do(kernel: str) -> None:
     inputs, _ = _normal(GROUPED_CAUSAL, BF16)
     leaves = q, k, v = _leaves(GROUPED_CAUSAL)
-    o = attention(q, k, v, DECLARATIONS[kernel], causal=True, noise_seed=3, interpreted=True)
+    o = attention(q, k, v, DECLARATIONS[kernel], causal=True, noise_seed=3)
     # An upstream gradient without memory of its own, in another order of dimensions.
     do = inputs.do.bfloat16().transpose(1, 2).contiguous().transpose(1, 2)
     gradients = torch.autograd.grad(o, leaves, do)
@@ -240,7 +250,7 @@ def test_autograd_returns_what_the_kernels_do(kernel: str) -> None:
 def test_autograd_notes_a_tensor_changed_in_place() -> None:
     leaf, k, v = _leaves(D32)
     q = leaf * 1.0
-    o = attention(q, k, v, DECLARATIONS["triton_flash"], interpreted=True)
+    o = attention(q, k, v, DECLARATIONS["triton_flash"])
     q.detach().zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(o.sum(), leaf)
@@ -248,7 +258,7 @@ def test_autograd_notes_a_tensor_changed_in_place() -> None:
 
 def test_a_constant_upstream_gradient_is_taken() -> None:
     q, k, v = _leaves(D32)
-    o = attention(q, k, v, DECLARATIONS["triton_flash"], interpreted=True)
+    o = attention(q, k, v, DECLARATIONS["triton_flash"])
     summed, told = (torch.autograd.grad(o, (q, k, v), do, retain_graph=True) for do in _ones(o))
     assert all(torch.equal(one, other) for one, other in zip(summed, told, strict=True))
 
@@ -271,5 +281,5 @@ def test_tensors_that_do_not_fit_are_refused_in_one_line() -> None:
     }
     for message, tensors in wrong.items():
         with pytest.raises(ValueError, match=message) as error:
-            attention(*tensors, DECLARATIONS["triton_flash"], interpreted=True)
+            attention(*tensors, DECLARATIONS["triton_flash"])
         assert "\n" not in str(error.value)

@@ -9,6 +9,7 @@ that do differ is counted, and held to that of the ends that do not meet where r
 then come to sqrt(n) u. Exponentials of numpy err by at most 4 ulps, and are 1 at 0.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -45,11 +46,21 @@ from tiebreak.kernels.triton.roster import BLOCK, DECLARATIONS, triton_kernels
 if (reason := not_interpreting()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
+from tiebreak.backends.interpreter.assumptions import EXACT
+from tiebreak.backends.interpreter.session import interpreting
+
 U = FP32.unit_roundoff
 CASES = {case.name: case for case in SCRIPTED}
 HEADS = 32
 FEW = 0.001  # of the bits
 ARITHMETIC = EmulatedArithmetic()
+
+
+@pytest.fixture(autouse=True)
+def interpreted() -> Iterator[None]:
+    """The kernels are interpreted in every test."""
+    with interpreting(EXACT):
+        yield
 
 
 @dataclass(frozen=True)
@@ -182,7 +193,7 @@ def _made(name: str, fmt: Format = BF16) -> AttentionInputs:
 
 
 def _run(inputs: AttentionInputs, declaration: Declaration) -> AttentionOutput:
-    return run(inputs, declaration, interpreted=True, gradients=False)
+    return run(inputs, declaration, gradients=False)
 
 
 def _assert_as_declared(inputs: AttentionInputs, declaration: Declaration) -> None:
@@ -358,7 +369,7 @@ def test_the_bits_depend_neither_on_the_query_block_nor_on_the_heads_a_program_t
     for queries in (16, 32):
         assert torch.equal(_run(inputs, replace(declaration, block=Block(queries, 64))).o, together)
     monkeypatch.setattr("tiebreak.kernels.triton.launch._TILE_ELEMENTS", 1)
-    assert Call.of(inputs, declaration, interpreted=True).tiled(declaration.block, 4)[0].heads == 1
+    assert Call.of(inputs, declaration).tiled(declaration.block, 4)[0].heads == 1
     assert torch.equal(_run(inputs, declaration).o, together)
 
 
@@ -410,9 +421,10 @@ def test_tiles_that_are_no_powers_of_two_are_refused() -> None:
         _run(_made("random"), _declared(FUSED, block=Block(48, 64)))
 
 
-def test_the_compiled_kernels_refuse_the_host() -> None:
+def test_the_compiled_kernels_refuse_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="run on a GPU, not on cpu"):
-        run(_made("random"), DECLARATIONS["triton_flash"], interpreted=False, gradients=False)
+        run(_made("random"), DECLARATIONS["triton_flash"], gradients=False)
 
 
 def test_strides_do_not_matter() -> None:

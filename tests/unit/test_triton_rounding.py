@@ -1,6 +1,6 @@
-"""Casts and noise of the Triton kernels, in Triton's interpreter: bit for bit the suite's own, where its own err."""
+"""Casts that no device has and noise of the Triton kernels, interpreted: bit for bit the emulation's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,22 +23,13 @@ if (reason := not_interpreting()) is not None:
 import triton
 import triton.language as tl
 
-rounded = source("rounding", interpreted=True).rounded
-absorb = source("noise", interpreted=True).absorb
-row_state = source("noise", interpreted=True).row_state
+from tiebreak.backends.interpreter.assumptions import EXACT
+from tiebreak.backends.interpreter.session import interpreting
+
+rounded = source("rounding").rounded
+absorb = source("noise").absorb
+row_state = source("noise").row_state
 SIZE = 4096
-# numpy's, about NaN and Inf, which are among the values.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-def _truncate(X: Any, Y: Any, N: tl.constexpr) -> None:
-    index = tl.arange(0, N)
-    tl.store(Y + index, tl.load(X + index).to(tl.bfloat16))
-
-
-def _product(A: Any, B: Any, C: Any, N: tl.constexpr) -> None:
-    index = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
-    tl.store(C + index, tl.dot(tl.load(A + index), tl.load(B + index)))
 
 
 def _round(X: Any, R: Any, Y: Any, F: tl.constexpr, HOW: tl.constexpr, N: tl.constexpr) -> None:
@@ -63,11 +54,10 @@ def _noise(U: Any, B: Any, dither: Any, cast: Any, C: tl.constexpr, ROWS: tl.con
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None]], Any]:
-    """Makes a kernel of a function, to be interpreted: triton reads the switch as it decorates."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    jit: Callable[[Callable[..., None]], Any] = triton.jit
-    return jit
+def interpreted() -> Iterator[Callable[[Callable[..., None]], Any]]:
+    """Makes a kernel of a function, and interprets it."""
+    with interpreting(EXACT):
+        yield triton.jit
 
 
 def _as_int32(bits: Tensor) -> Tensor:
@@ -94,34 +84,12 @@ def _assert_same_bits(found: Tensor, expected: Tensor) -> None:
     assert torch.equal(found[number].view(torch.int32), expected[number].view(torch.int32))
 
 
-def test_the_interpreters_own_cast_to_bf16_truncates(interpreted: Callable[..., Any]) -> None:
-    """Triton issue 11584. Should this fail, the interpreter rounds: `native` casts could serve it too."""
-    x = torch.tensor([1.0 + 2.0**-8 + 2.0**-9, -1.0 - 2.0**-8 - 2.0**-9] * 8)
-    y = torch.zeros(16, dtype=torch.bfloat16)
-    interpreted(_truncate)[(1,)](x, y, N=16)
-    assert torch.equal(y.float(), round_to(x, BF16, Rounding.TOWARD_ZERO))
-    assert not torch.equal(y.float(), round_to(x, BF16))
-
-
-def test_the_interpreters_own_product_of_bf16_multiplies_raw_bits(interpreted: Callable[..., Any]) -> None:
-    """Triton issue 11584. Should this fail, bf16 operands could travel as bf16."""
-    a = torch.eye(16, dtype=torch.bfloat16)
-    found = torch.zeros(16, 16)
-    interpreted(_product)[(1,)](a, a, found, N=16)
-    bits = a.view(torch.int16).float()
-    assert torch.equal(found, bits @ bits)
-    assert not torch.equal(found, a.float())
-
-
-@pytest.mark.parametrize("rounding", [Rounding.TO_EVEN, Rounding.TIES_AWAY], ids=lambda rounding: rounding.value)
 @pytest.mark.parametrize("fmt", [BF16, FP16, FP8_E4M3, FP8_E5M2], ids=lambda fmt: fmt.name)
-def test_the_kernels_cast_to_nearest_is_the_emulations(
-    fmt: Format, rounding: Rounding, interpreted: Callable[..., Any]
-) -> None:
+def test_the_kernels_cast_with_ties_away_is_the_emulations(fmt: Format, interpreted: Callable[..., Any]) -> None:
     x = _values(fmt)
     y, unused = torch.zeros_like(x), torch.zeros(x.shape, dtype=torch.int32)
-    interpreted(_round)[(x.numel() // SIZE,)](x, unused, y, F=fmt, HOW=rounding.value, N=SIZE)
-    _assert_same_bits(y, round_to(x, fmt, rounding))
+    interpreted(_round)[(x.numel() // SIZE,)](x, unused, y, F=fmt, HOW="away", N=SIZE)
+    _assert_same_bits(y, round_to(x, fmt, Rounding.TIES_AWAY))
 
 
 @pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)

@@ -65,7 +65,7 @@ def delta(
                 pv = dot(p, v, zeros(C.block.queries, C.block_d, C))
                 total += row_sum(do.to(tl.float32) * pv)
     CAST: tl.constexpr = C.plan.delta
-    write_lse(DELTA, head, row, queries, cast(total, CAST, C.native), C)
+    write_lse(DELTA, head, row, queries, cast(total, CAST), C)
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def probabilities(
 def upstream_of_p(a: tl.tensor, b: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr) -> tl.tensor:
     """One tile of dP = dO V^T, or transposed V dO^T, cast as the plan says."""
     DP: tl.constexpr = C.plan.dp
-    return cast(dot(a, b, zeros(ROWS, COLUMNS, C)), DP, C.native)
+    return cast(dot(a, b, zeros(ROWS, COLUMNS, C)), DP)
 
 
 @triton.jit
@@ -150,11 +150,11 @@ def key_gradients(
             lse = load_rows(LSE, head, query, queries)
             p = probabilities(s, lse, PADDING, head, query, key, queries, keys, C)
             dp = upstream_of_p(v, transposed(do, C), C.block.keys, C.block.queries, C)
-            dv = dot(narrow(p, P, C.native), do, dv)
-            ds = narrow(p * (dp - load_rows(DELTA, head, query, queries)), DS, C.native)
+            dv = dot(narrow(p, P), do, dv)
+            ds = narrow(p * (dp - load_rows(DELTA, head, query, queries)), DS)
             dk = dot(ds, q, dk)
-    store(DK, key_head, key, keys, narrow(dk * C.scale, GRADIENTS, C.native), C)
-    store(DV, key_head, key, keys, narrow(dv, GRADIENTS, C.native), C)
+    store(DK, key_head, key, keys, narrow(dk * C.scale, GRADIENTS), C)
+    store(DV, key_head, key, keys, narrow(dv, GRADIENTS), C)
 
 
 @triton.jit
@@ -205,5 +205,5 @@ def query_gradient(
         s = scores(q, transposed(k, C), zeros(C.block.queries, C.block.keys, C), C)
         p = probabilities(s, lse, PADDING, head, row, across(start, C.block.keys, C), queries, keys, C)
         dp = upstream_of_p(do, transposed(v, C), C.block.queries, C.block.keys, C)
-        dq = dot(narrow(p * (dp - d), DS, C.native), k, dq)
-    store(DQ, head, row, queries, narrow(dq * C.scale, GRADIENTS, C.native), C)
+        dq = dot(narrow(p * (dp - d), DS), k, dq)
+    store(DQ, head, row, queries, narrow(dq * C.scale, GRADIENTS), C)

@@ -106,13 +106,13 @@ def attend(
     p = exp(s - shift, C)
     alpha = exp(m - shift, C)
     P_BAR: tl.constexpr = C.plan.p_bar
-    p_bar = narrow(p, P_BAR, C.native)
+    p_bar = narrow(p, P_BAR)
     l = add_to_row_sum(l, alpha, p_bar.to(tl.float32) if C.plan.row_sum_from_rounded else p, C)
     v = load(V, head // C.groups, key, keys, C)
     if C.plan.o_bar.narrows:
         O_BAR: tl.constexpr = C.plan.o_bar
-        pv = cast(dot(p_bar, v, zeros(C.block.queries, C.block_d, C)), O_BAR, C.native)
-        o_bar = cast(cast(alpha * o_bar, O_BAR, C.native) + pv, O_BAR, C.native)
+        pv = cast(dot(p_bar, v, zeros(C.block.queries, C.block_d, C)), O_BAR)
+        o_bar = cast(cast(alpha * o_bar, O_BAR) + pv, O_BAR)
     else:
         o_bar = dot(p_bar, v, alpha * o_bar)
     return new_m, l, o_bar
@@ -125,8 +125,8 @@ def add_to_row_sum(l: tl.tensor, alpha: tl.tensor, p: tl.tensor, C: tl.constexpr
     if C.shift.row_sum_floor != 0.0:
         total = tl.maximum(total, C.shift.row_sum_floor)
     ROW_SUM: tl.constexpr = C.plan.row_sum
-    total = cast(total, ROW_SUM, C.native)
-    return cast(cast(alpha * l, ROW_SUM, C.native) + total, ROW_SUM, C.native)
+    total = cast(total, ROW_SUM)
+    return cast(cast(alpha * l, ROW_SUM) + total, ROW_SUM)
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def finish(
         FMT: tl.constexpr = C.plan.o.fmt
         o = rounded(o, random, FMT, "stochastic")
     CAST: tl.constexpr = C.plan.o
-    store(O, head, row, queries, narrow(o, CAST, C.native), C)
+    store(O, head, row, queries, narrow(o, CAST), C)
 
 
 @triton.jit

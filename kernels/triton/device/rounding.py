@@ -1,24 +1,20 @@
-"""Casts: the device's own, or the same result by integer arithmetic on fp32's bits."""
+"""Casts: the device's own to even, and by integer arithmetic on fp32's bits those that no device has."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def narrow(x: tl.tensor, C: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
-    """`x` as a cast to nearest leaves it: in the format's own type, or in fp32 where the device's are not trusted.
+def narrow(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """`x` as a cast to nearest leaves it, in the format's own type.
 
     Args:
         x: fp32; already rounded where the cast is stochastic.
         C: `Cast`, from a constexpr of its own: Triton 3.6 does not pass on an attribute of one.
-        NATIVE: whether the device's casts round to even.
     """
     FMT: tl.constexpr = C.fmt
     if not C.narrows:
         return x
-    elif not NATIVE:
-        HOW: tl.constexpr = "away" if C.ties_away else "even"
-        return rounded(x, x, FMT, HOW)
     elif C.ties_away:
         return _native(rounded(x, x, FMT, "away"), FMT)  # to even, it leaves alone what is rounded
     else:
@@ -38,30 +34,28 @@ def _native(x: tl.tensor, F: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def cast(x: tl.tensor, C: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
+def cast(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
     """`narrow`, back in fp32."""
-    return narrow(x, C, NATIVE).to(tl.float32)
+    return narrow(x, C).to(tl.float32)
 
 
 @triton.jit
 def rounded(x: tl.tensor, random: tl.tensor, F: tl.constexpr, HOW: tl.constexpr) -> tl.tensor:
-    """`x` rounded to a narrower format on fp32's bits: the rule of `tiebreak.backends.emulation.rounding.round_to`.
+    """`x` rounded as no cast does it, on fp32's bits: the rule of `tiebreak.backends.emulation.rounding.round_to`.
 
     Args:
         x: fp32.
         random: uint32, of x's shape; used by "stochastic" only.
         F: `Format`.
-        HOW: "even", "away" (ties go there) or "stochastic" (up with probability of the discarded fraction).
+        HOW: "away" (ties go there) or "stochastic" (up with probability of the discarded fraction).
     """
     bits = x.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
     drop: tl.constexpr = 23 - F.mantissa_bits
     if HOW == "stochastic":
         raised = tl.add(size, random >> (32 - drop), sanitize_overflow=False)
-    elif HOW == "away":
-        raised = tl.add(size, 1 << (drop - 1), sanitize_overflow=False)
     else:
-        raised = tl.add(size, ((size >> drop) & 1) + ((1 << (drop - 1)) - 1), sanitize_overflow=False)
+        raised = tl.add(size, 1 << (drop - 1), sanitize_overflow=False)
     result = ((raised >> drop) << drop).to(tl.float32, bitcast=True)
     if F.exponent_bits < 8:
         magnitude = size.to(tl.float32, bitcast=True)
@@ -77,20 +71,14 @@ def rounded(x: tl.tensor, random: tl.tensor, F: tl.constexpr, HOW: tl.constexpr)
 @triton.jit
 def _subnormal(size: tl.tensor, random: tl.tensor, F: tl.constexpr, HOW: tl.constexpr) -> tl.tensor:
     """Magnitudes below the format's smallest normal value, whose spacing is fixed."""
+    steps = size / F.smallest_subnormal
+    whole = tl.floor(steps)
     if HOW == "away":
-        steps = size / F.smallest_subnormal
-        whole = tl.floor(steps)
         return (whole + (steps - whole >= 0.5).to(tl.float32)) * F.smallest_subnormal
-    elif HOW == "stochastic":
-        steps = size / F.smallest_subnormal
-        whole = tl.floor(steps)
+    else:
         scaled = (steps - whole) * 4294967296.0
         # In parts: scaled + 0.5 is not exact in fp32.
         below = tl.floor(scaled)
         threshold = below.to(tl.int64) + (scaled - below >= 0.5).to(tl.int64)
         up = threshold + random.to(tl.int64) >= 4294967296
         return (whole + up.to(tl.float32)) * F.smallest_subnormal
-    else:
-        # fp32 spaces numbers from here on as the format spaces its subnormals, and adds to even.
-        grid: tl.constexpr = F.smallest_subnormal * 8388608.0
-        return (size + grid) - grid

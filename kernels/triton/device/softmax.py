@@ -17,7 +17,7 @@ def scores(a: tl.tensor, b: tl.tensor, zero: tl.tensor, C: tl.constexpr) -> tl.t
     product = dot(a, b, zero)
     if C.plan.s.narrows:
         CAST: tl.constexpr = C.plan.s
-        return cast(product * C.scale, CAST, C.native) * C.unit
+        return cast(product * C.scale, CAST) * C.unit
     else:
         return product * (C.scale * C.unit)
 

@@ -69,7 +69,7 @@ def softmax(S: tl.tensor, P: tl.tensor, LSE: tl.tensor, queries: tl.tensor, keys
         key = across(start, C.block.keys, C)
         p = exp(read_scores(S, head, row, key, queries, keys, C) - shift, C)
         normalised = tl.div_rn(p, l + zeros(1, C.block.keys, C))
-        write_scores(P, head, row, key, queries, keys, narrow(normalised, P_BAR, C.native), C)
+        write_scores(P, head, row, key, queries, keys, narrow(normalised, P_BAR), C)
     write_lse(LSE, head, row, queries, (shift + log(l, C)) * C.natural, C)
 
 
@@ -107,7 +107,7 @@ def output(
         pointers = P + head * queries * keys + row.to(tl.int64) * keys + key
         p = tl.load(pointers, mask=(row < queries) & (key < keys), other=0.0)
         o = dot(p, load(V, head // C.groups, down(start, C.block.keys, C), keys, C), o)
-    finish(O, PADDING, head, row, queries, keys, cast(o, O_BAR, C.native), cast_start, C)
+    finish(O, PADDING, head, row, queries, keys, cast(o, O_BAR), cast_start, C)
 
 
 @triton.jit

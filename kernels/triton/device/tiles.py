@@ -90,15 +90,13 @@ def dot(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
 
 
-# tl.max and tl.sum are compiled or interpreted as triton itself was when it was imported, whatever the caller is. Their
-# combining functions serve both: the interpreter knows them by identity.
 @triton.jit
 def row_max(x: tl.tensor) -> tl.tensor:
     """Largest of each row, kept as a column."""
-    return tl.reduce(x, len(x.shape) - 1, tl.standard._elementwise_max, keep_dims=True)
+    return tl.max(x, len(x.shape) - 1, keep_dims=True)
 
 
 @triton.jit
 def row_sum(x: tl.tensor) -> tl.tensor:
     """Sum of each row, kept as a column."""
-    return tl.reduce(x, len(x.shape) - 1, tl.standard._sum_combine, keep_dims=True)
+    return tl.sum(x, len(x.shape) - 1, keep_dims=True)

@@ -105,7 +105,8 @@ class TrainingRun(Experiment):
         """As `Experiment.run`."""
         snippet, settings = self.snippet, bench.settings
         variant = _variant(cell.kernel, settings)
-        found = run_snippet(snippet, variant, cell.backend.arithmetic, settings.seed, cell.backend.device)
+        with cell.backend.in_use():
+            found = run_snippet(snippet, variant, cell.backend.arithmetic, settings.seed, cell.backend.device)
         return Result(
             measures={**found.measures, "steps": float(snippet.steps)},
             shown=format(found.measures[snippet.headline], snippet.spec),

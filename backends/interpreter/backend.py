@@ -1,0 +1,41 @@
+"""The backend `interpreter`: Triton kernels, the suite's and anyone's, on any CPU."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tiebreak.backends.backend import Backend
+from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.backends.interpreter.assumptions import EXACT, Assumptions
+from tiebreak.kernels.triton.loading import installed, not_interpreting
+from tiebreak.kernels.triton.roster import triton_kernels
+
+
+@dataclass(frozen=True)
+class Interpreter(Backend):
+    """Triton kernels alone: on a CPU, as a card would round that is only assumed."""
+
+    assumed: Assumptions = EXACT
+
+    def describe(self) -> dict[str, Any]:
+        """Triton's version and what is assumed. NumPy's, by which all is computed, is in every run."""
+        return {"triton": installed(), **self.assumed.described()}
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Whatever Triton function is launched is interpreted."""
+        from tiebreak.backends.interpreter.session import interpreting  # triton may be missing
+
+        return interpreting(self.assumed)
+
+
+INTERPRETER = Interpreter(
+    "interpreter",
+    "Triton kernels, in Triton's interpreter on this CPU",
+    "cpu",
+    EmulatedArithmetic(),
+    not_interpreting,
+    partial(triton_kernels, interpreted=True),
+    composed=False,
+    call_steps=60,
+)

@@ -1,0 +1,273 @@
+"""The operations of Triton's language on numpy arrays, each rounded as the language says.
+
+Only what upstream's builder does otherwise is here: it holds bf16 and the formats of 8 bits as integers, so that their
+casts, products, sums, comparisons and negations are those of integers; its exponentials are as exact as numpy's fp32.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton._C.libtriton import interpreter as native
+from triton._C.libtriton import ir
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from tiebreak.backends.interpreter.assumptions import Assumptions
+from tiebreak.backends.interpreter.errors import UnfaithfulError
+from tiebreak.backends.interpreter.memory import ANYWHERE, Memory
+from tiebreak.backends.interpreter.numbers import Array, bits, converted, numpy_type
+from tiebreak.backends.interpreter.products import product, scaled_operand
+
+Handle = Any  # triton's TensorHandle: an array, the type of its elements, and attributes
+
+_LOG2_E = np.float32(1.4426950408889634)
+# What a layout's change leaves as it is: where a pointer comes from, and that a number is a product.
+_KEPT = ("argument", "product")
+
+
+def _wide(function: Callable[[Array], Array], x: Array) -> Array:
+    """A function of fp32, computed in fp64 and rounded once."""
+    return converted(function(x.astype(np.float64)), x.dtype)
+
+
+class FaithfulBuilder(InterpreterBuilder):
+    """Upstream's builder with right numbers, under what is assumed of a card."""
+
+    def __init__(self, assumed: Assumptions) -> None:
+        super().__init__()
+        self.assumed = assumed
+        # Without debug=True a compiled kernel checks no integer for overflow either.
+        self.options: Any = replace(self.options, sanitize_overflow=False)
+        self.begin(Memory("", ()), contracts=False)
+
+    def begin(self, memory: Memory, *, contracts: bool) -> None:
+        """Take up a launch.
+
+        Args:
+            memory: what it may touch.
+            contracts: whether it is compiled with contraction, which the card must do too.
+        """
+        self.memory = memory
+        self.contracts = contracts and self.assumed.contracts
+
+    # Casts.
+
+    def cast_impl(self, src: Handle, dst_type: tl.dtype) -> Handle:
+        """To nearest, ties to even."""
+        return TensorHandle(converted(src.data, numpy_type(dst_type.scalar)), dst_type.scalar)
+
+    def create_fp_to_fp(self, src: Handle, dst_type: tl.dtype, rounding_mode: object) -> Handle:
+        """Upstream rounds half up where it is asked to round to even, and by cutting off where it is not."""
+        toward_zero = rounding_mode == ir.ROUNDING_MODE.RTZ
+        to = numpy_type(dst_type.scalar)
+        return TensorHandle(converted(src.data, to, toward_zero=toward_zero), dst_type.scalar)
+
+    def create_bitcast(self, src: Handle, dst_type: tl.dtype) -> Handle:
+        """The same bits."""
+        data = np.ascontiguousarray(src.data) if src.data.ndim else src.data
+        return TensorHandle(data.view(numpy_type(dst_type)), dst_type.scalar)
+
+    create_ptr_to_int = create_bitcast
+
+    def create_int_to_ptr(self, src: Handle, dst_type: tl.dtype) -> Handle:
+        """A pointer that was read from memory, or computed: nobody knows what it may point to."""
+        pointer = self.create_bitcast(src, dst_type)
+        pointer.attr["argument"] = ANYWHERE
+        return pointer
+
+    # Memory.
+
+    def create_masked_load(
+        self, ptrs: Handle, mask: Handle, other: Handle, cache_policy: object, is_volatile: bool
+    ) -> Handle:
+        """Zeros where the mask hides an element and nothing else is said: a card leaves that open."""
+        del cache_policy, is_volatile
+        element = ptrs.get_element_ty()
+        dtype = numpy_type(element)
+        self.memory.check(ptrs.data, mask.data, dtype.itemsize, ptrs.attr.get("argument"), "reads")
+        fill = np.zeros(ptrs.data.shape, dtype) if other is None else other.data
+        raw = bits(np.ascontiguousarray(fill))
+        return TensorHandle(native.load(ptrs.data, mask.data, raw, raw.dtype).view(dtype), element)
+
+    def create_masked_store(self, ptrs: Handle, value: Handle, mask: Handle, cache_policy: object) -> object:
+        """Of the elements that the mask shows."""
+        del cache_policy
+        self.memory.check(ptrs.data, mask.data, value.data.itemsize, ptrs.attr.get("argument"), "writes")
+        return native.store(ptrs.data, bits(np.ascontiguousarray(value.data)), mask.data)
+
+    def create_atomic_rmw(
+        self, rmwOp: object, ptr: Handle, val: Handle, mask: Handle, sem: object, scope: object
+    ) -> Handle:
+        """One element after the other, each rounded: upstream has none of bf16."""
+        self.memory.check(ptr.data, mask.data, val.data.itemsize, ptr.attr.get("argument"), "writes")
+        if bits(val.data).dtype == val.data.dtype:
+            return super().create_atomic_rmw(rmwOp, ptr, val, mask, sem, scope)
+        if rmwOp != ir.ATOMIC_OP.FADD:
+            raise UnfaithfulError(f"the atomic operation {rmwOp} on {val.dtype.scalar} is not interpreted")
+        return self._atomic_add(ptr, val, mask)
+
+    def _atomic_add(self, ptr: Handle, val: Handle, mask: Handle) -> Handle:
+        found = np.zeros(ptr.data.shape, val.data.dtype)
+        for index in np.argwhere(np.broadcast_to(mask.data, ptr.data.shape)):
+            at, shown = ptr.data[tuple(index)].reshape(1), np.ones(1, bool)
+            before = native.load(at, shown, bits(np.zeros(1, val.data.dtype)), bits(found).dtype).view(val.data.dtype)
+            found[tuple(index)] = before[0]
+            native.store(at, bits(before + np.broadcast_to(val.data, ptr.data.shape)[tuple(index)]), shown)
+        return TensorHandle(found, val.dtype.scalar)
+
+    def create_addptr(self, ptr: Handle, offset: Handle) -> Handle:
+        """As upstream, and it remembers the argument."""
+        return _keeping(ptr, super().create_addptr(ptr, offset))
+
+    # Shapes.
+
+    def create_splat(self, ret_ty: tl.dtype, arg: Handle) -> Handle:
+        """As upstream, and it remembers."""
+        return _keeping(arg, super().create_splat(ret_ty, arg))
+
+    def create_expand_dims(self, arg: Handle, axis: int) -> Handle:
+        """As upstream, and it remembers."""
+        return _keeping(arg, super().create_expand_dims(arg, axis))
+
+    def create_broadcast(self, arg: Handle, shape: list[int]) -> Handle:
+        """As upstream, and it remembers."""
+        return _keeping(arg, super().create_broadcast(arg, shape))
+
+    # Sums and products, which a card may contract.
+
+    def create_fmul(self, lhs: Handle, rhs: Handle) -> Handle:
+        """A rounded product, and of what: a sum that it goes into may take it unrounded."""
+        found = self.binary_op(lhs, rhs, np.multiply)
+        if self.contracts and found.data.dtype == np.float32:
+            found.attr["product"] = (lhs.data, rhs.data)
+        return found
+
+    def create_fadd(self, lhs: Handle, rhs: Handle) -> Handle:
+        """A sum; of two products the left one is contracted, as LLVM does."""
+        for one, other in ((lhs, rhs), (rhs, lhs)):
+            if "product" in one.attr:
+                return _fused(one.attr["product"], other.data, other)
+        return self.binary_op(lhs, rhs, np.add)
+
+    def create_fsub(self, lhs: Handle, rhs: Handle) -> Handle:
+        """A difference, likewise."""
+        if "product" in lhs.attr:
+            return _fused(lhs.attr["product"], np.negative(rhs.data), rhs)
+        if "product" in rhs.attr:
+            x, y = rhs.attr["product"]
+            return _fused((np.negative(x), y), lhs.data, lhs)
+        return self.binary_op(lhs, rhs, np.subtract)
+
+    def create_fneg(self, input: Handle) -> Handle:
+        """A negation, which leaves a product one."""
+        found = self.unary_op(input, np.negative)
+        if "product" in input.attr:
+            x, y = input.attr["product"]
+            found.attr["product"] = (np.negative(x), y)
+        return found
+
+    def create_fma(self, x: Handle, y: Handle, z: Handle) -> Handle:
+        """Rounded once. Of narrow formats too: in fp64 their products are exact, and sums wide enough."""
+        if z.data.dtype in (np.float32, np.float64):
+            return super().create_fma(x, y, z)
+        wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+        return TensorHandle(converted(wide, z.data.dtype), z.dtype.scalar)
+
+    def create_fdiv(self, lhs: Handle, rhs: Handle) -> Handle:
+        """As the card divides; `div_rn` is another operation."""
+        if self.assumed.reciprocal and lhs.data.dtype == np.float32:
+            return self.binary_op(lhs, rhs, lambda x, y: x * (np.float32(1) / y))
+        return self.binary_op(lhs, rhs, np.divide)
+
+    def create_dot(
+        self, a: Handle, b: Handle, d: Handle, input_precision: object, max_num_imprecise_acc: int
+    ) -> Handle:
+        """Upstream multiplies the bits of bf16, and rounds products of 8 bits by way of fp16."""
+        del max_num_imprecise_acc
+        return TensorHandle(product(a.data, b.data, d.data, input_precision, self.assumed), d.dtype.scalar)
+
+    def create_dot_scaled(
+        self,
+        lhs: Handle,
+        lhs_scale: Handle | None,
+        lhs_format: object,
+        rhs: Handle,
+        rhs_scale: Handle | None,
+        rhs_format: object,
+        fast_math: bool,
+        lhs_k_pack: bool,
+        rhs_k_pack: bool,
+        acc: Handle,
+    ) -> Handle:
+        """A product of blocks with a scale of their own each: exact, and added up in fp32."""
+        del fast_math
+        a = scaled_operand(lhs.data, lhs_scale, lhs_format, packed_last=lhs_k_pack, right=False)
+        b = scaled_operand(rhs.data, rhs_scale, rhs_format, packed_last=not rhs_k_pack, right=True)
+        return TensorHandle(product(a, b, acc.data, ir.INPUT_PRECISION.IEEE, self.assumed), tl.float32)
+
+    # Functions.
+
+    def create_exp(self, arg: Handle) -> Handle:
+        """e^x: rounded once, or as 2^(x log2 e)."""
+        if self.assumed.base_two and arg.data.dtype == np.float32:
+            return self.create_exp2(TensorHandle(arg.data * _LOG2_E, arg.dtype))
+        return self._exponential(arg, np.exp)
+
+    def create_exp2(self, arg: Handle) -> Handle:
+        """2^x."""
+        return self._exponential(arg, np.exp2)
+
+    def _exponential(self, arg: Handle, function: Callable[[Array], Array]) -> Handle:
+        found = _wide(function, arg.data)
+        if self.assumed.flushes and found.dtype == np.float32:
+            found = np.where(found < np.finfo(np.float32).smallest_normal, np.float32(0), found)
+        return TensorHandle(found, arg.dtype.scalar)
+
+    def create_erf(self, arg: Handle) -> Handle:
+        """The error function."""
+        found = torch.erf(torch.from_numpy(arg.data.astype(np.float64))).numpy().astype(arg.data.dtype)
+        return TensorHandle(found, arg.dtype.scalar)
+
+    def create_rsqrt(self, arg: Handle) -> Handle:
+        """1 / sqrt(x), rounded once."""
+        return self.unary_op(arg, lambda x: _wide(lambda wide: 1 / np.sqrt(wide), x))
+
+    def create_extern_elementwise(
+        self, lib_name: str, lib_path: str, symbol: str, args: object, ret_type: object, is_pure: bool
+    ) -> Handle:
+        """A function of a vendor's library: its bits are not known here."""
+        raise UnfaithfulError(f"the function {symbol} of the library {lib_name or lib_path} can't be interpreted")
+
+    def create_inline_asm(self, asm: str, *rest: object) -> Handle:
+        """A card's own instructions."""
+        first = next((line.strip() for line in asm.splitlines() if line.strip(" {}\t")), asm)
+        raise UnfaithfulError(f"inline assembly can't be interpreted: {first}")
+
+
+def _simple(function: Callable[[Array], Array]) -> Callable[[FaithfulBuilder, Handle], Handle]:
+    def create(self: FaithfulBuilder, arg: Handle) -> Handle:
+        return self.unary_op(arg, lambda x: _wide(function, x))
+
+    return create
+
+
+for _name, _function in (("log", np.log), ("log2", np.log2), ("sin", np.sin), ("cos", np.cos)):
+    setattr(FaithfulBuilder, f"create_{_name}", _simple(_function))
+
+
+def _keeping(arg: Handle, found: Handle) -> Handle:
+    """What an array remembers, in its new shape."""
+    if "argument" in arg.attr:
+        found.attr["argument"] = arg.attr["argument"]
+    if "product" in arg.attr and found.data.size == arg.data.size:
+        found.attr["product"] = tuple(x.reshape(found.data.shape) for x in np.broadcast_arrays(*arg.attr["product"]))
+    return found
+
+
+def _fused(factors: tuple[Array, Array], z: Array, like: Handle) -> Handle:
+    """A product, and z added to it, rounded once."""
+    arrays = (np.ascontiguousarray(one) for one in np.broadcast_arrays(*factors, z))
+    return TensorHandle(native.fma_fp32(*arrays), like.dtype.scalar)

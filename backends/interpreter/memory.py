@@ -1,0 +1,82 @@
+"""The memory that a launch may touch: that of its arguments."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tiebreak.backends.interpreter.errors import OutOfBoundsError
+from tiebreak.backends.interpreter.numbers import Array
+
+ANYWHERE = "*"  # of a pointer that was itself read from memory: nobody here knows what it may point to
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor that a kernel was given."""
+
+    name: str
+    start: int  # address of its storage
+    end: int
+    first: int  # address of its first element
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a kernel was given, by its parameters' names."""
+
+    kernel: str
+    arguments: tuple[Argument, ...]
+
+    def check(self, addresses: Array, mask: Array, size: int, name: str | None, verb: str) -> None:
+        """Refuse an access outside of the storage of the argument that a pointer comes from.
+
+        Args:
+            addresses: of elements, uint64.
+            mask: which of them are accessed.
+            size: of one element, in bytes.
+            name: the argument; None where a pointer's origin is lost, and it must lie in one of them.
+            verb: what is done there.
+
+        Raises:
+            OutOfBoundsError: some lie outside.
+        """
+        if name == ANYWHERE:
+            return
+        everywhere = bool(mask.all())
+        if not everywhere and not mask.any():
+            return
+        touched = addresses if everywhere else np.broadcast_to(addresses, mask.shape)[np.broadcast_to(mask, mask.shape)]
+        low, high = int(touched.min()), int(touched.max()) + size
+        allowed = [one for one in self.arguments if name in (None, one.name)]
+        if not allowed or any(one.start <= low and high <= one.end for one in allowed):
+            return
+        raise OutOfBoundsError(f"{self.kernel} {verb} outside of {self._told(allowed, low, high, size)}")
+
+    def _told(self, allowed: list[Argument], low: int, high: int, size: int) -> str:
+        if len(allowed) > 1:
+            return f"all of its arguments: {', '.join(one.name for one in allowed)}"
+        (one,) = allowed
+        wrong = low if low < one.start else high - size
+        return f"its argument {one.name}: element {(wrong - one.first) // size} of {(one.end - one.first) // size}"
+
+
+def arguments_of(bound: dict[str, object]) -> Iterator[Argument]:
+    """The tensors among a call's arguments, those in tuples and descriptors too."""
+    for name, value in bound.items():
+        yield from _tensors(name, value)
+
+
+def _tensors(name: str, value: Any) -> Iterator[Argument]:
+    if isinstance(value, tuple | list):
+        for number, one in enumerate(value):
+            yield from _tensors(f"{name}[{number}]", one)
+        return
+    base = getattr(value, "base", None)  # of a descriptor and of a tensor whose type was reinterpreted
+    tensor = base if isinstance(base, torch.Tensor) else value
+    if isinstance(tensor, torch.Tensor):
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        yield Argument(name, start, start + storage.nbytes(), tensor.data_ptr())

@@ -1,0 +1,104 @@
+"""What numpy holds Triton's types in, and casts between them."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import triton.language as tl
+from numpy.typing import NDArray
+from triton.runtime import interpreter as upstream
+
+from tiebreak.backends.interpreter.errors import UnfaithfulError
+
+Array = NDArray[Any]
+
+_NARROW = {
+    tl.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
+    tl.float8e5: np.dtype(ml_dtypes.float8_e5m2),
+    tl.float8e4b8: np.dtype(ml_dtypes.float8_e4m3fnuz),
+    tl.float8e5b16: np.dtype(ml_dtypes.float8_e5m2fnuz),
+}
+# PTX converts to 8 bits with .satfinite alone, and Triton asks the same of AMD's: beyond the largest number lies none.
+_LARGEST = {
+    np.dtype(getattr(ml_dtypes, name)): largest
+    for name, largest in (
+        ("float8_e4m3fn", 448.0),
+        ("float8_e5m2", 57344.0),
+        ("float8_e4m3fnuz", 240.0),
+        ("float8_e5m2fnuz", 57344.0),
+    )
+}
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_known: dict[str, np.dtype[np.generic]] = {}  # by the name of Triton's type: upstream makes a table for each question
+_numpy_type = upstream._get_np_dtype  # as it was before anything took its place
+
+
+def numpy_type(dtype: tl.dtype) -> np.dtype[np.generic]:
+    """The numpy type of a Triton type: of a block that of an element, of a pointer an address.
+
+    Raises:
+        UnfaithfulError: there is none.
+    """
+    element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+    if element.name not in _known:
+        _known[element.name] = _looked_up(element)
+    return _known[element.name]
+
+
+def _looked_up(element: tl.dtype) -> np.dtype[np.generic]:
+    if element.is_ptr():
+        return np.dtype(np.uint64)
+    if element == tl.float8e4b15:
+        raise UnfaithfulError("the type float8e4b15 is not interpreted")
+    found: np.dtype[np.generic] = _NARROW.get(element) or _numpy_type(element)
+    return found
+
+
+def bits(x: Array) -> Array:
+    """The same memory as unsigned integers, where numpy knows the type by an extension only."""
+    return x.view(_UNSIGNED[x.dtype.itemsize]) if x.dtype in _NARROW.values() else x
+
+
+def is_float(dtype: np.dtype[np.generic]) -> bool:
+    """Whether numbers of a type are rounded."""
+    return dtype in _NARROW.values() or dtype.kind == "f"
+
+
+def converted(x: Array, to: np.dtype[np.generic], *, toward_zero: bool = False) -> Array:
+    """Numbers of one type in another: to nearest, ties to even, or toward zero; saturating where the hardware's does.
+
+    Args:
+        x: any type.
+        to: the type to have.
+        toward_zero: as `fp_downcast_rounding="rtz"` asks for.
+    """
+    if not is_float(to):
+        return x.astype(to)
+    # By way of fp32, to which all narrower formats are exact: a cast of fp64 rounds to odd on its way, and so once.
+    wide = x if x.dtype.kind != "f" or x.dtype.itemsize <= 4 or to.itemsize >= 4 else _to_odd(x)
+    result = wide.astype(to)
+    if toward_zero and to.itemsize < x.dtype.itemsize:
+        result = _stepped_back(result, wide)
+    if to in _LARGEST:
+        largest, exact = np.float32(_LARGEST[to]), wide.astype(np.float32)
+        beyond = np.abs(exact) > largest  # not where it is NaN
+        result = np.where(beyond, np.copysign(largest, exact).astype(to), result)
+    return result
+
+
+def _to_odd(x: Array) -> Array:
+    """fp64 as fp32, cut off, with the last bit set where something was cut: to be rounded once more, rightly."""
+    cut = _stepped_back(x.astype(np.float32), x)
+    inexact = np.isfinite(cut) & (cut.astype(np.float64) != x)
+    odd: Array = (cut.view(np.uint32) | inexact.astype(np.uint32)).view(np.float32)
+    return odd
+
+
+def _stepped_back(result: Array, exact: Array) -> Array:
+    """Of what was rounded away from zero the number before: one less in its bits, whatever the format."""
+    wide = np.float64 if exact.dtype == np.float64 else np.float32
+    away = np.abs(result.astype(wide)) > np.abs(exact.astype(wide))
+    unsigned = _UNSIGNED[result.dtype.itemsize]
+    stepped: Array = (result.view(unsigned) - away.astype(unsigned)).view(result.dtype)
+    return stepped

@@ -1,0 +1,115 @@
+"""Reductions and scans of tiles.
+
+Upstream's call the combining function once for every element, and sum in the order of numpy.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.language import standard
+from triton.runtime import interpreter as upstream
+
+from tiebreak.backends.interpreter.assumptions import Assumptions
+from tiebreak.backends.interpreter.numbers import Array, converted, is_float, numpy_type
+
+Tensor = Any  # triton's
+Combine = Callable[..., Any]  # a function of as many tensors as two elements have, to those of one
+
+_EXTREMES = {standard._elementwise_max: np.fmax, standard._elementwise_min: np.fmin}  # as a card's, they drop NaN
+_ARGUMENTS = (
+    standard._argmin_combine_tie_break_left,
+    standard._argmin_combine_tie_break_fast,
+    standard._argmax_combine_tie_break_left,
+    standard._argmax_combine_tie_break_fast,
+)
+
+
+def tensor_of(data: Array, dtype: tl.dtype) -> Tensor:
+    """An array as Triton's tensor."""
+    data = np.asarray(data).astype(numpy_type(dtype.scalar), copy=False)
+    if not data.shape:
+        return tl.core.tensor(upstream.TensorHandle(data.reshape(1), dtype.scalar), dtype.scalar)
+    return tl.core.tensor(upstream.TensorHandle(data, dtype.scalar), tl.block_type(dtype.scalar, list(data.shape)))
+
+
+def reducing(assumed: Assumptions) -> Callable[..., Any]:
+    """`tl.reduce` under what is assumed of a card's sums."""
+
+    def reduce(input: Any, axis: Any, combine_fn: Combine, keep_dims: Any = False, **_: object) -> Any:
+        inputs = input if isinstance(input, tuple) else (input,)
+        axis, keep = _plain(axis), bool(_plain(keep_dims))
+        if combine_fn in _ARGUMENTS:
+            return upstream.ReduceOps(axis, combine_fn, keep).apply(input)
+        arrays = [one.handle.data.reshape(-1) if axis is None else one.handle.data for one in inputs]
+        found = _reduced(arrays, inputs, 0 if axis is None else axis, combine_fn, assumed)
+        shape = inputs[0].handle.data.shape
+        if keep:
+            kept = (
+                [1] * len(shape) if axis is None else [1 if i == axis % len(shape) else n for i, n in enumerate(shape)]
+            )
+            found = [one.reshape(kept) for one in found]
+        tensors = tuple(tensor_of(data, one.dtype) for data, one in zip(found, inputs, strict=True))
+        return tensors if isinstance(input, tuple) else tensors[0]
+
+    return reduce
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, tl.constexpr) else value
+
+
+def _reduced(
+    arrays: list[Array], inputs: tuple[Tensor, ...], axis: int, combine: Combine, assumed: Assumptions
+) -> list[Array]:
+    if combine in _EXTREMES:
+        return [_EXTREMES[combine].reduce(arrays[0], axis=axis)]
+    if combine is standard._sum_combine:
+        return [_total(arrays[0], axis, assumed)]
+    arrays = [np.moveaxis(one, axis, 0) for one in arrays]
+    while (length := len(arrays[0])) > 1:
+        # Neighbours: a function need not be commutative.
+        pairs = [one[at : length - length % 2 : 2] for at in (0, 1) for one in arrays]
+        met = _combined(combine, pairs, inputs)
+        arrays = [np.concatenate([new, old[length - length % 2 :]]) for new, old in zip(met, arrays, strict=True)]
+    return [one[0] for one in arrays]
+
+
+def _combined(combine: Combine, arrays: list[Array], inputs: tuple[Tensor, ...]) -> list[Array]:
+    types = [one.dtype for one in inputs]
+    found = combine(*(tensor_of(data, dtype) for data, dtype in zip(arrays, types * 2, strict=True)))
+    found = found if isinstance(found, tuple) else (found,)
+    # A function may give back a number; of scalars Triton's arrays have one element.
+    data = (upstream.interpreter_semantic.to_tensor(one).handle.data for one in found)
+    shape = arrays[0].shape
+    return [one.reshape(shape) if one.size == arrays[0].size else np.broadcast_to(one, shape) for one in data]
+
+
+def _total(x: Array, axis: int, assumed: Assumptions) -> Array:
+    """Of numbers in the order that is assumed; of integers the sum."""
+    if not is_float(x.dtype):
+        return np.asarray(x.sum(axis, dtype=x.dtype))
+    if x.dtype == np.float64:
+        return np.asarray(x.sum(axis))
+    rows = torch.from_numpy(np.ascontiguousarray(np.moveaxis(x.astype(np.float32), axis, -1)))
+    return converted(assumed.total(rows)[..., 0].numpy(), x.dtype)
+
+
+def scan(input: Any, axis: Any, combine_fn: Combine, reverse: Any = False, **_: object) -> Any:
+    """`tl.associative_scan`: one slice after the other."""
+    inputs = input if isinstance(input, tuple) else (input,)
+    axis, backwards = _plain(axis), bool(_plain(reverse))
+    arrays = [np.moveaxis(one.handle.data, axis, 0) for one in inputs]
+    arrays = [one[::-1] for one in arrays] if backwards else arrays
+    steps = [[one[0] for one in arrays]]
+    for at in range(1, len(arrays[0])):
+        steps.append(_combined(combine_fn, [*steps[-1], *(one[at] for one in arrays)], inputs))
+    found = [np.stack(step) for step in zip(*steps, strict=True)]
+    found = [one[::-1] for one in found] if backwards else found
+    tensors = tuple(
+        tensor_of(np.ascontiguousarray(np.moveaxis(data, 0, axis)), one.dtype)
+        for data, one in zip(found, inputs, strict=True)
+    )
+    return tensors if isinstance(input, tuple) else tensors[0]

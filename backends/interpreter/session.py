@@ -1,0 +1,227 @@
+"""A stretch of time in which Triton's functions are interpreted; before and after it Triton is as it was."""
+
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import interpreter as upstream
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from tiebreak.backends.interpreter.assumptions import Assumptions
+from tiebreak.backends.interpreter.builder import FaithfulBuilder
+from tiebreak.backends.interpreter.errors import UnfaithfulError
+from tiebreak.backends.interpreter.memory import Memory, arguments_of
+from tiebreak.backends.interpreter.numbers import numpy_type
+from tiebreak.backends.interpreter.reductions import reducing, scan
+
+_SWITCH = "TRITON_INTERPRET"  # parts of Triton ask for it as they run
+_EXTRA = "triton.language.extra"  # where vendors' libraries are
+# Of these every implementation gives the same bits.
+_EXACT = {"rint": "rint", "nearbyint": "rint", "trunc": "trunc", "floor": "floor", "ceil": "ceil", "abs": "abs"}
+_NAMED = ("interpreter_semantic", "_InterpreterComparison")
+Function = Any  # one that triton.jit made, to be compiled or to be interpreted
+
+
+@contextmanager
+def interpreting(assumed: Assumptions) -> Iterator[None]:
+    """Interpret every Triton function that is launched meanwhile, whether it was made to be compiled or interpreted."""
+    with ExitStack() as stack:
+        session = _Session(assumed, stack)
+        for kind in (JITFunction, upstream.InterpretedFunction):
+            stack.enter_context(patch.object(kind, "run", session.launching()))
+            stack.enter_context(patch.object(kind, "__call__", session.calling()))
+        stack.enter_context(patch.object(Autotuner, "run", _with_the_first(Autotuner.run)))
+        stack.enter_context(patch.object(Autotuner, "_bench", lambda *_, **__: [1.0, 1.0, 1.0]))
+        stack.enter_context(patch.object(driver, "_active", _Driver(assumed)))
+        stack.enter_context(patch.dict(os.environ, {_SWITCH: "1"}))
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)  # a program's tiles are small
+        stack.enter_context(np.errstate(all="ignore"))  # masks bring about -Inf and NaN, as they should
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+def _with_the_first(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Of an autotuned kernel the first configuration that its pruning leaves; what was tuned before stays."""
+
+    def first(self: Autotuner, *args: object, **kwargs: object) -> Any:
+        with patch.object(self, "cache", {}), patch.object(self, "cache_results", False):
+            return run(self, *args, **kwargs)
+
+    return first
+
+
+class _Driver:
+    """What a kernel's host code may ask of the active driver."""
+
+    def __init__(self, assumed: Assumptions) -> None:
+        self._target = GPUTarget(assumed.backend, assumed.architecture, assumed.warp)
+
+    def get_current_target(self) -> GPUTarget:
+        """The card that is assumed."""
+        return self._target
+
+    def get_active_torch_device(self) -> torch.device:
+        """Where tensors lie."""
+        return torch.device("cpu")
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """The only one."""
+        del device
+        return 0
+
+
+class _Session:
+    """Patches of Triton's language, undone by the stack that holds them."""
+
+    def __init__(self, assumed: Assumptions, stack: ExitStack) -> None:
+        self._stack = stack
+        self._seen: set[int] = set()  # namespaces that were looked through
+        self._builder = FaithfulBuilder(assumed)
+        # Upstream's semantic object stays: functions that were rewritten before hold on to it.
+        stack.enter_context(patch.object(upstream.interpreter_semantic, "builder", self._builder))
+        stack.enter_context(patch.object(upstream, "interpreter_builder", self._builder))
+        stack.enter_context(patch.object(upstream, "_get_np_dtype", numpy_type))
+        own = set(vars(tl.tensor))
+        scope = upstream._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        stack.callback(_drop_all_but, tl.tensor, own)  # upstream leaves what had been inherited
+        stack.callback(scope.restore)
+        for name, member in list(vars(tl.tensor).items()):
+            if isinstance(member, JITFunction):  # such as `x.sum(0)`; a compiler binds them itself
+                stack.enter_context(patch.object(tl.tensor, name, _method(member)))
+        for module in (tl, tl.core):
+            stack.enter_context(patch.object(module, "reduce", reducing(assumed)))
+            stack.enter_context(patch.object(module, "associative_scan", scan))
+
+    def launching(self) -> Callable[..., None]:
+        """What takes the place of a function's `run`."""
+
+        def run(function: Function, *args: object, grid: Any, warmup: bool = False, **kwargs: object) -> None:
+            if not warmup:
+                self._launch(function, grid, args, kwargs)
+
+        return run
+
+    def calling(self) -> Callable[..., Any]:
+        """What takes the place of a call from another of Triton's functions."""
+
+        def call(function: Function, *args: object, **kwargs: object) -> Any:
+            return self._rewritten(function)(*args, **kwargs)
+
+        return call
+
+    def _launch(self, function: Function, grid: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Run every program of a grid, one after the other."""
+        names = list(inspect.signature(function.fn).parameters)
+        options = {name: value for name, value in kwargs.items() if name not in names}
+        bound = inspect.getcallargs(function.fn, *args, **{n: v for n, v in kwargs.items() if n in names})
+        constants = set(upstream.GridExecutor(function.fn, names, grid).constexprs)
+        given = {name: value for name, value in bound.items() if name not in constants}
+        self._builder.begin(
+            Memory(function.fn.__name__, tuple(arguments_of(given))),
+            contracts=bool(options.get("enable_fp_fusion", True)),
+        )
+        converted = bound | {name: _argument(name, value) for name, value in given.items()}
+        for hook in function.pre_run_hooks:
+            hook(*args, **kwargs)
+        rewritten = self._rewritten(function)
+        sizes = tuple(int(size) for size in (grid(bound) if callable(grid) else grid))
+        sizes += (1,) * (3 - len(sizes))
+        self._builder.set_grid_dim(*sizes)
+        for place in np.ndindex(*sizes):
+            self._builder.set_grid_idx(*place)
+            rewritten(**converted)
+
+    def _rewritten(self, function: Function) -> Callable[..., Any]:
+        """A function's source as upstream rewrites it for its interpreter, with all that it names at hand."""
+        self._look_through(function.fn.__globals__)
+        if function.fn not in _REWRITTEN:
+            _REWRITTEN[function.fn] = upstream.FunctionRewriter(function.fn).rewrite_ast()
+        return _REWRITTEN[function.fn]
+
+    def _look_through(self, names: dict[str, Any]) -> None:
+        """Give what was imported from Triton's language by its own name what upstream gives to `tl.` alone."""
+        if id(names) in self._seen:
+            return
+        self._seen.add(id(names))
+        # What rewritten source names: upstream leaves it, and all else that its module has, in the user's.
+        changed = {name: getattr(upstream, name) for name in _NAMED if hasattr(upstream, name)}
+        for name, value in names.items():
+            if isinstance(value, ModuleType) and value.__name__.startswith(_EXTRA):
+                self._look_through(vars(value))
+            elif isinstance(value, FunctionType) and value.__module__.startswith("triton.language"):
+                changed[name] = _at_hand(value)
+        self._stack.enter_context(patch.dict(names, changed))
+
+
+def _drop_all_but(kind: type, names: set[str]) -> None:
+    for name in set(vars(kind)) - names:
+        delattr(kind, name)
+
+
+def _method(function: Function) -> Callable[..., Any]:
+    """A function of Triton as a method of its first argument."""
+
+    def method(self: object, *args: object, **kwargs: object) -> Any:
+        return function(self, *args, **kwargs)
+
+    return method
+
+
+_REWRITTEN: dict[FunctionType, Callable[..., Any]] = {}
+
+
+def _at_hand(function: FunctionType) -> Callable[..., Any]:
+    """A function of Triton's language, to be called in interpreted code."""
+    if function.__module__.startswith(_EXTRA):
+        return _of_a_library(function)
+    if not tl.core.is_builtin(function):
+        return function
+    # By its name: upstream has put its own in the place of some.
+    found: Any = getattr(tl, function.__name__, None) or getattr(tl.core, function.__name__, function)
+    return cast(Callable[..., Any], found)
+
+
+def _of_a_library(function: FunctionType) -> Callable[..., Any]:
+    """A function of a vendor's library: exact, or refused by its name."""
+    name = function.__name__
+
+    def call(*args: Any, **_: object) -> Any:
+        if name not in _EXACT:
+            raise UnfaithfulError(f"the library function {name} can't be interpreted: its bits are not known here")
+        (x,) = args
+        return tl.core.tensor(upstream.TensorHandle(getattr(np, _EXACT[name])(x.handle.data), x.handle.dtype), x.type)
+
+    return call
+
+
+def _argument(name: str, value: Any) -> Any:
+    """An argument of a launch as interpreted code takes it."""
+    if isinstance(value, float):
+        # A number of fp32, as a compiled kernel gets it; upstream leaves it in fp64.
+        return tl.core.tensor(upstream.TensorHandle(np.array([value], np.float32), tl.float32), tl.float32)
+    if isinstance(value, tuple):
+        parts = [_argument(f"{name}[{number}]", one) for number, one in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        raise ValueError(f"the interpreter takes tensors on the CPU: {name} is on {value.device}")
+    found = upstream._implicit_cvt(value)
+    if isinstance(found, tl.core.tensor):
+        found.handle.attr["argument"] = name
+    return found

@@ -1,0 +1,289 @@
+"""Operations of Triton's language on narrow formats, against torch and against exact arithmetic."""
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
+
+from tiebreak.backends.interpreter.assumptions import Assumptions
+from tiebreak.backends.interpreter.errors import OutOfBoundsError
+
+Launch = Callable[..., None]
+N = 32
+
+
+def _random(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _pair_sum(a: Any, x: Any, b: Any, y: Any) -> Any:
+    return a + b, tl.maximum(x, y)
+
+
+def _reductions(X: Any, Y: Any, Z: Any, N: tl.constexpr) -> None:
+    row = tl.arange(0, N)
+    x = tl.load(X + row[:, None] * N + row[None, :])
+    tl.store(Y + row, tl.sum(x, 1))
+    tl.store(Y + N + row, tl.max(x, 1))
+    tl.store(Y + 2 * N + row, tl.min(x, 0))
+    tl.store(Y + 3 * N + row, x.sum(0))
+    total, largest = tl.reduce((x, x), 1, _pair_sum)
+    tl.store(Z + row, total)
+    tl.store(Z + N + row, largest)
+    tl.store(Z + 2 * N + row, tl.argmax(x.to(tl.float32), 1).to(tl.bfloat16))
+
+
+def test_reductions_of_bf16(launch: Launch) -> None:
+    x = _random(N, N).bfloat16()
+    y, z = torch.zeros(4, N, dtype=torch.bfloat16), torch.zeros(3, N, dtype=torch.bfloat16)
+    launch(_reductions, x, y, z, N=N)
+    wide = x.double()
+    expected = [wide.sum(1).float(), x.amax(1), x.amin(0), wide.sum(0).float()]
+    assert torch.equal(y, torch.stack([one.bfloat16() for one in expected]))
+    assert torch.equal(z[1], x.amax(1))
+    assert torch.equal(z[2], x.argmax(1).bfloat16())
+    # Rounded at every one of log2(N) steps.
+    assert (z[0].double() - wide.sum(1)).abs().max() <= 5 * 2.0**-8 * wide.abs().sum(1).max()
+
+
+def _scans(X: Any, Y: Any, N: tl.constexpr) -> None:
+    row = tl.arange(0, N)
+    x = tl.load(X + row)
+    tl.store(Y + row, tl.cumsum(x, 0))
+    tl.store(Y + N + row, tl.cumsum(x, 0, reverse=True))
+    tl.store(Y + 2 * N + row, tl.sort(x.to(tl.float32)).to(tl.bfloat16))
+
+
+def test_scans_and_sorts_of_bf16(launch: Launch) -> None:
+    x = torch.randint(-3, 4, (N,), generator=torch.Generator().manual_seed(3)).bfloat16()
+    y = torch.zeros(3, N, dtype=torch.bfloat16)
+    launch(_scans, x, y, N=N)
+    assert torch.equal(y[0], x.cumsum(0))
+    assert torch.equal(y[1], x.flip(0).cumsum(0).flip(0))
+    assert torch.equal(y[2], x.sort().values)
+
+
+def _contracted(X: Any, Y: Any, Z: Any, O: Any, N: tl.constexpr) -> None:
+    row = tl.arange(0, N)
+    x, y, z = tl.load(X + row), tl.load(Y + row), tl.load(Z + row)
+    tl.store(O + row, x * y + z)
+    tl.store(O + N + row, x * y - z)
+    tl.store(O + 2 * N + row, z - x * y)
+    tl.store(O + 3 * N + row, z + (-(x * y)))
+    tl.store(O + 4 * N + row, x * y + z * x)
+    product = x * y
+    broad = product[:, None] - tl.zeros([N, 2], tl.float32) - z[:, None]
+    tl.store(O + 5 * N + row, tl.sum(broad, 1) * 0.5)
+    tl.store(O + 6 * N + row, tl.maximum(product, product) + z)
+
+
+def _rounded(value: Fraction) -> float:
+    """The nearest number of fp32, ties to even: from both ends."""
+    near = np.float32(float(value))  # at most one off: a double rounding
+    candidates = [np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.float32(np.inf))]
+    even = [int(np.float32(one).view(np.uint32)) & 1 for one in candidates]
+    ranked = sorted(zip(candidates, even, strict=True), key=lambda one: (abs(Fraction(float(one[0])) - value), one[1]))
+    return float(ranked[0][0])
+
+
+@pytest.mark.parametrize("fusing", [True, False])
+def test_a_product_goes_unrounded_into_a_sum_where_the_card_contracts(contracting: Assumptions, fusing: bool) -> None:
+    from tiebreak.backends.interpreter.session import interpreting
+
+    x, y, z = _random(3, N, seed=4)
+    found = torch.zeros(7, N)
+    with interpreting(contracting):
+        triton.jit(_contracted)[(1,)](x, y, z, found, N=N, enable_fp_fusion=fusing)
+    plain = torch.stack([x * y + z, x * y - z, z - x * y, z - x * y, x * y + z * x, x * y - z, x * y + z])
+    if not fusing:
+        assert torch.equal(found[:5], plain[:5])
+        return
+    for at in range(N):
+        a, b, c = (Fraction(one[at].item()) for one in (x, y, z))
+        second = Fraction((z * x)[at].item())  # of two products the left one is contracted
+        exact = [a * b + c, a * b - c, c - a * b, c - a * b, a * b + second]
+        assert found[:5, at].tolist() == [_rounded(one) for one in exact]
+    assert not torch.equal(found[:5], plain[:5])
+    assert torch.equal(found[6], plain[6])  # what has been through a maximum is no product any more
+
+
+def _dots(A: Any, B: Any, C: Any, PRECISION: tl.constexpr, N: tl.constexpr) -> None:
+    index = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(C + index, tl.dot(tl.load(A + index), tl.load(B + index), input_precision=PRECISION))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_products_of_narrow_formats_are_exact_and_rounded_once(dtype: torch.dtype, launch: Launch) -> None:
+    a, b = (_random(N, N, seed=seed).to(dtype) for seed in (5, 6))
+    found = torch.zeros(N, N)
+    launch(_dots, a, b, found, PRECISION="ieee", N=N)
+    assert torch.equal(found, (a.double() @ b.double()).float())
+
+
+def test_products_of_fp32_look_at_as_many_bits_as_asked(launch: Launch) -> None:
+    a, b = _random(N, N, seed=7), _random(N, N, seed=8)
+    cut = [(one.view(torch.int32) & ~0x1FFF).view(torch.float32) for one in (a, b)]
+    found = {name: torch.zeros(N, N) for name in ("ieee", "tf32", "tf32x3")}
+    for name, out in found.items():
+        launch(_dots, a, b, out, PRECISION=name, N=N)
+    exact = a.double() @ b.double()
+    assert torch.equal(found["ieee"], exact.float())
+    assert torch.equal(found["tf32"], (cut[0].double() @ cut[1].double()).float())
+    # Each operand loses 2^-20 at most, and three sums round.
+    assert ((found["tf32x3"].double() - exact).abs() <= 2.0**-19 * (a.abs().double() @ b.abs().double())).all()
+    assert not torch.equal(found["tf32x3"], found["ieee"])
+
+
+def test_products_of_integers_are_exact(launch: Launch) -> None:
+    a, b = torch.randint(-128, 128, (2, N, N), generator=torch.Generator().manual_seed(9)).to(torch.int8)
+    found = torch.zeros(N, N, dtype=torch.int32)
+    launch(_dots, a, b, found, PRECISION="ieee", N=N)
+    assert torch.equal(found, a.int() @ b.int())
+
+
+def _dot_scaled(A: Any, SA: Any, B: Any, SB: Any, C: Any, N: tl.constexpr, K: tl.constexpr) -> None:
+    row, inner, block = tl.arange(0, N), tl.arange(0, K), tl.arange(0, K // 32)
+    a = tl.load(A + row[:, None] * K + inner[None, :])
+    b = tl.load(B + inner[:, None] * N + row[None, :])
+    sa = tl.load(SA + row[:, None] * (K // 32) + block[None, :])
+    sb = tl.load(SB + row[:, None] * (K // 32) + block[None, :])
+    c = tl.dot_scaled(a, sa, "e4m3", b, sb, "e5m2")
+    tl.store(C + row[:, None] * N + row[None, :], c)
+
+
+def test_products_of_scaled_blocks_are_exact(launch: Launch) -> None:
+    k, generator = 64, torch.Generator().manual_seed(10)
+    a, b = _random(N, k, seed=11).to(torch.float8_e4m3fn), _random(k, N, seed=12).to(torch.float8_e5m2)
+    sa, sb = torch.randint(120, 134, (2, N, k // 32), generator=generator).to(torch.uint8)
+    found = torch.zeros(N, N)
+    launch(_dot_scaled, a, sa, b, sb, found, N=N, K=k)
+    scale_a, scale_b = (2.0 ** (one.double() - 127).repeat_interleave(32, 1) for one in (sa, sb))
+    expected = (a.double() * scale_a) @ (b.double() * scale_b.T)
+    assert torch.equal(found, expected.float())
+
+
+def _functions(X: Any, Y: Any, N: tl.constexpr) -> None:
+    row = tl.arange(0, N)
+    x = tl.load(X + row)
+    tl.store(Y + row, tl.exp(x))
+    tl.store(Y + N + row, tl.exp2(x))
+    tl.store(Y + 2 * N + row, tl.log(tl.abs(x)))
+    tl.store(Y + 3 * N + row, tl.rsqrt(tl.abs(x)))
+    tl.store(Y + 4 * N + row, tl.erf(x))
+    tl.store(Y + 5 * N + row, tl.math.exp2(x))
+
+
+def test_functions_are_rounded_once(launch: Launch) -> None:
+    x = _random(N, seed=13) * 3
+    found = torch.zeros(6, N)
+    launch(_functions, x, found, N=N)
+    wide = x.double()
+    exact = [wide.exp(), wide.exp2(), wide.abs().log(), wide.abs().rsqrt(), wide.erf(), wide.exp2()]
+    assert torch.equal(found, torch.stack(exact).float())
+
+
+def _rounding(X: Any, Y: Any, N: tl.constexpr) -> None:
+    row = tl.arange(0, N)
+    x = tl.load(X + row)
+    tl.store(Y + row, x.to(tl.bfloat16, fp_downcast_rounding="rtz"))
+    tl.store(Y + N + row, x.to(tl.bfloat16, fp_downcast_rounding="rtne"))
+
+
+def test_casts_round_as_the_kernel_asks(launch: Launch) -> None:
+    x = _random(N, seed=14)
+    found = torch.zeros(2, N, dtype=torch.bfloat16)
+    launch(_rounding, x, found, N=N)
+    assert torch.equal(found[0].float(), (x.view(torch.int32) & ~0xFFFF).view(torch.float32))
+    assert torch.equal(found[1], x.bfloat16())
+
+
+def _beyond(X: Any, Y: Any, shift: Any, N: tl.constexpr) -> None:
+    row = tl.arange(0, N)
+    tl.store(Y + row, tl.load(X + row + shift))
+
+
+def _before(X: Any, Y: Any, shift: Any, N: tl.constexpr) -> None:
+    row = tl.arange(0, N)
+    tl.store(Y + row - shift, tl.load(X + row))
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (_beyond, "_beyond reads outside of its argument X: element 34 of 32"),
+        (_before, "_before writes outside of its argument Y: element -3 of 32"),
+    ],
+)
+def test_an_access_out_of_bounds_names_the_kernel_and_the_argument(
+    function: Callable[..., None], told: str, launch: Launch
+) -> None:
+    with pytest.raises(OutOfBoundsError) as raised:
+        launch(function, torch.zeros(N), torch.zeros(N), 3, N=N)
+    assert str(raised.value) == told
+    launch(function, torch.zeros(N), torch.zeros(N), 0, N=N)
+
+
+def _hidden(X: Any, Y: Any, n: Any, N: tl.constexpr) -> None:
+    row = tl.arange(0, N)
+    tl.store(Y + row, tl.load(X + row, mask=row < n, other=-1.0), mask=row < n)
+
+
+def test_what_a_mask_hides_is_not_touched(launch: Launch) -> None:
+    x, y = torch.ones(5), torch.zeros(5)
+    launch(_hidden, x, y, 5, N=N)
+    assert torch.equal(x, y)
+
+
+def _descriptors(X: Any, Y: Any, N: tl.constexpr) -> None:
+    given = tl.make_tensor_descriptor(X, [N, N], [N, 1], [16, 16])
+    wanted = tl.make_tensor_descriptor(Y, [N, N], [N, 1], [16, 16])
+    wanted.store([16, 0], given.load([0, 16]) + given.load([16, 16]))
+
+
+def test_descriptors_of_bf16(launch: Launch) -> None:
+    x, y = _random(N, N, seed=15).bfloat16(), torch.zeros(N, N, dtype=torch.bfloat16)
+    launch(_descriptors, x, y, N=N)
+    assert torch.equal(y[16:, :16], x[:16, 16:] + x[16:, 16:])
+    assert not y[:16].any()
+
+
+def _block_pointers(X: Any, Y: Any, N: tl.constexpr) -> None:
+    given = tl.make_block_ptr(X, (N, N), (N, 1), (0, 16), (16, 16), (1, 0))
+    wanted = tl.make_block_ptr(Y, (N, N), (N, 1), (16, 0), (16, 16), (1, 0))
+    tl.store(wanted, tl.load(given) + tl.load(tl.advance(given, (16, 0))))
+
+
+@pytest.mark.skipif(not hasattr(InterpreterBuilder, "create_make_block_ptr"), reason="this Triton has none")
+def test_block_pointers_of_bf16(launch: Launch) -> None:
+    x, y = _random(N, N, seed=15).bfloat16(), torch.zeros(N, N, dtype=torch.bfloat16)
+    launch(_block_pointers, x, y, N=N)
+    assert torch.equal(y[16:, :16], x[:16, 16:] + x[16:, 16:])
+
+
+def test_numbers_of_the_8_bit_formats_are_themselves(launch: Launch) -> None:
+    """All 256 of each, loaded, widened and stored again."""
+
+    def there_and_back(X: Any, Y: Any, W: Any, N: tl.constexpr) -> None:
+        row = tl.arange(0, N)
+        x = tl.load(X + row)
+        tl.store(W + row, x.to(tl.float32))
+        tl.store(Y + row, x.to(tl.float32).to(x.dtype))
+
+    for dtype in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"):
+        codes = torch.arange(256).to(torch.uint8)
+        x, wide = codes.view(getattr(torch, dtype)), torch.zeros(256)
+        y = torch.zeros(256, dtype=torch.uint8).view(x.dtype)
+        launch(there_and_back, x, y, wide, N=256)
+        expected = codes.numpy().view(getattr(ml_dtypes, dtype)).astype(np.float32)
+        number = np.isfinite(expected)  # a cast saturates: Inf is none any more
+        assert np.array_equal(wide.numpy()[number], expected[number])
+        assert np.array_equal(y.view(torch.uint8).numpy()[number], codes.numpy()[number])

@@ -1,0 +1,58 @@
+"""Triton kernels that a user brings: cells of the matrix, on a CPU."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tiebreak.backends.backend import CPU, Backend
+from tiebreak.backends.interpreter import INTERPRETER
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.formats import BF16
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.records import CRASHED, MEASURED, SKIPPED, UNBIASED, Record
+
+CASES = {case.name: case for case in SCRIPTED}
+File = Callable[..., str]
+
+
+def _cell(target: str, case: str, backend: Backend = INTERPRETER) -> Record:
+    return run_cell(Cell(backend, external_kernel(target), Call(CASES[case]), BF16), Workbench(Settings(heads=32)))
+
+
+def test_a_users_triton_kernel_is_judged_on_a_cpu(file: File) -> None:
+    """The repeated maximum of zero, which a bf16 that truncates would show as a bias."""
+    found = _cell(file(), "tied_maxima[k=2]")
+    assert found.outcome == MEASURED
+    assert found.verdict == UNBIASED
+
+
+def test_without_the_interpreter_it_is_skipped_and_told_where_it_runs(file: File) -> None:
+    found = _cell(file(), "tied_maxima[k=2]", CPU)
+    assert found.outcome == SKIPPED
+    assert "--backend interpreter" in str(found.skipped)
+
+
+def test_assembly_is_a_skip_that_names_it(file: File) -> None:
+    asm = 'tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [s - new[:, None]], tl.float32, True, 1)'
+    found = _cell(file(asm), "no_tail")
+    assert found.outcome == SKIPPED
+    assert found.skipped == "inline assembly can't be interpreted: ex2.approx.ftz.f32 $0, $1;"
+
+
+def test_an_access_out_of_bounds_is_a_crash_that_names_the_argument(file: File) -> None:
+    found = _cell(
+        file("tl.math.exp2(s - new[:, None]) + tl.load(V + 64 * 128 * 32 + tl.arange(0, 1)[:, None])"), "no_tail"
+    )
+    assert found.outcome == CRASHED
+    assert "forward reads outside of its argument V" in found.answers["runs"].why
+
+
+@pytest.mark.parametrize("names", ["assert torch.cuda.is_available()", "torch.cuda.current_device()"])
+def test_a_file_that_needs_a_gpu_to_be_imported_says_what_stopped_it(names: str, file: File) -> None:
+    with pytest.raises(ValueError, match=r"cannot import .*mine.py: (AssertionError|RuntimeError|.*CUDA)"):
+        external_kernel(file(names=names))
