@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.matrix.watch import timed_out
+from tiebreak.backends.backend import CPU
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.roster import composed_kernel
+from tiebreak.matrix import watch
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.keeper import Keeper
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.watch import Watch, timed_out
+from tiebreak.reports.expected import Excuses
 from tiebreak.reports.records import CRASHED, MEASURED, TIMED_OUT, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
@@ -16,6 +26,7 @@ CASES = ("--cases", "random,random_odd,random_causal", "--heads", "16", "--backe
 KERNEL = """
 import os
 import re
+import torch
 
 def mine(q, k, v, *, causal=False, scale=None):
     if q.shape[2] == 7:
@@ -23,6 +34,12 @@ def mine(q, k, v, *, causal=False, scale=None):
     if q.shape[2] == 48:
         os.kill(os.getpid(), 11)
     return (q.float() @ k.float().mT * scale).softmax(-1).matmul(v.float()).to(q.dtype)
+
+def sound(q, k, v, *, causal=False, scale=None):
+    s = q.float() @ k.float().mT * scale
+    if causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    return s.softmax(-1).matmul(v.float()).to(q.dtype)
 
 def talks(q, k, v):
     print("word " * 10**6)
@@ -57,6 +74,48 @@ def test_a_kernel_that_hangs_or_dies_has_its_own_outcome_and_every_cell_its_reco
     assert found["random_odd"].met("in_time") is False
     assert "no result after 6 s; it was in fullmatch" in found["random_odd"].reasons[0]
     assert "its process died" in found["random_causal"].reasons[0]
+
+
+def died(cell: Cell, worker: str) -> pytest.TestReport:
+    """What xdist reports of the cell that a worker ran as it died."""
+    name = f"a.py::test_cell[{cell.id}]"
+    return pytest.TestReport(
+        name, ("a.py", None, "a.py"), {}, "failed", f"worker '{worker}' crashed while running '{name}'", "call"
+    )
+
+
+def test_a_kernel_is_deadly_from_its_second_death_on(pytester: pytest.Pytester) -> None:
+    """A worker that starts is told so; other kernels, and deaths of no process, do not count."""
+    kernels = [composed_kernel(name) for name in ("flash@paper", "standard")]
+    mine, other = ([Cell(CPU, kernel, Call(case), BF16) for case in SCRIPTED[:3]] for kernel in kernels)
+    config = pytester.parseconfig("-p", "tiebreak.matrix.plugin")
+    keeper = Keeper(config, [*mine, *other], Settings(1, 16), {}, Excuses(()))
+
+    def deadly() -> set[str]:
+        return set(Watch.of(keeper.watched("gw9"), None).deadly)
+
+    failed = pytest.TestReport(f"a.py::test_cell[{mine[2].id}]", ("a.py", None, "a.py"), {}, "failed", "no", "call")
+    for report in (died(mine[0], "gw0"), died(other[0], "gw1"), failed):
+        assert deadly() == set()
+        keeper._take(report)
+    assert deadly() == set()
+    keeper._take(died(mine[1], "gw2"))
+    assert deadly() == {"flash@paper"}
+    keeper.pytest_unconfigure()
+
+
+def test_no_other_cell_comes_after_one_of_a_deadly_kernel_in_its_process(
+    matrix: MatrixRun, kept: Kept, mine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a device is beyond use, which ends a worker before its next cell."""
+    options = ("--kernel", mine.replace(":mine", ":sound"), "--kernels", "standard", *CASES, "-n", "0")
+    assert matrix(*options).ret == 0
+    assert len(kept().records) == 6
+    monkeypatch.setattr(watch.Watch, "of", lambda given, seconds: Watch(None, seconds, frozenset({"sound"})))
+    result = matrix(*options)
+    assert {record.id for record in kept().records} == {"cpu-standard-random-bf16", "cpu-sound-random-bf16"}
+    assert not kept().complete
+    assert result.ret != 0
 
 
 def test_where_a_kernel_was_is_read_off_the_thread_that_ran_it(tmp_path: Path) -> None:
