@@ -94,7 +94,14 @@ class Keeper:
         lines = [f"tiebreak: {len(self.expected)} cells in the matrix; records go to {self.path}"]
         platform = describe()
         lines.append(f"platform: {platform.cpu}, level {platform.level}, torch {platform.torch}")
-        return [*lines, *(f"backend {name} can't run: {reason}" for name, reason in self.unavailable.items())]
+        lines += [f"backend {name} can't run: {reason}" for name, reason in self.unavailable.items()]
+        return [*lines, *self.warnings()]
+
+    def warnings(self) -> list[str]:
+        """What was asked for and has no effect, one line each."""
+        if self.config.getoption("cell_timeout") is None or self.config.getoption("dist", "no") != "no":
+            return []
+        return ["--cell-timeout has no effect without workers: it would end the only process that there is; give -n 1"]
 
     @functools.cached_property
     def _fingerprints(self) -> dict[str, Mapping[str, str | float]]:

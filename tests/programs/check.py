@@ -170,6 +170,9 @@ class _Teller:
         """Get hold of what keeps the records, and of what judges them as a whole."""
         plugins = session.config.pluginmanager
         self.keeper, self.gate = plugins.get_plugin("tiebreak-keeper"), plugins.get_plugin("tiebreak-gatekeeper")
+        if self.keeper is not None:
+            for line in self.keeper.warnings():
+                print(f"tiebreak check: {line}", file=self.stream)
         self._tell("starting the workers")
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:

@@ -58,7 +58,8 @@ def test_why_a_run_fell_is_told_though_no_cell_did(folder: Path, capsys: pytest.
     assert check.main([*skipped, "--save", "base"]) == 1
     assert "fell: no cell ran, and what did not run does not pass" in capsys.readouterr().out
     ran = ("mine.py:attention", "--cases", "no_tail", "--heads", "16", "-n", "0")
-    assert check.main([*ran, "--save", "base"]) == 0
+    assert check.main([*ran, "--save", "base", "--cell-timeout", "60"]) == 0
+    assert capsys.readouterr().err.startswith("tiebreak check: --cell-timeout has no effect without workers: ")
     (folder / "mine.py").write_text(KERNEL.replace(".to(q.dtype)", ".to(q.dtype) * torch.nan"))
     assert check.main([*ran, "--baseline", "out/base.json"]) == 1
     assert "gate FELL" in capsys.readouterr().out

@@ -134,6 +134,15 @@ def test_a_time_limit_that_is_none_is_refused(matrix: MatrixRun, seconds: str) -
     result.stderr.fnmatch_lines([f"Exit: --cell-timeout {seconds}: expected a positive number of seconds"])
 
 
+@pytest.mark.parametrize(("workers", "said"), [("0", True), ("1", False)])
+def test_a_time_limit_without_workers_is_said_to_have_no_effect(matrix: MatrixRun, workers: str, said: bool) -> None:
+    few = ("--backend", "emulation", "--kernels", "standard", "--cases", "random", "--collect-only")
+    line = "--cell-timeout has no effect without workers"
+    result = matrix(*few, "-n", workers, "--cell-timeout", "9")
+    assert (line in result.stdout.str()) is said
+    assert line not in matrix(*few, "-n", "0").stdout.str()
+
+
 def test_what_a_kernel_prints_without_end_is_cut(matrix: MatrixRun, mine: str) -> None:
     result = matrix("--kernel", mine.replace(":mine", ":talks"), "--cases", "random", "--heads", "16", "-n", "0")
     assert result.ret == 1
