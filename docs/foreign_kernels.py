@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from tiebreak.kernels.external import kernel
+from tiebreak import kernel
 
 
 def sdpa_flash(

@@ -22,7 +22,7 @@ from tiebreak.kernels.kernel import Kernel
 FILE = """
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
-from tiebreak.kernels.external import kernel
+from tiebreak import kernel
 
 def plain(q, k, v, *, causal=False, scale=None):
     s = q.float() @ k.float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)

@@ -140,6 +140,14 @@ def test_your_kernel_follows_the_plan_that_the_command_names(tmp_path: Path) -> 
     assert fits["flash@paper"].bits == max(fit.bits for fit in fits.values()) == 1.0
 
 
+def test_the_decorator_of_the_page_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "my_attention.py"
+    file.write_text(snippet(ROOT / "docs" / "your-kernel.md", "What the signature does not tell"), encoding="utf-8")
+    declaration = external_kernel(f"{file}:attention").declaration
+    assert declaration is not None
+    assert declaration.label == "flash@fused,base=2"
+
+
 def test_your_kernel_holds_wherever_the_device_flushes_subnormals(tmp_path: Path) -> None:
     file = tmp_path / "my_attention.py"
     file.write_text(snippet(README, YOURS), encoding="utf-8")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).parents[2]
+PUBLIC = "tiebreak.kernels.public"  # the package that is installed as tiebreak itself
 ROW = re.compile(r"\| `([\w/]+)/` \| `tiebreak\.(\w+)` \| ([\w, ]+) \|")
 
 
@@ -110,10 +111,13 @@ GRAPH = graph(modules())
 
 def test_the_table_names_every_room_where_it_is_installed_from() -> None:
     settings = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    assert {f"tiebreak.{name}": room.folder for name, room in ROOMS.items()} == settings["package-dir"]
-    assert {name for name, module in modules().items() if module.package} == set(settings["packages"])
+    folders = {"tiebreak": "kernels/public"} | {f"tiebreak.{name}": room.folder for name, room in ROOMS.items()}
+    assert settings["package-dir"] == folders
+    packages = {name for name, module in modules().items() if module.package}
+    assert set(settings["packages"]) == packages - {PUBLIC} | {"tiebreak"}
     links = {path.name: path.resolve() for path in (CHECKOUT / ".typing/tiebreak").iterdir()}
-    assert links == {name: CHECKOUT / room.folder for name, room in ROOMS.items()}
+    public = {"__init__.py": CHECKOUT / "kernels/public/__init__.py"}
+    assert links == {name: CHECKOUT / room.folder for name, room in ROOMS.items()} | public
 
 
 def test_every_import_goes_along_an_arrow() -> None:
