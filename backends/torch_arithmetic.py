@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiebreak.backends.emulation.rounding import round_to
+from tiebreak.backends.emulation.rounding import fma, round_to
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.inputs import TORCH_DTYPES
+from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 
 _LOG2_E = 1.4426950408889634
@@ -40,6 +41,19 @@ class TorchArithmetic:
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
         """The device's exponential."""
         return torch.exp2(x * _LOG2_E) if exponential.base_two else torch.exp(x)
+
+    def exp_of_fma(self, x: Tensor, factor: float, addend: Tensor, exponential: Exponential) -> Tensor:
+        """The device's exponential of a fused multiply-add that takes float64: torch has none to call.
+
+        Raises:
+            CannotRunError: the device has no float64.
+        """
+        if not self.has_fp64:
+            raise CannotRunError(
+                "a contracted plan takes a fused multiply-add, which this device's torch does not have"
+            )
+        argument = fma(x, factor, addend)
+        return torch.exp2(argument) if exponential.base_two else torch.exp(argument)
 
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
         """The device's sum."""

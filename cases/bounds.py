@@ -10,8 +10,9 @@ P = exp(S - m). With u the unit roundoff of each rounding point and u32 = 2^-24,
                + (c u_obar + c u_l + n u32) sum_j P_j |V_j| + u_o |O| + the subnormal spacing of O
 
 with c = 3 roundings of O-bar and l a block of keys. A shift rule enters where S - m is rounded, which is the larger the
-farther m lies from the row's maximum. All else that it does is to make P underflow, and that is the harm the bound is
-there to show.
+farther m lies from the row's maximum. A contracted plan rounds m c in the place of S's scale, and neither S c nor
+S - m: the terms above count as many roundings for it, of numbers as large. All else that a rule does is to make P
+underflow, and that is the harm the bound is there to show.
 """
 
 import math

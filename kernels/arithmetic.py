@@ -1,4 +1,4 @@
-"""What the algorithms need from a device: four operations that round. A backend brings them."""
+"""What the algorithms need from a device: five operations that round. A backend brings them."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -55,6 +55,13 @@ class Arithmetic(Protocol):
 
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
         """e to the `x`, in fp32."""
+        ...
+
+    def exp_of_fma(self, x: Tensor, factor: float, addend: Tensor, exponential: Exponential) -> Tensor:
+        """The exponential's base to the x * factor + addend, a number that is rounded to fp32 once.
+
+        Whoever calls it has put log2(e) into the factor and the addend where the base is two.
+        """
         ...
 
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:

@@ -15,17 +15,19 @@ from tiebreak.kernels.sdpa import cpu_sdpa_flash, sdpa_math
 _Value = TypeVar("_Value")
 
 INPUT = "input"  # the format of the call, whichever it is; any other name is that very format
-_ROW_SUM, _L_FROM, _EXPONENTIAL = "row_sum", "row_sum_from_rounded", "exponential"
-_KEYS = {_ROW_SUM: "l", _L_FROM: "l_from", _EXPONENTIAL: "base"}  # of fields that go by another name
+_ROW_SUM, _L_FROM, _EXPONENTIAL, _CONTRACTED = "row_sum", "row_sum_from_rounded", "exponential", "contracted"
+# Of fields that go by another name.
+_KEYS = {_ROW_SUM: "l", _L_FROM: "l_from", _EXPONENTIAL: "base", _CONTRACTED: "contract"}
 _TILE = "tile"
 _OUTPUTS = ("o", "gradients")
-_L_FROM_VALUES = {"rounded": True, "unrounded": False}
 _BASES = {"2": True, "e": False}
+# Fields that are true or false, by their keys.
+_FLAGS = {_KEYS[_L_FROM]: {"rounded": True, "unrounded": False}, _KEYS[_CONTRACTED]: {"yes": True, "no": False}}
 _MODES = {rounding.value: rounding for rounding in Rounding}
 
 # The fields of a plan that a change may name, in the order in which they come to be rounded, by their keys.
 _POINTS = ("qk", "s", "shifted", "p_bar", "o_bar", _ROW_SUM, "o", "delta", "p", "dp", "ds", "gradients")
-_FIELDS = {_KEYS.get(field, field): field for field in (*_POINTS, _L_FROM, _EXPONENTIAL)}
+_FIELDS = {_KEYS.get(field, field): field for field in (*_POINTS, _L_FROM, _EXPONENTIAL, _CONTRACTED)}
 
 
 def parse_declaration(text: str) -> Declaration:
@@ -33,8 +35,9 @@ def parse_declaration(text: str) -> Declaration:
 
     The first part is `standard`, `fair`, `RULE@PLAN`, `flash_1@PLAN`, or a plan alone, for plain flash attention at it.
     Each change is `KEY=VALUE`: a rounding point and its format, with `:` and a mode if it is not to even (`s=input`,
-    `o=bf16:away`); `l_from=rounded` or `unrounded`; `base=2` or `e`, of the exponential; `tile=64`, `tile=64x32`
-    (queries by keys) or `tile=one`. `input` is the call's format, whichever it is; any other is that very format.
+    `o=bf16:away`); `l_from=rounded` or `unrounded`; `base=2` or `e`, of the exponential; `contract=yes` or `no`, of its
+    argument; `tile=64`, `tile=64x32` (queries by keys) or `tile=one`. `input` is the call's format, whichever it is;
+    any other is that very format.
     Where no tile is told, the kernel's own are not known.
 
     Args:
@@ -94,8 +97,8 @@ def _changed(declaration: Declaration, key: str, value: str) -> Declaration:
     if field in algorithm.unused:
         raise ValueError(f"{key}: {algorithm.name} attention makes nothing of it")
     plan = declaration.plan
-    if field == _L_FROM:
-        plan = replace(plan, row_sum_from_rounded=_choice(key, value, _L_FROM_VALUES))
+    if key in _FLAGS:
+        plan = replace(plan, **{field: _choice(key, value, _FLAGS[key])})  # type: ignore[arg-type]
     elif field == _EXPONENTIAL:
         plan = replace(plan, exponential=replace(plan.exponential, base_two=_choice(key, value, _BASES)))
     else:
@@ -139,15 +142,15 @@ def _choice(key: str, value: str, known: Mapping[str, _Value]) -> _Value:
 def _renamed(plan: RoundingPlan, named: RoundingPlan) -> RoundingPlan:
     """The plan, called by the named one that it was made from and by what is otherwise."""
     otherwise = {key: field for key, field in _FIELDS.items() if getattr(plan, field) != getattr(named, field)}
-    changes = [f",{key}={_text(getattr(plan, field))}" for key, field in otherwise.items()]
+    changes = [f",{key}={_text(key, getattr(plan, field))}" for key, field in otherwise.items()]
     return replace(plan, name="".join([named.name, *changes]))
 
 
-def _text(value: Cast | Exponential | bool) -> str:
+def _text(key: str, value: Cast | Exponential | bool) -> str:
     if isinstance(value, Exponential):
         return _word(value.base_two, _BASES)
     if isinstance(value, bool):
-        return _word(value, _L_FROM_VALUES)
+        return _word(value, _FLAGS[key])
     fmt = value.fmt.name if value.follows is None else INPUT
     return fmt if value.rounding is Rounding.TO_EVEN else f"{fmt}:{value.rounding.value}"
 

@@ -5,7 +5,9 @@ attention 1, which keeps a normalised O; the backward pass is algorithm 2 of the
 operations in the order written here; everything else goes through the arithmetic, which rounds as the plan says.
 """
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -67,16 +69,86 @@ class _Operands:
         return _tiles(self.k.shape[-2], block.keys)
 
     def scores(self, rows: slice, keys: slice, plan: RoundingPlan, arithmetic: Arithmetic) -> Tensor:
-        """One tile of S: the product and its cast, then the scale, then S's cast, then the mask."""
+        """One tile of S: the product and its cast, then the scale, then S's cast, then the mask.
+
+        Where the plan contracts and does not cast S, the scale is left to the exponential's argument.
+        """
 
         def make() -> Tensor:
             q, k = self.q[:, :, rows], self.k[:, :, keys]
             # In fp32, whatever the plan: kernels of all plans share it.
             product = arithmetic.matmul(q, k.transpose(-1, -2), _FP32, plan.accumulator)
-            s = arithmetic.cast(arithmetic.cast(product, plan.qk) * self.scale, plan.s)
+            s = arithmetic.cast(product, plan.qk)
+            if not folds_scale(plan):
+                s = arithmetic.cast(s * self.scale, plan.s)
             return s if self.hidden is None else _hide(s, _cut(self.hidden, rows, keys))
 
         return self.tiles.shared("s", rows, keys, make)
+
+
+def folds_scale(plan: RoundingPlan) -> bool:
+    """Whether alpha is a factor of the exponential's argument, and scores stay as Q K^T has them."""
+    return plan.contracted and not plan.s.narrows
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The exponential of scores less a shift, both in the units that the plan keeps scores in.
+
+    Its argument is S - m, which the plan may round, or contracted fma(S, c, -m c), with m c rounded to fp32.
+    """
+
+    scale: float  # alpha
+    plan: RoundingPlan
+    arithmetic: Arithmetic
+
+    @property
+    def logit(self) -> float:
+        """What a difference of 1 between two logits is in the scores' units."""
+        return 1.0 / self.scale if folds_scale(self.plan) else 1.0
+
+    @property
+    def rescale(self) -> Exponential:
+        """Of what is not as large as S: never a fast one."""
+        return Exponential(self.plan.exponential.base_two)
+
+    @cached_property
+    def factor(self) -> float:
+        """c, contracted: log2 e where the base is two, times alpha where scores are unscaled, as an fp32 number.
+
+        alpha is an fp32 number before, as in FlashAttention-2 (`params.scale_softmax_log2`).
+        """
+        alpha = torch.tensor(self.scale).item() if folds_scale(self.plan) else 1.0
+        return torch.tensor(alpha * self.unit).item()
+
+    @property
+    def unit(self) -> float:
+        """What 1 in a natural logarithm is in the exponential's, contracted."""
+        return math.log2(math.e) if self.plan.exponential.base_two else 1.0
+
+    def of(self, s: Tensor, shift: Tensor, exponential: Exponential | None = None) -> Tensor:
+        """exp(S - shift)."""
+        exponential = exponential or self.plan.exponential
+        if self.plan.contracted:
+            return self.arithmetic.exp_of_fma(s, self.factor, shift * -self.factor, exponential)
+        return self.arithmetic.exp(self.arithmetic.cast(s - shift, self.plan.shifted), exponential)
+
+    def between(self, earlier: Tensor, shift: Tensor) -> Tensor:
+        """exp(m - m') of a rescaling; contracted plans multiply m - m' by c, as FlashAttention-2 and -4 do."""
+        if self.plan.contracted:
+            apart = earlier - shift
+            return self.arithmetic.exp_of_fma(apart, self.factor, torch.zeros_like(apart), self.rescale)
+        return self.of(earlier, shift, self.rescale)
+
+    def of_probabilities(self, s: Tensor, lse: Tensor) -> Tensor:
+        """exp(S - log-sum-exp) of a backward pass, the log-sum-exp a natural logarithm."""
+        if self.plan.contracted:
+            return self.arithmetic.exp_of_fma(s, self.factor, lse * -self.unit, self.rescale)
+        return self.arithmetic.exp(s - lse, self.rescale)
+
+    def natural(self, shift: Tensor) -> Tensor:
+        """A shift as a logit."""
+        return shift * self.scale if folds_scale(self.plan) else shift
 
 
 def _on(mask: Tensor | None, like: Tensor) -> Tensor | None:
@@ -152,17 +224,17 @@ def _flash_rows(
     m = q.new_full((*q.shape[:-1], 1), -torch.inf)
     l, o_bar = torch.zeros_like(m), torch.zeros_like(q)
     dither = noise.dither(q.shape, rows.start, q.device) if shift_rule.dithered else torch.zeros_like(m)
-    rescale = Exponential(plan.exponential.base_two)
+    softmax = Softmax(operands.scale, plan, arithmetic)
     for keys in operands.key_tiles(block):
         s = operands.scores(rows, keys, plan, arithmetic)
         row_max = s.amax(-1, keepdim=True)
-        proposed = shift_rule.propose(s, row_max, dither)
+        proposed = shift_rule.propose(s, row_max, dither, softmax.logit)
         # A wholly masked tile has no maximum to shift by.
         new_m = torch.maximum(m, torch.where(row_max == -torch.inf, row_max, proposed))
         if shift_rule.lag:
-            new_m = torch.where(new_m - m <= shift_rule.lag, m, new_m)
+            new_m = torch.where(new_m - m <= shift_rule.lag * softmax.logit, m, new_m)
         shift = torch.where(new_m == -torch.inf, torch.zeros_like(new_m), new_m)
-        p = arithmetic.exp(arithmetic.cast(s - shift, plan.shifted), plan.exponential)
+        p = softmax.of(s, shift)
         p_bar = arithmetic.cast(p, plan.p_bar)
         block_sum = arithmetic.row_sum(p_bar if plan.row_sum_from_rounded else p, plan.accumulator)
         if shift_rule.row_sum_floor:
@@ -172,12 +244,12 @@ def _flash_rows(
         if keys.start == 0:  # there is nothing to rescale yet; a sum with 0 has no -0
             l, o_bar = block_sum, pv + 0.0
         else:
-            alpha = arithmetic.exp(arithmetic.cast(m - shift, plan.shifted), rescale)
+            alpha = softmax.between(m, shift)
             l = arithmetic.cast(arithmetic.cast(alpha * l, plan.row_sum) + block_sum, plan.row_sum)
             o_bar = arithmetic.cast(arithmetic.cast(alpha * o_bar, plan.o_bar) + pv, plan.o_bar)
         m = new_m
     o = _final(o_bar / l, rows, operands, plan, arithmetic, noise)
-    return o, m + torch.log(l)
+    return o, softmax.natural(m) + torch.log(l)
 
 
 def flash_1(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, block: Block) -> AttentionOutput:
@@ -211,15 +283,15 @@ def _flash_1_rows(
     o = torch.zeros_like(operands.q[:, :, rows])
     m = o.new_full((*o.shape[:-1], 1), -torch.inf)
     l = torch.zeros_like(m)
-    rescale = Exponential(plan.exponential.base_two)
+    softmax = Softmax(operands.scale, plan, arithmetic)
     for keys in operands.key_tiles(block):
         s = operands.scores(rows, keys, plan, arithmetic)
         row_max = s.amax(-1, keepdim=True)
         new_m = torch.maximum(m, row_max)
         # A wholly masked tile has no maximum to shift by, and weighs nothing.
         own, shift = (torch.where(each == -torch.inf, torch.zeros_like(each), each) for each in (row_max, new_m))
-        p = arithmetic.exp(arithmetic.cast(s - own, plan.shifted), plan.exponential)
-        alpha, beta = (arithmetic.exp(arithmetic.cast(each - shift, plan.shifted), rescale) for each in (m, row_max))
+        p = softmax.of(s, own)
+        alpha, beta = (softmax.between(each, shift) for each in (m, row_max))
         block_sum = arithmetic.cast(arithmetic.row_sum(p, plan.accumulator), plan.row_sum)
         kept, added = (arithmetic.cast(part, plan.row_sum) for part in (alpha * l, beta * block_sum))
         new_l = arithmetic.cast(kept + added, plan.row_sum)
@@ -229,7 +301,7 @@ def _flash_1_rows(
         pv = arithmetic.matmul(p, operands.v[:, :, keys], plan.o_bar, plan.accumulator)
         o = arithmetic.cast(arithmetic.cast(o * (l / divisor * alpha), plan.o_bar) + pv, plan.o_bar)
         m, l = new_m, new_l
-    return o, m + torch.log(l)
+    return o, softmax.natural(m) + torch.log(l)
 
 
 def standard(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, block: Block) -> AttentionOutput:
@@ -246,16 +318,17 @@ def standard(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic
     """
     operands, noise = _Operands.of(inputs), Noise(inputs.noise_seed, inputs.q.shape[1])
     every_key = slice(0, inputs.k.shape[-2])
+    softmax = Softmax(operands.scale, plan, arithmetic)
     outputs, sums = [], []
     for rows in operands.query_tiles(block):
         s = operands.scores(rows, every_key, plan, arithmetic)
         row_max = s.amax(-1, keepdim=True)
         shift = torch.where(row_max == -torch.inf, torch.zeros_like(row_max), row_max)
-        p = arithmetic.exp(arithmetic.cast(s - shift, plan.shifted), plan.exponential)
+        p = softmax.of(s, shift)
         l = arithmetic.row_sum(p, plan.accumulator)
         o = arithmetic.matmul(arithmetic.cast(p / l, plan.p_bar), operands.v, plan.o_bar, plan.accumulator)
         outputs.append(_final(o, rows, operands, plan, arithmetic, noise))
-        sums.append(shift + torch.log(l))
+        sums.append(softmax.natural(shift) + torch.log(l))
     return AttentionOutput(torch.cat(outputs, 2), torch.cat(sums, 2), tiles=operands.tiles)
 
 
@@ -325,7 +398,7 @@ class _Tape:
         assert self.output.lse is not None, "the forward pass must return its log-sum-exp"
         lse = self.output.lse[:, :, rows]
         # A row without a visible key has log-sum-exp -inf and no probabilities.
-        p = self.arithmetic.exp(s - lse, Exponential(self.plan.exponential.base_two))
+        p = Softmax(self.operands.scale, self.plan, self.arithmetic).of_probabilities(s, lse)
         return _zeroed(p, lse == -torch.inf)
 
     def dp(self, rows: slice, keys: slice) -> Tensor:

@@ -86,6 +86,7 @@ class RoundingPlan:
     row_sum_from_rounded: bool = False  # whether l sums P-bar after its cast
     accumulator: Accumulator = Accumulator.EXACT  # of matrix products and row sums
     exponential: Exponential = Exponential()  # of the softmax
+    contracted: bool = False  # whether its argument is fma(S, c, -m c), c its scale with log2 e: S c is never rounded
     qk: Cast = Cast(FP32)  # Q K^T, before the scale
     shifted: Cast = Cast(FP32)  # S - m, the exponential's argument, and m - m' of a rescaling
     delta_from: DeltaSource = DeltaSource.OUTPUT  # backward: what delta is computed from
@@ -94,6 +95,13 @@ class RoundingPlan:
     dp: Cast = Cast(FP32)  # backward: dP
     ds: Cast = Cast(FP32)  # backward: dS where it enters dQ and dK
     gradients: Cast = Cast(FP32)  # backward: dQ, dK and dV as returned
+
+    def __post_init__(self) -> None:
+        """Refuse a contraction of what is not there."""
+        if self.contracted and self.shifted.narrows:
+            raise ValueError("contracted, S - m is never formed: it can't be rounded too")
+        if self.contracted and self.exponential.correction:
+            raise ValueError("a fast exponential multiplies by log2 e itself: nothing is contracted")
 
     @property
     def unfused(self) -> bool:
@@ -159,6 +167,9 @@ FUSED_TIES_AWAY = replace(FUSED, name="fused_ties_away", p_bar=_AWAY, o=_OUTPUT_
 # P-bar in 8 bits, as fp8 attention has it: 2^-10 and less of it is 0.
 FUSED_FP8 = replace(FUSED, name="fused_fp8", p_bar=Cast(FP8_E4M3))
 
+# FlashAttention-2's and -4's exponential, and that of a Triton kernel which leaves contraction on.
+FUSED_CONTRACTED = replace(FUSED, name="fused_contracted", exponential=Exponential(base_two=True), contracted=True)
+
 # PyTorch's flash kernel for CPUs with vector instructions, Vectorized<float>::fexp_u20 (aten/src/ATen/cpu/vec), for
 # bf16 and fp16 on AVX-512. Its exponential errs by up to 1.1e-4, at 0 by 5.3e-5.
 FEXP_U20 = Exponential(
@@ -188,6 +199,7 @@ PLANS: Mapping[str, RoundingPlan] = MappingProxyType(
             FUSED_HALF_UP,
             FUSED_TIES_AWAY,
             FUSED_FP8,
+            FUSED_CONTRACTED,
             FUSED_FAST_EXP,
             FP32_INSIDE,
             *_TENSOR_CORE,

@@ -41,25 +41,26 @@ class ShiftRule:
         """Whether any maximum is scaled."""
         return self.above != 1.0 or self.below != 1.0
 
-    def propose(self, scores: Tensor, row_max: Tensor, dither: Tensor) -> Tensor:
+    def propose(self, scores: Tensor, row_max: Tensor, dither: Tensor, unit: float = 1.0) -> Tensor:
         """The shift that one block of scores asks for.
 
         Args:
             scores: (..., rows, keys).
             row_max: (..., rows, 1), their maximum.
             dither: (..., rows, 1), the rows' random numbers u in [0, 1).
+            unit: what a difference of 1 between two logits is in these scores, 1/alpha where they are not scaled.
 
         Returns:
             (..., rows, 1).
         """
-        shift = self._scaled(scores, row_max) if self.scales else row_max
+        shift = self._scaled(scores, row_max, unit) if self.scales else row_max
         if self.offset:
-            shift = shift + self.offset
-        return shift + dither * math.log(2.0) if self.dithered else shift
+            shift = shift + self.offset * unit
+        return shift + dither * (math.log(2.0) * unit) if self.dithered else shift
 
-    def _scaled(self, scores: Tensor, row_max: Tensor) -> Tensor:
+    def _scaled(self, scores: Tensor, row_max: Tensor, unit: float) -> Tensor:
         everywhere = torch.ones_like(row_max, dtype=torch.bool)
-        where = repeated(scores, row_max, self.epsilon) if self.detects else everywhere
+        where = repeated(scores, row_max, self.epsilon * unit) if self.detects else everywhere
         # Not 0 * r_m: that of -Inf is NaN.
         lowered = self.below * row_max if self.below else torch.zeros_like(row_max)
         raised = torch.where(where & (row_max > 0), self.above * row_max, row_max)

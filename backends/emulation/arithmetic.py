@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.emulation.accumulators import ACCUMULATIONS
-from tiebreak.backends.emulation.rounding import round_to
+from tiebreak.backends.emulation.rounding import fma, round_to
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 
@@ -39,6 +39,11 @@ class EmulatedArithmetic:
             taken = x.shape[-1] - x.shape[-1] % exponential.lanes
             result[..., :taken] = _fast_exp(x[..., :taken], exponential.correction)
         return result
+
+    def exp_of_fma(self, x: Tensor, factor: float, addend: Tensor, exponential: Exponential) -> Tensor:
+        """The power in fp64 of a correctly rounded fma, rounded once to fp32."""
+        wide = fma(x, factor, addend).double()
+        return (wide.exp2_() if exponential.base_two else wide.clamp_(min=_LOWEST).exp_()).float()
 
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
         """The sum in the accumulator's order."""

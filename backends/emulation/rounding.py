@@ -73,6 +73,34 @@ def round_to(
     return rounded.view(x.shape)
 
 
+def fma(x: torch.Tensor, factor: float, addend: torch.Tensor) -> torch.Tensor:
+    """A fused multiply-add of fp32 numbers: x * factor + addend, rounded to fp32 once, to even.
+
+    The product of two fp32 numbers is exact in fp64, but its sum with a third may not be, and what fp64 rounds to a tie
+    of fp32 would be rounded twice. So the sum is rounded to odd first: where it is inexact its last bit is set, and no
+    tie of fp32 has it set (Boldo and Melquiond, Emulation of FMA and correctly rounded sums: proved algorithms using
+    rounding to odd, 2008).
+
+    Args:
+      x: float32 tensor.
+      factor: An fp32 number.
+      addend: float32 tensor that broadcasts to x.
+
+    Returns:
+      float32 tensor of x's shape.
+    """
+    product, added = x.double() * factor, addend.double()
+    total = product + added
+    # What the sum has lost, exact (Knuth's TwoSum); NaN where a term is Inf, and no comparison takes that for a loss.
+    back = total - product
+    lost = (product - (total - back)) + (added - back)
+    even = total.view(torch.int64).bitwise_and(1) == 0
+    # The odd neighbour lies on the side of what was lost: one bit up where that adds to the magnitude, else one down.
+    step = torch.where((lost > 0) == (total > 0), 1, -1)
+    moved = (total.view(torch.int64) + step).view(torch.float64)
+    return torch.where((lost.abs() > 0) & even, moved, total).float()
+
+
 def _round_bits(bits: torch.Tensor, shift: int, mode: Rounding, random_bits: torch.Tensor | None) -> torch.Tensor:
     """Round away the last bits of finite or infinite values, as if the format's exponent had no bounds.
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from tiebreak.cases.gpt2.attention import Observation
 from tiebreak.cases.gpt2.model import Block
 from tiebreak.kernels.arithmetic import Noise
+from tiebreak.kernels.flash import Softmax, folds_scale
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.inputs import AttentionInputs, Gradients
-from tiebreak.kernels.plans import Cast, Exponential
+from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.shift_rules import repeated
 
 
@@ -62,12 +63,29 @@ class View:
     @cached_property
     def s(self) -> Tensor:
         """Scores as the kernel rounds them, -inf where masked, (batch, heads, tokens, tokens)."""
+        plan, arithmetic = self.observation.kernel.declaration.plan, self.observation.arithmetic
+        return self._masked(arithmetic.cast(self._product * self.inputs.scale, plan.s))
+
+    @cached_property
+    def _product(self) -> Tensor:
         inputs, plan = self.inputs, self.observation.kernel.declaration.plan
-        arithmetic = self.observation.arithmetic
-        product = arithmetic.matmul(inputs.q, inputs.k.transpose(-1, -2), Cast(FP32), plan.accumulator)
-        hidden = inputs.hidden()
+        return self.observation.arithmetic.matmul(inputs.q, inputs.k.transpose(-1, -2), Cast(FP32), plan.accumulator)
+
+    def _masked(self, scores: Tensor) -> Tensor:
+        hidden = self.inputs.hidden()
         assert hidden is not None
-        return torch.where(hidden.to(product.device), -torch.inf, arithmetic.cast(product * inputs.scale, plan.s))
+        return torch.where(hidden.to(scores.device), -torch.inf, scores)
+
+    @cached_property
+    def _kept(self) -> Tensor:
+        """Scores in the units that the kernel keeps them in."""
+        folded = folds_scale(self.observation.kernel.declaration.plan)
+        return self._masked(self._product) if folded else self.s
+
+    @cached_property
+    def _softmax(self) -> Softmax:
+        observed = self.observation
+        return Softmax(self.inputs.scale, observed.kernel.declaration.plan, observed.arithmetic)
 
     @cached_property
     def row_max(self) -> Tensor:
@@ -79,8 +97,7 @@ class View:
         """P as the backward pass recomputes it from the log-sum-exp, fp64 of an fp32 exponential."""
         lse = self.observation.output.lse
         assert lse is not None
-        base_two = self.observation.kernel.declaration.plan.exponential.base_two
-        return self.wide(self.observation.arithmetic.exp(self.s - self._of(lse), Exponential(base_two)))
+        return self.wide(self._softmax.of_probabilities(self._kept, self._of(lse)))
 
     @cached_property
     def p_bar(self) -> Tensor:
@@ -88,9 +105,9 @@ class View:
         observed, declared = self.observation, self.observation.kernel.declaration
         noise = Noise(observed.inputs.noise_seed, len(observed.heads))
         dither = self._of(noise.dither(observed.inputs.q.shape, 0, self.s.device))
-        shift = declared.shift_rule.propose(self.s, self.row_max, dither)
-        exponential = observed.arithmetic.exp(self.s - shift, declared.plan.exponential)
-        return observed.arithmetic.cast(exponential, declared.plan.p_bar)
+        top = self._kept.amax(-1, keepdim=True)
+        shift = declared.shift_rule.propose(self._kept, top, dither, self._softmax.logit)
+        return observed.arithmetic.cast(self._softmax.of(self._kept, shift), declared.plan.p_bar)
 
     @cached_property
     def output_error(self) -> Tensor:

@@ -34,6 +34,8 @@ class Config:
         """Refuse what no kernel here computes."""
         if self.plan.exponential.at_zero != 1.0:
             raise ValueError(f"plan {self.plan.name}: the Triton kernels' exponential of 0 is 1")
+        if self.plan.contracted:
+            raise ValueError(f"plan {self.plan.name}: the Triton kernels are launched with contraction off")
         for point in ("qk", "shifted"):
             if getattr(self.plan, point).narrows:
                 raise ValueError(f"plan {self.plan.name}: the Triton kernels do not round {point}")

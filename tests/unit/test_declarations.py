@@ -10,7 +10,18 @@ from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.flash import BLOCK, ONE_TILE, Block
 from tiebreak.kernels.formats import BF16, FP16, FP32, Formats, Rounding
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.plans import ALL_BF16, FUSED, PAPER, PLANS, STANDARD, Cast, Exponential, Follows, RoundingPlan
+from tiebreak.kernels.plans import (
+    ALL_BF16,
+    FUSED,
+    FUSED_CONTRACTED,
+    PAPER,
+    PLANS,
+    STANDARD,
+    Cast,
+    Exponential,
+    Follows,
+    RoundingPlan,
+)
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel, rule_names
 
 LOW = PAPER.p_bar
@@ -30,6 +41,8 @@ def changed(plan: RoundingPlan, **changes: object) -> RoundingPlan:
         ("flash@fused,s=bf16", changed(FUSED, s=Cast(BF16))),
         ("standard,qk=input,s=input", changed(STANDARD, qk=LOW, s=LOW)),
         ("fused,base=2", changed(FUSED, exponential=Exponential(base_two=True))),
+        ("fused,base=2,contract=yes", changed(FUSED_CONTRACTED)),
+        ("fused_contracted,contract=no", changed(FUSED, exponential=Exponential(base_two=True))),
         ("all_bf16,shifted=input,l_from=rounded", changed(ALL_BF16, shifted=LOW, row_sum_from_rounded=True)),
         ("paper,o_bar=fp32,l=fp16", changed(PAPER, o_bar=Cast(FP32), row_sum=Cast(FP16))),
         ("fused,o=input:away", changed(FUSED, o=replace(FUSED.o, rounding=Rounding.TIES_AWAY))),
@@ -82,6 +95,7 @@ def _random_text(draw: random.Random) -> str:
     changes = [text if text.endswith("fp32") else text + draw.choice(MODES) for text in changes]
     changes += draw.sample(["l_from=rounded", "l_from=unrounded"], draw.randint(0, 1))
     changes += draw.sample(["base=2", "base=e"], draw.randint(0, 1))
+    changes += draw.sample(["contract=yes", "contract=no"], draw.randint(0, 1))
     changes += draw.sample(["tile=one", "tile=7", "tile=64x32", "tile=128"], draw.randint(0, 1))
     draw.shuffle(changes)
     return ",".join([head, *changes])
@@ -118,7 +132,7 @@ def test_labels_of_all_that_differ_differ() -> None:
 
 def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
     untold = {"name", "accumulator", "delta_from"}  # of which named plans have each that there is
-    named = {"l": "row_sum", "l_from": "row_sum_from_rounded", "base": "exponential"}
+    named = {"l": "row_sum", "l_from": "row_sum_from_rounded", "base": "exponential", "contract": "contracted"}
     with pytest.raises(ValueError, match="known are") as error:
         parse_declaration("fused,?=1")
     keys = str(error.value).split("known are ")[1].split(" (")[0].split(", ")
@@ -142,6 +156,8 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
         ("fused,s=fp32:away", "s=fp32:away: what is fp32 is not rounded"),
         ("fused,p_bar=input:stochastic", "O's cast alone can be stochastic"),
         ("fused,base=10", "base=10: expected 2 or e"),
+        ("fused,contract=maybe", "contract=maybe: expected yes or no"),
+        ("fused,shifted=bf16,contract=yes", "S - m is never formed"),
         ("fused,l_from=both", "l_from=both: expected rounded or unrounded"),
         ("fused,tile=0", "at least 1, not 0 x 0"),
         ("fused,tile=64x32x16", "tile=64x32x16: expected a size"),

@@ -1,0 +1,251 @@
+"""Contraction: the exponential's argument as fma(S, c, -m c), against exact rationals and its sources' formulas."""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.backends.emulation.rounding import fma
+from tiebreak.backends.torch_arithmetic import TorchArithmetic
+from tiebreak.cases.case import Draw, Scores, scripted
+from tiebreak.cases.errors import signed_error_ulps
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.flash import Block
+from tiebreak.kernels.formats import BF16, Formats
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import CannotRunError, Declaration, run_declared
+from tiebreak.kernels.plans import FP32_PLAN, FUSED, FUSED_CONTRACTED, Cast, Exponential, RoundingPlan
+from tiebreak.kernels.reference import reference
+from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.kernels.triton.config import Config
+
+EMULATED, NATIVE = EmulatedArithmetic(), TorchArithmetic()
+CASES = {case.name: case for case in SCRIPTED}
+LOG2_E = Fraction(math.log2(math.e))  # the fp64 number, of which FlashAttention-2 takes a product with alpha
+TIE = 2.0**12 + 1.0  # its square has 25 bits, the last one set: halfway between two fp32 numbers
+
+
+def nearest(exact: Fraction) -> float:
+    """The fp32 number nearest to a rational, an even one of two: by comparing neighbours, exactly."""
+    guess = np.float32(float(exact))
+    near = [guess, np.nextafter(guess, np.float32(-np.inf)), np.nextafter(guess, np.float32(np.inf))]
+    return min(
+        (float(each) for each in near if np.isfinite(each)),
+        key=lambda each: (abs(Fraction(each) - exact), np.float32(each).view(np.int32) & 1),
+    )
+
+
+def exact_fma(x: float, factor: float, addend: float) -> float:
+    return nearest(Fraction(x) * Fraction(factor) + Fraction(addend))
+
+
+def fp32(rng: np.random.Generator, n: int, exponents: tuple[int, int]) -> Tensor:
+    """Random numbers with 24 bits each, of exponents from a range."""
+    bits = rng.integers(2**23, 2**24, n).astype(np.float64) * rng.choice([-1.0, 1.0], n)
+    return torch.from_numpy(np.ldexp(bits, rng.integers(*exponents, n) - 23).astype(np.float32))
+
+
+def by_rationals(x: Tensor, factor: float, addend: Tensor) -> Tensor:
+    return torch.tensor([exact_fma(a, factor, b) for a, b in zip(x.tolist(), addend.tolist(), strict=True)])
+
+
+@pytest.mark.parametrize("apart", [0, 3, 20, 50, 90], ids=lambda apart: f"2^{apart}_apart")
+def test_a_fused_multiply_add_is_rounded_once(apart: int) -> None:
+    rng = np.random.default_rng(apart)
+    factor = fp32(rng, 1, (-3, 3)).item()
+    x, addend = fp32(rng, 500, (-6, 6)), fp32(rng, 500, (-6 - apart, 6 - apart))
+    assert torch.equal(fma(x, factor, addend), by_rationals(x, factor, addend))
+
+
+def test_where_products_nearly_cancel_every_bit_is_kept() -> None:
+    """As at a row's maximum: what is left of S c less the rounded m c is the rounding error of m c."""
+    rng = np.random.default_rng(1)
+    x, factor = fp32(rng, 500, (-2, 12)), np.float32(0.125 * math.log2(math.e)).item()
+    rounded = x * factor
+    found = fma(x, factor, -rounded)
+    assert torch.equal(found, by_rationals(x, factor, -rounded))
+    assert (found != 0).double().mean() > 0.9
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0], ids=["positive", "negative"])
+@pytest.mark.parametrize("added", [2.0**-60, -(2.0**-60)], ids=["above", "below"])
+def test_what_fp64_rounds_to_a_tie_is_not_rounded_twice(sign: float, added: float) -> None:
+    x, addend = torch.tensor([sign * TIE]), torch.tensor([added])
+    assert fma(x, TIE, addend).item() == exact_fma(sign * TIE, TIE, added)
+
+
+def test_fp64_alone_would_round_some_twice() -> None:
+    """So the test before can fail."""
+    twice = [float(np.float32(TIE * TIE * sign + added)) for sign in (1.0, -1.0) for added in (2.0**-60, -(2.0**-60))]
+    once = [exact_fma(sign * TIE, TIE, added) for sign in (1.0, -1.0) for added in (2.0**-60, -(2.0**-60))]
+    assert sum(a != b for a, b in zip(twice, once, strict=True)) == 2
+
+
+def test_a_fused_multiply_add_of_what_is_no_number() -> None:
+    x, addend = torch.tensor([-torch.inf, torch.nan, 1.0, 3e38]), torch.tensor([-5.0, 1.0, torch.inf, 3e38])
+    found = fma(x, 2.0, addend)
+    assert found[[0, 2, 3]].tolist() == [-torch.inf, torch.inf, torch.inf]
+    assert found[1].isnan()
+
+
+class Noted(EmulatedArithmetic):
+    """The emulation, that keeps what powers it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Tensor, float, Tensor]] = []
+
+    def exp_of_fma(self, x: Tensor, factor: float, addend: Tensor, exponential: Exponential) -> Tensor:
+        self.asked.append((x, factor, addend))
+        return super().exp_of_fma(x, factor, addend, exponential)
+
+
+def inputs(d: int = 20, keys: int = 6) -> AttentionInputs:
+    """The scale 1/sqrt(20) is no power of two."""
+    rng = np.random.default_rng(3)
+    q, k, v, do = (
+        torch.from_numpy(2 * rng.standard_normal((1, 2, n, d), np.float32)).bfloat16().float()
+        for n in (3, keys, keys, 3)
+    )
+    return AttentionInputs(q, k, v, do, Formats.of(BF16))
+
+
+def declared(text: str, block: Block | None = None) -> Declaration:
+    declaration = parse_declaration(text)
+    return declaration if block is None else replace(declaration, block=block)
+
+
+def test_the_argument_is_that_of_flash_attention_2() -> None:
+    """softmax.h: max_scaled = max * scale, exp2f(tensor * scale - max_scaled), scores_scale of (max - max') * scale."""
+    call, noted = inputs(), Noted()
+    run_declared(declared("fused_contracted", Block(3, 3)), call, noted, gradients=False)
+    s = call.q.double() @ call.k.double().transpose(-1, -2)
+    c = nearest(Fraction(np.float32(call.scale).item()) * LOG2_E)
+    first, second, rescaled = noted.asked
+    earlier = s[..., :3].float().amax(-1, keepdim=True)
+    largest = torch.maximum(earlier, s[..., 3:].float().amax(-1, keepdim=True))
+    for (x, factor, addend), tile, top in ((first, s[..., :3], earlier), (second, s[..., 3:], largest)):
+        assert torch.equal(x, tile.float())  # alpha is in the factor alone
+        assert factor == c
+        assert addend.flatten().tolist() == [-nearest(Fraction(m) * Fraction(c)) for m in top.flatten().tolist()]
+    assert torch.equal(rescaled[0], earlier - largest)
+    assert (rescaled[1], rescaled[2].abs().max().item()) == (c, 0.0)
+
+
+def test_the_backward_pass_contracts_with_the_log_sum_exp() -> None:
+    call, noted = inputs(), Noted()
+    out = run_declared(declared("fused_contracted", Block(3, 6)), call, noted, gradients=True)
+    assert out.lse is not None
+    (x, factor, addend) = noted.asked[-1]
+    assert torch.equal(x, (call.q.double() @ call.k.double().transpose(-1, -2)).float())
+    assert factor == nearest(Fraction(np.float32(call.scale).item()) * LOG2_E)
+    rounded_log2_e = Fraction(np.float32(math.log2(math.e)).item())
+    assert addend.flatten().tolist() == [-nearest(Fraction(lse) * rounded_log2_e) for lse in out.lse.flatten().tolist()]
+
+
+def test_where_s_is_cast_its_scale_comes_before() -> None:
+    call, noted = inputs(), Noted()
+    run_declared(declared("fused_contracted,s=bf16"), call, noted, gradients=False)
+    ((x, factor, _),) = noted.asked
+    assert torch.equal(x, x.bfloat16().float())
+    assert factor == np.float32(math.log2(math.e)).item()
+
+
+@pytest.mark.parametrize("text", ["flash@fp32", "flash_1@fp32", "standard,p_bar=fp32,o=fp32", "lazy@fp32"])
+@pytest.mark.parametrize("base", ["2", "e"])
+@pytest.mark.parametrize("case", ["random_scaled", "random_causal", "wholly_masked"])
+def test_contracted_or_not_it_is_attention(text: str, base: str, case: str) -> None:
+    """Forward, backward and log-sum-exp, masks too; rounded to fp32 in other places."""
+    call = CASES[case].make(1, 0, 16, BF16)
+    declaration = declared(f"{text},base={base}", None if "standard" in text else Block(16, 32))
+    contracted = replace(declaration, plan=replace(declaration.plan, contracted=True))
+    found, plain = (run_declared(each, call, EMULATED, gradients=True) for each in (contracted, declaration))
+    assert found.gradients is not None
+    assert plain.gradients is not None
+    assert found.lse is not None
+    assert plain.lse is not None
+    pairs = [(found.o, plain.o), (found.lse, plain.lse)]
+    pairs += [(getattr(found.gradients, name), getattr(plain.gradients, name)) for name in ("dq", "dk", "dv", "delta")]
+    for one, other in pairs:
+        assert torch.allclose(one, other, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("rule", "case"),
+    [
+        ("fixed_offset", "growing_maximum"),
+        ("dithered", "growing_maximum"),
+        ("lazy", "growing_maximum"),
+        ("always_scaled", "growing_maximum"),
+        ("gamma", "repeated_negative"),
+        ("stabilized", "near_tie_inside"),
+    ],
+)
+def test_a_shift_rule_does_the_same_to_scores_without_their_scale(rule: str, case: str) -> None:
+    """Where alpha is a power of two there is no difference but the contraction's own, and in base e none."""
+    call = CASES[case].make(1, 0, 16, BF16)
+    one, other = (run_declared(declared(f"{rule}@fused{end}"), call, EMULATED, False) for end in ("", ",contract=yes"))
+    assert torch.equal(one.o, other.o)
+    plain = run_declared(declared("fused"), call, EMULATED, False)
+    assert not torch.equal(one.o, plain.o)
+
+
+@pytest.mark.parametrize(("top", "same"), [(4.0, True), (5.0, False)])
+def test_nothing_changes_where_s_c_is_exact(top: float, same: bool) -> None:
+    draw = Draw(np.random.Generator(np.random.Philox(1)), Formats.of(BF16), 16)
+    call = scripted(draw, Scores(top=(top, top), gap=(200.0, 210.0)))
+    one, other = (
+        run_declared(declared(text), call, EMULATED, False).o for text in ("fused,base=2", "fused_contracted")
+    )
+    assert torch.equal(one, other) is same
+
+
+def row_bias(text: str, case: str, seed: int = 1) -> Tensor:
+    call = CASES[case].make(seed, 0, 256, BF16)
+    o = run_declared(declared(text), call, EMULATED, gradients=False).o
+    return signed_error_ulps(o, reference(call).o, BF16).mean(-1)
+
+
+def test_contraction_gives_a_row_a_bias_of_its_own() -> None:
+    """The figures of the prototype, run on this arithmetic; docs/expected-values.md."""
+    contracted, plain = row_bias("fused_contracted", "no_tail"), row_bias("fused,base=2", "no_tail")
+    assert contracted.abs().mean().item() == pytest.approx(0.157, abs=0.001)
+    assert plain.abs().mean().item() == pytest.approx(0.035, abs=0.001)
+    assert contracted.mean().item() == pytest.approx(0.022, abs=0.001)
+    assert plain.mean().item() == pytest.approx(0.004, abs=0.001)
+
+
+def test_a_device_takes_the_same_argument() -> None:
+    x, addend = torch.linspace(-40.0, 40.0, 1001), torch.full((1001,), -7.3)
+    for base_two in (True, False):
+        found = NATIVE.exp_of_fma(x, 0.3, addend, Exponential(base_two))
+        # An exponential of torch's errs by an ulp or so.
+        torch.testing.assert_close(found, EMULATED.exp_of_fma(x, 0.3, addend, Exponential(base_two)), rtol=3e-7, atol=0)
+
+
+def test_a_device_without_fp64_cannot_run_it() -> None:
+    with pytest.raises(CannotRunError, match="fused multiply-add"):
+        TorchArithmetic(has_fp64=False).exp_of_fma(torch.zeros(1), 1.0, torch.zeros(1), Exponential())
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (replace(FUSED, shifted=Cast(BF16)), "never formed"),
+        (replace(FP32_PLAN, exponential=Exponential(correction=(1e-4,))), "multiplies by log2 e itself"),
+    ],
+    ids=["shifted", "fast"],
+)
+def test_a_plan_contracts_only_what_is_there(plan: RoundingPlan, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        replace(plan, contracted=True)
+
+
+def test_the_triton_kernels_refuse_a_contracted_plan() -> None:
+    with pytest.raises(ValueError, match="contraction off"):
+        Config(FUSED_CONTRACTED, SHIFT_RULES["safe"], False, 64, Block(16, 16), query_heads=1)
