@@ -38,8 +38,9 @@ class Accumulator(enum.Enum):
     """How the products of a matrix product, or the terms of a row sum, are added up to one fp32 value."""
 
     EXACT = "exact"  # in fp64, rounded once to fp32
-    # Matrix products as NVIDIA's tensor cores add them up; row sums, which they do not do, in fp32 as a balanced tree.
-    AMPERE = "tensor core of Ampere or Ada"
+    # Matrix products as tensor cores add them up; row sums, which they do not do, in fp32 as a balanced tree. Operands
+    # count as bf16, which their subnormals alone tell from fp16.
+    AMPERE = "tensor core of Turing, Ampere or Ada"
     HOPPER = "tensor core of Hopper or Blackwell"
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from tiebreak.backends.emulation.accumulators import ACCUMULATIONS
+from tiebreak.backends.emulation.targets import core_of
+from tiebreak.backends.emulation.tensor_cores import tensor_core_matmul
 from tiebreak.kernels.plans import Accumulator
 
 Array = npt.NDArray[Any]
@@ -33,10 +35,15 @@ def _pairwise(terms: list[np.float32]) -> np.float32:
 
 # Products of a step and bits kept, as MMA-Sim (arXiv 2511.10909) found them.
 TENSOR_CORES = {Accumulator.AMPERE: (8, 24), Accumulator.HOPPER: (16, 25)}
+# What core_of calls them: tests/unit/test_tensor_cores.py holds all that it knows to rationals.
+CORES = {
+    Accumulator.AMPERE: ("sm_80", "bf16"),
+    Accumulator.HOPPER: ("sm_90", "bf16"),
+}
 # Of row sums: those of a tensor core's plans are a balanced tree's.
 TOTALS: dict[Accumulator, Callable[[list[np.float32]], np.float32]] = {
     Accumulator.EXACT: _exact,
-    **dict.fromkeys(TENSOR_CORES, _pairwise),
+    **dict.fromkeys(CORES, _pairwise),
 }
 
 each_length = pytest.mark.parametrize("length", LENGTHS)
@@ -133,6 +140,15 @@ def test_a_tensor_core_cuts_terms_off_and_rounds_toward_zero(accumulator: Accumu
     for batch, row, column in np.ndindex(2, 3, 4):
         expected = _tensor_core(a[batch, row], b[batch, :, column], *TENSOR_CORES[accumulator])
         assert found[batch, row, column].item() == expected
+
+
+@pytest.mark.parametrize("accumulator", CORES, ids=lambda accumulator: accumulator.value)
+def test_a_product_is_added_to_zero_in_its_core(accumulator: Accumulator) -> None:
+    a, b = torch.from_numpy(_terms(2, 3, 70)), torch.from_numpy(_terms(2, 70, 4, seed=1))
+    found = ACCUMULATIONS[accumulator].matmul(a, b)
+    assert torch.equal(found, tensor_core_matmul(a, b, torch.zeros(2, 3, 4), core_of(*CORES[accumulator])))
+    others = (ACCUMULATIONS[other].matmul(a, b) for other in Accumulator if other is not accumulator)
+    assert not any(torch.equal(found, other) for other in others)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,155 @@
+"""Matrix products as tensor cores add them up, bit for bit as MMA-Sim describes them (arXiv 2511.10909)."""
+
+import enum
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tiebreak.backends.emulation.rounding import round_to
+from tiebreak.kernels.formats import FP32, Format, Rounding
+
+_OF_ZERO = 2.0**FP32.min_exponent  # the power of two that a zero counts as, whatever its format
+_BEYOND = 2.0 ** (FP32.max_exponent + 1)  # the first power of two that fp32 lacks
+_BITS_OF_PRODUCTS = 31  # that the sum of a step's products keeps beside the addend, on CDNA3
+_LOST_ADDEND = 2.0**25  # how many times smaller than the largest term an addend is that CDNA3's fp8 leaves out
+_EXPONENT = 0x7F800000  # bits of an fp32 number
+_TF32 = ~0x1FFF
+_AT_ONCE = 2**17  # products that are in memory: a few buffers of 1 MB, which a core's cache holds
+
+
+class Order(enum.Enum):
+    """What is aligned with what in a step."""
+
+    TOGETHER = "products and addend"  # NVIDIA: cut off, added, rounded toward zero
+    PRODUCTS_FIRST = "products, then their sum and the addend"  # CDNA3: these two rounded down, their sum to even
+    EVEN_AND_ODD = "products of even and of odd keys, then their sums, then the addend"  # CDNA3's fp8
+
+
+@dataclass(frozen=True)
+class TensorCore:
+    """How one matrix instruction adds up; `tiebreak.backends.emulation.targets.core_of` knows them."""
+
+    products: int  # of a step; more of them are several steps
+    fraction_bits: int  # that a term keeps below the exponent of the largest one
+    least_exponents: tuple[int, int]  # of a's and b's formats: what their subnormals count as
+    order: Order = Order.TOGETHER  # what is aligned with what
+    result: Format = FP32  # what the sum of a step is rounded to
+    reads_tf32: bool = False  # whether the last 13 bits of an operand are ignored
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The products of a step, along the first dimension."""
+
+    products: Tensor  # fp64, exact
+    powers: Tensor  # 2 to the sum of the operands' exponents, fp64: a product itself may be up to four times as large
+
+
+def tensor_core_matmul(a: Tensor, b: Tensor, addend: Tensor, core: TensorCore) -> Tensor:
+    """Add a @ b to an addend, step after step along k.
+
+    Each step takes the sum so far for its addend; the first one the addend that is given, as an instruction that
+    accumulates into its registers does. Where k is no multiple of a step, zeros are added, which change nothing.
+
+    Args:
+        a: (..., m, k) fp32, values of the core's first operand format.
+        b: (..., k, n) fp32, values of its second; the leading dimensions broadcast.
+        addend: fp32 of the product's shape, or one that broadcasts to it.
+        core: from `core_of`.
+
+    Returns:
+        (..., m, n), fp32. A NaN's bits are not the hardware's.
+    """
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    heads = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
+    count = math.prod(heads)
+    a, b = a.expand(*heads, m, k).reshape(count, m, k), b.expand(*heads, k, n).reshape(count, k, n)
+    result = addend.expand(*heads, m, n).reshape(count, m, n).clone()
+    rows = max(1, _AT_ONCE // max(1, core.products * n))
+    some = max(1, rows // max(1, m))  # heads
+    for head in range(0, count, some):
+        for row in range(0, m, rows):
+            part = result[head : head + some, row : row + rows]
+            part.copy_(_accumulate(a[head : head + some, row : row + rows], b[head : head + some], part, core))
+    return result.reshape(*heads, m, n)
+
+
+def _accumulate(a: Tensor, b: Tensor, total: Tensor, core: TensorCore) -> Tensor:
+    """Step after step, of three dimensions each."""
+    k = a.shape[-1]
+    values = [pad(x, (0, -k % core.products)).movedim(-1, 0).contiguous() for x in (a, b.transpose(-1, -2))]
+    if core.reads_tf32:
+        values = [(x.view(torch.int32) & _TF32).view(torch.float32) for x in values]
+    of_a, of_b = (_power(x, least) for x, least in zip(values, core.least_exponents, strict=True))
+    rows, columns = (x.double() for x in values)
+    add = _add_together if core.order is Order.TOGETHER else _add_in_turn
+    for start in range(0, k, core.products):
+        keys = slice(start, start + core.products)
+        step = _Step(rows[keys, ..., None] * columns[keys, :, None], of_a[keys, ..., None] * of_b[keys, :, None])
+        total = add(core, step, total)
+    return total
+
+
+def _power(x: Tensor, least_exponent: int) -> Tensor:
+    """2 to the exponent of every value, in fp64: a subnormal's is the least of its format, a zero's fp32's least."""
+    powers = (x.view(torch.int32) & _EXPONENT).view(torch.float32).double()
+    return powers.clamp_(min=2.0**least_exponent).masked_fill_(x == 0, _OF_ZERO)
+
+
+def _add_together(core: TensorCore, step: _Step, addend: Tensor) -> Tensor:
+    """The terms, cut off below the last bit of the largest one, are summed exactly and rounded toward zero."""
+    largest = torch.maximum(step.powers.amax(0), _power(addend, FP32.min_exponent))
+    scale = 2.0**core.fraction_bits / largest
+    total = ((step.products * scale).trunc_().sum(0) + (addend * scale).trunc_()) / scale
+    rounded = round_to(total, core.result, Rounding.TOWARD_ZERO)
+    # Beyond the format's range even what goes toward zero is Inf; and what ends as zero is the positive one.
+    rounded = torch.where(total.abs() < _BEYOND, rounded, total * torch.inf) + 0.0
+    return _with_infinities(rounded, step, addend).float()
+
+
+def _add_in_turn(core: TensorCore, step: _Step, addend: Tensor) -> Tensor:
+    """The products' sum, cut off as NVIDIA's, and the addend are aligned, rounded down, and their sum to even."""
+    if core.order is Order.EVEN_AND_ODD:
+        even, of_even = _sum_of_products(core, step.products[0::2], step.powers[0::2])
+        odd, of_odd = _sum_of_products(core, step.products[1::2], step.powers[1::2])
+        power = torch.maximum(of_even, of_odd)
+        products = _down(even, power, core.fraction_bits) + _down(odd, power, core.fraction_bits)
+    else:
+        products, power = _sum_of_products(core, step.products, step.powers)
+    of_addend = _power(addend, FP32.min_exponent)
+    largest = torch.maximum(power, of_addend)
+    kept = _down(addend.double(), largest, core.fraction_bits)
+    if core.order is Order.EVEN_AND_ODD:
+        kept = kept.masked_fill(of_addend * _LOST_ADDEND < largest, 0.0)
+    total = _down(products, largest, _BITS_OF_PRODUCTS) + kept
+    return _with_infinities(_with_large_products(total, step), step, addend).float()
+
+
+def _sum_of_products(core: TensorCore, products: Tensor, powers: Tensor) -> tuple[Tensor, Tensor]:
+    """Products, cut off below the last bit of the largest and summed, and that one's power."""
+    largest = powers.amax(0)
+    scale = 2.0**core.fraction_bits / largest
+    return (products * scale).trunc_().sum(0) / scale, largest
+
+
+def _down(x: Tensor, largest: Tensor, bits: int) -> Tensor:
+    """Rounded toward minus infinity, to so many bits below the largest term's power."""
+    scale = 2.0**bits / largest
+    return (x * scale).floor_().div_(scale)
+
+
+def _with_large_products(total: Tensor, step: _Step) -> Tensor:
+    """Inf for a product that fp32 lacks, NaN for two of them with both signs."""
+    if bool((step.powers.amax(0) < _BEYOND / 2).all()):
+        return total
+    beyond = torch.where(step.products.abs() < _BEYOND, 0.0, step.products * torch.inf).sum(0)
+    return torch.where(beyond == 0, total, beyond)
+
+
+def _with_infinities(total: Tensor, step: _Step, addend: Tensor) -> Tensor:
+    """Terms that are Inf or NaN, of which no alignment makes anything, added up as they are."""
+    plain = step.products.sum(0) + addend
+    return torch.where(plain.isfinite(), total, plain)
