@@ -52,6 +52,24 @@ class Backend:
     call_steps: int = 4  # how long one call takes, looks and all, about, in training steps with attention in one layer
 
     @property
+    def options(self) -> tuple[str, ...]:
+        """Words of the command line that make it what it is, beside its name."""
+        return ()
+
+    def told(self) -> str | None:
+        """What the first lines of a run say of it; None: nothing."""
+        return None
+
+    def assuming(self, card: str) -> "Backend":
+        """Compute as a card would that is not here; itself, where the device that is here computes.
+
+        Raises:
+            ValueError: nothing is known of such a card; one line with those that are.
+        """
+        del card
+        return self
+
+    @property
     def has_fp64(self) -> bool:
         """Whether the device has float64."""
         return self.arithmetic.has_fp64

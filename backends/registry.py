@@ -7,6 +7,9 @@ from tiebreak.backends.ascend.backend import ASCEND
 from tiebreak.backends.backend import CPU, EMULATION, Backend
 from tiebreak.backends.cuda import CUDA
 from tiebreak.backends.interpreter import INTERPRETER
+from tiebreak.backends.interpreter.assumptions import CARDS
+
+__all__ = ["BACKENDS", "CARDS"]
 
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {backend.name: backend for backend in (EMULATION, CPU, INTERPRETER, CUDA, ASCEND)}

@@ -1,16 +1,16 @@
 """What is assumed of a card where the language leaves it open: its products, its exponential, contraction, division."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from torch import Tensor
 
 from tiebreak.backends.emulation.accumulators import ACCUMULATIONS
+from tiebreak.backends.emulation.targets import TARGETS as KNOWN_CORES
 from tiebreak.kernels.plans import Accumulator
 
-# (a, b, addend), fp32 carriers: (..., m, k), (..., k, n), (..., m, n) -> a @ b + addend, fp32
-Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+_SUMS_IN_FP32 = Accumulator.HOPPER  # row sums of any card: a balanced tree of fp32
 
 
 @dataclass(frozen=True)
@@ -18,21 +18,35 @@ class Assumptions:
     """A card as the interpreter takes it to be. No card gave anything that is computed under it."""
 
     name: str  # how --as calls it
-    about: str  # one line
-    backend: str  # what Triton calls the maker's tools
-    architecture: int | str  # and the card, as a kernel may ask for it
-    warp: int  # threads of a warp
-    accumulator: Accumulator  # in which products of narrow formats are added up, and in which order rows are
-    flushes: bool = False  # whether the exponential takes and gives no subnormals
+    backend: str = "cuda"  # what Triton calls the maker's tools
+    architecture: int | str = 80  # and the card, as a kernel may ask for it
+    warp: int = 32  # threads of a warp
+    adds_exactly: bool = True  # whether products and rows are added up exactly; else as its tensor cores and threads do
+    flushes: bool = False  # whether the exponential gives no subnormals
     base_two: bool = False  # whether exp(x) is 2^(x log2 e), its product rounded
     contracts: bool = False  # whether a product goes unrounded into a sum, unless a launch says enable_fp_fusion=False
     reciprocal: bool = False  # whether x / y is a product with the rounded reciprocal
+
+    @property
+    def about(self) -> str:
+        """One line."""
+        if self.adds_exactly:
+            return "no card: sums exact and rounded once, nothing contracted"
+        told = [
+            "its tensor cores' sums",
+            "rows summed in fp32",
+            "exp in base two" * self.base_two,
+            "no subnormal from it" * self.flushes,
+            "products contracted into sums" if self.contracts else "nothing contracted",
+            "/ by the rounded reciprocal" * self.reciprocal,
+        ]
+        return f"as {self.name}, assumed: {', '.join(one for one in told if one)}; nothing ran on a GPU"
 
     def described(self) -> dict[str, str | bool]:
         """For the record of a run."""
         return {
             "as": self.name,
-            "accumulator": self.accumulator.value,
+            "sums": "exact" if self.adds_exactly else f"tensor cores of {self.name}, rows in fp32 as a balanced tree",
             "exponential_flushes": self.flushes,
             "exponential_in_base_two": self.base_two,
             "contraction": self.contracts,
@@ -40,10 +54,34 @@ class Assumptions:
         }
 
     def total(self, x: Tensor) -> Tensor:
-        """Sum over the last dimension, (..., k) -> (..., 1)."""
-        return ACCUMULATIONS[self.accumulator].total(x)
+        """Sum over the last dimension, (..., k) -> (..., 1), fp32."""
+        return ACCUMULATIONS[Accumulator.EXACT if self.adds_exactly else _SUMS_IN_FP32].total(x)
 
 
 #: No card: every product, sum and function is exact and rounded once.
-EXACT = Assumptions("exact", "sums exact and rounded once, no contraction", "cuda", 80, 32, Accumulator.EXACT)
-TARGETS: Mapping[str, Assumptions] = MappingProxyType({EXACT.name: EXACT})
+EXACT = Assumptions("exact")
+# As `tiebreak audit` finds it in Triton's assembly (docs/audit.md): NVIDIA's `/` is div.full.f32, whose bits nobody has
+# published and which is 2 ulp off at most; a product with the reciprocal is off as much. B200's PTX contracts nothing,
+# AMD's assembler some of the arguments of an exponential and not others: none is assumed there.
+_CONTRACTING = frozenset({"sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120"})
+
+
+def _card(name: str) -> Assumptions:
+    if name.startswith("gfx"):
+        return Assumptions(name, "hip", name, 64, adds_exactly=False, flushes=True, base_two=True)
+    number = int(name.removeprefix("sm_"))
+    return Assumptions(
+        name,
+        architecture=number,
+        adds_exactly=False,
+        flushes=True,
+        base_two=True,
+        contracts=name in _CONTRACTING,
+        reciprocal=True,
+    )
+
+
+#: By the names that --as takes. Volta is none: Triton has dropped it.
+CARDS: Mapping[str, Assumptions] = MappingProxyType(
+    {EXACT.name: EXACT} | {name: _card(name) for name in KNOWN_CORES if name != "sm_70"}
+)

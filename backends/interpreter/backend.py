@@ -1,13 +1,13 @@
 """The backend `interpreter`: Triton kernels, the suite's and anyone's, on any CPU."""
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
-from tiebreak.backends.interpreter.assumptions import EXACT, Assumptions
+from tiebreak.backends.interpreter.assumptions import CARDS, EXACT, Assumptions
 from tiebreak.kernels.triton.loading import installed, not_interpreting
 from tiebreak.kernels.triton.roster import triton_kernels
 
@@ -17,6 +17,21 @@ class Interpreter(Backend):
     """Triton kernels alone: on a CPU, as a card would round that is only assumed."""
 
     assumed: Assumptions = EXACT
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """As `Backend.options`."""
+        return () if self.assumed == EXACT else ("--as", self.assumed.name)
+
+    def told(self) -> str:
+        """As `Backend.told`."""
+        return self.assumed.about
+
+    def assuming(self, card: str) -> Backend:
+        """As `Backend.assuming`."""
+        if card not in CARDS:
+            raise ValueError(f"{card}: unknown; the cards are {', '.join(CARDS)}")
+        return replace(self, assumed=CARDS[card])
 
     def describe(self) -> dict[str, Any]:
         """Triton's version and what is assumed. NumPy's, by which all is computed, is in every run."""

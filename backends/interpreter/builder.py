@@ -19,7 +19,7 @@ from tiebreak.backends.interpreter.assumptions import Assumptions
 from tiebreak.backends.interpreter.errors import UnfaithfulError
 from tiebreak.backends.interpreter.memory import ANYWHERE, Memory
 from tiebreak.backends.interpreter.numbers import Array, bits, converted, numpy_type
-from tiebreak.backends.interpreter.products import product, scaled_operand
+from tiebreak.backends.interpreter.products import How, product, scaled_operand
 
 Handle = Any  # triton's TensorHandle: an array, the type of its elements, and attributes
 
@@ -40,7 +40,12 @@ class FaithfulBuilder(InterpreterBuilder):
         super().__init__()
         self.assumed = assumed
         # Without debug=True a compiled kernel checks no integer for overflow either.
-        self.options: Any = replace(self.options, sanitize_overflow=False)
+        self.options: Any = replace(
+            self.options,
+            sanitize_overflow=False,
+            default_dot_input_precision="ieee" if assumed.backend == "hip" else "tf32",
+            max_num_imprecise_acc_default=2**30 if assumed.name == "sm_90" else 0,
+        )
         self.begin(Memory("", ()), contracts=False)
 
     def begin(self, memory: Memory, *, contracts: bool) -> None:
@@ -148,6 +153,10 @@ class FaithfulBuilder(InterpreterBuilder):
     def create_fadd(self, lhs: Handle, rhs: Handle) -> Handle:
         """A sum; of two products the left one is contracted, as LLVM does."""
         for one, other in ((lhs, rhs), (rhs, lhs)):
+            if "dot" in one.attr:
+                a, b, how = one.attr["dot"]
+                return TensorHandle(product(a, b, other.data, how, self.assumed), other.dtype.scalar)
+        for one, other in ((lhs, rhs), (rhs, lhs)):
             if "product" in one.attr:
                 return _fused(one.attr["product"], other.data, other)
         return self.binary_op(lhs, rhs, np.add)
@@ -186,8 +195,11 @@ class FaithfulBuilder(InterpreterBuilder):
         self, a: Handle, b: Handle, d: Handle, input_precision: object, max_num_imprecise_acc: int
     ) -> Handle:
         """Upstream multiplies the bits of bf16, and rounds products of 8 bits by way of fp16."""
-        del max_num_imprecise_acc
-        return TensorHandle(product(a.data, b.data, d.data, input_precision, self.assumed), d.dtype.scalar)
+        how = How(input_precision, max_num_imprecise_acc)
+        found = TensorHandle(product(a.data, b.data, d.data, how, self.assumed), d.dtype.scalar)
+        if not self.assumed.adds_exactly and not d.data.any():
+            found.attr["dot"] = (a.data, b.data, how)  # Triton adds a sum that it goes into on the tensor cores
+        return found
 
     def create_dot_scaled(
         self,
@@ -206,7 +218,7 @@ class FaithfulBuilder(InterpreterBuilder):
         del fast_math
         a = scaled_operand(lhs.data, lhs_scale, lhs_format, packed_last=lhs_k_pack, right=False)
         b = scaled_operand(rhs.data, rhs_scale, rhs_format, packed_last=not rhs_k_pack, right=True)
-        return TensorHandle(product(a, b, acc.data, ir.INPUT_PRECISION.IEEE, self.assumed), tl.float32)
+        return TensorHandle(product(a, b, acc.data, How(), self.assumed), tl.float32)
 
     # Functions.
 

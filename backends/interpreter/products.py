@@ -1,46 +1,113 @@
 """Products of tiles, in the formats that a card multiplies in."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
+from triton._C.libtriton import interpreter as native
 from triton._C.libtriton import ir
 
 from tiebreak.backends.emulation.accumulators import ACCUMULATIONS
+from tiebreak.backends.emulation.targets import core_of
+from tiebreak.backends.emulation.tensor_cores import tensor_core_matmul
 from tiebreak.backends.interpreter.assumptions import Assumptions
 from tiebreak.backends.interpreter.errors import UnfaithfulError
 from tiebreak.backends.interpreter.numbers import Array, bits
+from tiebreak.kernels.plans import Accumulator
 
+_FORMATS = {
+    np.dtype(ml_dtypes.bfloat16): "bf16",
+    np.dtype(np.float16): "fp16",
+    np.dtype(ml_dtypes.float8_e4m3fn): "fp8_e4m3",
+    np.dtype(ml_dtypes.float8_e5m2): "fp8_e5m2",
+    np.dtype(ml_dtypes.float8_e4m3fnuz): "fp8_e4m3fnuz",
+    np.dtype(ml_dtypes.float8_e5m2fnuz): "fp8_e5m2fnuz",
+}
+_HOPPERS_STEP = 32  # products of fp8 that one of its instructions adds up
 _TF32 = np.uint32(0xFFFFE000)  # the bits of fp32 that a tensor core looks at
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=np.float32)
 
 
-def product(a: Array, b: Array, addend: Array, precision: object, assumed: Assumptions) -> Array:
+def product(a: Array, b: Array, addend: Array, how: "How", assumed: Assumptions) -> Array:
     """a @ b + addend.
 
     Args:
         a: (..., m, k), of any type that `tl.dot` takes.
-        b: (..., k, n), of the same.
+        b: (..., k, n), of the same; of fp8 it may be another one of 8 bits.
         addend: (..., m, n), in the type of the result.
-        precision: how fp32 is multiplied, of `ir.INPUT_PRECISION`; nothing to narrower types, whose products are exact.
-        assumed: the accumulator.
+        how: what the kernel asks for.
+        assumed: how a card adds up.
 
     Returns:
         In the type of the addend.
+
+    Raises:
+        UnfaithfulError: the card has no such product.
     """
     if a.dtype.kind in "iu":
         # Exact in fp64, and far faster than numpy's product of integers.
         return (a.astype(np.float64) @ b.astype(np.float64)).astype(addend.dtype) + addend
     if a.dtype == np.float64:
         return a @ b + addend
-    matmul = ACCUMULATIONS[assumed.accumulator].matmul
-    total = addend
-    pairs = _split(a, b, precision) if a.dtype == np.float32 else [(a.astype(np.float32), b.astype(np.float32))]
-    for left, right in pairs:
-        found = matmul(torch.from_numpy(np.ascontiguousarray(left)), torch.from_numpy(np.ascontiguousarray(right)))
-        total = (found.numpy() + total.astype(np.float32)).astype(addend.dtype)
+    total = addend.astype(np.float32)
+    for left, right, name in _operands(a, b, how.precision):
+        if assumed.adds_exactly:
+            found = ACCUMULATIONS[Accumulator.EXACT].matmul(_tensor(left), _tensor(right)).numpy()
+            total = (found + total).astype(addend.dtype).astype(np.float32)
+        elif name is None:
+            total = _one_by_one(left, right, total)
+        else:
+            total = _on_the_cores(left, right, total, name, how, assumed)
+    return total.astype(addend.dtype)
+
+
+@dataclass(frozen=True)
+class How:
+    """What a kernel asks of a product."""
+
+    precision: object = ir.INPUT_PRECISION.IEEE  # of `ir.INPUT_PRECISION`: how fp32 is multiplied
+    most_at_once: int = 0  # products of fp8 that Hopper may add up before they go to fp32; 0: all
+
+
+def _tensor(x: Array) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(x))
+
+
+def _operands(a: Array, b: Array, precision: object) -> Iterator[tuple[Array, Array, tuple[str, str] | None]]:
+    """The products that one is made of, in fp32 each, and what their operands' formats are; None: fp32."""
+    if a.dtype == np.float32:
+        formats = None if precision == ir.INPUT_PRECISION.IEEE else ("tf32", "tf32")
+        yield from ((left, right, formats) for left, right in _split(a, b, precision))
+    else:
+        yield a.astype(np.float32), b.astype(np.float32), (_FORMATS[a.dtype], _FORMATS[b.dtype])
+
+
+def _on_the_cores(a: Array, b: Array, total: Array, formats: tuple[str, str], how: How, assumed: Assumptions) -> Array:
+    """As tensor cores add up, from what is there already."""
+    name, eight_bits = assumed.name, formats[0].startswith("fp8")
+    if name == "gfx942" and not formats[0].endswith("fnuz") and eight_bits:
+        formats = ("fp16", "fp16")  # as which Triton multiplies the formats that CDNA3 lacks, and which holds them
+    try:
+        core = core_of(name, *formats)
+    except ValueError as error:
+        raise UnfaithfulError(str(error)) from error
+    step = max(how.most_at_once, _HOPPERS_STEP) if name == "sm_90" and eight_bits and how.most_at_once else a.shape[-1]
+    if step >= a.shape[-1]:
+        return tensor_core_matmul(_tensor(a), _tensor(b), _tensor(total), core).numpy()
+    for start in range(0, a.shape[-1], step):
+        part = _tensor(a[..., start : start + step]), _tensor(b[..., start : start + step, :])
+        total = total + tensor_core_matmul(*part, torch.zeros(()), core).numpy()
+    return total
+
+
+def _one_by_one(a: Array, b: Array, total: Array) -> Array:
+    """fp32, which no tensor core multiplies: one fused multiply-add after the other."""
+    for at in range(a.shape[-1]):
+        factors = np.broadcast_arrays(a[..., :, at, None], b[..., None, at, :], total)
+        total = native.fma_fp32(*(np.ascontiguousarray(one) for one in factors))
     return total
 
 

@@ -36,7 +36,20 @@ _CHECKPOINT = 256  # records between two checkpoints
 PROPERTY = "tiebreak"  # name of the property that carries a cell's record from its worker to the controller
 _DIED = "its process died: killed by a signal, out of memory, or ended by the kernel itself"
 POISONED = "tiebreak.poisoned"  # name of the property that says that a cell has left its worker's device unusable
-_OPTIONS = ("backend", "kernels", "cases", "dtype", "seed", "heads", "kernel", "declare", "plan", "captured", "fair")
+_OPTIONS = (
+    "backend",
+    "as",
+    "kernels",
+    "cases",
+    "dtype",
+    "seed",
+    "heads",
+    "kernel",
+    "declare",
+    "plan",
+    "captured",
+    "fair",
+)
 _IN_PART = ("kernels", "cases", "captured")  # what leaves out cells of the backends and kernels that run
 NARROWING = ("backend", "kernels", "cases", "kernel", "captured")  # without them a run is a whole one
 
@@ -94,6 +107,8 @@ class Keeper:
         lines = [f"tiebreak: {len(self.expected)} cells in the matrix; records go to {self.path}"]
         platform = describe()
         lines.append(f"platform: {platform.cpu}, level {platform.level}, torch {platform.torch}")
+        told = {backend.name: backend.told() for backend in backends_of(self.expected.values())}
+        lines += [f"backend {name}: {words}" for name, words in told.items() if words is not None]
         lines += [f"backend {name} can't run: {reason}" for name, reason in self.unavailable.items()]
         return [*lines, *self.warnings()]
 

@@ -11,7 +11,7 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from tiebreak.backends.platform import worker_count
-from tiebreak.backends.registry import BACKENDS
+from tiebreak.backends.registry import BACKENDS, CARDS
 from tiebreak.cases.case import HEADS_PER_BATCH
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
@@ -46,6 +46,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the matrix."""
     group = parser.getgroup("tiebreak", "tiebreak: the matrix (lists are comma-separated, globs allowed)")
     group.addoption("--backend", metavar="NAMES", help=f"backends to run: {', '.join(BACKENDS)}")
+    group.addoption(
+        "--as",
+        metavar="CARD",
+        help=f"with --backend interpreter, compute as one of {', '.join(CARDS)} would; nothing runs on it",
+    )
     group.addoption("--kernels", metavar="NAMES", help="kernels to run, also any rule@plan such as dithered@all_bf16")
     group.addoption("--cases", metavar="NAMES", help="cases to run, such as 'tied_maxima*'")
     group.addoption("--experiments", metavar="KINDS", help=f"kinds of experiment to run: {', '.join(kinds())}")
@@ -121,7 +126,7 @@ def _refuse(message: str, own_traceback: str = "") -> NoReturn:
 
 
 _ONCE = (
-    *("backend", "kernels", "cases", "dtype", "seed", "heads", "plan", "captured", "expected", "save", "out"),
+    *("backend", "as", "kernels", "cases", "dtype", "seed", "heads", "plan", "captured", "expected", "save", "out"),
     *("backward", "experiments", "cell-timeout", "no-worse-than"),
     *("baseline", "fail"),
 )
@@ -182,6 +187,7 @@ def _selection(config: pytest.Config) -> Selection:
         plan=config.getoption("plan"),
         captured=config.getoption("captured"),
         experiments=config.getoption("experiments"),
+        card=config.getoption("as"),
         emulated_backward=config.getoption("backward") == "emulated",
     )
 

@@ -16,7 +16,15 @@ def command(cell: Cell, settings: Settings) -> str:
     kernel: tuple[str, ...] = ("--kernels", cell.kernel.name)
     if cell.kernel.external:
         kernel = (*cell.kernel.origin, *settings.held_to)
-    where = ["--backend", cell.backend.name, *kernel, *cell.experiment.options, "--cases", cell.experiment.name]
+    where = [
+        "--backend",
+        cell.backend.name,
+        *cell.backend.options,
+        *kernel,
+        *cell.experiment.options,
+        "--cases",
+        cell.experiment.name,
+    ]
     draw = ["--dtype", cell.fmt.name, "--seed", str(settings.seed), "--heads", str(settings.heads)]
     return shlex.join(["pytest", *settings.matrix, *where, *draw])
 

@@ -40,6 +40,7 @@ class Selection:
     plan: str | None = None  # the rounding plan that they declare
     captured: str | None = None  # folder of captured tensors
     experiments: str | None = None  # kinds of experiment
+    card: str | None = None  # that the interpreter is to compute as
     emulated_backward: bool = False  # whether users' kernels train with the suite's own backward pass
 
 
@@ -111,7 +112,16 @@ def matching_backends(selection: Selection) -> list[Backend]:
     """
     default = _EXTERNAL_BACKEND if selection.kernel else None
     names = default if selection.backends is None else selection.backends
-    return _pick("--backend", "backend", names, BACKENDS)
+    found = _pick("--backend", "backend", names, BACKENDS)
+    if selection.card is None:
+        return found
+    try:
+        assuming = [backend.assuming(selection.card) for backend in found]
+    except ValueError as error:
+        raise SelectionError(f"--as {error}") from error
+    if all(one is other for one, other in zip(assuming, found, strict=True)):
+        raise SelectionError(f"--as {selection.card}: only --backend interpreter computes as a card that is not here")
+    return assuming
 
 
 def _formats(names: str) -> list[Format]:

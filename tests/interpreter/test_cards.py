@@ -1,0 +1,178 @@
+"""What is assumed of a card that is not here."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tiebreak.backends.emulation.targets import TARGETS, core_of
+from tiebreak.backends.emulation.tensor_cores import tensor_core_matmul
+from tiebreak.backends.interpreter import INTERPRETER
+from tiebreak.backends.interpreter.assumptions import CARDS, EXACT, Assumptions
+from tiebreak.backends.interpreter.errors import UnfaithfulError
+from tiebreak.backends.interpreter.session import interpreting
+from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.matrix.selection import Selection, SelectionError, cells
+
+N = 64
+
+
+def _launch(card: Assumptions, function: Callable[..., None], *args: object, **constants: object) -> None:
+    with interpreting(card):
+        triton.jit(function)[(1,)](*args, **constants)
+
+
+def _random(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _accumulated(A: Any, B: Any, C: Any, D: Any, N: tl.constexpr) -> None:
+    index = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    a, b, c = tl.load(A + index), tl.load(B + index), tl.load(C + index)
+    tl.store(D + index, tl.dot(a, b, c))
+    tl.store(D + N * N + index, c + tl.dot(a, b))
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "name"),
+    [
+        ("sm_80", torch.bfloat16, "bf16"),
+        ("sm_90", torch.bfloat16, "bf16"),
+        ("sm_90", torch.float8_e4m3fn, "fp8_e4m3"),
+        ("sm_75", torch.float16, "fp16"),
+        ("gfx942", torch.bfloat16, "bf16"),
+        ("gfx942", torch.float8_e4m3fn, "fp16"),
+    ],
+)
+def test_products_add_up_as_on_the_cards_tensor_cores_from_what_is_there(
+    card: str, dtype: torch.dtype, name: str
+) -> None:
+    """A sum written behind the product is added on the tensor cores too: Triton makes one of both."""
+    a, b, c = _random(N, N).to(dtype), _random(N, N, seed=2).to(dtype), _random(N, N, seed=3)
+    found = torch.zeros(2, N, N)
+    _launch(CARDS[card], _accumulated, a, b, c, found, N=N)
+    expected = tensor_core_matmul(a.float(), b.float(), c, core_of(card, name))
+    assert torch.equal(found[0], expected)
+    assert torch.equal(found[1], expected)
+    assert not torch.equal(found[0], (a.double() @ b.double()).float() + c)
+
+
+def test_fp8_goes_to_fp32_as_often_as_the_kernel_asks() -> None:
+    def promoted(A: Any, B: Any, C: Any, N: tl.constexpr, MOST: tl.constexpr) -> None:
+        index = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+        c = tl.zeros([N, N], tl.float32)
+        tl.store(C + index, tl.dot(tl.load(A + index), tl.load(B + index), c, max_num_imprecise_acc=MOST))
+
+    a, b = (_random(N, N, seed=seed).to(torch.float8_e4m3fn) for seed in (4, 5))
+    often, seldom = torch.zeros(2, N, N)
+    _launch(CARDS["sm_90"], promoted, a, b, often, N=N, MOST=32)
+    _launch(CARDS["sm_90"], promoted, a, b, seldom, N=N, MOST=64)
+    exact = a.double() @ b.double()
+    assert (often - exact).abs().mean() < 0.7 * (seldom - exact).abs().mean()
+
+
+def test_a_product_that_the_card_lacks_is_refused_by_its_name() -> None:
+    a = _random(N, N).to(torch.float8_e4m3fn)
+    with pytest.raises(UnfaithfulError, match="sm_80 doesn't multiply fp8_e4m3 by fp8_e4m3"):
+        _launch(CARDS["sm_80"], _accumulated, a, a, torch.zeros(N, N), torch.zeros(2, N, N), N=N)
+
+
+def test_fp32_is_multiplied_one_by_one_and_as_tf32_on_the_cores() -> None:
+    def multiplied(A: Any, B: Any, C: Any, N: tl.constexpr, HOW: tl.constexpr) -> None:
+        index = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+        tl.store(C + index, tl.dot(tl.load(A + index), tl.load(B + index), input_precision=HOW))
+
+    a, b = _random(N, N, seed=6), _random(N, N, seed=7)
+    plain, cut = torch.zeros(2, N, N)
+    _launch(CARDS["sm_80"], multiplied, a, b, plain, N=N, HOW="ieee")
+    _launch(CARDS["sm_80"], multiplied, a, b, cut, N=N, HOW="tf32")
+    one_by_one = torch.zeros(N, N)
+    for at in range(N):
+        # Exact in fp64 but for one rounding of the sum, which costs a second one in a few of a million.
+        one_by_one = (a[:, at, None].double() * b[None, at].double() + one_by_one.double()).float()
+    assert torch.equal(plain, one_by_one)
+    assert torch.equal(cut, tensor_core_matmul(a, b, torch.zeros(()), core_of("sm_80", "tf32")))
+
+
+def _functions(X: Any, Y: Any, Z: Any, N: tl.constexpr) -> None:
+    row = tl.arange(0, N)
+    x, y = tl.load(X + row), tl.load(Y + row)
+    tl.store(Z + row, tl.exp(x))
+    tl.store(Z + N + row, tl.exp2(x))
+    tl.store(Z + 2 * N + row, x / y)
+    tl.store(Z + 3 * N + row, tl.div_rn(x, y))
+
+
+@pytest.mark.parametrize("card", ["exact", "sm_90", "gfx942"])
+def test_the_exponential_and_the_division_are_the_cards(card: str) -> None:
+    x, y = _random(N, seed=8) * 40, _random(N, seed=9)
+    x[:2] = torch.tensor([-126.5, -95.0])
+    found = torch.zeros(4, N)
+    _launch(CARDS[card], _functions, x, y, found, N=N)
+    exponentials = torch.stack([x.double().exp(), x.double().exp2()]).float()
+    if card != "exact":
+        exponentials[0] = (x * 1.4426950408889634).double().exp2().float()
+        exponentials[exponentials < 2.0**-126] = 0.0
+    assert torch.equal(found[:2], exponentials)
+    assert torch.equal(found[2], x * (1 / y) if card == "sm_90" else x / y)
+    assert torch.equal(found[3], x / y)
+
+
+@pytest.mark.parametrize("card", ["exact", "sm_80", "sm_100", "gfx942"])
+def test_contraction_is_as_the_audit_finds_it(card: str) -> None:
+    def shifted(S: Any, M: Any, Y: Any, c: Any, N: tl.constexpr) -> None:
+        row = tl.arange(0, N)
+        tl.store(Y + row, tl.load(S + row) * c - tl.load(M + row))
+
+    s, m, y = _random(N, seed=10) * 60, _random(N, seed=11), torch.zeros(N)
+    _launch(CARDS[card], shifted, s, m, y, 0.18033688, N=N)
+    factor = torch.tensor(0.18033688)
+    contracted = (s.double() * factor.double() - m.double()).float()
+    assert torch.equal(y, contracted if card == "sm_80" else s * factor - m)
+    assert not torch.equal(contracted, s * factor - m)
+
+
+def test_a_kernel_is_told_the_card_that_is_assumed() -> None:
+    from triton.runtime.driver import driver
+
+    for name, (backend, architecture) in {"sm_90": ("cuda", 90), "gfx942": ("hip", "gfx942")}.items():
+        with interpreting(CARDS[name]):
+            target = driver.active.get_current_target()
+        assert (target.backend, target.arch) == (backend, architecture)
+
+
+def test_every_known_core_but_voltas_is_a_card() -> None:
+    assert set(CARDS) == {*TARGETS, "exact"} - {"sm_70"}
+
+
+def test_the_command_line_names_a_card_and_the_record_says_what_was_assumed() -> None:
+    found, _ = cells(Selection("interpreter", "triton_flash", "no_tail", card="sm_90"))
+    (backend,) = {cell.backend for cell in found}
+    assert backend == replace(INTERPRETER, assumed=CARDS["sm_90"])
+    assert backend.options == ("--as", "sm_90")
+    described = backend.describe()
+    assert described["as"] == "sm_90"
+    assert described["contraction"] is True
+    assert "nothing ran on a GPU" in str(backend.told())
+    assert "nothing contracted" in EXACT.about
+
+
+@pytest.mark.parametrize(
+    ("backend", "card", "told"),
+    [
+        ("interpreter", "sm_42", r"^--as sm_42: unknown; the cards are exact, sm_75, "),
+        ("cpu", "sm_90", r"^--as sm_90: only --backend interpreter computes as a card that is not here"),
+    ],
+)
+def test_a_card_that_is_not_known_or_not_asked_for_is_told(backend: str, card: str, told: str) -> None:
+    with pytest.raises(SelectionError, match=told):
+        cells(Selection(backend, card=card))
+
+
+def test_unfaithful_is_a_skip() -> None:
+    assert issubclass(UnfaithfulError, CannotRunError)
