@@ -11,6 +11,13 @@ from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
 
 
+def told_of_bias(measures: Errors) -> str:
+    """The bias in words, or what there is in its place."""
+    if measures.nonfinite:
+        return f"{measures.nonfinite} elements NaN or Inf"
+    return f"bias {measures.bias.mean:+.3f} +- {measures.bias.half_width:.3f} ulp"
+
+
 @dataclass(frozen=True)
 class Expectation:
     """One thing that can be expected of a cell's measures."""
@@ -19,6 +26,7 @@ class Expectation:
     met: Callable[[Errors], bool | None]  # True, False, or None while the data do not tell yet
     accurate: bool = True  # whether the output must keep within its plan's rounding-error bound
     finite: bool = True  # whether the output must be finite where the reference is
+    told: Callable[[Errors], str] = told_of_bias  # what was measured of it, in words
 
 
 def _bias_is(verdict: Verdict, sign: int = 0) -> Callable[[Errors], bool | None]:
@@ -43,10 +51,28 @@ def _gain(low: float, high: float) -> Callable[[Errors], bool | None]:
     return met
 
 
+def _rows(verdict: Verdict) -> Callable[[Errors], bool | None]:
+    def met(measures: Errors) -> bool | None:
+        if measures.nonfinite:
+            return False
+        found = judge(measures.coherence_excess)
+        return None if found is Verdict.INCONCLUSIVE else found is verdict
+
+    return met
+
+
+def _told_of_rows(measures: Errors) -> str:
+    found = measures.coherence_excess
+    return f"row coherence {found.mean:+.3f} +- {found.half_width:.3f} ulp from that of independent errors"
+
+
 UNBIASED = Expectation("unbiased", _bias_is(Verdict.UNBIASED))
 BIASED = Expectation("biased", _bias_is(Verdict.BIASED))
 BIASED_AWAY = Expectation("biased away from zero", _bias_is(Verdict.BIASED, +1))
 BIASED_TOWARD = Expectation("biased toward zero", _bias_is(Verdict.BIASED, -1))
+# Held to a bias' own margin: what a row's errors have in common is a bias, of that row.
+ROWS_ERR_TOGETHER = Expectation("the errors of a row agree in sign", _rows(Verdict.BIASED), told=_told_of_rows)
+ROWS_ERR_APART = Expectation("the errors of a row are independent", _rows(Verdict.UNBIASED), told=_told_of_rows)
 ACCURATE = Expectation("accurate", lambda measures: measures.nonfinite == 0)
 # Harm that a rule does: nothing else is asked of such a cell.
 BREAKS_DOWN = Expectation(

@@ -1,5 +1,6 @@
 """Errors of a kernel's output against the fp64 reference: signed errors in ulps, never absolute tolerances."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,7 @@ class Errors:
 
     head_bias: Tensor  # mean signed error in ulps, (batch * key heads,)
     head_square: Tensor  # mean squared error in ulps^2, (batch * key heads,)
+    head_coherence: Tensor  # row coherence less what independent errors give, in ulps, (batch * key heads,)
     head_delta: Tensor  # mean of delta_lp - delta_hp, (batch * key heads,)
     head_delta_size: Tensor  # mean |delta_hp|, (batch * key heads,)
     max_ulps: float  # largest |error| in ulps; 0 where nothing could be compared
@@ -77,6 +79,11 @@ class Errors:
         return interval(self.head_bias[torch.isfinite(self.head_bias)])
 
     @property
+    def coherence_excess(self) -> Interval:
+        """Row coherence, less what it would be if the errors of a row, of the size they have, were independent."""
+        return interval(self.head_coherence[torch.isfinite(self.head_coherence)])
+
+    @property
     def rms_ulps(self) -> float:
         """Root mean square error in ulps."""
         finite = self.head_square[torch.isfinite(self.head_square)]
@@ -93,6 +100,21 @@ class Errors:
     def gain(self) -> float:
         """sum |out| / sum |ref|: below 1 the output shrinks."""
         return self.output_size / self.reference_size if self.reference_size else torch.nan
+
+
+def coherence(error: Tensor) -> Tensor:
+    """The absolute mean signed error of every row: (..., d) -> (...); NaN is left out."""
+    return error.nanmean(-1).abs()
+
+
+def independent_coherence(error: Tensor) -> Tensor:
+    """What the same would be on average if the errors of a row, of the size they have, were independent.
+
+    The mean of n independent errors is about normal, of standard deviation rms / sqrt(n), and the mean of the absolute
+    value of a normal number is sqrt(2/pi) of its standard deviation.
+    """
+    counted = (~error.isnan()).sum(-1)
+    return math.sqrt(2 / math.pi) * (error.square().nanmean(-1) / counted).sqrt()
 
 
 def by_key_head(x: Tensor, groups: int) -> Tensor:
@@ -137,6 +159,7 @@ def measure(
     return Errors(
         head_bias=by_key_head(error, inputs.groups),
         head_square=by_key_head(error.square(), inputs.groups),
+        head_coherence=by_key_head(coherence(error) - independent_coherence(error), inputs.groups),
         head_delta=by_key_head(delta.double() - ref.delta, inputs.groups),
         head_delta_size=by_key_head(ref.delta.abs(), inputs.groups),
         max_ulps=error.abs().nan_to_num_(nan=0.0).max().item(),
@@ -156,6 +179,7 @@ def merge(batches: list[Errors]) -> Errors:
     return Errors(
         head_bias=torch.cat([batch.head_bias for batch in batches]),
         head_square=torch.cat([batch.head_square for batch in batches]),
+        head_coherence=torch.cat([batch.head_coherence for batch in batches]),
         head_delta=torch.cat([batch.head_delta for batch in batches]),
         head_delta_size=torch.cat([batch.head_delta_size for batch in batches]),
         max_ulps=max(batch.max_ulps for batch in batches),

@@ -33,6 +33,8 @@ from tiebreak.cases.claims import (
     INACCURATE,
     INACCURATE_OR_BREAKS_DOWN,
     OUTSIDE,
+    ROWS_ERR_APART,
+    ROWS_ERR_TOGETHER,
     UNBIASED,
     Claim,
     breaks_down_in,
@@ -58,7 +60,10 @@ _DITHERED = claim(UNBIASED, f"{_OWN}: the dithered shift", rules="dithered", pla
 _PLAIN_IS_BIASED = claim(
     BIASED_AWAY, f"{_PAPER}, section 3.3.2, claim 3", rules="safe as_printed_v1", plans="paper all_bf16"
 )
-_FUSED_IS_NOT = claim(UNBIASED, f"{_OWN}: where a kernel rounds decides", rules="safe", plans="fused")
+_FUSED = "fused fused_contracted"
+_FUSED_IS_NOT, _FUSED_ROUNDED_FIRST_IS_NOT = (
+    claim(UNBIASED, f"{_OWN}: where a kernel rounds decides", rules="safe", plans=plans) for plans in (_FUSED, "fused")
+)
 _LAZY_IS_FUSED = claim(UNBIASED, f"{_OWN}: no later block is higher, so nothing lags", rules="lazy", plans="fused")
 # Its delta does not see O, and so not the bias: see docs/science.md.
 _STANDARD_IS_BIASED = claim(BIASED_AWAY, f"{_OWN}: normalising P before its cast leaves the ties", rules="standard")
@@ -164,7 +169,7 @@ def _shapes_of_v() -> list[Case]:
         "2 equal maxima on an attention sink, the tail's V near 0",
         Scores(),
         _PLAIN_IS_BIASED,
-        claim(BIASED_TOWARD, f"{_OWN}: where a kernel rounds decides", rules="safe lazy", plans="fused"),
+        claim(BIASED_TOWARD, f"{_OWN}: where a kernel rounds decides", rules="safe lazy", plans=_FUSED),
         _FIX_HOLDS,
         _STOCHASTIC,
         _STANDARD_IS_BIASED,
@@ -183,7 +188,7 @@ def _shapes_of_v() -> list[Case]:
                 BIASED_TOWARD,
                 f"{_OWN}: measured, -0.09 ulp; no mechanism is known",
                 rules="safe lazy",
-                plans="fused",
+                plans=_FUSED,
             ),
             claim(
                 within(112.0),
@@ -233,7 +238,7 @@ def _single_maximum() -> list[Case]:
                 BIASED_AWAY,
                 f"{_OWN}: the limit of the fix",
                 rules=f"{_SAFE_BLIND_FIXES} lazy",
-                plans="paper all_bf16 fused",
+                plans=f"paper all_bf16 {_FUSED}",
             ),
             claim(BIASED_TOWARD, f"{_OWN}: O is the sink's P alone, cast once more", rules="standard"),
             _DITHERED,
@@ -356,9 +361,11 @@ def _row_maximum_large() -> list[Case]:
         105: (110.0, (breaks, gone)),
         10000: (10100.0, (breaks, authors(0.0, 1e-2))),
     }
-    every_key_ties = "at 1e4 bf16 spaces scores by 64: where S is in bf16 every key ties"
+    few_maxima = (
+        "at 1e4 bf16 spaces scores by 64: where S is in bf16 every key ties, and contracted, one of three r_m decides"
+    )
     plain = claim(BIASED_AWAY, f"{_PAPER}, section 3.3.2", rules="safe as_printed_v1", plans="paper")
-    unclaimed = {20: f"the fix {_ON_THE_MARGIN}", 10000: every_key_ties}
+    unclaimed = {20: f"the fix {_ON_THE_MARGIN}", 10000: few_maxima}
     return [
         _tied(
             f"repeated_large[r={r}]",
@@ -368,7 +375,7 @@ def _row_maximum_large() -> list[Case]:
             *claims,
             v1_breaks,
             no_sum,
-            _FUSED_IS_NOT,
+            _FUSED_ROUNDED_FIRST_IS_NOT if r == 10000 else _FUSED_IS_NOT,
             _LAZY_IS_FUSED,
             _STOCHASTIC,
             _STANDARD_IS_BIASED,
@@ -376,6 +383,59 @@ def _row_maximum_large() -> list[Case]:
             unclaimed=unclaimed.get(r),
         )
         for r, (high, claims) in rows.items()
+    ] + _inexact_arguments((gone, *lost, v1_breaks, no_sum), (breaks, gone, v1_breaks, no_sum))
+
+
+def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> list[Case]:
+    """Row maxima whose product with alpha log2 e is no fp32 number, and nothing that could break a tie but that.
+
+    Contracted, P-bar of the maxima is 2^e, e the rounding error of m c: up to half an ulp of it, 2^-22, 2^-18 and 2^-15
+    here. The cast makes P-bar 1, l has it as it is, and all ties of a row break to the side of -e. Which side that is
+    hangs on r_m, so rows err together and heads do not. A row with one maximum has no tie: O is one row of V.
+
+    Args:
+        at_60: what scaled shifts come to at repeated maxima of about 60.
+        at_600: the same at 600.
+    """
+    together = claim(
+        ROWS_ERR_TOGETHER, f"{_OWN}: m c is rounded and S c is not", rules="safe", plans="fused_contracted"
+    )
+    apart = claim(ROWS_ERR_APART, f"{_COMMENTARY}: eliminating the remainder", rules="safe as_printed_v1 lazy")
+    fast = claim(BIASED_AWAY, f"{_OWN}: an exp(0) below 1 makes l small", rules="safe", plans="fused_fast_exp")
+    alone = claim(ROWS_ERR_APART, f"{_OWN}: O is one row of V", rules="safe as_printed_v1 lazy standard")
+    scaled = partial(claim, rules="always_scaled", formats="fp16")
+    v1_lost = claim(shrinks(0.0, 0.0), f"{_OWN}: exp(-6 r_m) is 0 in fp16", rules="stabilized_v1", formats="fp16")
+    unscaled = claim(
+        BREAKS_DOWN, f"{_PAPER} v1, appendix C: unconditional scaling", rules="always_scaled", formats="bf16 fp16"
+    )
+    lost = scaled(shrinks(0.0, 0.0), f"{_OWN}: P-bar is 0 in fp16, l in fp32 is not")
+    # The ranges hold dozens of numbers of bf16, of which half round m c up and half down: 1 % to 7 % apart.
+    rows = {
+        6: ((5.0, 7.75), (v1_lost,), ()),
+        60: ((60.0, 85.0), at_60, (lost,)),
+        600: ((520.0, 1000.0), at_600, (unscaled,)),
+    }
+    repeated = [
+        Case(
+            f"inexact_ties[r={r}]",
+            f"2 equal maxima of about {r} times log2 e, which fp32 rounds, and no remainder",
+            _OWN,
+            partial(scripted, scores=Scores(top=top, gap=(200.0, 210.0))),
+            (together, _TIES_GO_AWAY, fast, apart, *harm, _FAIR, _OFFSET_HARMS),
+            unclaimed="a shift that is moved or scaled has an error of P-bar of its own, common to a row",
+        )
+        for r, (top, harm, _) in rows.items()
+    ]
+    return repeated + [
+        Case(
+            f"inexact_single[r={r}]",
+            f"1 maximum of about {r} times log2 e, which fp32 rounds, and no remainder (control): nothing ties",
+            _OWN,
+            partial(scripted, scores=Scores(maxima=1, top=top, gap=(200.0, 210.0))),
+            (alone, *harm, _FAIR, _OFFSET_HARMS),
+            unclaimed="a shift that is moved or scaled has an error of P-bar of its own, common to a row",
+        )
+        for r, (top, _, harm) in rows.items()
     ]
 
 
@@ -454,7 +514,7 @@ def _near_ties() -> list[Case]:
             plans="paper all_bf16",
         ),
         claim(UNBIASED, f"{_PAPER} v2: eps = 1e-3", rules="stabilized", plans="paper"),
-        claim(BIASED_AWAY, sum_unrounded, rules="safe lazy", plans="fused"),
+        claim(BIASED_AWAY, sum_unrounded, rules="safe lazy", plans=_FUSED),
         _STANDARD_IS_BIASED,
     )
     outside = _tied(
@@ -467,7 +527,7 @@ def _near_ties() -> list[Case]:
             rules="safe as_printed_v1 as_printed_v2 stabilized stabilized_v1 gamma",
             plans="paper all_bf16",
         ),
-        claim(BIASED_AWAY, sum_unrounded, rules="safe lazy stabilized", plans="fused"),
+        claim(BIASED_AWAY, sum_unrounded, rules="safe lazy stabilized", plans=_FUSED),
         claim(BIASED_AWAY, sum_unrounded, rules="safe", plans="fused_stochastic"),
         _STANDARD_IS_BIASED,
     )
@@ -568,7 +628,9 @@ def _controls() -> list[Case]:
             _tied_p_bar,
             (
                 claim(BIASED_AWAY, f"{_OWN}: ties go away from zero", plans="fused_half_up fused_ties_away"),
-                claim(UNBIASED, f"{_OWN}: to even, half of the ties go either way", rules="safe", plans="fused paper"),
+                claim(
+                    UNBIASED, f"{_OWN}: to even, half of the ties go either way", rules="safe", plans=f"{_FUSED} paper"
+                ),
             ),
             unclaimed="where S is in bf16 P-bar is no tie",
         ),
@@ -579,7 +641,7 @@ def _controls() -> list[Case]:
 def _eight_bits() -> list[Case]:
     """V in e4m3, which fp8 attention takes; every other kernel takes it too."""
     sound = claim(
-        UNBIASED, f"{_OWN}: 8 bits hold the sum of two numbers of 4", rules="safe", plans="fused paper fused_fp8"
+        UNBIASED, f"{_OWN}: 8 bits hold the sum of two numbers of 4", rules="safe", plans=f"{_FUSED} paper fused_fp8"
     )
     return [
         Case(
@@ -597,7 +659,7 @@ def _eight_bits() -> list[Case]:
             partial(_in_e4m3, scores=Scores(maxima=1, gap=(7.0, 7.5))),
             (
                 claim(BIASED_TOWARD, f"{_OWN}: P-bar below 2^-10 is 0 in e4m3, and l has it all", plans="fused_fp8"),
-                claim(UNBIASED, f"{_OWN}: 16 bits hold the tail", rules="safe", plans="fused paper"),
+                claim(UNBIASED, f"{_OWN}: 16 bits hold the tail", rules="safe", plans=f"{_FUSED} paper"),
                 _FAIR,
                 _OFFSET_HARMS,
             ),

@@ -40,7 +40,7 @@ def flash_attn() -> Kernel:
     return Kernel(
         "flash_attn",
         _compute,
-        fused_on_gpu(FLASH_2_BLOCK),
+        fused_on_gpu(FLASH_2_BLOCK, contracted=True),
         has_backward=missing() is None,
         takes=COMMON - {KEY_PADDING} | {OWN_SCALE},  # its signature has none
         lacks=_lacks,

@@ -57,6 +57,7 @@ DEFAULT_ROSTER = (
     "flash@paper",
     "flash@all_bf16",
     "flash@fused",
+    "flash@fused_contracted",
     "flash@fused_stochastic",
     "flash@fp32",
     "stabilized@paper",

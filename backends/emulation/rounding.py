@@ -94,11 +94,14 @@ def fma(x: torch.Tensor, factor: float, addend: torch.Tensor) -> torch.Tensor:
     # What the sum has lost, exact (Knuth's TwoSum); NaN where a term is Inf, and no comparison takes that for a loss.
     back = total - product
     lost = (product - (total - back)) + (added - back)
+    inexact = lost.abs() > 0
+    if x.device.type == "cpu" and not inexact.any():  # on the host, where it is cheap to ask: as good as always
+        return total.float()
     even = total.view(torch.int64).bitwise_and(1) == 0
     # The odd neighbour lies on the side of what was lost: one bit up where that adds to the magnitude, else one down.
     step = torch.where((lost > 0) == (total > 0), 1, -1)
     moved = (total.view(torch.int64) + step).view(torch.float64)
-    return torch.where((lost.abs() > 0) & even, moved, total).float()
+    return torch.where(inexact & even, moved, total).float()
 
 
 def _round_bits(bits: torch.Tensor, shift: int, mode: Rounding, random_bits: torch.Tensor | None) -> torch.Tensor:

@@ -112,6 +112,14 @@ DEFECTS = {
         "dithered@fused", _doing("dithered@fused", row_sum_from_rounded=True), EXACT, ("sink_tie",)
     ),
     "dither_without_noise": Defect("fair", _doing("flash@fused"), EXACT, ("sink_tie", "single_maximum_sink")),
+    # Unbiased over heads, and so predicted: a row's own bias gives it away.
+    "contracted": Defect(
+        "flash@fused",
+        _doing("flash@fused_contracted"),
+        EXACT,
+        ("inexact_ties[r=6]", "inexact_ties[r=60]", "inexact_ties[r=600]"),
+    ),
+    "not_contracted": Defect("flash@fused_contracted", _doing("flash@fused"), EXACT, ("inexact_ties[r=6]",)),
     "rounded_o_bar": Defect("flash@fused", _doing("flash@paper"), EXACT, ("tied_maxima[k=2]",)),
 }
 TWINS = sorted({defect.declared for defect in DEFECTS.values()})

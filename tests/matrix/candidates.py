@@ -32,6 +32,7 @@ _MORE = (
     "flash@paper,l_from=rounded",
     "flash@fused_half_up",
     "flash@fused_fp8",
+    "flash@fused_contracted",
 )
 
 

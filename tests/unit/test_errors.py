@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiebreak.cases.errors import Errors, by_key_head, difference, measure, merge, signed_error_ulps
+from tiebreak.cases.claims import ROWS_ERR_APART, ROWS_ERR_TOGETHER
+from tiebreak.cases.errors import (
+    Errors,
+    by_key_head,
+    coherence,
+    difference,
+    independent_coherence,
+    measure,
+    merge,
+    signed_error_ulps,
+)
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import (
     CONFIDENCE,
@@ -20,7 +30,7 @@ from tiebreak.cases.verdicts import (
     judge,
     quantile,
 )
-from tiebreak.kernels.formats import BF16, FP16, Format
+from tiebreak.kernels.formats import BF16, FP16, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import reference
 
@@ -324,3 +334,52 @@ def test_a_difference_leaves_heads_out_that_either_lacks() -> None:
     ours = replace(base, head_bias=torch.tensor([1.0, NAN, 3.0, 4.0], dtype=torch.float64))
     theirs = replace(base, head_bias=torch.tensor([NAN, 2.0, 2.0, 2.0], dtype=torch.float64))
     assert difference(ours, theirs).mean == 1.5
+
+
+def test_the_coherence_of_a_row_is_its_absolute_mean() -> None:
+    rows = torch.tensor([[0.5, 0.5, -0.25, -0.25], [-0.5, -0.5, -0.5, -0.5], [0.5, NAN, -0.5, NAN]])
+    assert coherence(rows).tolist() == [0.125, 0.5, 0.0]
+    # sqrt(2/pi) rms / sqrt(n), NaN no element: rms 0.395, 0.5 and 0.5 of 4, 4 and 2.
+    expected = [math.sqrt(2 / math.pi) * rms for rms in (math.sqrt(0.15625 / 4), 0.25, 0.5 / math.sqrt(2))]
+    assert independent_coherence(rows).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("draw", ["standard_normal", "random"])
+def test_independent_errors_have_the_coherence_that_is_said(draw: str) -> None:
+    rng = np.random.Generator(np.random.Philox(1))
+    rows = torch.from_numpy(getattr(rng, draw)((20_000, 64)))
+    rows = rows - 0.5 if draw == "random" else rows
+    # The absolute value of a normal number varies by 0.6 of its standard deviation: 0.75 % of the mean of 20,000, in 3.
+    assert coherence(rows).mean().item() == pytest.approx(independent_coherence(rows).mean().item(), rel=0.02)
+
+
+def _of_rows(error: Tensor) -> Errors:
+    """What an output is measured at whose errors are these, in ulps of 1.5."""
+    heads, queries, d = error.shape
+    zeros = torch.zeros(1, heads, queries, d)
+    inputs = AttentionInputs(zeros, zeros, zeros, zeros, Formats.of(BF16))
+    o = torch.full((1, heads, queries, d), 1.5, dtype=torch.float64)
+    ref = replace(reference(inputs), o=o, delta=o.sum(-1, keepdim=True))
+    return measure(o + error * ULP_1, None, inputs, ref, torch.ones_like(o))
+
+
+@pytest.mark.parametrize(
+    ("size", "together"), [(0.0, False), (0.03, False), (0.25, True)], ids=["none", "small", "as_of_a_tie"]
+)
+def test_what_errors_of_a_row_have_in_common_is_held_to_the_margin(size: float, together: bool) -> None:
+    rng = np.random.Generator(np.random.Philox(2))
+    common = size * torch.from_numpy(rng.choice([-1.0, 1.0], (64, 4, 1)))
+    found = _of_rows(common + 0.25 * torch.from_numpy(rng.standard_normal((64, 4, 64))))
+    assert abs(found.bias.mean) < 0.05  # heads average out
+    assert ROWS_ERR_TOGETHER.met(found) is together
+    assert ROWS_ERR_APART.met(found) is not together
+    assert "row coherence" in ROWS_ERR_APART.told(found)
+
+
+def test_too_few_heads_or_nan_tell_nothing_of_rows() -> None:
+    error = 0.25 * torch.from_numpy(np.random.Generator(np.random.Philox(3)).standard_normal((1, 4, 64)))
+    assert ROWS_ERR_APART.met(_of_rows(error)) is None
+    broken = error.expand(8, 4, 64).clone()
+    broken[0, 0, 0] = NAN
+    assert ROWS_ERR_APART.met(_of_rows(broken)) is False
+    assert ROWS_ERR_TOGETHER.met(_of_rows(broken)) is False

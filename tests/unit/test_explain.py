@@ -4,9 +4,16 @@ from collections.abc import Mapping
 
 import pytest
 
+from tiebreak.backends.backend import EMULATION
+from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.kernel import run_forward
+from tiebreak.kernels.reference import reference
+from tiebreak.matrix.attribution import fits
 from tiebreak.matrix.candidates import candidates, nameless, tilings
 from tiebreak.matrix.explain import FOLLOWED, Explanation, explain
+from tiebreak.matrix.workbench import SharedBatch
 from tiebreak.reports.records import FitRecord, Record
 
 
@@ -141,3 +148,17 @@ def test_a_named_tile_is_the_only_one() -> None:
     assert [str(one.block) for one in tilings(parse_declaration("paper"))] == ["128", "one", "64", "32"]
     assert [str(one.block) for one in tilings(parse_declaration("paper,tile=128"))] == ["128"]
     assert len(tilings(parse_declaration("standard"))) == 1
+
+
+@pytest.mark.parametrize("plan", ["flash@fused_contracted", "flash@fused", "flash@fused,base=2"])
+def test_a_contracted_kernel_is_told_from_one_that_rounds_first(plan: str) -> None:
+    found = {}
+    for case in (one for one in SCRIPTED if one.name in ("inexact_ties[r=6]", "sink_tie", "tied_p_bar")):
+        inputs = case.make(1, 0, 32, BF16)
+        o = run_forward(parse_declaration(plan), inputs, EMULATION.arithmetic).o
+        shares = fits(o, SharedBatch(inputs, reference(inputs)), candidates())
+        found[case.name] = {name: FitRecord.told(one.bits, 0.0, 0.01) for name, one in shares.items()}
+    told = only(*(compared(case, each) for case, each in found.items()))
+    assert told.text == f"follows {plan.removesuffix(',base=2')} (100.00 % of bits in 3 cells)"
+    other = "flash@fused" if plan == "flash@fused_contracted" else "flash@fused_contracted"
+    assert (found["inexact_ties[r=6]"][other].bits or 1.0) < 0.9

@@ -9,6 +9,7 @@ from tiebreak.kernels.algorithms import FLASH_ATTENTION, FLASH_ATTENTION_1
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, FP32, TF32, Formats, Rounding
 from tiebreak.kernels.plans import (
     FUSED,
+    FUSED_CONTRACTED,
     FUSED_STOCHASTIC,
     ISOLATION,
     PAPER,
@@ -222,4 +223,4 @@ def test_the_default_roster_names_every_kernel_once() -> None:
 def test_the_default_roster_has_every_rule_and_every_preset() -> None:
     declarations = [composed_kernel(name).declaration for name in DEFAULT_ROSTER]
     assert {found.shift_rule.name for found in declarations if found} == set(SHIFT_RULES)
-    assert {found.plan.name for found in declarations if found} == set(NARROW)
+    assert {found.plan.name for found in declarations if found} == {*NARROW, FUSED_CONTRACTED.name}

@@ -12,6 +12,7 @@ import torch
 from tiebreak.backends.backend import to_device
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import Case
+from tiebreak.cases.claims import told_of_bias
 from tiebreak.cases.errors import Errors, signed_error_ulps
 from tiebreak.cases.measures import Measure, Observed, call_measures
 from tiebreak.cases.scripted import SCRIPTED
@@ -127,7 +128,7 @@ def _claims(looks: Looks) -> tuple[Claimed, ...]:
 def _of_rounding(looks: Looks) -> tuple[Claimed, ...]:
     if not looks.as_rounded:
         return ()
-    found = f"{_found(looks.errors)} measured, {_found(looks.rounded())} of O rounded once"
+    found = f"{told_of_bias(looks.errors)} measured, {told_of_bias(looks.rounded())} of O rounded once"
     return (Claimed("no more bias than a correctly rounded O", _NO_WORSE, looks.rounded_met(), found),)
 
 
@@ -138,20 +139,15 @@ def _of_the_case(looks: Looks) -> tuple[Claimed, ...]:
     speaks_for = set() if expectation.accurate else {"bound", "range"}
     speaks_for |= set() if expectation.finite else {"finite"}
     met = expectation.met(looks.errors)
-    return (Claimed(expectation.name, looks.claim.source, met, _found(looks.errors), frozenset(speaks_for)),)
+    found = expectation.told(looks.errors)
+    return (Claimed(expectation.name, looks.claim.source, met, found, frozenset(speaks_for)),)
 
 
 def _prediction(looks: Looks) -> Predicted | None:
     if not looks.predictable:
         return None
-    told = f"{_found(looks.errors)} measured, {_found(looks.prediction())} emulated"
+    told = f"{told_of_bias(looks.errors)} measured, {told_of_bias(looks.prediction())} emulated"
     return Predicted(looks.declaration.label, looks.prediction_met(), told)
-
-
-def _found(errors: Errors) -> str:
-    if errors.nonfinite:
-        return f"{errors.nonfinite} elements NaN or Inf"
-    return f"bias {errors.bias.mean:+.3f} +- {errors.bias.half_width:.3f} ulp"
 
 
 def _shown(errors: Errors, verdict: str | None) -> str:
