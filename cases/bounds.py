@@ -3,8 +3,8 @@
 First-order forward analysis (Higham, Accuracy and Stability of Numerical Algorithms, 3.1) of O = (P V) / l with
 P = exp(S - m). With u the unit roundoff of each rounding point and u32 = 2^-24,
 
-    |dS_j|  <= (u_qk + u_s) |S_j| + (d + 2) u32 alpha |q| |k_j|
-    |dP_j|  <= P_j expm1(|dS_j| + |dS_max| + (2 u32 + u_shifted) |S_j - m| + e_exp + u_p)
+    |dS_j|  <= (u_scale + u_qk + u_s) |S_j| + (u_q + (d + 2) u32) alpha |q| |k_j|
+    |dP_j|  <= P_j expm1(|dS_j| + |dS_max| + (2 u32 + u_shifted) |S_j - m| + e_exp + u_exp + u_p)
                + half the smallest subnormal
     |dO|    <= sum_j |dP_j| |V_j| + sum_j |dP_j| sum_j P_j |V_j|
                + (c u_obar + c u_l + n u32) sum_j P_j |V_j| + u_o |O| + the subnormal spacing of O
@@ -34,7 +34,7 @@ from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 _EXPONENTIAL_ERROR = 2.0**-13  # relative: 1.2e-4; PyTorch's fast exponential errs by 1.1e-4 at most
 _ROUNDINGS_A_BLOCK = 3  # of O-bar and of l: the block's own sum, the rescale, the addition
 
-# A kernel that declares nothing is held to the loosest preset, with every point before the exponential rounded too.
+# A kernel that declares nothing is held to the loosest preset, with Q K^T and S - m rounded too.
 UNDECLARED = Declaration(
     FLASH_ATTENTION, replace(ALL_BF16, name="undeclared", qk=ALL_BF16.s, shifted=ALL_BF16.s), SHIFT_RULES["safe"]
 )
@@ -124,13 +124,18 @@ class ErrorBounds:
         ref, plan = self.ref, declaration.plan.in_formats(self.inputs.formats)
         top, at, distance = self._tops
         # In place from here on: a fresh large tensor costs as much as what is computed into it.
-        ds = ref.s.abs().mul_(_narrowing(plan.qk) + _roundoff(plan.s)).add_(self._product_error)
+        scale = _narrowing(plan.scale) + _narrowing(plan.divisor)
+        ds = ref.s.abs().mul_(scale + _narrowing(plan.qk) + _roundoff(plan.s)).add_(self._product_error)
+        if plan.q.narrows:
+            in_products = (self.inputs.q.shape[-1] + 2) * FP32.unit_roundoff
+            ds.add_(self._product_error, alpha=_roundoff(plan.q) / in_products)
         exponent = ds.add_(ds.gather(-1, at)).add_(self._subtraction_error).add_(_EXPONENTIAL_ERROR)
         if narrowed := _narrowing(plan.shifted):
             beyond = _beyond(declaration.shift_rule, top).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             exponent.add_((distance + beyond).mul_(narrowed)).add_(beyond.mul_(2 * FP32.unit_roundoff))
-        weights = exponent.add_(_roundoff(plan.p_bar)).expm1_().mul_(ref.p)
-        return weights.add_(plan.p_bar.fmt.smallest_subnormal / 2 * (ref.p > 0))
+        weights = exponent.add_(_narrowing(plan.exp) + _roundoff(plan.p_bar)).expm1_().mul_(ref.p)
+        lost = plan.p_bar.fmt.smallest_subnormal + (plan.exp.fmt.smallest_subnormal if plan.exp.narrows else 0.0)
+        return weights.add_(lost / 2 * (ref.p > 0))
 
     def of(self, declaration: Declaration) -> Tensor:
         """As `error_bound`; computed once for all kernels that share it."""

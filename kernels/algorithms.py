@@ -52,5 +52,5 @@ STANDARD_ATTENTION = Algorithm(
     tiled=False,
     takes=_TAKES,
     claimed_as="standard",
-    unused=frozenset({"row_sum_from_rounded", "row_sum"}),
+    unused=frozenset({"row_sum_from_rounded"}),  # l sums what `exp` leaves
 )

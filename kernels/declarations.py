@@ -26,7 +26,10 @@ _FLAGS = {_KEYS[_L_FROM]: {"rounded": True, "unrounded": False}, _KEYS[_CONTRACT
 _MODES = {rounding.value: rounding for rounding in Rounding}
 
 # The fields of a plan that a change may name, in the order in which they come to be rounded, by their keys.
-_POINTS = ("qk", "s", "shifted", "p_bar", "o_bar", _ROW_SUM, "o", "delta", "p", "dp", "ds", "gradients")
+_POINTS = (
+    *("scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "o_bar", _ROW_SUM, "o"),
+    *("delta", "p", "dp", "ds", "gradients"),
+)
 _FIELDS = {_KEYS.get(field, field): field for field in (*_POINTS, _L_FROM, _EXPONENTIAL, _CONTRACTED)}
 
 
@@ -59,7 +62,9 @@ def parse_declaration(text: str) -> Declaration:
         if key in found:
             raise ValueError(f"{key} is told twice in {text!r}")
         found[key] = value
-    for key, value in found.items():
+    # Contraction and a rounded S - m exclude one another: what goes goes first, what comes comes last.
+    turns = {(_KEYS[_CONTRACTED], "no"): -1, (_KEYS[_CONTRACTED], "yes"): 1}
+    for key, value in sorted(found.items(), key=lambda change: turns.get(change, 0)):
         try:
             declaration = _changed(declaration, key, value)
         except ValueError as error:

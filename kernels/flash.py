@@ -19,6 +19,7 @@ from tiebreak.kernels.plans import Cast, DeltaSource, Exponential, RoundingPlan
 from tiebreak.kernels.shift_rules import ShiftRule
 
 _FP32 = Cast(FP32)
+_LOG2_E = 1.4426950408889634
 Wanted = tuple[bool, bool, bool]  # which of dQ, dK and dV a backward pass is to compute
 ALL, DELTA_ALONE = (True, True, True), (False, False, False)
 
@@ -71,24 +72,37 @@ class _Operands:
     def scores(self, rows: slice, keys: slice, plan: RoundingPlan, arithmetic: Arithmetic) -> Tensor:
         """One tile of S: the product and its cast, then the scale, then S's cast, then the mask.
 
-        Where the plan contracts and does not cast S, the scale is left to the exponential's argument.
+        Where q's cast is narrow the scale comes first: into q, with log2(e) where the exponential is in base two. Where
+        the plan contracts and casts neither q nor S, the scale is left to the exponential's argument.
         """
 
         def make() -> Tensor:
             q, k = self.q[:, :, rows], self.k[:, :, keys]
-            # In fp32, whatever the plan: kernels of all plans share it.
+            scale, base = self._rounded_scale(plan, arithmetic), 1.0
+            if plan.q.narrows:
+                base = _LOG2_E if plan.exponential.base_two else 1.0
+                q, scale = arithmetic.cast(q * (scale * base), plan.q), 1.0
+            # In fp32, whatever the plan: kernels of all plans that leave q as it is share it.
             product = arithmetic.matmul(q, k.transpose(-1, -2), _FP32, plan.accumulator)
             s = arithmetic.cast(product, plan.qk)
             if not folds_scale(plan):
-                s = arithmetic.cast(s * self.scale, plan.s)
+                s = arithmetic.cast(s * (scale / base), plan.s)
             return s if self.hidden is None else _hide(s, _cut(self.hidden, rows, keys))
 
         return self.tiles.shared("s", rows, keys, make)
 
+    def _rounded_scale(self, plan: RoundingPlan, arithmetic: Arithmetic) -> float:
+        """What scores are multiplied by; in fp32 where nothing is narrow."""
+        if plan.divisor.narrows:
+            return 1.0 / arithmetic.cast(torch.tensor(1.0 / self.scale, dtype=torch.float32), plan.divisor).item()
+        if plan.scale.narrows:
+            return arithmetic.cast(torch.tensor(self.scale, dtype=torch.float32), plan.scale).item()
+        return self.scale
+
 
 def folds_scale(plan: RoundingPlan) -> bool:
     """Whether alpha is a factor of the exponential's argument, and scores stay as Q K^T has them."""
-    return plan.contracted and not plan.s.narrows
+    return plan.contracted and not plan.s.narrows and not plan.q.narrows
 
 
 @dataclass(frozen=True)
@@ -126,9 +140,11 @@ class Softmax:
         """What 1 in a natural logarithm is in the exponential's, contracted."""
         return math.log2(math.e) if self.plan.exponential.base_two else 1.0
 
-    def of(self, s: Tensor, shift: Tensor, exponential: Exponential | None = None) -> Tensor:
-        """exp(S - shift)."""
-        exponential = exponential or self.plan.exponential
+    def of(self, s: Tensor, shift: Tensor) -> Tensor:
+        """exp(S - shift), as the plan casts it."""
+        return self.arithmetic.cast(self._exp(s, shift, self.plan.exponential), self.plan.exp)
+
+    def _exp(self, s: Tensor, shift: Tensor, exponential: Exponential) -> Tensor:
         if self.plan.contracted:
             return self.arithmetic.exp_of_fma(s, self.factor, shift * -self.factor, exponential)
         return self.arithmetic.exp(self.arithmetic.cast(s - shift, self.plan.shifted), exponential)
@@ -138,7 +154,7 @@ class Softmax:
         if self.plan.contracted:
             apart = earlier - shift
             return self.arithmetic.exp_of_fma(apart, self.factor, torch.zeros_like(apart), self.rescale)
-        return self.of(earlier, shift, self.rescale)
+        return self._exp(earlier, shift, self.rescale)
 
     def of_probabilities(self, s: Tensor, lse: Tensor) -> Tensor:
         """exp(S - log-sum-exp) of a backward pass, the log-sum-exp a natural logarithm."""
@@ -309,7 +325,7 @@ def standard(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic
 
     Args:
         inputs: q, k, v and masks.
-        plan: `p_bar` casts the normalised P; `o_bar` and `row_sum` are not used.
+        plan: `p_bar` casts the normalised P, `exp` and `row_sum` what it is divided from; `o_bar` is the product's.
         arithmetic: the device's operations.
         block: only its `queries` matters: rows are worked off in tiles to bound memory.
 
@@ -325,7 +341,7 @@ def standard(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic
         row_max = s.amax(-1, keepdim=True)
         shift = torch.where(row_max == -torch.inf, torch.zeros_like(row_max), row_max)
         p = softmax.of(s, shift)
-        l = arithmetic.row_sum(p, plan.accumulator)
+        l = arithmetic.cast(arithmetic.row_sum(p, plan.accumulator), plan.row_sum)
         o = arithmetic.matmul(arithmetic.cast(p / l, plan.p_bar), operands.v, plan.o_bar, plan.accumulator)
         outputs.append(_final(o, rows, operands, plan, arithmetic, noise))
         sums.append(softmax.natural(shift) + torch.log(l))

@@ -74,8 +74,8 @@ class Exponential:
 
 @dataclass(frozen=True)
 class RoundingPlan:
-    """Where a kernel rounds. The scores' scale is applied in fp32, after Q K^T is cast and before S is; all else not
-    named is fp32.
+    """Where a kernel rounds. The scores' scale is applied in fp32, after Q K^T is cast and before S is; where q is
+    narrow it is applied to q instead. All else not named is fp32.
     """
 
     name: str  # how tables and --plan call it
@@ -88,7 +88,11 @@ class RoundingPlan:
     accumulator: Accumulator = Accumulator.EXACT  # of matrix products and row sums
     exponential: Exponential = Exponential()  # of the softmax
     contracted: bool = False  # whether its argument is fma(S, c, -m c), c its scale with log2 e: S c is never rounded
+    scale: Cast = Cast(FP32)  # the scores' scale alpha itself
+    divisor: Cast = Cast(FP32)  # 1 / alpha, where a kernel divides by it
+    q: Cast = Cast(FP32)  # q times the scale, in base two times log2(e) too, where a kernel scales q before Q K^T
     qk: Cast = Cast(FP32)  # Q K^T, before the scale
+    exp: Cast = Cast(FP32)  # exp(S - m), before it is summed, cast for the product or normalised
     shifted: Cast = Cast(FP32)  # S - m, the exponential's argument, and m - m' of a rescaling
     delta_from: DeltaSource = DeltaSource.OUTPUT  # backward: what delta is computed from
     delta: Cast = Cast(FP32)  # backward: delta

@@ -36,7 +36,7 @@ class Config:
             raise ValueError(f"plan {self.plan.name}: the Triton kernels' exponential of 0 is 1")
         if self.plan.contracted:
             raise ValueError(f"plan {self.plan.name}: the Triton kernels are launched with contraction off")
-        for point in ("qk", "shifted"):
+        for point in ("scale", "divisor", "q", "qk", "shifted", "exp"):
             if getattr(self.plan, point).narrows:
                 raise ValueError(f"plan {self.plan.name}: the Triton kernels do not round {point}")
         for point, cast in self.plan.casts():

@@ -23,6 +23,13 @@ _PLAIN = (
     "lazy@fused",
 )
 _UNTILED = ("standard", "standard,s=input", "standard,qk=input,s=input", "flash@fp32_inside")
+# Triton kernels that fold the scale and log2(e) into q; MLX; flax, whose softmax is in the inputs' format, divides q by
+# a rounded sqrt(d).
+_SCALED_FIRST = (
+    "flash@fused,q=input,base=2",
+    "standard,scale=input,q=input,s=input",
+    "standard,divisor=input,q=input,s=input,shifted=input,exp=input,l=input",
+)
 # The authors' code, with and without autocast, and what else of public kernels has been read.
 _MORE = (
     "flash@all_bf16,shifted=input,l_from=rounded",
@@ -42,7 +49,7 @@ def candidates() -> Mapping[str, Declaration]:
 
     The plainest come first. Not those that leave O in fp32: a kernel returns O in the format of its inputs.
     """
-    texts = dict.fromkeys((*_PLAIN, *_UNTILED, "flash@fused_fast_exp", *_MORE, *DEFAULT_ROSTER))
+    texts = dict.fromkeys((*_PLAIN, *_UNTILED, *_SCALED_FIRST, "flash@fused_fast_exp", *_MORE, *DEFAULT_ROSTER))
     texts |= dict.fromkeys(f"{text},base=2" for text in (*_PLAIN, *_UNTILED))
     found: dict[str, Declaration] = {}
     for text in texts:

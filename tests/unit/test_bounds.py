@@ -25,9 +25,16 @@ each_format = pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.n
 BLOCKS = (BLOCK, Block(7, 16))
 NAMED = [*PRESETS, *ISOLATION]
 LOW, SAFE = ALL_BF16.s, SHIFT_RULES["safe"]
-# As other people's kernels round: eager attention, the authors' code, flash attention 1; a shift far from the maximum.
+# As other people round: eager attention, MLX, flax, the authors' code, flash attention 1; a shift far from the
+# maximum.
 FOREIGN = {
     "eager": Declaration(STANDARD_ATTENTION, replace(STANDARD, qk=LOW, s=LOW), SAFE),
+    "mlx": Declaration(STANDARD_ATTENTION, replace(STANDARD, scale=LOW, q=LOW, s=LOW), SAFE),
+    "flax": Declaration(
+        STANDARD_ATTENTION,
+        replace(STANDARD, divisor=LOW, q=LOW, s=LOW, shifted=LOW, exp=LOW, row_sum=LOW),
+        SAFE,
+    ),
     "authors": Declaration(FLASH_ATTENTION, replace(ALL_BF16, shifted=LOW, row_sum_from_rounded=True), SAFE),
     "flash_1": Declaration(FLASH_ATTENTION_1, FUSED, SAFE),
     "flash_1@paper": Declaration(FLASH_ATTENTION_1, PAPER, SAFE),
@@ -90,10 +97,11 @@ def test_some_error_of_theirs_comes_near_the_bound(name: str) -> None:
     assert _error_over_bound(_inputs("random", BF16), FOREIGN[name]) > 1 / 50
 
 
-@pytest.mark.parametrize("point", ["qk", "shifted"])
-def test_a_point_before_the_exponential_takes_a_bound_of_its_own(point: str) -> None:
+@pytest.mark.parametrize("point", ["scale", "divisor", "q", "qk", "shifted", "exp"])
+def test_a_point_before_the_sum_takes_a_bound_of_its_own(point: str) -> None:
     inputs = _inputs("random", BF16)
-    inputs = replace(inputs, q=8 * inputs.q)  # few keys carry a row, so their errors do not average out
+    # Few keys carry a row, so their errors do not average out; bf16 has neither the scale nor its inverse.
+    inputs = replace(inputs, q=8 * inputs.q, softmax_scale=0.12)
     ref = reference(inputs)
     rounded = _declared(replace(FP32_PLAN, **{point: LOW}))  # type: ignore[arg-type]
     assert _error_over_bound(inputs, rounded, ref) <= 1.0

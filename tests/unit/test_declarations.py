@@ -25,7 +25,8 @@ from tiebreak.kernels.plans import (
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel, rule_names
 
 LOW = PAPER.p_bar
-POINTS = ("qk", "s", "shifted", "p_bar", "o_bar", "l", "o", "delta", "p", "dp", "ds", "gradients")
+FORWARD = ("scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "o_bar", "l", "o")
+POINTS = (*FORWARD, "delta", "p", "dp", "ds", "gradients")
 FORMATS = ("input", "fp32", "bf16", "fp16", "tf32", "fp8_e5m2", "E5M7")
 MODES = ("", ":away", ":zero", ":up", ":down")
 
@@ -40,6 +41,10 @@ def changed(plan: RoundingPlan, **changes: object) -> RoundingPlan:
         ("flash@fused,s=input", changed(FUSED, s=LOW)),
         ("flash@fused,s=bf16", changed(FUSED, s=Cast(BF16))),
         ("standard,qk=input,s=input", changed(STANDARD, qk=LOW, s=LOW)),
+        (
+            "standard,q=input,divisor=input,exp=input,l=input",
+            changed(STANDARD, q=LOW, divisor=LOW, exp=LOW, row_sum=LOW),
+        ),
         ("fused,base=2", changed(FUSED, exponential=Exponential(base_two=True))),
         ("fused,base=2,contract=yes", changed(FUSED_CONTRACTED)),
         ("fused_contracted,contract=no", changed(FUSED, exponential=Exponential(base_two=True))),
@@ -148,7 +153,7 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
         ("flash@standard", "unknown plan 'flash@standard'"),
         ("", "unknown plan ''"),
         ("fused,o_bra=bf16", "unknown rounding point 'o_bra': did you mean o_bar"),
-        ("fused,row_sum=bf16", "unknown rounding point 'row_sum'; known are qk, s, "),
+        ("fused,row_sum=bf16", "unknown rounding point 'row_sum'; known are scale, divisor, q, qk, s, "),
         ("fused,s", "'s' in 'fused,s': expected KEY=VALUE"),
         ("fused,s=bf16,s=fp16", "s is told twice"),
         ("fused,s=bf17", "s=bf17: unknown format 'bf17'"),
@@ -162,7 +167,7 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
         ("fused,tile=0", "at least 1, not 0 x 0"),
         ("fused,tile=64x32x16", "tile=64x32x16: expected a size"),
         ("standard,tile=64", "standard attention has no tiles"),
-        ("standard,l=bf16", "standard attention makes nothing of it"),
+        ("standard,l_from=rounded", "standard attention makes nothing of it"),
         ("flash_1@fused,l_from=rounded", "flash_1 attention makes nothing of it"),
     ],
 )

@@ -1,8 +1,11 @@
 """Which plan an undeclared kernel follows."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 
 import pytest
+import torch
+from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.scripted import SCRIPTED
@@ -162,3 +165,37 @@ def test_a_contracted_kernel_is_told_from_one_that_rounds_first(plan: str) -> No
     assert told.text == f"follows {plan.removesuffix(',base=2')} (100.00 % of bits in 3 cells)"
     other = "flash@fused" if plan == "flash@fused_contracted" else "flash@fused_contracted"
     assert (found["inexact_ties[r=6]"][other].bits or 1.0) < 0.9
+
+
+def mlx(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return ((q * torch.tensor(scale, dtype=q.dtype)) @ k.mT).float().softmax(-1).to(q.dtype) @ v
+
+
+def flax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    s = q / torch.tensor(1 / scale, dtype=q.dtype) @ k.mT
+    p = (s - s.amax(-1, keepdim=True)).exp()
+    return p / p.float().sum(-1, keepdim=True).to(q.dtype) @ v
+
+
+def folded(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """As Triton's tutorial had it: the scale and log2(e) in q."""
+    s = (q.float() * (scale * math.log2(math.e))).to(q.dtype).float() @ k.float().mT
+    p = torch.exp2(s - s.amax(-1, keepdim=True))
+    return (p.to(q.dtype).float() @ v.float() / p.sum(-1, keepdim=True)).to(q.dtype)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "plan"),
+    [
+        (mlx, "standard,scale=input,q=input,s=input"),
+        (flax, "standard,divisor=input,q=input,s=input,shifted=input,exp=input,l=input"),
+        (folded, "flash@fused,q=input,base=2"),
+    ],
+)
+def test_a_kernel_that_scales_q_first_is_known(kernel: Callable[..., Tensor], plan: str) -> None:
+    """In PyTorch's own bf16, with a scale that is no power of two."""
+    inputs = next(case for case in SCRIPTED if case.name == "random_odd").make(1, 0, 32, BF16)
+    o = kernel(*(x.bfloat16() for x in (inputs.q, inputs.k, inputs.v)), inputs.scale)
+    found = fits(o, SharedBatch(inputs, reference(inputs)), candidates())
+    assert found[plan].bits > 0.995
+    assert {text.partition(",tile")[0] for text, fit in found.items() if fit.bits >= FOLLOWED} == {plan}

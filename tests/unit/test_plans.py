@@ -24,7 +24,7 @@ from tiebreak.kernels.plans import (
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
-FORWARD = {"qk", "s", "shifted", "p_bar", "o_bar", "row_sum", "o"}
+FORWARD = {"scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "o_bar", "row_sum", "o"}
 BACKWARD = {"delta", "p", "dp", "ds", "gradients"}
 
 # The forward rounding points that a preset narrows to bf16; all others are fp32.

@@ -16,7 +16,7 @@ from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, composed, run_declared
-from tiebreak.kernels.plans import FP32_PLAN, FUSED, Cast, RoundingPlan
+from tiebreak.kernels.plans import FP32_PLAN, FUSED, Cast, Exponential, RoundingPlan
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
@@ -25,7 +25,8 @@ Row = Sequence[float]
 Formula = Callable[[Row, float, Sequence[Row], int], list[float]]
 
 LOW = Cast(BF16)
-KEYS, D = 6, 5  # the scale 1/sqrt(5) is no power of two
+KEYS, D = 6, 5
+SCALE = 0.3  # which bf16 does not have, nor its inverse
 CASES = {case.name: case for case in SCRIPTED}
 
 
@@ -45,6 +46,25 @@ def rounded_products(qk: Row, scale: float, v: Sequence[Row], tile: int) -> list
 
 def rounded_twice(qk: Row, scale: float, v: Sequence[Row], tile: int) -> list[float]:
     return mean([math.exp(bf16(bf16(x) * scale)) for x in qk], v)
+
+
+def rounded_scale(qk: Row, scale: float, v: Sequence[Row], tile: int) -> list[float]:
+    return mean([math.exp(x * bf16(scale)) for x in qk], v)
+
+
+def rounded_divisor(qk: Row, scale: float, v: Sequence[Row], tile: int) -> list[float]:
+    return mean([math.exp(x / bf16(1 / scale)) for x in qk], v)
+
+
+def rounded_weights(qk: Row, scale: float, v: Sequence[Row], tile: int) -> list[float]:
+    """The numerator and each of its terms in the sum, in one tile."""
+    return mean([bf16(math.exp((x - max(qk)) * scale)) for x in qk], v)
+
+
+def rounded_sum(qk: Row, scale: float, v: Sequence[Row], tile: int) -> list[float]:
+    weights = [math.exp((x - max(qk)) * scale) for x in qk]
+    l = math.fsum(weights)
+    return [l / bf16(l) * x for x in mean(weights, v)]
 
 
 def rounded_arguments(qk: Row, scale: float, v: Sequence[Row], tile: int) -> list[float]:
@@ -79,6 +99,12 @@ POINTS: dict[str, tuple[Algorithm, RoundingPlan, Formula, int]] = {
     "qk": (STANDARD_ATTENTION, replace(FP32_PLAN, qk=LOW), rounded_products, KEYS),
     "qk_tiled": (FLASH_ATTENTION, replace(FP32_PLAN, qk=LOW), rounded_products, 2),
     "qk_and_s": (STANDARD_ATTENTION, replace(FP32_PLAN, qk=LOW, s=LOW), rounded_twice, KEYS),
+    "scale": (FLASH_ATTENTION, replace(FP32_PLAN, scale=LOW), rounded_scale, 2),
+    "divisor": (STANDARD_ATTENTION, replace(FP32_PLAN, divisor=LOW), rounded_divisor, KEYS),
+    "exp": (FLASH_ATTENTION, replace(FP32_PLAN, exp=LOW), rounded_weights, KEYS),
+    "exp_standard": (STANDARD_ATTENTION, replace(FP32_PLAN, exp=LOW), rounded_weights, KEYS),
+    "exp_flash_1": (FLASH_ATTENTION_1, replace(FP32_PLAN, exp=LOW), rounded_weights, KEYS),
+    "row_sum_standard": (STANDARD_ATTENTION, replace(FP32_PLAN, row_sum=LOW), rounded_sum, KEYS),
     "shifted": (FLASH_ATTENTION, replace(FP32_PLAN, shifted=LOW), rounded_arguments, KEYS),
     "shifted_standard": (STANDARD_ATTENTION, replace(FP32_PLAN, shifted=LOW), rounded_arguments, KEYS),
     "shifted_tiled": (FLASH_ATTENTION, replace(FP32_PLAN, shifted=LOW), rounded_arguments, 2),
@@ -94,7 +120,7 @@ def inputs(queries: int = 4) -> AttentionInputs:
         return (scale * torch.randn(1, 1, n, D, generator=generator)).bfloat16().float()
 
     q, k, v, do = normal(queries, 2.0), normal(KEYS, 2.0), normal(KEYS, 1.0), normal(queries, 1.0)
-    return AttentionInputs(q, k, v, do, Formats.of(BF16))
+    return AttentionInputs(q, k, v, do, Formats.of(BF16), softmax_scale=SCALE)
 
 
 def by_hand(call: AttentionInputs, formula: Formula, tile: int) -> torch.Tensor:
@@ -113,6 +139,23 @@ def test_a_point_rounds_where_its_formula_does(name: str) -> None:
     # The order of fp32's own operations, some dozens of them; each point costs thousands of times that.
     fp32 = 64 * FP32.unit_roundoff * ref.magnitude
     assert ((o - by_hand(call, formula, tile)).abs() <= fp32).all()
+    assert ((o - ref.o).abs() > 100 * fp32).any()
+
+
+@pytest.mark.parametrize("base_two", [False, True])
+@pytest.mark.parametrize("algorithm", [FLASH_ATTENTION, STANDARD_ATTENTION], ids=lambda one: one.name)
+def test_a_scaled_q_is_rounded_before_the_product(algorithm: Algorithm, base_two: bool) -> None:
+    """In base two with log2(e) in it, as the Triton kernels that fold it into q have it."""
+    call = inputs()
+    fold = math.log2(math.e) if base_two else 1.0
+    q = (call.q.double() * (call.scale * fold)).bfloat16().double() / (call.scale * fold)
+    expected = by_hand(replace(call, q=q), lambda qk, scale, v, tile: mean([math.exp(x * scale) for x in qk], v), KEYS)
+    plan = replace(FP32_PLAN, q=LOW, exponential=Exponential(base_two=base_two))
+    declaration = Declaration(algorithm, plan, SHIFT_RULES["safe"], Block(2, 2))
+    o = run_declared(declaration, call, EmulatedArithmetic(), gradients=False).o.double()
+    ref = reference(call)
+    fp32 = 64 * FP32.unit_roundoff * ref.magnitude
+    assert ((o - expected).abs() <= fp32).all()
     assert ((o - ref.o).abs() > 100 * fp32).any()
 
 

@@ -382,16 +382,19 @@ def test_nan_and_inf_spoil_what_they_must_and_no_more() -> None:
         assert column[..., 1:].isfinite().all()
 
 
-@pytest.mark.parametrize("change", ["exponential", "p_bar", "accumulated"])
-def test_a_plan_that_the_kernels_cannot_keep_is_refused(change: str) -> None:
-    plans = {
-        "qk": (replace(FUSED, qk=PAPER.p_bar), "do not round qk"),
-        "shifted": (replace(FUSED, shifted=PAPER.p_bar), "do not round shifted"),
-        "exponential": (replace(FUSED, exponential=Exponential(correction=(1e-4,))), "exponential of 0 is 1"),
-        "p_bar": (replace(FUSED, p_bar=Cast(BF16, Rounding.STOCHASTIC)), "do not round p_bar stochastic"),
-        "accumulated": (replace(FUSED, o=Cast(BF16, Rounding.TOWARD_ZERO)), "do not round o zero"),
-    }
-    plan, message = plans[change]
+NOT_KEPT = {
+    **{
+        point: (replace(FUSED, **{point: PAPER.p_bar}), f"do not round {point}")  # type: ignore[arg-type]
+        for point in ("scale", "divisor", "q", "qk", "shifted", "exp")
+    },
+    "exponential": (replace(FUSED, exponential=Exponential(correction=(1e-4,))), "exponential of 0 is 1"),
+    "p_bar": (replace(FUSED, p_bar=Cast(BF16, Rounding.STOCHASTIC)), "do not round p_bar stochastic"),
+    "accumulated": (replace(FUSED, o=Cast(BF16, Rounding.TOWARD_ZERO)), "do not round o zero"),
+}
+
+
+@pytest.mark.parametrize(("plan", "message"), NOT_KEPT.values(), ids=NOT_KEPT)
+def test_a_plan_that_the_kernels_cannot_keep_is_refused(plan: RoundingPlan, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _run(_made("random"), _declared(plan))
 
