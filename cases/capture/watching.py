@@ -198,8 +198,9 @@ def _replace(undo: ExitStack, owner: Any, name: str, value: object) -> None:
 
 
 def _sources(model: nn.Module) -> list[Any]:
-    """The Python modules that a model's classes come from."""
-    names = dict.fromkeys(type(module).__module__ for module in model.modules())
+    """The Python modules that a model's classes and their bases come from: FSDP derives a class of its own from one."""
+    classes = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
+    names = dict.fromkeys(each.__module__ for each in classes)
     return [sys.modules[name] for name in names if name in sys.modules and sys.modules[name] is not torch.nn.functional]
 
 
