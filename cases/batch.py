@@ -35,7 +35,7 @@ class Batch:
     @cached_property
     def gradient_bounds(self) -> GradientErrorBounds:
         """The same for dQ, dK and dV."""
-        return GradientErrorBounds(self.bounds)
+        return GradientErrorBounds(self.bounds, self.gradients.gradients)
 
     @cached_property
     def gradients(self) -> ExactGradients:

@@ -94,7 +94,7 @@ class ErrorBounds:
         return -(-self.inputs.k.shape[-2] // declaration.block.keys)
 
     @cached_property
-    def _values(self) -> Tensor:
+    def values(self) -> Tensor:
         """|V|."""
         return self.inputs.expanded_v().double().abs()
 
@@ -151,7 +151,7 @@ class ErrorBounds:
         steps = _ROUNDINGS_A_BLOCK * self._blocks(declaration) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
         relative = dp.sum(-1, keepdim=True) + steps + keys * FP32.unit_roundoff
         subnormal = self.inputs.formats.output.smallest_subnormal
-        bound = dp @ self._values + relative * ref.magnitude + _roundoff(plan.o) * ref.o.abs() + subnormal
+        bound = dp @ self.values + relative * ref.magnitude + _roundoff(plan.o) * ref.o.abs() + subnormal
         # Inf * 0: the scores' rounding can move any weight to any key.
         return torch.nan_to_num(bound, nan=torch.inf, posinf=torch.inf)
 

@@ -29,9 +29,10 @@ class GradientBounds:
 
 @dataclass(frozen=True)
 class GradientErrorBounds:
-    """Bounds for one batch. What no plan changes is computed once."""
+    """Bounds for one batch. What no plan changes is computed once, fp64."""
 
     forward: ErrorBounds
+    exact: tuple[Tensor, Tensor, Tensor]  # the reference's dQ, dK and dV
     _found: dict[Hashable, GradientBounds] = field(default_factory=dict)
 
     def of(self, declaration: Declaration) -> GradientBounds:
@@ -42,16 +43,34 @@ class GradientErrorBounds:
         return self._found[key]
 
     @cached_property
-    def _operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and dO in fp64, k and v for every query head."""
+    def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """|K|, |Q| and |dO|, which errors of dS and of P are multiplied by."""
         inputs = self.forward.inputs
-        return inputs.q.double(), inputs.expanded_k().double(), inputs.expanded_v().double(), inputs.do.double()
+        k, q, do = (one.double().abs() for one in (inputs.expanded_k(), inputs.q, inputs.do))
+        return k, q, do
 
     @cached_property
-    def _dp(self) -> tuple[Tensor, Tensor]:
-        """dP, and what it is the sum of, all positive: (batch, heads, queries, keys)."""
-        _, _, v, do = self._operands
-        return do @ v.transpose(-1, -2), do.abs() @ v.abs().transpose(-1, -2)
+    def _dp(self) -> Tensor:
+        """dP = dO V^T, (batch, heads, queries, keys)."""
+        dp: Tensor = self.forward.inputs.do.double() @ self.forward.inputs.expanded_v().double().transpose(-1, -2)
+        return dp
+
+    @cached_property
+    def _dp_size(self) -> Tensor:
+        """|dO| |V|^T, likewise."""
+        return self._factors[2] @ self.forward.values.transpose(-1, -2)
+
+    @cached_property
+    def _centred(self) -> Tensor:
+        """|dP - delta|, likewise."""
+        return (self._dp - self.forward.ref.delta).abs_()
+
+    @cached_property
+    def _sums(self) -> tuple[Tensor, Tensor, Tensor]:
+        """|dS| |K|, |dS|^T |Q| and P^T |dO|, before the heads of a group are added up."""
+        p, (k, q, do) = self.forward.ref.p, self._factors
+        ds = p * self._centred
+        return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ do
 
     @property
     def _unit(self) -> float:
@@ -62,7 +81,7 @@ class GradientErrorBounds:
         """Of the cast to the format that gradients are returned in, at each sum over grouped heads too."""
         return self.forward.inputs.formats.output.unit_roundoff * self.forward.inputs.groups
 
-    @cached_property
+    @property
     def _accumulation(self) -> float:
         """Of a sum over d in fp32."""
         return self.forward.inputs.q.shape[-1] * FP32.unit_roundoff
@@ -70,7 +89,7 @@ class GradientErrorBounds:
     @cached_property
     def _delta_rounding(self) -> Tensor:
         """What rowsum(dO O) errs by beside the error of O, a row."""
-        size = (self._operands[3].abs() * self.forward.ref.o.abs()).sum(-1, keepdim=True)
+        size = (self._factors[2] * self.forward.ref.o.abs()).sum(-1, keepdim=True)
         return size.mul_(self._unit + self._accumulation)
 
     def _elements(self, declaration: Declaration) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,27 +99,25 @@ class GradientErrorBounds:
         |e_dQ| <= alpha (|e_dS| |K| + (u_out + n u32) P |dP - delta| |K|), dK and dV likewise.
         """
         inputs, ref, unit = self.forward.inputs, self.forward.ref, self._unit
-        q, k, _, do = self._operands
-        dp, sizes = self._dp
         p_error = self.forward.of_probabilities(declaration)
         p_error = p_error + ref.p * (p_error.sum(-1, keepdim=True) + unit)
-        dp_error = (unit + self._accumulation) * sizes
-        from_o = (do.abs() * self.forward.of(declaration)).sum(-1, keepdim=True) + self._delta_rounding
-        from_p = (p_error * dp.abs() + ref.p * dp_error).sum(-1, keepdim=True)
-        both, centred = dp_error + from_o + from_p, (dp - ref.delta).abs()
-        ds = ref.p * centred
-        ds_error = p_error * (centred + both) + ref.p * both + unit * ds
+        dp_error = (unit + self._accumulation) * self._dp_size
+        from_o = (self._factors[2] * self.forward.of(declaration)).sum(-1, keepdim=True) + self._delta_rounding
+        from_p = (p_error * self._dp.abs() + ref.p * dp_error).sum(-1, keepdim=True)
+        both = dp_error + from_o + from_p
+        ds_error = p_error * (self._centred + both) + ref.p * (both + unit * self._centred)
+        queries, keys = ref.p.shape[-2:]
 
-        def bound(error: Tensor, exact: Tensor, factor: Tensor, scale: float) -> Tensor:
-            relative = self._last + exact.shape[-1] * FP32.unit_roundoff
-            total = scale * (error @ factor.abs() + relative * (exact @ factor.abs()))
-            smallest = inputs.formats.output.smallest_subnormal
+        def bound(error: Tensor, factor: Tensor, exact: Tensor, terms: int, scale: float) -> Tensor:
+            # In place: a fresh large tensor costs as much as what is computed into it.
+            total: Tensor = (error @ factor).add_(exact, alpha=self._last + terms * FP32.unit_roundoff).mul_(scale)
             # Inf * 0, where the scores' rounding can move any weight to any key.
-            return torch.nan_to_num(total + smallest, nan=torch.inf, posinf=torch.inf)
+            return total.add_(inputs.formats.output.smallest_subnormal).nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
-        dq = bound(ds_error, ds, k, inputs.scale)
-        dk = bound(ds_error.transpose(-1, -2), ds.transpose(-1, -2), q, inputs.scale)
-        dv = bound(p_error.transpose(-1, -2), ref.p.transpose(-1, -2), do, 1.0)
+        (k, q, do), (by_k, by_q, by_do) = self._factors, self._sums
+        dq = bound(ds_error, k, by_k, keys, inputs.scale)
+        dk = bound(ds_error.transpose(-1, -2), q, by_q, queries, inputs.scale)
+        dv = bound(p_error.transpose(-1, -2), do, by_do, queries, 1.0)
         return dq, sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
 
     def _norms(self, declaration: Declaration) -> tuple[float, float, float]:
@@ -113,28 +130,26 @@ class GradientErrorBounds:
         them one sign.
         """
         inputs, ref, unit = self.forward.inputs, self.forward.ref, self._unit
-        q, k, v, do = self._operands
-        dp, sizes = self._dp
-        centred = dp - ref.delta
         p_error = self.forward.of_probabilities(declaration)
         row = p_error.square().sum(-1, keepdim=True)  # squared error of l
-        o_error = (p_error.square() @ v.square() + row * ref.o.square()).sqrt()
+        o_error = (p_error.square() @ self.forward.values.square() + row * ref.o.square()).sqrt()
         o_error = o_error + 2 * inputs.formats.output.unit_roundoff * ref.o.abs()
-        delta_error = (do.abs() * o_error).sum(-1, keepdim=True) + self._delta_rounding
-        dp_error = unit * dp.abs() + self._accumulation * sizes
+        delta_error = (self._factors[2] * o_error).sum(-1, keepdim=True) + self._delta_rounding
+        dp_error = unit * self._dp.abs() + self._accumulation * self._dp_size
         p_square = p_error.square() + ref.p.square() * (row + unit**2)
-        alone = p_square * centred.square() + ref.p.square() * (dp_error.square() + (unit * centred).square())
+        centred = self._centred.square()
+        alone = p_square * centred + ref.p.square() * (dp_error.square() + unit**2 * centred)
 
-        def norm(square: Tensor, common: Tensor, gradient: Tensor) -> float:
-            total = square.sum() + common.square().sum() + (self._last * gradient).square().sum()
+        def norm(square: Tensor, common: Tensor, exact: Tensor) -> float:
+            total = square.sum() + common.square().sum() + (self._last * exact.norm()).square()
             return math.inf if total.isnan() else total.sqrt().item()
 
-        def summed(x: Tensor) -> Tensor:
-            return sum_groups(x, inputs.groups)
-
-        scale, back = inputs.scale, (ref.p * centred).transpose(-1, -2)
-        dq = norm(scale**2 * (alone @ k.square()), scale * delta_error * ref.pk, scale * (ref.p * centred @ k))
-        common = summed(scale * ((ref.p * delta_error).transpose(-1, -2) @ q.abs()))
-        dk = norm(scale**2 * (alone.transpose(-1, -2) @ q.square()), common, summed(scale * (back @ q)))
-        dv = norm(p_square.transpose(-1, -2) @ do.square(), torch.zeros(()), summed(ref.p.transpose(-1, -2) @ do))
-        return dq, dk, dv
+        # The sum of a product's elements, without the product.
+        k, q, do = (factor.square().sum(-1) for factor in self._factors)
+        scale, (dq, dk, dv) = inputs.scale, self.exact
+        together = sum_groups((ref.p * delta_error).transpose(-1, -2) @ self._factors[1], inputs.groups)
+        return (
+            norm(scale**2 * alone * k[..., None, :], scale * delta_error * ref.pk, dq),
+            norm(scale**2 * alone * q[..., None], together.mul_(scale), dk),
+            norm(p_square * do[..., None], torch.zeros(()), dv),
+        )

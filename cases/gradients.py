@@ -26,21 +26,24 @@ class ExactGradients:
 
     gradients: tuple[Tensor, Tensor, Tensor]  # dQ, dK and dV
     norms: tuple[Tensor, Tensor, Tensor]  # of each
+    units: tuple[Tensor, Tensor, Tensor]  # of each, `row_units`
 
     @classmethod
     def of(cls, inputs: AttentionInputs, ref: Reference) -> "ExactGradients":
         """Those of a batch."""
         dq, dk, dv = reference_gradients(inputs, ref)
-        return cls((dq, dk, dv), (dq.norm(), dk.norm(), dv.norm()))
+        fmt = inputs.formats.output
+        units = row_units(dq, fmt), row_units(dk, fmt), row_units(dv, fmt)
+        return cls((dq, dk, dv), (dq.norm(), dk.norm(), dv.norm()), units)
 
-    def relative_errors(self, gradients: Gradients) -> tuple[float, ...]:
-        """Of dQ, dK and dV: the norm of the difference over the norm of the reference."""
-        found = (gradients.dq, gradients.dk, gradients.dv)
-        return tuple(
-            # In place: a fresh large tensor costs as much as what is computed into it.
-            float(out.to(torch.float64, copy=True).sub_(exact).norm() / norm)
-            for out, exact, norm in zip(found, self.gradients, self.norms, strict=True)
+    def errors(self, gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
+        """Of dQ, dK and dV: what was found less the reference, fp64."""
+        # In place: a fresh large tensor costs as much as what is computed into it.
+        dq, dk, dv = (
+            out.to(torch.float64, copy=True).sub_(exact)
+            for out, exact in zip((gradients.dq, gradients.dk, gradients.dv), self.gradients, strict=True)
         )
+        return dq, dk, dv
 
 
 def weight_gradient(dq: Tensor, x: Tensor) -> Tensor:
@@ -49,7 +52,11 @@ def weight_gradient(dq: Tensor, x: Tensor) -> Tensor:
 
 
 def gradient_measures(
-    output: AttentionOutput, inputs: AttentionInputs, ref: Reference, exact: ExactGradients | None = None
+    output: AttentionOutput,
+    inputs: AttentionInputs,
+    ref: Reference,
+    exact: ExactGradients | None = None,
+    errors: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> dict[str, float]:
     """Errors of the gradients, and how much of dQ's and dW_Q's error is the error of delta.
 
@@ -61,6 +68,7 @@ def gradient_measures(
         inputs: what it was given.
         ref: the fp64 reference.
         exact: its gradients, if at hand.
+        errors: of the output's gradients against them, if at hand.
 
     Returns:
         Relative errors of dQ, dK and dV, and the cosines of the two errors with what the equations say.
@@ -72,8 +80,9 @@ def gradient_measures(
     if delta is None:
         delta = (inputs.do.double() * output.o.double()).sum(-1, keepdim=True)
     predicted = inputs.scale * (delta.double() - ref.delta) * ref.pk
-    error = exact.gradients[0] - gradients.dq.double()
-    dq_error, dk_error, dv_error = exact.relative_errors(gradients)
+    errors = errors or exact.errors(gradients)
+    error = -errors[0]
+    dq_error, dk_error, dv_error = (float(each.norm() / norm) for each, norm in zip(errors, exact.norms, strict=True))
     x = inputs.q.double()
     return {
         "dq_relative_error": dq_error,
@@ -84,22 +93,30 @@ def gradient_measures(
     }
 
 
-def ulps_of_rows(gradient: Tensor, exact: Tensor, fmt: Format) -> float:
+def row_units(exact: Tensor, fmt: Format) -> Tensor:
+    """An ulp of the largest element of each row of a gradient, fp64, (..., N, 1); Inf in a row of zeros.
+
+    Args:
+        exact: the reference's dQ, dK or dV, (..., N, d).
+        fmt: the format that the gradient is returned in.
+    """
+    largest = exact.abs().amax(-1, keepdim=True)
+    unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1 - fmt.mantissa_bits)
+    return unit.masked_fill(largest == 0, torch.inf)
+
+
+def ulps_of_rows(error: Tensor, units: Tensor) -> float:
     """Root mean square error of a gradient, each row in ulps of its largest element.
 
     Elements of a gradient cancel, and an error in ulps of a small one says by how much it cancelled.
 
     Args:
-        gradient: dQ, dK or dV, (batch, heads, N, d).
-        exact: the reference's, fp64.
-        fmt: the format that the gradient is returned in.
+        error: of dQ, dK or dV, fp64, (batch, heads, N, d).
+        units: `row_units` of the reference's.
     """
-    largest = exact.abs().amax(-1, keepdim=True)
-    unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1 - fmt.mantissa_bits)
-    error = gradient.to(torch.float64, copy=True).sub_(exact).div_(unit.masked_fill(largest == 0, torch.inf))
     # A row of zeros has no ulp and does not count.
-    counted = int((largest > 0).sum()) * exact.shape[-1]
-    return (error.reshape(-1).square_().sum() / counted).sqrt().item() if counted else torch.nan
+    counted = int((units < torch.inf).sum()) * error.shape[-1]
+    return ((error / units).reshape(-1).square_().sum() / counted).sqrt().item() if counted else torch.nan
 
 
 def delta_error_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: Tensor) -> Interval:
@@ -122,11 +139,14 @@ def delta_error_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: T
     return Interval(found.mean / size, found.half_width / size) if size else Interval(torch.nan, torch.inf)
 
 
-def gradient_faults(found: Sequence[Tensor], exact: Sequence[Tensor], bounds: GradientBounds) -> dict[str, float]:
+def gradient_faults(
+    found: Sequence[Tensor], errors: Sequence[Tensor], exact: Sequence[Tensor], bounds: GradientBounds
+) -> dict[str, float]:
     """What is wrong with gradients, at worst.
 
     Args:
         found: dQ, dK and dV of a kernel.
+        errors: found less exact, fp64.
         exact: the reference's.
         bounds: of their errors.
 
@@ -135,12 +155,11 @@ def gradient_faults(found: Sequence[Tensor], exact: Sequence[Tensor], bounds: Gr
         as a share of its bound, of an element or of a norm.
     """
     lost, worst = 0, 0.0
-    for ours, theirs, bound, norm in zip(found, exact, bounds.elements, bounds.norms, strict=True):
-        # In place: a fresh large tensor costs as much as what is computed into it.
-        error = ours.to(torch.float64, copy=True).sub_(theirs)
+    for ours, error, theirs, bound, norm in zip(found, errors, exact, bounds.elements, bounds.norms, strict=True):
+        finite = error
         if not math.isfinite(error.sum().item()):
             lost += int((torch.isfinite(theirs) & ~torch.isfinite(ours)).sum())
-            error = error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        size = error.norm().item()
-        worst = max(worst, error.abs_().div_(bound).max().item(), size / norm if norm else 0.0)
+            finite = error.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        size = finite.norm().item()
+        worst = max(worst, (finite / bound).abs_().max().item(), size / norm if norm else 0.0)
     return {"nonfinite": float(lost), "over_bound": worst}

@@ -57,21 +57,28 @@ class Observed:
         return in_units(output.o.double() - batch.ref.o, batch.yardstick.units).flatten(0, -2)
 
     @cached_property
+    def gradient_differences(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Errors of dQ, dK and dV of the first batch, element by element, fp64. None where none were asked for."""
+        found, batch = self.outputs[0].gradients, self.batches[0]
+        return None if found is None else batch.gradients.errors(found)
+
+    @cached_property
     def gradient_errors(self) -> Mapping[str, float]:
         """Of the first batch; see `tiebreak.cases.gradients`. Empty where no gradients were asked for."""
         output, batch = self.outputs[0], self.batches[0]
         if output.gradients is None:
             return {}
-        return gradient_measures(output, batch.inputs, batch.ref, batch.gradients)
+        return gradient_measures(output, batch.inputs, batch.ref, batch.gradients, self.gradient_differences)
 
     @cached_property
     def gradient_faults(self) -> Mapping[str, float]:
         """What is wrong with the gradients of the first batch, at worst. Empty where none were asked for."""
         found, batch = self.outputs[0].gradients, self.batches[0]
-        if found is None:
+        errors = self.gradient_differences
+        if found is None or errors is None:
             return {}
         bounds = batch.gradient_bounds.of(self.declaration)
-        return gradient_faults((found.dq, found.dk, found.dv), batch.gradients.gradients, bounds)
+        return gradient_faults((found.dq, found.dk, found.dv), errors, batch.gradients.gradients, bounds)
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,9 @@ _ABOUT = {
 _NAMES = ("dq", "dk", "dv")
 
 
-def _ulps(name: str, seen: Observed) -> Value:
-    gradients, batch = seen.outputs[0].gradients, seen.batches[0]
-    if gradients is None:
-        return None
-    return ulps_of_rows(
-        getattr(gradients, name), batch.gradients.gradients[_NAMES.index(name)], batch.inputs.formats.output
-    )
+def _ulps(at: int, seen: Observed) -> Value:
+    errors = seen.gradient_differences
+    return None if errors is None else ulps_of_rows(errors[at], seen.batches[0].gradients.units[at])
 
 
 def _delta(seen: Observed) -> Value:
@@ -50,9 +46,9 @@ MEASURES = (
                 "ulp",
                 worse="more",
             ),
-            partial(_ulps, name),
+            partial(_ulps, at),
         )
-        for name in _NAMES
+        for at, name in enumerate(_NAMES)
     ),
     CallMeasure(
         Measure(

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tiebreak.backends.backend import CPU
 from tiebreak.cases.bounds import UNDECLARED, ErrorBounds
-from tiebreak.cases.gradient_bounds import GradientErrorBounds
-from tiebreak.cases.gradients import delta_error_of, ulps_of_rows
+from tiebreak.cases.gradient_bounds import GradientBounds, GradientErrorBounds
+from tiebreak.cases.gradients import delta_error_of, row_units, ulps_of_rows
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.features import COMMON, OWN_SCALE
@@ -41,6 +41,12 @@ def record(case: str, change: Change) -> Record:
 
     kernel = Kernel("theirs", compute, None, takes=COMMON | {OWN_SCALE})
     return run_cell(Cell(CPU, kernel, Call(CASES[case]), BF16), Workbench(Settings(heads=32)))
+
+
+def bounds_of(inputs: AttentionInputs) -> GradientBounds:
+    """Of whoever declares nothing."""
+    ref = reference(inputs)
+    return GradientErrorBounds(ErrorBounds(inputs, ref), reference_gradients(inputs, ref)).of(UNDECLARED)
 
 
 def _nan(x: Tensor) -> Tensor:
@@ -104,9 +110,7 @@ def test_bounds_grow_with_the_inputs() -> None:
     """dO twice as large, gradients and bounds twice as large: the bound is homogeneous, subnormals aside."""
     inputs = CASES["random"].make(1, 0, 16, BF16)
     twice = replace(inputs, do=2 * inputs.do)
-    one, two = (
-        GradientErrorBounds(ErrorBounds(each, reference(each))).of(UNDECLARED).elements for each in (inputs, twice)
-    )
+    one, two = (bounds_of(each).elements for each in (inputs, twice))
     assert all(torch.allclose(2 * small, large, rtol=1e-9) for small, large in zip(one, two, strict=True))
 
 
@@ -114,7 +118,7 @@ def test_bounds_grow_with_the_inputs() -> None:
 def test_what_rounding_can_do_anything_to_is_bounded_by_inf(case: str) -> None:
     """A bound that is NaN would let everything through."""
     inputs = CASES[case].make(1, 0, 4, BF16)
-    bounds = GradientErrorBounds(ErrorBounds(inputs, reference(inputs))).of(UNDECLARED)
+    bounds = bounds_of(inputs)
     assert torch.inf in bounds.norms
     assert not any(element.isnan().any() for element in bounds.elements)
     assert not any(math.isnan(norm) for norm in bounds.norms)
@@ -134,4 +138,6 @@ def test_deltas_error_is_read_off_dq() -> None:
 def test_a_row_is_measured_in_ulps_of_its_largest_element() -> None:
     exact = torch.tensor([[[[3.0, 0.001], [0.0, 0.0]]]], dtype=torch.float64)
     off = exact + torch.tensor([[[[2.0**-6, -(2.0**-6)], [5.0, 5.0]]]], dtype=torch.float64)
-    assert ulps_of_rows(off, exact, BF16) == 1.0  # an ulp of 3 in bf16 is 2^-6; a row of zeros has none
+    assert (
+        ulps_of_rows(off - exact, row_units(exact, BF16)) == 1.0
+    )  # an ulp of 3 in bf16 is 2^-6; a row of zeros has none
