@@ -74,6 +74,7 @@ class Kernel:
     origin: tuple[str, ...] = ()  # of a user's own: the words of the command line that bring it in
     unsuited: Unsuited = _nothing  # which formats it is not for, such as a V of 16 bits for a product of 8
     composed: bool = False  # whether it is its declaration, run on whatever arithmetic it is given
+    o_first: bool = False  # whether O is computed before it matters whether gradients follow: run for O, it needs none
 
     def refusal(self, inputs: AttentionInputs) -> str | None:
         """None, or why it can't run some inputs on their device, in one line.
@@ -141,4 +142,4 @@ def delta_alone(kernel: Kernel) -> Kernel:
 def composed(name: str, declaration: Declaration, wanted: Wanted = ALL) -> Kernel:
     """A kernel that is its declaration, run on whatever arithmetic a backend brings, with these gradients."""
     compute = partial(run_declared, declaration, wanted=wanted)
-    return Kernel(name, compute, declaration, takes=declaration.algorithm.takes, composed=True)
+    return Kernel(name, compute, declaration, takes=declaration.algorithm.takes, composed=True, o_first=True)

@@ -54,6 +54,7 @@ def triton_kernels(*, interpreted: bool) -> tuple[Kernel, ...]:
             takes=COMMON | {OWN_SCALE},
             lacks=partial(refusal, declaration=declaration, interpreted=interpreted),
             unsuited=partial(unsuited, declaration.plan),
+            o_first=True,
         )
         for name, declaration in DECLARATIONS.items()
     )

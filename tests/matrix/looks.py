@@ -205,8 +205,7 @@ class Looks:
         if self.cell.backend.predicts:
             return None  # a unit test shows it once for all of the emulation
         first, batch = self.outputs[0], self.batches[0]
-        # O of a composed kernel does not hang on whether gradients follow; of another's who knows.
-        gradients = first.gradients is not None and not self.cell.kernel.composed
+        gradients = first.gradients is not None and not self.cell.kernel.o_first
         again = self.cell.backend.run(self.cell.kernel, batch.inputs, gradients=gradients)
         return equal_bits(again.o.float(), first.o.float()) == 1.0
 

@@ -110,7 +110,7 @@ def test_the_fingerprint_says_whose_arithmetic_it_is() -> None:
     assert INTERPRETER.describe() == {
         "triton": triton.__version__,
         "as": "exact",
-        "accumulator": "exact",
+        "sums": "exact",
         "exponential_flushes": False,
         "exponential_in_base_two": False,
         "contraction": False,
@@ -220,3 +220,17 @@ def test_too_little_shared_memory_is_told_in_one_line(monkeypatch: pytest.Monkey
             DECLARATIONS["triton_flash"],
             gradients=False,
         )
+
+
+@pytest.mark.parametrize("name", DECLARATIONS)
+def test_o_is_the_same_whether_gradients_follow_or_not(name: str) -> None:
+    kernel = INTERPRETER.kernel(name)
+    assert kernel.o_first
+    if kernel.has_backward:
+        assert torch.equal(_call(name, gradients=True), _call(name, gradients=False))
+
+
+def _call(name: str, *, gradients: bool) -> torch.Tensor:
+    x = torch.arange(2 * 3 * 5 * 16).reshape(2, 3, 5, 16).sin().bfloat16().float()
+    inputs = AttentionInputs(x, x.flip(2), x.flip(3), -x, Formats.of(BF16), noise_seed=3)
+    return INTERPRETER.run(INTERPRETER.kernel(name), inputs, gradients=gradients).o
