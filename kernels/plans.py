@@ -39,9 +39,13 @@ class Accumulator(enum.Enum):
 
     EXACT = "exact"  # in fp64, rounded once to fp32
     # Matrix products as tensor cores add them up; row sums, which they do not do, in fp32 as a balanced tree. Operands
-    # count as bf16, which their subnormals alone tell from fp16.
+    # count as bf16 (Volta's as fp16, those of fp8 as e4m3), which their subnormals alone tell from another format.
+    VOLTA = "tensor core of Volta"
     AMPERE = "tensor core of Turing, Ampere or Ada"
     HOPPER = "tensor core of Hopper or Blackwell"
+    CDNA3 = "matrix core of CDNA3"
+    ADA_FP8 = "tensor core of Ada, fp8"
+    HOPPER_FP8 = "tensor core of Hopper, fp8"
 
 
 class DeltaSource(enum.Enum):
@@ -186,10 +190,17 @@ FUSED_FAST_EXP = replace(FUSED, name="fused_fast_exp", exponential=FEXP_U20)
 FP32_INSIDE = replace(FP32_PLAN, name="fp32_inside", o=OUTPUT, delta_from=DeltaSource.PROBABILITIES)
 
 # Plans whose matrix products are a tensor core's: what a GPU makes of them, before one is at hand.
-_TENSOR_CORE = tuple(
-    replace(plan, name=f"{plan.name}_{core.name.lower()}", accumulator=core)
-    for plan in (PAPER, FUSED, FUSED_STOCHASTIC)
-    for core in (Accumulator.AMPERE, Accumulator.HOPPER)
+_TENSOR_CORE = (
+    *(
+        replace(plan, name=f"{plan.name}_{core.name.lower()}", accumulator=core)
+        for plan in (PAPER, FUSED, FUSED_STOCHASTIC)
+        for core in (Accumulator.AMPERE, Accumulator.HOPPER)
+    ),
+    replace(FUSED, name="fused_volta", accumulator=Accumulator.VOLTA),
+    replace(FUSED, name="fused_cdna3", accumulator=Accumulator.CDNA3),
+    # All products, Q K^T too: of a call whose q, k and v fp8 holds.
+    replace(FUSED_FP8, name="fused_fp8_ada", accumulator=Accumulator.ADA_FP8),
+    replace(FUSED_FP8, name="fused_fp8_hopper", accumulator=Accumulator.HOPPER_FP8),
 )
 
 PRESETS = (PAPER, ALL_BF16, FUSED, FUSED_STOCHASTIC, STANDARD, FP32_PLAN)

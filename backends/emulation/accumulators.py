@@ -48,7 +48,11 @@ def _tensor_core(target: str, operands: str) -> Accumulation:
 ACCUMULATIONS: Mapping[Accumulator, Accumulation] = MappingProxyType(
     {
         Accumulator.EXACT: Accumulation(_exact_matmul, _exact_total),
+        Accumulator.VOLTA: _tensor_core("sm_70", "fp16"),
         Accumulator.AMPERE: _tensor_core("sm_80", "bf16"),
         Accumulator.HOPPER: _tensor_core("sm_90", "bf16"),
+        Accumulator.CDNA3: _tensor_core("gfx942", "bf16"),
+        Accumulator.ADA_FP8: _tensor_core("sm_89", "fp8_e4m3"),
+        Accumulator.HOPPER_FP8: _tensor_core("sm_90", "fp8_e4m3"),
     }
 )

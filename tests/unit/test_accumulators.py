@@ -37,8 +37,12 @@ def _pairwise(terms: list[np.float32]) -> np.float32:
 TENSOR_CORES = {Accumulator.AMPERE: (8, 24), Accumulator.HOPPER: (16, 25)}
 # What core_of calls them: tests/unit/test_tensor_cores.py holds all that it knows to rationals.
 CORES = {
+    Accumulator.VOLTA: ("sm_70", "fp16"),
     Accumulator.AMPERE: ("sm_80", "bf16"),
     Accumulator.HOPPER: ("sm_90", "bf16"),
+    Accumulator.CDNA3: ("gfx942", "bf16"),
+    Accumulator.ADA_FP8: ("sm_89", "fp8_e4m3"),
+    Accumulator.HOPPER_FP8: ("sm_90", "fp8_e4m3"),
 }
 # Of row sums: those of a tensor core's plans are a balanced tree's.
 TOTALS: dict[Accumulator, Callable[[list[np.float32]], np.float32]] = {
