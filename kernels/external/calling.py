@@ -56,6 +56,15 @@ class Caller:
             return str(error)
         return None
 
+    def keywords(self, inputs: AttentionInputs) -> dict[str, Any]:
+        """What it is told beside q, k and v in a call that needs no dummies."""
+        return _Call(self, inputs).keywords(slice(None))
+
+    def returns_several(self, inputs: AttentionInputs) -> bool:
+        """Whether it returns more than O; by calling it."""
+        with torch.no_grad():
+            return isinstance(_Call(self, inputs).returned(), (tuple, list))
+
     def run(self, inputs: AttentionInputs, *, gradients: bool) -> AttentionOutput:
         """Call it.
 
@@ -170,11 +179,19 @@ class _Call:
         return torch.stack(batches)
 
     def _one(self, given: Sequence[Tensor], batch: slice) -> Tensor:
-        after, keywords = self.caller.how.arguments(self._keywords(batch))
-        returned = self.caller.function(*given, *after, **keywords)
-        return _held(returned, given)
+        return _held(self._returned(given, batch), given)
 
-    def _keywords(self, batch: slice) -> dict[str, Any]:
+    def returned(self) -> Any:
+        """All that one call returns, of a kernel that takes all dimensions."""
+        inputs = self.inputs
+        return self._returned([self._laid(one.to(self._dtype)) for one in (inputs.q, inputs.k, inputs.v)], slice(None))
+
+    def _returned(self, given: Sequence[Tensor], batch: slice) -> Any:
+        after, keywords = self.caller.how.arguments(self.keywords(batch))
+        return self.caller.function(*given, *after, **keywords)
+
+    def keywords(self, batch: slice) -> dict[str, Any]:
+        """Causal flag, scale, mask and whether heads are grouped, as the kernel calls them."""
         how, inputs = self.caller.how, self.inputs
         found: dict[str, Any] = {}
         if how.scale is not None:
@@ -203,7 +220,7 @@ class _Call:
 
     def _by_function(self, backward: Callable[..., Any], o: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         do = self._laid(self.inputs.do.to(self._dtype))
-        after, keywords = self.caller.how.arguments(self._keywords(slice(None)))
+        after, keywords = self.caller.how.arguments(self.keywords(slice(None)))
         found = backward(do, *given, o, *after, **keywords)
         if not isinstance(found, (tuple, list)) or len(found) < 3:
             raise ContractError("its backward function returned no (dQ, dK, dV)")

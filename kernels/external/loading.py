@@ -118,15 +118,22 @@ def _from_file(path: Path) -> ModuleType:
 
 def _from_package_file(path: Path) -> ModuleType:
     """A module of a package, under the package's name: its relative imports work."""
+    root, name = package_of(path)
+    _put_on_path(root)
+    module = importlib.import_module(name)
+    if Path(str(module.__file__)).resolve() != path:
+        top = name.partition(".")[0]
+        raise LoadError(f"cannot import {path}: another package {top!r} is found first, {module.__file__}")
+    return module
+
+
+def package_of(path: Path) -> tuple[Path, str]:
+    """The folder that a file is imported from and its module's name there: of a package, or the file's own."""
     root, parts = path.parent, [] if path.stem == "__init__" else [path.stem]
     while (root / "__init__.py").exists():
         parts.insert(0, root.name)
         root = root.parent
-    _put_on_path(root)
-    module = importlib.import_module(".".join(parts))
-    if Path(str(module.__file__)).resolve() != path:
-        raise LoadError(f"cannot import {path}: another package {parts[0]!r} is found first, {module.__file__}")
-    return module
+    return root, ".".join(parts)
 
 
 def _put_on_path(folder: Path) -> None:

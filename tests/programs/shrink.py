@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tiebreak.backends.backend import Backend, to_device
@@ -13,6 +14,7 @@ from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import Case
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.external.spelling import Spelling
 from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
@@ -31,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     """The verb `shrink`; see `tiebreak.reports.cli.main`. 130 after Ctrl-C, the best so far written."""
     options = _parser().parse_args(arguments)
     _check(options)
-    backend, kernel, case = _backend(options.backend), _kernel(options.kernel), _case(options)
+    backend, (kernel, spelling), case = _backend(options.backend), _kernel(options.kernel), _case(options)
     inputs = _inputs(options, case)
     _refuse(options, kernel, to_device(inputs, backend.device))
     shrinker = Shrinker(backend, kernel, inputs, lambda line: print(f"shrink: {line}", file=sys.stderr, flush=True))
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     check, sign, told = _found(options, whole)
     print(f"{options.case}, {shrinker.part.size}: {told}", flush=True)
     interrupted = not _shrunk(shrinker, check, sign)
-    origin = Origin(options.kernel, backend.device, options.case, options.seed, told)
+    origin = Origin(spelling, backend.device, options.case, options.seed, told)
     store.write_text(script(shrinker.seen(shrinker.part), shrinker.finding, sign, origin), options.output)
     print(f"left after {shrinker.trials} trials: {shrinker.part.size}; written: {options.output}; it says:", flush=True)
     shown = _rechecked(options.output)
@@ -92,11 +94,13 @@ def _backend(name: str) -> Backend:
     return BACKENDS[name]
 
 
-def _kernel(spec: str) -> Kernel:
+def _kernel(spec: str) -> tuple[Kernel, Spelling]:
+    """The kernel, which is refused what a script can't write, and how a script writes it."""
     try:
-        return external_kernel(spec, None)
+        kernel, spelling = external_kernel(spec, None), Spelling.of(spec)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    return replace(kernel, lacks=lambda inputs: kernel.lacks(inputs) or spelling.refusal(inputs)), spelling
 
 
 def _case(options: argparse.Namespace) -> Case:

@@ -1,12 +1,14 @@
 """The script that `tiebreak shrink` writes: torch alone, the tensors' bits in it, and the user's kernel by its path."""
 
 import json
+import textwrap
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.inputs import TORCH_DTYPES
+from tiebreak.kernels.external.spelling import Spelling
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.programs.shrinking import BOUND, FINITE, Finding, Seen, over_bound
 
 _LINE = 120
@@ -16,7 +18,7 @@ _LINE = 120
 class Origin:
     """Where what the script shows comes from."""
 
-    kernel: str  # FILE:FUNCTION or MODULE:FUNCTION, as given
+    kernel: Spelling  # how the script imports and calls it
     device: str  # torch's name of it
     case: str
     seed: int
@@ -32,34 +34,28 @@ def script(seen: Seen, finding: Finding, sign: float, origin: Origin) -> str:
         sign: of the bias, if it is one.
         origin: what the script is about.
     """
-    inputs = seen.inputs
+    inputs, spelling = seen.inputs, origin.kernel
     fmt, dtype = inputs.formats.inputs, str(TORCH_DTYPES[inputs.formats.inputs])
     wrong, said = _verdict(seen, finding, sign)
-    function = origin.kernel.rpartition(":")[2]
-    k, v = ("k", "v") if inputs.groups == 1 else (f"{x}.repeat_interleave({inputs.groups}, 1)" for x in "kv")
+    grouped = "" if inputs.groups == 1 else f".repeat_interleave({inputs.groups}, 1)"
+    k, v = (f"{x}.cpu().double(){grouped}" for x in "kv")
+    found = "" if origin.found == finding.about else f": {origin.found}"
+    about = f"{spelling.function}: {finding.about}. By tiebreak shrink from {origin.case}, seed {origin.seed}{found}."
     lines = [
-        f'"""{function}: {finding.about}.',
-        "",
-        f'By tiebreak shrink from {origin.case}, seed {origin.seed}: {origin.found}. Ends with 1 if it is wrong."""',
-        "",
-        "import importlib.util, sys",
-        "import torch",
-        *_imported(origin.kernel),
+        *textwrap.wrap(f'"""{about} Ends with 1 if it is wrong."""', _LINE, break_long_words=False),
+        "import importlib, sys, torch",
+        f"sys.path.insert(0, {json.dumps(spelling.folder)})",
+        f"kernel = importlib.import_module({json.dumps(spelling.module)})",
         "def bits(shape, text):",
         f'    return torch.frombuffer(bytearray.fromhex(text), dtype={dtype}).reshape(shape).to("{origin.device}")',
-        "",
         *(f"{name} = {_bits(getattr(inputs, name), TORCH_DTYPES[fmt])}" for name in "qkv"),
-        f"o = kernel.{function}(q, k, v, causal={inputs.causal}, scale={inputs.scale!r}).cpu()",
-        "q, k, v = (x.cpu().double() for x in (q, k, v))",
-        f"s = q @ {k}.mT * {inputs.scale!r}",
-        *_masked(inputs.causal),
+        f"o = {spelling.call(inputs)}.cpu()",
+        f"s = q.cpu().double() @ {k}.mT * {inputs.scale!r}{_mask(inputs)}",
         f"reference = s.softmax(-1) @ {v}",
-        "exponent = torch.frexp(reference).exponent - 1",
-        f"ulp = torch.ldexp(torch.ones_like(reference), exponent.clamp_min({fmt.min_exponent}) - {fmt.mantissa_bits})",
-        "error = reference.sign() * (o.double() - reference) / ulp",
-        'print("O            ", o.tolist())',
-        'print("reference    ", reference.tolist())',
-        'print("error in ulps", error.tolist(), "(+ is away from zero)")',
+        f"exponent = (torch.frexp(reference).exponent - 1).clamp_min({fmt.min_exponent}) - {fmt.mantissa_bits}",
+        "error = reference.sign() * (o.double() - reference) / torch.ldexp(torch.ones_like(reference), exponent)",
+        'shown = f"O             {o.tolist()}\\nreference     {reference.tolist()}\\nerror in ulps {error.tolist()}"',
+        'print(shown, "(+ is away from zero)")',
         f"wrong = {wrong}",
         f'print({said} if wrong else "nothing is wrong")',
         "sys.exit(int(wrong))",
@@ -67,24 +63,11 @@ def script(seen: Seen, finding: Finding, sign: float, origin: Origin) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _imported(kernel: str) -> list[str]:
-    target, _, _ = kernel.rpartition(":")
-    if not target.endswith(".py"):
-        return [f"kernel = importlib.import_module({target!r})"]
-    return [
-        f'spec = importlib.util.spec_from_file_location("kernel", {json.dumps(target)})',
-        'kernel = sys.modules["kernel"] = importlib.util.module_from_spec(spec)',
-        "spec.loader.exec_module(kernel)",
-    ]
-
-
-def _masked(causal: bool) -> list[str]:
-    if not causal:
-        return []
-    return [
-        "later = torch.ones(s.shape[-2:], dtype=torch.bool).triu(s.shape[-1] - s.shape[-2] + 1)",
-        's = s.masked_fill(later, float("-inf"))',
-    ]
+def _mask(inputs: AttentionInputs) -> str:
+    if not inputs.causal:
+        return ""
+    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+    return f" + torch.full(({queries}, {keys}), -torch.inf).triu({keys - queries + 1})"
 
 
 def _bits(tensor: Tensor, dtype: torch.dtype) -> str:

@@ -170,7 +170,7 @@ class Shrinker:
 
     def keeps(self, part: Part, finding: Finding) -> bool:
         """Whether a finding holds on a part; a kernel that does not take the part shows nothing on it."""
-        if not _consistent(self.inputs, part):
+        if not _consistent(self.inputs, part) or self.kernel.refusal(cut(self.inputs, part)) is not None:
             return False
         self.trials += 1
         try:

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from tiebreak.backends.backend import CPU
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.features import COMMON
+from tiebreak.kernels.features import COMMON, OWN_SCALE
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
@@ -25,6 +26,7 @@ from tiebreak.reports import cli
 CASES = {case.name: case for case in SCRIPTED}
 KERNELS = """
 import torch
+from tiebreak import kernel
 
 def unfused(q, k, v, *, causal=False, scale=None):
     s = q.float() @ k.float().mT * scale
@@ -42,10 +44,47 @@ def doubled(q, k, v, *, causal=False, scale=None):
 def zero(q, k, v, *, causal=False, scale=None):
     return torch.zeros_like(q)
 
+@kernel(layout="bnhd")
+def tokens_first(q, k, v, is_causal):
+    return torch.zeros_like(q)
+
+def masked(q, k, v, *, attn_mask=None, scale=None):
+    return torch.zeros_like(q)
+
+@kernel(square=True)
+def square(q, k, v, is_causal):
+    return torch.zeros_like(q)
+
+@kernel(layout="nd")
+def single(q, k, v):
+    return torch.zeros_like(q)
+
+class Several(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, scale):
+        return torch.zeros_like(q), None
+
+several = Several.apply
+
+class Attention:
+    def plain(q, k, v):
+        return torch.zeros_like(q)
+
 def picky(q, k, v, *, causal=False, scale=None):
     assert q.shape[-1] % 16 == 0 and k.shape[-2] % 8 == 0
     return unfused(q, k, v, scale=scale)
 """
+
+
+LINES = 20  # of a script whose tensors take one line each
+
+
+def captured_in(folder: Path, *, causal: bool = False, scale: str | None = None) -> None:
+    """A captured file of one layer, of step 1."""
+    rng = torch.Generator().manual_seed(1)
+    parts: dict[str, Tensor] = {part: torch.randn(1, 4, 8, 8, generator=rng) for part in ("q", "k", "v", "do")}
+    told = {"causal": str(causal).lower()} | ({} if scale is None else {"scale": scale})
+    save_file({f"layer0.{part}": x for part, x in parts.items()}, folder / "inputs-1.safetensors", told)
 
 
 @pytest.fixture
@@ -61,8 +100,14 @@ def call(*words: str) -> int:
 
 def run_script(path: Path = Path("shrunk.py")) -> bool:
     """Whether the script says in this process, where torch is imported already, that something is wrong."""
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        # What Python knows of another folder, or of the file as it was before.
+        patch.delitem(sys.path_importer_cache, ".", raising=False)
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("mine", "inside")]:
+            patch.delitem(sys.modules, name)
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(path))
     return end.value.code == 1
 
 
@@ -123,7 +168,7 @@ class TestParts:
             return AttentionOutput(o)
 
         inputs = CASES["random_causal"].make(1, 0, 2, BF16)
-        shrinker = Shrinker(CPU, Kernel("masked", masked, None, takes=COMMON), inputs, lambda line: None)
+        shrinker = Shrinker(CPU, Kernel("masked", masked, None, takes=COMMON | {OWN_SCALE}), inputs, lambda line: None)
         shrinker.shrink(FINITE)
         assert shrinker.part.causal
         assert len(shrinker.part.queries) == len(shrinker.part.keys) == len(shrinker.part.columns) == 1
@@ -148,7 +193,9 @@ class TestBias:
             return AttentionOutput(((o.view(torch.int32) + 0x8000) & -65536).view(torch.float32))
 
         inputs = CASES["no_tail"].make(1, 0, 64, BF16)
-        shrinker = Shrinker(CPU, Kernel("upwards", upwards, None, takes=COMMON), inputs, lambda line: None)
+        shrinker = Shrinker(
+            CPU, Kernel("upwards", upwards, None, takes=COMMON | {OWN_SCALE}), inputs, lambda line: None
+        )
         shrinker.bias(1.0)
         part = shrinker.part
         assert shrinker.finding.name == "mean"
@@ -166,9 +213,10 @@ class TestCommand:
         assert "keys 3, d 2" in told.out
         text = (folder / "shrunk.py").read_text()
         assert "tiebreak." not in text
-        assert re.findall(r"^(?:import|from) .*", text, re.MULTILINE) == ["import importlib.util, sys", "import torch"]
+        assert re.findall(r"^(?:import|from) .*", text, re.MULTILINE) == ["import importlib, sys, torch"]
         assert shape(text, "k") == (1, 1, 3, 2)
         assert max(map(len, text.splitlines())) < 200
+        assert len(text.splitlines()) == LINES
         assert run_script()
         assert capsys.readouterr().out in told.out
 
@@ -192,17 +240,45 @@ class TestCommand:
     def test_an_error_beyond_the_bound_in_a_captured_case(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        rng = torch.Generator().manual_seed(1)
-        parts: dict[str, Tensor] = {part: torch.randn(1, 4, 8, 8, generator=rng) for part in ("q", "k", "v", "do")}
-        save_file(
-            {f"layer0.{part}": x for part, x in parts.items()},
-            "inputs-1.safetensors",
-            {"causal": "false", "scale": "0.5"},
-        )
-        assert call("--kernel", "mine.py:zero", "--case", "captured[step=1.layer=0]", "--captured", ".") in (0, 2)
-        output = capsys.readouterr()
-        # The contract of a user's kernel may not take another scale yet: then that is said.
-        assert "beyond the rounding-error bound" in output.out or "takes no scale of the scores" in output.err
+        captured_in(folder, scale="0.5")
+        assert call("--kernel", "mine.py:zero", "--case", "captured[step=1.layer=0]", "--captured", ".") == 0
+        assert "beyond the rounding-error bound" in capsys.readouterr().out
+        assert len((folder / "shrunk.py").read_text().splitlines()) == LINES
+
+    @pytest.mark.usefixtures("here")
+    @pytest.mark.parametrize(
+        ("kernel", "written"),
+        [
+            (
+                "mine.py:tokens_first",
+                "kernel.tokens_first(*(x.permute(0, 2, 1, 3).contiguous() for x in (q, k, v)), is_ca",
+            ),
+            ("mine.py:several", "kernel.several(q, k, v, 0.35355339059327373)[0]"),
+            ("mine.py:Attention.plain", "kernel.Attention.plain(q, k, v)"),
+            ("mine:zero", "kernel.zero(q, k, v, "),
+            ("inside/deep/mine.py:zero", "kernel.zero(q, k, v, "),
+        ],
+    )
+    def test_the_script_calls_a_kernel_as_its_signature_and_its_author_say(
+        self, folder: Path, kernel: str, written: str
+    ) -> None:
+        deep = folder / "inside" / "deep"
+        deep.mkdir(parents=True)
+        for package in (deep, deep.parent):
+            (package / "__init__.py").touch()
+        (deep / "mine.py").write_text("from .other import zero\n")
+        (deep / "other.py").write_text(KERNELS)
+        captured_in(folder, causal="plain" not in kernel and "several" not in kernel)
+        assert call("--kernel", kernel, "--case", "captured[step=1.layer=0]", "--captured", ".") == 0
+        assert written in (folder / "shrunk.py").read_text()
+
+    def test_a_kernel_without_a_scale_keeps_the_columns_whose_scale_it_has(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """With fewer it would be called with another scale than the reference."""
+        captured_in(folder, causal=False)
+        assert call("--kernel", "mine.py:Attention.plain", "--case", "captured[step=1.layer=0]", "--captured", ".") == 0
+        assert ", d 8; written" in capsys.readouterr().out
 
     @pytest.mark.usefixtures("here")
     def test_ctrl_c_keeps_the_best_so_far(
@@ -243,6 +319,10 @@ class TestRefusals:
             ("--kernel mine.py:exact --case random -o mine.py/x.py", "cannot write records to mine.py: "),
             ("--kernel mine.py:exact --case padded", "--case padded: has a key padding mask"),
             ("--kernel mine.py:exact --case random", "nothing is wrong on random (mean error of O "),
+            ("--kernel mine.py:masked --case random_causal", "--kernel mine.py:masked: the script has no words"),
+            ("--kernel mine.py:square --case random", "--kernel mine.py:square: the script has no words"),
+            ("--kernel mine.py:single --case random", "--kernel mine.py:single: the script has no words"),
+            ("--kernel mine.toml:x --case random", "--kernel mine.toml:x: "),
             ("--kernel mine.py:unfused --case tied_maxima[k=2] --check finite", "--check finite: nothing of that"),
             ("--case random", "the following arguments are required: --kernel"),
         ],
