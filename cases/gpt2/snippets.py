@@ -264,6 +264,24 @@ ONE_SINK = replace(
     roster=_SHORT_ROSTER,
     on_devices=_SHORT_ROSTER,
 )
+_BASE_2, _CONTRACTED = (variant_names(short, rounded=False)[0] for short in ("flash_base_2", "flash_contracted"))
+# The other tokens' P-bar is e^-30, nothing to fp32: without contraction ties are exact, and go to even.
+NO_TAIL = replace(
+    DRIFT,
+    name="train_no_tail",
+    label="AC",
+    about="as A, the sinks 30 above the rest: contraction alone breaks the ties, and delta errs to one side",
+    version=1,
+    script=Script(gap=30.0),
+    said=(
+        said("above", "flash_contracted", "delta_error_mean", _SUITE, against=_BASE_2, rounded=False),
+        said("within", "flash_base_2", "delta_error_mean", _SUITE, against=_CONTRACTED),
+        # l sums what the cast has made 1 again.
+        said("within", "flash_contracted", "delta_error_mean", _SUITE, against=_CONTRACTED, rounded=True),
+    ),
+    roster=(_BASE_2, _CONTRACTED, *variant_names("flash_contracted", rounded=True)),
+    on_devices=(_BASE_2, _CONTRACTED),
+)
 _LONG = 40  # steps: with the fix the loss breaks down within 20
 
 
@@ -293,7 +311,10 @@ LARGE_LOGITS = replace(
 )
 
 SNIPPETS: Mapping[str, Snippet] = MappingProxyType(
-    {snippet.name: snippet for snippet in (DRIFT, RUNAWAY, LANGUAGE_MODEL, AMPLIFIED, GAP_11, ONE_SINK, LARGE_LOGITS)}
+    {
+        snippet.name: snippet
+        for snippet in (DRIFT, RUNAWAY, LANGUAGE_MODEL, AMPLIFIED, GAP_11, ONE_SINK, NO_TAIL, LARGE_LOGITS)
+    }
 )
 
 

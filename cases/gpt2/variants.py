@@ -9,7 +9,7 @@ from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP32, Rounding
 from tiebreak.kernels.kernel import Declaration, Kernel
-from tiebreak.kernels.plans import ISOLATION, PAPER, STANDARD, Cast, RoundingPlan
+from tiebreak.kernels.plans import ISOLATION, PAPER, STANDARD, Cast, Exponential, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 _LOW, _HIGH = Cast(BF16), Cast(FP32)
@@ -62,11 +62,16 @@ def _family(*, rounded: bool) -> Mapping[str, Variant]:
     stochastic = replace(
         _base("train_stochastic", PAPER, rounded=rounded), o_bar=_HIGH, o=Cast(BF16, Rounding.STOCHASTIC)
     )
+    # As fused kernels have it: S in fp32, where contraction takes it from.
+    base_two = replace(fused, name=fused.name.replace("fused", "base_2"), s=_HIGH, exponential=Exponential(True))
+    contracted = replace(base_two, name=fused.name.replace("fused", "contracted"), contracted=True)
     changed = {plan.name: _flash(_base(f"train_{plan.name}", plan, rounded=rounded)) for plan in ISOLATION}
     plain, tiled = _flash(unfused), replace(_flash(unfused), block=_TILES)
     found = (
         Variant("flash", plain, stable=False),  # tiling off: one tile holds a whole row
         Variant("flash_fused", _flash(fused)),
+        Variant("flash_base_2", _flash(base_two)),
+        Variant("flash_contracted", _flash(contracted)),
         Variant("stabilized", _flash(unfused, "stabilized"), stable=True),
         Variant("stabilized_fused", _flash(fused, "stabilized")),
         Variant("dithered", _flash(unfused, "dithered")),
