@@ -305,6 +305,12 @@ class Run:
     schema: int = SCHEMA
     run: str | None = None  # tells this run from every other; None in a baseline
 
+    def told_of(self, backend: str) -> str:
+        """A backend's name, with what was assumed of a device that was not there."""
+        return " ".join(
+            [backend, *(told for name, told in self.platform.get("assumed", {}).items() if name == backend)]
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values that JSON has, records in order of their ids."""
         described = ("measures", "checks", "cases", "experiments")

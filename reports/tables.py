@@ -52,11 +52,12 @@ def tables(run: Run, width: int | None = 120, tablefmt: str = "simple", absent: 
         The tables with their legends; empty without records.
     """
     grids: dict[tuple[str, str, str], _Grid] = {}
+    where = run.told_of
     for record in run.records:
         if record.experiment == TRAINING:
             continue
         key = (record.experiment, record.backend, record.format)
-        grid = grids.setdefault(key, _Grid(f"{record.backend}, {record.format}", absent))
+        grid = grids.setdefault(key, _Grid(f"{where(record.backend)}, {record.format}", absent))
         grid.cells[record.kernel, record.case] = record
     parts: list[str] = []
     for kind in dict.fromkeys(kind for kind, _, _ in grids):

@@ -48,7 +48,7 @@ class Verdict:
     def headline(self) -> str:
         """On how many failure inputs it is biased."""
         formats = ", ".join(dict.fromkeys(record.format for record in self.records))
-        name = f"{self.kernel} on {self.backend}, {formats}"
+        name = f"{self.kernel} on {self.run.told_of(self.backend)}, {formats}"
         asked = [record for record in self._failure_inputs if record.outcome != SKIPPED]
         if not asked:
             return f"{name}: no failure input was run, nothing is known of its bias"

@@ -35,7 +35,11 @@ class Interpreter(Backend):
 
     def describe(self) -> dict[str, Any]:
         """Triton's version and what is assumed. NumPy's, by which all is computed, is in every run."""
-        return {"triton": installed(), **self.assumed.described()}
+        described: dict[str, Any] = {"triton": installed(), **self.assumed.described()}
+        if self.options:
+            # What reports say behind the backend's name.
+            described["assumed"] = {self.name: f"as {self.assumed.name} (assumed; nothing ran on a GPU)"}
+        return described
 
     def in_use(self) -> AbstractContextManager[None]:
         """Whatever Triton function is launched is interpreted."""

@@ -18,6 +18,7 @@ from tiebreak.backends.interpreter.errors import UnfaithfulError
 from tiebreak.backends.interpreter.session import interpreting
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.matrix.selection import Selection, SelectionError, cells
+from tiebreak.reports.records import Run
 
 N = 64
 
@@ -159,6 +160,9 @@ def test_the_command_line_names_a_card_and_the_record_says_what_was_assumed() ->
     assert described["as"] == "sm_90"
     assert described["contraction"] is True
     assert "nothing ran on a GPU" in str(backend.told())
+    told = Run(described, {}, records=()).told_of("interpreter")
+    assert told == "interpreter as sm_90 (assumed; nothing ran on a GPU)"
+    assert Run(INTERPRETER.describe(), {}, records=()).told_of("interpreter") == "interpreter"
     assert "nothing contracted" in EXACT.about
 
 

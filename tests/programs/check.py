@@ -30,7 +30,7 @@ _ALONE = (
 )
 _CELLS = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix.test_cells")
 _PASSED = (
-    *("backend", "kernels", "cases", "experiments", "dtype", "seed", "heads", "captured", "expected", "baseline"),
+    *("backend", "as", "kernels", "cases", "experiments", "dtype", "seed", "heads", "captured", "expected", "baseline"),
     *("plan", "backward", "no-worse-than", "cell-timeout", "save", "out"),
 )
 
@@ -83,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backward", choices=("own", "emulated"), help="what it trains with (default: own)")
     parser.add_argument("--kernels", metavar="NAMES", help="kernels of the suite to run beside it, such as flash@fused")
     parser.add_argument("--backend", metavar="NAMES", help="where it runs (default: cpu)")
+    parser.add_argument(
+        "--as", metavar="CARD", help="with --backend interpreter: the card to compute as (docs/triton.md)"
+    )
     parser.add_argument("--dtype", metavar="NAMES", help="bf16, fp16 (default: bf16)")
     parser.add_argument("--captured", metavar="DIR", help="tensors of your own as inputs (docs/captured.md)")
     parser.add_argument("--seed", metavar="N", help="seed of all inputs (default: 1)")
