@@ -73,7 +73,7 @@ def round_to(
     return rounded.view(x.shape)
 
 
-def fma(x: torch.Tensor, factor: float, addend: torch.Tensor) -> torch.Tensor:
+def fma(x: torch.Tensor, factor: float | torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
     """A fused multiply-add of fp32 numbers: x * factor + addend, rounded to fp32 once, to even.
 
     The product of two fp32 numbers is exact in fp64, but its sum with a third may not be, and what fp64 rounds to a tie
@@ -83,13 +83,14 @@ def fma(x: torch.Tensor, factor: float, addend: torch.Tensor) -> torch.Tensor:
 
     Args:
       x: float32 tensor.
-      factor: An fp32 number.
+      factor: An fp32 number, or a float32 tensor that broadcasts to x.
       addend: float32 tensor that broadcasts to x.
 
     Returns:
       float32 tensor of x's shape.
     """
-    product, added = x.double() * factor, addend.double()
+    wide = factor.double() if isinstance(factor, torch.Tensor) else factor
+    product, added = x.double() * wide, addend.double()
     total = product + added
     # What the sum has lost, exact (Knuth's TwoSum); NaN where a term is Inf, and no comparison takes that for a loss.
     back = total - product

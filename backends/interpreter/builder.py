@@ -18,7 +18,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from tiebreak.backends.interpreter.assumptions import Assumptions
 from tiebreak.backends.interpreter.errors import UnfaithfulError
 from tiebreak.backends.interpreter.memory import ANYWHERE, Memory
-from tiebreak.backends.interpreter.numbers import Array, bits, converted, numpy_type
+from tiebreak.backends.interpreter.numbers import Array, bits, converted, fused, numpy_type
 from tiebreak.backends.interpreter.products import How, product, scaled_operand
 
 Handle = Any  # triton's TensorHandle: an array, the type of its elements, and attributes
@@ -58,6 +58,20 @@ class FaithfulBuilder(InterpreterBuilder):
         self.memory = memory
         self.contracts = contracts and self.assumed.contracts
 
+    # Triton before 3.9 lacks these.
+
+    def get_bf16(self, value: float) -> Handle:
+        """A number of bf16."""
+        return self.create_fp_trunc(self.get_fp32(value), tl.bfloat16)
+
+    def get_fp8e4b8_ty(self) -> tl.dtype:
+        """e4m3, FNUZ."""
+        return tl.float8e4b8
+
+    def get_fp8e5b16_ty(self) -> tl.dtype:
+        """e5m2, FNUZ."""
+        return tl.float8e5b16
+
     # Casts.
 
     def cast_impl(self, src: Handle, dst_type: tl.dtype) -> Handle:
@@ -85,23 +99,23 @@ class FaithfulBuilder(InterpreterBuilder):
 
     # Memory.
 
-    def create_masked_load(
-        self, ptrs: Handle, mask: Handle, other: Handle, cache_policy: object, is_volatile: bool
-    ) -> Handle:
-        """Zeros where the mask hides an element and nothing else is said: a card leaves that open."""
-        del cache_policy, is_volatile
+    def create_masked_load(self, ptrs: Handle, mask: Handle, other: Handle, *_: object, **__: object) -> Handle:
+        """Zeros where the mask hides an element and nothing else is said: a card leaves that open.
+
+        What is said of caches behind these differs by Triton's version, here as in other operations.
+        """
         element = ptrs.get_element_ty()
-        dtype = numpy_type(element)
-        self.memory.check(ptrs.data, mask.data, dtype.itemsize, ptrs.attr.get("argument"), "reads")
+        dtype, shown = numpy_type(element), _mask(mask)
+        self.memory.check(ptrs.data, shown, dtype.itemsize, ptrs.attr.get("argument"), "reads")
         fill = np.zeros(ptrs.data.shape, dtype) if other is None else other.data
         raw = bits(np.ascontiguousarray(fill))
-        return TensorHandle(native.load(ptrs.data, mask.data, raw, raw.dtype).view(dtype), element)
+        return TensorHandle(native.load(ptrs.data, shown, raw, raw.dtype).view(dtype), element)
 
-    def create_masked_store(self, ptrs: Handle, value: Handle, mask: Handle, cache_policy: object) -> object:
+    def create_masked_store(self, ptrs: Handle, value: Handle, mask: Handle, *_: object, **__: object) -> object:
         """Of the elements that the mask shows."""
-        del cache_policy
-        self.memory.check(ptrs.data, mask.data, value.data.itemsize, ptrs.attr.get("argument"), "writes")
-        return native.store(ptrs.data, bits(np.ascontiguousarray(value.data)), mask.data)
+        shown = _mask(mask)
+        self.memory.check(ptrs.data, shown, value.data.itemsize, ptrs.attr.get("argument"), "writes")
+        return native.store(ptrs.data, bits(np.ascontiguousarray(value.data)), shown)
 
     def create_atomic_rmw(
         self, rmwOp: object, ptr: Handle, val: Handle, mask: Handle, sem: object, scope: object
@@ -180,8 +194,10 @@ class FaithfulBuilder(InterpreterBuilder):
 
     def create_fma(self, x: Handle, y: Handle, z: Handle) -> Handle:
         """Rounded once. Of narrow formats too: in fp64 their products are exact, and sums wide enough."""
-        if z.data.dtype in (np.float32, np.float64):
+        if z.data.dtype == np.float64:
             return super().create_fma(x, y, z)
+        if z.data.dtype == np.float32:
+            return _fused((x.data, y.data), z.data, z)
         wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
         return TensorHandle(converted(wide, z.data.dtype), z.dtype.scalar)
 
@@ -259,6 +275,12 @@ class FaithfulBuilder(InterpreterBuilder):
         raise UnfaithfulError(f"inline assembly can't be interpreted: {first}")
 
 
+def _mask(mask: Handle) -> Array:
+    """Which elements are shown; before Triton 3.9 those of a descriptor come as a bare array."""
+    shown: Array = mask if isinstance(mask, np.ndarray) else mask.data
+    return shown
+
+
 def _simple(function: Callable[[Array], Array]) -> Callable[[FaithfulBuilder, Handle], Handle]:
     def create(self: FaithfulBuilder, arg: Handle) -> Handle:
         return self.unary_op(arg, lambda x: _wide(function, x))
@@ -281,5 +303,4 @@ def _keeping(arg: Handle, found: Handle) -> Handle:
 
 def _fused(factors: tuple[Array, Array], z: Array, like: Handle) -> Handle:
     """A product, and z added to it, rounded once."""
-    arrays = (np.ascontiguousarray(one) for one in np.broadcast_arrays(*factors, z))
-    return TensorHandle(native.fma_fp32(*arrays), like.dtype.scalar)
+    return TensorHandle(fused(*factors, z), like.dtype.scalar)

@@ -4,10 +4,12 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import torch
 import triton.language as tl
 from numpy.typing import NDArray
 from triton.runtime import interpreter as upstream
 
+from tiebreak.backends.emulation.rounding import fma
 from tiebreak.backends.interpreter.errors import UnfaithfulError
 
 Array = NDArray[Any]
@@ -58,6 +60,13 @@ def _looked_up(element: tl.dtype) -> np.dtype[np.generic]:
 def bits(x: Array) -> Array:
     """The same memory as unsigned integers, where numpy knows the type by an extension only."""
     return x.view(_UNSIGNED[x.dtype.itemsize]) if x.dtype in _NARROW.values() else x
+
+
+def fused(x: Array, y: Array, z: Array) -> Array:
+    """x y + z in fp32, rounded once."""
+    arrays = np.broadcast_arrays(x, y, z)
+    found: Array = fma(*(torch.from_numpy(np.ascontiguousarray(one)) for one in arrays)).numpy()
+    return found
 
 
 def is_float(dtype: np.dtype[np.generic]) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
-from triton._C.libtriton import interpreter as native
 from triton._C.libtriton import ir
 
 from tiebreak.backends.emulation.accumulators import ACCUMULATIONS
@@ -15,7 +14,7 @@ from tiebreak.backends.emulation.targets import core_of
 from tiebreak.backends.emulation.tensor_cores import tensor_core_matmul
 from tiebreak.backends.interpreter.assumptions import Assumptions
 from tiebreak.backends.interpreter.errors import UnfaithfulError
-from tiebreak.backends.interpreter.numbers import Array, bits
+from tiebreak.backends.interpreter.numbers import Array, bits, fused
 from tiebreak.kernels.plans import Accumulator
 
 _FORMATS = {
@@ -106,8 +105,7 @@ def _on_the_cores(a: Array, b: Array, total: Array, formats: tuple[str, str], ho
 def _one_by_one(a: Array, b: Array, total: Array) -> Array:
     """fp32, which no tensor core multiplies: one fused multiply-add after the other."""
     for at in range(a.shape[-1]):
-        factors = np.broadcast_arrays(a[..., :, at, None], b[..., None, at, :], total)
-        total = native.fma_fp32(*(np.ascontiguousarray(one) for one in factors))
+        total = fused(a[..., :, at, None], b[..., None, at, :], total)
     return total
 
 

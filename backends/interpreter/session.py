@@ -102,6 +102,8 @@ class _Session:
         scope = upstream._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         stack.callback(_drop_all_but, tl.tensor, own)  # upstream leaves what had been inherited
         stack.callback(scope.restore)
+        stack.enter_context(patch.object(tl.dtype, "to_ir", _to_ir(tl.dtype.to_ir)))
+        stack.enter_context(patch.object(tl, "dot_scaled", _with_constants(tl.dot_scaled)))
         for name, member in list(vars(tl.tensor).items()):
             if isinstance(member, JITFunction):  # such as `x.sum(0)`; a compiler binds them itself
                 stack.enter_context(patch.object(tl.tensor, name, _method(member)))
@@ -168,6 +170,25 @@ class _Session:
             elif isinstance(value, FunctionType) and value.__module__.startswith("triton.language"):
                 changed[name] = _at_hand(value)
         self._stack.enter_context(patch.dict(names, changed))
+
+
+def _to_ir(known: Callable[..., Any]) -> Callable[..., Any]:
+    """A type as the builder has it; Triton before 3.9 knows none of AMD's own."""
+
+    def to_ir(self: tl.dtype, builder: FaithfulBuilder) -> Any:
+        return self if self in (tl.float8e4b8, tl.float8e5b16) else known(self, builder)
+
+    return to_ir
+
+
+def _with_constants(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the language whose words a compiled kernel has as constants; Triton before 3.8 insists on it."""
+
+    def call(*args: object, **kwargs: object) -> Any:
+        args = tuple(tl.constexpr(one) if isinstance(one, str) else one for one in args)
+        return function(*args, **{k: tl.constexpr(v) if isinstance(v, str) else v for k, v in kwargs.items()})
+
+    return call
 
 
 def _drop_all_but(kind: type, names: set[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from packaging.version import Version
 from torch import Tensor
 
 from tiebreak.backends.emulation.rounding import round_to
@@ -111,7 +112,8 @@ def test_arithmetic_of_bf16_is_that_of_integers(
     x, y = torch.randn(2, N, generator=torch.Generator().manual_seed(2)).bfloat16()
     theirs, ours = y.clone(), y.clone()
     _upstream(function, x, theirs, N=N)
-    assert not torch.equal(theirs, right(x, y))
+    # Before Triton 3.9 the language itself takes a maximum in fp32.
+    assert torch.equal(theirs, right(x, y)) == (function is _largest and Version(triton.__version__) < Version("3.9"))
     launch(function, x, ours, N=N)
     assert torch.equal(ours, right(x, y))
 
