@@ -60,6 +60,8 @@ class Needs:
             return _longer(inputs, max(rows, columns), max(rows, columns))
         if right_mask and not inputs.causal and (columns == keys or self.has_padding):
             return _longer(_hiding(inputs, columns), rows, columns)
+        if inputs.causal and queries <= keys and inputs.key_padding is None and (self.causal or self.has_causal):
+            return _at_the_end(inputs, self._up(keys))
         return self._row_by_row(inputs)
 
     def _row_by_row(self, inputs: AttentionInputs) -> Arranged:
@@ -107,6 +109,15 @@ def _longer(inputs: AttentionInputs, rows: int, columns: int) -> Arranged:
     k, v = (_to(one, columns) for one in (inputs.k, inputs.v))
     made = replace(inputs, q=q, k=k, v=v, do=do)
     return Arranged(made, lambda o: o[:, :, :queries], lambda dk: dk[:, :, :keys])
+
+
+def _at_the_end(inputs: AttentionInputs, length: int) -> Arranged:
+    """As many dummy rows before the rows as they lack keys to be square; a dummy row's dO is 0, and all it adds is."""
+    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+    q, do = (pad(one, (0, 0, keys - queries, length - keys)) for one in (inputs.q, inputs.do))
+    k, v = (_to(one, length) for one in (inputs.k, inputs.v))
+    made = replace(inputs, q=q, k=k, v=v, do=do)
+    return Arranged(made, lambda o: o[:, :, keys - queries : keys], lambda dk: dk[:, :, :keys])
 
 
 def _hiding(inputs: AttentionInputs, columns: int) -> AttentionInputs:

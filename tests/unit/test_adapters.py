@@ -352,7 +352,7 @@ REFUSED = {
 }
 PADDED = {"hf:eager", "hf:sdpa", "x_transformers", "jax", "onnxruntime", "openvino"}
 # Called for each row, as one of a causal sequence: then without gradients.
-ROW_BY_ROW = {"flag_gems": {"oblong", "one row"}, "fla": {"full", "scale", "grouped", "short", "oblong", "one row"}}
+ROW_BY_ROW = {"fla": {"full", "scale", "grouped", "short"}}
 FORWARD_ONLY = {"flashinfer", "sageattention", "onnxruntime", "openvino"}
 
 
