@@ -48,7 +48,8 @@ def _imported(place: str) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:  # whatever the module raises while it is imported
         told = " ".join(f"{type(error).__name__}: {error}".split())
-        raise LoadError(f"cannot import {place}: {told}", _own_traceback(error)) from error
+        asks = "; it asks for a GPU while it is imported (docs/triton.md says what to do)" if "CUDA" in told else ""
+        raise LoadError(f"cannot import {place}: {told}{asks}", _own_traceback(error)) from error
 
 
 def _own_traceback(error: BaseException) -> str:
@@ -66,6 +67,8 @@ def _attribute(module: ModuleType, place: str, name: str) -> Callable[..., Any]:
         raise LoadError(
             f"{place} has no function {name!r}; its functions are {', '.join(_functions(module)) or 'none'}"
         )
+    if type(found).__module__.startswith("triton."):
+        raise LoadError(f"{place}:{name} is a Triton kernel; name the Python function of (q, k, v) that launches it")
     called: Callable[..., Any] = found
     return called
 
