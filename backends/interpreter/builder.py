@@ -106,16 +106,27 @@ class FaithfulBuilder(InterpreterBuilder):
         """
         element = ptrs.get_element_ty()
         dtype, shown = numpy_type(element), _mask(mask)
-        self.memory.check(ptrs.data, shown, dtype.itemsize, ptrs.attr.get("argument"), "reads")
+        found = self.memory.located(ptrs.data, shown, dtype, ptrs.attr.get("argument"), "reads")
         fill = np.zeros(ptrs.data.shape, dtype) if other is None else other.data
-        raw = bits(np.ascontiguousarray(fill))
-        return TensorHandle(native.load(ptrs.data, shown, raw, raw.dtype).view(dtype), element)
+        if found is None:
+            raw = bits(np.ascontiguousarray(fill))
+            return TensorHandle(native.load(ptrs.data, shown, raw, raw.dtype).view(dtype), element)
+        elements, index = found
+        read = elements[index] if len(elements) else fill
+        return TensorHandle(read if shown.all() else np.where(shown, read, fill), element)
 
     def create_masked_store(self, ptrs: Handle, value: Handle, mask: Handle, *_: object, **__: object) -> object:
         """Of the elements that the mask shows."""
-        shown = _mask(mask)
-        self.memory.check(ptrs.data, shown, value.data.itemsize, ptrs.attr.get("argument"), "writes")
-        return native.store(ptrs.data, bits(np.ascontiguousarray(value.data)), shown)
+        shown, data = _mask(mask), value.data
+        found = self.memory.located(ptrs.data, shown, data.dtype, ptrs.attr.get("argument"), "writes")
+        if found is None:
+            return native.store(ptrs.data, bits(np.ascontiguousarray(data)), shown)
+        elements, index = found
+        if shown.all():
+            elements[index] = data
+        else:
+            elements[index[shown]] = np.broadcast_to(data, shown.shape)[shown]
+        return None
 
     def create_atomic_rmw(
         self, rmwOp: object, ptr: Handle, val: Handle, mask: Handle, sem: object, scope: object

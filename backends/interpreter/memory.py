@@ -1,5 +1,6 @@
 """The memory that a launch may touch: that of its arguments."""
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,13 @@ class Argument:
     end: int
     first: int  # address of its first element
 
+    def elements(self, dtype: np.dtype[Any]) -> Array:
+        """All of its storage, as so many elements as fit in."""
+        count = (self.end - self.start) // dtype.itemsize
+        memory: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(self.start)
+        found: Array = np.frombuffer(memory, dtype, count)
+        return found
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -29,6 +37,39 @@ class Memory:
 
     kernel: str
     arguments: tuple[Argument, ...]
+
+    def located(
+        self, addresses: Array, mask: Array, dtype: np.dtype[Any], name: str | None, verb: str
+    ) -> tuple[Array, Array] | None:
+        """An argument's elements, and where among them a pointer points.
+
+        Args:
+            addresses: of elements, uint64.
+            mask: which of them are accessed, in their shape.
+            dtype: of an element.
+            name: the argument that the pointer comes from; None where that is lost.
+            verb: what is done there.
+
+        Returns:
+            The elements of the argument's storage, and indices into them, 0 where the mask hides one; None where more
+            than one argument may be meant, or elements lie askew: then all that is known is that they lie in one.
+
+        Raises:
+            OutOfBoundsError: some lie outside.
+        """
+        meant = [one for one in self.arguments if one.name == name]
+        if len(meant) != 1 or (int(addresses.flat[0]) - meant[0].start) % dtype.itemsize:
+            self.check(addresses, mask, dtype.itemsize, name, verb)
+            return None
+        elements = meant[0].elements(dtype)
+        # A pointer before the start wraps to a number beyond every end.
+        index = (addresses - np.uint64(meant[0].start)).view(np.int64) // dtype.itemsize
+        if not mask.all():
+            index = np.where(mask, index, 0)
+        if not mask.any() or (index.min() >= 0 and index.max() < len(elements)):
+            return elements, index
+        self.check(addresses, mask, dtype.itemsize, name, verb)
+        return None
 
     def check(self, addresses: Array, mask: Array, size: int, name: str | None, verb: str) -> None:
         """Refuse an access outside of the storage of the argument that a pointer comes from.
