@@ -113,8 +113,8 @@ def drops_a_key(q, k, v, *, causal=False, scale=None):
 
 # Cases that tell plans apart, two that span several tiles, and plain ones.
 TELLING = "tied_maxima[k=2],sink_tie,single_maximum_sink,ties_across_blocks,overshooting_shift,random,random_causal,"
-TELLING += "tied_p_bar"
-FOLLOWS = re.compile(r"cpu-(\w+): follows (\S+) \((99\.[5-9]\d|100\.00) % of bits in 8 cells\)")
+TELLING += "inexact_ties[r=6],tied_p_bar"
+FOLLOWS = re.compile(r"cpu-(\w+): follows (\S+) \((99\.[5-9]\d|100\.00) % of bits in 9 cells\)")
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_kernel_that_follows_no_plan_is_unexplained(judge: MatrixRun, kept: Kept
     """Which is a finding: nobody has said that it follows one, and so nothing fell."""
     result = judge("truncates")
     assert result.ret == 0, output(result)
-    found = r"unexplained: no known plan agrees; nearest is \S+ with \d\d\.\d\d % of bits in 8 cells \(.*\)"
+    found = r"unexplained: no known plan agrees; nearest is \S+ with \d\d\.\d\d % of bits in 9 cells \(.*\)"
     result.stdout.re_match_lines([f"cpu-truncates: {found}"])
     assert re.fullmatch(found, kept().explanations["cpu-truncates"])
 
@@ -221,10 +221,11 @@ def test_a_plan_without_tiles_is_of_the_kernels_own(judge: MatrixRun, kept: Kept
 
 
 def test_what_is_printed_is_what_plan_takes(judge: MatrixRun, kept: Kept) -> None:
-    judge("fused", cases="growing_maximum,tied_p_bar,random", heads=256)
+    cases = "growing_maximum,tied_p_bar,random,inexact_ties[r=6]"
+    judge("fused", cases=cases, heads=256)
     plan = re.search(r"follows (\S+) \(", kept().explanations["cpu-fused"])
     assert plan is not None
-    assert judge("fused", "--plan", plan[1], cases="growing_maximum,tied_p_bar,random", heads=256).ret == 0
+    assert judge("fused", "--plan", plan[1], cases=cases, heads=256).ret == 0
     assert all(record.plan == plan[1] for record in kept().records)
 
 
