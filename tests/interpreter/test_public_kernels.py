@@ -1,0 +1,148 @@
+"""Kernels of packages, as docs/public_kernels.py runs them: two small packages, and what their imports get."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tiebreak.backends.interpreter import INTERPRETER
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.formats import BF16
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.records import BIASED, MEASURED, SKIPPED, UNBIASED, Record
+
+DOCS = Path(__file__).parents[2] / "docs"
+CASES = {case.name: case for case in SCRIPTED}
+NAMES = {"sageattention": "sageattention==1.0.6", "conch": "conch-triton-kernels==1.3"}
+FILE = """
+import torch
+import triton
+import triton.language as tl
+
+from around.server import registered, settings
+from around.helpers import doubled
+from . import beside
+
+CAPABILITY = torch.cuda.get_device_capability()
+
+
+@registered("attention")
+@triton.jit
+def kernel(X, scale: tl.constexpr):
+    at = tl.arange(0, 16)
+    tl.store(X + at, doubled(tl.load(X + at)) * scale)
+
+
+def launch(x):
+    assert x.is_cuda
+    scratch = torch.empty(1, device="cuda")
+    kernel[(1,)](x, 1.5 if not settings.fast else 0.0)
+    return scratch
+"""
+HELPERS = """
+from around.triton_utils import tl, triton
+
+
+@triton.jit
+def doubled(x):
+    return x + x
+"""
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The loader of docs/, with a folder of sources of its own."""
+    spec = importlib.util.spec_from_file_location("public_sources", DOCS / "public_sources.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setenv("TIEBREAK_SOURCES", str(tmp_path))
+    return module
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Callable[[str, str], None]:
+    """Writes a file of a package whose own import fails."""
+
+    def written(name: str, text: str) -> None:
+        folder = tmp_path / "checkout" / "src" / "around"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "__init__.py").write_text("raise RuntimeError('no driver')")
+        (folder / f"{name}.py").write_text(text)
+
+    return written
+
+
+def _cell(kernel: str, package: str, case: str) -> Record:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install --no-deps {NAMES[package]}")
+    target = external_kernel(f"{DOCS / 'public_kernels.py'}:{kernel}")
+    return run_cell(Cell(INTERPRETER, target, Call(CASES[case]), BF16), Workbench(Settings(heads=32)))
+
+
+@pytest.mark.parametrize(("case", "verdict"), [("repeated_zero", BIASED), ("single_maximum", UNBIASED)])
+def test_sage_attention_is_biased_where_maxima_repeat(case: str, verdict: str) -> None:
+    found = _cell("sage_attention", "sageattention", case)
+    assert (found.outcome, found.verdict) == (MEASURED, verdict), found.reasons
+
+
+@pytest.mark.parametrize("case", ["tied_maxima[k=2]", "sink_tie"])
+def test_conch_keeps_l_in_bf16_and_loses_the_tail_that_would_tip_a_tie(case: str) -> None:
+    found = _cell("conch", "conch", case)
+    assert (found.outcome, found.verdict) == (MEASURED, UNBIASED), found.reasons
+
+
+def test_a_kernel_whose_file_is_not_here_is_skipped_and_told_where_it_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TIEBREAK_SOURCES", str(tmp_path))
+    target = external_kernel(f"{DOCS / 'public_kernels.py'}:aiter_mha")
+    found = run_cell(Cell(INTERPRETER, target, Call(CASES["no_tail"]), BF16), Workbench(Settings(heads=2)))
+    assert found.outcome == SKIPPED
+    assert "there is no aiter/ops/triton/attention/mha.py" in str(found.skipped)
+
+
+def test_a_file_runs_without_the_package_around_it(
+    sources: Any, package: Callable[[str, str], None], launch: Callable[..., None]
+) -> None:
+    package("kernel", FILE)
+    package("helpers", HELPERS)
+    file = sources.source("around.kernel", also=("around.helpers",))
+    assert file.CAPABILITY == (8, 0)
+    x = torch.arange(16.0)
+    launch(file.kernel, x, scale=1.5)
+    assert torch.equal(x, torch.arange(16.0) * 3)
+    assert "around" not in sys.modules
+    assert torch.empty.__module__ != "public_sources"
+
+
+def test_a_launcher_is_given_a_tensor_that_says_that_it_is_on_a_gpu(
+    sources: Any, package: Callable[[str, str], None]
+) -> None:
+    from tiebreak.backends.interpreter.assumptions import EXACT
+    from tiebreak.backends.interpreter.session import interpreting
+
+    package("kernel", FILE)
+    package("helpers", HELPERS)
+    file = sources.source("around.kernel", also=("around.helpers",))
+    x = torch.ones(16)
+    with interpreting(EXACT):
+        scratch = file.launch(sources.as_if_on_a_gpu(x))
+    assert scratch.device.type == "cpu"
+    assert torch.equal(x, torch.full((16,), 3.0))
+
+
+def test_a_stand_in_never_stands_for_a_kernel(sources: Any) -> None:
+    """Or a launch of it would do nothing, and O would be what lay in memory."""
+    with pytest.raises(TypeError):
+        sources.StandIn("package.kernel")[(1,)]
