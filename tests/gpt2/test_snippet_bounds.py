@@ -142,6 +142,18 @@ def test_every_seed_has_all_that_statements_speak_of() -> None:
     assert first >= named | {(each.name, name) for each in SNIPPETS.values() for name in each.roster}
 
 
+def test_what_bounds_of_a_default_run_rest_on_is_run_at_all_seeds_first() -> None:
+    asked = list(program.tasks(2))
+    first = asked[: max(at for at, each in enumerate(asked) if each.variant in SNIPPETS[each.snippet].roster
+                        and each.backend == "emulation") + 1]  # fmt: skip
+    assert {each.backend for each in first} == {"emulation"}
+    for snippet in SNIPPETS.values():
+        ran = {seed: {each.variant for each in first if (each.snippet, each.seed) == (snippet.name, seed)}
+               for seed in (1, 2)}  # fmt: skip
+        caught = {each.against for each in snippet.said if not set(snippet.roster).isdisjoint(each.variants)}
+        assert ran[1] == ran[2] == caught | set(snippet.roster)
+
+
 def test_runs_become_spreads_and_those_beyond_a_bound_are_named() -> None:
     def line(variant: str, seed: int, mean: float) -> program.Line:
         return program.Line(program.Task("emulation", "train_drift", DRIFT.version, variant, seed), 1.0, {
