@@ -121,6 +121,11 @@ class Backend:
             raise ValueError(f"unknown kernel {name!r}: {self.name} has {', '.join(vendor)}")
         return vendor[name] if name in vendor else composed_kernel(name)
 
+    def repeats(self, kernel: Kernel) -> bool:
+        """Whether a second run on the same input could only have the same bits, so that a cell need not make one."""
+        del kernel
+        return self.predicts
+
     def fingerprint(self) -> Mapping[str, str | float]:
         """What the device's arithmetic does, measured, for the record of a run."""
         return fingerprint(self.arithmetic, self.device)

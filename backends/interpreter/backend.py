@@ -8,6 +8,7 @@ from typing import Any
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.interpreter.assumptions import CARDS, EXACT, Assumptions
+from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.triton.loading import installed, not_interpreting
 from tiebreak.kernels.triton.roster import triton_kernels
 
@@ -40,6 +41,10 @@ class Interpreter(Backend):
             # What reports say behind the backend's name.
             described["assumed"] = {self.name: f"as {self.assumed.name} (assumed; nothing ran on a GPU)"}
         return described
+
+    def repeats(self, kernel: Kernel) -> bool:
+        """As `Backend.repeats`: programs run one after the other. A user's kernel may draw numbers of its own."""
+        return not kernel.external
 
     def in_use(self) -> AbstractContextManager[None]:
         """Whatever Triton function is launched is interpreted."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from tiebreak.backends.backend import CPU, Backend
 from tiebreak.backends.interpreter import INTERPRETER
@@ -17,11 +18,12 @@ from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import CRASHED, MEASURED, SKIPPED, UNBIASED, Record
 
 CASES = {case.name: case for case in SCRIPTED}
+BENCH = Workbench(Settings(heads=32))
 File = Callable[..., str]
 
 
 def _cell(target: str, case: str, backend: Backend = INTERPRETER) -> Record:
-    return run_cell(Cell(backend, external_kernel(target), Call(CASES[case]), BF16), Workbench(Settings(heads=32)))
+    return run_cell(Cell(backend, external_kernel(target), Call(CASES[case]), BF16), BENCH)
 
 
 def test_a_users_triton_kernel_is_judged_on_a_cpu(file: File) -> None:
@@ -67,3 +69,18 @@ def test_a_file_that_asks_for_a_gpu_is_told_where_to_read_on(file: File) -> None
 def test_a_triton_kernel_itself_is_no_function_of_q_k_and_v(file: File) -> None:
     with pytest.raises(ValueError, match=r"mine\.py:forward is a Triton kernel; name the Python function of"):
         external_kernel(file().replace(":attention", ":forward"))
+
+
+def test_a_users_kernel_is_run_twice_and_the_suites_own_need_not_be(file: File) -> None:
+    """One of a user's may draw numbers of its own; for the suite's this shows once that the bits repeat."""
+    assert _cell(file(), "random").answers["repeatable"].met
+    own = run_cell(Cell(INTERPRETER, INTERPRETER.kernel("triton_fair"), Call(CASES["random"]), BF16), BENCH)
+    assert "repeatable" not in own.answers
+    inputs = CASES["random"].make(3, 0, 8, BF16)
+    first, second = (INTERPRETER.run(INTERPRETER.kernel("triton_fair"), inputs, gradients=True) for _ in range(2))
+    assert torch.equal(first.o, second.o)
+    assert first.gradients is not None
+    assert second.gradients is not None
+    assert all(
+        torch.equal(getattr(first.gradients, name), getattr(second.gradients, name)) for name in ("dq", "dk", "dv")
+    )

@@ -202,8 +202,8 @@ class Looks:
 
     def _repeats(self) -> bool | None:
         """Whether a second run on the same input gives the same bits; None: not run twice."""
-        if self.cell.backend.predicts:
-            return None  # a unit test shows it once for all of the emulation
+        if self.cell.backend.repeats(self.cell.kernel):
+            return None  # unit tests show it once for all
         first, batch = self.outputs[0], self.batches[0]
         gradients = first.gradients is not None and not self.cell.kernel.o_first
         again = self.cell.backend.run(self.cell.kernel, batch.inputs, gradients=gradients)
