@@ -6,7 +6,7 @@ vanished, turned into a skip or has another version of its case.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -27,6 +27,7 @@ from tiebreak.reports.records import (
     LESS,
     MEASURED,
     MORE,
+    PASSING,
     SKIPPED,
     TIMED_OUT,
     VERDICTS,
@@ -37,6 +38,7 @@ from tiebreak.reports.records import (
     Run,
     Value,
     number_of,
+    outcome_of,
 )
 from tiebreak.reports.rerun import runnable
 from tiebreak.reports.tables import counted
@@ -148,14 +150,16 @@ def gate(baseline: Run, run: Run, limits: Limits, *, across: bool = False) -> Ou
     for name in sorted(old.keys() & new.keys()):
         changes += [CellChange(new[name], change) for change in _compare(old[name], new[name], held_to, across)]
     gone = [old[name] for name in sorted(old.keys() - new.keys())]
-    outside = [record for record in gone if not _selected(record, run)]
-    changes += [CellChange(record, Change(True, "vanished: the new run lacks it")) for record in gone
-                if _selected(record, run)]  # fmt: skip
+    asked = [record for record in gone if _selected(record, run.options, run.cases)]
+    changes += [CellChange(record, Change(True, "vanished: the new run lacks it")) for record in asked]
     fresh = [new[name] for name in sorted(new.keys() - old.keys())]
     changes += [CellChange(record, Change(True, f"not in the baseline, and {record.outcome}")) for record in fresh
                 if not record.passes and record.outcome != SKIPPED]  # fmt: skip
+    told = {found.record.id for found in changes if found.change.worse}
+    changes += [CellChange(record, change) for name, record in new.items() if name not in told
+                for change in _contradiction(record, run)]  # fmt: skip
     compared = old.keys() & new.keys()
-    notes = [*_notes(baseline, run, len(fresh), len(outside)), *([] if compared else ["no cell is in both"])]
+    notes = [*_notes(baseline, run, len(fresh), len(gone) - len(asked)), *([] if compared else ["no cell is in both"])]
     changed = sum(old[name].digest != new[name].digest for name in compared)
     if changed:
         notes.append(f"{counted(changed, 'cell')} with other bits than in the baseline")
@@ -182,10 +186,16 @@ def _notes(baseline: Run, run: Run, fresh: int, outside: int) -> Iterator[str]:
         yield "the new run was interrupted"
 
 
-def _selected(record: Record, run: Run) -> bool:
+def _contradiction(record: Record, run: Run) -> Iterator[Change]:
+    """A pass whose answers are none: of a file that was edited, or mangled."""
+    comes_to = outcome_of(record.answers, [name for name, check in run.checks.items() if check.judges])
+    if record.outcome in PASSING and comes_to not in PASSING:
+        yield Change(True, f"says {record.outcome}, and its answers come to {comes_to}: was the file edited?")
+
+
+def _selected(record: Record, options: Mapping[str, Any], cases: Collection[str]) -> bool:
     """Whether a run's command line asked for a cell; captured tensors run alone unless cases are named."""
-    options = run.options
-    if options.get("captured") and not options.get("cases") and record.case not in run.cases:
+    if options.get("captured") and not options.get("cases") and record.case not in cases:
         return False
     return all(
         any(matching(name, [getattr(record, field)]) for name in split(str(options[option])))
@@ -200,7 +210,7 @@ def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], acr
         return
     outcome = list(_outcome(old, new))
     yield from outcome
-    if new.shown is None:
+    if new.shown is None and new.outcome not in PASSING:
         return  # the outcome says it
     said = new.reasons if outcome else ()
     for name, asked in old.answers.items():
@@ -333,10 +343,25 @@ def update(run: Run, path: Path) -> None:
     if not run.complete:
         raise UsageError(f"{path}: not updated: the run was interrupted")
     if path.exists():
-        outside = [record for record in store.read(path).records if not _selected(record, run)]
-        if outside:
-            raise UsageError(f"{path}: not updated: {len(outside)} of its cells lie outside this run's options")
+        check_update(store.read(path), path, run.options, run.cases)
     store.write(replace(run, records=tuple(map(_compact, run.records)), run=None, seconds={}), path)
+
+
+def check_update(baseline: Run, path: Path, options: Mapping[str, Any], cases: Collection[str]) -> None:
+    """Refuse to replace a baseline by the records of a narrower run.
+
+    Args:
+        baseline: the one that there is.
+        path: its file.
+        options: of the command line of the run that would replace it.
+        cases: names of those that the run has.
+
+    Raises:
+        UsageError: some of its cells were not asked for.
+    """
+    outside = [record for record in baseline.records if not _selected(record, options, cases)]
+    if outside:
+        raise UsageError(f"{path}: not updated: {len(outside)} of its cells lie outside this run's options")
 
 
 def _compact(record: Record) -> Record:

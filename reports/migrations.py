@@ -9,6 +9,8 @@
 `reasons`, and what is there to be drawn as `evidence`; measures, those of training runs and gradients among them, are
 one mapping, and the file says what they are. A cell that held although nothing was asked of its rounding was
 `measured`.
+
+4 -> 5: an interrupted run says which cells were `running`.
 """
 
 import sys
@@ -226,4 +228,8 @@ def _records(plain: dict[str, Any]) -> Iterator[dict[str, Any]]:
     return (record for record in (found if isinstance(found, list) else ()) if isinstance(record, dict))
 
 
-_STEPS: dict[int, Callable[[dict[str, Any]], None]] = {1: _to_2, 2: _to_3, 3: _to_4}
+def _to_5(plain: dict[str, Any]) -> None:
+    plain.setdefault("running", [])
+
+
+_STEPS: dict[int, Callable[[dict[str, Any]], None]] = {1: _to_2, 2: _to_3, 3: _to_4, 4: _to_5}

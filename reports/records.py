@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from tiebreak.reports.decode import FieldError, decoder
 
-SCHEMA = 4  # see tiebreak.reports.migrations for what changed
+SCHEMA = 5  # see tiebreak.reports.migrations for what changed
 
 HELD, MEASURED, FELL, INCONCLUSIVE, SKIPPED = "held", "measured", "fell", "inconclusive", "skipped"
 CRASHED, TIMED_OUT = "crashed", "timed_out"
@@ -301,6 +301,7 @@ class Run:
     seconds: Mapping[str, float] = field(default_factory=dict)  # by cell; this and `run` alone don't repeat to the bit
     explanations: Mapping[str, str] = field(default_factory=dict)  # undeclared kernels: the plan that fits best
     not_run: tuple[str, ...] = ()  # cells that were asked for and never came to their turn: the run was interrupted
+    running: tuple[str, ...] = ()  # cells that were in the middle of it then
     complete: bool = True  # False: the run was interrupted
     schema: int = SCHEMA
     run: str | None = None  # tells this run from every other; None in a baseline
@@ -323,6 +324,7 @@ class Run:
             "unavailable": dict(self.unavailable),
             "explanations": dict(self.explanations),
             "not_run": list(self.not_run),
+            "running": list(self.running),
             **{name: {one: _plain(found) for one, found in getattr(self, name).items()} for name in described},
             "records": [record.as_dict() for record in sorted(self.records, key=lambda record: record.id)],
             "seconds": {name: self.seconds[name] for name in sorted(self.seconds)},

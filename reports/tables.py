@@ -112,4 +112,6 @@ def summary(run: Run) -> str:
         lines.append("INCOMPLETE: the run was interrupted; these are the cells that were done")
     if run.not_run:
         lines.append(f"not run: {counted(len(run.not_run), 'cell')} that came not to their turn")
+    if run.running:
+        lines.append(f"not done: {', '.join(run.running)}")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """The gate under pytest: the run is compared with a baseline on the controller, with workers or without."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Gatekeeper:
         platform: dict[str, Any],
         result: Callable[[], Run | None],
         measures: Mapping[str, MeasureRecord],
+        cases: Collection[str] = (),
     ) -> None:
         """Read the baseline.
 
@@ -42,12 +43,13 @@ class Gatekeeper:
             platform: of this run, as the records keep it.
             result: gives the run when the session has ended; None if no cell was to run.
             measures: all that there are, which --fail may name.
+            cases: names of those that the run has.
 
         Raises:
             UsageError: options that don't go together, or a baseline that tells nothing about this run.
             tiebreak.reports.store.UnreadableRecordsError: the baseline can't be read.
         """
-        self.options, self.platform, self.result = options, platform, result
+        self.options, self.platform, self.result, self.cases = options, platform, result, cases
         self.across, self.update = (bool(config.getoption(name)) for name in ("across", "update_baseline"))
         name = config.getoption("baseline")
         self.path = None if name is None else Path(str(name))
@@ -66,12 +68,26 @@ class Gatekeeper:
             store.check_writable(self.path.parent)
             return None
         baseline = store.read(self.path)
-        if not self.update:
+        if self.update:
+            gate.check_update(baseline, self.path, self.options, self.cases)
+        else:
             try:
                 gate.check_comparable(baseline, self.platform, self.options, across=self.across)
             except UsageError as error:
                 raise UsageError(f"--baseline {self.path}: {error}") from error
         return baseline
+
+    def refuse_to_overwrite(self, records: Path) -> None:
+        """Refuse a baseline that is where the run's own records go: the next run would be compared with this one.
+
+        Raises:
+            UsageError: it is.
+        """
+        if self.path is None:
+            return
+        same = self.path.resolve() == records.resolve()
+        if same or (self.path.exists() and records.exists() and self.path.samefile(records)):
+            raise UsageError(f"--baseline {self.path}: this run's own records go there; keep the baseline elsewhere")
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Judge the run; the keeper of the records has put it together before."""

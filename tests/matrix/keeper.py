@@ -1,6 +1,5 @@
 """The way of the records: collected on the controller as tests report, written when the session ends, anyhow."""
 
-import contextlib
 import functools
 import json
 import re
@@ -8,7 +7,7 @@ import shutil
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.explain import explain
+from tiebreak.matrix.record_file import RecordFile
 from tiebreak.matrix.recording import blank_record, place
 from tiebreak.matrix.scheduling import CaseScheduling, cell_id
 from tiebreak.matrix.settings import Settings
@@ -32,7 +32,6 @@ from tiebreak.reports.records import Answer
 _USAGE = 2
 _WORKER_DIED = re.compile(r"worker '(\w+)' crashed while running")  # xdist's words; which worker is chance
 _DEATHS = 2  # of workers by one kernel: from then on each of its cells has a process of its own
-_CHECKPOINT = 256  # records between two checkpoints
 PROPERTY = "tiebreak"  # name of the property that carries a cell's record from its worker to the controller
 _DIED = "its process died: killed by a signal, out of memory, or ended by the kernel itself"
 POISONED = "tiebreak.poisoned"  # name of the property that says that a cell has left its worker's device unusable
@@ -64,6 +63,7 @@ class Keeper:
         settings: Settings,
         unavailable: Mapping[str, str],
         excuses: Excuses,
+        missing: Collection[str] = (),
     ) -> None:
         """Begin with nothing.
 
@@ -73,22 +73,23 @@ class Keeper:
             settings: of every cell.
             unavailable: backends that can't run, and why.
             excuses: for failures.
+            missing: those of the unavailable backends that were asked for by name, and must not be missing.
         """
         self.config, self.settings, self.unavailable, self.excuses = config, settings, unavailable, excuses
+        self.missing = missing
         self.expected = {cell.id: cell for cell in cells}
         self.records: dict[str, records.Record] = {}
         self.seconds: dict[str, float] = {}
         self.collected: set[str] = set()
+        self.begun: set[str] = set()
+        self.run_again: set[str] = set()  # cells of which a second report came: something has rerun what failed
         self.name = uuid.uuid4().hex
+        path = Path(str(config.getoption("out"))) / f"{config.getoption('save') or 'last'}.json"
+        self.file = RecordFile(path, self.name)
         self.run: records.Run | None = None
         self.failure: str | None = None
         self.deaths = Counter[str]()  # of workers, by the kernel that they ran
         self.fallen: list[str] = []  # what fails the session though no single cell fell
-
-    @property
-    def path(self) -> Path:
-        """Where the records go."""
-        return Path(str(self.config.getoption("out"))) / f"{self.config.getoption('save') or 'last'}.json"
 
     def options(self) -> dict[str, Any]:
         """Those of the command line that decide what runs."""
@@ -104,7 +105,7 @@ class Keeper:
 
     def pytest_report_header(self) -> list[str]:
         """What runs here, what doesn't and why."""
-        lines = [f"tiebreak: {len(self.expected)} cells in the matrix; records go to {self.path}"]
+        lines = [f"tiebreak: {len(self.expected)} cells in the matrix; records go to {self.file.path}"]
         platform = describe()
         lines.append(f"platform: {platform.cpu}, level {platform.level}, torch {platform.torch}")
         told = {backend.name: backend.told() for backend in backends_of(self.expected.values())}
@@ -136,6 +137,8 @@ class Keeper:
         if name not in self.expected:
             return
         carried = [value for key, value in report.user_properties if key == PROPERTY]
+        if name in self.records and carried:
+            self.run_again.add(name)
         if name not in self.records and (carried or report.failed):
             if carried:
                 self.records[name] = records.from_dict(json.loads(str(carried[0])))
@@ -144,7 +147,7 @@ class Keeper:
                 if (reason := self.records[name].excused) is not None:
                     report.outcome, report.wasxfail = "skipped", reason
             self.seconds[name] = round(report.duration, 3)
-            self._checkpoint()
+            self.file.now_and_then(lambda: self._as_run(complete=False))
         if carried:
             # The whole record was for the way here; a report in JUnit's XML gets the numbers.
             report.user_properties = [pair for pair in report.user_properties if pair[0] != PROPERTY]
@@ -155,12 +158,6 @@ class Keeper:
         session = self.config.pluginmanager.get_plugin("dsession")
         if session is not None and isinstance(session.sched, CaseScheduling):
             session.sched.leaving.add(worker)
-
-    def _checkpoint(self) -> None:
-        """Now and then keep what is done: not even a killed process or a full disk shall cost hours of work."""
-        if len(self.records) % _CHECKPOINT == 0:
-            with contextlib.suppress(store.UnwritableFolderError):  # said when the session ends
-                store.write(self._as_run(complete=False), self.path)
 
     @functools.cached_property
     def _watches(self) -> Path:
@@ -192,6 +189,10 @@ class Keeper:
         answer = Answer(False, checks()[check].about, f"{place(cell, self.settings)}: {why}")
         return blank_record(cell, self.settings, outcome, {check: answer})
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Remember which cells have begun."""
+        self.begun.add(cell_id(nodeid))
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Remember which cells were to run (without workers; with them the controller collects nothing)."""
         self.collected = {cell_id(item.nodeid) for item in session.items} & set(self.expected)
@@ -210,6 +211,11 @@ class Keeper:
             not any(self.config.getoption(name) for name in _IN_PART) and self.expected.keys() <= self.records.keys()
         )
         self.fallen = self.excuses.stale(self.records.values(), whole=whole)
+        self.fallen += [
+            f"fell: {name} was asked for and can't run here: {self.unavailable[name]}; --allow-missing {name} lets the"
+            " rest pass"
+            for name in self.missing
+        ]
         if all(record.outcome == records.SKIPPED for record in self.records.values()):
             self.fallen.append("fell: no cell ran, and what did not run does not pass")
         interrupted = bool(session.shouldstop) or session.exitstatus == pytest.ExitCode.INTERRUPTED
@@ -221,13 +227,26 @@ class Keeper:
             explanations={f"{found.backend}-{found.kernel}": found.text for found in explanations},
         )
         try:
-            store.write(self.run, self.path)
+            self.file.write(self.run)
         except store.UnwritableFolderError as error:
             self.failure = str(error)
             session.exitstatus = _USAGE
             return
+        self.fallen += self._hidden(session)
         if self.fallen and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _hidden(self, session: pytest.Session) -> list[str]:
+        """What a record says and the session would pass over, as with a plug-in that runs again what failed."""
+        if session.exitstatus != pytest.ExitCode.OK:
+            return []
+        failed = {
+            name: record.outcome
+            for name, record in self.records.items()
+            if not record.passes and record.outcome != records.SKIPPED
+        }
+        again = dict.fromkeys(self.run_again, " at first, whatever came of it when it was run again")
+        return [f"fell: {name} {outcome}{again.get(name, '')}" for name, outcome in failed.items()]
 
     def _account_for_lost(self) -> None:
         """A cell that was asked for is in the records, also where all workers died before its turn."""
@@ -239,6 +258,7 @@ class Keeper:
 
     def _as_run(self, *, complete: bool) -> records.Run:
         found = tuple(self.records[name] for name in self.expected if name in self.records)
+        left = self.collected - self.records.keys()
         return described(
             records.Run(
                 platform=self.platform() | {"fingerprint": self._fingerprints},
@@ -246,7 +266,8 @@ class Keeper:
                 records=found,
                 unavailable=self.unavailable,
                 seconds=self.seconds,
-                not_run=tuple(name for name in self.expected if name in self.collected - self.records.keys()),
+                not_run=tuple(name for name in self.expected if name in left - self.begun),
+                running=tuple(name for name in self.expected if name in left & self.begun),
                 complete=complete,
                 run=self.name,
             ),
@@ -268,7 +289,8 @@ class Keeper:
         terminalreporter.write_line("")
         for text in self.fallen:
             terminalreporter.write_line(text, red=True)
-        terminalreporter.write_line(f"records: {self.path}")
+        if not self.failure:
+            terminalreporter.write_line(self.file.told)
 
 
 def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:

@@ -22,11 +22,13 @@ from tiebreak.matrix.memory import keep_memory
 from tiebreak.matrix.scheduling import CaseScheduling
 from tiebreak.matrix.selection import Selection, SelectionError, cells, check_usable, matching_backends
 from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.stopping import Stopping
 from tiebreak.matrix.watch import Watch
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports import expected, store
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.expected import Excuses
+from tiebreak.reports.names import split
 
 _USAGE = 2
 _WORKER_GIB = 2.0
@@ -46,6 +48,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the matrix."""
     group = parser.getgroup("tiebreak", "tiebreak: the matrix (lists are comma-separated, globs allowed)")
     group.addoption("--backend", metavar="NAMES", help=f"backends to run: {', '.join(BACKENDS)}")
+    group.addoption(
+        "--allow-missing",
+        metavar="NAMES",
+        help="backends that may be missing although --backend names them; without it the run falls",
+    )
     group.addoption(
         "--as",
         metavar="CARD",
@@ -127,7 +134,7 @@ def _refuse(message: str, own_traceback: str = "") -> NoReturn:
 
 _ONCE = (
     *("backend", "as", "kernels", "cases", "dtype", "seed", "heads", "plan", "captured", "expected", "save", "out"),
-    *("backward", "experiments", "cell-timeout", "no-worse-than"),
+    *("allow-missing", "backward", "experiments", "cell-timeout", "no-worse-than"),
     *("baseline", "fail"),
 )
 
@@ -238,14 +245,28 @@ def _excused_before(config: pytest.Config) -> dict[tuple[str, str], str]:
 
 def _keep(config: pytest.Config, found: Sequence[Cell], unavailable: Mapping[str, str]) -> None:
     """Set up what keeps the records and what judges them as a whole."""
-    keeper = Keeper(config, found, config.stash[_bench].settings, unavailable, config.stash[_excuses])
-    _check_path(config, keeper.path)
+    missing = _missing(config, unavailable)
+    keeper = Keeper(config, found, config.stash[_bench].settings, unavailable, config.stash[_excuses], missing)
+    _check_path(config, keeper.file.path)
     config.pluginmanager.register(keeper, "tiebreak-keeper")
-    gatekeeper = Gatekeeper(config, keeper.options(), keeper.platform(), lambda: keeper.run, measures())
+    config.pluginmanager.register(Stopping(), "tiebreak-stopping")
+    cases = {cell.experiment.name for cell in found}
+    gatekeeper = Gatekeeper(config, keeper.options(), keeper.platform(), lambda: keeper.run, measures(), cases)
+    gatekeeper.refuse_to_overwrite(keeper.file.path)
     config.pluginmanager.register(gatekeeper, "tiebreak-gatekeeper")
     if getattr(config.option, "maxworkerrestart", "") is None:
         # A kernel may kill the worker of each of its cells, and every other cell still has its turn.
         config.option.maxworkerrestart = len(found) + 1
+
+
+def _missing(config: pytest.Config, unavailable: Mapping[str, str]) -> list[str]:
+    """The backends that were asked for by name, that can't run, and that nobody allowed to be missing."""
+    named = split(config.getoption("backend") or "")
+    allowed = split(config.getoption("allow_missing") or "")
+    for name in allowed:
+        if name not in named:
+            _refuse(f"--allow-missing {name}: --backend does not name it")
+    return [name for name in unavailable if name in named and name not in allowed]
 
 
 def _check_path(config: pytest.Config, path: Path) -> None:

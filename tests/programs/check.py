@@ -30,7 +30,20 @@ _ALONE = (
 )
 _CELLS = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix.test_cells")
 _PASSED = (
-    *("backend", "as", "kernels", "cases", "experiments", "dtype", "seed", "heads", "captured", "expected", "baseline"),
+    *(
+        "backend",
+        "allow-missing",
+        "as",
+        "kernels",
+        "cases",
+        "experiments",
+        "dtype",
+        "seed",
+        "heads",
+        "captured",
+        "expected",
+        "baseline",
+    ),
     *("plan", "backward", "no-worse-than", "cell-timeout", "save", "out"),
 )
 
@@ -83,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backward", choices=("own", "emulated"), help="what it trains with (default: own)")
     parser.add_argument("--kernels", metavar="NAMES", help="kernels of the suite to run beside it, such as flash@fused")
     parser.add_argument("--backend", metavar="NAMES", help="where it runs (default: cpu)")
+    parser.add_argument("--allow-missing", metavar="NAMES", help="backends that --backend names and may be missing")
     parser.add_argument(
         "--as", metavar="CARD", help="with --backend interpreter: the card to compute as (docs/triton.md)"
     )
@@ -155,7 +169,7 @@ def _report(run: Run, teller: "_Teller") -> str:
     parts = [verdict.text for verdict in verdicts(run)]
     parts += [tables.tables(run, terminal.width()), tables.fallen(run.records), tables.summary(run)]
     parts += [*teller.keeper.fallen, *(teller.gate.lines if teller.gate else ())]
-    parts.append(teller.keeper.failure or f"records: {teller.keeper.path}")
+    parts.append(teller.keeper.failure or teller.keeper.file.told)
     return "\n\n".join(part for part in parts if part)
 
 

@@ -83,6 +83,20 @@ def test_what_makes_the_gate_fall(run: MakeRun, record: Make, old: Any, new: Any
     assert found[0][1].startswith(said)
 
 
+def test_a_pass_that_its_own_answers_contradict_falls(run: MakeRun, record: Make) -> None:
+    """Though the baseline has the same answers: nothing in it got worse."""
+    missed = {"answers": {CLAIM: Answer(False, "unbiased", "+0.2", "us")}}
+    assert judge(run, record(outcome="fell", **missed), record(outcome="fell", **missed)) == []
+    found = judge(run, record(**missed), record(**missed))
+    assert found == [(True, "says held, and its answers come to fell: was the file edited?")]
+
+
+def test_a_pass_without_a_result_falls(run: MakeRun, record: Make) -> None:
+    empty = replace(record(), shown=None, measures={})
+    assert [worse for worse, _ in judge(run, record(), empty)] == [True]
+    assert judge(run, record(), empty)[0][1].startswith("NaN or missing: bias, ")
+
+
 @pytest.mark.parametrize(
     "new",
     [

@@ -3,13 +3,17 @@
 import json
 import os
 import shutil
+import signal
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.runner import runtestprotocol
 
+from tiebreak.backends.registry import BACKENDS
 from tiebreak.matrix.gating import Gatekeeper
 from tiebreak.matrix.keeper import measures
 from tiebreak.reports import store
@@ -37,10 +41,15 @@ def matrix(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callab
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     here = os.path.relpath(MATRIX, pytester.path)
 
-    def call(*arguments: str, workers: int = 0, cells: Sequence[str] = (*QUICK, *CASES)) -> pytest.RunResult:
+    def call(
+        *arguments: str,
+        workers: int = 0,
+        cells: Sequence[str] = (*QUICK, *CASES),
+        plugins: Sequence[object] = (),
+    ) -> pytest.RunResult:
         common = [here, "-p", "no:cacheprovider", "-p", "no:benchmark", "-n", str(workers), *cells, *arguments]
         # An exit code of 2 is no Ctrl-C that pytester would have to pass on.
-        return pytester.runpytest_inprocess(*common, no_reraise_ctrlc=True)
+        return pytester.runpytest_inprocess(*common, no_reraise_ctrlc=True, plugins=plugins)
 
     return call
 
@@ -189,10 +198,125 @@ def test_records_are_kept_on_the_way(matrix: Matrix, monkeypatch: pytest.MonkeyP
         kept.append((len(run.records), run.complete))
         write(run, path)
 
-    monkeypatch.setattr("tiebreak.matrix.keeper._CHECKPOINT", 1)
+    monkeypatch.setattr("tiebreak.matrix.record_file._EVERY", 0.0)
     monkeypatch.setattr(store, "write", note)
     assert matrix().ret == 0
     assert kept == [(1, False), (2, False), (2, True)]
+
+
+def test_between_two_copies_on_the_way_some_time_passes(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Path] = []
+    monkeypatch.setattr("tiebreak.matrix.record_file._EVERY", 3600.0)
+    monkeypatch.setattr(store, "write", lambda _, path: written.append(path))
+    matrix()
+    assert written == [Path("out/last.json")]
+
+
+def test_a_baseline_is_not_where_the_run_writes(matrix: Matrix, pytester: pytest.Pytester) -> None:
+    """Else the same command would fail once, and then pass."""
+    assert matrix().ret == 0
+    os.link("out/last.json", "linked.json")
+    for path in ("out/last.json", "out/../out/last.json", "linked.json"):
+        refused = matrix("--baseline", path)
+        assert refused.ret == 2
+        refused.stderr.fnmatch_lines([f"*--baseline {path}: this run's own records go there; keep the baseline*"])
+    refused = matrix("--baseline", "out/new.json", "--save", "new", "--update-baseline")
+    assert refused.ret == 2
+    assert not Path("out/new.json").exists()
+
+
+def test_a_baseline_is_not_replaced_by_a_narrower_run_which_is_told_before_it(matrix: Matrix, baseline: Path) -> None:
+    Path("out/last.json").unlink()
+    refused = matrix("--baseline", str(baseline), "--update-baseline", cells=(*QUICK, "--cases", "random"))
+    assert refused.ret == 2
+    refused.stderr.fnmatch_lines(["*base.json: not updated: 1 of its cells lie outside this run's options"])
+    assert not Path("out/last.json").exists()
+
+
+class Rerunning:
+    """As a plug-in that runs again what failed: the first report says `rerun`, and the second counts."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
+        for outcome in ("rerun", None):
+            for report in runtestprotocol(item, log=False):
+                if outcome is not None and report.failed:
+                    report.outcome = outcome  # type: ignore[assignment]
+                item.ihook.pytest_runtest_logreport(report=report)
+        return True
+
+
+def test_a_rerun_takes_back_no_failure(matrix: Matrix, pytester: pytest.Pytester) -> None:
+    once = "import os; there = os.path.exists('ran'); open('ran', 'w').close()\n    assert there, 'once'"
+    pytester.makepyfile(mine=KERNEL.format(body=once))
+    cells = ["--kernel", "mine.py:attention", "--cases", "random", "--heads", "16", "--out", "out"]
+    ran = matrix(cells=cells, plugins=[Rerunning()])
+    assert ran.ret == 1
+    ran.assert_outcomes(passed=1)
+    ran.stdout.fnmatch_lines(["fell: cpu-attention-random-bf16 crashed at first, whatever came of it when it was run*"])
+    assert store.read(Path("out/last.json")).records[0].outcome == "crashed"
+
+
+def test_a_device_that_was_asked_for_by_name_may_not_be_missing(
+    matrix: Matrix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = replace(BACKENDS["interpreter"], unavailable=lambda: "triton is not installed")
+    monkeypatch.setattr("tiebreak.matrix.selection.BACKENDS", {**BACKENDS, "interpreter": gone})
+    cells = ["--cases", "random", "--kernels", "flash@paper", "--heads", "16", "--out", "out"]
+    fell = matrix("--backend", "cpu,interpreter", cells=cells)
+    assert fell.ret == 1
+    fell.assert_outcomes(passed=1)
+    fell.stdout.fnmatch_lines(["fell: interpreter was asked for and can't run here: triton is not installed; --allow*"])
+    assert matrix("--backend", "cpu,inter*", cells=cells).ret == 0
+    assert matrix("--backend", "cpu,interpreter", "--allow-missing", "interpreter", cells=cells).ret == 0
+    refused = matrix("--backend", "cpu", "--allow-missing", "cuda", cells=cells)
+    assert refused.ret == 2
+    refused.stderr.fnmatch_lines(["*--allow-missing cuda: --backend does not name it"])
+
+
+class AnotherRun:
+    """Another run, which writes its records to the same file while this one is going on."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call":
+            store.write_text("of another run", Path("out/last.json"))
+
+
+def test_two_runs_do_not_write_over_each_other(matrix: Matrix) -> None:
+    assert matrix().ret == 0
+    ran = matrix(plugins=[AnotherRun()])
+    assert ran.ret == 0
+    assert Path("out/last.json").read_text(encoding="utf-8") == "of another run"
+    (other,) = (path for path in Path("out").glob("last-*.json"))
+    assert len(store.read(other).records) == 2
+    ran.stdout.fnmatch_lines([f"records: {other}, for another run has written out/last.json meanwhile; --save *"])
+
+
+def test_a_full_disk_is_told_and_no_file_is_promised(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Run, path: Path) -> None:
+        raise store.UnwritableFolderError(f"cannot write {path}: No space left on device")
+
+    monkeypatch.setattr(store, "write", full)
+    ran = matrix()
+    assert ran.ret == 2
+    ran.stdout.fnmatch_lines(["cannot write out/last.json: No space left on device"])
+    ran.stdout.no_fnmatch_line("records: *")
+
+
+def test_sigterm_keeps_what_is_done_and_says_what_was_not(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(mine=KERNEL.format(body="if causal: import os, signal; os.kill(os.getpid(), signal.SIGTERM)"))
+    cells = ["--kernel", "mine.py:attention", "--cases", "random,random_causal,random_scaled", "--heads", "16"]
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        ran = pytester.inline_run(str(MATRIX), "-p", "no:cacheprovider", *cells, "--out", "out", no_reraise_ctrlc=True)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ran.ret == pytest.ExitCode.INTERRUPTED
+    run = store.read(Path("out/last.json"))
+    assert not run.complete
+    ids = [f"cpu-attention-{case}-bf16" for case in ("random", "random_causal", "random_scaled")]
+    assert ([record.id for record in run.records], run.running, run.not_run) == ([ids[0]], (ids[1],), (ids[2],))
 
 
 def test_a_time_out_is_an_outcome_of_its_own(matrix: Matrix, pytester: pytest.Pytester) -> None:

@@ -1,0 +1,70 @@
+"""The file that a run's records go to: kept on the way, and never over those of another run."""
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+
+from tiebreak.reports import store
+from tiebreak.reports.records import Run
+
+_EVERY = 10.0  # seconds between two copies on the way
+
+
+class RecordFile:
+    """Where a run's records go."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        """Nothing is written yet.
+
+        Args:
+            path: the file; of an earlier run, if there is one.
+            name: tells the run from every other.
+        """
+        self.path, self._name = path, name
+        self.aside: Path | None = None  # where the records would have gone, had another run not written there
+        self._seen = _stamp(path)
+        self._written = monotonic()
+
+    def now_and_then(self, run: Callable[[], Run]) -> None:
+        """Keep what is done, if that was long ago: not even a killed process or a full disk shall cost hours of work.
+
+        Args:
+            run: makes what there is.
+        """
+        if monotonic() - self._written < _EVERY:
+            return
+        with contextlib.suppress(store.UnwritableFolderError):  # said when the session ends
+            self.write(run())
+        self._written = monotonic()
+
+    def write(self, run: Run) -> None:
+        """Write the records; beside those of another run that has written to the same file since this one began.
+
+        Raises:
+            tiebreak.reports.store.UnwritableFolderError: they can't be written; the older file is left as it was.
+        """
+        if _stamp(self.path) != self._seen:
+            self.aside = self.aside or self.path
+            self.path = self.path.with_name(f"{self.aside.stem}-{self._name[:8]}.json")
+        store.write(run, self.path)
+        self._seen = _stamp(self.path)
+
+    @property
+    def told(self) -> str:
+        """Where the records are, for the last line."""
+        if self.aside is None:
+            return f"records: {self.path}"
+        return (
+            f"records: {self.path}, for another run has written {self.aside} meanwhile; --save names a file of its own"
+        )
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """What is another once a file has been written anew; None: there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
