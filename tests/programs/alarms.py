@@ -6,14 +6,12 @@ stopped goes on where it was.
 """
 
 import argparse
-import json
 import math
-import multiprocessing
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,6 +22,7 @@ from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
+from tiebreak.programs.resuming import expected, read_parts, run_parts
 from tiebreak.reports.cli import Parser
 from tiebreak.reports.records import SKIPPED
 from tiebreak.reports.tables import counted
@@ -73,15 +72,8 @@ def kept(path: Path, backends: str, cases: str | None) -> dict[int, Seed]:
     Raises:
         ValueError: a line is none that this program wrote.
     """
-    found: dict[int, Seed] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), start=1):
-        try:
-            seed = Seed(**json.loads(line))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: none of this program's: {error}; name another --out") from error
-        if (seed.backends, seed.cases, seed.commit) == (backends, cases, commit()):
-            found[seed.seed] = seed
-    return found
+    asked = (backends, cases, commit())
+    return {one.seed: one for one in read_parts(path, Seed) if (one.backends, one.cases, one.commit) == asked}
 
 
 def at_most(alarms: int, cells: int, sure: float = _SURE) -> float:
@@ -157,9 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = [one.seconds for one in done.values()]
     each = sum(before) / len(before) if before else _STEP_SECONDS * sum(c.experiment.cost(c.backend) for c in asked)
     print(f"{len(asked)} cells a seed, {len(left)} of {len(wanted)} seeds to run, in {workers} processes:"
-          f" {_expected(each * len(left) / workers)}", flush=True)  # fmt: skip
+          f" {expected(each * len(left) / workers)}", flush=True)  # fmt: skip
     try:
-        _run(left, workers, options.out, found)
+        run_parts(_one, left, workers, options.out, _told, found)
     except KeyboardInterrupt:
         print(f"stopped; {options.out} has the seeds that are done, and the same command goes on")
         return 130
@@ -167,22 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(one.alarms for one in found))
 
 
-def _run(left: Sequence[tuple[int, str, str | None]], workers: int, path: Path, found: list[Seed]) -> None:
-    """Run seeds, a line in the file for each as it ends, and say how long the rest will take."""
-    started, before = time.monotonic(), len(found)
-    with multiprocessing.get_context("spawn").Pool(workers) as pool, path.open("a", encoding="utf-8") as file:
-        for seed in pool.imap_unordered(_one, left):
-            found.append(seed)
-            file.write(json.dumps(asdict(seed)) + "\n")
-            file.flush()
-            ran = len(found) - before
-            rest = (time.monotonic() - started) / ran * (len(left) - ran)
-            print(f"seed {seed.seed}: {len(seed.alarms)} alarms in {seed.seconds:.0f} s; {_expected(rest)}", flush=True)
-
-
-def _expected(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return f"about {minutes // 60} h {minutes % 60} min to go"
+def _told(seed: Seed) -> str:
+    return f"seed {seed.seed}: {len(seed.alarms)} alarms in {seed.seconds:.0f} s"
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from tiebreak.cases.gpt2.bounds import (
 from tiebreak.cases.gpt2.snippets import SNIPPETS, Snippet, run_snippet
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.matrix.memory import keep_memory
+from tiebreak.programs.resuming import expected
 from tiebreak.reports.cli import Parser
 
 PAGE = Path(__file__).parents[2] / "docs" / "snippet-bounds.md"
@@ -292,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     left = [task for task in tasks(options.seeds) if task not in have]
     workers = min(options.workers or worker_count(_WORKER_GIB), max(1, len(left)))
     print(f"{len(have)} runs are kept, {len(left)} to run, in {workers} processes:"
-          f" {_expected(_seconds(kept, left) / workers)}", flush=True)  # fmt: skip
+          f" {expected(_seconds(kept, left) / workers)}", flush=True)  # fmt: skip
     try:
         _run(left, workers, options.out)
     except KeyboardInterrupt:
@@ -321,7 +322,7 @@ def _run(left: Sequence[Task], workers: int, path: Path) -> None:
             file.flush()
             if number % _EVERY == 0 or number == len(left):
                 rest = (time.monotonic() - started) / number * (len(left) - number)
-                print(f"{number} of {len(left)} runs, now seed {line.task.seed}; {_expected(rest)}", flush=True)
+                print(f"{number} of {len(left)} runs, now seed {line.task.seed}; {expected(rest)}", flush=True)
 
 
 def _seconds(kept: Sequence[Line], left: Sequence[Task]) -> float:
@@ -331,11 +332,6 @@ def _seconds(kept: Sequence[Line], left: Sequence[Task]) -> float:
         took.setdefault(line.task.snippet, []).append(line.seconds)
     each = {name: sum(found) / len(found) for name, found in took.items()}
     return sum(each.get(task.snippet, SNIPPETS[task.snippet].steps * _STEP_SECONDS) for task in left)
-
-
-def _expected(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return f"about {minutes // 60} h {minutes % 60} min to go"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,67 @@
+"""Long runs of which a stop loses nothing: each part that is done is a line of JSON in a file."""
+
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+_Task = TypeVar("_Task")
+_Part = TypeVar("_Part")
+
+
+def read_parts(path: Path, kind: type[_Part]) -> list[_Part]:
+    """The parts that a file has; none where there is no file.
+
+    Args:
+        path: of the file.
+        kind: the dataclass that a line has the fields of.
+
+    Raises:
+        ValueError: a line is none that such a run wrote; one line that names it.
+    """
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), start=1):
+        try:
+            found.append(kind(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: none of this program's: {error}; name another --out") from error
+    return found
+
+
+def run_parts(
+    one: Callable[[_Task], _Part],
+    left: Sequence[_Task],
+    workers: int,
+    path: Path,
+    told: Callable[[_Part], str],
+    found: list[_Part],
+) -> None:
+    """Run what is left, a line in the file for each part as it ends, and say how long the rest will take.
+
+    Args:
+        one: runs one part, in a process of its own; gives an instance of a dataclass.
+        left: what to run.
+        workers: processes.
+        path: of the file.
+        told: of a part, for the line that says so.
+        found: where the parts go, as they end.
+    """
+    started, before = time.monotonic(), len(found)
+    with multiprocessing.get_context("spawn").Pool(workers) as pool, path.open("a", encoding="utf-8") as file:
+        for part in pool.imap_unordered(one, left):
+            found.append(part)
+            fields: dict[str, Any] = asdict(part)  # type: ignore[call-overload]
+            file.write(json.dumps(fields) + "\n")
+            file.flush()
+            ran = len(found) - before
+            rest = (time.monotonic() - started) / ran * (len(left) - ran)
+            print(f"{told(part)}; {expected(rest)}", flush=True)
+
+
+def expected(seconds: float) -> str:
+    """How long a run will still take, in words."""
+    minutes = round(seconds / 60)
+    return f"about {minutes // 60} h {minutes % 60} min to go"

@@ -1,0 +1,52 @@
+"""Long runs in parts: what a file keeps, what a stop loses, and what is told."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tiebreak.programs.resuming import expected, read_parts, run_parts
+
+
+@dataclass(frozen=True)
+class Square:
+    """Of one number."""
+
+    of: int
+    is_: int
+
+
+def square(of: int) -> Square:
+    return Square(of, of * of)
+
+
+def test_parts_are_read_as_they_were_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found: list[Square] = []
+    run_parts(square, [2, 3], 1, tmp_path / "file", lambda part: f"of {part.of}", found)
+    assert found == read_parts(tmp_path / "file", Square) == [Square(2, 4), Square(3, 9)]
+    assert [line.partition(";")[0] for line in capsys.readouterr().out.splitlines()] == ["of 2", "of 3"]
+
+
+def test_parts_that_are_done_are_kept_when_one_raises(tmp_path: Path) -> None:
+    def told(part: Square) -> str:
+        if part.of == 3:
+            raise KeyboardInterrupt
+        return ""
+
+    with pytest.raises(KeyboardInterrupt):
+        run_parts(square, [2, 3, 4], 1, tmp_path / "file", told, [])
+    assert read_parts(tmp_path / "file", Square) == [Square(2, 4), Square(3, 9)]
+
+
+def test_a_missing_file_has_no_parts(tmp_path: Path) -> None:
+    assert read_parts(tmp_path / "none", Square) == []
+
+
+def test_a_line_of_something_else_is_refused_by_its_number(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text('{"of": 2, "is_": 4}\n{"of": 2}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"file, line 2: none of this program's"):
+        read_parts(tmp_path / "file", Square)
+
+
+def test_hours_and_minutes_are_told() -> None:
+    assert expected(3 * 3600 + 125) == "about 3 h 2 min to go"
