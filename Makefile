@@ -8,7 +8,7 @@ SEEDS   ?= 100
 SUITABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 PYTHON  ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,\
              $(shell $(name) -c '$(SUITABLE)' >/dev/null 2>&1 && echo $(name))))
-PACKAGES := $(addprefix -p tiebreak.,kernels backends cases reports matrix programs)
+PACKAGES := $(addprefix -p tiebreak.,kernels backends cases reports matrix programs defects)
 
 # Also for the environment that pip builds the package in: the first name up to pip 25.2, the second from 25.3 on.
 export PIP_CONSTRAINT := constraints.txt
@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv matrix platforms training test suite alarms bounds lint typecheck bench bench-gpu clean
+.PHONY: help venv matrix platforms training test suite alarms power bounds lint typecheck bench bench-gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -69,6 +69,9 @@ suite: $(TRITON)  ## the whole test suite alone, held against the committed base
 alarms: $(STAMP)  ## false alarms of the default matrix over SEEDS seeds; resumes
 	$(PY) -m tiebreak.programs.alarms --seeds $(SEEDS) $(ARGS)
 
+power: $(STAMP)  ## which planted defects the suite catches; resumes
+	$(PY) -m tiebreak.defects.power $(ARGS)
+
 bounds: $(STAMP)  ## bounds of the training runs from SEEDS seeds; resumes
 	$(PY) -m tiebreak.programs.spread --seeds $(SEEDS) --write $(ARGS)
 
@@ -76,10 +79,10 @@ lint: $(STAMP)  ## ruff: rules and format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-# tests/matrix and tests/programs are left out of the second run: the first has them, under their import names.
+# tests/matrix, tests/programs and tests/defects are left out of the second run: the first has them, as they are imported.
 typecheck: $(STAMP)  ## mypy --strict
 	$(PY) -m mypy $(PACKAGES)
-	$(PY) -m mypy tests --exclude '^tests/(matrix|programs)/'
+	$(PY) -m mypy tests --exclude '^tests/(matrix|programs|defects)/'
 
 bench: $(STAMP)  ## benchmarks
 	$(PY) -m pytest tests/bench -o python_files='bench_*.py' --benchmark-only \

@@ -1,0 +1,424 @@
+"""Users' kernels whose forward pass is wrong, each in one step."""
+
+import math
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tiebreak.defects.tiled import Asked, Sums, Tiled, by_group
+
+_LOG2_E = math.log2(math.e)
+
+
+class UpperLeftCausal(Tiled):
+    """Query i sees keys 0 .. i, however many keys there are."""
+
+    def hidden(self, asked: Asked) -> Tensor | None:
+        if not asked.causal:
+            return super().hidden(asked)
+        return torch.ones(asked.queries, asked.keys, dtype=torch.bool).triu(1)
+
+
+class StrictCausal(Tiled):
+    """A query does not see its own key."""
+
+    def hidden(self, asked: Asked) -> Tensor | None:
+        if not asked.causal:
+            return super().hidden(asked)
+        return torch.ones(asked.queries, asked.keys, dtype=torch.bool).triu(asked.keys - asked.queries)
+
+
+class CausalWithoutMaskSkipped(Tiled):
+    """The causal mask is merged into a given mask, and there is none."""
+
+    def hidden(self, asked: Asked) -> Tensor | None:
+        return None if asked.seen is None else super().hidden(asked)
+
+
+class PaddingIgnored(Tiled):
+    """The mask is not passed on."""
+
+    def hidden(self, asked: Asked) -> Tensor | None:
+        return super().hidden(replace(asked, seen=None))
+
+
+class TinyMaskValue(Tiled):
+    """Masked scores are filled with -1e-9 where -1e9 was meant."""
+
+    fill = -1e-9
+
+    def scores(self, asked: Asked, keys: slice) -> Tensor:
+        s, hidden = self.product(asked, keys), self.hidden(asked)
+        return s if hidden is None else s.masked_fill(hidden[..., keys], self.fill)
+
+
+class FiniteMaskValue(TinyMaskValue):
+    """Masked scores are filled with -1e5: a row with nothing else sees them all."""
+
+    fill = -1e5
+
+
+class AddedMask(Tiled):
+    """The mask is added to the scores: what is NaN at a masked key stays NaN."""
+
+    def scores(self, asked: Asked, keys: slice) -> Tensor:
+        s, hidden = self.product(asked, keys), self.hidden(asked)
+        return s if hidden is None else s + torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[..., keys]
+
+
+class BlindRowsNan(Tiled):
+    """0 / 0 in a row without a visible key."""
+
+    def normalised(self, sums: Sums) -> Tensor:
+        return sums.o_bar / sums.l
+
+
+class BlindRowsMean(Tiled):
+    """Softmax of a row of equal, very low scores: the mean of V."""
+
+    def output(self, asked: Asked) -> Tensor:
+        o, hidden = super().output(asked), self.hidden(asked)
+        if hidden is None:
+            return o
+        mean = asked.wide_v.mean(-2, keepdim=True).to(o.dtype)
+        return torch.where(hidden.all(-1, keepdim=True), mean, o)
+
+
+class BlindRowsUnwritten(Tiled):
+    """Rows without a visible key are skipped, and what the buffer held is returned."""
+
+    def normalised(self, sums: Sums) -> Tensor:
+        return super().normalised(sums).masked_fill(sums.m == -torch.inf, 1.0)
+
+
+class ScaleIgnored(Tiled):
+    """1 / sqrt(d), whatever the caller says."""
+
+    def product(self, asked: Asked, keys: slice) -> Tensor:
+        return super().product(replace(asked, scale=asked.q.shape[-1] ** -0.5), keys)
+
+
+class ScaledTwice(Tiled):
+    """Q is scaled, and the scores once more."""
+
+    def product(self, asked: Asked, keys: slice) -> Tensor:
+        return super().product(asked, keys) * asked.scale
+
+
+class ScaleDivides(Tiled):
+    """Scores are divided by what they are to be multiplied by."""
+
+    def product(self, asked: Asked, keys: slice) -> Tensor:
+        return super().product(replace(asked, scale=1.0 / asked.scale), keys)
+
+
+class ScaledAfterSoftmax(Tiled):
+    """The softmax is scaled, not the scores."""
+
+    def product(self, asked: Asked, keys: slice) -> Tensor:
+        return super().product(replace(asked, scale=1.0), keys)
+
+    def output(self, asked: Asked) -> Tensor:
+        return self.stored(self.normalised(self.sums(asked)) * asked.scale, asked)
+
+
+class ScaleGrows(Tiled):
+    """log2(e) is multiplied into the scale in every tile anew."""
+
+    def product(self, asked: Asked, keys: slice) -> Tensor:
+        return super().product(asked, keys) * math.pow(_LOG2_E, keys.start // self.tile)
+
+
+class _TiledHeads(Asked):
+    """A call whose key heads are taken in turn, not in groups."""
+
+    @cached_property
+    def wide_k(self) -> Tensor:
+        return self.k.float().repeat(1, self.groups, 1, 1)
+
+    @cached_property
+    def wide_v(self) -> Tensor:
+        return self.v.float().repeat(1, self.groups, 1, 1)
+
+
+class HeadsTiled(Tiled):
+    """Key heads are tiled over the query heads, not repeated."""
+
+    def asked(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seen: Tensor | None) -> Asked:
+        sound = super().asked(q, k, v, causal, scale, seen)
+        return _TiledHeads(q, k, v, causal, sound.scale, seen)
+
+    def summed(self, gradient: Tensor, asked: Asked) -> Tensor:
+        return by_group(gradient, gradient.shape[1] // asked.groups).sum(1)
+
+
+class SixtyFourDimensions(Tiled):
+    """The head dimension is written into the kernel."""
+
+    def product(self, asked: Asked, keys: slice) -> Tensor:
+        return super().product(replace(asked, q=asked.q[..., :64], k=asked.k[..., :64]), keys)
+
+
+class OddDimensionsDropped(Tiled):
+    """Q K^T takes the head dimension in steps of 16, and leaves what is left over."""
+
+    def product(self, asked: Asked, keys: slice) -> Tensor:
+        whole = asked.q.shape[-1] // 16 * 16
+        return super().product(replace(asked, q=asked.q[..., :whole], k=asked.k[..., :whole]), keys)
+
+
+class LastTileFilledUp(Tiled):
+    """Keys past the end are zeros with a score of 0, and are not masked."""
+
+    def step(self, asked: Asked, sums: Sums, keys: slice) -> Sums:
+        found = super().step(asked, sums, keys)
+        past = self.tile - (keys.stop - keys.start)
+        return found if not past else replace(found, l=found.l + past * self.exp(torch.zeros_like(found.m), found.m))
+
+
+class LastTileDropped(Tiled):
+    """Keys past the last whole tile are left out."""
+
+    def tiles(self, asked: Asked) -> list[slice]:
+        return [keys for keys in super().tiles(asked) if keys.stop - keys.start == self.tile]
+
+
+class StridesOfVIgnored(Tiled):
+    """V is read as if it were contiguous."""
+
+    def asked(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seen: Tensor | None) -> Asked:
+        read = v.as_strided(v.shape, torch.empty(v.shape, device="meta").stride())
+        return super().asked(q, k, read, causal, scale, seen)
+
+
+class BatchStrideZero(Tiled):
+    """What is combined for every batch entry is written to the first."""
+
+    def output(self, asked: Asked) -> Tensor:
+        o = super().output(asked)
+        return torch.cat([o[-1:], torch.zeros_like(o[1:])])
+
+
+class Split(Tiled):
+    """Flash-decoding: tiles are worked off apart, each normalised, and weighed by their log-sum-exps."""
+
+    def weight(self, lse: Tensor, largest: Tensor) -> Tensor:
+        """Of one part, up to a factor that all have."""
+        return torch.exp(lse - largest)
+
+    def sums(self, asked: Asked) -> Sums:
+        parts = [self.step(asked, self.start(asked), keys) for keys in self.tiles(asked)]
+        largest = torch.stack([part.lse for part in parts]).amax(0)
+        # A row without a visible key has parts of no weight.
+        largest = torch.where(largest == -torch.inf, 0.0, largest)
+        weights = [self.weight(part.lse, largest) for part in parts]
+        o_bar = sum(w * self.normalised(part) for w, part in zip(weights, parts, strict=True))
+        l = torch.stack(weights).sum(0)
+        m = torch.where(l == 0.0, -torch.inf, largest)
+        return Sums(m, l, torch.as_tensor(o_bar))
+
+
+class SplitInBaseTwo(Split):
+    """Natural log-sum-exps are combined with powers of two."""
+
+    def weight(self, lse: Tensor, largest: Tensor) -> Tensor:
+        return torch.exp2(lse - largest)
+
+
+class SplitUnweighted(Split):
+    """The log-sum-exp of a part is not stored, so all parts weigh alike."""
+
+    def weight(self, lse: Tensor, largest: Tensor) -> Tensor:
+        return torch.ones_like(lse)
+
+
+class MaximumFromZero(Tiled):
+    """The maximum of a row that has seen nothing becomes 0, and stays there where all scores are negative."""
+
+    first = 0.0
+
+    def start(self, asked: Asked) -> Sums:
+        sums = super().start(asked)
+        return replace(sums, m=torch.full_like(sums.m, self.first))
+
+    def normalised(self, sums: Sums) -> Tensor:
+        return (sums.o_bar / sums.l).masked_fill(sums.l == 0.0, 0.0)
+
+
+class MaximumFromAFiniteNumber(MaximumFromZero):
+    """The running maximum starts at -5e4."""
+
+    first = -5e4
+
+
+class MaximumOfTheTile(Tiled):
+    """The shift is the maximum of this tile alone: what was summed before may overflow as it is rescaled."""
+
+    def largest(self, sums: Sums, s: Tensor) -> Tensor:
+        return s.amax(-1, keepdim=True)
+
+
+class ConstantShift(MaximumFromZero):
+    """10 is subtracted from every score in place of the maximum."""
+
+    first = 10.0
+
+    def largest(self, sums: Sums, s: Tensor) -> Tensor:
+        return sums.m
+
+
+class PInTheOtherFrame(Tiled):
+    """Where the maximum rises by little the old one is kept, but P was computed with the new one."""
+
+    def step(self, asked: Asked, sums: Sums, keys: slice) -> Sums:
+        found = super().step(asked, sums, keys)
+        alpha = self.exp(sums.m, found.m)
+        kept = found.m - sums.m <= 8.0 * math.log(2.0)
+        unscaled = Sums(sums.m, found.l + (1.0 - alpha) * sums.l, found.o_bar + (1.0 - alpha) * sums.o_bar)
+        return Sums(*(torch.where(kept, a, b) for a, b in zip(_parts(unscaled), _parts(found), strict=True)))
+
+
+def _parts(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
+    return sums.m, sums.l, sums.o_bar
+
+
+class RescaledTheOtherWay(Tiled):
+    """O is multiplied by exp(m' - m), as printed with an exponent of -1 too many."""
+
+    def step(self, asked: Asked, sums: Sums, keys: slice) -> Sums:
+        found = super().step(asked, sums, keys)
+        alpha = self.exp(sums.m, found.m)
+        inverse = torch.where(alpha > 0.0, 1.0 / alpha, 0.0)
+        return replace(found, o_bar=found.o_bar + (inverse - alpha) * sums.o_bar)
+
+
+class NanDropped(Tiled):
+    """A maximum that passes over NaN, and an exponential that makes 0 of it."""
+
+    def largest(self, sums: Sums, s: Tensor) -> Tensor:
+        return torch.fmax(sums.m, s.nan_to_num(nan=-torch.inf, neginf=-torch.inf).amax(-1, keepdim=True))
+
+    def exp(self, s: Tensor, m: Tensor) -> Tensor:
+        return super().exp(s, m).nan_to_num(nan=0.0)
+
+
+class NarrowProduct(Tiled):
+    """Q K^T is stored in the format of the call, and scaled afterwards: in fp16 it overflows."""
+
+    def product(self, asked: Asked, keys: slice) -> Tensor:
+        raw = super().product(replace(asked, scale=1.0), keys)
+        return raw.to(asked.q.dtype).float() * asked.scale
+
+
+class NarrowSoftmax(Tiled):
+    """The softmax is computed in the format of the call."""
+
+    def exp(self, s: Tensor, m: Tensor) -> Tensor:
+        return super().exp(s.bfloat16(), m.bfloat16()).float()
+
+
+class NarrowRowSum(Tiled):
+    """l is summed in bf16, key after key."""
+
+    def step(self, asked: Asked, sums: Sums, keys: slice) -> Sums:
+        s = self.scores(asked, keys)
+        m = self.largest(sums, s)
+        total = (self.exp(sums.m, m) * sums.l).bfloat16()
+        p = self.exp(s, m).bfloat16()
+        for at in range(p.shape[-1]):
+            total = total + p[..., at, None]
+        return replace(super().step(asked, sums, keys), l=total.float())
+
+
+class NarrowBetweenTiles(Tiled):
+    """O of every tile is stored in the format of the call, and added up from there."""
+
+    def step(self, asked: Asked, sums: Sums, keys: slice) -> Sums:
+        found = super().step(asked, sums, keys)
+        return replace(found, o_bar=found.o_bar.to(asked.q.dtype).float())
+
+
+class NarrowAccumulation(Tiled):
+    """P V is added up in bf16, key after key."""
+
+    def step(self, asked: Asked, sums: Sums, keys: slice) -> Sums:
+        found = super().step(asked, sums, keys)
+        p = self.p_bar(self.exp(self.scores(asked, keys), found.m), asked)
+        total = (self.exp(sums.m, found.m) * sums.o_bar).bfloat16()
+        for at in range(keys.stop - keys.start):
+            total = total + (p[..., at, None] * asked.wide_v[:, :, keys.start + at, None]).bfloat16()
+        return replace(found, o_bar=total.float())
+
+
+class EightBitP(Tiled):
+    """P is cast to e4m3 without a scale of its own."""
+
+    def p_bar(self, p: Tensor, asked: Asked) -> Tensor:
+        return p.to(torch.float8_e4m3fn).float()
+
+
+class TruncatedStore(Tiled):
+    """O is stored by cutting its last 16 bits off."""
+
+    def stored(self, o: Tensor, asked: Asked) -> Tensor:
+        if asked.q.dtype != torch.bfloat16:
+            return super().stored(o, asked)
+        return o.view(torch.int32).bitwise_and(-65536).view(torch.float32).bfloat16()
+
+
+class StoredInFp32(Tiled):
+    """O is returned in fp32, whatever the inputs are in."""
+
+    def stored(self, o: Tensor, asked: Asked) -> Tensor:
+        return o
+
+
+class QueryOverwritten(Tiled):
+    """Q is scaled where it lies."""
+
+    def output(self, asked: Asked) -> Tensor:
+        with torch.no_grad():
+            asked.q.mul_(asked.scale)
+        return super().output(replace(asked, scale=1.0))
+
+
+class SwitchLeftOn(Tiled):
+    """A global switch is set for speed and stays set."""
+
+    def output(self, asked: Asked) -> Tensor:
+        torch.set_float32_matmul_precision("medium")
+        return super().output(asked)
+
+
+class SumNotReset(Tiled):
+    """An accumulator outlives the call, and the next one starts from what it holds."""
+
+    def __init__(self) -> None:
+        self.left: Tensor | None = None
+
+    def start(self, asked: Asked) -> Sums:
+        sums = super().start(asked)
+        if self.left is None or self.left.shape != sums.o_bar.shape:
+            return sums
+        return replace(sums, m=torch.zeros_like(sums.m), o_bar=self.left)
+
+    def sums(self, asked: Asked) -> Sums:
+        found = super().sums(asked)
+        self.left = found.o_bar * 2.0**-6
+        return found
+
+
+class RaceInO(Tiled):
+    """Two threads add to O in an order of their own, and sometimes one of them is lost."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def normalised(self, sums: Sums) -> Tensor:
+        self.calls += 1
+        o = super().normalised(sums)
+        # Once in every other call, in one element: as rare as a race, but the same in every run of the tests.
+        o[0, 0, 0, 0] *= 1.0 - 2.0**-8 * (self.calls % 2)
+        return o

@@ -1,0 +1,345 @@
+"""`python -m tiebreak.defects.power`: which planted defects the suite catches, with how few heads, and whom it blames.
+
+Every defect goes through all scripted cases with ever more heads until one of them catches it. Then every sound twin
+goes, at many seeds, through the cases that caught its defects. Each part of the run is a line in a file; a run that is
+stopped goes on where it was.
+"""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from tiebreak.backends.platform import CHECKOUT, commit, worker_count
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.defects.planted import DEFECTS, USERS, Defect, on, twin
+from tiebreak.kernels.formats import BF16, FP16
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.memory import keep_memory
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.programs.alarms import at_most
+from tiebreak.programs.resuming import expected, read_parts, run_parts
+from tiebreak.reports.cli import Parser
+from tiebreak.reports.records import CRASHED, FELL, HELD, MEASURED, SKIPPED, Record
+from tiebreak.reports.tables import counted
+
+PAGE = CHECKOUT / "docs" / "power.md"
+BEGIN, END = "<!-- written by make power -->\n", "<!-- end -->"
+CASES = {case.name: case for case in SCRIPTED}
+_FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
+_HEADS = "16,32,64,128,256"
+_WORKER_GIB = 2.0
+_CELL_SECONDS = 0.3  # at 16 heads, about: for the first word on how long it takes
+_BLAMED = (FELL, CRASHED)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One cell: a planted kernel or a twin, a case, a format."""
+
+    kernel: str
+    case: str
+    fmt: str
+
+    @property
+    def id(self) -> str:
+        """Of the cell, in the file."""
+        return f"{self.kernel} {self.case} {self.fmt}"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process runs at a time."""
+
+    seed: int
+    heads: int  # that a cell draws at first
+    cells: tuple[Asked, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What came of one task."""
+
+    seed: int
+    heads: int  # that a cell drew at first
+    commit: str | None  # of the suite
+    found: dict[str, list[str]]  # by cell: its outcome, the heads that it drew, the checks that were not met
+    seconds: float  # of one process
+
+
+@dataclass(frozen=True)
+class Caught:
+    """Where a defect falls, with as few heads as it takes."""
+
+    at_first: int  # heads that every case drew at first
+    cases: tuple[str, ...]  # in which it falls, those that drew the fewest heads first
+    heads: int  # that the first case drew in all
+    by: tuple[str, ...]  # checks that are not met in the first case
+    checks: tuple[str, ...]  # that are not met in any of them
+
+
+def run_task(task: Task) -> Part:
+    """Run the cells of a task, case by case."""
+    torch.set_num_threads(1)
+    keep_memory()
+    started, settings = time.monotonic(), Settings(seed=task.seed, heads=task.heads)
+    found = {}
+    for _, cells in groupby(task.cells, lambda cell: (cell.case, cell.fmt)):
+        bench = Workbench(settings)
+        for asked in cells:
+            record = run_one(asked, bench)
+            unmet = [name for name, answer in record.answers.items() if answer.met is False]
+            found[asked.id] = [record.outcome, str(record.heads or task.heads), *unmet]
+    return Part(task.seed, task.heads, commit(), found, round(time.monotonic() - started, 1))
+
+
+def run_one(asked: Asked, bench: Workbench) -> Record:
+    """Run one planted kernel, or one twin, in one case."""
+    defect = DEFECTS.get(asked.kernel)
+    kernel: Kernel = defect.kernel if defect else twin(asked.kernel)
+    backend = on(defect.arithmetic) if defect else on()
+    return run_cell(Cell(backend, kernel, Call(CASES[asked.case]), _FORMATS[asked.fmt]), bench)
+
+
+def everywhere(defects: Iterable[Defect], heads: int) -> list[Task]:
+    """Some defects in every case at the first seed, a task for each case."""
+    chosen = list(defects)
+    return [Task(1, heads, tuple(Asked(one.name, case, one.fmt.name) for one in chosen)) for case in CASES]
+
+
+def catches(parts: Iterable[Part]) -> dict[str, Caught]:
+    """By defect, where it falls with the fewest heads at first; none where it never does."""
+    found: dict[str, Caught] = {}
+    for heads, level in groupby(sorted(parts, key=lambda part: part.heads), lambda part: part.heads):
+        fell: dict[str, dict[str, list[str]]] = {}
+        for part in level:
+            for cell, (outcome, *rest) in part.found.items():
+                kernel, case, _ = cell.split(" ")
+                if outcome in _BLAMED and kernel in DEFECTS:
+                    fell.setdefault(kernel, {})[case] = rest
+        for kernel, cases in fell.items():
+            found.setdefault(kernel, _caught(heads, cases))
+    return found
+
+
+def _caught(at_first: int, cases: Mapping[str, list[str]]) -> Caught:
+    order = sorted(cases, key=lambda case: (int(cases[case][0]), list(CASES).index(case)))
+    first, *by = cases[order[0]]
+    checks = sorted({check for _, *unmet in cases.values() for check in unmet})
+    return Caught(at_first, tuple(order), int(first), tuple(by), tuple(checks))
+
+
+def sound_cells(caught: Mapping[str, Caught]) -> tuple[Asked, ...]:
+    """Every twin in the cases that catch its defects first, ordered by case."""
+    cells = {
+        Asked(defect.twin, caught[name].cases[0], defect.fmt.name) for name, defect in DEFECTS.items() if name in caught
+    }
+    return tuple(sorted(cells, key=lambda cell: (cell.case, cell.fmt, cell.kernel)))
+
+
+def table(caught: Mapping[str, Caught]) -> str:
+    """A row for every defect."""
+    return tabulate(
+        [_row(defect, caught.get(name)) for name, defect in DEFECTS.items()],
+        (
+            "defect",
+            "what is wrong",
+            "public bug",
+            "twin",
+            "first case",
+            "its checks",
+            "heads",
+            "drawn",
+            "cases",
+            "checks",
+        ),
+        tablefmt="pipe",
+        disable_numparse=True,
+    )
+
+
+def _row(defect: Defect, caught: Caught | None) -> tuple[str, ...]:
+    wrong = defect.wrong if defect.fmt == BF16 else f"{defect.wrong} ({defect.fmt.name})"
+    told = (f"`{defect.name}`", wrong, f"[{_short(defect.stands_for)}]({defect.stands_for})", f"`{defect.twin}`")
+    if caught is None:
+        return (*told, "**missed**", *[""] * 3, "0", "")
+    more = [check for check in caught.checks if check not in caught.by]
+    numbers = (str(caught.at_first), str(caught.heads), str(len(caught.cases)))
+    return (*told, f"`{caught.cases[0]}`", _list(caught.by), *numbers, f"also {_list(more)}" if more else "the same")
+
+
+def _list(checks: Iterable[str]) -> str:
+    return ", ".join(checks) or "-"
+
+
+def reasons(caught: Mapping[str, Caught]) -> str:
+    """Why the missed ones are missed."""
+    missed = [defect for name, defect in DEFECTS.items() if name not in caught]
+    return tabulate(
+        [(f"`{one.name}`", one.missed or "not known") for one in missed],
+        ("missed", "why"),
+        tablefmt="pipe",
+        disable_numparse=True,
+    )
+
+
+def _short(link: str) -> str:
+    """`owner/name#number` of an issue or a pull request; of anything else its last part."""
+    parts = link.removeprefix("https://github.com/").split("/")
+    return f"{parts[0]}/{parts[1]}#{parts[3]}" if len(parts) == 4 and parts[2] in ("issues", "pull") else parts[-1]
+
+
+def twins_table(parts: Iterable[Part], cells: Sequence[Asked]) -> str:
+    """A row for every sound twin: cells over all seeds, and how they came out."""
+    wanted = {cell.id: cell for cell in cells}
+    outcomes: dict[tuple[str, int], Counter[str]] = {}
+    ran: dict[tuple[str, int], tuple[set[str], set[int]]] = {}
+    for part in parts:
+        for name in part.found.keys() & wanted.keys():
+            key = (wanted[name].kernel, part.heads)
+            outcomes.setdefault(key, Counter())[part.found[name][0]] += 1
+            cases, seeds = ran.setdefault(key, (set(), set()))
+            cases.add(name)
+            seeds.add(part.seed)
+    rows = []
+    for key, counts in sorted(outcomes.items()):
+        total = counts.total() - counts[SKIPPED]
+        blamed = sum(counts[outcome] for outcome in _BLAMED)
+        undecided = total - blamed - counts[HELD] - counts[MEASURED]
+        bound = f"one in {1 / at_most(blamed, total):,.0f}" if total else "-"
+        numbers = (key[1], len(ran[key][0]), len(ran[key][1]), total, blamed, undecided)
+        rows.append((f"`{key[0]}`", *map(str, numbers), bound))
+    heads = ("sound twin", "heads", "cases", "seeds", "cells", "blamed", "inconclusive", "blamed at most, 95 %")
+    return tabulate(rows, heads, tablefmt="pipe", disable_numparse=True)
+
+
+def report(parts: Sequence[Part]) -> str:
+    """Both tables and their first lines."""
+    caught = catches(parts)
+    cells = sound_cells(caught)
+    of_twins = [part for part in parts if _is_of_twins(part)]
+    levels = sorted({part.heads for part in parts if not _is_of_twins(part)})
+    head = f"{len(caught)} of {len(DEFECTS)} defects are caught, at {', '.join(map(str, levels))} heads at first."
+    return f"{head}\n\n{table(caught)}\n\n{reasons(caught)}\n\n{twins_table(of_twins, cells)}\n"
+
+
+def _is_of_twins(part: Part) -> bool:
+    return not any(cell.split(" ")[0] in DEFECTS for cell in part.found)
+
+
+def kept(path: Path) -> list[Part]:
+    """The parts of this commit that a file has.
+
+    Raises:
+        ValueError: a line is none that this program wrote.
+    """
+    return [part for part in read_parts(path, Part) if part.commit == commit()]
+
+
+def left(tasks: Iterable[Task], parts: Iterable[Part]) -> list[Task]:
+    """The tasks, without the cells that have been run."""
+    have = {(part.seed, part.heads, cell) for part in parts for cell in part.found}
+    cut = (
+        Task(task.seed, task.heads, tuple(c for c in task.cells if (task.seed, task.heads, c.id) not in have))
+        for task in tasks
+    )
+    return [task for task in cut if task.cells]
+
+
+def stages(levels: Sequence[int], seeds: int, parts: Sequence[Part]) -> Iterator[list[Task]]:
+    """What to run, one after the other: each stage hangs on what came of those before it, as `parts` grows."""
+    for heads in levels:
+        missed = [defect for name, defect in DEFECTS.items() if name not in catches(_below(parts, heads))]
+        yield left(everywhere(missed, heads), parts)
+    cells = sound_cells(catches(parts))
+    yield left(twin_tasks(cells, levels, seeds), parts)
+
+
+def twin_tasks(cells: Sequence[Asked], levels: Sequence[int], seeds: int) -> list[Task]:
+    """Sound twins at every seed: users' kernels, which are asked nothing that takes many heads, with the fewest."""
+    split = [[cell for cell in cells if (cell.kernel in USERS) == few] for few in (True, False)]
+    return [
+        Task(seed, heads, tuple(some))
+        for seed in range(1, seeds + 1)
+        for heads, some in zip((levels[0], levels[-1]), split, strict=True)
+        if some
+    ]
+
+
+def _below(parts: Iterable[Part], heads: int) -> list[Part]:
+    return [part for part in parts if part.heads < heads]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m tiebreak.defects.power",
+        description="Say which planted defects the suite catches, and whether it blames sound kernels. Resumes.",
+    )
+    parser.add_argument("--seeds", type=int, default=200, metavar="N", help="of the sound twins (default: 200)")
+    parser.add_argument("--heads", default=_HEADS, metavar="N,N", help=f"heads drawn at first (default: {_HEADS})")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: as many as the machine carries)")
+    parser.add_argument("--out", type=Path, default=Path("out", "power.jsonl"), metavar="FILE",
+                        help="a line a part; default: out/power.jsonl")  # fmt: skip
+    parser.add_argument("--write", action="store_true", help="renew the tables of the page")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line.
+
+    Args:
+        arguments: its arguments, those of the process by default.
+
+    Returns:
+        0, 1 where a sound twin was blamed, 2 for bad usage, 130 after Ctrl-C.
+    """
+    options = _parser().parse_args(arguments)
+    levels = sorted({int(heads) for heads in options.heads.split(",") if heads.strip().isdecimal()})
+    if options.seeds < 0 or not levels or levels[0] < 2 or (options.workers is not None and options.workers < 1):
+        _parser().error("--heads is a list of integers from 2 on, --workers is a positive integer, --seeds one or 0")
+    try:
+        parts = kept(options.out)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        _parser().error(str(error))
+    try:
+        for tasks in stages(levels, options.seeds, parts):
+            _run(tasks, options.workers, options.out, parts)
+    except KeyboardInterrupt:
+        print(f"stopped; {options.out} has the parts that are done, and the same command goes on")
+        return 130
+    told = report(parts)
+    if options.write:
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n{told}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    print(told)
+    return int(any(found[0] in _BLAMED for part in parts if _is_of_twins(part) for found in part.found.values()))
+
+
+def _run(tasks: Sequence[Task], asked_for: int | None, path: Path, parts: list[Part]) -> None:
+    if not tasks:
+        return
+    cells, workers = sum(len(task.cells) for task in tasks), min(asked_for or worker_count(_WORKER_GIB), len(tasks))
+    print(f"{counted(cells, 'cell')} at {tasks[0].heads} heads, {workers} at a time:"
+          f" {expected(cells * _CELL_SECONDS / workers)}", flush=True)  # fmt: skip
+    run_parts(run_task, tasks, workers, path, _told, parts)
+
+
+def _told(part: Part) -> str:
+    fell = sum(found[0] in _BLAMED for found in part.found.values())
+    return f"seed {part.seed}, {part.heads} heads: {fell} of {counted(len(part.found), 'cell')} fell"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

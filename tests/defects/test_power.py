@@ -1,0 +1,112 @@
+"""The program behind docs/power.md: what it runs, keeps, goes on from and concludes."""
+
+from pathlib import Path
+
+import pytest
+
+from tiebreak.defects import power
+from tiebreak.defects.planted import DEFECTS
+from tiebreak.defects.power import (
+    Asked,
+    Caught,
+    Part,
+    Task,
+    catches,
+    left,
+    main,
+    report,
+    sound_cells,
+    twin_tasks,
+    twins_table,
+)
+from tiebreak.programs.resuming import read_parts
+
+FELL_AT_16 = Part(1, 16, None, {"scaled_twice random bf16": ["fell", "64", "bound"]}, 1.0)
+FELL_SOONER = Part(1, 16, None, {"scaled_twice padded bf16": ["fell", "16", "bound", "range"]}, 1.0)
+FELL_AT_32 = Part(1, 32, None, {"scaled_twice no_tail bf16": ["fell", "32", "finite"]}, 1.0)
+
+
+def test_a_defect_is_caught_where_it_takes_the_fewest_heads() -> None:
+    found = catches([FELL_AT_32, FELL_AT_16, FELL_SOONER])
+    assert found == {"scaled_twice": Caught(16, ("padded", "random"), 16, ("bound", "range"), ("bound", "range"))}
+
+
+@pytest.mark.parametrize("outcome", ["held", "measured", "inconclusive", "skipped"])
+def test_what_did_not_fall_is_not_caught(outcome: str) -> None:
+    assert catches([Part(1, 16, None, {"scaled_twice random bf16": [outcome, "16"]}, 1.0)]) == {}
+
+
+def test_a_twin_that_falls_is_no_defect_that_is_caught() -> None:
+    assert catches([Part(1, 16, None, {"tiled random bf16": ["fell", "16", "bound"]}, 1.0)]) == {}
+
+
+def test_a_twin_goes_through_the_first_cases_of_its_defects_in_their_format() -> None:
+    caught = {name: Caught(16, ("padded", "random"), 16, (), ()) for name in ("narrow_product", "split_unweighted")}
+    assert set(sound_cells(caught)) == {Asked("tiled", "padded", "fp16"), Asked("split", "padded", "bf16")}
+
+
+def test_users_twins_get_by_with_the_fewest_heads() -> None:
+    few, many = Asked("tiled", "random", "bf16"), Asked("fair", "sink_tie", "bf16")
+    expected = [Task(seed, heads, (cell,)) for seed in (1, 2) for heads, cell in ((16, few), (256, many))]
+    assert twin_tasks([few, many], [16, 256], 2) == expected
+
+
+def test_what_has_been_run_is_left_out() -> None:
+    cells = (Asked("scaled_twice", "random", "bf16"), Asked("scaled_twice", "padded", "bf16"))
+    assert left([Task(1, 16, cells)], [FELL_AT_16]) == [Task(1, 16, cells[1:])]
+    assert left([Task(2, 16, cells)], [FELL_AT_16]) == [Task(2, 16, cells)], "another seed"
+    assert left([Task(1, 32, cells)], [FELL_AT_16]) == [Task(1, 32, cells)], "other heads"
+    assert left([Task(1, 16, cells[:1])], [FELL_AT_16]) == []
+
+
+def test_a_twin_that_is_blamed_is_counted() -> None:
+    cells = [Asked("tiled", "random", "bf16")]
+    outcomes = ["measured", "fell", "inconclusive", "held", "crashed"]
+    parts = [Part(seed, 16, None, {cells[0].id: [outcome, "16"]}, 1.0) for seed, outcome in enumerate(outcomes)]
+    counts = [cell.strip() for cell in twins_table(parts, cells).splitlines()[-1].strip("|").split("|")]
+    assert counts[:7] == ["`tiled`", "16", "1", "5", "5", "2", "1"]
+
+
+def test_a_missed_defect_is_told_as_missed() -> None:
+    told = report([FELL_AT_16])
+    assert f"1 of {len(DEFECTS)} defects are caught" in told
+    assert sum("**missed**" in line for line in told.splitlines()) == len(DEFECTS) - 1
+
+
+def test_a_run_goes_on_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        power, "DEFECTS", {"scaled_twice": DEFECTS["scaled_twice"], "added_mask": DEFECTS["added_mask"]}
+    )
+    monkeypatch.setattr(power, "CASES", {"random": power.CASES["random"]})
+    out = tmp_path / "power.jsonl"
+    arguments = ["--heads", "16", "--seeds", "0", "--workers", "1", "--out", str(out)]
+    assert main(arguments) == 0
+    assert "1 of 2 defects are caught" in capsys.readouterr().out
+    assert [sorted(part.found) for part in read_parts(out, Part)] == [
+        ["added_mask random bf16", "scaled_twice random bf16"],
+    ]
+    written = out.read_text(encoding="utf-8")
+    assert main(arguments) == 0
+    assert "to go" not in capsys.readouterr().out
+    assert out.read_text(encoding="utf-8") == written
+
+
+def test_bad_usage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in (["--heads", "none"], ["--seeds", "-1"], ["--workers", "0"]):
+        with pytest.raises(SystemExit) as stopped:
+            main([*wrong, "--out", str(tmp_path / "power.jsonl")])
+        assert stopped.value.code == 2
+        assert "--heads is a list of integers" in capsys.readouterr().err
+
+
+def test_a_stop_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(power, "run_parts", stopped)
+    assert main(["--heads", "16", "--out", str(tmp_path / "power.jsonl")]) == 130
+    assert "the same command goes on" in capsys.readouterr().out
