@@ -175,11 +175,15 @@ def _settings(config: pytest.Config) -> Settings:
 
 
 def _where(config: pytest.Config) -> tuple[str, ...]:
-    """How pytest finds the cells: in a clone by their folder, where pyproject.toml loads this plug-in; else by name."""
-    here = Path(__file__).resolve().parent
-    if not (here.parents[1] / "pyproject.toml").is_file():
+    """How pytest finds the cells: by their folder in a clone, whose pyproject.toml loads this plug-in; else by name.
+
+    A clone that lies elsewhere would put its place on this machine into every record, and so into a user's baseline.
+    """
+    here, stands = Path(__file__).resolve().parent, config.invocation_params.dir.resolve()
+    clone = here.parents[1]
+    if not (clone / "pyproject.toml").is_file() or not stands.is_relative_to(clone):
         return ("-p", __name__, "--pyargs", __name__.rpartition(".")[0])
-    return (Path(os.path.relpath(here, config.invocation_params.dir)).as_posix(),)
+    return (Path(os.path.relpath(here, stands)).as_posix(),)
 
 
 def _selection(config: pytest.Config) -> Selection:

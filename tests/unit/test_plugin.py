@@ -19,6 +19,7 @@ from tiebreak.matrix import plugin, scheduling
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.reports.records import CRASHED, HELD, INCONCLUSIVE, MEASURED, Run
 
+ROOT = Path(__file__).parents[2]
 MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]
 
@@ -341,6 +342,25 @@ class TestUserKernel:
         assert all_records(pytester, "again") == [
             record for record in all_records(pytester) if record["case"] == "tied_maxima[k=2]"
         ]
+
+    @pytest.mark.parametrize(
+        ("folder", "found"),
+        [
+            (ROOT, "tests/matrix"),
+            (ROOT / "docs", "../tests/matrix"),
+            (ROOT.parent, "-p tiebreak.matrix.plugin --pyargs tiebreak.matrix"),
+        ],
+    )
+    def test_outside_a_clone_no_command_says_where_it_lies(
+        self, monkeypatch: pytest.MonkeyPatch, folder: Path, found: str
+    ) -> None:
+        """A baseline in a user's repository has a command in every record."""
+        monkeypatch.chdir(folder)
+        config = pytest.Config(
+            pytest.PytestPluginManager(),
+            invocation_params=pytest.Config.InvocationParams(args=(), plugins=None, dir=folder),
+        )
+        assert " ".join(plugin._where(config)) == found
 
     def test_it_runs_beside_kernels_that_are_named(
         self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester
