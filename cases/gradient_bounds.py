@@ -2,7 +2,8 @@
 
 First-order analysis of the backward pass (FlashAttention-2, algorithm 2), with every intermediate rounded to the format
 that products take, at most: where other people's backward passes round is not declared. There dP = dO V^T,
-delta = rowsum(dO O) or rowsum(P dP), dS = P (dP - delta); here e_X is the error of X, u the operands' unit roundoff.
+delta = rowsum(dO O) or rowsum(P dP), dS = P (dP - delta); here e_X is the error of X, u the operands' unit roundoff and
+w their smallest subnormal, by which any cast may err where numbers are too small for u (fp16 without loss scaling).
 """
 
 import math
@@ -76,6 +77,15 @@ class GradientErrorBounds:
     def _unit(self) -> float:
         return self.forward.inputs.formats.operands.unit_roundoff
 
+    @cached_property
+    def _lost(self) -> Tensor:
+        """What a cast of P or dS may lose of a key that a row sees, as it falls below the subnormals."""
+        return self._least * (self.forward.ref.p > 0)
+
+    @property
+    def _least(self) -> float:
+        return self.forward.inputs.formats.operands.smallest_subnormal
+
     @property
     def _last(self) -> float:
         """Of the cast to the format that gradients are returned in, at each sum over grouped heads too."""
@@ -90,22 +100,22 @@ class GradientErrorBounds:
     def _delta_rounding(self) -> Tensor:
         """What rowsum(dO O) errs by beside the error of O, a row."""
         size = (self._factors[2] * self.forward.ref.o.abs()).sum(-1, keepdim=True)
-        return size.mul_(self._unit + self._accumulation)
+        return size.mul_(self._unit + self._accumulation).add_(self._least)
 
     def _elements(self, declaration: Declaration) -> tuple[Tensor, Tensor, Tensor]:
         """Bounds on every element.
 
-        |e_dS| <= e_P (|dP - delta| + e_dP + e_delta) + P (e_dP + e_delta) + u P |dP - delta|
+        |e_dS| <= e_P (|dP - delta| + e_dP + e_delta) + P (e_dP + e_delta) + u P |dP - delta| + w
         |e_dQ| <= alpha (|e_dS| |K| + (u_out + n u32) P |dP - delta| |K|), dK and dV likewise.
         """
         inputs, ref, unit = self.forward.inputs, self.forward.ref, self._unit
         p_error = self.forward.of_probabilities(declaration)
-        p_error = p_error + ref.p * (p_error.sum(-1, keepdim=True) + unit)
-        dp_error = (unit + self._accumulation) * self._dp_size
+        p_error = p_error + ref.p * (p_error.sum(-1, keepdim=True) + unit) + self._lost
+        dp_error = (unit + self._accumulation) * self._dp_size + self._least
         from_o = (self._factors[2] * self.forward.of(declaration)).sum(-1, keepdim=True) + self._delta_rounding
         from_p = (p_error * self._dp.abs() + ref.p * dp_error).sum(-1, keepdim=True)
         both = dp_error + from_o + from_p
-        ds_error = p_error * (self._centred + both) + ref.p * (both + unit * self._centred)
+        ds_error = p_error * (self._centred + both) + ref.p * (both + unit * self._centred) + self._lost
         queries, keys = ref.p.shape[-2:]
 
         def bound(error: Tensor, factor: Tensor, exact: Tensor, terms: int, scale: float) -> Tensor:
@@ -135,13 +145,14 @@ class GradientErrorBounds:
         o_error = (p_error.square() @ self.forward.values.square() + row * ref.o.square()).sqrt()
         o_error = o_error + 2 * inputs.formats.output.unit_roundoff * ref.o.abs()
         delta_error = (self._factors[2] * o_error).sum(-1, keepdim=True) + self._delta_rounding
-        dp_error = unit * self._dp.abs() + self._accumulation * self._dp_size
-        p_square = p_error.square() + ref.p.square() * (row + unit**2)
+        dp_error = unit * self._dp.abs() + self._accumulation * self._dp_size + self._least
+        p_square = p_error.square() + ref.p.square() * (row + unit**2) + self._lost.square()
         centred = self._centred.square()
-        alone = p_square * centred + ref.p.square() * (dp_error.square() + unit**2 * centred)
+        alone = p_square * centred + ref.p.square() * (dp_error.square() + unit**2 * centred) + self._lost.square()
 
         def norm(square: Tensor, common: Tensor, exact: Tensor) -> float:
-            total = square.sum() + common.square().sum() + (self._last * exact.norm()).square()
+            last = (self._last * exact.norm()).square() + exact.numel() * inputs.formats.output.smallest_subnormal**2
+            total = square.sum() + common.square().sum() + last
             return math.inf if total.isnan() else total.sqrt().item()
 
         # The sum of a product's elements, without the product.

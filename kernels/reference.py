@@ -28,8 +28,11 @@ def reference(inputs: AttentionInputs) -> Reference:
     """
     k, v = inputs.expanded_k().double(), inputs.expanded_v().double()
     s = inputs.q.double() @ k.transpose(-1, -2) * inputs.scale
-    p = probabilities(s, inputs.hidden())
+    hidden = inputs.hidden()
+    p = probabilities(s, hidden)
     o = p @ v
+    if hidden is not None:
+        o = o.masked_fill(hidden.all(-1, keepdim=True), 0.0)  # also where V has Inf or NaN: 0 * Inf is no 0
     return Reference(
         o=o,
         magnitude=p @ v.abs(),

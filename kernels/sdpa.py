@@ -195,7 +195,8 @@ def cpu_sdpa_flash() -> Kernel:
     if _is_fast(measure_exp_at_zero()):
         plan = replace(FUSED_FAST_EXP, exponential=replace(FEXP_U20, lanes=_lanes()))
     declaration = Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"], _CPU_FLASH_BLOCK)
-    return Kernel("sdpa_flash", partial(compute, CPU_FLASH), declaration, takes=CPU_FLASH.takes)
+    lacking = partial(lacks, CPU_FLASH)
+    return Kernel("sdpa_flash", partial(compute, CPU_FLASH), declaration, takes=CPU_FLASH.takes, lacks=lacking)
 
 
 def sdpa_math() -> Kernel:

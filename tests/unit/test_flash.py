@@ -241,6 +241,19 @@ def test_tiled_is_untiled_but_for_fp32s_rounding(name: str, block: Block) -> Non
     assert ((tiled - whole).abs() <= roundoffs * U * ref.magnitude).all()
 
 
+def test_a_wholly_masked_row_gives_zero_whatever_is_in_v() -> None:
+    """In the reference too, where 0 * Inf would be NaN; found by the fuzz."""
+    inputs = _inputs(SETTINGS["wholly_masked"], fmt="bf16")
+    v = inputs.v.clone()
+    v[..., 0, 0], v[..., 1, 1] = torch.inf, torch.nan
+    inputs = replace(inputs, v=v)
+    blind = _blind(inputs)
+    assert blind.any()
+    assert (reference(inputs).o[blind] == 0).all()
+    for name in ("flash@fused", "standard"):
+        assert (EMULATION.run(composed_kernel(name), inputs, gradients=False).o[blind] == 0).all()
+
+
 @each_block
 @pytest.mark.parametrize("name", ["wholly_masked", "fewer_keys_causal"])
 @pytest.mark.parametrize("kernel", ["flash@fp32", "flash@paper", "stabilized_authors@all_bf16", "fair", "standard"])

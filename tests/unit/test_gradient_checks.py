@@ -5,21 +5,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tiebreak.backends.backend import CPU
+from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.bounds import UNDECLARED, ErrorBounds
 from tiebreak.cases.gradient_bounds import GradientBounds, GradientErrorBounds
-from tiebreak.cases.gradients import delta_error_of, row_units, ulps_of_rows
+from tiebreak.cases.gradients import delta_error_of, gradient_faults, row_units, ulps_of_rows
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.features import COMMON, OWN_SCALE
-from tiebreak.kernels.formats import BF16
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
+from tiebreak.kernels.formats import BF16, FP16, Format, Formats
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.reference import reference, reference_gradients
+from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
@@ -59,6 +61,33 @@ def test_right_gradients_are_within_their_bounds(case: str) -> None:
     found = record(case, lambda dq, dk, dv: (dq, dk, dv))
     assert found.met("gradients")
     assert max(found.number(f"{name}_ulps") or 9.0 for name in ("dq", "dk", "dv")) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("fmt", "exponents"),
+    [(BF16, (1, -102, 0, -43)), (FP16, (0, 0, 0, -18)), (FP16, (0, -14, -14, 0))],
+    ids=["bf16", "fp16 dO", "fp16 k and v"],
+)
+def test_gradients_of_numbers_that_end_below_the_normal_ones_are_within_their_bounds(
+    fmt: Format, exponents: tuple[int, int, int, int]
+) -> None:
+    """A cast there errs by a part of the smallest subnormal, however small the number; found by the fuzz."""
+    rng = np.random.default_rng(1)
+    dtype, rows = TORCH_DTYPES[fmt], ((1, 2, 5, 8), (1, 2, 218, 8), (1, 2, 218, 8), (1, 2, 5, 8))
+    q, k, v, do = (
+        torch.from_numpy(rng.standard_normal(shape) * 2.0**exponent).to(dtype).float()
+        for shape, exponent in zip(rows, exponents, strict=True)
+    )
+    inputs = AttentionInputs(q, k, v, do, Formats.of(fmt), causal=True)
+    kernel, ref = composed_kernel("flash@fused"), reference(inputs)
+    assert kernel.declaration is not None
+    found, exact = EMULATION.run(kernel, inputs, gradients=True).gradients, reference_gradients(inputs, ref)
+    assert found is not None
+    ours = (found.dq, found.dk, found.dv)
+    bounds = GradientErrorBounds(ErrorBounds(inputs, ref), exact).of(kernel.declaration)
+    errors = [one.double() - theirs for one, theirs in zip(ours, exact, strict=True)]
+    assert any(bool(error.any()) for error in errors)
+    assert gradient_faults(ours, errors, exact, bounds)["over_bound"] <= 1.0
 
 
 @pytest.mark.parametrize(

@@ -325,6 +325,15 @@ def test_what_pytorch_can_run_is_not_refused() -> None:
     assert [sdpa.lacks(ON_CPU, _inputs(name)) for name in ("random", "random_causal", "random_grouped")] == [None] * 3
 
 
+def test_an_order_in_memory_that_the_flash_kernel_cannot_take_is_refused_in_pytorch_s_words() -> None:
+    """Not a crash of its cell; found by the fuzz."""
+    inputs = CASES["random"].make(1, 0, 16, BF16)
+    kernel = CPU.kernel("sdpa_flash")
+    assert kernel.refusal(inputs) is None
+    apart = replace(inputs, q=inputs.q.mT.contiguous().mT)
+    assert "last dimension of the input to have stride 1" in (kernel.refusal(apart) or "")
+
+
 def test_nothing_to_attend_to_is_refused() -> None:
     nothing = torch.zeros(1, 1, 0, 64)
     told = sdpa.lacks(ON_CPU, AttentionInputs(nothing, nothing, nothing, nothing, Formats.of(BF16)))
