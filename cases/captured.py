@@ -1,6 +1,9 @@
 """Captured tensors as cases: q, k, v and dO as a training run has kept them (docs/captured.md).
 
 A case claims nothing, but it is a failure input: `--fair` asks for no bias on it.
+
+A layer whose metadata say that it is made, by a fuzzer or by hand, may have what no training run leaves behind: NaN and
+Inf, padding, rows without a key, another order in memory. Its gradients are measured, its bits not predicted.
 """
 
 import math
@@ -27,6 +30,7 @@ CANCELLED = 0.25  # an element below this share of sum P |V| is left out: it has
 FILE = re.compile(r"inputs-([0-9]+)(?:-rank([0-9]+))?\.safetensors")  # a rank: of the process that wrote it
 _KEY = re.compile(r"layer([0-9]+)\.(?:q|k|v|do)")
 _PARTS = ("q", "k", "v", "do")
+_ORDERS = ("bhnd", "bnhd", "bhdn")  # in memory, of b batch, h heads, n tokens, d
 _FORMATS = {"BF16": BF16, "F16": FP16, "F32": FP32}  # as files call them
 _SCORES = 2**22  # of a case, at most: a worker then stays within 1.5 GiB (measured: 256 heads, 1,024 keys, d = 128)
 _FEWEST_ROWS = 32  # a case of very many heads gives up heads rather than more rows
@@ -50,6 +54,9 @@ class _Layer:
     heads: int  # query heads used, the first of batch x heads
     rows: int  # queries of each used, the first
     keys: int  # keys used, the first: all that these queries see
+    made: bool = False  # whether nothing in it is taken for a mistake of its writer
+    padded: bool = False  # whether it says which keys take part
+    order: str = _ORDERS[0]  # of the dimensions in memory, as a kernel gets them
 
     def key(self, part: str) -> str:
         """The file's key of q, k, v or do."""
@@ -138,6 +145,8 @@ def _case(layer: _Layer, folder: Path) -> Case:
         layer.path.name,
         partial(_inputs, layer=layer, stock=stock),
         failure=True,
+        gradients=layer.made,
+        chaotic=layer.made,
         stock=stock,
     )
 
@@ -185,7 +194,7 @@ def _scale(path: Path, metadata: Mapping[str, str], number: str) -> float | None
 
 
 def _layer(path: Path, file: Any, number: str, metadata: Mapping[str, str]) -> _Layer:
-    causal, scale = _causal(path, metadata, number), _scale(path, metadata, number)
+    causal, scale, made = _causal(path, metadata, number), _scale(path, metadata, number), _made(metadata, number)
     names = {part: f"layer{number}.{part}" for part in _PARTS}
     if missing := sorted(set(names.values()) - set(file.keys())):
         raise CapturedError(f"{path}: {', '.join(missing)} is missing")
@@ -196,11 +205,29 @@ def _layer(path: Path, file: Any, number: str, metadata: Mapping[str, str]) -> _
     if ours not in _FORMATS or set(others) != {ours} or do not in {ours, "F32"}:
         told = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         raise CapturedError(f"{path}: {told}; expected one of {', '.join(_FORMATS)} for all four, or F32 for do alone")
-    q, k = _shapes(path, number, causal, {part: tuple(found.get_shape()) for part, found in slices.items()})
+    q, k = _shapes(path, number, causal and not made, {part: tuple(one.get_shape()) for part, one in slices.items()})
     heads, groups = q[0] * q[1], q[1] // k[1]
-    used = _used(heads, groups, queries=q[2], keys=k[2], causal=causal)
     checksum = metadata.get(f"layer{number}.crc32")
-    return _Layer(path, number, causal, scale, checksum, _FORMATS[ours], groups, *used)
+    known = path, number, causal, scale, checksum, _FORMATS[ours], groups
+    if made:  # small, and all of it matters
+        return _Layer(*known, heads, q[2], k[2], *_told_of_made(path, file, number, metadata))
+    return _Layer(*known, *_used(heads, groups, queries=q[2], keys=k[2], causal=causal))
+
+
+def _made(metadata: Mapping[str, str], number: str) -> bool:
+    return metadata.get(f"layer{number}.made") == "true"
+
+
+def _told_of_made(path: Path, file: Any, number: str, metadata: Mapping[str, str]) -> tuple[bool, bool, str]:
+    """That a layer is made, whether its keys are padded, and its order in memory."""
+    name, order = f"layer{number}.key_padding", metadata.get(f"layer{number}.order", _ORDERS[0])
+    padded = name in set(file.keys())
+    keys = file.get_slice(f"layer{number}.k").get_shape()[2]
+    if padded and file.get_slice(name).get_shape() != [keys]:
+        raise CapturedError(f"{path}: {name} {file.get_slice(name).get_shape()}; expected [{keys}], a number a key")
+    if order not in _ORDERS:
+        raise CapturedError(f"{path}: metadata layer{number}.order is {order}; expected one of {', '.join(_ORDERS)}")
+    return True, padded, order
 
 
 def _shapes(
@@ -246,13 +273,16 @@ class _Tensors:
     k: Tensor  # (key heads, keys, d)
     v: Tensor  # (key heads, keys, d)
     do: Tensor  # (heads, rows, d)
+    key_padding: Tensor | None  # bool (1, keys), True where a key takes part
 
 
 @lru_cache(maxsize=1)  # the cells of one case follow each other on a worker
 def _load(layer: _Layer) -> _Tensors:
     with _opened(layer.path) as file:
         _hold_to_checksum(layer, file)
-        return _Tensors(*(_part(layer, file, part) for part in _PARTS))
+        padding = file.get_tensor(layer.key("key_padding")).bool()[None] if layer.padded else None
+        q, k, v, do = (_part(layer, file, part) for part in _PARTS)
+        return _Tensors(q, k, v, do, padding)
 
 
 def _hold_to_checksum(layer: _Layer, file: Any) -> None:
@@ -268,7 +298,7 @@ def _hold_to_checksum(layer: _Layer, file: Any) -> None:
 def _part(layer: _Layer, file: Any, part: str) -> Tensor:
     ours, heads = (layer.rows, layer.heads) if part in {"q", "do"} else (layer.keys, layer.heads // layer.groups)
     tensor: Tensor = file.get_slice(layer.key(part))[:, :, :ours].flatten(0, 1)[:heads].float()
-    if not bool(torch.isfinite(tensor).all()):
+    if not layer.made and not bool(torch.isfinite(tensor).all()):
         raise CapturedError(f"{layer.path}: {layer.key(part)} holds NaN or Inf; leave its case out with --cases")
     return tensor
 
@@ -282,6 +312,8 @@ def _checksum(layer: _Layer) -> int:
         return 0
     crc = zlib.crc32(b"causal" if layer.causal else b"")
     crc = crc if layer.scale is None else zlib.crc32(f"scale={layer.scale!r}".encode(), crc)
+    crc = zlib.crc32(f"made order={layer.order}".encode(), crc) if layer.made else crc
+    crc = crc if tensors.key_padding is None else zlib.crc32(tensors.key_padding.numpy().tobytes(), crc)
     for tensor in (tensors.q, tensors.k, tensors.v, tensors.do):
         crc = zlib.crc32(tensor.contiguous().numpy().tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode(), crc))
     return crc
@@ -294,11 +326,11 @@ def _inputs(draw: Draw, layer: _Layer, stock: Stock) -> AttentionInputs:
     parts = {"q": tensors.q[queries], "k": tensors.k[keys], "v": tensors.v[keys], "do": tensors.do[queries]}
     rounded = {part: draw.rounded(tensor)[None] for part, tensor in parts.items()}
     for part, tensor in rounded.items():
-        if not bool(torch.isfinite(tensor).all()):
+        if not layer.made and not bool(torch.isfinite(tensor).all()):
             told = f"holds values beyond {draw.formats.inputs.name}"
             told += "; give another --dtype, or leave its case out with --cases"
             raise CapturedError(f"{layer.path}: {layer.key(part)} {told}")
-    q, k, v, do = (rounded[part] for part in _PARTS)
+    q, k, v, do = (_laid(rounded[part], layer.order) for part in _PARTS)
     return AttentionInputs(
         q,
         k,
@@ -306,6 +338,13 @@ def _inputs(draw: Draw, layer: _Layer, stock: Stock) -> AttentionInputs:
         do,
         draw.formats,
         causal=layer.causal,
+        key_padding=tensors.key_padding,
         noise_seed=noise_seed(draw),
         softmax_scale=layer.scale,
     )
+
+
+def _laid(x: Tensor, order: str) -> Tensor:
+    """The same tensor, (batch, heads, N, d), with its dimensions in another order in memory."""
+    at = [_ORDERS[0].index(letter) for letter in order]
+    return x.permute(at).contiguous().permute([order.index(letter) for letter in _ORDERS[0]])

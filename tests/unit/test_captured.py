@@ -18,7 +18,7 @@ from tiebreak.cases.case import Case
 from tiebreak.cases.errors import Errors
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import Verdict, judge
-from tiebreak.kernels.features import COMMON
+from tiebreak.kernels.features import BLIND_ROWS, COMMON
 from tiebreak.kernels.formats import BF16, FP16, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
@@ -530,3 +530,39 @@ def test_the_documented_example_is_a_case(pytester: pytest.Pytester) -> None:
     assert inputs.q.shape == (1, 16, 64, 32)
     assert inputs.causal
     assert bool((inputs.do != 0).any())
+
+
+class TestMade:
+    """A layer that says it is made; what comes back of one is the fuzz's to test."""
+
+    MADE: Mapping[str, str] = {"causal": "true", "layer0.made": "true"}
+
+    @pytest.mark.parametrize(
+        ("metadata", "padding", "told"),
+        [
+            ({"layer0.order": "nhbd"}, None, "metadata layer0.order is nhbd; expected one of bhnd, bnhd, bhdn"),
+            ({}, torch.ones(2, 4, dtype=torch.uint8), r"layer0.key_padding \[2, 4\]; expected \[4\], a number a key"),
+        ],
+        ids=["order", "padding"],
+    )
+    def test_what_it_says_has_to_fit(
+        self, tmp_path: Path, metadata: Mapping[str, str], padding: Tensor | None, told: str
+    ) -> None:
+        layer = normal((1, 2, 4, 8)) | ({} if padding is None else {"key_padding": padding})
+        with pytest.raises(CapturedError, match=told):
+            only_case(tmp_path, layer, {**self.MADE, **metadata})
+
+    def test_only_such_a_layer_may_hold_nan_and_rows_without_a_key(self, tmp_path: Path) -> None:
+        layer = normal((1, 2, 4, 8), keys=2)
+        layer["v"][0, 0, 0, 0] = torch.nan
+        case = only_case(tmp_path / "made", layer, self.MADE)
+        assert case.gradients
+        assert BLIND_ROWS in case.make(1, 0, 256, BF16).asks()
+        with pytest.raises(CapturedError, match="leaves the first of more queries than keys without a key"):
+            only_case(tmp_path / "queries", layer, CAUSAL)
+        with pytest.raises(CapturedError, match="holds NaN or Inf"):
+            only_case(tmp_path / "nan", layer, FULL).make(1, 0, 256, BF16)
+        one, other = (
+            only_case(tmp_path / order, layer, {**self.MADE, "layer0.order": order}) for order in ("bhnd", "bnhd")
+        )
+        assert one.version != other.version

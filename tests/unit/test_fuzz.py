@@ -1,0 +1,336 @@
+"""Every kernel of the suite that a CPU runs, on inputs that nobody chose, put through the very checks of the matrix.
+
+An example is written down as a captured layer that says it is made, and run as `--captured` runs it. One that falls is
+shrunk and stays in `out/fuzz-...`, with the command that runs it again. `--hypothesis-profile=long` draws more of them.
+"""
+
+import itertools
+import math
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tiebreak.backends.backend import CPU, EMULATION, Backend
+from tiebreak.cases.batch import Batch
+from tiebreak.cases.bounds import UNDECLARED
+from tiebreak.cases.captured import captured_cases
+from tiebreak.cases.case import Case
+from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.formats import BF16, FP16, FP32, Format
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
+from tiebreak.kernels.kernel import Declaration, Kernel
+from tiebreak.kernels.plans import PLANS, Accumulator
+from tiebreak.kernels.roster import composed_kernel
+from tiebreak.kernels.shift_rules import OFFSET
+from tiebreak.matrix.checks import checks
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports import store
+from tiebreak.reports.records import FELL, Record
+from tiebreak.reports.rerun import runnable
+
+FORMATS = {"bf16": BF16, "fp16": FP16}
+FROM_ANYWHERE = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix")
+TENSORS = ("q", "k", "v", "do")
+
+
+@dataclass(frozen=True)
+class Example:
+    """What is drawn; the simplest comes first in everything, so that shrinking ends there."""
+
+    fmt: str
+    key_heads: int
+    groups: int
+    queries: int
+    keys: int
+    d: int
+    causal: bool
+    seen: tuple[bool, ...] | None  # by key, repeated; None: no padding
+    order: str  # in memory
+    scale: float | None
+    repeated: int  # keys that equal the first
+    signed: bool  # whether V has both signs
+    exponents: tuple[int, int, int, int]  # of the sizes of q, k, v and dO
+    planted: tuple[tuple[str, int, float], ...]  # tensor, place, value
+    seed: int
+
+    def tensors(self) -> dict[str, Tensor]:
+        """q, k, v and dO in the format of the example."""
+        rng = np.random.default_rng(self.seed)
+        heads = self.key_heads * self.groups
+        shapes = dict.fromkeys(("k", "v"), (1, self.key_heads, self.keys, self.d))
+        shapes |= dict.fromkeys(("q", "do"), (1, heads, self.queries, self.d))
+        found = {}
+        for name, exponent in zip(TENSORS, self.exponents, strict=True):
+            normal = torch.from_numpy(rng.standard_normal(shapes[name])).clamp(-4, 4)
+            if name == "v" and not self.signed:
+                normal = normal.abs()
+            if name == "k":
+                normal[:, :, 1 : 1 + self.repeated] = normal[:, :, :1]
+            found[name] = (normal * 2.0**exponent).to(TORCH_DTYPES[FORMATS[self.fmt]])
+        for name, place, value in self.planted:
+            flat = found[name].view(-1)
+            flat[place % flat.numel()] = value
+        return found
+
+    def write(self, folder: Path) -> Case:
+        """Keep it as a captured layer; the case that `--captured` makes of it."""
+        kept = {f"layer0.{name}": tensor.contiguous() for name, tensor in self.tensors().items()}
+        if self.seen is not None:
+            seen = list(itertools.islice(itertools.cycle(self.seen), self.keys))
+            kept["layer0.key_padding"] = torch.tensor(seen, dtype=torch.uint8)
+        told = {"step": "0", "causal": str(self.causal).lower(), "layer0.made": "true", "layer0.order": self.order}
+        told |= {} if self.scale is None else {"scale": repr(self.scale)}
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(kept, folder / "inputs-000000.safetensors", told)
+        (case,) = captured_cases(folder)
+        return case
+
+
+def sizes(fmt: str) -> st.SearchStrategy[tuple[int, int, int, int]]:
+    """Exponents of q, k, v and dO, from below the smallest normal number to near the largest."""
+    low, high = FORMATS[fmt].min_exponent - 3, FORMATS[fmt].max_exponent - 3
+    wild = st.one_of(st.integers(-3, 3), st.integers(low, high))
+    return st.tuples(wild, wild, wild, wild)
+
+
+@st.composite
+def examples(draw: st.DrawFn) -> Example:
+    """Inputs of every feature that a kernel may say it takes, one call each."""
+    fmt = draw(st.sampled_from(list(FORMATS)))
+    plant = st.tuples(
+        st.sampled_from(TENSORS), st.integers(0, 2**12), st.sampled_from([math.inf, -math.inf, math.nan, 0.0])
+    )
+    return Example(
+        fmt=fmt,
+        key_heads=draw(st.integers(1, 3)),
+        groups=draw(st.integers(1, 3)),
+        queries=draw(st.one_of(st.integers(1, 9), st.integers(1, 140))),
+        keys=draw(st.one_of(st.integers(1, 9), st.integers(1, 300))),
+        d=draw(st.sampled_from([1, 2, 7, 8, 16, 33, 64])),
+        causal=draw(st.booleans()),
+        seen=draw(st.none() | st.lists(st.booleans(), min_size=1, max_size=9).map(tuple)),
+        order=draw(st.sampled_from(["bhnd", "bnhd", "bhdn"])),
+        scale=draw(st.sampled_from([None, 1.0, 2.0**-7, 0.3, 5.0])),
+        repeated=draw(st.integers(0, 3)),
+        signed=draw(st.booleans()),
+        exponents=draw(st.one_of(st.just((0, 0, 0, 0)), sizes(fmt))),
+        planted=draw(st.one_of(st.just(()), st.lists(plant, min_size=1, max_size=2).map(tuple))),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+def largest(x: Tensor) -> float:
+    """The largest finite size."""
+    return x.abs().nan_to_num(nan=0.0, posinf=0.0).max().item()
+
+
+def shifted_away(inputs: AttentionInputs, declaration: Declaration) -> bool:
+    """Whether a rule may shift a row farther from its maximum than `fixed_offset` does.
+
+    P-bar then underflows. That is the harm that such a rule does; cases of its own claim it.
+    """
+    rule = declaration.shift_rule
+    scores = inputs.q.shape[3] * largest(inputs.q) * largest(inputs.k) * inputs.scale
+    return scores * max(abs(rule.above - 1.0), abs(rule.below - 1.0)) > OFFSET
+
+
+def forward_sizes(inputs: AttentionInputs, declaration: Declaration) -> list[tuple[Format, float]]:
+    """What has to fit into which format as O is computed: by the largest elements of the inputs, all of one sign."""
+    plan, keys = declaration.plan.in_formats(inputs.formats), inputs.k.shape[2]
+    q, k, v = (largest(one) for one in (inputs.q, inputs.k, inputs.v))
+    product = inputs.q.shape[3] * q * k
+    scores = product * inputs.scale
+    # fma(S, c, -m c) is no 0 at the maximum: it is what rounding m c lost.
+    lost = 2 * scores * FP32.unit_roundoff if plan.contracted else 0.0
+    peak = math.exp(min(declaration.shift_rule.lag + lost, 700.0))
+    return [
+        (FP32, product),
+        (plan.p_bar.fmt, peak),
+        (FP32, 2 * scores),
+        (plan.qk.fmt, product),
+        (plan.q.fmt, 2 * q * inputs.scale),
+        (plan.s.fmt, scores),
+        (plan.shifted.fmt, 2 * scores),
+        (plan.row_sum.fmt, keys * peak),
+        (plan.o_bar.fmt, keys * peak * v),
+    ]
+
+
+def backward_sizes(inputs: AttentionInputs) -> list[tuple[Format, float]]:
+    """The same for the gradients, whose every intermediate may be in the format of the operands."""
+    d, keys, queries = inputs.q.shape[3], inputs.k.shape[2], inputs.q.shape[2] * inputs.groups
+    q, k, v, do = (largest(one) for one in (inputs.q, inputs.k, inputs.v, inputs.do))
+    ds, most = 2 * d * do * v, max(1.0, inputs.scale)
+    fmt = inputs.formats.operands
+    return [(fmt, ds), (fmt, keys * ds * k * most), (fmt, queries * ds * q * most), (fmt, queries * do)]
+
+
+def open_to_reading(batch: Batch, kernel: Kernel) -> set[str]:
+    """The checks of what sound kernels answer differently where a planted Inf or NaN meets a mask.
+
+    A row that sees nothing but -Inf is NaN to some, and zeros, as a masked one, to others (PyTorch, FlashAttention-1,
+    the authors' code, which clamps its sum). What a mask hides PyTorch lowers by -Inf, and Inf - Inf is NaN. A P of 0
+    times an Inf in V that is hidden is NaN in whatever adds it up.
+    """
+    inputs, hidden = batch.inputs, batch.inputs.hidden()
+    everything = {"finite", "bound", "range", "gradients"}
+    sees = torch.ones(1, dtype=torch.bool) if hidden is None else ~hidden
+    if bool((~sees | (batch.ref.s == -torch.inf)).all(-1).logical_and(sees.any(-1)).any()):
+        return everything
+    if not kernel.composed and bool((~sees & ~torch.isfinite(batch.ref.s)).any()):
+        return everything
+    return {"gradients"} if hidden is not None and not bool(torch.isfinite(inputs.v).all()) else set()
+
+
+def not_held_to(batch: Batch, kernel: Kernel) -> set[str]:
+    """The checks that a sound kernel may fail on an input: numbers leave the formats that it keeps them in."""
+    # Of means over heads: here are too few.
+    found = {name for name, check in checks().items() if check.judges} | open_to_reading(batch, kernel)
+    inputs, declaration = batch.inputs, kernel.declaration or UNDECLARED
+    if shifted_away(inputs, declaration) or overflows(forward_sizes(inputs, declaration)):
+        return found | {"finite", "bound", "range", "gradients"}
+    return found | ({"gradients"} if overflows(backward_sizes(inputs)) else set())
+
+
+def overflows(sizes: Sequence[tuple[Format, float]]) -> bool:
+    return any(size > fmt.largest for fmt, size in sizes)
+
+
+Pair = tuple[Backend, Kernel]
+
+
+def fallen(example: Example, pairs: Sequence[Pair], folder: Path) -> Iterator[tuple[Record, list[str]]]:
+    """The cells of an example, kept in a folder, that fall, and the checks that they don't meet."""
+    case, bench = example.write(folder), Workbench(Settings(matrix=FROM_ANYWHERE))
+    fmt = FORMATS[example.fmt]
+    for backend, kernel in pairs:
+        record = run_cell(Cell(backend, kernel, Call(case), fmt), bench)
+        unmet = {name for name, answer in record.answers.items() if answer.met is False}
+        if unmet:
+            unmet -= not_held_to(bench.batch(case, fmt, 0), kernel)
+        if unmet:
+            yield record, sorted(unmet)
+
+
+def hold(example: Example, pairs: Sequence[Pair], kept: Path) -> None:
+    """Fail, and keep the example, if one of its cells falls; the last that fails is the smallest that was found."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = next(fallen(example, pairs, Path(folder)), None)
+    if found is not None:
+        pair = next((backend, kernel) for backend, kernel in pairs if kernel.name == found[0].kernel)
+        record, unmet = next(fallen(example, [pair], kept))
+        told = "; ".join(f"{name}: {record.answers[name].why}" for name in unmet)
+        pytest.fail(f"{record.id} fell: {told}\n{example}\nrerun: {runnable(record.command)}", pytrace=False)
+
+
+def fuzz(pairs: Sequence[Pair], kept: Path, number: int) -> None:
+    """Hold so many examples; with `TIEBREAK_FUZZ` as many as it says, others in every run."""
+    long = os.environ.get("TIEBREAK_FUZZ")
+
+    @settings(
+        max_examples=int(long) if long else number,
+        derandomize=long is None,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+    @given(example=examples())
+    def held(example: Example) -> None:
+        hold(example, pairs, kept)
+
+    held()
+
+
+# Of 16 bits, in either format: what fp8's and Volta's cores add up they read in a format of their own.
+CORES = {Accumulator.AMPERE, Accumulator.HOPPER, Accumulator.CDNA3}
+FLASH_PLANS = {name: plan for name, plan in PLANS.items() if name != "standard"}
+ROSTERS: Mapping[str, Sequence[Pair]] = {
+    "emulation": [(EMULATION, kernel) for kernel in EMULATION.kernels()],
+    "cpu": [(CPU, kernel) for kernel in CPU.kernels()],
+    "plans": [
+        (EMULATION, composed_kernel(f"{rule}@{name}"))
+        for name, plan in FLASH_PLANS.items()
+        if plan.accumulator is Accumulator.EXACT
+        for rule in ("flash", "flash_1")
+    ],
+    "cores": [
+        (EMULATION, composed_kernel(f"flash@{name}")) for name, plan in FLASH_PLANS.items() if plan.accumulator in CORES
+    ],
+}
+
+
+@pytest.mark.parametrize(("roster", "number"), [("emulation", 12), ("cpu", 12), ("plans", 6), ("cores", 3)])
+def test_every_kernel_keeps_within_its_bounds_on_any_input(roster: str, number: int) -> None:
+    fuzz(ROSTERS[roster], Path("out") / f"fuzz-{roster}", number)
+
+
+DEFECT = """
+import torch
+
+def attention(q, k, v, *, causal=False, scale=None):
+    s = q.float() @ k.float().mT * (scale or q.shape[-1] ** -0.5)
+    if s.shape[-1] % 2 and s.shape[-1] > 4:
+        s = s[..., :-1]  # the last of an odd number of keys is forgotten
+    if causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1), -torch.inf)
+    return (s.softmax(-1) @ v[:, :, : s.shape[-1]].float()).to(q.dtype)
+"""
+
+
+def test_a_planted_defect_is_found_made_small_and_falls_again_by_the_command_that_is_told(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TIEBREAK_FUZZ", raising=False)
+    pytester.path.joinpath("mine.py").write_text(DEFECT, encoding="utf-8")
+    kernel = external_kernel("mine.py:attention")
+    with pytest.raises(pytest.fail.Exception) as fell:
+        fuzz([(CPU, kernel)], Path("out") / "fuzz", 40)
+    told = str(fell.value)
+    found = re.search(r"Example\(.*groups=(\d+), queries=(\d+), keys=(\d+)", told)
+    assert found is not None
+    assert list(map(int, found.groups())) == [1, 1, 5]
+    command = told.partition("\nrerun: ")[2]
+    assert "--captured out/fuzz " in command
+    again = subprocess.run(f"{command} -p no:cacheprovider", shell=True, capture_output=True, text=True, check=False)
+    assert again.returncode == 1, again.stdout + again.stderr
+    (record,) = store.read(Path("out", "last.json")).records
+    assert record.outcome == FELL
+    assert record.met("bound") is False
+    assert told.startswith(f"{record.id} fell: bound: {record.answers['bound'].why}")
+
+
+def test_what_is_drawn_is_what_the_case_gives_back(tmp_path: Path) -> None:
+    """NaN, padding, a row without a key, the order in memory and the scale come back from the file."""
+    example = Example(
+        "fp16", 2, 3, 5, 4, 7, True, (True, False), "bnhd", 0.3, 1, True, (0, 0, 0, 0), (("v", 9, math.nan),), 3
+    )
+    inputs, drawn = example.write(tmp_path).make(1, 0, 256, FP16), example.tensors()
+    for name in TENSORS:
+        torch.testing.assert_close(getattr(inputs, name), drawn[name].float(), rtol=0, atol=0, equal_nan=True)
+    assert inputs.v.isnan().sum() == 1
+    assert inputs.q.transpose(1, 2).is_contiguous()
+    assert inputs.softmax_scale == 0.3
+    assert inputs.causal
+    assert inputs.key_padding is not None
+    assert inputs.key_padding.tolist() == [[True, False, True, False]]
+    hidden = inputs.hidden()
+    assert hidden is not None
+    assert hidden.all(-1).flatten().tolist() == [True, False, False, False, False]
