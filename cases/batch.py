@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tiebreak.cases.bounds import ErrorBounds, mean_slack
+from tiebreak.cases.bounds import ErrorBounds, lost_of_o_bar, mean_slack
 from tiebreak.cases.errors import Yardstick
 from tiebreak.cases.gradient_bounds import GradientErrorBounds
 from tiebreak.cases.gradients import ExactGradients
@@ -73,5 +73,6 @@ class Batch:
         outside = torch.maximum(least - wide, wide.sub_(largest))
         slack = mean_slack(self.inputs, declaration) * torch.maximum(least.abs(), largest.abs())
         # Without a visible key both ends are infinite, and O is 0: its error bound asks for that.
-        share = outside.div_(slack + self.inputs.formats.output.smallest_subnormal)
+        spacing = self.inputs.formats.output.smallest_subnormal + lost_of_o_bar(self.inputs, declaration)
+        share = outside.div_(slack + spacing)
         return max(0.0, share.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).max().item())

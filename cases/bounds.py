@@ -7,12 +7,14 @@ P = exp(S - m). With u the unit roundoff of each rounding point and u32 = 2^-24,
     |dP_j|  <= P_j expm1(|dS_j| + |dS_max| + (2 u32 + u_shifted) |S_j - m| + e_exp + u_exp + u_p)
                + half the smallest subnormal
     |dO|    <= sum_j |dP_j| |V_j| + sum_j |dP_j| sum_j P_j |V_j|
-               + (c u_obar + c u_l + n u32) sum_j P_j |V_j| + u_o |O| + the subnormal spacing of O
+               + (c u_obar + c u_l + n u32) sum_j P_j |V_j| + u_o |O|
+               + the subnormal spacings of O and O-bar
 
-with c = 3 roundings of O-bar and l a block of keys. A shift rule enters where S - m is rounded, which is the larger the
-farther m lies from the row's maximum. A contracted plan rounds m c in the place of S's scale, and neither S c nor
-S - m: the terms above count as many roundings for it, of numbers as large. All else that a rule does is to make P
-underflow, and that is the harm the bound is there to show.
+with c = 3 roundings of O-bar and l a block of keys. What falls below the subnormals of P-bar and of a narrow O-bar is
+lost before the division by l, which an offset or a dither makes smaller than 1 (`_raised`). A shift rule also enters
+where S - m is rounded, which is the larger the farther m lies from the row's maximum. A contracted plan rounds m c in
+the place of S's scale, and neither S c nor S - m: the terms above count as many roundings for it, of numbers as large.
+All else that a rule does is to make P underflow, and that is the harm the bound is there to show.
 """
 
 import math
@@ -57,6 +59,23 @@ def _beyond(rule: ShiftRule, top: Tensor) -> Tensor:
     return scaled + abs(rule.offset) + (math.log(2.0) if rule.dithered else 0.0) + rule.lag
 
 
+def _raised(rule: ShiftRule) -> float:
+    """How many times larger than in P-bar or O-bar an absolute error is in P or O, at most: 1/l where one key is seen.
+
+    Of a rule that scales the maximum it says nothing: that P-bar underflows there is its harm.
+    """
+    return math.exp(rule.offset + (math.log(2.0) if rule.dithered else 0.0))
+
+
+def lost_of_o_bar(inputs: AttentionInputs, declaration: Declaration) -> float:
+    """What an element of O may err by, however small: a narrow O-bar falls below its subnormals at every rounding."""
+    o_bar = declaration.plan.in_formats(inputs.formats).o_bar
+    if not o_bar.narrows:
+        return 0.0
+    roundings = _ROUNDINGS_A_BLOCK * -(-inputs.k.shape[-2] // declaration.block.keys)
+    return roundings * o_bar.fmt.smallest_subnormal / 2 * _raised(declaration.shift_rule)
+
+
 def mean_slack(inputs: AttentionInputs, declaration: Declaration) -> float:
     """How far O may lie outside the range of V, relative to the largest |V|.
 
@@ -70,7 +89,7 @@ def mean_slack(inputs: AttentionInputs, declaration: Declaration) -> float:
     """
     plan, keys = declaration.plan.in_formats(inputs.formats), inputs.k.shape[-2]
     steps = _ROUNDINGS_A_BLOCK * -(-keys // declaration.block.keys) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
-    lost = keys * plan.p_bar.fmt.smallest_subnormal
+    lost = keys * plan.p_bar.fmt.smallest_subnormal * _raised(declaration.shift_rule)
     single = _roundoff(plan.p_bar) + _roundoff(plan.o) + _EXPONENTIAL_ERROR
     return single + steps + lost + 2 * keys * FP32.unit_roundoff
 
@@ -85,9 +104,9 @@ class ErrorBounds:
 
     def shared_by(self, declaration: Declaration) -> Hashable:
         """What a declaration's bounds follow from: kernels that are equal in it share their bounds."""
-        # Where S - m is not rounded the shift rule is not in it.
+        # Where S - m is not rounded the shift rule is in it by its size alone.
         rule = declaration.shift_rule.name if declaration.plan.shifted.narrows else ""
-        return declaration.plan, rule, self._blocks(declaration)
+        return declaration.plan, rule, _raised(declaration.shift_rule), self._blocks(declaration)
 
     def _blocks(self, declaration: Declaration) -> int:
         """How many blocks of keys a row's sums are added up in."""
@@ -135,7 +154,7 @@ class ErrorBounds:
             exponent.add_((distance + beyond).mul_(narrowed)).add_(beyond.mul_(2 * FP32.unit_roundoff))
         weights = exponent.add_(_narrowing(plan.exp) + _roundoff(plan.p_bar)).expm1_().mul_(ref.p)
         lost = plan.p_bar.fmt.smallest_subnormal + (plan.exp.fmt.smallest_subnormal if plan.exp.narrows else 0.0)
-        return weights.add_(lost / 2 * (ref.p > 0))
+        return weights.add_(lost / 2 * _raised(declaration.shift_rule) * (ref.p > 0))
 
     def of(self, declaration: Declaration) -> Tensor:
         """As `error_bound`; computed once for all kernels that share it."""
@@ -150,8 +169,9 @@ class ErrorBounds:
         dp = self.of_probabilities(declaration)
         steps = _ROUNDINGS_A_BLOCK * self._blocks(declaration) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
         relative = dp.sum(-1, keepdim=True) + steps + keys * FP32.unit_roundoff
-        subnormal = self.inputs.formats.output.smallest_subnormal
-        bound = dp @ self.values + relative * ref.magnitude + _roundoff(plan.o) * ref.o.abs() + subnormal
+        sees = ref.p.any(-1, keepdim=True)
+        least = self.inputs.formats.output.smallest_subnormal + lost_of_o_bar(self.inputs, declaration) * sees
+        bound = dp @ self.values + relative * ref.magnitude + _roundoff(plan.o) * ref.o.abs() + least
         # Inf * 0: the scores' rounding can move any weight to any key.
         return torch.nan_to_num(bound, nan=torch.inf, posinf=torch.inf)
 

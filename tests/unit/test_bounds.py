@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION
+from tiebreak.cases.batch import Batch
 from tiebreak.cases.bounds import UNDECLARED, error_bound
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, FLASH_ATTENTION_1, STANDARD_ATTENTION
@@ -77,6 +78,24 @@ def test_the_bound_of_every_plan_holds(name: str, fmt: Format) -> None:
         (plan.name, block): _error_over_bound(inputs, _declared(plan, block), ref) for plan in NAMED for block in BLOCKS
     }
     assert {one: share for one, share in shares.items() if not share <= 1.0} == {}
+
+
+@pytest.mark.parametrize("rule", ["safe", "fixed_offset", "dithered"])
+@pytest.mark.parametrize("block", [BLOCK, Block(7, 1)], ids=str)
+def test_the_bound_holds_where_o_bar_is_below_the_normal_numbers(rule: str, block: Block) -> None:
+    """Each of its roundings then loses a part of the spacing, and the division by l makes more of it (the fuzz)."""
+    inputs = _inputs("random", FP16)
+    inputs = replace(
+        inputs,
+        q=inputs.q[:, :, :3] * 8,
+        do=inputs.do[:, :, :3],
+        k=inputs.k[:, :, :6],
+        v=(inputs.v[:, :, :6] * 2.0**-17).half().float(),
+    )
+    declaration = Declaration(FLASH_ATTENTION, PAPER, SHIFT_RULES[rule], block)
+    assert 0 < _error_over_bound(inputs, declaration) <= 1.0
+    batch = Batch(inputs, reference(inputs))
+    assert batch.outside_values(_output(inputs, declaration), declaration) <= 1.0
 
 
 @each_format

@@ -178,24 +178,29 @@ def backward_sizes(inputs: AttentionInputs) -> list[tuple[Format, float]]:
     q, k, v, do = (largest(one) for one in (inputs.q, inputs.k, inputs.v, inputs.do))
     ds, most = 2 * d * do * v, max(1.0, inputs.scale)
     fmt = inputs.formats.operands
-    return [(fmt, ds), (fmt, keys * ds * k * most), (fmt, queries * ds * q * most), (fmt, queries * do)]
+    # exp(S - log-sum-exp) is at most 1 but for what S was rounded by, there and in the forward pass.
+    p = math.exp(min(2 * d * q * k * inputs.scale * FP32.unit_roundoff, 700.0))
+    return [(fmt, p), (fmt, ds), (fmt, keys * ds * k * most), (fmt, queries * ds * q * most), (fmt, queries * do)]
 
 
 def open_to_reading(batch: Batch, kernel: Kernel) -> set[str]:
-    """The checks of what sound kernels answer differently where a planted Inf or NaN meets a mask.
+    """The checks of what kernels answer differently where an Inf or NaN was planted.
 
-    A row that sees nothing but -Inf is NaN to some, and zeros, as a masked one, to others (PyTorch, FlashAttention-1,
-    the authors' code, which clamps its sum). What a mask hides PyTorch lowers by -Inf, and Inf - Inf is NaN. A P of 0
-    times an Inf in V that is hidden is NaN in whatever adds it up.
+    A row that sees nothing but -Inf is NaN to some, and zeros, as a masked one, to others (FlashAttention-1, the
+    authors' code, which clamps its sum). A P of 0 times an Inf in V that is hidden is NaN in whatever adds it up.
+    PyTorch's own kernels lower what a mask hides by -Inf, give NaN in a row without a key where V has Inf, and lose the
+    NaN of scores of +Inf (docs/foreign-kernels.md): where a score, or a V that is hidden, is not finite, nothing is
+    asked of them.
     """
     inputs, hidden = batch.inputs, batch.inputs.hidden()
     everything = {"finite", "bound", "range", "gradients"}
+    lost_in_v = hidden is not None and not bool(torch.isfinite(inputs.v).all())
+    if not kernel.composed and (lost_in_v or not bool(torch.isfinite(batch.ref.s).all())):
+        return everything
     sees = torch.ones(1, dtype=torch.bool) if hidden is None else ~hidden
     if bool((~sees | (batch.ref.s == -torch.inf)).all(-1).logical_and(sees.any(-1)).any()):
         return everything
-    if not kernel.composed and bool((~sees & ~torch.isfinite(batch.ref.s)).any()):
-        return everything
-    return {"gradients"} if hidden is not None and not bool(torch.isfinite(inputs.v).all()) else set()
+    return {"gradients"} if lost_in_v else set()
 
 
 def not_held_to(batch: Batch, kernel: Kernel) -> set[str]:
