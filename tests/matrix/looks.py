@@ -11,8 +11,9 @@ from tiebreak.cases.errors import Errors, difference, merge
 from tiebreak.cases.verdicts import LOOKS, Verdict, judge
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.flash import BLOCK
-from tiebreak.kernels.inputs import AttentionOutput
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, delta_alone
+from tiebreak.kernels.leaks import left_behind
 from tiebreak.kernels.plans import FP32_INSIDE
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.attribution import Fit, equal_bits, fits
@@ -46,6 +47,7 @@ class Looks:
         self.cell, self.case, self.bench = cell, case, bench
         self.progress = _Progress()
         self.repeatable: bool | None = None
+        self.leaks: str | None = None  # what a user's kernel leaves behind at every call, in words
         self.out_of_time = False  # whether a look was left out that might have told
         declaration = cell.kernel.declaration
         tiled = tilings(declaration or UNDECLARED) if cell.kernel.external else (declaration or UNDECLARED,)
@@ -206,8 +208,16 @@ class Looks:
             return None  # unit tests show it once for all
         first, batch = self.outputs[0], self.batches[0]
         gradients = first.gradients is not None and not self.cell.kernel.o_first
-        again = self.cell.backend.run(self.cell.kernel, batch.inputs, gradients=gradients)
-        return equal_bits(again.o.float(), first.o.float()) == 1.0
+
+        def again() -> bool:
+            output = self.cell.backend.run(self.cell.kernel, batch.inputs, gradients=gradients)
+            return equal_bits(output.o.float(), first.o.float()) == 1.0
+
+        if not self.cell.kernel.external:
+            return again()
+        size = first.o.numel() * TORCH_DTYPES[batch.inputs.formats.output].itemsize
+        same, self.leaks = left_behind(again, size)
+        return same
 
     @property
     def heads(self) -> int:

@@ -40,6 +40,7 @@ class Result:
     backward_error: str | None = None  # what a backward pass raised, in one line
     repeatable: bool | None = None  # whether a second run gave the same bits; None: not run twice
     contract: bool = False  # whether the kernel is held to the contract of users' kernels (and kept it, having ended)
+    leaks: str | None = None  # what every call of a user's kernel left behind, in words
     bound_of: str | None = None  # name of the plan whose bounds the errors are shares of
     heads: int = 0  # that were drawn
     remedy: str = ""  # what to do where the data do not tell

@@ -9,7 +9,9 @@ ASKED = "shape, format and device of O; inputs and process left as they were"
 
 def _ask(result: Result) -> Answer | None:
     """A kernel that breaks its contract gives no result: `broken` answers for it."""
-    return Answer(True, ASKED) if result.contract else None
+    if not result.contract:
+        return None
+    return Answer(True, ASKED) if result.leaks is None else Answer(False, ASKED, f"leaks: {result.leaks}")
 
 
 def broken(why: str) -> Answer:

@@ -113,6 +113,7 @@ class Call(Experiment):
             backward_error=looks.outputs[0].backward_error,
             repeatable=looks.repeatable,
             contract=cell.kernel.external,
+            leaks=looks.leaks,
             bound_of=looks.declaration.plan.name,
             heads=looks.heads,
             remedy=looks.remedy,

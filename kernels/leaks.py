@@ -1,0 +1,84 @@
+"""What a kernel under test leaves behind in its process, call after call: memory, threads, open files.
+
+A kernel may keep what it likes of its first calls: what it has compiled, tuned or looked up. It leaks if each of
+`CALLS` calls of the same input in a row leaves more behind. Memory counts as left behind if a call keeps at least as
+many bytes as the O that it returned: less may be a line in a log. A store that takes `CALLS` outputs before it lets the
+first one go is taken for a leak; a leak of less than O a call, or of memory that is not malloc's, such as a GPU's, is
+not seen.
+"""
+
+import ctypes
+import gc
+import os
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import TypeVar
+
+CALLS = 8
+_PAGE = 4096  # bytes: a call of a few numbers returns less than the process itself may keep meanwhile
+_COUNTED = {"threads": "/proc/self/task", "open files": "/proc/self/fd"}  # where Linux tells, one entry each
+_SIZE = ctypes.c_size_t
+_Returned = TypeVar("_Returned")
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2` (malloc.h)."""
+
+    _fields_ = [
+        (name, _SIZE)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+@cache
+def _mallinfo() -> Callable[[], _Mallinfo] | None:
+    """glibc's count of the memory that is in use, of 2.33 and later; other C libraries have none."""
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is None:
+        return None
+    function.restype = _Mallinfo
+    told: Callable[[], _Mallinfo] = function
+    return told
+
+
+def _held() -> Mapping[str, int]:
+    """What the process holds of each kind, as far as this system tells."""
+    found = {name: len(os.listdir(folder)) for name, folder in _COUNTED.items() if os.path.isdir(folder)}
+    mallinfo = _mallinfo()
+    if mallinfo is not None:
+        told = mallinfo()
+        found["bytes"] = int(told.uordblks) + int(told.hblkhd)  # in use within the heaps, and mapped on their own
+    return found
+
+
+def left_behind(call: Callable[[], _Returned], returned: int) -> tuple[_Returned, str | None]:
+    """Make a call, and if it leaves something behind make it again, to see whether it always does.
+
+    Args:
+        call: of the same kernel and input, which have met before; what it returns must hold no tensor.
+        returned: bytes of the O that the kernel returns.
+
+    Returns:
+        What the first call returned; and what each of `CALLS` calls left behind, in words, None where there is nothing.
+    """
+    limits = {"bytes": max(returned, _PAGE), **dict.fromkeys(_COUNTED, 1)}
+    found, grown = _grown(call)
+    kept = {name: least for name, least in grown.items() if least >= limits[name]}
+    for _ in range(CALLS - 1):
+        if not kept:
+            break
+        gc.collect()  # garbage that nobody has collected yet is no leak
+        _, grown = _grown(lambda: (call(), gc.collect()))
+        kept = {name: min(least, grown[name]) for name, least in kept.items() if grown[name] >= limits[name]}
+    told = ", ".join(f"{least:,} {name}" for name, least in kept.items())
+    return found, f"each of {CALLS} calls in a row left at least {told} behind" if kept else None
+
+
+def _grown(call: Callable[[], _Returned]) -> tuple[_Returned, Mapping[str, int]]:
+    before = _held()
+    found = call()
+    after = _held()
+    return found, {name: after[name] - held for name, held in before.items() if name in after}

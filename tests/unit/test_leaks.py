@@ -1,0 +1,128 @@
+"""A kernel that leaves something behind at every call is told so in its own cell; one that keeps things once is not."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiebreak.backends.backend import CPU
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels import leaks
+from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.inputs import TORCH_DTYPES
+from tiebreak.kernels.leaks import CALLS, left_behind
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.records import FELL, MEASURED, Record
+
+CASES = {case.name: case for case in SCRIPTED}
+KERNEL = """
+import threading
+from functools import lru_cache
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+kept, stop = [], threading.Event()
+
+
+@lru_cache
+def mask(*shape):
+    return torch.zeros(*shape)
+
+
+class Knot:
+    def __init__(self, o):
+        self.o, self.me = o, self
+
+
+def attention(q, k, v, *, causal=False, scale=None):
+    o = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+    {body}
+    return o
+"""
+O_BYTES = 16 * 4 * 64 * 2  # of `random`, 16 heads
+needs_glibc = pytest.mark.skipif(leaks._mallinfo() is None, reason="this C library does not count its memory")
+needs_linux = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="this system does not list threads")
+
+
+def record(folder: Path, body: str, case: str = "random") -> Record:
+    (folder / "mine.py").write_text(KERNEL.format(body=body), encoding="utf-8")
+    kernel = external_kernel(f"{folder / 'mine.py'}:attention")
+    return run_cell(Cell(CPU, kernel, Call(CASES[case]), BF16), Workbench(Settings(heads=16)))
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        pytest.param("kept.append(o.clone())", "bytes", marks=needs_glibc),
+        pytest.param("kept.append((q, k, v))", "bytes", marks=needs_glibc),
+        pytest.param(
+            "threading.Thread(target=stop.wait, args=(9,), daemon=True).start()", "1 threads", marks=needs_linux
+        ),
+        pytest.param("kept.append(open('/dev/null'))", "1 open files", marks=needs_linux),
+    ],
+    ids=["memory", "inputs", "threads", "files"],
+)
+def test_a_kernel_that_leaks_falls_and_what_it_leaks_is_told(tmp_path: Path, body: str, told: str) -> None:
+    found = record(tmp_path, body)
+    assert found.outcome == FELL
+    why = found.answers["contract"].why
+    assert why.startswith(f"leaks: each of {CALLS} calls in a row left at least ")
+    assert told in why
+    assert found.met("repeatable")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "pass",
+        "mask(*q.shape, 64)",  # larger than O, once
+        "kept[:] = [o.clone()]",  # the last one, for whatever comes next
+        "kept[:] = [*kept[-3:], o.clone()]",
+        "Knot(o.clone())",  # garbage until someone collects it
+    ],
+    ids=["nothing", "cached", "last", "few", "garbage"],
+)
+def test_what_is_kept_once_is_no_leak(tmp_path: Path, body: str) -> None:
+    found = record(tmp_path, body)
+    assert found.outcome == MEASURED
+    assert found.met("contract")
+
+
+@needs_glibc
+def test_as_much_as_o_at_every_call_is_a_leak_and_less_is_none() -> None:
+    kept: list[torch.Tensor] = []
+
+    def keeping(size: int) -> Callable[[], str]:
+        def call() -> str:
+            kept.append(torch.zeros(size, dtype=torch.uint8))
+            return "returned"
+
+        return call
+
+    found, told = left_behind(keeping(2**16), 2**16)
+    assert found == "returned"
+    assert told is not None
+    assert 2**16 <= int(told.split("at least ")[1].split(" ")[0].replace(",", "")) < 2**16 + 2**12
+    assert len(kept) == CALLS
+    assert left_behind(keeping(2**15), 2**16) == ("returned", None)
+    assert len(kept) == CALLS + 1
+
+
+@pytest.mark.parametrize("case", ["random", "sink_tie"])
+@pytest.mark.parametrize("kernel", [kernel.name for kernel in CPU.kernels()])
+def test_no_kernel_of_the_suite_leaks(kernel: str, case: str) -> None:
+    inputs, ours = CASES[case].make(1, 0, 16, BF16), CPU.kernel(kernel)
+    size = inputs.q.numel() * TORCH_DTYPES[BF16].itemsize
+
+    def call() -> None:
+        CPU.run(ours, inputs, gradients=True)
+
+    call()
+    assert left_behind(call, size)[1] is None
