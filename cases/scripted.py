@@ -693,6 +693,11 @@ def _random() -> list[Case]:
             "under a causal mask",
             partial(_plain, shape=Shape(queries=48, keys=48, d=32), causal=True),
         ),
+        "random_causal_chunk": (
+            "under a causal mask, 16 queries at the end of 100 keys",
+            partial(_plain, shape=Shape(queries=16, keys=100, d=32), causal=True),
+        ),
+        "random_wide": ("d = 128", partial(_plain, shape=Shape(d=128))),
         "random_grouped": ("grouped-query heads, 4 to a key head", partial(_plain, shape=Shape(groups=4))),
         "random_odd": (
             "7 queries, 100 keys, d = 40: no powers of two",
@@ -741,12 +746,41 @@ def _edges() -> list[Case]:
         plans="all_bf16",
         formats="fp16",
     )
+    lost = claim(
+        BREAKS_DOWN,
+        f"{_OWN}: the shift is clamped at 0, so l is 0, and its clamp is 0 in fp16",
+        rules="stabilized_authors",
+        plans="all_bf16",
+        formats="fp16",
+    )
+    overshot = claim(
+        BREAKS_DOWN,
+        f"{_OWN}: a tile without the maximum repeats its own, its shift becomes 0, and every P-bar is 0",
+        rules="stabilized",
+        formats="bf16 fp16",
+        tiled=True,
+    )
     flushed = claim(FLUSHED_OR_ACCURATE, f"{_OWN}: a device may flush subnormals", formats="bf16 fp16")
     huge = partial(_plain, shape=Shape(), size=1e4)
     one_hot = "where S is in bf16, in steps of 64 here, which key wins a row is chance"
     return [
-        Case("padded", "a key padding mask", _OWN, partial(padded, all_masked=False)),
-        Case("wholly_masked", "rows without a visible key give zeros", _OWN, partial(padded, all_masked=True)),
+        Case("padded", "a key padding mask", _OWN, partial(padded, all_masked=False), gradients=True),
+        Case(
+            "wholly_masked",
+            "rows without a visible key give zeros",
+            _OWN,
+            partial(padded, all_masked=True),
+            gradients=True,
+        ),
+        Case(
+            "low_logits",
+            "every score about -6e4, the first key's highest: a running maximum that starts above them stays",
+            _OWN,
+            partial(scripted, scores=Scores(top=(-6.4e4, -5.2e4), maxima=1, positions=(0,))),
+            (scaled, clamped, lost, overshot, _OFFSET_HARMS),
+            unclaimed="where S is in bf16, in steps of 256 here, every key ties",
+            chaotic=True,
+        ),
         Case(
             "huge_logits",
             "scores of about 1e4: near one-hot rows",

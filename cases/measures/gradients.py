@@ -67,6 +67,16 @@ MEASURES = (
         lambda seen: seen.gradient_faults.get("nonfinite"),
     ),
     CallMeasure(
+        # A measure and no check: flash attention adds up dQ by atomics, and most kernels do that by default.
+        Measure(
+            "gradients_repeated",
+            "share of elements of dQ, dK, dV that a second run on the same input gives to the bit",
+            worse="less",
+            limit=0.0,
+        ),
+        lambda seen: seen.equal_gradients,
+    ),
+    CallMeasure(
         Measure(
             "gradient_error_over_bound",
             "largest error of dQ, dK and dV as a share of its rounding-error bound",

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 
+import torch
+
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import Case
 from tiebreak.cases.claims import UNBIASED, Claim, claim, no_worse, predicted
@@ -47,6 +49,7 @@ class Looks:
         self.cell, self.case, self.bench = cell, case, bench
         self.progress = _Progress()
         self.repeatable: bool | None = None
+        self.equal_gradients: float | None = None  # share of their elements that a second run gave to the bit
         self.leaks: str | None = None  # what a user's kernel leaves behind at every call, in words
         self.out_of_time = False  # whether a look was left out that might have told
         declaration = cell.kernel.declaration
@@ -211,6 +214,8 @@ class Looks:
 
         def again() -> bool:
             output = self.cell.backend.run(self.cell.kernel, batch.inputs, gradients=gradients)
+            if gradients:
+                self.equal_gradients = _equal_gradients(output, first)
             return equal_bits(output.o.float(), first.o.float()) == 1.0
 
         if not self.cell.kernel.external:
@@ -223,6 +228,15 @@ class Looks:
     def heads(self) -> int:
         """Heads drawn in all."""
         return self.progress.heads
+
+
+def _equal_gradients(one: AttentionOutput, other: AttentionOutput) -> float | None:
+    """Share of elements of dQ, dK and dV that agree to the bit."""
+    if one.gradients is None or other.gradients is None:
+        return None
+    pairs = [[getattr(found, name).float().flatten() for name in ("dq", "dk", "dv")]
+             for found in (one.gradients, other.gradients)]  # fmt: skip
+    return equal_bits(torch.cat(pairs[0]), torch.cat(pairs[1]))
 
 
 def _few(errors: Errors) -> int:

@@ -311,7 +311,7 @@ def test_a_planted_defect_is_found_made_small_and_falls_again_by_the_command_tha
     told = str(fell.value)
     found = re.search(r"Example\(.*groups=(\d+), queries=(\d+), keys=(\d+)", told)
     assert found is not None
-    assert list(map(int, found.groups())) == [1, 1, 5]
+    assert list(map(int, found.groups())) == [1, 1, 5], told
     command = told.partition("\nrerun: ")[2]
     assert "--captured out/fuzz " in command
     again = subprocess.run(f"{command} -p no:cacheprovider", shell=True, capture_output=True, text=True, check=False)

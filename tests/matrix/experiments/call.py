@@ -103,7 +103,9 @@ class Call(Experiment):
         errors = looks.errors
         verdict = Verdict.NONFINITE if errors.nonfinite else judge(errors.bias)
         told = verdict.value if looks.judged else None
-        seen = Observed(errors, looks.outputs, looks.batches, looks.declaration, *looks.predicted())
+        seen = Observed(
+            errors, looks.outputs, looks.batches, looks.declaration, *looks.predicted(), looks.equal_gradients
+        )
         return Result(
             measures={name: measure.of(seen) for name, measure in call_measures().items()},
             shown=_shown(errors, told),
