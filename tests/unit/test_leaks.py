@@ -62,9 +62,7 @@ def record(folder: Path, body: str, case: str = "random") -> Record:
     [
         pytest.param("kept.append(o.clone())", "bytes", marks=needs_glibc),
         pytest.param("kept.append((q, k, v))", "bytes", marks=needs_glibc),
-        pytest.param(
-            "threading.Thread(target=stop.wait, daemon=True).start()", "1 threads", marks=needs_linux
-        ),
+        pytest.param("threading.Thread(target=stop.wait, daemon=True).start()", "1 threads", marks=needs_linux),
         pytest.param("kept.append(open('/dev/null'))", "1 open files", marks=needs_linux),
     ],
     ids=["memory", "inputs", "threads", "files"],
