@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tiebreak.reports.marks import plain_text
-from tiebreak.reports.records import BIASED, CRASHED, NONFINITE, SKIPPED, TIMED_OUT, UNDECIDED, Record, Run
+from tiebreak.reports.records import BIASED, CRASHED, NONFINITE, PREDICTION, SKIPPED, TIMED_OUT, UNDECIDED, Record, Run
 
 _LISTED = 8  # cases of a list that are named; the table has them all
 # What `tiebreak.matrix.explain` says of plans: one, or several that can't be told apart.
@@ -82,16 +82,33 @@ class Verdict:
             return ""
         if not failing:
             return "needs none on these inputs"
-        named = _NAMED.match(self._plan())
-        if named is None:
-            return "not known: it follows no known plan"
-        rules = {re.split("[@,]", plan)[0] for plan in re.split(", | or ", named[1])}
+        rules = self._rules()
+        if not rules:
+            declared = self._declared
+            return f"not known: it {f'is not what {declared} predicts' if declared else 'follows no known plan'}"
         if rules <= PLAIN:
             return "absent: it shifts a row by its maximum, whatever repeats"
         if rules & PLAIN:
             return f"not known: these cases do not tell {' from '.join(sorted(rules))}"
         told = f"it fails on the {len(failing)} inputs above and holds on {len(judged) - len(failing)}"
         return f"partial: {' or '.join(sorted(rules))}; {told}"
+
+    def _rules(self) -> set[str]:
+        """The shift rules that it may follow: by its bits, or as it declares where that predicts it."""
+        if self._declared and all(record.met(PREDICTION) for record in self._predicted):
+            return {self._declared.partition("@")[0]}
+        named = _NAMED.match(self._plan())
+        return {re.split("[@,]", plan)[0] for plan in re.split(", | or ", named[1])} if named else set()
+
+    @property
+    def _declared(self) -> str:
+        """The one plan that it declares, and that something was predicted from."""
+        plans = {record.plan for record in self._predicted}
+        return plans.pop() or "" if len(plans) == 1 else ""
+
+    @property
+    def _predicted(self) -> list[Record]:
+        return [record for record in self.records if PREDICTION in record.answers]
 
     def _fell(self) -> str:
         """Checks that were not met, with where."""
@@ -118,7 +135,13 @@ class Verdict:
         return ", ".join(f"{one.case} {cases[one.case].headline} {one.shown}" for one in trained)
 
     def _plan(self) -> str:
-        return self.run.explanations.get(f"{self.backend}-{self.kernel}", "")
+        explained = self.run.explanations.get(f"{self.backend}-{self.kernel}")
+        if explained is not None or not self._declared:
+            return explained or ""
+        met = sum(record.met(PREDICTION) is True for record in self._predicted)
+        shares = [share for record in self._predicted if (share := record.number("equal_bits")) is not None]
+        bits = f", {sum(shares) / len(shares):.2%} of bits".replace("%", " %") if shares else ""
+        return f"declares {self._declared}; as predicted in {met} of {len(self._predicted)} cells{bits}"
 
     def _skipped(self) -> str:
         found = Counter(one.skipped for one in self.records if one.outcome == SKIPPED)

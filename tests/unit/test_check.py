@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,17 @@ from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.explain import Explanation, Standing
 from tiebreak.programs import check
 from tiebreak.reports import cli, store
-from tiebreak.reports.records import BIASED, CRASHED, NONFINITE, UNBIASED, CaseRecord, Record, Run
+from tiebreak.reports.records import (
+    BIASED,
+    CRASHED,
+    NONFINITE,
+    PREDICTION,
+    UNBIASED,
+    Answer,
+    CaseRecord,
+    Record,
+    Run,
+)
 from tiebreak.reports.verdict import PLAIN, verdicts
 
 KERNEL = """
@@ -154,6 +165,29 @@ def test_a_fix_is_told_by_the_plan_and_by_where_it_fails(verdict: str, plan: str
     assert "NaN         large NaN" in found.text
     assert "elsewhere   control +0.1" in found.text
     assert "ended       crashing crash" in found.text
+
+
+@pytest.mark.parametrize(
+    ("plan", "met", "fix", "rounding"),
+    [
+        ("flash@fused", True, "absent: it shifts", "declares flash@fused; as predicted in 2 of 2 cells, 99.50 %"),
+        ("stabilized@paper", True, "partial: stabilized; it fails on the 1 inputs", "declares stabilized@paper; as"),
+        ("flash@fused", False, "not known: it is not what flash@fused predicts", "declares flash@fused; as"),
+    ],
+)  # fmt: skip
+def test_a_declared_plan_is_told_with_what_came_of_its_prediction(
+    plan: str, met: bool, fix: str, rounding: str
+) -> None:
+    answers = {PREDICTION: Answer(met, f"what {plan} predicts", "" if met else "other bits")}
+    declared = partial(replace, plan=plan, answers=answers)
+    records = (
+        declared(record("tie", BIASED, "+0.23 B"), measures={"equal_bits": 0.99}),
+        declared(record("other", UNBIASED, "+0.00"), measures={"equal_bits": 1.0}),
+    )
+    cases = {one.case: CaseRecord("", failure=True) for one in records}
+    (found,) = verdicts(Run({}, {}, records=records, cases=cases))
+    assert f"fix         {fix}" in found.text
+    assert f"rounding    {rounding}" in found.text
 
 
 def test_the_rules_that_are_no_fix_are_those_that_leave_the_maximum_where_it_is() -> None:
