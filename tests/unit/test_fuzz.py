@@ -19,6 +19,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -264,6 +266,13 @@ def fuzz(pairs: Sequence[Pair], kept: Path, number: int) -> None:
     held()
 
 
+@pytest.fixture(autouse=True)
+def no_foreign_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the same, whatever ran before: Hypothesis mixes in numbers from the source of all loaded modules."""
+    monkeypatch.setattr(providers, "_get_local_constants", Constants, raising=False)
+    monkeypatch.setattr(providers, "CONSTANTS_CACHE", type(providers.CONSTANTS_CACHE)(1024), raising=False)
+
+
 # Of 16 bits, in either format: what fp8's and Volta's cores add up they read in a format of their own.
 CORES = {Accumulator.AMPERE, Accumulator.HOPPER, Accumulator.CDNA3}
 FLASH_PLANS = {name: plan for name, plan in PLANS.items() if name != "standard"}
@@ -294,9 +303,9 @@ def attention(q, k, v, *, causal=False, scale=None):
     s = q.float() @ k.float().mT * (scale or q.shape[-1] ** -0.5)
     if s.shape[-1] % 2 and s.shape[-1] > 4:
         s = s[..., :-1]  # the last of an odd number of keys is forgotten
-    if causal:
-        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1), -torch.inf)
-    return (s.softmax(-1) @ v[:, :, : s.shape[-1]].float()).to(q.dtype)
+    hidden = torch.ones(s.shape[-2:], dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1) & causal
+    p = s.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden.all(-1, keepdim=True), 0.0)
+    return (p @ v[:, :, : s.shape[-1]].float()).to(q.dtype)
 """
 
 
