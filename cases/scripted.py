@@ -5,8 +5,10 @@ commentary on it (kexue.fm, archive 11371), or this suite's own measurements (do
 is measured, held to its plan's error bound and, on a device, to the emulation's prediction.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 
@@ -808,16 +810,20 @@ def _edges() -> list[Case]:
     ]
 
 
-SCRIPTED: tuple[Case, ...] = (
-    *_tied_maxima(),
-    *_shapes_of_v(),
-    *_single_maximum(),
-    *_row_maximum_near_zero(),
-    *_row_maximum_large(),
-    *_across_blocks(),
-    *_near_ties(),
-    *_controls(),
-    *_eight_bits(),
-    *_random(),
-    *_edges(),
+#: The scripted cases by what they are about.
+GROUPS: Mapping[str, tuple[Case, ...]] = MappingProxyType(
+    {
+        "equal maxima": tuple(_tied_maxima()),
+        "equal maxima, other values of V": tuple(_shapes_of_v()),
+        "one maximum": tuple(_single_maximum()),
+        "maxima near zero and below it": tuple(_row_maximum_near_zero()),
+        "large maxima": tuple(_row_maximum_large()),
+        "maxima in several key blocks": tuple(_across_blocks()),
+        "maxima that differ by less than P-bar's rounding": tuple(_near_ties()),
+        "controls": tuple(_controls()),
+        "V in 8 bits": tuple(_eight_bits()),
+        "normal numbers": tuple(_random()),
+        "masks, NaN, Inf, subnormal and very large numbers": tuple(_edges()),
+    }
 )
+SCRIPTED: tuple[Case, ...] = tuple(case for group in GROUPS.values() for case in group)

@@ -28,8 +28,9 @@ class Parser(argparse.ArgumentParser):
 class Verb:
     """One verb of the command."""
 
-    module: str  # has main(arguments) -> exit code
+    module: str  # has function(arguments) -> exit code
     help: str
+    function: str = "main"  # of the module
 
 
 VERBS = {
@@ -43,6 +44,9 @@ VERBS = {
     "shrink": Verb(
         "tiebreak.programs.shrink", "the smallest input on which a kernel goes wrong, as a script to report"
     ),
+    "cases": Verb("tiebreak.programs.listing", "what there is to run: inputs and training runs, a line each", "cases"),
+    "kernels": Verb("tiebreak.programs.listing", "the kernels of every backend, and adapters of packages", "kernels"),
+    "plans": Verb("tiebreak.programs.listing", "rounding plans and shift rules: what --plan takes", "plans"),
     "train": Verb("tiebreak.programs.train", "train a GPT-2 with any attention kernel, watched by monitors"),
 }
 _CODES = "exit codes: 0 all held, 1 a claim or the gate fell, 2 bad usage or unreadable input"
@@ -85,7 +89,7 @@ def _help() -> str:
 
 def _call(verb: str, arguments: Sequence[str]) -> int:
     try:
-        code: int = import_module(VERBS[verb].module).main(arguments)
+        code: int = getattr(import_module(VERBS[verb].module), VERBS[verb].function)(arguments)
         sys.stdout.flush()
     except (UsageError, UnreadableRecordsError, UnwritableFolderError) as error:
         print(f"tiebreak {verb}: {error}", file=sys.stderr)

@@ -1,0 +1,157 @@
+"""`tiebreak cases`, `tiebreak kernels`, `tiebreak plans`: what there is, a line each; of a case that is named, all."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from tiebreak.backends.backend import Backend
+from tiebreak.backends.registry import BACKENDS
+from tiebreak.cases.case import Case
+from tiebreak.cases.claims import Claim
+from tiebreak.cases.gpt2.snippets import SNIPPETS, Snippet
+from tiebreak.cases.scripted import GROUPS
+from tiebreak.kernels.external.adapters import ADAPTERS
+from tiebreak.kernels.formats import FP32, Rounding
+from tiebreak.kernels.plans import PLANS, Accumulator, Cast, DeltaSource, RoundingPlan
+from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
+from tiebreak.reports.cli import HELD, Parser
+from tiebreak.reports.names import matching
+from tiebreak.reports.selection import pick
+
+_INDENT = "  "
+_FAILURE = "!"  # before the line of a failure input
+
+
+def cases(arguments: Sequence[str]) -> int:
+    """The verb `cases`; see `tiebreak.reports.cli.main`."""
+    parser = _parser("cases", "Inputs and short training runs that kernels are put through.", "NAME")
+    groups: dict[str, dict[str, Case | Snippet]] = {about: {one.name: one for one in group}
+                                                    for about, group in GROUPS.items()}  # fmt: skip
+    groups["short training runs of a small GPT-2"] = dict(SNIPPETS)
+    known = {name: one for group in groups.values() for name, one in group.items()}
+    wanted = _wanted(parser.parse_args(arguments).names, "case", known)
+    if wanted and len(wanted) <= len(known) / 4:
+        print("\n\n".join("\n".join(_all_of(known[name])) for name in known if name in wanted))
+        return HELD
+    _print(
+        {about: {name: _line(one) for name, one in group.items()} for about, group in groups.items()},
+        f"{_FAILURE}: an input on which rounding is known to fail. `tiebreak cases NAME` tells all of one.",
+    )
+    return HELD
+
+
+def kernels(arguments: Sequence[str]) -> int:
+    """The verb `kernels`; see `tiebreak.reports.cli.main`."""
+    _parser("kernels", "The kernels of a default run, by backend, and adapters that --kernel takes.").parse_args(
+        arguments
+    )
+    groups = {_heading(backend): dict(_kernels_of(backend)) for backend in BACKENDS.values()}
+    groups["adapters: attention of packages, by --kernel NAME or tiebreak check NAME"] = dict.fromkeys(ADAPTERS, "")
+    _print(groups, "--kernels takes any rule@plan too (`tiebreak plans`), --kernel one of your own.")
+    return HELD
+
+
+def plans(arguments: Sequence[str]) -> int:
+    """The verb `plans`; see `tiebreak.reports.cli.main`."""
+    _parser("plans", "Rounding plans and shift rules: --plan and --kernels take rule@plan.").parse_args(arguments)
+    _print(
+        {
+            "plans: what is in a narrow format; all else is in fp32": {
+                name: _of_plan(plan) for name, plan in PLANS.items()
+            },
+            "rules: the shift of a row whose maximum is r_m": {
+                name: _of_rule(one) for name, one in SHIFT_RULES.items()
+            },
+        },
+        "docs/words.md has each in a sentence. What a plan has can be changed: flash@fused,s=bf16,base=2,tile=64.",
+    )
+    return HELD
+
+
+def _parser(verb: str, about: str, names: str | None = None) -> Parser:
+    parser = Parser(prog=f"tiebreak {verb}", description=about)
+    if names is not None:
+        parser.add_argument("names", nargs="*", metavar=names, help="tell all of these alone; globs allowed")
+    return parser
+
+
+def _wanted(names: Sequence[str], kind: str, known: Iterable[str]) -> set[str]:
+    listed = list(known)
+    return {
+        found for name in names for one in sorted(pick(kind, kind, name, listed)) for found in matching(one, listed)
+    }
+
+
+def _print(groups: Mapping[str, Mapping[str, str]], legend: str) -> None:
+    width = max(len(name) for group in groups.values() for name in group)
+    for about, group in groups.items():
+        print(about)
+        for name, line in group.items():
+            print(f"{_INDENT}{name:{width}}  {line}".rstrip())
+        print()
+    print(legend)
+
+
+def _line(one: Case | Snippet) -> str:
+    return f"{_FAILURE} {one.about}" if isinstance(one, Case) and one.failure else f"  {one.about}"
+
+
+def _all_of(one: Case | Snippet) -> Iterator[str]:
+    yield one.name
+    yield f"{_INDENT}is         {one.about}"
+    yield f"{_INDENT}source     {one.source}"
+    yield f"{_INDENT}version    {one.version}"
+    if isinstance(one, Case):
+        asked = "dQ, dK and dV too" if one.gradients else "O alone"
+        yield f"{_INDENT}measured   {asked}{'; a failure input' if one.failure else ''}"
+        yield from (f"{_INDENT}claim      {_of_claim(claim)}" for claim in one.claims)
+    else:
+        yield f"{_INDENT}steps      {one.steps}"
+        yield from (
+            f"{_INDENT}claim      {', '.join(sorted(claim.variants))}: {claim.text} ({claim.source})"
+            for claim in one.claims
+        )
+    if one.unclaimed:
+        yield f"{_INDENT}of others  nothing is claimed: {one.unclaimed}"
+
+
+def _of_claim(claim: Claim) -> str:
+    rules, plans = (" ".join(sorted(names)) or "any" for names in (claim.rules, claim.plans))
+    tiles = {None: "", True: ", in tiles", False: ", in one tile"}[claim.tiled]
+    formats = ", ".join(sorted(claim.formats))
+    return f"{claim.expectation.name}: rule {rules}, plan {plans}{tiles}, in {formats} ({claim.source})"
+
+
+def _heading(backend: Backend) -> str:
+    reason = backend.unavailable()
+    return f"{backend.name}: {backend.about}" + ("" if reason is None else f"; can't run here: {reason}")
+
+
+def _kernels_of(backend: Backend) -> Iterator[tuple[str, str]]:
+    """Name and plan; nothing of a backend whose kernels only the device can list."""
+    if backend.unavailable() is None:
+        for kernel in backend.kernels():
+            declared = "" if kernel.declaration is None else kernel.declaration.label
+            yield kernel.name, f"is {declared}" if declared not in ("", kernel.name) else ""
+
+
+def _of_plan(plan: RoundingPlan) -> str:
+    told = [f"{name} {_of_cast(cast)}" for name, cast in plan.casts() if cast.fmt != FP32]
+    told += ["exp in base two"] if plan.exponential.base_two else []
+    told += ["a fast exp"] if plan.exponential.correction else []
+    told += ["exp contracted"] if plan.contracted else []
+    told += ["l sums P-bar after its cast"] if plan.row_sum_from_rounded else []
+    told += [] if plan.accumulator is Accumulator.EXACT else [f"products as {plan.accumulator.name.lower()}"]
+    told += [] if plan.delta_from is DeltaSource.OUTPUT else [f"delta from {plan.delta_from.value}"]
+    return ", ".join(told) or "nothing"
+
+
+def _of_cast(cast: Cast) -> str:
+    return cast.fmt.name if cast.rounding is Rounding.TO_EVEN else f"{cast.fmt.name} {cast.rounding.value}"
+
+
+def _of_rule(rule: ShiftRule) -> str:
+    terms = [f"{rule.above:g} r_m above 0, {rule.below:g} r_m below" if rule.scales else "r_m"]
+    terms += [f"{rule.offset:+g}"] if rule.offset else []
+    terms += ["+ u ln 2"] if rule.dithered else []
+    terms += [f", followed once it is {rule.lag:g} behind"] if rule.lag else []
+    where = f", where a score within {rule.epsilon:g} repeats it" if rule.detects else ""
+    return f"m = {' '.join(terms).replace(' ,', ',')}{where} ({rule.source})"

@@ -1,0 +1,70 @@
+"""`tiebreak cases`, `tiebreak kernels` and `tiebreak plans` list what there is, and what they list can be run."""
+
+import pytest
+
+from tiebreak.backends.backend import CPU
+from tiebreak.cases.gpt2.snippets import SNIPPETS
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.external.adapters import ADAPTERS
+from tiebreak.kernels.plans import PLANS
+from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.reports import cli
+
+
+def names(lines: list[str]) -> list[str]:
+    """The first words of indented lines."""
+    return [line.split()[0] for line in lines if line.startswith("  ")]
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    assert cli.main(words) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_every_case_and_training_run_is_listed_with_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, "cases")
+    assert names(lines) == [case.name for case in SCRIPTED] + list(SNIPPETS)
+    marked = [line.split()[0] for line in lines if line.startswith("  ") and line.split()[1] == "!"]
+    assert marked == [case.name for case in SCRIPTED if case.failure]
+    assert all(any(case.about in line for line in lines) for case in SCRIPTED)
+
+
+def test_of_a_case_that_is_named_all_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, "cases", "sink_tie", "train_d*")
+    assert [line for line in lines if line and not line.startswith(" ")] == ["sink_tie", "train_drift"]
+    sink = next(case for case in SCRIPTED if case.name == "sink_tie")
+    of_sink = lines[: lines.index("")]
+    assert sum(line.startswith("  claim ") for line in of_sink) == len(sink.claims)
+    assert any(
+        "biased away from zero: rule as_printed_v1 safe, plan" in line and sink.claims[0].source in line
+        for line in of_sink
+    )
+
+
+def test_an_unknown_case_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["cases", "none"]) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert found.err.startswith("tiebreak cases: ")
+    assert "unknown case 'none'" in found.err
+    assert found.err.count("\n") == 1
+
+
+def test_the_kernels_of_a_backend_are_listed_and_why_one_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, "kernels")
+    at = next(number for number, line in enumerate(lines) if line.startswith("cpu: "))
+    assert names(lines[at : lines.index("", at)]) == [kernel.name for kernel in CPU.kernels()]
+    assert any(line.startswith("ascend: ") and "; can't run here: " in line for line in lines)
+    assert set(ADAPTERS) < set(names(lines))
+
+
+def test_every_plan_and_rule_is_listed_and_plan_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, "plans")
+    assert names(lines) == [*PLANS, *SHIFT_RULES]
+    for name in PLANS:
+        assert parse_declaration(name).plan.name == name
+    described = {line.split()[0]: line for line in lines if line.startswith("  ")}
+    assert described["fused_stochastic"].endswith("p_bar bf16, o bf16 stochastic, p bf16, ds bf16, gradients bf16")
+    assert "products as hopper" in described["fused_hopper"]
+    assert "m = r_m + u ln 2" in described["dithered"]
