@@ -234,9 +234,12 @@ def _equal_gradients(one: AttentionOutput, other: AttentionOutput) -> float | No
     """Share of elements of dQ, dK and dV that agree to the bit."""
     if one.gradients is None or other.gradients is None:
         return None
-    pairs = [[getattr(found, name).float().flatten() for name in ("dq", "dk", "dv")]
-             for found in (one.gradients, other.gradients)]  # fmt: skip
-    return equal_bits(torch.cat(pairs[0]), torch.cat(pairs[1]))
+    same = elements = 0.0
+    for name in ("dq", "dk", "dv"):
+        ours, theirs = (getattr(found, name) for found in (one.gradients, other.gradients))
+        share = 1.0 if torch.equal(ours, theirs) else equal_bits(ours.float(), theirs.float())
+        same, elements = same + share * ours.numel(), elements + ours.numel()
+    return same / elements
 
 
 def _few(errors: Errors) -> int:

@@ -1,5 +1,6 @@
 """Gradients of a kernel that someone else wrote: their bounds, their units, and delta's error read off dQ."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -104,6 +105,31 @@ def test_wrong_gradients_fall(change: Change, told: str) -> None:
     found = record("random", change)
     assert found.met("gradients") is False
     assert told in found.answers["gradients"].why
+
+
+def test_how_much_of_the_gradients_repeats_is_measured_and_no_failure() -> None:
+    """Of 3 tensors of as many elements, every second row of one differs from run to run: atomics do that."""
+    calls = itertools.count()
+
+    def racing(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if next(calls) % 2:
+            dq[:, :, ::2] *= 1 + 2.0**-7  # a last bit or two of bf16
+        return dq, dk, dv
+
+    found = record("random_causal", racing)
+    assert found.number("gradients_repeated") == pytest.approx(5 / 6, abs=0.01)
+    assert found.met("repeatable")
+    assert found.outcome == MEASURED
+    assert record("random_causal", lambda *gradients: gradients).number("gradients_repeated") == 1.0
+
+
+@pytest.mark.parametrize("case", ["padded", "wholly_masked"])
+def test_gradients_behind_a_mask_are_asked_for_too(case: str) -> None:
+    """Keys that nobody sees, and rows that see nothing: 0 times NaN is what goes wrong there."""
+    held = record(case, lambda *gradients: gradients)
+    assert held.met("gradients")
+    unseen = record(case, lambda dq, dk, dv: (dq, torch.where(dk == 0, torch.nan, dk), dv))
+    assert unseen.met("gradients") is False
 
 
 def test_a_backward_pass_that_raises_takes_no_forward_pass_with_it(tmp_path: Path) -> None:
