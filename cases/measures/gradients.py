@@ -67,12 +67,11 @@ MEASURES = (
         lambda seen: seen.gradient_faults.get("nonfinite"),
     ),
     CallMeasure(
-        # A measure and no check: flash attention adds up dQ by atomics, and most kernels do that by default.
+        # No check and no limit: most kernels add up dQ by atomics, and then the share itself is chance.
         Measure(
             "gradients_repeated",
             "share of elements of dQ, dK, dV that a second run on the same input gives to the bit",
             worse="less",
-            limit=0.0,
         ),
         lambda seen: seen.equal_gradients,
     ),
