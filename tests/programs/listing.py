@@ -13,8 +13,8 @@ from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.plans import PLANS, Accumulator, Cast, DeltaSource, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.reports.cli import HELD, Parser
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import matching
-from tiebreak.reports.selection import pick
 
 _INDENT = "  "
 _FAILURE = "!"  # before the line of a failure input
@@ -27,9 +27,10 @@ def cases(arguments: Sequence[str]) -> int:
                                                     for about, group in GROUPS.items()}  # fmt: skip
     groups["short training runs of a small GPT-2"] = dict(SNIPPETS)
     known = {name: one for group in groups.values() for name, one in group.items()}
-    wanted = _wanted(parser.parse_args(arguments).names, "case", known)
-    if wanted and len(wanted) <= len(known) / 4:
-        print("\n\n".join("\n".join(_all_of(known[name])) for name in known if name in wanted))
+    names = parser.parse_args(arguments).names
+    if names:
+        chosen = [one for name in names for one in _named(name, known)]
+        print("\n\n".join("\n".join(_all_of(known[name])) for name in dict.fromkeys(chosen)))
         return HELD
     _print(
         {about: {name: _line(one) for name, one in group.items()} for about, group in groups.items()},
@@ -73,11 +74,16 @@ def _parser(verb: str, about: str, names: str | None = None) -> Parser:
     return parser
 
 
-def _wanted(names: Sequence[str], kind: str, known: Iterable[str]) -> set[str]:
-    listed = list(known)
-    return {
-        found for name in names for one in sorted(pick(kind, kind, name, listed)) for found in matching(one, listed)
-    }
+def _named(name: str, known: Iterable[str]) -> list[str]:
+    """The cases that a name, or a glob, stands for.
+
+    Raises:
+        UsageError: none.
+    """
+    found = matching(name, known)
+    if not found:
+        raise UsageError(f"unknown case {name!r}: `tiebreak cases` lists all that there are")
+    return found
 
 
 def _print(groups: Mapping[str, Mapping[str, str]], legend: str) -> None:
