@@ -71,6 +71,16 @@ _LAZY_IS_FUSED = claim(UNBIASED, f"{_OWN}: no later block is higher, so nothing 
 _STANDARD_IS_BIASED = claim(BIASED_AWAY, f"{_OWN}: normalising P before its cast leaves the ties", rules="standard")
 _TIES_GO_AWAY = claim(BIASED_AWAY, f"{_OWN}: a cast of O away from zero", rules="safe", plans="fused_ties_away")
 _FIX_HOLDS = claim(UNBIASED, f"{_PAPER} v2, section 4", rules=_FIXES, plans="paper all_bf16")
+_SCALED_BREAKS_DOWN = claim(
+    BREAKS_DOWN, f"{_PAPER} v1, appendix C: unconditional scaling", rules="always_scaled", formats="bf16 fp16"
+)
+_TILE_OVERSHOOTS = claim(
+    BREAKS_DOWN,
+    f"{_OWN}: a tile without the maximum repeats its own, is scaled, and every P-bar is 0",
+    rules="stabilized",
+    formats="bf16 fp16",
+    tiled=True,
+)
 # bf16(e^-1) = 0.3672 is 1.9e-3 too small in every row, 0.3 ulp of O where l sums P-bar before its cast.
 _OFFSET_HARMS = claim(
     BIASED_TOWARD,
@@ -256,12 +266,7 @@ def _single_maximum() -> list[Case]:
         f"{_PAPER} v1, appendix C",
         partial(scripted, scores=Scores(maxima=1, top=(105.0, 120.0))),
         (
-            claim(
-                BREAKS_DOWN,
-                f"{_PAPER} v1, appendix C: unconditional scaling",
-                rules="always_scaled",
-                formats="bf16 fp16",
-            ),
+            _SCALED_BREAKS_DOWN,
             claim(
                 INACCURATE,
                 f"{_OWN}: a tile without the maximum repeats its own, is scaled, and overshoots",
@@ -407,22 +412,12 @@ def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> l
     alone = claim(ROWS_ERR_APART, f"{_OWN}: O is one row of V", rules="safe as_printed_v1 lazy standard")
     scaled = partial(claim, rules="always_scaled", formats="fp16")
     v1_lost = claim(shrinks(0.0, 0.0), f"{_OWN}: exp(-6 r_m) is 0 in fp16", rules="stabilized_v1", formats="fp16")
-    unscaled = claim(
-        BREAKS_DOWN, f"{_PAPER} v1, appendix C: unconditional scaling", rules="always_scaled", formats="bf16 fp16"
-    )
-    overshot = claim(
-        BREAKS_DOWN,
-        f"{_OWN}: a tile without the maximum repeats its own, is scaled, and its P-bar is 0",
-        rules="stabilized",
-        formats="bf16 fp16",
-        tiled=True,
-    )
     lost = scaled(shrinks(0.0, 0.0), f"{_OWN}: P-bar is 0 in fp16, l in fp32 is not")
     # The ranges hold dozens of numbers of bf16, of which half round m c up and half down: 1 % to 7 % apart.
     rows = {
         6: ((5.0, 7.75), (v1_lost,), ()),
         60: ((60.0, 85.0), at_60, (lost,)),
-        600: ((520.0, 1000.0), at_600, (unscaled, overshot)),
+        600: ((520.0, 1000.0), at_600, (_SCALED_BREAKS_DOWN, _TILE_OVERSHOOTS)),
     }
     repeated = [
         Case(
@@ -729,9 +724,6 @@ def _random() -> list[Case]:
 
 def _edges() -> list[Case]:
     padded, poisoned = partial(_padded, shape=Shape()), partial(_poisoned)
-    scaled = claim(
-        BREAKS_DOWN, f"{_PAPER} v1, appendix C: unconditional scaling", rules="always_scaled", formats="bf16 fp16"
-    )
     shrunk = claim(
         INACCURATE, f"{_OWN}: scaling takes P V below the subnormals", rules="always_scaled", formats="bf16 fp16"
     )
@@ -755,13 +747,6 @@ def _edges() -> list[Case]:
         plans="all_bf16",
         formats="fp16",
     )
-    overshot = claim(
-        BREAKS_DOWN,
-        f"{_OWN}: a tile without the maximum repeats its own, its shift becomes 0, and every P-bar is 0",
-        rules="stabilized",
-        formats="bf16 fp16",
-        tiled=True,
-    )
     flushed = claim(FLUSHED_OR_ACCURATE, f"{_OWN}: a device may flush subnormals", formats="bf16 fp16")
     huge = partial(_plain, shape=Shape(), size=1e4)
     one_hot = "where S is in bf16, in steps of 64 here, which key wins a row is chance"
@@ -779,7 +764,7 @@ def _edges() -> list[Case]:
             "every score about -6e4, the first key's highest: a running maximum that starts above them stays",
             _OWN,
             partial(scripted, scores=Scores(top=(-6.4e4, -5.2e4), maxima=1, positions=(0,))),
-            (scaled, clamped, lost, overshot, _OFFSET_HARMS),
+            (_SCALED_BREAKS_DOWN, clamped, lost, _TILE_OVERSHOOTS, _OFFSET_HARMS),
             unclaimed="where S is in bf16, in steps of 256 here, every key ties",
             chaotic=True,
         ),
@@ -788,7 +773,7 @@ def _edges() -> list[Case]:
             "scores of about 1e4: near one-hot rows",
             _OWN,
             huge,
-            (scaled, clamped, tied, _OFFSET_HARMS),
+            (_SCALED_BREAKS_DOWN, clamped, tied, _OFFSET_HARMS),
             unclaimed=one_hot,
             chaotic=True,
         ),
