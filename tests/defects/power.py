@@ -29,7 +29,7 @@ from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.programs.alarms import at_most
-from tiebreak.programs.resuming import expected, read_parts, run_parts
+from tiebreak.programs.resuming import add_options, expected, read_parts, renewed, run_parts
 from tiebreak.reports.cli import Parser
 from tiebreak.reports.records import CRASHED, FELL, HELD, MEASURED, SKIPPED, Record
 from tiebreak.reports.tables import counted
@@ -288,9 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seeds", type=int, default=200, metavar="N", help="of the sound twins (default: 200)")
     parser.add_argument("--heads", default=_HEADS, metavar="N,N", help=f"heads drawn at first (default: {_HEADS})")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: as many as the machine carries)")
-    parser.add_argument("--out", type=Path, default=Path("out", "power.jsonl"), metavar="FILE",
-                        help="a line a part; default: out/power.jsonl")  # fmt: skip
+    add_options(parser, "power.jsonl", "part")
     parser.add_argument("--write", action="store_true", help="renew the tables of the page")
     return parser
 
@@ -321,8 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     told = report(parts)
     if options.write:
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{told}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), BEGIN, END, told), encoding="utf-8")
     print(told)
     return int(any(found[0] in _BLAMED for part in parts if _is_of_twins(part) for found in part.found.values()))
 

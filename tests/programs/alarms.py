@@ -22,7 +22,7 @@ from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.programs.resuming import expected, read_parts, run_parts
+from tiebreak.programs.resuming import add_options, expected, read_parts, run_parts
 from tiebreak.reports.cli import Parser
 from tiebreak.reports.records import SKIPPED
 from tiebreak.reports.tables import counted
@@ -118,9 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--first", type=int, default=1, metavar="N", help="the first of them (default: 1)")
     parser.add_argument("--backend", default="emulation,cpu", metavar="NAMES", help="default: emulation,cpu")
     parser.add_argument("--cases", metavar="NAMES", help="default: all")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: as many as the machine carries)")
-    parser.add_argument("--out", type=Path, default=Path("out", "alarms.jsonl"), metavar="FILE",
-                        help="a line a seed; default: out/alarms.jsonl")  # fmt: skip
+    add_options(parser, "alarms.jsonl", "seed")
     return parser
 
 

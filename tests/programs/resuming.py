@@ -1,5 +1,6 @@
 """Long runs of which a stop loses nothing: each part that is done is a line of JSON in a file."""
 
+import argparse
 import json
 import multiprocessing
 import time
@@ -10,6 +11,26 @@ from typing import Any, TypeVar
 
 _Task = TypeVar("_Task")
 _Part = TypeVar("_Part")
+
+
+def add_options(parser: argparse.ArgumentParser, file: str, line: str) -> None:
+    """How many processes run, and where their parts go.
+
+    Args:
+        parser: of the program.
+        file: the name of its file in out/.
+        line: what a line of the file is.
+    """
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: as many as the machine carries)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out", file), metavar="FILE", help=f"a line a {line}; default: out/{file}"
+    )
+
+
+def renewed(text: str, begin: str, end: str, told: str) -> str:
+    """A page with what stands between two marks replaced."""
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n{told}\n{end}{rest.partition(end)[2]}"
 
 
 def read_parts(path: Path, kind: type[_Part]) -> list[_Part]:

@@ -38,7 +38,7 @@ from tiebreak.cases.gpt2.bounds import (
 from tiebreak.cases.gpt2.snippets import SNIPPETS, Snippet, run_snippet
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.matrix.memory import keep_memory
-from tiebreak.programs.resuming import expected
+from tiebreak.programs.resuming import add_options, expected, renewed
 from tiebreak.reports.cli import Parser
 
 PAGE = Path(__file__).parents[2] / "docs" / "snippet-bounds.md"
@@ -232,9 +232,7 @@ def _why(row: Weighed) -> str:
 
 def page(text: str, found: Mapping[Ran, Spread]) -> str:
     """A page with its tables renewed."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{tables(found)}\n{END}{after}"
+    return renewed(text, BEGIN, END, tables(found))
 
 
 def alarms(lines: Iterable[Line], found: Mapping[Ran, Spread]) -> tuple[int, list[str]]:
@@ -265,9 +263,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run the training snippets at many seeds. Resumes where it was stopped.",
     )
     parser.add_argument("--seeds", type=int, default=200, metavar="N", help="from 1; 0: run none (default: 200)")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: as many as the machine carries)")
-    parser.add_argument("--out", type=Path, default=Path("out", "snippets.jsonl"), metavar="FILE",
-                        help="a line a run; default: out/snippets.jsonl")  # fmt: skip
+    add_options(parser, "snippets.jsonl", "run")
     parser.add_argument("--write", action="store_true", help="renew the bounds and the tables of the page")
     return parser
 
