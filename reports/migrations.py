@@ -11,6 +11,8 @@ one mapping, and the file says what they are. A cell that held although nothing 
 `measured`.
 
 4 -> 5: an interrupted run says which cells were `running`.
+
+5 -> 6: a case says which `group` of cases it belongs to.
 """
 
 import sys
@@ -232,4 +234,8 @@ def _to_5(plain: dict[str, Any]) -> None:
     plain.setdefault("running", [])
 
 
-_STEPS: dict[int, Callable[[dict[str, Any]], None]] = {1: _to_2, 2: _to_3, 3: _to_4, 4: _to_5}
+def _to_6(plain: dict[str, Any]) -> None:
+    """Nothing to do: what an older file does not tell is empty."""
+
+
+_STEPS: dict[int, Callable[[dict[str, Any]], None]] = {1: _to_2, 2: _to_3, 3: _to_4, 4: _to_5, 5: _to_6}

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from tiebreak.reports.decode import FieldError, decoder
 
-SCHEMA = 5  # see tiebreak.reports.migrations for what changed
+SCHEMA = 6  # see tiebreak.reports.migrations for what changed
 
 HELD, MEASURED, FELL, INCONCLUSIVE, SKIPPED = "held", "measured", "fell", "inconclusive", "skipped"
 CRASHED, TIMED_OUT = "crashed", "timed_out"
@@ -117,6 +117,7 @@ class CaseRecord:
     family: str | None = None  # what varies between cases that belong together
     at: float | None = None  # where the case stands in its family
     failure: bool = False  # whether it is an input on which rounding is known to fail
+    group: str = ""  # what the cases that stand beside it are about; empty: not told
 
 
 @dataclass(frozen=True)

@@ -310,6 +310,7 @@ LARGE_LOGITS = replace(
     on_devices=_SHORT_ROSTER,
 )
 
+GROUP = "short training runs of a small GPT-2"  # what they are, among the groups of cases
 SNIPPETS: Mapping[str, Snippet] = MappingProxyType(
     {
         snippet.name: snippet

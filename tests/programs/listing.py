@@ -6,7 +6,7 @@ from tiebreak.backends.backend import Backend
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.case import Case
 from tiebreak.cases.claims import Claim
-from tiebreak.cases.gpt2.snippets import SNIPPETS, Snippet
+from tiebreak.cases.gpt2.snippets import GROUP, SNIPPETS, Snippet
 from tiebreak.cases.scripted import GROUPS
 from tiebreak.kernels.external.adapters import ADAPTERS
 from tiebreak.kernels.formats import FP32, Rounding
@@ -25,7 +25,7 @@ def cases(arguments: Sequence[str]) -> int:
     parser = _parser("cases", "Inputs and short training runs that kernels are put through.", "NAME")
     groups: dict[str, dict[str, Case | Snippet]] = {about: {one.name: one for one in group}
                                                     for about, group in GROUPS.items()}  # fmt: skip
-    groups["short training runs of a small GPT-2"] = dict(SNIPPETS)
+    groups[GROUP] = dict(SNIPPETS)
     known = {name: one for group in groups.values() for name, one in group.items()}
     names = parser.parse_args(arguments).names
     if names:

@@ -15,7 +15,7 @@ from tiebreak.cases.case import Case
 from tiebreak.cases.claims import told_of_bias
 from tiebreak.cases.errors import Errors, signed_error_ulps
 from tiebreak.cases.measures import Measure, Observed, call_measures
-from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.scripted import GROUPS, SCRIPTED
 from tiebreak.cases.trace import trace
 from tiebreak.cases.verdicts import Verdict, judge
 from tiebreak.kernels.formats import Format
@@ -30,6 +30,8 @@ from tiebreak.reports.marks import verdict_mark
 
 _BINS, _REACH_ULPS = 64, 2.0  # of the histogram of signed errors
 _NO_WORSE = "--no-worse-than rounded"
+_GROUP_OF = {case.name: about for about, cases in GROUPS.items() for case in cases}
+_CAPTURED = "captured from training runs"
 _SHRUNK = 0.9  # an output of less than this share of the reference is shown as such
 
 
@@ -60,7 +62,13 @@ class Call(Experiment):
         case, family = self.case, self.case.family
         of, at = (None, None) if family is None else (family.of, family.at)
         return records.CaseRecord(
-            case.about, case.source, unclaimed=case.unclaimed, family=of, at=at, failure=case.failure
+            case.about,
+            case.source,
+            unclaimed=case.unclaimed,
+            family=of,
+            at=at,
+            failure=case.failure,
+            group=_CAPTURED if case.stock is not None else _GROUP_OF.get(case.name, ""),
         )
 
     def formats(self) -> Sequence[Format] | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tiebreak.backends.backend import Backend
-from tiebreak.cases.gpt2.snippets import MEASURED, SNIPPETS, Snippet, SnippetResult, run_snippet
+from tiebreak.cases.gpt2.snippets import GROUP, MEASURED, SNIPPETS, Snippet, SnippetResult, run_snippet
 from tiebreak.cases.gpt2.variants import VARIANTS, Variant, variant_names
 from tiebreak.cases.measures import Measure
 from tiebreak.kernels.features import CAUSAL
@@ -51,7 +51,9 @@ class TrainingRun(Experiment):
     def described(self) -> records.CaseRecord:
         """As `Experiment.described`."""
         snippet = self.snippet
-        return records.CaseRecord(snippet.about, snippet.source, snippet.label, snippet.headline, snippet.unclaimed)
+        return records.CaseRecord(
+            snippet.about, snippet.source, snippet.label, snippet.headline, snippet.unclaimed, group=GROUP
+        )
 
     def formats(self) -> Sequence[Format]:
         """As `Experiment.formats`."""
