@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv matrix platforms training test suite alarms power bounds lint typecheck bench bench-gpu clean
+.PHONY: help venv matrix platforms training test suite alarms power bounds docs lint typecheck bench bench-gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -62,8 +62,17 @@ $(TRITON): $(STAMP)
 	@$(PY) -m pip install --quiet -c constraints.txt -e '.[triton]' && touch $@ \
 	  || echo "triton can't be installed: its interpreter and the audit are skipped, for that reason" >&2
 
+# Wheels of their own, which the suite does without where they can't be had: the site's test is skipped there.
+SITE    := $(VENV)/.site
+$(SITE): $(STAMP)
+	@$(PY) -m pip install --quiet -c constraints.txt -e '.[docs]' && touch $@ \
+	  || echo "zensical can't be installed: the documentation's site is not built, for that reason" >&2
+
+docs: $(SITE)  ## the documentation as a site: out/docs/site/index.html
+	$(PY) docs/site/build.py $(ARGS)
+
 # The emulation's committed records gate this repository itself; --across: they are the same on every platform.
-suite: $(TRITON)  ## the whole test suite alone, held against the committed baseline
+suite: $(TRITON) $(SITE)  ## the whole test suite alone, held against the committed baseline
 	$(PY) -m pytest -n auto --baseline reports/baselines/emulation.json --across $(ARGS)
 
 alarms: $(STAMP)  ## false alarms of the default matrix over SEEDS seeds; resumes

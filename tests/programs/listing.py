@@ -108,7 +108,7 @@ def _all_of(one: Case | Snippet) -> Iterator[str]:
     if isinstance(one, Case):
         asked = "dQ, dK and dV too" if one.gradients else "O alone"
         yield f"{_INDENT}measured   {asked}{'; a failure input' if one.failure else ''}"
-        yield from (f"{_INDENT}claim      {_of_claim(claim)}" for claim in one.claims)
+        yield from (f"{_INDENT}claim      {claimed(claim)}" for claim in one.claims)
     else:
         yield f"{_INDENT}steps      {one.steps}"
         yield from (
@@ -119,7 +119,8 @@ def _all_of(one: Case | Snippet) -> Iterator[str]:
         yield f"{_INDENT}of others  nothing is claimed: {one.unclaimed}"
 
 
-def _of_claim(claim: Claim) -> str:
+def claimed(claim: Claim) -> str:
+    """What is claimed, of which kernels, and who says so, in one line."""
     rules, plans = (" ".join(sorted(names)) or "any" for names in (claim.rules, claim.plans))
     tiles = {None: "", True: ", in tiles", False: ", in one tile"}[claim.tiled]
     formats = ", ".join(sorted(claim.formats))
