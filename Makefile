@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv matrix platforms training test suite alarms power bounds docs lint typecheck bench bench-gpu clean
+.PHONY: help venv matrix platforms training test suite alarms power bounds docs gallery lint typecheck bench bench-gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -70,6 +70,9 @@ $(SITE): $(STAMP)
 
 docs: $(SITE)  ## the documentation as a site: out/docs/site/index.html
 	$(PY) docs/site/build.py $(ARGS)
+
+gallery: $(STAMP)  ## the page of every machine's records: out/gallery/index.html
+	$(VENV)/bin/tiebreak page $(wildcard reports/platforms/*/*.json.gz) -o out/gallery
 
 # The emulation's committed records gate this repository itself; --across: they are the same on every platform.
 suite: $(TRITON) $(SITE)  ## the whole test suite alone, held against the committed baseline

@@ -1,11 +1,14 @@
 """Files of records: written whole or not at all; read whole or refused in one line."""
 
+import gzip
+import io
 import json
 import os
 import re
 import stat
 import tempfile
 import uuid
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +18,7 @@ from tiebreak.reports.decode import FieldError, decoder
 from tiebreak.reports.migrations import upgrade
 from tiebreak.reports.records import SCHEMA, Record, Run, with_evidence
 
+_GZIP = b"\x1f\x8b"  # what a file begins with that gzip has compressed
 MAX_BYTES = 128 * 2**20  # 5,000 cells take about 8 MiB: what is larger is no file of records
 
 
@@ -141,6 +145,12 @@ def _content(path: Path) -> bytes:
         raise UnreadableRecordsError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:  # a name with a null byte
         raise UnreadableRecordsError(f"{path}: {error}") from error
+    if content.startswith(_GZIP):
+        try:
+            with gzip.open(io.BytesIO(content)) as unpacked:
+                content = unpacked.read(MAX_BYTES + 1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise UnreadableRecordsError(f"{path}: compressed, but broken: {error}") from error
     if len(content) > MAX_BYTES:
         raise UnreadableRecordsError(f"{path}: larger than {MAX_BYTES >> 20} MiB: not a file of records")
     return content

@@ -1,0 +1,108 @@
+"""The gallery's page is what its records make, and the records say what a whole run said."""
+
+import gzip
+from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tiebreak.reports import store
+from tiebreak.reports.records import CaseRecord, Estimate, ExperimentRecord, MeasureRecord, Record, Run
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def gallery() -> ModuleType:
+    spec = spec_from_file_location("tiebreak_gallery", ROOT / "docs" / "gallery.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def record(kernel: str, shown: str, verdict: str, digest: str) -> Record:
+    return Record(
+        f"cpu-{kernel}-ties-bf16", "cpu", kernel, "ties", 1, "bf16", 1, 16, "call", "measured", "pytest", shown=shown,
+        verdict=verdict, digest=digest, measures={"bias": Estimate(0.123456789, 0.01), "hidden": 1.0},
+        evidence={"paper": "stable"},
+    )  # fmt: skip
+
+
+def run_of(*records: Record, level: str = "native", **fields: object) -> Run:
+    platform = {"cpu": "Made-up 9000", "level": level, "torch": "2", "commit": "0123456789"} | fields
+    measures = {"bias": MeasureRecord("bias", column=True), "hidden": MeasureRecord("hidden")}
+    cases, experiments = {"ties": CaseRecord("ties")}, {"call": ExperimentRecord("a call")}
+    options = {"heads": "16"}
+    return Run(platform, options, records, measures, {}, cases, experiments, seconds={"a": 1.0}, run=level)
+
+
+def test_page_is_what_the_records_make(gallery: ModuleType) -> None:
+    text = gallery.PAGE.read_text(encoding="utf-8")
+    assert gallery.renewed(text, gallery.kept()) == text
+
+
+def test_compact_form_keeps_what_tables_and_comparisons_read(gallery: ModuleType) -> None:
+    whole = run_of(record("flash", "+0.12 B", "biased", "aa"))
+    kept = gallery.compact(whole)
+    (one,) = kept.records
+    assert one == replace(whole.records[0], measures={"bias": Estimate(0.12346, 0.01)}, evidence={})
+    assert (set(kept.measures), kept.seconds) == ({"bias"}, {})
+
+
+def test_tables_count_and_put_levels_that_agree_in_one_column(gallery: ModuleType) -> None:
+    fast = [record("flash", "+0.23 B", "biased", "aa"), record("fair", "+0.00", "unbiased", "cc")]
+    slow = [record("flash", "-0.02", "unbiased", "bb"), record("fair", "+0.00", "unbiased", "cc")]
+    levels = {"native": run_of(*fast), "avx2": run_of(*fast, level="avx2"), "none": run_of(*slow, level="none")}
+    text = gallery.renewed(
+        "# Gallery\n\n<!-- from reports/platforms -->\nold\n<!-- end -->\nrest\n", {"made-up": levels}
+    )
+    assert "old" not in text
+    assert text.endswith("<!-- end -->\nrest\n")
+    assert "| `none` | 2 | 0 | 0 |" in text
+    assert "Of 2 cells that all have, 1 agree to the bit, 0 in verdict alone, 1 disagree." in text
+    assert "| kernel, case | `native`<br>`avx2` | `none` |" in text
+    assert "| `flash` `ties` | +0.23 B | -0.02 |" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"commit": "0123456-dirty"}, "with changes"),
+        ({"complete": False}, "interrupted"),
+        ({"machine": "Mine"}, "small"),
+    ],
+)
+def test_what_is_no_whole_run_of_a_commit_is_refused(
+    gallery: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    fields: dict[str, object], told: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(gallery, "FOLDER", tmp_path / "platforms")
+    machine = str(fields.pop("machine", "mine"))
+    run = run_of(record("flash", "+0.12 B", "biased", "aa"), commit=fields.get("commit", "0123456"))
+    store.write(replace(run, complete=bool(fields.get("complete", True))), tmp_path / "a.json")
+    with pytest.raises(SystemExit) as ended:
+        gallery.main(["add", machine, str(tmp_path / "a.json")])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "platforms").exists()
+
+
+def test_compressed_records_are_read_and_broken_ones_refused(tmp_path: Path) -> None:
+    run = run_of(record("flash", "+0.12 B", "biased", "aa"))
+    packed = gzip.compress(store.as_text(run).encode())
+    (tmp_path / "a.json.gz").write_bytes(packed)
+    (tmp_path / "b.json.gz").write_bytes(packed[: len(packed) // 2])
+    assert store.read(tmp_path / "a.json.gz").records[0].shown == "+0.12 B"
+    with pytest.raises(store.UnreadableRecordsError, match=r"b\.json\.gz: compressed, but broken: "):
+        store.read(tmp_path / "b.json.gz")
+
+
+def test_compressed_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MAX_BYTES", 10_000)
+    (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(b" " * 1_000_000))
+    with pytest.raises(store.UnreadableRecordsError, match="larger than"):
+        store.read(tmp_path / "bomb.json.gz")
