@@ -1,24 +1,33 @@
 """Draws tie.svg, the picture at the top of README.md: python docs/figures/tie.py > docs/figures/tie.svg.
 
-The sum is the paper's worked example (arXiv 2510.04212 v1) without its signs. Text is large: on a phone the picture is
-400 pixels wide. It brings its background along: pages are light or dark.
+The sum is the paper's worked example (arXiv 2510.04212 v1) without its signs. The histograms are of the records in
+tie.json, which are from
+
+    pytest tests/matrix --backend emulation --kernels flash@paper,stabilized@paper --cases 'tied_maxima[k=2]' --save tie
+
+Text is large: on a phone the picture is 400 pixels wide. It brings its background along: pages are light or dark.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
+
+from tiebreak.reports import store
+from tiebreak.reports.records import HistogramRecord, Record
 
 FIRST, SECOND = 2.40625, 2.296875  # two values of V in bf16, each with the weight 1
 EVEN, ODD = 4.6875, 4.71875  # bf16's numbers on either side of the sum, by their last bit
 TAIL = 0.004  # what the other tokens add; about 0.006 in `tied_maxima[k=2]`
-MEASURED = "+0.23"  # ulp, of `tied_maxima[k=2]` with `flash@paper` on a CPU
+PLAIN, FIXED = "flash@paper", "stabilized@paper"
+REACH = 1.5  # ulps that a histogram shows on either side of 0
 
-_WIDTH, _HEIGHT = 900, 690
+_WIDTH, _HEIGHT = 900, 730
 _INK, _FAINT, _FAIR, _BIASED = "#1f2933", "#5b6875", "#1767a6", "#c2410c"
 _FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 _TITLE = "How a broken tie becomes a bias"
 _ABOUT = (
     f"{FIRST} + {SECOND} = {FIRST + SECOND} lies halfway between two numbers of bf16 and goes to the even one, {EVEN}."
-    f" With a little more from the other tokens it goes to {ODD}. Half of such sums are ties: without the other tokens"
-    " their errors of half an ulp cancel, with them the mean error is a quarter of an ulp, away from zero."
+    f" With a little more from the other tokens it goes to {ODD}. So half of the sums of plain flash attention err by"
+    " half an ulp away from zero, and hardly one toward it; with the published fix as many err toward it."
 )
 
 
@@ -58,16 +67,38 @@ def _jump(y: float, start: float, end: float, colour: str) -> Iterator[str]:
     yield f'<circle cx="{from_x:g}" cy="{y:g}" r="9" fill="{colour}"/>'
 
 
-def _errors(x: float, y: float, ties: list[int], mean: float, colour: str) -> Iterator[str]:
-    """Errors of eight sums, every other one a tie, as bars of half an ulp; their mean is dashed."""
-    half = 46  # ulp
-    yield f'<path d="M{x:g} {y:g}h330" stroke="{_FAINT}" stroke-width="2"/>'
-    for number, sign in enumerate(ties):
-        at = x + 57 + 80 * number
-        yield f'<rect x="{at:g}" y="{y - half if sign > 0 else y:g}" width="24" height="{half}" fill="{colour}"/>'
-        yield f'<circle cx="{at - 28:g}" cy="{y:g}" r="5" fill="{colour}"/>'
-    level = y - 2 * half * mean
-    yield f'<path d="M{x:g} {level:g}h330" stroke="{colour}" stroke-width="3" stroke-dasharray="9 6"/>'
+def records() -> dict[str, Record]:
+    """The records that the histograms are of, by kernel."""
+    return {one.kernel: one for one in store.read(Path(__file__).with_name("tie.json")).records}
+
+
+def _errors(x: float, y: float, record: Record, colour: str) -> Iterator[str]:
+    """The histogram of a record's signed errors, and their mean, dashed."""
+    width, height = 330.0, 96.0
+    found: HistogramRecord = record.evidence["histogram"]
+    bins = [
+        (left, count)
+        for number, count in enumerate(found.counts)
+        if -REACH <= (left := found.low + number * found.width) < REACH
+    ]
+    most = max(count for _, count in bins)
+
+    def place(error: float) -> float:
+        return x + (error + REACH) / (2 * REACH) * width
+
+    wide = place(found.width) - place(0) - 1
+    for left, count in bins:
+        tall = height * count / most
+        if tall >= 0.5:
+            at = f'x="{place(left):.1f}" y="{y - tall:.1f}"'
+            yield f'<rect {at} width="{wide:.1f}" height="{tall:.1f}" fill="{colour}"/>'
+    yield f'<path d="M{x:g} {y:g}h{width:g}" stroke="{_FAINT}" stroke-width="2"/>'
+    yield f'<path d="M{place(0):g} {y - height:g}V{y + 8:g}" stroke="{_FAINT}" stroke-width="2"/>'
+    mean = place(record.number("bias") or 0.0)
+    dashed = f'stroke="{_INK}" stroke-width="4" stroke-dasharray="9 5"'
+    yield f'<path d="M{mean:.1f} {y - height - 8:g}V{y + 8:g}" {dashed}/>'
+    for error, text in ((-REACH, f"-{REACH:g}"), (0.0, "0"), (REACH, f"+{REACH:g}")):
+        yield _text(place(error), y + 30, text, _FAINT, size=22)
 
 
 def _first() -> Iterator[str]:
@@ -88,14 +119,11 @@ def _second() -> Iterator[str]:
 
 
 def _third() -> Iterator[str]:
-    yield from _heading(498, 3, "Half of such sums are ties. Errors of O, in ulps:")
-    yield from _errors(80, 580, [1, -1, -1, 1], 0.0, _FAIR)
-    yield from _errors(490, 580, [1, 1, 1, 1], 0.25, _BIASED)
-    yield _text(245, 662, "ties to even: mean 0", _FAIR)
-    yield _text(655, 662, f"all away: mean ¼, measured {MEASURED}", _BIASED)
-    for x in (80, 490):
-        yield _text(x - 8, 580 - 40, "½", _FAINT, "end", 22)
-        yield _text(x - 8, 588, "0", _FAINT, "end", 22)
+    yield from _heading(498, 3, "Errors of O over such rows, in ulps (dashed: mean)")
+    told = records()
+    for x, kernel, name, colour in ((80, PLAIN, "plain flash", _BIASED), (490, FIXED, "the published fix", _FAIR)):
+        yield from _errors(x, 634, told[kernel], colour)
+        yield _text(x + 165, 704, f"{name}: {told[kernel].number('bias'):+.2f}", colour)
 
 
 def drawing() -> str:

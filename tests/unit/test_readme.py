@@ -122,7 +122,16 @@ def test_picture_is_right() -> None:
     assert first + second == (even + odd) / 2
     assert rounded(first + second) == even
     assert rounded(first + second + told["TAIL"]) == odd
-    assert f"`tied_maxima[k=2]` | **{told['MEASURED']} B** |" in README.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("kernel", ["flash@paper", "stabilized@paper"])
+def test_histograms_of_the_picture_are_what_a_run_gives(kernel: str) -> None:
+    told = runpy.run_path(str(FIGURES / "tie.py"))["records"]()[kernel]
+    case = case_named("tied_maxima[k=2]")
+    record = run_cell(Cell(EMULATION, EMULATION.kernel(kernel), Call(case), BF16), Workbench(SETTINGS))
+    assert record.digest == told.digest
+    assert record.evidence["histogram"] == told.evidence["histogram"]
+    assert record.number("bias") == pytest.approx(told.number("bias"), abs=1e-9)
 
 
 @pytest.mark.parametrize(("page", "heading"), SNIPPETS, ids=lambda each: each if isinstance(each, str) else "")
