@@ -111,15 +111,15 @@ def renewed(text: str, found: Mapping[str, Mapping[str, Run]]) -> str:
 
 
 def _tables(found: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
-    yield "| machine | processor | levels | cells | torch | Triton | commit |"
-    yield "|---|---|---:|---:|---|---|---|"
+    yield "| machine | processor | levels | cells | torch | commit |"
+    yield "|---|---|---:|---:|---|---|"
     for machine, levels in found.items():
         first = next(iter(levels.values()))
         about = first.platform
         processor = f"{about['cpu']}{_features(about.get('cpu_features', ()))}"
         yield (
             f"| [{machine}](#{machine}) | {processor} | {len(levels)} | {len(first.records)} | {about['torch']} |"
-            f" {about.get('triton') or 'not asked'} | `{str(about['commit'])[:7]}` |"
+            f" `{str(about['commit'])[:7]}` |"
         )
     for machine, levels in found.items():
         yield from _machine(machine, levels)
