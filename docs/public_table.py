@@ -21,6 +21,7 @@ SHOWN = (
     "repeated_tiny",
 )  # fmt: skip
 _COLUMNS = ("kernel", "version", *(f"`{case}`" for case in SHOWN), "biased", "follows", "bits", "gradients", "s")
+_COHERENT = ("kernel", "case", "bias", "mean of a row's absolute mean error", "if its errors were independent")
 _ROOT = Path(__file__).parents[1]
 _BIASED = re.compile(r"on (\d+ of \d+) failure inputs")
 _FOLLOWS = re.compile(r"(?:follows|behaves like|can't tell apart:) (.+?)(?: on these cases)? \((.+? %) of bits")
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str], file: str, sources: Mapping[str, str]) -> int
     parser.add_argument("--heads", type=int, default=64, help="heads that a cell draws at first")
     parser.add_argument("--cases", help="cases to run (default: all that are one call)")
     parser.add_argument("--dtype", default="bf16", help="format of q, k, v and O")
+    parser.add_argument("--as", dest="card", help="the GPU to round as, such as sm_90 (default: exact sums)")
     parser.add_argument("--out", type=Path, default=Path("out/public"), help="folder of the records")
     said = parser.parse_args(arguments)
     if said.sources is not None:
@@ -54,11 +56,24 @@ def main(arguments: Sequence[str], file: str, sources: Mapping[str, str]) -> int
             print(f"{number}/{len(names)} {name}", file=sys.stderr, flush=True)
             _run(f"{Path(file).resolve()}:{name}", name, out, said)
     ran = [name for name in sources if _records(out, name).exists()]
-    rows = [row for name in ran for row in _rows(read(_records(out, name)), name, sources[name])]
-    table = tabulate(rows, _COLUMNS, "github", disable_numparse=True)
+    runs = {name: read(_records(out, name)) for name in ran}
+    if said.card:
+        table = tabulate(list(_coherent(runs)), _COHERENT, "github", disable_numparse=True)
+    else:
+        rows = [row for name, run in runs.items() for row in _rows(run, name, sources[name])]
+        table = tabulate(rows, _COLUMNS, "github", disable_numparse=True)
     (out / "table.md").write_text(f"{table}\n", encoding="utf-8")
     print(table)
     return 0
+
+
+def _coherent(runs: Mapping[str, Run]) -> Iterator[list[str]]:
+    """How far the errors of a row go together, which is what contraction does: over heads it averages out."""
+    for name, run in runs.items():
+        for one in run.records:
+            found, independent = (one.number(measure) for measure in ("row_coherence", "row_coherence_independent"))
+            if found is not None and independent is not None:
+                yield [f"`{name}`", f"`{one.case}`", plain_text(one), f"{found:.3f}", f"{independent:.3f}"]
 
 
 def _records(out: Path, name: str) -> Path:
@@ -72,6 +87,7 @@ def _run(target: str, name: str, out: Path, said: argparse.Namespace) -> None:
         *("--backend", "interpreter", "--kernel", target, "--experiments", "call", "--dtype", said.dtype),
         *("--heads", str(said.heads), "--out", str(out), "--save", name),
         *(("--cases", said.cases) if said.cases else ()),
+        *(("--as", said.card) if said.card else ()),
     ]
     out.mkdir(parents=True, exist_ok=True)
     log = out / f"{name}.log"

@@ -1,0 +1,56 @@
+"""The table of bias against the number of bits: right where the matrix knows the answer, and what the page shows."""
+
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tiebreak.reports import store
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def bits() -> ModuleType:
+    spec = spec_from_file_location("tiebreak_bits", ROOT / "docs" / "bits.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_page_and_picture_are_what_the_table_makes(bits: ModuleType) -> None:
+    found, text = bits.read(), bits.PAGE.read_text(encoding="utf-8")
+    assert bits.renewed(text, found) == text
+    assert bits.PICTURE.read_text(encoding="utf-8") == bits.picture(found)
+
+
+def test_table_is_whole(bits: ModuleType) -> None:
+    found = [(row.format, row.case, row.kernel) for row in bits.read()]
+    wanted = [
+        (fmt, case, kernel) for fmt in (*bits.MANTISSAS, *bits.OTHERS) for case in bits.CASES for kernel in bits.KERNELS
+    ]
+    assert found == wanted
+
+
+def test_seven_bits_are_bf16(bits: ModuleType) -> None:
+    # Another way to the same numbers: there q, k and V are drawn in bf16, and the plan names it.
+    baseline = store.read(ROOT / "reports" / "baselines" / "emulation.json").records
+    known = {(one.case, one.kernel): one for one in baseline if one.heads == bits.HEADS and one.verdict != "nonfinite"}
+    told = [row for row in bits.read() if row.format == "E8M7" and (row.case, row.kernel) in known]
+    assert len(told) > 60
+    for row in told:
+        assert row.bias == pytest.approx(known[row.case, row.kernel].number("bias"), rel=1e-4), row
+
+
+def test_rows_are_what_a_run_gives(bits: ModuleType) -> None:
+    kernels = ("flash@paper", "flash@fused", "fair")
+    wanted = {(row.format, row.case, row.kernel): row for row in bits.read()}
+    for row in bits.rows(("fp8_e4m3",), ("tied_maxima[k=2]",), kernels):
+        kept = wanted[row.format, row.case, row.kernel]
+        assert row.verdict == kept.verdict
+        assert row.bias == pytest.approx(kept.bias, rel=1e-4)
+        assert row.delta_bias == pytest.approx(kept.delta_bias, rel=1e-4)
+        assert row.coherence_excess == pytest.approx(kept.coherence_excess, rel=1e-4)
