@@ -6,14 +6,15 @@ No number is written there: a bound is a one-sided Student prediction limit for 
     mean +- t(n - 1, 1 - p) * sd * sqrt(1 + 1/n),
 
 of n, mean and sd in `spread.csv`, with p = 1e-5 shared among the bounds of a cell (Bonferroni). Growth factors are
-taken as logarithms. Several variants share the widest. A variant whose limit meets that of what the statement must
-catch, from the other side, is not claimed of; nor is one with too few seeds.
+taken as logarithms; what can't be negative and is skewed, as its cube root, which is nearer to normal (Wilson and
+Hilferty, The Distribution of Chi-Square, 1931). Several variants share the widest. A variant whose limit meets that of
+what the statement must catch, from the other side, is not claimed of; nor is one with too few seeds.
 """
 
 import csv
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from pathlib import Path
@@ -25,9 +26,25 @@ from tiebreak.cases.gpt2.variants import variant_names
 ALARMS = 1e-5  # of the runs of a cell may fall by chance
 EMULATION = "emulation"  # the backend that bounds come from
 FILE = Path(__file__).with_name("spread.csv")
-LOGARITHMIC = frozenset({"wq_norm_growth"})  # measures that grow by factors: their mean and sd are of the logarithm
 LEAST = 8  # seeds of a bound: fewer say too little of what one more gives
 _DIGITS = 3  # of a bound, rounded outwards
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What makes a measure about normal."""
+
+    of: Callable[[float], float]  # the number that is
+    back: Callable[[float], float]  # from that number to the measure
+
+
+AS_IT_IS = Scale(float, float)
+SCALES: Mapping[str, Scale] = MappingProxyType(
+    {
+        "wq_norm_growth": Scale(math.log, math.exp),
+        "loss_rise": Scale(math.cbrt, lambda root: root**3),  # 0 in half of the runs whose loss only falls
+    }
+)
 
 Side = Literal["above", "below", "within"]  # within: as small as this, whichever its sign
 
@@ -69,7 +86,7 @@ class Spread:
     """A measure over the seeds of a run."""
 
     n: int  # seeds
-    mean: float  # of the logarithms, if the measure is a factor
+    mean: float  # of the measure on its scale
     sd: float  # likewise
     lowest: float  # of the measure itself
     highest: float  # of the measure itself
@@ -114,7 +131,7 @@ class Weighed:
         """From the bound to the mean of what it must catch, in standard deviations of that one."""
         assert self.bound is not None
         assert self.other is not None
-        bound = _scaled(self.statement.measure, self.bound)
+        bound = scale_of(self.statement.measure).of(self.bound)
         gap = self.statement.outward(self.other.mean) - self.statement.outward(bound)
         return gap / self.other.sd if self.other.sd else math.inf
 
@@ -148,13 +165,14 @@ def _beyond(freedom: int, angle: float) -> float:
     return (1 - inside) / 2
 
 
-def _scaled(measure: str, value: float) -> float:
-    return math.log(value) if measure in LOGARITHMIC else value
+def scale_of(measure: str) -> Scale:
+    """The scale on which a measure's mean and standard deviation are taken."""
+    return SCALES.get(measure, AS_IT_IS)
 
 
 def spread(measure: str, values: Sequence[float]) -> Spread:
     """The spread of two values or more; NaN where one of them is no number."""
-    scaled = [_scaled(measure, value) for value in values]
+    scaled = [scale_of(measure).of(value) for value in values]
     mean = math.fsum(scaled) / len(scaled)
     sd = math.sqrt(math.fsum((value - mean) ** 2 for value in scaled) / (len(scaled) - 1))
     return Spread(len(values), mean, sd, min(values), max(values))
@@ -208,7 +226,7 @@ def weighed(
             if edge[0] < edge[1]
         }
         bound = _bound(statement, [own for own, _ in edges.values()]) if edges else math.nan
-        reach = statement.outward(_scaled(measure, bound)) if edges else math.nan
+        reach = statement.outward(scale_of(measure).of(bound)) if edges else math.nan
         apart = {name for name, (_, other) in edges.items() if reach < other}
         return [Weighed(statement, name, own, other, bound if name in apart else None) for name, own, other in rows]
 
@@ -223,7 +241,7 @@ def _edges(statement: Statement, own: Spread, other: Spread, p: float) -> tuple[
 def _bound(statement: Statement, edges: Iterable[float]) -> float:
     """The furthest of the edges, as a number of the measure with few digits."""
     furthest = statement.outward(max(edges)) if statement.side == "above" else max(edges)
-    value = math.exp(furthest) if statement.measure in LOGARITHMIC else furthest
+    value = scale_of(statement.measure).back(furthest)
     rounding = ROUND_FLOOR if statement.side == "above" else ROUND_CEILING
     return float(Context(prec=_DIGITS, rounding=rounding).create_decimal_from_float(value))
 

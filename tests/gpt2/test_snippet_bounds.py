@@ -75,6 +75,16 @@ def test_growth_is_taken_as_its_logarithm() -> None:
     assert claim.low == pytest.approx(math.exp(own.mean - own.margin(ALARMS)), abs=0.01)
 
 
+def test_rise_of_the_loss_is_taken_as_its_cube_root() -> None:
+    # 400 quantiles of an exponential distribution, whose tail is known: a share p lies beyond -mean log(p). The normal
+    # distribution of that mean and deviation would end at half of it.
+    mean = 0.03
+    fair = [-mean * math.log((number + 0.5) / 400) for number in range(400)]
+    risen = {"fair": spread("loss_rise", fair), "flash": spread("loss_rise", [6.0 + value for value in fair])}
+    (claim,) = bounded("a", 1, [replace(BELOW, measure="loss_rise")], of("loss_rise", **risen))
+    assert -mean * math.log(ALARMS) == pytest.approx(claim.high, rel=0.15)
+
+
 def test_several_variants_share_the_widest_and_those_that_do_not_separate_are_left_out() -> None:
     wide, overlapping, rare = replace(FAIR, mean=0.0), replace(FAIR, sd=1.0), replace(FAIR, n=LEAST - 1)
     four = replace(BELOW, variants=tuple(f"{name}@train" for name in ("fair", "wide", "overlapping", "rare", "absent")))

@@ -9,7 +9,6 @@ and the tables into docs/snippet-bounds.md.
 
 import argparse
 import json
-import math
 import multiprocessing
 import sys
 import time
@@ -25,12 +24,13 @@ from tiebreak.backends.platform import worker_count
 from tiebreak.cases.gpt2.bounds import (
     FILE,
     LEAST,
-    LOGARITHMIC,
+    SCALES,
     Ran,
     Spread,
     Weighed,
     bounded,
     read_spreads,
+    scale_of,
     spread,
     weighed,
     write_spreads,
@@ -209,14 +209,13 @@ def _tables(snippet: Snippet, found: Mapping[Ran, Spread]) -> Iterator[str]:
 def _row(row: Weighed) -> tuple[str, ...]:
     assert row.own is not None
     assert row.bound is not None
-    factor = row.statement.measure in LOGARITHMIC
-    mean = f"{math.exp(row.own.mean):.3f}" if factor else f"{row.own.mean:.2e}"
+    mean = scale_of(row.statement.measure).back(row.own.mean)
     bound = f"{row.bound:g}"
     return (
         f"`{row.variant}`",
         f"`{row.statement.measure}`",
         str(row.own.n),
-        mean,
+        f"{mean:.3f}" if row.statement.measure in SCALES else f"{mean:.2e}",
         f"{row.own.sd:.1e}",
         f"within {bound}" if row.statement.side == "within" else f"{row.statement.side} {bound}",
         f"`{row.statement.against}`",
