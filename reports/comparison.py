@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiebreak.reports.records import HELD, PASSING, SKIPPED, Record, Run
+from tiebreak.reports.records import HELD, PASSING, SKIPPED, CaseRecord, Record, Run
 
 
 class Agreement(enum.Enum):
@@ -86,6 +86,25 @@ def compare(runs: Sequence[Run], labels: Sequence[str]) -> Comparison:
     order = sorted(known.values(), key=lambda record: (record.backend, record.format, record.kernel, record.case))
     rows = (_row([run.get(record.id) for run in by_id], heads) for record in order)
     return Comparison(tuple(labels), tuple(rows))
+
+
+def cases_of(runs: Sequence[Run]) -> dict[str, CaseRecord]:
+    """The cases of several runs in display order, each as the first run describes it that says its group.
+
+    Args:
+        runs: whose files may be of different ages.
+
+    Returns:
+        What the cases are; the cases of a group stand one after another.
+    """
+    found: dict[str, CaseRecord] = {}
+    for run in sorted(runs, key=lambda run: not any(about.group for about in run.cases.values())):
+        for name, about in run.cases.items():
+            known = found.setdefault(name, about)
+            if about.group and not known.group:
+                found[name] = about
+    groups = list(dict.fromkeys(about.group for about in found.values()))
+    return dict(sorted(found.items(), key=lambda pair: groups.index(pair[1].group)))
 
 
 def _row(records: Sequence[Record | None], heads: Sequence[str]) -> Row:

@@ -18,6 +18,7 @@ LEGEND = (
     " nothing\nwas asked. !..!: a check was not met, see below; (..): that is excused; ?..?: too few heads to tell;"
     " skip: can't run\nthere, see below."
 )
+SHRUNK = "x"  # before the share of its size that an output keeps
 EXCUSED = "excused"  # in the place of an outcome
 _EMPTY = {SKIPPED: "skip", CRASHED: "crash", TIMED_OUT: "time"}  # where there is no result
 
@@ -30,6 +31,11 @@ def cell_text(record: Record) -> str:
 def plain_text(record: Record) -> str:
     """What a table shows of a cell without its mark; of a kernel that broke its contract there is no result."""
     return _EMPTY.get(record.outcome, "none") if record.shown is None else record.shown
+
+
+def shrank(record: Record) -> bool:
+    """Whether a share of its size is shown of an output, in the place of a bias that would tell nothing."""
+    return (record.shown or "").startswith(SHRUNK)
 
 
 def mark_of(record: Record) -> str:
