@@ -218,7 +218,7 @@ def _lost(standings: Sequence[_Standing]) -> Iterator[str]:
         if told:
             sizes = [size for those in groups.values() for one in those for size in one.sizes]
             least = f", to x{min(sizes):.2g} at the least" if state == _SHRUNK else ""
-            yield f"{words}{least}: {_list(told, 'group of kernels', '; ', 'groups of kernels')}."
+            yield f"{words}{least}: {_list(told, 'group of kernels', '; ', 'groups of kernels', longest=2)}."
 
 
 def _fair(standings: Sequence[_Standing], noun: str) -> Iterator[str]:

@@ -1,205 +1,196 @@
 "use strict";
-// All strings come from records: they reach the page as textContent alone, never as HTML.
+// The data, and what is shared by the map, the panel and the table of all cells.
+// All strings come from records: they reach the page as textContent or as an attribute's value, never as HTML.
 const data = JSON.parse(document.getElementById("data").textContent);
-const NAMES = ["platform", "backend", "format", "kernel", "case", "outcome", "verdict", "experiment", "reasons", "shown", "excused"]; // numbers into the list of strings
-const WIDTH = " ±"; // what the half width of a measure's interval is called
-const measure = (name) => `measure ${name}`; // a field that no name above is
-const FIELDS = [...NAMES, ...data.measures.flatMap(([name, , , estimated]) =>
-  (estimated ? [measure(name), measure(name) + WIDTH] : [measure(name)]))];
-const cells = data.cells.map((row) => Object.fromEntries(FIELDS.map((field, at) =>
-  [field, at < NAMES.length ? data.strings[row[at]] : row[at]])));
-// The number that colours a cell, of the measure that its experiment names.
-for (const cell of cells) cell.heat = cell[measure(data.heats[cell.experiment])] ?? null;
+const string = (number) => data.strings[number];
+const FIELDS = ["outcome", "verdict", "text", "plan", "excused", "skipped", "command", "digest"]; // strings by number
+const NUMBERS = ["seed", "heads", "version", "tone", "asked", "evidence", "shape"];
+const START = FIELDS.length + NUMBERS.length; // where the measures of a record begin
+const [MISSING, DIFFERENT, OTHER_INPUTS] = ["missing", "!", "/"];
 
-function make(tag, text, attributes = {}) {
+const cases = data.cases.map(([name, about, source, group, failure, unclaimed, headline]) =>
+  ({ name, about, source, group, failure: Boolean(failure), unclaimed, headline }));
+const measures = data.measures.map(([name, unit, about, column]) => ({ name, unit, about, column: Boolean(column) }));
+const platforms = data.platforms;
+
+// What one platform says of a cell; places are those of the measures.
+function recordOf(packed, cell) {
+  const record = { cell };
+  FIELDS.forEach((field, at) => { record[field] = string(packed[at]); });
+  NUMBERS.forEach((field, at) => { record[field] = packed[FIELDS.length + at]; });
+  record.command = record.command.split("\u0002").join(cell.case.name).split("\u0001").join(cell.kernel);
+  record.packed = packed;
+  return record;
+}
+
+function measuresOf(record) {
+  const found = new Map();
+  let at = START;
+  for (const place of data.shapes[record.shape]) {
+    const estimated = place < 0;
+    found.set(measures[estimated ? ~place : place],
+      { value: record.packed[at], half: estimated ? record.packed[at + 1] : null });
+    at += estimated ? 2 : 1;
+  }
+  return found;
+}
+
+const answersOf = (record) => data.asked[record.asked].map((number) => {
+  const [check, met, asked, why, source] = data.answers[number];
+  return { check: string(check), met, asked: string(asked), why: string(why), source: string(source) };
+});
+
+const cells = data.rows.map(([backend, format, kernel, experiment, at, agreement, bits, said]) => {
+  const cell = { backend: string(backend), format: string(format), kernel: string(kernel),
+    experiment: string(experiment), case: cases[at], place: at, agreement, bits: bits.split(",") };
+  // A number is that of an earlier platform that says the same.
+  const packed = said.map((one) => (typeof one === "number" ? said[one] : one));
+  cell.same = said.map((one, number) => (typeof one === "number" ? one : number));
+  cell.records = packed.map((one) => one && recordOf(one, cell));
+  cell.column = JSON.stringify([cell.backend, cell.format, cell.kernel]);
+  cell.differs = agreement === DIFFERENT;
+  const words = cell.records.flatMap((one) => (one ? [one.outcome, one.verdict] : []));
+  cell.words = [cell.backend, cell.kernel, cell.case.name, cell.case.group, cell.format, ...new Set(words)]
+    .join(" ").toLowerCase();
+  return cell;
+});
+
+function make(tag, text, attributes = {}, ...children) {
   const element = document.createElement(tag);
   if (text !== undefined && text !== null) element.textContent = text;
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
   return element;
 }
 
-const sign = (x, digits) => (x === null ? "" : (x < 0 ? "" : "+") + x.toFixed(digits));
+const digits = (x) => {
+  if (Number.isInteger(x)) return String(x);
+  return Math.abs(x) >= 1e-3 ? String(+x.toFixed(5)) : x.toExponential(2);
+};
+const estimate = ({ value, half }) => (value === null ? "" : digits(value) + (half === null ? "" : ` ± ${digits(half)}`));
+const withUnit = ({ name, unit }) => (unit && !name.includes(unit) ? `${name}, ${unit}` : name);
 
-// Blue to white to orange: told apart with every common kind of colour blindness; its lightness alone tells the size.
-const ENDS = { low: [5, 72, 138], high: [166, 54, 3] };
-function colour(bias) {
-  const share = Math.min(1, Math.abs(bias) / data.scale);
-  const end = bias < 0 ? ENDS.low : ENDS.high;
-  return end.map((channel) => Math.round(255 + (channel - 255) * share));
+// Away from zero or toward it, in steps that a reader tells apart.
+const STEPS = [0.05, 0.1, 0.15, 0.2, 0.3];
+function tint(record) {
+  if (record.verdict === "nonfinite") return "nan";
+  if (record.outcome === "skipped") return "none";
+  if (["crashed", "timed_out"].includes(record.outcome)) return "ended";
+  if (record.tone === null) return "plain";
+  const step = STEPS.filter((edge) => Math.abs(record.tone) >= edge).length;
+  return step ? `${record.tone < 0 ? "toward" : "away"}-${step}` : "";
 }
-function luminance(rgb) {
-  const [r, g, b] = rgb.map((c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4));
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-}
-function paint(element, bias) {
-  const rgb = colour(bias);
-  element.style.background = `rgb(${rgb})`;
-  element.style.color = luminance(rgb) > 0.179 ? "#000" : "#fff"; // where black and white have the same contrast
-}
+const mark = (record) => (record.excused ? "excused" : record.outcome);
+const classes = (record) => `${tint(record)} ${mark(record)}`.trim();
 
-function shown(cell) {
-  if (cell.excused) return `(${cell.shown})`;
-  return cell.shown + ({ fell: "!", inconclusive: "?", held: " ·" }[cell.outcome] || "");
-}
+const VERDICTS = { biased: "biased", unbiased: "unbiased", inconclusive: "not known whether biased",
+  nonfinite: "NaN or Inf where the reference is finite" };
+const spoken = (record) => (record
+  ? [record.text, VERDICTS[record.verdict], record.excused ? "fell, excused" : record.outcome.replace("_", " ")]
+    .filter(Boolean).join(", ")
+  : MISSING);
 
-const digits = (x) => (Number.isInteger(x) ? String(x) : Math.abs(x) >= 1e-3 ? x.toFixed(5).replace(/0+$/, "") : x.toExponential(2));
+// The filters, which the maps and the table share.
+const control = (name) => document.getElementById(name);
+const seen = (cell) => { // the records that the chosen platform has, or all
+  const chosen = control("platform").value;
+  return chosen === "" ? cell.records : [cell.records[Number(chosen)]];
+};
 
-function details(cell) {
-  const lines = [`${cell.kernel}, ${cell.case}`, `${cell.platform}, ${cell.backend}, ${cell.format}`,
-    [cell.outcome, cell.verdict, cell.excused && `excused: ${cell.excused}`].filter(Boolean).join(", ")];
-  for (const [name, unit] of data.measures) {
-    const [number, half] = [cell[measure(name)], cell[measure(name) + WIDTH] ?? null];
-    if (number === null) continue;
-    lines.push(`${name} ${digits(number)}${half === null ? "" : ` ± ${digits(half)}`} ${unit}`.trim());
-  }
-  return lines.concat(cell.reasons || []).join("\n");
-}
-
-function heatCell(cell) {
-  if (!cell) return make("td", "missing", { class: "none" });
-  const nan = cell.verdict === "nonfinite";
-  const kind = nan ? "nan" : cell.heat === null ? "none" : cell.verdict ? "" : "unjudged";
-  const outcome = cell.excused ? "excused" : cell.outcome;
-  const element = make("td", shown(cell), { class: `${kind} ${outcome}`.trim() });
-  if (cell.heat !== null && !nan && cell.verdict) paint(element, cell.heat);
-  element.cell = cell;
-  return element;
+function chosenCells() {
+  const words = control("words").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const [outcome, differing, failures] = [control("outcome").value, control("differing").checked, control("failures").checked];
+  return cells.filter((cell) => seen(cell).some((one) => one && (!outcome || one.outcome === outcome)) &&
+    (!differing || cell.differs) && (!failures || cell.case.failure) && words.every((word) => cell.words.includes(word)));
 }
 
-function heatMap(group, title) {
-  const kernels = [...new Set(group.map((cell) => cell.kernel))];
-  const cases = [...new Set(group.map((cell) => cell.case))];
-  const found = new Map(group.map((cell) => [JSON.stringify([cell.kernel, cell.case]), cell]));
-  const table = make("table", null, { class: "heat", "aria-label": title });
-  const head = table.createTHead().insertRow();
-  head.append(make("th", "case", { scope: "col" }));
-  for (const kernel of kernels) {
-    const th = make("th", null, { scope: "col" });
-    th.append(make("div", kernel));
-    head.append(th);
-  }
-  const body = table.createTBody();
-  for (const name of cases) {
-    const row = body.insertRow();
-    const th = make("th", null, { scope: "row" });
-    th.append(make("div", name));
-    row.append(th);
-    for (const kernel of kernels) row.append(heatCell(found.get(JSON.stringify([kernel, name]))));
-  }
-  return table;
-}
-
-function heatMaps() {
-  const groups = new Map();
-  const several = new Set(cells.map((cell) => cell.experiment)).size > 1;
-  for (const cell of cells) {
-    const title = `${cell.platform}: ${cell.backend}, ${cell.format}${several ? `, ${cell.experiment}` : ""}`;
-    if (!groups.has(title)) groups.set(title, []);
-    groups.get(title).push(cell);
-  }
-  let drawn = 0;
-  for (const [title, group] of groups) {
-    const panel = make("details");
-    panel.append(make("summary", `${title} (${group.length} cells)`));
-    // A map is drawn when it is opened: fifty thousand cells at once would keep the page waiting.
-    panel.addEventListener("toggle", () => {
-      if (!panel.open || panel.querySelector("table")) return;
-      const wide = make("div", null, { class: "wide", tabindex: "0", role: "region", "aria-label": `heat map, ${title}` });
-      wide.append(heatMap(group, title));
-      panel.append(wide);
-    });
-    document.getElementById("maps").append(panel);
-    panel.open = drawn === 0 || drawn + group.length < 6000;
-    if (panel.open) drawn += group.length;
-  }
-}
-
-function tooltip() {
-  const tip = document.getElementById("tip");
-  document.getElementById("maps").addEventListener("mouseover", (event) => {
-    const cell = event.target.cell;
-    tip.hidden = !cell;
-    if (!cell) return;
-    tip.textContent = details(cell);
-    const box = event.target.getBoundingClientRect();
-    tip.style.left = `${Math.max(4, Math.min(box.left, innerWidth - tip.offsetWidth - 4))}px`;
-    const below = box.bottom + 6;
-    tip.style.top = `${below + tip.offsetHeight < innerHeight ? below : Math.max(4, box.top - tip.offsetHeight - 6)}px`;
-  });
-  document.getElementById("maps").addEventListener("mouseleave", () => { tip.hidden = true; });
-  addEventListener("keydown", (event) => { if (event.key === "Escape") tip.hidden = true; });
-}
-
-const COLUMNS = [["kernel"], ["case"], ["outcome"], ["verdict"],
-  ...data.measures.flatMap(([name, unit, , estimated]) => [[measure(name), unit && !name.includes(unit) ? `${name}, ${unit}` : name, digits],
-    ...(estimated ? [[measure(name) + WIDTH, "±", digits]] : [])]),
-  ["platform"], ["backend"], ["format"], ["reasons", "why"]];
+// The table of all cells: a row for every platform's record.
 const PAGE = 200;
+const shownMeasures = measures.filter((measure) => measure.column);
+const COLUMNS = [
+  { title: "kernel", of: (one) => one.cell.kernel },
+  { title: "case", of: (one) => one.cell.case.name },
+  { title: "shown", of: (one) => one.text },
+  { title: "outcome", of: (one) => one.outcome },
+  { title: "verdict", of: (one) => one.verdict },
+  ...shownMeasures.map((measure) => ({ title: withUnit(measure), about: measure.about, number: true,
+    of: (one) => one.measured.get(measure) })),
+  { title: "backend", of: (one) => `${one.cell.backend}, ${one.cell.format}` },
+  { title: "platform", of: (one) => platforms[one.platform].label },
+];
 const view = { sort: null, down: false, limit: PAGE };
 
 function compare(a, b) {
-  const [x, y] = [a[view.sort], b[view.sort]];
+  const [x, y] = [a, b].map((one) => { const found = view.sort.of(one); return view.sort.number ? found?.value ?? null : found; });
   const [noX, noY] = [x === null || x === "", y === null || y === ""];
   if (noX || noY) return noX - noY; // what is missing comes last, whichever way
   const order = typeof x === "number" ? x - y : x.localeCompare(y, undefined, { numeric: true });
   return view.down ? -order : order;
 }
 
-function refresh() {
-  const words = document.getElementById("words").value.toLowerCase().split(/\s+/).filter(Boolean);
-  const [platform, outcome] = ["platform", "outcome"].map((name) => document.getElementById(name).value);
-  let found = cells.filter((cell) => (!platform || cell.platform === platform) && (!outcome || cell.outcome === outcome) &&
-    words.every((word) => `${cell.backend} ${cell.kernel} ${cell.case} ${cell.format} ${cell.verdict}`.toLowerCase().includes(word)));
-  if (view.sort) found = [...found].sort(compare);
-  const body = document.querySelector("#cells tbody");
-  body.replaceChildren(...found.slice(0, view.limit).map((cell) => {
-    const row = make("tr");
-    for (const [field, , format] of COLUMNS) {
-      const value = cell[field];
-      row.append(make("td", value === null ? "" : format ? format(value) : value, format ? { class: "number" } : {}));
-    }
-    return row;
-  }));
-  const count = Math.min(found.length, view.limit);
-  document.getElementById("count").textContent = `${count} of ${found.length} cells that fit; ${cells.length} in all`;
-  document.getElementById("more").hidden = count === found.length;
+function rowOf(one) {
+  const row = make("tr");
+  for (const { of, number } of COLUMNS) {
+    const found = of(one);
+    row.append(number ? make("td", found ? estimate(found) : "", { class: "number" }) : make("td", found));
+  }
+  row.cells[2].className = classes(one);
+  row.cell = one.cell;
+  return row;
 }
 
-function heads() {
+function fillTable(chosen) {
+  const outcome = control("outcome").value;
+  let found = chosen.flatMap((cell) => cell.records.map((one, platform) => one && { ...one, platform }))
+    .filter((one) => one && seen(one.cell).includes(one.cell.records[one.platform]) && (!outcome || one.outcome === outcome));
+  if (control("platform").value !== "") found = found.filter((one) => one.platform === Number(control("platform").value));
+  const all = cells.reduce((sum, cell) => sum + cell.records.filter(Boolean).length, 0);
+  if (view.sort?.number) for (const one of found) one.measured = measuresOf(one);
+  if (view.sort) found.sort(compare);
+  const shown = found.slice(0, view.limit);
+  for (const one of shown) one.measured ??= measuresOf(one);
+  document.querySelector("#cells tbody").replaceChildren(...shown.map(rowOf));
+  control("count").textContent = `${shown.length} of ${found.length} cells that fit; ${all} in all`;
+  control("more").hidden = shown.length === found.length;
+}
+
+function tableHeads() {
   const row = document.querySelector("#cells thead tr");
-  for (const [field, title] of COLUMNS) {
-    const th = make("th", null, { scope: "col", "aria-sort": "none" });
-    const button = make("button", title || field, { type: "button" });
+  for (const column of COLUMNS) {
+    const th = make("th", null, { scope: "col", "aria-sort": "none", title: column.about || "" });
+    const button = make("button", column.title, { type: "button" });
     button.addEventListener("click", () => {
-      view.down = view.sort === field && !view.down;
-      view.sort = field;
+      view.down = view.sort === column && !view.down;
+      view.sort = column;
       for (const other of row.cells) other.setAttribute("aria-sort", "none");
       th.setAttribute("aria-sort", view.down ? "descending" : "ascending");
-      refresh();
+      fillTable(chosenCells());
     });
     th.append(button);
     row.append(th);
   }
+  document.querySelector("#cells tbody").addEventListener("click", (event) => {
+    const row = event.target.closest("tr");
+    if (row && !String(getSelection())) openCell(row.cell);
+  });
+}
+
+function refresh() {
+  const chosen = chosenCells();
+  drawMaps(chosen);
+  fillTable(chosen);
 }
 
 function filters() {
-  for (const name of ["platform", "outcome"]) {
-    const select = document.getElementById(name);
-    for (const value of new Set(cells.map((cell) => cell[name]))) select.append(make("option", value, { value }));
-    select.addEventListener("change", renew);
-  }
-  document.getElementById("words").addEventListener("input", renew);
-  document.getElementById("more").addEventListener("click", () => { view.limit += 5 * PAGE; refresh(); });
-  document.querySelector("form").addEventListener("submit", (event) => event.preventDefault());
+  platforms.forEach(({ label }, number) => control("platform").append(make("option", `${number + 1}: ${label}`, { value: number })));
+  const outcomes = new Set(cells.flatMap((cell) => cell.records.filter(Boolean).map((one) => one.outcome)));
+  for (const value of outcomes) control("outcome").append(make("option", value.replace("_", " "), { value }));
+  const renew = () => { view.limit = PAGE; refresh(); };
+  for (const name of ["platform", "outcome", "differing", "failures"]) control(name).addEventListener("change", renew);
+  control("words").addEventListener("input", renew);
+  control("filters").addEventListener("submit", (event) => event.preventDefault());
+  // What nothing can be told by is not offered.
+  control("differing").disabled = !cells.some((cell) => cell.differs);
+  control("failures").disabled = !cells.some((cell) => cell.case.failure);
+  control("more").addEventListener("click", () => { view.limit += 5 * PAGE; fillTable(chosenCells()); });
 }
-function renew() {
-  view.limit = PAGE;
-  refresh();
-}
-
-heatMaps();
-tooltip();
-heads();
-filters();
-refresh();
-document.body.dataset.ready = "true";

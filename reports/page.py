@@ -2,36 +2,40 @@
 
 import base64
 import hashlib
-import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from types import MappingProxyType
 
-from tiebreak.reports import files, marks, page_tables, store, tables
+from tiebreak.reports import files, page_tables, store, tables
 from tiebreak.reports.audit import Audits
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.comparison import distinct, platform_labels
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.figures import Figure, figures
-from tiebreak.reports.records import Estimate, MeasureRecord, Record, Run, number_of
+from tiebreak.reports.findings import findings
+from tiebreak.reports.page_data import page_data
+from tiebreak.reports.records import Run
 from tiebreak.reports.svg import draw
-from tiebreak.reports.training import TRAINING
+from tiebreak.reports.training import TRAINING, training_legend
 
 _HERE = Path(__file__).parent
-_DIGITS = 6  # significant ones of a number on the page: the files have them all
-_SCALE = 0.35  # ulp at which the colours of the heat map end
+_SCRIPTS = ("page.js", "page_map.js", "page_about.js")
+_DIGEST = 8  # findings that stand open
 _KEY = (
-    ("background:#05488a;color:#fff", "-0.35", "toward zero"),
-    ("background:#fff;color:#000;border:1px solid #b3b3b3", "0", "fair"),
-    ("background:#a63603;color:#fff", "+0.35", "away from zero"),
-    ("color:#4d4d4d;font-style:italic", "+1.73", "no verdict: the sum cancels, and an error in ulps is of any size"),
-    ("background:#333;color:#fff", "NaN", "NaN or Inf where the reference is finite"),
-    ("background:#fff;color:#000", "-0.02 ·", "held: as claimed or predicted; no mark: measured, nothing was asked"),
-    ("outline:2px solid #000;outline-offset:-2px;font-weight:700", "+0.23!", "the cell fell; in parentheses: excused"),
-    ("outline:2px dotted #000;outline-offset:-2px;font-weight:700", "+0.03?", "not known yet"),
-    ("border:1px dashed #b3b3b3;color:#4d4d4d", "skip", "skipped or missing: no pass"),
-    ("background:#000;color:#fff", "crash", "crashed or timed out"),
+    ("toward-5", "-0.35", "toward zero"),
+    ("", "-0.02", "unbiased: the whole interval lies within 0.05 ulp"),
+    ("away-5", "+0.35 B", "biased, away from zero"),
+    ("", "+0.04 ?", "neither is known"),
+    ("nan", "NaN", "NaN or Inf where the reference is finite"),
+    ("plain", "x0.28", "the output keeps 28 % of its size"),
+    ("plain", "+1.73", "no verdict: the sum cancels, and an error in ulps is of any size"),
+    ("", "-0.02 ·", "held: as claimed or predicted; no mark: measured, nothing was asked"),
+    ("fell", "!+0.23 B!", "fell: a check was not met; (..): that is excused"),
+    ("inconclusive", "?+0.04 ??", "inconclusive: too few heads. Not a pass"),
+    ("none", "skip", "the kernel does not take this input; missing: the run lacks the cell. Neither is a pass"),
+    ("ended", "!crash!", "crashed; !time!: timed out"),
+    ("differs", "≠", "platforms differ in verdict or outcome: each is shown, with its number"),
 )
 
 
@@ -80,14 +84,23 @@ def page(
     Returns:
         The whole file.
     """
-    style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    sections = [_figures(found), page_tables.training(runs, labels), page_tables.audits(audits)]
+    style, *scripts = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", *_SCRIPTS))
+    script = "".join(scripts)
+    sections = [_figures(found), page_tables.audits(audits)]
     if runs:
-        cells = [_cells(runs, labels), page_tables.words(runs), f"<script>{script}</script>"]
-        sections = [_platforms(runs, labels), _heat(runs), *sections, *cells]
+        data = f'<script type="application/json" id="data">{page_data(runs, labels)}</script>'
+        cells = [_CELLS, page_tables.words(runs), _DIALOG, data, f"<script>{script}</script>"]
+        sections = [
+            _said(findings(runs, labels)),
+            _platforms(runs, labels),
+            _map(runs),
+            _trained(runs),
+            *sections,
+            *cells,
+        ]
     body = "\n".join(section for section in sections if section)
     # The policy lets this page's own script run and nothing else, whatever a record smuggles in.
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{_hash(script)}'"
+    policy = f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -106,34 +119,61 @@ def page(
 """
 
 
-def _heat(runs: Sequence[Run]) -> str:
+def _said(found: Sequence[str]) -> str:
+    """The findings, the first of them open."""
+    items = [f"<li>{_marked(line)}</li>" for line in found]
+    first, rest = (items[:_DIGEST], items[_DIGEST:]) if len(items) > _DIGEST + 1 else (items, [])
+    more = f"<details><summary>{len(rest)} more</summary><ul>{''.join(rest)}</ul></details>" if rest else ""
+    return f'<h2 id="findings">Findings</h2>\n<ul class="findings">{"".join(first)}</ul>{more}'
+
+
+def _marked(line: str) -> str:
+    """A sentence with what stands between backticks as code."""
+    parts = map(escape, line.split("`"))
+    return "".join(f"<code>{part}</code>" if number % 2 else part for number, part in enumerate(parts))
+
+
+def _map(runs: Sequence[Run]) -> str:
     kinds = {name: about for run in reversed(runs) for name, about in run.experiments.items() if name != TRAINING}
     legends = [f"<p>{escape(name)}: {escape(about.legend or about.about)}</p>" for name, about in kinds.items()]
-    return f"""<h2 id="heat">Kernels and cases</h2>
+    return f"""<h2 id="map">Kernels and cases</h2>
 {"".join(legends)}
-<p>Hover over a cell for its numbers, or find it in the table of all cells.</p>
-{_key()}
-<noscript><p>The maps and the table of all cells need JavaScript; the rest does not.</p></noscript>
-<div id="maps"></div>
-<div id="tip" role="tooltip" hidden></div>"""
+<p>A click on a cell, or Enter, opens all that is known of it; on the name of a case or a kernel, what it is.</p>
+<details><summary>Marks</summary>{_key()}</details>
+<noscript><p>The map and the table of all cells need JavaScript; the rest does not.</p></noscript>
+{_FORM}
+<div id="cells-map"></div>
+<div id="paper"></div>"""
 
 
-def _cells(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    return f"""<h2 id="all">All cells but the training runs</h2>
-{_TABLE}
-<script type="application/json" id="data">{_data(runs, labels)}</script>"""
+def _trained(runs: Sequence[Run]) -> str:
+    if not any(record.experiment == TRAINING for run in runs for record in run.records):
+        return ""
+    return f"""<h2 id="training">Short training runs</h2>
+{page_tables.lines(training_legend(runs))}
+<div id="training-map"></div>"""
 
 
-_TABLE = """<form>
-<label>Words in backend, kernel, case, format, verdict<input id="words" type="search"></label>
-<label>Platform<select id="platform"><option value="">all</option></select></label>
+_FORM = """<form id="filters">
+<label>Words in kernel, case, group, backend, format, verdict, outcome<input id="words" type="search"></label>
+<label>Platform<select id="platform"><option value="">all platforms</option></select></label>
 <label>Outcome<select id="outcome"><option value="">all</option></select></label>
-</form>
+<label class="tick"><input id="differing" type="checkbox"> only what differs</label>
+<label class="tick"><input id="failures" type="checkbox"> only failure inputs</label>
+</form>"""
+
+_CELLS = """<h2 id="all">All cells</h2>
 <p id="count" role="status"></p>
 <div class="wide" tabindex="0" role="region" aria-label="all cells">
 <table id="cells"><thead><tr></tr></thead><tbody></tbody></table>
 </div>
 <button id="more" type="button">Show more</button>"""
+
+_DIALOG = """<dialog id="about" aria-labelledby="about-title">
+<button id="close" type="button" aria-label="close">×</button>
+<h2 id="about-title"></h2>
+<div id="about-body"></div>
+</dialog>"""
 
 
 def _hash(script: str) -> str:
@@ -143,14 +183,22 @@ def _hash(script: str) -> str:
 def _platforms(runs: Sequence[Run], labels: Sequence[str]) -> str:
     items = []
     for run, label in zip(runs, labels, strict=True):
-        software = ", ".join(f"{name} {run.platform[name]}" for name in ("torch", "os") if run.platform.get(name))
+        told = [f"{name} {run.platform[name]}" for name in ("torch", "os") if run.platform.get(name)]
+        told += [f"commit {_commit(str(run.platform['commit']))}"] if run.platform.get("commit") else []
+        told += [f"{name} {run.options[name]}" for name in ("seed", "heads") if run.options.get(name)]
         note = "" if run.complete else ". Interrupted: these are the cells that were done"
-        items.append(f"<li><b>{escape(label)}</b> ({escape(software)}): {tables.counts(run.records)}{note}</li>")
-    return "\n".join(["<ul>", *items, "</ul>"])
+        items.append(f"<li><b>{escape(label)}</b> ({escape(', '.join(told))}): {tables.counts(run.records)}{note}</li>")
+    return "\n".join(['<ol id="platforms">', *items, "</ol>"])
+
+
+def _commit(name: str) -> str:
+    """As short as people write it; "-dirty" stays."""
+    number, dash, rest = name.partition("-")
+    return f"{number[:12]}{dash}{rest}"
 
 
 def _key() -> str:
-    items = [f'<li><span style="{style}">{escape(text)}</span> {escape(words)}</li>' for style, text, words in _KEY]
+    items = [f'<li><span class="{kind}">{escape(text)}</span> {escape(words)}</li>' for kind, text, words in _KEY]
     return "\n".join(['<ul class="key">', *items, "</ul>"])
 
 
@@ -162,51 +210,3 @@ def _figures(found: Sequence[Figure]) -> str:
         for one in found
     ]
     return "\n".join(['<h2 id="figures">Where it comes from</h2>', '<div class="figures">', *parts, "</div>"])
-
-
-def _data(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """The cells as JSON that can stand inside a script element; each string is there once."""
-    strings: dict[str, int] = {}
-
-    def number(text: str) -> int:
-        return strings.setdefault(text, len(strings))
-
-    heats = {kind: about.headline for run in reversed(runs) for kind, about in run.experiments.items()}
-    measures = _columns(runs, heats.values())
-    cells = []
-    for run, label in zip(runs, labels, strict=True):
-        platform = number(label)
-        for one in run.records:
-            if one.experiment == TRAINING:
-                continue
-            names = (one.backend, one.format, one.kernel, one.case, one.outcome, one.verdict or "", one.experiment)
-            told = ("; ".join(one.reasons), marks.plain_text(one), one.excused or "")
-            numbers = (part for name, (_, estimated) in measures.items() for part in _parts(one, name, estimated))
-            cells.append([platform, *map(number, names), *map(number, told), *map(_short, numbers)])
-    described = [[name, about.unit, about.about, estimated] for name, (about, estimated) in measures.items()]
-    plain = {"strings": list(strings), "scale": _SCALE, "measures": described, "heats": heats, "cells": cells}
-    text = json.dumps(plain, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
-
-
-def _columns(runs: Sequence[Run], coloured: Collection[str | None]) -> dict[str, tuple[MeasureRecord, bool]]:
-    """The measures that the table of all cells has columns of, and whether they have intervals anywhere."""
-    found = {name: about for run in reversed(runs) for name, about in run.measures.items()}
-    records = [one for run in runs for one in run.records]
-    return {
-        name: (about, any(isinstance(one.measures.get(name), Estimate) for one in records))
-        for name, about in found.items()
-        if about.column or name in coloured
-    }
-
-
-def _parts(record: Record, name: str, estimated: bool) -> tuple[float | None, ...]:
-    """The number of a measure, and, where some cell has one, the half width of its interval."""
-    value = record.measures.get(name)
-    if not estimated:
-        return (number_of(value),)
-    return number_of(value), value.half_width if isinstance(value, Estimate) else None
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.{_DIGITS}g}")

@@ -1,4 +1,4 @@
-"""The tables of the page that need no script: training runs, audits."""
+"""The tables of the page that need no script: audits, and words."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -6,32 +6,6 @@ from html import escape
 from tiebreak.reports.audit import Audits
 from tiebreak.reports.audit_tables import HEADERS, LEGEND, AuditGrid, Row, about, audit_grids
 from tiebreak.reports.records import Run
-from tiebreak.reports.training import training_grids, training_legend
-
-
-def training(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """A table a platform and backend of the short training runs; empty without any.
-
-    Args:
-        runs: what to show.
-        labels: of their platforms.
-
-    Returns:
-        HTML.
-    """
-    parts = []
-    for run, label in zip(runs, labels, strict=True):
-        for grid in training_grids([run]):
-            heads = ["kernel", *map(grid.heading, grid.cases)]
-            rows = []
-            for kernel in grid.kernels:
-                cells = "".join(f"<td>{escape(grid.text(kernel, case))}</td>" for case in grid.cases)
-                rows.append(f'<tr><th scope="row">{escape(kernel)}</th>{cells}</tr>')
-            parts.append(_table("trained", heads, rows, f"<caption>{escape(label)}: {escape(grid.backend)}</caption>"))
-    if not parts:
-        return ""
-    legend = _lines(training_legend(runs))
-    return "\n".join(['<h2 id="training">Short training runs</h2>', legend, '<div class="wide">', *parts, "</div>"])
 
 
 def audits(found: Mapping[str, Audits]) -> str:
@@ -50,7 +24,7 @@ def audits(found: Mapping[str, Audits]) -> str:
         parts += [f"<h3>{escape(label)}</h3>"] if len(found) > 1 else []
         parts.append(f"<p>{escape(about(one))}</p>")
         parts += [_audited(grid, opened=number == at == 0) for at, grid in enumerate(audit_grids(one))]
-    return "\n".join([*parts, _lines(LEGEND)])
+    return "\n".join([*parts, lines(LEGEND)])
 
 
 def words(runs: Sequence[Run]) -> str:
@@ -90,7 +64,8 @@ def _target(row: Row) -> str:
     return f'<tr><th scope="row">{head}</th>{cells}</tr>'
 
 
-def _lines(text: str) -> str:
+def lines(text: str) -> str:
+    """A paragraph of a text, line by line."""
     return f"<p>{escape(text).replace(chr(10), '<br>')}</p>"
 
 

@@ -4,6 +4,7 @@ import builtins
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,33 @@ def test_the_page_is_one_file_that_asks_for_nothing(telling: Run) -> None:
     for tag, attributes in tags:
         assert "src" not in attributes, tag
         assert attributes.get("href", "data:,") == "data:,"
+        # The policy allows the one style and the one script by their digests, and nothing inline.
+        assert not [name for name in attributes if name == "style" or name.startswith("on")], tag
     assert "url(" not in html
-    assert "default-src 'none'" in html
+    (policy,) = (attributes["content"] for _, attributes in tags if attributes.get("http-equiv"))
+    assert policy is not None
+    assert re.fullmatch(
+        r"default-src 'none'; img-src data:; style-src 'sha256-[^' ]*'; script-src 'sha256-[^' ]*'", policy
+    )
     assert html.count("<script") == 2
+
+
+def test_it_opens_with_findings_and_folds_those_beyond_a_digest(run: MakeRun, record: Make, fallen: Make) -> None:
+    few = page([run(record("`a`", "<b>"))], ["here"], [])
+    assert few.index('id="findings"') < few.index('id="platforms"') < few.index('id="map"')
+    assert "<li>Fair, unbiased on every input: <code>&#x27;a&#x27;</code> on cpu (1 input).</li>" in few
+    assert "<summary>" not in few[: few.index('id="platforms"')]
+    many = page([run(fallen(), unavailable={f"device_{number}": "no" for number in range(9)})], ["here"], [])
+    opened, folded = many[: many.index('id="platforms"')].split("<summary>")
+    assert opened.count("<li>") == 8
+    assert folded.startswith(f"{folded.count('<li>')} more</summary>")
+    assert "<code>device_8</code>" in folded
+
+
+def test_a_platform_has_what_it_takes_to_run_it_again(run: MakeRun, record: Make) -> None:
+    html = page([run(record(), platform={"commit": "0123456789abcdef0123-dirty"})], ["here"], [])
+    (told,) = re.findall(r"<li><b>here</b> \((.*?)\)", html)
+    assert told == "torch 2.13.0, os Linux 6.1, commit 0123456789ab-dirty, seed 1, heads 256"
 
 
 def test_strings_of_records_are_escaped(run: MakeRun, record: Make) -> None:
@@ -84,34 +109,33 @@ def test_strings_of_records_are_escaped(run: MakeRun, record: Make) -> None:
     assert EVIL in data_of(html)["strings"]
 
 
-def test_the_data_have_every_cell(telling: Run) -> None:
-    data = data_of(page([telling, telling], ["a", "b"], []))
-    assert len(data["cells"]) == 2 * sum(record.experiment == "call" for record in telling.records)
+def test_the_data_have_every_cell_once_and_what_platforms_say_alike_once(telling: Run) -> None:
+    other = [replace(one, digest="f" * 16) if one.case == "no_tail" else one for one in telling.records[:-1]]
+    data = data_of(page([telling, replace(telling, records=tuple(other))], ["a", "b"], []))
+    assert len(data["rows"]) == len(telling.records)
     assert len(data["strings"]) == len(set(data["strings"]))
-    nan = next(cell for cell in data["cells"] if data["strings"][cell[4]] == "huge")
-    assert [(name, estimated) for name, _, _, estimated in data["measures"]] == [
-        ("bias", True), ("rms_ulps", False), ("max_ulps", False), ("delta_bias", True), ("nonfinite", False)
-    ]  # fmt: skip
-    # Every measure, with the half width of its interval where it has one.
-    assert nan[11:] == [None, None, 0.35, None, 1e-05, 2e-05, 7]
-    assert [data["strings"][at] for at in nan[5:11]] == ["fell", "nonfinite", "call", "NaN", "NaN", ""]
-    empty = {data["strings"][cell[4]]: data["strings"][cell[9]] for cell in data["cells"] if cell[11] is None}
-    assert empty == {"huge": "NaN", "random": "skip", "odd": "crash"}
+    second = [row[-1][1] for row in data["rows"]]
+    assert second.count(None) == 1
+    assert second.count(0) == len(telling.records) - 2
+    assert sum(isinstance(one, list) for one in second) == 1
 
 
-def test_a_measure_is_a_column_if_it_says_so_and_the_kind_of_experiment_names_what_is_coloured(
+def test_cases_stand_in_the_order_of_the_file_and_a_measure_is_a_column_if_it_says_so(
     run: MakeRun, record: Make
 ) -> None:
     described = {
         "measures": {"wobble": MeasureRecord("made up", "deg", column=True)},
-        "experiments": {"swing": ExperimentRecord("a swing", "what wobbles.", headline="wobble")},
+        "experiments": {"swing": ExperimentRecord("a swing", "what wobbles.", headline="rms_ulps")},
+        "cases": {name: CaseRecord(f"about {name}", group="swings") for name in ("z", "a")},
     }
-    html = page([run(record(experiment="swing", measures={"wobble": 0.25}), **described)], ["a"], [])
+    cells = [record(case=case, experiment="swing", measures={"wobble": 0.25}) for case in ("z", "a")]
+    html = page([run(*cells, **described)], ["a"], [])
     data = data_of(html)
-    assert data["measures"][-1] == ["wobble", "deg", "made up", False]
-    assert "error_over_bound" not in [measure[0] for measure in data["measures"]]
-    assert data["heats"] == {"swing": "wobble"}
-    assert data["cells"][0][-1] == 0.25
+    assert [case[:4] for case in data["cases"]] == [["z", "about z", "", "swings"], ["a", "about a", "", "swings"]]
+    columns = {name for name, _, _, column in data["measures"] if column}
+    assert "wobble" in columns
+    assert "rms_ulps" in columns  # what tables show
+    assert "error_over_bound" not in columns
     assert "<p>swing: what wobbles.</p>" in html
 
 
@@ -189,11 +213,10 @@ def test_training_runs_have_figures_of_the_well_known_kernels_and_the_worst_othe
     assert [line.points for line in norm.series] == [((0.0, 1.0), (1.0, 2.0), (2.0, 4.0))]
 
 
-def test_training_runs_have_a_table_on_the_page_and_their_strings_are_escaped(run: MakeRun, trained: Make) -> None:
+def test_training_runs_have_a_map_of_their_own_and_their_strings_are_escaped(run: MakeRun, trained: Make) -> None:
     html = page([run(trained(EVIL))], ["a"], [])
     assert EVIL not in html
-    assert '<h2 id="training">' in html
-    assert "<td>+2.0e-03 ·</td>" in html
+    assert '<div id="training-map">' in html
     assert 'id="training"' not in page([run()], ["a"], [])
 
 

@@ -84,7 +84,7 @@ Capture = pytest.CaptureFixture[str]
 
 def test_nothing_in_reports_knows_their_names() -> None:
     folder = Path(tiebreak.reports.__file__).parent
-    for path in (*folder.glob("*.py"), folder / "page.js", folder / "schema.json"):
+    for path in (*folder.glob("*.py"), *folder.glob("*.js"), folder / "schema.json"):
         assert not re.search(r"wobble|flips\b|pendulum|fast_swing", path.read_text(encoding="utf-8")), path
 
 
@@ -183,10 +183,13 @@ def test_the_page_has_them_in_map_and_table(kept: Kept, tmp_path: Path) -> None:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
     assert found
     data = json.loads(found.group(1))
-    assert data["measures"] == [["wobble", "deg", "how far it swings", True]]
-    assert data["heats"] == {"pendulum": "wobble"}
-    assert [cell[-2:] for cell in data["cells"]] == [[1.0, 0.125]] * 2
-    assert {"pendulum", "1.0 deg", "beads", "abacus"} <= set(data["strings"])
+    assert data["measures"] == [
+        ["wobble", "deg", "how far it swings", True],
+        ["flips", "", "how often it turns over", False],
+    ]
+    # The panel has every measure, an estimate with its half width, whether it is a column or not.
+    assert [row[-1][0][-3:] for row in data["rows"]] == [[1.0, 0.125, 2.0]] * 2
+    assert {"pendulum", "1.0 deg ·", "beads", "abacus"} <= set(data["strings"])
 
 
 def test_figures_have_a_heat_map_of_the_measure_that_the_experiment_names(kept: Kept, tmp_path: Path) -> None:
