@@ -56,7 +56,8 @@ def _interrupted(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
 
 
 def _fallen(runs: Sequence[Run]) -> Iterator[str]:
-    records = [record for run in runs for record in run.records]
+    order = {name: place for place, name in enumerate(cases_of(runs))}
+    records = sorted((record for run in runs for record in run.records), key=lambda record: order[record.case])
     ran = [record for record in records if record.outcome != SKIPPED]
     if not ran:
         yield f"No cell ran: {_counted(len(records), 'cell')} skipped."
@@ -67,10 +68,10 @@ def _fallen(runs: Sequence[Run]) -> Iterator[str]:
         those = [record for record in ran if record.outcome == outcome and record.excused is None]
         failed = failed or bool(those)
         if those:
-            yield f"{len(those)} of {_counted(len(ran), 'cell')} {words}: {_where(those)}."
+            yield f"{len(those):,} of {_counted(len(ran), 'cell')} {words}: {_where(those)}."
     if not failed:
         found = Counter(record.outcome for record in ran)
-        yield f"No cell fell: {found[HELD]} held, {found[MEASURED]} measured without a claim."
+        yield f"No cell fell: {found[HELD]:,} held, {found[MEASURED]:,} measured without a claim."
     if excused := sum(record.excused is not None for record in ran):
         yield f"{_counted(excused, 'cell')} fell and {'is' if excused == 1 else 'are'} excused."
 
@@ -82,13 +83,13 @@ def _different(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
     shared = [row for row in rows if row.agreement is not Agreement.NOT_COMPARABLE]
     differing = [row.record for row in shared if row.agreement is Agreement.DISAGREE]
     same = sum(row.letters.count("a") == _ran(row) for row in shared)
-    bits = f"{same} agree{'s' if same == 1 else ''} to the bit"
+    bits = f"{same:,} agree{'s' if same == 1 else ''} to the bit"
     who = "both platforms" if len(runs) == 2 else f"at least two of the {len(runs)} platforms"
     if not shared:
         yield f"No cell can be compared: {who} ran none with the same inputs."
     elif differing:
         yield (
-            f"{len(differing)} of the {_counted(len(shared), 'cell')} that {who} ran"
+            f"{len(differing):,} of the {_counted(len(shared), 'cell')} that {who} ran"
             f" {'differs' if len(differing) == 1 else 'differ'} in verdict or outcome, {bits}: {_where(differing)}."
         )
     else:

@@ -162,15 +162,36 @@ function open(element) {
 }
 
 // On paper nothing scrolls: the maps are cut into parts as wide as a sheet, and what is folded is unfolded.
-const ACROSS = 14;
+const SHEET = 1040; // px: A4 on its side, less its margins
+const CHARACTER = 6.2; // px at the size of print
+const BOLD = 1.2; // as wide: what fell is bold
+const wide = (text) => CHARACTER * text.length * (/[!?]/.test(text) ? BOLD : 1);
+const widthOf = (texts) => Math.max(30, ...texts.map(wide)) + 10;
+const textsOf = (cell) => linesOf(cell).map(({ record, numbers }) => `${numbers.length ? `≠${numbers.join(",")} ` : ""}${record.text}`);
+
+function sheetsOf({ shown, columns }) {
+  const room = SHEET - Math.min(234, widthOf(shown.map((cell) => cell.case.name)));
+  const sheets = [];
+  let left = 0;
+  for (const column of columns) {
+    const width = widthOf(shown.filter((cell) => cell.column === column.key).flatMap(textsOf));
+    if (width > left || !sheets.length) {
+      sheets.push([]);
+      left = room;
+    }
+    sheets.at(-1).push(column);
+    left -= width;
+  }
+  return sheets;
+}
+
 let unfolded = [];
 function toPaper() {
   if (control("paper").childElementCount) return;
-  for (const { shown, columns, title } of partsOf(chosenCells())) {
-    for (let start = 0; start < columns.length; start += ACROSS) {
-      const part = columns.slice(start, start + ACROSS);
-      const keys = new Set(part.map((column) => column.key));
-      control("paper").append(mapTable(shown.filter((cell) => keys.has(cell.column)), part, title));
+  for (const part of partsOf(chosenCells())) {
+    for (const columns of sheetsOf(part)) {
+      const keys = new Set(columns.map((column) => column.key));
+      control("paper").append(mapTable(part.shown.filter((cell) => keys.has(cell.column)), columns, part.title));
     }
   }
   unfolded = [...document.querySelectorAll("details:not([open])")];

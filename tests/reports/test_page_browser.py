@@ -106,6 +106,13 @@ class Browser:
             self.events.append(self._next())
         assert self.ask("document.body.dataset.ready") == ("true" if scripted else None)
 
+    def paper(self, media: str, scheme: str) -> None:
+        """Show the page as on paper, or as on a screen again; the page hears of it with its next picture."""
+        self.call(
+            "Emulation.setEmulatedMedia", media=media, features=[{"name": "prefers-color-scheme", "value": scheme}]
+        )
+        self.ask("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
+
     def ask(self, expression: str) -> Any:
         """The value of an expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
@@ -461,6 +468,38 @@ def test_more_rows_come_when_asked_for(
     browser.ask("more.click()")
     assert len(browser.ask(ROWS)) == 250
     assert browser.ask("more.hidden") is True
+
+
+SHEET = 1047  # px: A4 on its side, less its margins
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_paper_no_map_is_cut_off_and_nothing_is_folded(
+    browser: Browser, run: Callable[..., Run], record: Callable[..., Record], tmp_path: Path, scheme: str
+) -> None:
+    kernels = [f"stabilized_{number}@all_bf16" for number in range(40)]
+    cells = [
+        record(kernel, f"repeated_large[r={r}]", verdict="biased", outcome="fell")
+        for kernel in kernels
+        for r in (20, 10000)
+    ]
+    other = [replace(one, verdict="unbiased") for one in cells]
+    path = written(tmp_path, [run(*cells), run(*other, run="b" * 32)], ["here", "there"])
+    browser.open(path, SHEET, scheme=scheme)
+    browser.paper("print", scheme)
+    seen = "[...document.querySelectorAll('TAGS')].filter((one) => one.getClientRects().length)"
+    tables = seen.replace("TAGS", "table.map")
+    assert max(browser.ask(f"{tables}.map((one) => one.getBoundingClientRect().right)")) <= SHEET
+    assert browser.ask(f"{tables}.length") > 1
+    heads = browser.ask(f"{seen.replace('TAGS', '.map thead th div')}.map((one) => one.textContent)")
+    assert heads == sorted(kernels)
+    assert max(browser.ask(f"{seen.replace('TAGS', '.map .name')}.map((one) => one.offsetHeight)")) < 25
+    assert browser.ask("document.documentElement.scrollWidth") <= SHEET
+    assert browser.ask("[...document.querySelectorAll('details')].every((one) => one.open)")
+    assert browser.ask("getComputedStyle(document.body).color") == "rgb(26, 26, 26)"
+    browser.paper("", scheme)
+    assert browser.ask("document.querySelectorAll('table.map').length") == 1
+    assert not browser.ask("[...document.querySelectorAll('details')].some((one) => one.open)")
 
 
 @pytest.mark.parametrize("width", [400, 1600])
