@@ -1,16 +1,15 @@
 """What the figures of a page show, as plain data: drawn into the page as SVG, or to files by matplotlib."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tiebreak.reports.records import HistogramRecord, Record, Run, SeriesRecord, TraceRecord
+from tiebreak.reports.comparison import cases_of
+from tiebreak.reports.records import CaseRecord, HistogramRecord, Record, Run, SeriesRecord, TraceRecord
 
 _EACH = 2  # kernels of each kind in a figure: more lines than four can't be told apart
 _WELL_KNOWN = ("flash@paper", "stabilized@paper")  # the paper's own, which come first where they were run
-# The paper's failing kernel, its fix and the suite's; beside them a device's or a user's own that drifts most.
-_TRAINED = ("flash@train_l_rounded", "stabilized@train_l_rounded", "fair@train_l_rounded")
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,7 @@ def figures(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
 
     The kernels are the paper's own, then the most biased of those whose P-bar reaches 1, where ties break, and the
     least biased of the others, under emulation, where the trace is known. They come from the first run that traced any.
+    Training runs come from all runs, and are those that err most and least.
 
     Args:
         runs: the runs.
@@ -62,32 +62,63 @@ def _scripted(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
     return []
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """A training run to draw."""
+
+    record: Record
+    label: str  # of its platform
+    size: float  # |headline|
+    steps: tuple[tuple[int, float | None], ...]  # readings by step
+
+    @property
+    def place(self) -> str:
+        """Where it ran."""
+        return f"{self.record.backend}, {self.label}"
+
+
 def _trained(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
-    for run, label in zip(runs, labels, strict=True):
-        drift = _runs_of("delta_error", "delta_error_mean", run)
-        growth = _runs_of("wq_norm", "wq_norm_growth", run)
-        if drift or growth:
-            found = [_running_sum(drift), _growth(growth)]
-            return [_from(figure, label) for figure in found if figure is not None]
-    return []
+    """Of every file, whatever its kernels are called: those that err most, and those that err least."""
+    cases = cases_of(runs)
+    drift = _runs_of("delta_error", "delta_error_mean", runs, labels, cases)
+    growth = _runs_of("wq_norm", "wq_norm_growth", runs, labels, cases)
+    return [figure for figure in (_running_sum(drift), _growth(growth)) if figure is not None]
 
 
-_Steps = tuple[str, tuple[tuple[int, float | None], ...]]  # a kernel, and its readings by step
-
-
-def _runs_of(series: str, headline: str, run: Run) -> list[_Steps]:
-    """The training runs to draw: one backend's well-known kernels, and the worst of all others."""
-    shown = {name: about.label or name for name, about in run.cases.items() if about.headline == headline}
-    told = [(one, _series(one, series)) for one in run.records if one.case in shown]
-    told = [(one, steps) for one, steps in told if steps]
-    if not told:
+def _runs_of(
+    series: str, headline: str, runs: Sequence[Run], labels: Sequence[str], cases: Mapping[str, CaseRecord]
+) -> list[_Trained]:
+    """The training runs to draw: of the first snippet that has this headline, the worst and the best."""
+    shown = {name: about.label or name for name, about in cases.items() if about.headline == headline}
+    found = [
+        _Trained(one, label, size, steps)
+        for run, label in zip(runs, labels, strict=True)
+        for one in run.records
+        if one.case in shown and (steps := _series(one, series)) and (size := _headline(one, headline)) is not None
+    ]
+    if not found:
         return []
-    first, case = told[0][0].backend, min((one.case for one, _ in told), key=lambda case: shown[case])
-    told = [(one, steps) for one, steps in told if one.case == case]
-    known = [(one.kernel, steps) for one, steps in told if one.backend == first and one.kernel in _TRAINED]
-    others = [(one, steps) for one, steps in told if "@train" not in one.kernel]
-    others.sort(key=lambda pair: -abs(pair[0].number(headline) or 0.0))
-    return [*known, *((f"{one.kernel} ({one.backend})", steps) for one, steps in others[:1])]
+    case = min((one.record.case for one in found), key=lambda case: shown[case])
+    alike = {one.steps: one for one in reversed(found) if one.record.case == case}
+    told = sorted((one for one in found if alike.get(one.steps) is one), key=lambda one: -one.size)
+    return told if len(told) <= 2 * _EACH else [*told[:_EACH], *told[-_EACH:]]
+
+
+def _headline(record: Record, name: str) -> float | None:
+    value = record.number(name)
+    return None if value is None else abs(value)
+
+
+def _named(chosen: Sequence[_Trained]) -> list[str]:
+    """Labels of lines: the kernel, and where it ran if they ran in several places."""
+    several = len({one.place for one in chosen}) > 1
+    return [f"{one.record.kernel} ({one.place})" if several else one.record.kernel for one in chosen]
+
+
+def _from_where(note: str, chosen: Sequence[_Trained]) -> str:
+    """The note, and where all of it ran if that is one place."""
+    places = {one.place for one in chosen}
+    return f"{note} From {places.pop()}." if len(places) == 1 else note
 
 
 def _series(record: Record, name: str) -> tuple[tuple[int, float | None], ...]:
@@ -98,34 +129,41 @@ def _series(record: Record, name: str) -> tuple[tuple[int, float | None], ...]:
     return tuple(zip(found.steps, found.values.get(name, ()), strict=False))
 
 
-def _running_sum(chosen: Sequence[_Steps]) -> Figure | None:
+def _running_sum(chosen: Sequence[_Trained]) -> Figure | None:
     series = []
-    for name, steps in chosen:
-        totals = accumulate(value or 0.0 for _, value in steps)
-        series.append(Series(name, tuple((float(step), total) for (step, _), total in zip(steps, totals, strict=True))))
+    for name, one in zip(_named(chosen), chosen, strict=True):
+        totals = accumulate(value or 0.0 for _, value in one.steps)
+        points = tuple((float(step), total) for (step, _), total in zip(one.steps, totals, strict=True))
+        series.append(Series(name, points))
     if not series:
         return None
+    note = (
+        "delta as the kernel has it less delta in fp64, summed over the rows of the scripted head and over the steps. A"
+        " straight line is a bias: the query weights are pushed one way in every step. The kernels that err most and"
+        " least."
+    )
     return Figure(
         name="drift",
         title="Training: delta's error summed up",
-        note="delta as the kernel has it less delta in fp64, summed over the rows of the scripted head and over the"
-        " steps. A straight line is a bias: the query weights are pushed one way in every step.",
+        note=_from_where(note, chosen),
         x_label="step",
         y_label="sum of delta's error",
         series=tuple(series),
     )
 
 
-def _growth(chosen: Sequence[_Steps]) -> Figure | None:
+def _growth(chosen: Sequence[_Trained]) -> Figure | None:
     series = [
-        Series(name, tuple((float(step), norm) for step, norm in steps if norm is not None)) for name, steps in chosen
+        Series(name, tuple((float(step), norm) for step, norm in one.steps if norm is not None))
+        for name, one in zip(_named(chosen), chosen, strict=True)
     ]
     if not series:
         return None
+    note = "Spectral norm of the scripted head's query weights while they alone train. The most growth and the least."
     return Figure(
         name="growth",
         title="Training: W_Q's norm",
-        note="Spectral norm of the scripted head's query weights while they alone train.",
+        note=_from_where(note, chosen),
         x_label="step",
         y_label="spectral norm",
         series=tuple(series),

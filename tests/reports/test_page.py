@@ -23,6 +23,7 @@ from tiebreak.reports.records import (
     MeasureRecord,
     Record,
     Run,
+    SeriesRecord,
     TraceRecord,
 )
 from tiebreak.reports.svg import draw, ticks
@@ -196,21 +197,29 @@ def test_nothing_is_written_where_input_cannot_be_read(
     assert not (tmp_path / "page").exists()
 
 
-def test_training_runs_have_figures_of_the_well_known_kernels_and_the_worst_other(run: MakeRun, trained: Make) -> None:
-    names = ("flash@train", "fair@train_l_rounded", "flash@train_l_rounded")
-    growth = trained("flash@train_l_rounded", "train_runaway")
-    cells = [*(trained(name) for name in names), trained("mild", value=1e-4), trained("worse", value=-3e-3),
-             growth, trained("late", "train_late", value=1.0)]  # fmt: skip
+def test_training_runs_of_every_file_have_figures_whatever_their_names(run: MakeRun, trained: Make) -> None:
+    def one(kernel: str, value: float, **fields: Any) -> Record:
+        """Each with a series of its own."""
+        readings = {"delta_error": (value, None, value / 2), "wq_norm": (1.0, 2.0, 4.0)}
+        return trained(kernel, value=value, evidence={"series": SeriesRecord((0, 1, 2), readings)}, **fields)
+
+    first = run(one("flash@train", 2e-3), one("mild", 1e-4), one("twin", 1e-4), one("plain", -1e-3))
+    growth = trained("theirs", "train_runaway", measures={"wq_norm_growth": 4.0})
+    # A later snippet of the same measure is another figure's matter: one is enough.
+    late = trained("late", "train_late", value=1.0)
     described = {
         "train_runaway": CaseRecord("W_Q grows", label="Q", headline="wq_norm_growth"),
-        # A later snippet of the same measure is another figure's matter: one is enough.
         "train_late": CaseRecord("late", label="B", headline="delta_error_mean"),
     }
-    drift, norm = figures([run(*cells, cases=described)], ["a platform"])
-    assert [line.label for line in drift.series] == ["fair@train_l_rounded", "flash@train_l_rounded", "worse (cpu)"]
-    # The series is 2e-3, none, 1e-3.
-    assert [sum_ for _, sum_ in drift.series[0].points] == pytest.approx([2e-3, 2e-3, 3e-3])
+    second = run(one("theirs", -3e-3), one("least", 0.0), growth, late, cases=described)
+    drift, norm = figures([first, second], ["here", "there"])
+    assert [line.label for line in drift.series] == [
+        "theirs (cpu, there)", "flash@train (cpu, here)", "mild (cpu, here)", "least (cpu, there)"
+    ]  # fmt: skip
+    assert [total for _, total in drift.series[1].points] == pytest.approx([2e-3, 2e-3, 3e-3])
     assert [line.points for line in norm.series] == [((0.0, 1.0), (1.0, 2.0), (2.0, 4.0))]
+    assert norm.series[0].label == "theirs"
+    assert norm.note.endswith("From cpu, there.")
 
 
 def test_training_runs_have_a_map_of_their_own_and_their_strings_are_escaped(run: MakeRun, trained: Make) -> None:
