@@ -67,40 +67,41 @@ class _Trained:
     """A training run to draw."""
 
     record: Record
-    label: str  # of its platform
+    platform: int  # its number on the page
     size: float  # |headline|
     steps: tuple[tuple[int, float | None], ...]  # readings by step
 
     @property
     def place(self) -> str:
         """Where it ran."""
-        return f"{self.record.backend}, {self.label}"
+        return f"{self.record.backend}, platform {self.platform}"
 
 
 def _trained(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
     """Of every file, whatever its kernels are called: those that err most, and those that err least."""
     cases = cases_of(runs)
-    drift = _runs_of("delta_error", "delta_error_mean", runs, labels, cases)
-    growth = _runs_of("wq_norm", "wq_norm_growth", runs, labels, cases)
-    return [figure for figure in (_running_sum(drift), _growth(growth)) if figure is not None]
+    drift = _runs_of("delta_error", "delta_error_mean", runs, cases)
+    growth = _runs_of("wq_norm", "wq_norm_growth", runs, cases)
+    return [figure for figure in (_running_sum(drift, labels), _growth(growth, labels)) if figure is not None]
 
 
-def _runs_of(
-    series: str, headline: str, runs: Sequence[Run], labels: Sequence[str], cases: Mapping[str, CaseRecord]
-) -> list[_Trained]:
+def _runs_of(series: str, headline: str, runs: Sequence[Run], cases: Mapping[str, CaseRecord]) -> list[_Trained]:
     """The training runs to draw: of the first snippet that has this headline, the worst and the best."""
     shown = {name: about.label or name for name, about in cases.items() if about.headline == headline}
     found = [
-        _Trained(one, label, size, steps)
-        for run, label in zip(runs, labels, strict=True)
+        _Trained(one, number, size, steps)
+        for number, run in enumerate(runs, start=1)
         for one in run.records
         if one.case in shown and (steps := _series(one, series)) and (size := _headline(one, headline)) is not None
     ]
     if not found:
         return []
     case = min((one.record.case for one in found), key=lambda case: shown[case])
-    alike = {one.steps: one for one in reversed(found) if one.record.case == case}
-    told = sorted((one for one in found if alike.get(one.steps) is one), key=lambda one: -one.size)
+    worst: dict[str, _Trained] = {}  # of each kernel, wherever it ran: other kernels tell more than other platforms
+    for one in sorted((one for one in found if one.record.case == case), key=lambda one: -one.size):
+        worst.setdefault(one.record.kernel, one)
+    alike = {one.steps: one for one in reversed(worst.values())}
+    told = [one for one in worst.values() if alike[one.steps] is one]
     return told if len(told) <= 2 * _EACH else [*told[:_EACH], *told[-_EACH:]]
 
 
@@ -115,10 +116,12 @@ def _named(chosen: Sequence[_Trained]) -> list[str]:
     return [f"{one.record.kernel} ({one.place})" if several else one.record.kernel for one in chosen]
 
 
-def _from_where(note: str, chosen: Sequence[_Trained]) -> str:
-    """The note, and where all of it ran if that is one place."""
-    places = {one.place for one in chosen}
-    return f"{note} From {places.pop()}." if len(places) == 1 else note
+def _from_where(note: str, chosen: Sequence[_Trained], labels: Sequence[str]) -> str:
+    """The note, and which platforms it is from."""
+    numbers = sorted({one.platform for one in chosen})
+    if len(numbers) == 1:
+        return f"{note} From {labels[numbers[0] - 1]}."
+    return f"{note} {'; '.join(f'Platform {number}: {labels[number - 1]}' for number in numbers)}."
 
 
 def _series(record: Record, name: str) -> tuple[tuple[int, float | None], ...]:
@@ -129,7 +132,7 @@ def _series(record: Record, name: str) -> tuple[tuple[int, float | None], ...]:
     return tuple(zip(found.steps, found.values.get(name, ()), strict=False))
 
 
-def _running_sum(chosen: Sequence[_Trained]) -> Figure | None:
+def _running_sum(chosen: Sequence[_Trained], labels: Sequence[str]) -> Figure | None:
     series = []
     for name, one in zip(_named(chosen), chosen, strict=True):
         totals = accumulate(value or 0.0 for _, value in one.steps)
@@ -145,14 +148,14 @@ def _running_sum(chosen: Sequence[_Trained]) -> Figure | None:
     return Figure(
         name="drift",
         title="Training: delta's error summed up",
-        note=_from_where(note, chosen),
+        note=_from_where(note, chosen, labels),
         x_label="step",
         y_label="sum of delta's error",
         series=tuple(series),
     )
 
 
-def _growth(chosen: Sequence[_Trained]) -> Figure | None:
+def _growth(chosen: Sequence[_Trained], labels: Sequence[str]) -> Figure | None:
     series = [
         Series(name, tuple((float(step), norm) for step, norm in one.steps if norm is not None))
         for name, one in zip(_named(chosen), chosen, strict=True)
@@ -163,7 +166,7 @@ def _growth(chosen: Sequence[_Trained]) -> Figure | None:
     return Figure(
         name="growth",
         title="Training: W_Q's norm",
-        note=_from_where(note, chosen),
+        note=_from_where(note, chosen, labels),
         x_label="step",
         y_label="spectral norm",
         series=tuple(series),

@@ -119,16 +119,16 @@ class _Standing:
 
     def add(self, records: Sequence[Record], failures: frozenset[str]) -> None:
         """Take in what a platform says."""
-        judged = [(record, _state(record)) for record in records if record.verdict is not None]
+        states = [(record, _state(record)) for record in records if record.outcome != SKIPPED]
+        judged = [(record, state) for record, state in states if state is not None]
         known = [(record, state) for record, state in judged if not failures or record.case in failures]
         means = [record.number("bias") or 0.0 for record, state in known if state == BIASED]
         self.biased.append(len(means))
         self.asked.append(len(known))
         self.up, self.down = self.up or any(x > 0 for x in means), self.down or any(x < 0 for x in means)
         # Also what crashed is no sign of health.
-        due = [one for one in records if one.outcome != SKIPPED and (one.case in failures or not failures)]
-        states = {_state(record) for record in due if failures or record.verdict is not None}
-        self.fair = self.fair and bool(known) and states == {UNBIASED}
+        due = {state for record, state in states if record.case in failures} if failures else {one for _, one in known}
+        self.fair = self.fair and bool(known) and due == {UNBIASED}
         for record, state in judged:
             if state in (NONFINITE, _SHRUNK) and record.case not in self.lost.setdefault(state, []):
                 self.lost[state].append(record.case)

@@ -116,7 +116,7 @@ const COLUMNS = [
   ...shownMeasures.map((measure) => ({ title: withUnit(measure), about: measure.about, number: true,
     of: (one) => one.measured.get(measure) })),
   { title: "backend", of: (one) => `${one.cell.backend}, ${one.cell.format}` },
-  { title: "platform", of: (one) => platforms[one.platform].label },
+  { title: "platform", of: (one) => String(one.platform + 1), about: "its number in the list above" },
 ];
 const view = { sort: null, down: false, limit: PAGE };
 
@@ -135,6 +135,7 @@ function rowOf(one) {
     row.append(number ? make("td", found ? estimate(found) : "", { class: "number" }) : make("td", found));
   }
   row.cells[2].className = classes(one);
+  row.lastChild.title = platforms[one.platform].label;
   row.cell = one.cell;
   return row;
 }

@@ -94,9 +94,16 @@ class _Tables:
         first = row.record
         names = (first.backend, first.format, first.kernel, first.experiment)
         said: list[Any] = []
-        for record in row.records:
-            told = None if record is None else self._record(record)
-            said.append(said.index(told) if told is not None and told in said else told)
+        for number, record in enumerate(row.records):
+            # Records that are equal as they are need no second writing down: most are.
+            alike = row.records.index(record)
+            if record is None:
+                said.append(None)
+            elif alike < number:
+                said.append(alike if isinstance(said[alike], list) else said[alike])
+            else:
+                told = self._record(record)
+                said.append(said.index(told) if told in said else told)
         return [*map(self.strings.number, names), order[first.case], row.agreement.value, ",".join(row.letters), said]
 
     def _record(self, one: Record) -> list[Any]:
