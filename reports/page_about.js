@@ -101,13 +101,14 @@ function histogram([low, width, outside, counts]) {
 function copier(code) {
   const button = make("button", "copy", { type: "button", class: "copy" });
   button.addEventListener("click", async () => {
+    let copied = true;
     try {
       await navigator.clipboard.writeText(code.textContent);
     } catch {
       getSelection().selectAllChildren(code);
-      document.execCommand("copy");
+      copied = document.execCommand("copy");
     }
-    button.textContent = "copied";
+    button.textContent = copied ? "copied" : "selected";
   });
   return button;
 }

@@ -377,13 +377,19 @@ def test_a_click_on_a_cell_opens_all_that_is_known_of_it(browser: Browser, diffe
     assert browser.ask(CONTRAST.replace("WITH_TEXT", WITH_TEXT))[0][0] >= 4.5
 
 
-def test_the_command_is_copied_without_a_network(browser: Browser, differing: Path) -> None:
+@pytest.mark.parametrize("allowed", [True, False])
+def test_the_command_is_copied_with_and_without_the_clipboards_own_interface(
+    browser: Browser, differing: Path, allowed: bool
+) -> None:
     browser.open(differing, 1280)
+    write = "async (text) => { window.got = text; }" if allowed else "async () => { throw new Error('refused'); }"
+    browser.ask(f"Object.defineProperty(navigator, 'clipboard', {{value: {{writeText: {write}}}}}); 1")
+    browser.ask("document.execCommand = () => { window.got = String(getSelection()); return true; }; 1")
     browser.ask(f"{cell('fair', 'tie')}.click()")
-    browser.ask("document.querySelector('#about .copy').click()")
-    assert browser.ask(
-        "new Promise((done) => setTimeout(() => done(document.querySelector('.copy').textContent)))"
-    ) == ("copied")
+    button = "document.querySelector('#about .copy')"
+    browser.ask(f"{button}.click()")
+    assert browser.ask(f"Promise.resolve().then(() => 0).then(() => {button}.textContent)") == "copied"
+    assert browser.ask("window.got") == "pytest tests/matrix --kernels fair --cases 'tie'"
 
 
 def press(browser: Browser, key: str) -> None:
