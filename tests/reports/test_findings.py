@@ -47,6 +47,12 @@ def test_what_fell_comes_first_with_its_kernels_and_cases(
     assert not any(line.startswith("No cell fell") for line in said)
 
 
+def test_what_fell_is_said_in_the_order_of_the_cases(run: MakeRun, fallen: Make) -> None:
+    cells = run(fallen("a", "random"), fallen("a", "tie[k=2]"), cases=CASES)
+    ordered = replace(cells, cases={name: cells.cases[name] for name in ("tie[k=2]", "random")})
+    assert told(ordered)[0] == "2 of 2 cells fell: `a` on cpu (`tie[k=2]`, `random`)."
+
+
 def test_what_is_excused_is_counted_apart(run: MakeRun, record: Make, fallen: Make) -> None:
     assert told(run(record(), fallen("a", excused="known")))[:2] == (
         "No cell fell: 1 held, 0 measured without a claim.",
