@@ -26,13 +26,13 @@ from tiebreak.cases.gpt2.bounds import (
 from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS
 from tiebreak.programs import spread as program
 
-ABOVE = Statement(("flash@train",), "loss_rise", "a test", "above", "fair@train")
-BELOW = Statement(("fair@train",), "loss_rise", "a test", "below", "flash@train")
+ABOVE = Statement(("flash@train",), "row_max_rise", "a test", "above", "fair@train")
+BELOW = Statement(("fair@train",), "row_max_rise", "a test", "below", "flash@train")
 WITHIN = replace(BELOW, side="within")
 FLASH, FAIR = (Spread(101, mean, 0.1, mean - 0.3, mean + 0.3) for mean in (3.0, -1.0))
 
 
-def of(measure: str = "loss_rise", **spreads: Spread) -> dict[Ran, Spread]:
+def of(measure: str = "row_max_rise", **spreads: Spread) -> dict[Ran, Spread]:
     return {Ran("a", 1, EMULATION, f"{name}@train", measure): each for name, each in spreads.items()}
 
 
@@ -103,7 +103,7 @@ def test_nothing_is_claimed_of_a_recipe_without_runs_or_of_runs_without_a_number
 
 
 def test_variants_are_told_by_their_short_names() -> None:
-    told = said("above", "flash standard", "loss_rise", "a test", against="fair@train", rounded=True)
+    told = said("above", "flash standard", "row_max_rise", "a test", against="fair@train", rounded=True)
     assert told.variants == ("flash@train_l_rounded", "standard@train")
 
 
