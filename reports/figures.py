@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from tiebreak.reports.comparison import cases_of
+from tiebreak.reports.mechanism import Side
 from tiebreak.reports.records import CaseRecord, HistogramRecord, Record, Run, SeriesRecord, TraceRecord
 
 _EACH = 2  # kernels of each kind in a figure: more lines than four can't be told apart
@@ -177,13 +178,43 @@ def _from(figure: Figure, label: str) -> Figure:
     return Figure(**{**vars(figure), "note": f"{figure.note} From {label}."})
 
 
+def mechanism(runs: Sequence[Run]) -> tuple[Side, Side] | None:
+    """A kernel whose ties are broken to one side and one whose are not, each with its errors; None where none has any.
+
+    Both are of the first run that has them, by the order in which `figures` chooses kernels.
+
+    Args:
+        runs: the runs.
+    """
+    for run in runs:
+        stepping, smooth = map(_sides, _traced(run.records))
+        if stepping and smooth:
+            return stepping[0], smooth[0]
+    return None
+
+
+def _sides(records: Sequence[Record]) -> list[Side]:
+    found = ((one, one.evidence.get("histogram"), one.number("bias")) for one in records)
+    return [
+        Side(one.kernel, errors, bias)
+        for one, errors, bias in found
+        if isinstance(errors, HistogramRecord) and bias is not None
+    ]
+
+
 def _chosen(records: Sequence[Record]) -> list[Record]:
+    stepping, smooth = _traced(records)
+    return [*stepping, *smooth]
+
+
+def _traced(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """The kernels to draw: those whose P-bar reaches 1, where ties break, and the others."""
     traced = [(record, trace) for record in records if isinstance(trace := record.evidence.get("trace"), TraceRecord)]
     stepping = [pair for pair in traced if pair[1].at_one]
     smooth = [pair for pair in traced if not pair[1].at_one]
     stepping.sort(key=lambda pair: (pair[0].kernel not in _WELL_KNOWN, -_size(pair[0])))
     smooth.sort(key=lambda pair: (pair[0].kernel not in _WELL_KNOWN, _size(pair[0])))
-    return [*_different(stepping), *_different(smooth)]
+    return _different(stepping), _different(smooth)
 
 
 def _different(traced: Sequence[tuple[Record, TraceRecord]]) -> list[Record]:

@@ -12,8 +12,9 @@ from tiebreak.reports.audit import Audits
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.comparison import distinct, platform_labels
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.figures import Figure, figures
+from tiebreak.reports.figures import Figure, figures, mechanism
 from tiebreak.reports.findings import findings
+from tiebreak.reports.mechanism import drawing
 from tiebreak.reports.page_data import page_data
 from tiebreak.reports.records import Run
 from tiebreak.reports.svg import draw
@@ -91,6 +92,7 @@ def page(
         data = f'<script type="application/json" id="data">{page_data(runs, labels)}</script>'
         cells = [_CELLS, page_tables.words(runs), _DIALOG, data, f"<script>{script}</script>"]
         sections = [
+            _mechanism(runs),
             _said(findings(runs, labels)),
             _platforms(runs, labels),
             _map(runs),
@@ -117,6 +119,12 @@ def page(
 </body>
 </html>
 """
+
+
+def _mechanism(runs: Sequence[Run]) -> str:
+    """The picture of what goes wrong, with the runs' own errors in it."""
+    sides = mechanism(runs)
+    return "" if sides is None else f'<figure class="mechanism">{drawing(*sides)}</figure>'
 
 
 def _said(found: Sequence[str]) -> str:
