@@ -82,10 +82,8 @@ def _named(head: str) -> Declaration:
         declaration = composed_kernel(name).declaration
     except ValueError:
         names = (*PLANS, "fair", *(f"{rule}@{plan}" for rule in rule_names() for plan in PLANS))
-        raise ValueError(
-            f"unknown plan {head!r}{_nearest(head, names)}; known are {', '.join(PLANS)}, each alone or behind"
-            f" a rule and @, with rules {', '.join(rule_names())}"
-        ) from None
+        told = _nearest(head, names) or ": `tiebreak plans` lists them, and the rules that stand before a plan and @"
+        raise ValueError(f"unknown plan {head!r}{told}") from None
     assert declaration is not None
     return declaration
 

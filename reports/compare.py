@@ -1,16 +1,18 @@
 """`tiebreak compare FILE FILE...`: platforms across, kernels and cases down; what differs is marked."""
 
+import argparse
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tiebreak.reports import grids, marks, selection, store, tables, terminal
 from tiebreak.reports.cli import HELD, Parser
-from tiebreak.reports.comparison import WORDS, Agreement, Comparison, Row, compare, platform_labels
+from tiebreak.reports.comparison import NAMES, WORDS, Agreement, Comparison, Row, compare, platform_labels
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import PASSING, Estimate, Record, Run
 
+DIFFERING = frozenset(Agreement) - {Agreement.BITS}  # the rows that are shown unless others are asked for
 _COLUMN = 26  # characters of a platform's column
 _LEGEND = (
     "Bias of O in ulps with the half width of its 99.9 % interval, B: biased, ?: not known yet; max: largest error in"
@@ -25,8 +27,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="records of two or more runs")
     parser.add_argument("--format", choices=("simple", "github", "latex"), default="simple", help="default: simple")
     parser.add_argument("--all", action="store_true", help="show rows that agree to the bit everywhere, too")
+    parser.add_argument(
+        "--only",
+        choices=NAMES,
+        help="show these rows alone; " + ", ".join(f"{name}: {WORDS[agreement]}" for name, agreement in NAMES.items()),
+    )
     selection.add_options(parser)
     options = parser.parse_args(arguments)
+    if options.all and options.only:
+        raise UsageError("--all and --only exclude one another: give one of them")
     if len(options.files) < 2:
         raise UsageError("one file alone has nothing to compare with; name two or more")
     runs = store.read_all(options.files)
@@ -34,8 +43,14 @@ def main(arguments: Sequence[str]) -> int:
     chosen = _select(runs, selection.Selection(options.backend, options.kernels, options.cases))
     comparison = compare(chosen, labels)
     terminal.show(_platforms(runs, options.files, labels, options.format))
-    terminal.show(render(comparison, options.format, everything=options.all))
+    terminal.show(render(comparison, options.format, _shown(options)))
     return HELD
+
+
+def _shown(options: argparse.Namespace) -> Collection[Agreement]:
+    if options.only:
+        return {NAMES[options.only]}
+    return set(Agreement) if options.all else DIFFERING
 
 
 def _select(runs: Sequence[Run], wanted: selection.Selection) -> list[Run]:
@@ -55,31 +70,28 @@ def _platforms(runs: Sequence[Run], paths: Sequence[Path], labels: Sequence[str]
     return grids.aside("\n".join(lines), tablefmt) + "\n"
 
 
-def render(comparison: Comparison, tablefmt: str = "simple", *, everything: bool = False) -> str:
+def render(comparison: Comparison, tablefmt: str = "simple", shown: Collection[Agreement] = DIFFERING) -> str:
     """A comparison as text: counts, then a table for every backend and format.
 
     Args:
         comparison: what to show.
         tablefmt: simple (split to the terminal's width), github or latex.
-        everything: also rows that agree to the bit everywhere.
+        shown: the rows that are shown.
 
     Returns:
         The text.
     """
-    shown = [row for row in comparison.rows if everything or row.agreement is not Agreement.BITS]
+    rows = [row for row in comparison.rows if row.agreement in shown]
     parts = [grids.aside(_summary(comparison), tablefmt)]
     groups: dict[str, list[Row]] = {}
-    for row in shown:
+    for row in rows:
         groups.setdefault(f"{row.record.backend}, {row.record.format}", []).append(row)
-    for title, rows in groups.items():
-        parts += [grids.aside(title, tablefmt), *_tables(comparison.labels, rows, tablefmt)]
-    if hidden := len(comparison.rows) - len(shown):
-        parts.append(
-            grids.aside(
-                f"left out: {tables.counted(hidden, 'row')} with the same bits everywhere; --all shows all", tablefmt
-            )
-        )
-    if shown:
+    for title, found in groups.items():
+        parts += [grids.aside(title, tablefmt), *_tables(comparison.labels, found, tablefmt)]
+    if hidden := len(comparison.rows) - len(rows):
+        why = " with the same bits everywhere" if shown is DIFFERING else ""
+        parts.append(grids.aside(f"left out: {tables.counted(hidden, 'row')}{why}; --all shows all", tablefmt))
+    if rows:
         rows_marks = ", ".join(f"{agreement.value} {words}" for agreement, words in WORDS.items())
         parts.append(grids.aside(_LEGEND + rows_marks, tablefmt))
     return "\n\n".join(parts)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiebreak.reports.records import HELD, PASSING, SKIPPED, CaseRecord, Record, Run
+from tiebreak.reports.order import case_places
+from tiebreak.reports.records import HELD, PASSING, SKIPPED, Record, Run
 
 
 class Agreement(enum.Enum):
@@ -19,6 +20,14 @@ class Agreement(enum.Enum):
     NOT_COMPARABLE = "/"  # other inputs: another version of the case, another seed or number of heads
 
 
+#: What --only takes for each.
+NAMES = {
+    "agree": Agreement.BITS,
+    "bits": Agreement.VERDICT,
+    "different": Agreement.DISAGREE,
+    "missing": Agreement.LACKING,
+    "incomparable": Agreement.NOT_COMPARABLE,
+}
 #: How a summary counts each, and a legend explains it.
 WORDS = {
     Agreement.BITS: "agree to the bit",
@@ -61,7 +70,7 @@ class Comparison:
     """Runs side by side."""
 
     labels: tuple[str, ...]  # of the platforms
-    rows: tuple[Row, ...]  # by backend, format, kernel, case
+    rows: tuple[Row, ...]  # by backend and format, then in the order of the cases' groups, then by kernel
 
     @property
     def counts(self) -> dict[Agreement, int]:
@@ -83,28 +92,10 @@ def compare(runs: Sequence[Run], labels: Sequence[str]) -> Comparison:
     by_id = [{record.id: record for record in run.records} for run in runs]
     heads = [str(run.options.get("heads", "")) for run in runs]
     known = {record.id: record for run in runs for record in run.records}
-    order = sorted(known.values(), key=lambda record: (record.backend, record.format, record.kernel, record.case))
+    place = case_places(runs)
+    order = sorted(known.values(), key=lambda one: (one.backend, one.format, place[one.case], one.kernel))
     rows = (_row([run.get(record.id) for run in by_id], heads) for record in order)
     return Comparison(tuple(labels), tuple(rows))
-
-
-def cases_of(runs: Sequence[Run]) -> dict[str, CaseRecord]:
-    """The cases of several runs in display order, each as the first run describes it that says its group.
-
-    Args:
-        runs: whose files may be of different ages.
-
-    Returns:
-        What the cases are; the cases of a group stand one after another.
-    """
-    found: dict[str, CaseRecord] = {}
-    for run in sorted(runs, key=lambda run: not any(about.group for about in run.cases.values())):
-        for name, about in run.cases.items():
-            known = found.setdefault(name, about)
-            if about.group and not known.group:
-                found[name] = about
-    groups = list(dict.fromkeys(about.group for about in found.values()))
-    return dict(sorted(found.items(), key=lambda pair: groups.index(pair[1].group)))
 
 
 def _row(records: Sequence[Record | None], heads: Sequence[str]) -> Row:

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tiebreak.reports.comparison import cases_of
 from tiebreak.reports.mechanism import Side
+from tiebreak.reports.order import cases_of
 from tiebreak.reports.records import CaseRecord, HistogramRecord, Record, Run, SeriesRecord, TraceRecord
 
 _EACH = 2  # kernels of each kind in a figure: more lines than four can't be told apart

@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tiebreak.reports.comparison import Agreement, Row, cases_of, compare
+from tiebreak.reports.comparison import Agreement, Row, compare
 from tiebreak.reports.marks import shrank
+from tiebreak.reports.order import case_places
 from tiebreak.reports.records import (
     BIASED,
     CRASHED,
@@ -56,7 +57,7 @@ def _interrupted(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
 
 
 def _fallen(runs: Sequence[Run]) -> Iterator[str]:
-    order = {name: place for place, name in enumerate(cases_of(runs))}
+    order = case_places(runs)
     records = sorted((record for run in runs for record in run.records), key=lambda record: order[record.case])
     ran = [record for record in records if record.outcome != SKIPPED]
     if not ran:
@@ -149,7 +150,7 @@ class _Standing:
 def _standings(runs: Sequence[Run]) -> list[_Standing]:
     failures = _failures(runs)
     found: dict[tuple[str, str], _Standing] = {}
-    order = {name: place for place, name in enumerate(cases_of(runs))}
+    order = case_places(runs)
     for run in runs:
         groups: dict[tuple[str, str], list[Record]] = {}
         for record in run.records:

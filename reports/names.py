@@ -1,7 +1,11 @@
-"""Names on a command line: comma lists and globs."""
+"""Names on a command line: comma lists and globs, and what to say of one that stands for nothing."""
 
+import difflib
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+
+_FEW = 8  # names that a message can list
+_MEANT = 3  # names that it asks about, at most
 
 
 def split(names: str) -> list[str]:
@@ -13,3 +17,40 @@ def matching(name: str, known: Iterable[str]) -> list[str]:
     """Names that equal `name` or match it as a glob; brackets are part of a name, as in tied_maxima[k=2]."""
     pattern = name.replace("[", "[[]")
     return [candidate for candidate in known if candidate == name or fnmatch.fnmatchcase(candidate, pattern)]
+
+
+def unknown(kind: str, name: str, known: Collection[str], listed: str) -> str:
+    """What to say of a name that stands for nothing.
+
+    Args:
+        kind: what it is a name of.
+        name: the name, or a glob.
+        known: the names that there are.
+        listed: what shows them where they are many, as in "`tiebreak cases` lists".
+
+    Returns:
+        One line: the names that may be meant; without such the known ones if they are few, else where they are listed.
+    """
+    meant = _meant(name, known)
+    told = f"did you mean {' or '.join(meant)}?" if meant else _all_of(known, listed)
+    return f"unknown {kind} {name!r}: {told}"
+
+
+def none_named(kind: str, known: Collection[str], listed: str) -> str:
+    """What to say of a list without a name; see `unknown`."""
+    return f"no {kind} named: {_all_of(known, listed)}"
+
+
+def _meant(name: str, known: Collection[str]) -> list[str]:
+    """Names that are spelled alike, or that begin alike, or else those that have this one in them."""
+    bare = name.strip("*?")
+    if not bare:
+        return []
+    begin = {one: one[: len(bare)] for one in known}
+    alike = difflib.get_close_matches(bare, known, _MEANT) or difflib.get_close_matches(bare, set(begin.values()))
+    found = [one for one in known if one in alike or begin[one] in alike]
+    return (found or [one for one in known if bare.lower() in one.lower()])[:_MEANT]
+
+
+def _all_of(known: Collection[str], listed: str) -> str:
+    return f"known are {', '.join(known)}" if len(known) <= _FEW else f"{listed} them"

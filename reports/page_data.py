@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tiebreak.reports import marks
-from tiebreak.reports.comparison import Row, cases_of, compare
+from tiebreak.reports.comparison import Row, compare
+from tiebreak.reports.order import cases_of
 from tiebreak.reports.records import (
     NONFINITE,
     Estimate,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.names import matching, split
+from tiebreak.reports.names import matching, none_named, split, unknown
 from tiebreak.reports.records import OUTCOMES, Record
 
 # Flag, named as pytest's own, and the field of a record that it filters by.
@@ -48,18 +48,26 @@ def add_only(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=OUTCOMES, help="show cells with this outcome alone")
 
 
-def pick(flag: str, kind: str, names: str, known: Sequence[str]) -> set[str]:
+def pick(flag: str, kind: str, names: str, known: Sequence[str], listed: str | None = None) -> set[str]:
     """The known names that a comma list of names and globs selects.
 
+    Args:
+        flag: of the command line.
+        kind: what the names are of.
+        names: the list.
+        known: the names that there are.
+        listed: what shows them where they are many; None: the command without the flag.
+
     Raises:
-        UsageError: a name fits none; lists the known ones.
+        UsageError: a name fits none; says which may be meant.
     """
+    listed = listed or f"leave --{flag} out to see"
     found: set[str] = set()
     for name in split(names):
         fitting = matching(name, known)
         if not fitting:
-            raise UsageError(f"--{flag}: unknown {kind} {name!r}: known are {', '.join(known)}")
+            raise UsageError(f"--{flag}: {unknown(kind, name, known, listed)}")
         found.update(fitting)
     if not found:
-        raise UsageError(f"--{flag}: no {kind} named: known are {', '.join(known)}")
+        raise UsageError(f"--{flag}: {none_named(kind, known, listed)}")
     return found

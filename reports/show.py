@@ -12,6 +12,7 @@ from tiebreak.reports import audit, audit_tables, files, selection, store, table
 from tiebreak.reports.audit import Audits
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.order import case_places
 from tiebreak.reports.records import Estimate, Record, Run
 
 FORMATS = ("simple", "github", "csv", "json", "latex")
@@ -34,8 +35,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _show_run(run: Run, options: argparse.Namespace) -> None:
+    place = case_places([run])
     chosen = selection.Selection(options.backend, options.kernels, options.cases, options.only).apply(run.records)
-    run = replace(run, records=tuple(chosen))
+    run = replace(run, records=tuple(sorted(chosen, key=lambda record: place[record.case])))
     if options.format == "json":
         print(store.as_text(run), end="")
     elif options.format == "csv":

@@ -34,6 +34,7 @@ _USAGE = 2
 _WORKER_GIB = 2.0
 _PRINTED = 10_000  # characters of what a cell prints that are kept, the last
 _NO_RUN = ("help", "collectonly", "markers", "showfixtures")  # pytest's options that run no cell
+_WORKED_EXAMPLES = Path(__file__).with_name("test_worked_examples.py")
 _ENVIRONMENT = "tiebreak_environment"  # of a worker's input: what to add to its environment, for its device
 
 WATCH = pytest.StashKey[Watch]()
@@ -324,6 +325,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames:
         chosen = metafunc.config.stash[_cells]
         metafunc.parametrize("cell", list(chosen.values()), ids=list(chosen))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the worked examples out of a run of some cells: they are about every backend, and a whole run has them."""
+    left = [item for item in items if item.path == _WORKED_EXAMPLES]
+    if left and len(left) < len(items) and any(config.getoption(name) for name in (*NARROWING, "experiments")):
+        items[:] = [item for item in items if item.path != _WORKED_EXAMPLES]
 
 
 def poison(item: pytest.Item) -> None:

@@ -12,7 +12,7 @@ from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Asked, Cell, Experiment, Pair, UnusableExperimentError
 from tiebreak.matrix.experiments import kinds
-from tiebreak.reports.names import matching, split
+from tiebreak.reports.names import matching, none_named, split, unknown
 
 _T = TypeVar("_T")
 
@@ -188,30 +188,30 @@ def _of(backend: Backend, names: str | None) -> list[Kernel]:
 
 def _all_used(names: str, used: Iterable[str], backends: Sequence[Backend]) -> None:
     used = list(used)
-    known = list(dict.fromkeys(kernel.name for backend in backends for kernel in backend.kernels()))
-    more = dict.fromkeys(name for backend in backends for kind in kinds().values() for name in kind.kernels(backend))
-    listed = f"known are {', '.join(known)}, any rule@plan such as dithered@all_bf16"
-    if more:
-        listed += f"; in training runs also {', '.join(more)}"
+    own = [kernel.name for backend in backends for kernel in backend.kernels()]
+    trained = [name for backend in backends for kind in kinds().values() for name in kind.kernels(backend)]
+    known = list(dict.fromkeys([*own, *trained]))
+    listed = "any rule@plan is one, and `tiebreak kernels` lists"
     for name in split(names):
         if not matching(name, used):
-            raise SelectionError(f"--kernels: unknown kernel {name!r}; {listed}")
+            raise SelectionError(f"--kernels: {unknown('kernel', name, known, listed)}")
     if not used:
-        raise SelectionError(f"--kernels: no kernel named; {listed}")
+        raise SelectionError(f"--kernels: {none_named('kernel', known, listed)}")
 
 
 def _pick(flag: str, kind: str, names: str | None, known: Mapping[str, _T]) -> list[_T]:
     """The values whose names are listed, all without a list."""
     if names is None:
         return list(known.values())
+    listed = f"`tiebreak {kind}s` lists"
     found: dict[str, _T] = {}
     for name in split(names):
         matches = matching(name, known)
         if not matches:
-            raise SelectionError(f"{flag}: unknown {kind} {name!r}; known are {', '.join(known)}")
+            raise SelectionError(f"{flag}: {unknown(kind, name, known, listed)}")
         found.update({match: known[match] for match in matches})
     if not found:
-        raise SelectionError(f"{flag}: no {kind} named; known are {', '.join(known)}")
+        raise SelectionError(f"{flag}: {none_named(kind, known, listed)}")
     return list(found.values())
 
 

@@ -1,6 +1,6 @@
 """`tiebreak cases`, `tiebreak kernels`, `tiebreak plans`: what there is, a line each; of a case that is named, all."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.registry import BACKENDS
@@ -14,7 +14,7 @@ from tiebreak.kernels.plans import PLANS, Accumulator, Cast, DeltaSource, Roundi
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.names import matching
+from tiebreak.reports.names import matching, unknown
 
 _INDENT = "  "
 _FAILURE = "!"  # before the line of a failure input
@@ -74,7 +74,7 @@ def _parser(verb: str, about: str, names: str | None = None) -> Parser:
     return parser
 
 
-def _named(name: str, known: Iterable[str]) -> list[str]:
+def _named(name: str, known: Collection[str]) -> list[str]:
     """The cases that a name, or a glob, stands for.
 
     Raises:
@@ -82,7 +82,7 @@ def _named(name: str, known: Iterable[str]) -> list[str]:
     """
     found = matching(name, known)
     if not found:
-        raise UsageError(f"unknown case {name!r}: `tiebreak cases` lists all that there are")
+        raise UsageError(unknown("case", name, known, "`tiebreak cases` lists"))
     return found
 
 

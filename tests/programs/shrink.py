@@ -23,6 +23,7 @@ from tiebreak.programs.shrinking import BOUND, FINITE, Finding, Seen, Shrinker, 
 from tiebreak.reports import store
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, Parser
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.names import unknown
 
 _FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 _CHECKS = ("finite", "bound", "bias")
@@ -110,7 +111,7 @@ def _case(options: argparse.Namespace) -> Case:
         raise UsageError(str(error)) from error
     known = {case.name: case for case in (*captured, *SCRIPTED)}
     if options.case not in known:
-        raise UsageError(f"--case: unknown case {options.case!r}; known are {', '.join(known)}")
+        raise UsageError(f"--case: {unknown('case', options.case, known, '`tiebreak cases` lists')}")
     return known[options.case]
 
 

@@ -8,7 +8,8 @@ import pytest
 from tiebreak.reports.cli import main
 from tiebreak.reports.compare import cell_texts, render
 from tiebreak.reports.comparison import Agreement, Row, compare, platform_labels
-from tiebreak.reports.records import Estimate, Record, Run
+from tiebreak.reports.order import case_places
+from tiebreak.reports.records import CaseRecord, Estimate, Record, Run
 
 Keep = Callable[[Run, str], Path]
 Make = Callable[..., Record]
@@ -98,11 +99,53 @@ def test_the_summary_counts_every_row_once(run: MakeRun, record: Make) -> None:
 def test_rows_that_agree_to_the_bit_are_left_out_unless_asked_for(run: MakeRun, record: Make) -> None:
     same, other = record(case="same_bits"), record(case="other_bits")
     comparison = compare([run(same, other), run(same, record(case="other_bits", digest="q"))], ["x", "y"])
-    short, long = render(comparison), render(comparison, everything=True)
+    short, long = render(comparison), render(comparison, shown=set(Agreement))
     assert "same_bits" not in short
     assert "left out: 1 row with the same bits everywhere" in short
     assert "= flash@paper same_bits" in long
     assert "~ flash@paper other_bits" in short
+
+
+@pytest.mark.parametrize(
+    ("only", "case"),
+    [("agree", "a"), ("bits", "b"), ("different", "c"), ("missing", "d"), ("incomparable", "e")],
+)
+def test_only_shows_one_agreement_and_counts_all(
+    only: str, case: str, run: MakeRun, record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = [
+        record(case="a"),
+        record(case="b", digest="q"),
+        record(case="c", verdict="biased"),
+        record(case="e", seed=2),
+    ]
+    files = [keep(run(*(record(case=name) for name in "abcde")), "x"), keep(run(*there), "y")]
+    assert main(["compare", *map(str, files), "--only", only]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[2] for line in out.splitlines() if " flash@paper " in line] == [case]
+    assert "5 cells on 2 platforms: 1 agree to the bit, " in out
+    assert "left out: 4 rows; --all shows all" in out
+
+
+def test_all_and_only_exclude_one_another(run: MakeRun, keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(keep(run(), name)) for name in "xy"]
+    assert main(["compare", *files, "--all", "--only", "agree"]) == 2
+    assert capsys.readouterr().err == "tiebreak compare: --all and --only exclude one another: give one of them\n"
+
+
+def grouped(**groups: str) -> dict[str, CaseRecord]:
+    return {name: CaseRecord(name, group=group) for name, group in groups.items()}
+
+
+def test_cases_stand_group_after_group_and_those_of_none_last(run: MakeRun, record: Make) -> None:
+    cases = grouped(zebra="ties", odd="", ant="range", yak="ties")
+    ours = run(*(record(case=name) for name in ("ant", "odd", "yak", "zebra")), cases=cases)
+    old = run(record(case="zebra"), record(case="older"), cases=grouped(zebra="", older=""))
+    ours, old = (replace(one, cases={name: one.cases[name] for name in order})
+                 for one, order in ((ours, cases), (old, ("older", "zebra"))))  # fmt: skip
+    order = ["zebra", "yak", "ant", "odd", "older"]
+    assert sorted(case_places([old, ours]), key=case_places([old, ours]).__getitem__) == order
+    assert [row.record.case for row in compare([old, ours], ["x", "y"]).rows] == order
 
 
 def test_every_platform_is_shown_however_narrow_the_terminal(

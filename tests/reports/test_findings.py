@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tiebreak.reports.comparison import cases_of
 from tiebreak.reports.findings import findings
+from tiebreak.reports.order import cases_of
 from tiebreak.reports.records import Answer, CaseRecord, Estimate, Record, Run
 
 Make = Callable[..., Record]

@@ -2,13 +2,14 @@ import csv
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tiebreak.reports import store, tables
 from tiebreak.reports.cli import main
-from tiebreak.reports.records import OUTCOMES, Record, Run
+from tiebreak.reports.records import OUTCOMES, CaseRecord, Record, Run
 from tiebreak.reports.rerun import runnable
 
 Keep = Callable[[Run, str], Path]
@@ -55,7 +56,7 @@ def test_csv_has_intervals_answers_and_excuses(
 ) -> None:
     path = keep(run(record(), fallen(case="b", excused="known", answers={"repeatable": None})), "a")
     assert main(["show", str(path), "--format", "csv"]) == 0
-    fell, held = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    held, fell = csv.DictReader(io.StringIO(capsys.readouterr().out))
     assert (held["bias"], held["bias_half_width"]) == ("0.01", "0.02")
     assert "max_ulps_half_width" not in held
     assert (held["claim"], held["claim_met"], held["repeatable_met"]) == ("unbiased", "True", "True")
@@ -100,13 +101,23 @@ def test_a_cell_that_another_kernel_has_is_shown_as_missing(
 
 
 @pytest.mark.parametrize(("flag", "kind"), [("--kernels", "kernel"), ("--cases", "case"), ("--backend", "backend")])
-def test_an_unknown_name_lists_the_known_ones(
+def test_an_unknown_name_lists_the_known_ones_where_they_are_few(
     flag: str, kind: str, telling: Run, keep: Keep, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["show", str(keep(telling, "a")), flag, "nope"]) == 2
-    known = getattr(telling.records[0], kind)
-    assert f"{flag}: unknown {kind} 'nope': known are" in (err := capsys.readouterr().err)
-    assert known in err
+    few = ", ".join(dict.fromkeys(getattr(one, kind) for one in sorted(telling.records, key=lambda one: one.id)))
+    told = f"leave {flag} out to see them" if kind == "case" else f"known are {few}"
+    assert capsys.readouterr().err == f"tiebreak show: {flag}: unknown {kind} 'nope': {told}\n"
+
+
+def test_cases_stand_in_the_order_of_their_groups(
+    run: Callable[..., Run], record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = {name: CaseRecord(name, group=group) for name, group in (("zebra", "ties"), ("ant", "range"))}
+    made = run(record(case="ant"), record(case="zebra"))
+    assert main(["show", str(keep(replace(made, cases=cases), "a"))]) == 0
+    out = capsys.readouterr().out
+    assert out.index("zebra") < out.index("ant ")
 
 
 def test_json_is_a_file_of_records_again(show: Callable[..., str]) -> None:

@@ -81,7 +81,7 @@ def test_why_a_run_fell_is_told_though_no_cell_did(folder: Path, capsys: pytest.
     [
         (("mine.py:attention", "-n", "many"), "tiebreak check: argument -n/--workers: many: expected a number"),
         (("absent.py:f",), "tiebreak check: --kernel absent.py:f: cannot import absent.py: no such file: absent.py"),
-        (("mine.py:attention", "--cases", "no"), "tiebreak check: --cases: unknown case 'no'; known are"),
+        (("mine.py:attention", "--cases", "no"), "tiebreak check: --cases: unknown case 'no': did you mean no_tail"),
         (("mine.py:attention", "--declare", "x=1"), "tiebreak check: --kernel mine.py:attention: --declare: "),
     ],
 )  # fmt: skip

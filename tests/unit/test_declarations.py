@@ -147,9 +147,9 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("nosuch", "unknown plan 'nosuch'; known are paper, "),
-        ("fusd", "unknown plan 'fusd': did you mean fused "),
-        ("flsh@paper", "unknown plan 'flsh@paper': did you mean flash@paper "),
+        ("nosuch", "unknown plan 'nosuch': `tiebreak plans` lists them"),
+        ("fusd", "unknown plan 'fusd': did you mean fused or "),
+        ("flsh@paper", "unknown plan 'flsh@paper': did you mean flash@paper or "),
         ("flash@standard", "unknown plan 'flash@standard'"),
         ("", "unknown plan ''"),
         ("fused,o_bra=bf16", "unknown rounding point 'o_bra': did you mean o_bar"),

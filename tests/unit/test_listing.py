@@ -51,7 +51,7 @@ def test_an_unknown_case_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["cases", "none"]) == 2
     found = capsys.readouterr()
     assert found.out == ""
-    assert found.err == "tiebreak cases: unknown case 'none': `tiebreak cases` lists all that there are\n"
+    assert found.err == "tiebreak cases: unknown case 'none': `tiebreak cases` lists them\n"
 
 
 def test_the_kernels_of_a_backend_are_listed_and_why_one_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,26 @@ def cpu_as_it_was() -> Iterator[None]:
     vars(CPU).update(fields)
 
 
+class TestWorkedExamples:
+    """They are about every backend's additions, whatever cells are run."""
+
+    FOLDER = ROOT / "tests" / "matrix"
+    COLLECT = ("-p", "no:cacheprovider", "--collect-only", "-q")
+
+    @pytest.mark.parametrize(
+        "narrowed", [("--cases", "random"), ("--kernels", "standard"), ("--backend", "cpu"), ("--experiments", "call")]
+    )
+    def test_a_narrowed_run_has_its_cells_alone(self, pytester: pytest.Pytester, narrowed: tuple[str, ...]) -> None:
+        out = pytester.runpytest_inprocess(self.FOLDER, *self.COLLECT, *narrowed).stdout.str()
+        assert "::test_cell[" in out
+        assert "test_worked_examples" not in out
+
+    def test_a_whole_run_has_them_and_so_has_one_of_their_file(self, pytester: pytest.Pytester) -> None:
+        assert "test_worked_examples" in pytester.runpytest_inprocess(self.FOLDER, *self.COLLECT).stdout.str()
+        named = (self.FOLDER / "test_worked_examples.py", *self.COLLECT, "--backend", "cpu")
+        assert "test_worked_examples" in pytester.runpytest_inprocess(*named).stdout.str()
+
+
 class TestCells:
     def test_ids_are_readable(self, matrix: MatrixRun) -> None:
         result = matrix(*FEW, "--collect-only", "-q")
@@ -136,15 +156,21 @@ class TestBadInput:
     """Exit code 2, one line that names the flag and what it takes, and nothing written."""
 
     KNOWN: Mapping[str, tuple[tuple[str, ...], str]] = {
-        "backend": (("--backend", "nosuch"), r"--backend: unknown backend 'nosuch'; known are .*emulation.*cpu"),
-        "kernel": (("--kernels", "nosuch"), r"--kernels: unknown kernel 'nosuch'; known are .*flash@paper.*rule@plan"),
-        "rule": (("--kernels", "nosuch@paper"), r"--kernels: unknown kernel 'nosuch@paper'; known are .*flash@paper"),
-        "no kernel": (("--kernels", ""), r"--kernels: no kernel named; known are .*flash@paper"),
-        "case": (("--cases", "nosuch*"), r"--cases: unknown case 'nosuch\*'; known are .*tied_maxima\[k=2\]"),
-        "no case": (("--cases", ","), r"--cases: no case named; known are .*tied_maxima\[k=2\]"),
-        "dtype": (("--dtype", "bf17"), r"--dtype: unknown format 'bf17'; known are bf16, fp16"),
-        "dtype of no device": (("--dtype", "E4M3"), r"--dtype: unknown format 'E4M3'; known are bf16, fp16"),
-        "plan": (("--plan", "nosuch", "--kernel", "mine.py:mine"), r"--plan nosuch: unknown .*'nosuch'.*paper.*fused"),
+        "backend": (("--backend", "nosuch"), r"--backend: unknown backend 'nosuch': known are .*emulation.*cpu"),
+        "kernel": (("--kernels", "nosuch"), r"--kernels: unknown kernel 'nosuch': any rule@plan .*`tiebreak kernels`"),
+        "rule": (
+            ("--kernels", "nosuch@paper"),
+            r"--kernels: unknown kernel 'nosuch@paper': did you mean .*flash@paper",
+        ),
+        "no kernel": (("--kernels", ""), r"--kernels: no kernel named: any rule@plan .*`tiebreak kernels` lists"),
+        "case": (("--cases", "nosuch*"), r"--cases: unknown case 'nosuch\*': `tiebreak cases` lists them"),
+        "no case": (("--cases", ","), r"--cases: no case named: `tiebreak cases` lists them"),
+        "dtype": (("--dtype", "bf17"), r"--dtype: unknown format 'bf17': did you mean bf16"),
+        "dtype of no device": (("--dtype", "E4M3"), r"--dtype: unknown format 'E4M3': known are bf16, fp16"),
+        "plan": (
+            ("--plan", "nosuch", "--kernel", "mine.py:mine"),
+            r"--plan nosuch: unknown plan 'nosuch': `tiebreak plans` lists them",
+        ),
         "plan alone": (("--plan", "fused"), "--plan .*needs --kernel"),
         "fair alone": (("--fair",), "--fair .*needs --kernel"),
         "kernel in the emulation": (

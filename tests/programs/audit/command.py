@@ -89,7 +89,7 @@ def _expected(options: argparse.Namespace, targets: Sequence[Target], kernels: S
 def _picked(flag: str, names: str | None, known: Sequence[str]) -> list[str]:
     if names is None:
         return list(known)
-    wanted = pick(flag, flag.removesuffix("s"), names, known)
+    wanted = pick(flag, flag.removesuffix("s"), names, known, "`tiebreak show reports/baselines/audit.json` has")
     return [name for name in known if name in wanted]
 
 
