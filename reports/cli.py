@@ -41,6 +41,8 @@ VERBS = {
     "page": Verb("tiebreak.reports.page", "one HTML file of runs and audits: heat maps, figures, tables"),
     "training": Verb("tiebreak.reports.training_command", "the short training runs of several seeds: table and figure"),
     "audit": Verb("tiebreak.programs.audit.command", "what rounds in the Triton kernels, compiled for GPUs not here"),
+    "statement": Verb("tiebreak.programs.statement", "a folder of records to hand in, held to a profile", "state"),
+    "verify": Verb("tiebreak.programs.statement", "whether a statement holds; needs no device", "verify"),
     "shrink": Verb(
         "tiebreak.programs.shrink", "the smallest input on which a kernel goes wrong, as a script to report"
     ),

@@ -4,13 +4,16 @@
     cells = "cpu-sdpa_flash-*"        # ids of cells; a glob
     check = "claim"                   # the one that is not met
     reason = "its exponential misses 1 at 0: https://..."
+    expires = 2027-06-30              # the last day on which it excuses anything; without it, it always does
 
-An excuse holds for the checks that it names and for no other. One that excuses nothing any more is an error.
+An excuse holds for the checks that it names and for no other. One that excuses nothing any more is an error, and so is
+one that has expired. An entry that expires is what a statement calls a waiver (`tiebreak.reports.statement`).
 """
 
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from tiebreak.reports.names import matching
 from tiebreak.reports.records import SKIPPED, Record, Run
 
 _FIELDS = ("cells", "check", "reason")
+_EXPIRES = "expires"  # a field that need not be there
 
 
 @dataclass(frozen=True)
@@ -30,23 +34,42 @@ class Expected:
     check: str  # name of the check
     reason: str
     where: str  # file and number of the entry, for messages
+    expires: date | None = None  # the last day on which it holds; None: it always does
 
     def concerns(self, cell: str) -> bool:
         """Whether a cell, by its id, is among its cells."""
         return bool(matching(self.cells, [cell]))
 
+    def expired(self, today: date) -> bool:
+        """Whether its last day has passed."""
+        return self.expires is not None and self.expires < today
 
-def read(flag: str | None, folder: Path, checks: Collection[str]) -> tuple[Expected, ...]:
+    def excuses(self, record: Record) -> bool:
+        """Whether the check is one that a record does not meet."""
+        return self.concerns(record.id) and self.check in _unmet(record)
+
+
+def read(flag: str | None, folder: Path, checks: Collection[str], today: date | None = None) -> tuple[Expected, ...]:
     """The entries of a file, or of [tool.tiebreak] in the pyproject.toml of a folder or of the nearest one above.
 
     Args:
         flag: what `--expected` names; None without it.
         folder: where to look for a pyproject.toml.
         checks: names of all checks that there are.
+        today: the day on which the entries have to hold; the day of the call by default.
 
     Raises:
-        UsageError: no such file, no TOML, a field that is missing, unknown, empty or no string, an unknown check.
+        UsageError: no such file, no TOML, a field that is missing, unknown, empty or of the wrong kind, an unknown
+            check, an entry that has expired.
     """
+    entries = _read(flag, folder, checks)
+    for entry in entries:
+        if entry.expired(today or date.today()):
+            raise UsageError(f"{entry.where}.{_EXPIRES}: {entry.expires} has passed: remove the entry, or renew it")
+    return entries
+
+
+def _read(flag: str | None, folder: Path, checks: Collection[str]) -> tuple[Expected, ...]:
     if flag is not None:
         return _entries(_toml(Path(flag), f"--expected {flag}"), flag, checks)
     found, table = settings(folder)
@@ -56,6 +79,23 @@ def read(flag: str | None, folder: Path, checks: Collection[str]) -> tuple[Expec
         path = found.parent / value
         return _entries(_toml(path, f"{found}: [tool.tiebreak]: expected = {value!r}"), str(path), checks)
     return _entries({"expected": value}, f"{found}: [tool.tiebreak]", checks)
+
+
+def waivers(path: Path, checks: Collection[str]) -> tuple[Expected, ...]:
+    """The entries of a file for a statement: each has to expire.
+
+    Args:
+        path: the file.
+        checks: names of all checks that there are.
+
+    Raises:
+        UsageError: as `read`, but for entries that have expired; or one that never does.
+    """
+    entries = _entries(_toml(path, f"--waivers {path}"), str(path), checks)
+    for entry in entries:
+        if entry.expires is None:
+            raise UsageError(f"{entry.where}.{_EXPIRES}: missing: a waiver of a statement has a last day")
+    return entries
 
 
 def _toml(path: Path, where: str) -> Mapping[str, Any]:
@@ -70,19 +110,24 @@ def _toml(path: Path, where: str) -> Mapping[str, Any]:
 def _entries(table: Mapping[str, Any], where: str, checks: Collection[str]) -> tuple[Expected, ...]:
     found = table.get("expected", [])
     if set(table) - {"expected"} or not isinstance(found, list):
-        raise UsageError(f"{where}: expected tables [[expected]] with {', '.join(_FIELDS)} and no more")
+        raise UsageError(
+            f"{where}: expected tables [[expected]] with {', '.join(_FIELDS)}, perhaps {_EXPIRES}, and no more"
+        )
     return tuple(_entry(one, f"{where}: expected[{number}]", checks) for number, one in enumerate(found))
 
 
 def _entry(plain: Any, where: str, checks: Collection[str]) -> Expected:
-    if not isinstance(plain, dict) or set(plain) != set(_FIELDS):
-        raise UsageError(f"{where}: expected the fields {', '.join(_FIELDS)} and no other")
+    if not isinstance(plain, dict) or set(plain) - {_EXPIRES} != set(_FIELDS):
+        raise UsageError(f"{where}: expected the fields {', '.join(_FIELDS)}, perhaps {_EXPIRES}, and no other")
     for name in _FIELDS:
         if not isinstance(plain[name], str) or not plain[name].strip():
             raise UsageError(f"{where}.{name}: expected some text")
     if plain["check"] not in checks:
         raise UsageError(f"{where}.check: unknown check {plain['check']!r}: known are {', '.join(checks)}")
-    return Expected(plain["cells"], plain["check"], " ".join(plain["reason"].split()), where)
+    expires = plain.get(_EXPIRES)
+    if expires is not None and (not isinstance(expires, date) or isinstance(expires, datetime)):
+        raise UsageError(f"{where}.{_EXPIRES}: expected a day such as 2027-06-30, without quotes")
+    return Expected(plain["cells"], plain["check"], " ".join(plain["reason"].split()), where, expires)
 
 
 def check_used(entries: Iterable[Expected], cells: Collection[str], unavailable: Collection[str]) -> None:

@@ -91,7 +91,7 @@ def read(path: Path) -> Run:
         UnreadableRecordsError: no regular file, too large, no JSON, a newer schema, a field that is missing, unknown or
             of the wrong kind, two records of one cell, something in a record that the file does not describe.
     """
-    return parse(_content(path), path)
+    return parse(content_of(path), path)
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         UnreadableRecordsError: no regular file, too large, no JSON, no object.
     """
-    return _object(_content(path), path)
+    return _object(content_of(path), path)
 
 
 def read_all(paths: Sequence[Path]) -> list[Run]:
@@ -135,7 +135,12 @@ def _same(run: Run, other: Run) -> bool:
     return run == other
 
 
-def _content(path: Path) -> bytes:
+def content_of(path: Path) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        UnreadableRecordsError: no regular file, too large.
+    """
     try:
         with path.open("rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -119,8 +119,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--expected",
         metavar="FILE",
-        help="TOML file of excused failures: [[expected]] with cells, check and reason; one that no longer fails is an"
-        " error (default: [tool.tiebreak] in pyproject.toml)",
+        help="TOML file of excused failures: [[expected]] with cells, check, reason and perhaps expires; one that no"
+        " longer fails, or has expired, is an error (default: [tool.tiebreak] in pyproject.toml)",
     )
     group.addoption("--save", metavar="NAME", help="keep the records as OUT/NAME.json")
     group.addoption("--out", default="out", metavar="DIR", help="folder for records (default: out)")

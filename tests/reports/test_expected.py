@@ -3,6 +3,7 @@
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,43 @@ class TestTheFile:
         assert (found.cells, found.check, found.reason) == ("cpu-x-*", "claim", "known")
         assert ("pyproject.toml" if inline else "e.toml") in found.where
 
+    @pytest.mark.parametrize(
+        ("expires", "today", "said"),
+        [
+            ("2027-06-30", date(2027, 6, 30), None),
+            (
+                "2027-06-30",
+                date(2027, 7, 1),
+                "expected[0].expires: 2027-06-30 has passed: remove the entry, or renew it",
+            ),
+            (
+                '"2027-06-30"',
+                date(2027, 1, 1),
+                "expected[0].expires: expected a day such as 2027-06-30, without quotes",
+            ),
+            (
+                "2027-06-30T10:00:00",
+                date(2027, 1, 1),
+                "expected[0].expires: expected a day such as 2027-06-30, without",
+            ),
+        ],
+    )
+    def test_an_entry_may_have_a_last_day(self, expires: str, today: date, said: str | None, tmp_path: Path) -> None:
+        path = tmp_path / "e.toml"
+        path.write_text(f"{ENTRY.format(cells='x', check='claim', reason='known')}expires = {expires}\n")
+        if said is None:
+            assert read(str(path), tmp_path, CHECKS, today)[0].expires == date(2027, 6, 30)
+            return
+        with pytest.raises(UsageError) as refused:
+            read(str(path), tmp_path, CHECKS, today)
+        assert str(refused.value).startswith(f"{path}: {said}")
+
+    def test_an_entry_that_has_expired_ends_a_run_of_today(self, tmp_path: Path) -> None:
+        path = tmp_path / "e.toml"
+        path.write_text(f"{ENTRY.format(cells='x', check='claim', reason='known')}expires = 2020-01-01\n")
+        with pytest.raises(UsageError, match="2020-01-01 has passed"):
+            read(str(path), tmp_path, CHECKS)
+
     def test_the_flag_wins(self, tmp_path: Path) -> None:
         (tmp_path / "pyproject.toml").write_text('[tool.tiebreak]\nexpected = "none.toml"\n')
         (tmp_path / "e.toml").write_text("")
@@ -61,15 +99,21 @@ class TestTheFile:
         [
             ("[", "--expected e.toml: "),
             ('x = "\udcff"', "--expected e.toml: 'utf-8' codec"),
-            ("expected = 1", "e.toml: expected tables [[expected]] with cells, check, reason and no more"),
+            ("expected = 1", "e.toml: expected tables [[expected]] with cells, check, reason, perhaps expires, and no"),
             ("expected = {}", "e.toml: expected tables [[expected]]"),
             ("[[excused]]", "e.toml: expected tables [[expected]]"),
-            ("expected = [1]", "e.toml: expected[0]: expected the fields cells, check, reason and no other"),
+            (
+                "expected = [1]",
+                "e.toml: expected[0]: expected the fields cells, check, reason, perhaps expires, and no other",
+            ),
             (
                 '[[expected]]\ncells = "x"\nreason = "x"',
                 "e.toml: expected[0]: expected the fields cells, check, reason",
             ),
-            (ENTRY + 'seed = "1"', "e.toml: expected[0]: expected the fields cells, check, reason and no other"),
+            (
+                ENTRY + 'seed = "1"',
+                "e.toml: expected[0]: expected the fields cells, check, reason, perhaps expires, and no other",
+            ),
             (ENTRY + ENTRY.replace('"{reason}"', '" \\t"'), "e.toml: expected[1].reason: expected some text"),
             (ENTRY.replace('"{reason}"', "1"), "e.toml: expected[0].reason: expected some text"),
             (ENTRY.replace('"cpu-{cells}-*"', '""'), "e.toml: expected[0].cells: expected some text"),

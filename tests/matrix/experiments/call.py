@@ -13,7 +13,7 @@ from tiebreak.backends.backend import to_device
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import Case
 from tiebreak.cases.claims import told_of_bias
-from tiebreak.cases.errors import Errors, signed_error_ulps
+from tiebreak.cases.errors import signed_error_ulps
 from tiebreak.cases.measures import Measure, Observed, call_measures
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
 from tiebreak.cases.trace import trace
@@ -116,7 +116,7 @@ class Call(Experiment):
         )
         return Result(
             measures={name: measure.of(seen) for name, measure in call_measures().items()},
-            shown=_shown(errors, told),
+            shown=shown(errors.nonfinite, errors.gain, errors.bias.mean, told),
             verdict=told,
             claims=_claims(looks),
             prediction=_prediction(looks),
@@ -127,7 +127,7 @@ class Call(Experiment):
             bound_of=looks.declaration.plan.name,
             heads=looks.heads,
             remedy=looks.remedy,
-            digest=_digest(looks.outputs[0]),
+            digest=digest(looks.outputs[0]),
             evidence=_evidence(looks),
         )
 
@@ -161,15 +161,22 @@ def _prediction(looks: Looks) -> Predicted | None:
     return Predicted(looks.declaration.label, looks.prediction_met(), told)
 
 
-def _shown(errors: Errors, verdict: str | None) -> str:
-    """The bias with its verdict, or what there is in its place."""
-    if errors.nonfinite:
+def shown(nonfinite: float, gain: float, bias: float, verdict: str | None) -> str:
+    """What tables show of a call: the bias with its verdict, or what there is in its place.
+
+    Args:
+        nonfinite: elements of O that are NaN or Inf where the reference is finite.
+        gain: sum |O| / sum |reference|.
+        bias: mean error of O in ulps; NaN where there is none.
+        verdict: on the bias.
+    """
+    if nonfinite:
         return "NaN"
-    if errors.gain < _SHRUNK:
-        return f"x{errors.gain:.2g}" if errors.gain >= 0.01 else "x0"
-    if records.finite(errors.bias.mean) is None:
+    if gain < _SHRUNK:
+        return f"x{gain:.2g}" if gain >= 0.01 else "x0"
+    if records.finite(bias) is None:
         return "none"
-    return f"{errors.bias.mean:+.2f}{verdict_mark(verdict)}"
+    return f"{bias:+.2f}{verdict_mark(verdict)}"
 
 
 def _evidence(looks: Looks) -> dict[str, Any]:
@@ -198,8 +205,8 @@ def _histogram(looks: Looks) -> records.HistogramRecord:
     return records.HistogramRecord(-_REACH_ULPS, 2 * _REACH_ULPS / _BINS, tuple(counts), len(error) - sum(counts))
 
 
-def _digest(output: AttentionOutput) -> str:
-    """A digest of the bits of O."""
+def digest(output: AttentionOutput) -> str:
+    """A digest of the bits of O, as records have it."""
     return hashlib.sha256(output.o.float().contiguous().numpy().tobytes()).hexdigest()[:16]
 
 

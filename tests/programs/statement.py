@@ -1,0 +1,308 @@
+"""`tiebreak statement FILE... -o DIR` and `tiebreak verify DIR`: what a lab hands in, and whether it holds."""
+
+import argparse
+import itertools
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from tiebreak.backends.backend import EMULATION
+from tiebreak.matrix.checks import checks
+from tiebreak.matrix.memory import keep_memory
+from tiebreak.matrix.run import judging
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.programs import rejudging
+from tiebreak.programs.profiles import PROFILES, profile
+from tiebreak.reports import expected, statement_findings, statement_summary, store
+from tiebreak.reports import statement as statements
+from tiebreak.reports.cli import FELL, HELD, Parser
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.names import unknown
+from tiebreak.reports.records import Record, Run
+from tiebreak.reports.statement import FILE, SUMMARIES, OtherVersionError, Profile, Statement
+from tiebreak.reports.tables import counted
+
+_SAMPLE = 20  # records that the emulation is run for again, by default
+
+
+def state(arguments: Sequence[str]) -> int:
+    """The verb `statement`; see `tiebreak.reports.cli.main`.
+
+    Returns:
+        0 if every cell holds or is waived, 1 if the statement says that it fell.
+    """
+    parser = Parser(prog="tiebreak statement", description="A folder to hand in: records, digests, waivers, a summary.")
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="records of one platform's runs")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write")
+    told = "; ".join(f"{name}: {one.about}" for name, one in PROFILES.items())
+    parser.add_argument("--profile", required=True, metavar="NAME", help=f"which cells must be there: {told}")
+    parser.add_argument(
+        "--waivers", type=Path, metavar="FILE", help="TOML file of expected failures, each with a last day"
+    )
+    options = parser.parse_args(arguments)
+    asked = _profile(options.profile)
+    entries = () if options.waivers is None else expected.waivers(options.waivers, checks())
+    found = write(options.files, options.output, asked, entries, date.today())
+    print(f"statement: {options.output}: profile {asked.name}, {_counts(found)}: {found.result}")
+    return HELD if found.result == "held" else FELL
+
+
+def verify(arguments: Sequence[str]) -> int:
+    """The verb `verify`; see `tiebreak.reports.cli.main`.
+
+    Returns:
+        0 if nothing is wrong with the statement, 1 otherwise.
+    """
+    parser = Parser(prog="tiebreak verify", description="Whether a statement holds. No device is needed.")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="what `tiebreak statement` has written")
+    parser.add_argument(
+        "--profile", metavar="NAME", help="the profile that it has to be of (default: that which it names)"
+    )
+    parser.add_argument(
+        "--sample", type=_count, default=_SAMPLE, metavar="N", help=f"records to recompute (default: {_SAMPLE})"
+    )
+    parser.add_argument("--seed", type=_count, default=1, metavar="N", help="another one draws others (default: 1)")
+    parser.add_argument(
+        "--as-of", type=_day, default=None, metavar="DAY", help="the day on which waivers have to hold (default: today)"
+    )
+    options = parser.parse_args(arguments)
+    wanted = None if options.profile is None else _profile(options.profile)
+    torch.set_num_threads(1)  # as the cells were run: sums are added in one order
+    keep_memory()
+    check = Verification(options.folder, wanted, options.as_of or date.today(), options.sample, options.seed)
+    findings = check.findings()
+    print("\n".join([store.one_line(f"refused: {text}") for text in findings] or [check.told]))
+    return FELL if findings else HELD
+
+
+def _profile(name: str) -> Profile:
+    if name not in PROFILES:
+        raise UsageError(f"--profile: {unknown('profile', name, PROFILES, '')}")
+    return profile(name)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"{text}: expected 0 or a positive integer")
+    return int(text)
+
+
+def _day(text: str) -> date:
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: expected a day such as 2027-06-30") from None
+
+
+def _counts(statement: Statement) -> str:
+    return ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in statement.counts.items())
+
+
+def write(
+    files: Sequence[Path], folder: Path, asked: Profile, entries: Sequence[expected.Expected], today: date
+) -> Statement:
+    """Write a statement, whole or not at all.
+
+    Args:
+        files: of records.
+        folder: to write; may be an older statement's, which is replaced.
+        asked: the profile.
+        entries: what excuses cells.
+        today: the day on which the entries have to hold.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UsageError: the records are no statement of the profile, a waiver does not hold, or there is something else in
+            the folder.
+        tiebreak.reports.store.UnreadableRecordsError: a file can't be read.
+        tiebreak.reports.store.UnwritableFolderError: the folder can't be written.
+    """
+    _check_free(folder)
+    contents = [store.content_of(path) for path in files]
+    runs: list[Run] = []
+    for path, content in zip(files, contents, strict=True):
+        run = store.parse(content, path)
+        store.refuse_repeated(run, path, zip(files, runs, strict=False))
+        runs.append(run)
+    waivers = [statements.waiver(entry) for entry in entries]
+    named = {str(path): run for path, run in zip(files, runs, strict=True)}
+    _refuse(itertools.chain(_of_records(named, asked), statement_findings.of_waivers(runs, waivers, checks(), today)))
+    names = [f"records-{number}.json" for number in range(1, len(files) + 1)]
+    found = statements.derive(runs, contents, names, asked, waivers)
+    _write_whole(folder, {**dict(zip(names, contents, strict=True)), **_texts(found, runs, asked)})
+    return found
+
+
+def _of_records(named: Mapping[str, Run], asked: Profile) -> Iterator[str]:
+    """What is wrong with the records, whoever hands them in."""
+    yield from statement_findings.of_runs(named, asked, judging())
+    if statement_findings.nothing_of(list(named.values()), asked):
+        yield f"no record of a cell that profile {asked.name} asks for"
+
+
+def _refuse(findings: Iterator[str]) -> None:
+    found = list(findings)
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise UsageError(store.one_line(f"{found[0]}{more}"))
+
+
+def _texts(found: Statement, runs: Sequence[Run], asked: Profile) -> dict[str, bytes]:
+    markdown, html = SUMMARIES
+    texts = {
+        FILE: statements.as_text(found),
+        markdown: statement_summary.markdown(found, runs, asked),
+        html: statement_summary.html(found, runs, asked),
+    }
+    return {name: text.encode() for name, text in texts.items()}
+
+
+def _check_free(folder: Path) -> None:
+    """Refuse a folder that has something else in it than an older statement."""
+    if folder.is_dir() and not folder.is_symlink():
+        there = {one.name for one in folder.iterdir()}
+        if there and not (FILE in there and all(_ours(name) for name in there)):
+            raise UsageError(f"-o {folder}: there is something else in it; name a folder that is new or empty")
+    elif folder.exists() or folder.is_symlink():
+        raise UsageError(f"-o {folder}: not a folder; name one that is new or empty")
+
+
+def _ours(name: str) -> bool:
+    return name in (FILE, *SUMMARIES) or (name.startswith("records-") and name.endswith(".json"))
+
+
+def _write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Through a folder beside it: a reader never sees half of a statement."""
+    folder = folder.absolute()
+    part, old = (folder.with_name(f".{folder.name}-{uuid.uuid4().hex}") for _ in range(2))
+    try:
+        part.mkdir(parents=True)
+        for name, content in contents.items():
+            (part / name).write_bytes(content)
+        if folder.exists():
+            os.replace(folder, old)
+        os.replace(part, folder)
+    except OSError as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise store.UnwritableFolderError(f"cannot write {folder}: {error.strerror or error}") from error
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@dataclass
+class Verification:
+    """One look at a statement."""
+
+    folder: Path
+    wanted: Profile | None  # that it has to be of; None: the one that it names
+    today: date  # the day on which waivers have to hold
+    size: int  # of the sample that is recomputed
+    seed: int  # of the sample
+    told: str = ""  # what was checked and what was not, once nothing is wrong
+
+    def findings(self) -> list[str]:
+        """What is wrong with it, a line each; what makes all else senseless stands alone.
+
+        Raises:
+            tiebreak.reports.store.UnreadableRecordsError: `statement.json` can't be read.
+        """
+        try:
+            found = statements.read(self.folder)
+        except OtherVersionError as error:
+            return [str(error)]
+        asked = self.wanted or (profile(found.profile) if found.profile in PROFILES else None)
+        if asked is None:
+            return [f"{FILE}: {unknown('profile', found.profile, PROFILES, '')}"]
+        if (found.profile, found.profile_hash) != (asked.name, asked.hash):
+            return [
+                f"{FILE}: of profile {found.profile}, {found.profile_hash[:16]}; profile {asked.name} of this tiebreak"
+                f" is {asked.hash[:16]}: verify with the release that it was made with"
+            ]
+        findings = list(self._of_files(found))
+        runs, unreadable = self._runs(found)
+        findings += unreadable
+        if unreadable or not runs:
+            return findings or [f"{FILE}: files: none"]
+        findings += self._of_statement(found, runs, asked)
+        findings += _of_records(runs, asked)
+        findings += statement_findings.of_waivers(list(runs.values()), found.waivers, checks(), self.today)
+        findings += statement_findings.of_outcomes(list(runs.values()), found.waivers)
+        findings += self._rejudged(runs, asked)
+        self.told = self.told if not findings else ""
+        return findings
+
+    def _of_files(self, found: Statement) -> Iterator[str]:
+        """Files that are not as the statement lists them."""
+        listed = {one.name: one for one in found.files}
+        if len(listed) < len(found.files):
+            yield f"{FILE}: files: one is listed twice"
+        for name in sorted(one.name for one in self.folder.iterdir()):
+            if name not in (FILE, *SUMMARIES, *listed):
+                yield f"{name}: not a file of the statement"
+        for name in (*SUMMARIES, *listed):
+            if not (self.folder / name).is_file():
+                yield f"{name}: missing"
+            elif name in listed and statements.digest((self.folder / name).read_bytes()) != listed[name].sha256:
+                yield f"{name}: SHA-256 is not as in {FILE}: the file was edited"
+
+    def _runs(self, found: Statement) -> tuple[dict[str, Run], list[str]]:
+        runs: dict[str, Run] = {}
+        problems: list[str] = []
+        for one in found.files:
+            if not (self.folder / one.name).is_file() or not _ours(one.name):
+                problems += [] if _ours(one.name) else [f"{FILE}: files: {one.name!r} is no name of a file of records"]
+                continue
+            try:
+                runs[one.name] = store.read(self.folder / one.name)
+            except store.UnreadableRecordsError as error:
+                problems.append(str(error))
+        return runs, problems
+
+    def _of_statement(self, found: Statement, runs: Mapping[str, Run], asked: Profile) -> Iterator[str]:
+        """What `statement.json` and the summaries say otherwise than the records."""
+        contents = [(self.folder / name).read_bytes() for name in runs]
+        derived = statements.derive(list(runs.values()), contents, list(runs), asked, found.waivers)
+        for name in ("commit", "platform", "kernels", "users", "counts", "result"):
+            if getattr(found, name) != getattr(derived, name):
+                yield f"{FILE}: {name}: not what the records come to"
+        cells = {one.name: one.cells for one in derived.files}
+        if any(one.cells != cells.get(one.name, one.cells) for one in found.files):
+            yield f"{FILE}: files: cells: not what the records come to"
+        # Other digests have been told of; the summaries need not be told of for them too.
+        listed = {one.name: one.sha256 for one in found.files}
+        files = tuple(replace(one, sha256=listed[one.name]) for one in derived.files)
+        for name, content in _texts(replace(derived, files=files), list(runs.values()), asked).items():
+            path = self.folder / name
+            if name != FILE and path.is_file() and path.read_bytes() != content:
+                yield f"{name}: not what the records come to"
+
+    def _rejudged(self, runs: Mapping[str, Run], asked: Profile) -> Iterator[str]:
+        """Records that contradict themselves, and those of a sample that the emulation contradicts."""
+        records = [record for run in runs.values() for record in run.records]
+        for name, run in runs.items():
+            for record in run.records:
+                yield from (f"{name}: {record.id}: {text}" for text in rejudging.contradictions(record))
+        chosen = rejudging.sample(records, self.size, self.seed)
+        bench = Workbench(Settings(asked.seed, asked.heads))
+        for record in chosen:
+            if record.seed == asked.seed:
+                yield from (f"{record.id}: {text}" for text in rejudging.recomputed(record, asked.heads, bench))
+        self.told = _told(asked, records, chosen)
+
+
+def _told(asked: Profile, records: Sequence[Record], chosen: Sequence[Record]) -> str:
+    able = sum(map(rejudging.recomputable, records))
+    own = sum(record.backend == EMULATION.name for record in chosen)
+    return (
+        f"verified: profile {asked.name}, {counted(len(records), 'cell')}: digests, cells, outcomes, verdicts, waivers;"
+        f" of {able} cells that the emulation can tell of {len(chosen)} recomputed ({own} its own, {len(chosen) - own}"
+        f" predictions of a device's); NOT shown: that the records came from the device that they name"
+    )

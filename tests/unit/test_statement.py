@@ -1,0 +1,499 @@
+"""Statements: what they refuse to be, and what verifying finds of one that was made up."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiebreak.backends.backend import CPU, EMULATION
+from tiebreak.backends.platform import describe
+from tiebreak.kernels.formats import BF16
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments import kinds
+from tiebreak.matrix.keeper import described
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.programs import profiles, rejudging
+from tiebreak.programs import statement as program
+from tiebreak.reports import statement as statements
+from tiebreak.reports import store
+from tiebreak.reports.cli import main
+from tiebreak.reports.records import Answer, Estimate, Record, Run
+
+CASES = ("tied_maxima[k=2]", "no_tail")
+KERNELS = ("flash@paper", "fair")
+COMMIT = "c" * 40
+OURS = "emulation-flash@paper-tied_maxima[k=2]-bf16"
+DEVICE = "cpu-flash@paper-tied_maxima[k=2]-bf16"
+VENDORS = "cpu-sdpa_math-no_tail-bf16"
+WAIVER = '[[expected]]\ncells = "cpu-sdpa_math-*"\ncheck = "repeatable"\nreason = "issue 12"\nexpires = 2999-01-31\n'
+
+
+@pytest.fixture(scope="module")
+def ran() -> Run:
+    """Two cases on two backends: the two kernels of a small profile, and one of the backend's own."""
+    offered = {one.name: one for one in kinds()["call"].offered(None, cases_named=True)}
+    bench = Workbench(Settings())
+    kernels = [(EMULATION, EMULATION.kernel(name)) for name in KERNELS]
+    kernels += [(CPU, CPU.kernel(name)) for name in (*KERNELS, "sdpa_math")]
+    cells = [Cell(*pair, offered[case], BF16) for case in CASES for pair in kernels]
+    found = Run(
+        platform=describe().as_dict() | {"commit": COMMIT, "fingerprint": {}},
+        options={"seed": "1", "heads": "256", "kernel": None},
+        records=tuple(run_cell(cell, bench) for cell in cells),
+        run="a" * 32,
+    )
+    return described(found, {cell.id: cell for cell in cells})
+
+
+@pytest.fixture(autouse=True)
+def small_profile(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A profile of those cells."""
+    asks = {"small": profiles._Asks("two cases", lambda one: one.name in CASES, KERNELS)}
+    for module in (profiles, program):
+        monkeypatch.setattr(module, "PROFILES", asks)
+    profiles.profile.cache_clear()
+    yield
+    profiles.profile.cache_clear()
+
+
+@pytest.fixture
+def keep(ran: Run, tmp_path: Path) -> Callable[..., Path]:
+    """Writes the run, some of its records otherwise."""
+
+    def write(records: Mapping[str, Mapping[str, Any] | None] | None = None, name: str = "last", **fields: Any) -> Path:
+        changes = records or {}
+        changed = (replace(one, **(changes.get(one.id) or {})) for one in ran.records)
+        kept = tuple(one for one in changed if changes.get(one.id, {}) is not None)
+        path = tmp_path / f"{name}.json"
+        store.write(replace(ran, records=kept, run=name * 8, **fields), path)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def stated(keep: Callable[..., Path], tmp_path: Path) -> Path:
+    """A statement that holds."""
+    assert main(["statement", str(keep()), "-o", str(tmp_path / "handed_in"), "--profile", "small"]) == 0
+    return tmp_path / "handed_in"
+
+
+@pytest.fixture
+def verified(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[str]]]:
+    """Verifies a statement; the exit code and the lines."""
+
+    def verify(folder: Path, *words: str) -> tuple[int, list[str]]:
+        capsys.readouterr()
+        code = main(["verify", str(folder), *words])
+        told = capsys.readouterr()
+        assert not told.err
+        return code, told.out.splitlines()
+
+    return verify
+
+
+def forge(folder: Path, change: Callable[[Run], Run]) -> None:
+    """Change the records, and make all else that the statement says as if they had been so."""
+    path = folder / "records-1.json"
+    store.write(change(store.read(path)), path)
+    run, asked = store.read(path), profiles.profile("small")
+    made = statements.derive([run], [path.read_bytes()], [path.name], asked, statements.read(folder).waivers)
+    for name, content in program._texts(made, [run], asked).items():
+        (folder / name).write_bytes(content)
+
+
+def changing(name: str, change: Callable[[Record], Record]) -> Callable[[Run], Run]:
+    return lambda run: replace(run, records=tuple(change(one) if one.id == name else one for one in run.records))
+
+
+def measured(name: str, **measures: Any) -> Callable[[Run], Run]:
+    return changing(name, lambda one: replace(one, measures={**one.measures, **measures}))
+
+
+def without(name: str, check: str) -> Callable[[Run], Run]:
+    return changing(
+        name, lambda one: replace(one, answers={key: said for key, said in one.answers.items() if key != check})
+    )
+
+
+def answered(name: str, check: str, met: bool, **fields: Any) -> Callable[[Run], Run]:
+    def change(one: Record) -> Record:
+        why = "" if met else "it is not"
+        answer = replace(one.answers[check], met=met, why=why)
+        return replace(one, answers={**one.answers, check: answer}, **fields)
+
+    return changing(name, change)
+
+
+def test_a_statement_of_a_run_verifies_and_says_what_was_not_shown(
+    stated: Path, verified: Callable[..., tuple[int, list[str]]]
+) -> None:
+    names = ["records-1.json", "statement.json", "summary.html", "summary.md"]
+    assert sorted(one.name for one in stated.iterdir()) == names
+    code, (told,) = verified(stated, "--sample", "99")
+    assert code == 0
+    assert told.startswith("verified: profile small, 10 cells: ")
+    assert "of 8 cells that the emulation can tell of 8 recomputed (4 its own, 4 predictions of a device's)" in told
+    assert told.endswith("NOT shown: that the records came from the device that they name")
+
+
+def test_the_summary_has_platform_profile_counts_and_biased_cells(stated: Path) -> None:
+    page, text = ((stated / name).read_text(encoding="utf-8") for name in ("summary.html", "summary.md"))
+    for summary in (page, text):
+        for told in (describe().cpu, COMMIT, "10 cells: ", "two cases", "sdpa_math", "flash@paper", "1 of 1"):
+            assert told in summary
+    assert "<script" not in page
+
+
+# A record that was changed and whose file has the digest of the change: by what it is found out all the same.
+FORGED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
+    "bias": (measured(DEVICE, bias=Estimate(0.001, 0.001)), f"{DEVICE}: verdict: biased, and its bias comes to unb"),
+    "shown": (changing(DEVICE, lambda one: replace(one, shown="+0.00")), f"{DEVICE}: shown: '+0.00', and its measures"),
+    "verdict": (changing(DEVICE, lambda one: replace(one, verdict="unbiased")), f"{DEVICE}: verdict: unbiased, and"),
+    "difference": (
+        measured(DEVICE, prediction_difference=Estimate(0.01, 0.001)),
+        f"{DEVICE}: measures: bias less predicted_bias is not prediction_difference",
+    ),
+    "bound": (measured(DEVICE, error_over_bound=3.0), f"{DEVICE}: answers.bound: met, and its measures say not met"),
+    "bound not asked": (
+        lambda run: without(VENDORS, "bound")(measured(VENDORS, error_over_bound=3.0)(run)),
+        f"{VENDORS}: answers.bound: not asked, and its measures do not meet it",
+    ),
+    "claim not asked": (without(DEVICE, "claim"), f"{DEVICE}: answers.claim: None, and the case claims biased away"),
+    "claim": (
+        answered(DEVICE, "claim", met=False, outcome="fell"),
+        f"{DEVICE}: answers.claim: not met, and its measures say met",
+    ),
+    "prediction": (
+        answered(DEVICE, "prediction", met=False, outcome="fell"),
+        f"{DEVICE}: answers.prediction: not met, and its measures say met",
+    ),
+    "prediction not asked": (without(DEVICE, "prediction"), f"{DEVICE}: answers.prediction: not asked, and the kernel"),
+    "outcome": (
+        answered(VENDORS, "repeatable", met=False),
+        f"{VENDORS}: outcome: held, and its answers come to fell: was the file edited?",
+    ),
+    "plan": (changing(DEVICE, lambda one: replace(one, plan="flash@fused")), f"{DEVICE}: plan: flash@fused, and fla"),
+    "case_version": (
+        changing(VENDORS, lambda one: replace(one, case_version=7)),
+        f"{VENDORS}: case_version: 7, profile small asks for 1",
+    ),
+    "seed": (changing(VENDORS, lambda one: replace(one, seed=7)), f"{VENDORS}: seed: 7, profile small asks for 1"),
+    "missing": (
+        lambda run: replace(run, records=tuple(one for one in run.records if one.id != OURS)),
+        f"missing: {OURS}, which profile small asks for",
+    ),
+    "missing of the backend's own": (
+        lambda run: replace(run, records=tuple(one for one in run.records if one.id != VENDORS)),
+        f"missing: {VENDORS}, which profile small asks for",
+    ),
+    "dirty": (
+        lambda run: replace(run, platform={**run.platform, "commit": f"{COMMIT}-dirty"}),
+        f"platform.commit: {COMMIT}-dirty: files differ from the commit",
+    ),
+    "no checkout": (
+        lambda run: replace(run, platform={**run.platform, "commit": None}),
+        "platform.commit: not told: run the suite from a git checkout",
+    ),
+    "interrupted": (lambda run: replace(run, complete=False), "complete: the run was interrupted"),
+    "heads": (
+        lambda run: replace(run, options={**run.options, "heads": "32"}),
+        "options.heads: 32, profile small asks for 256",
+    ),
+}  # fmt: skip
+
+
+def predicted_otherwise(record: Record) -> Record:
+    """As if the plan had predicted a bias that is 0.01 ulp further off, well within the margin."""
+    bias = record.measures["bias"]
+    assert isinstance(bias, Estimate)
+    assert bias.mean is not None
+    told = {"predicted_bias": Estimate(bias.mean - 0.01, 0.01), "prediction_difference": Estimate(0.01, 0.001)}
+    return replace(record, measures={**record.measures, **told})
+
+
+# What contradicts nothing in its own file: the emulation does.
+RECOMPUTED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
+    "digest of the emulation": (changing(OURS, lambda one: replace(one, digest="0" * 16)), f"{OURS}: digest: 0000"),
+    "a measure of the emulation": (measured(OURS, max_ulps=0.8), f"{OURS}: measures.max_ulps: 0.8, recomputed 0.9"),
+    "another prediction": (changing(DEVICE, predicted_otherwise), f"{DEVICE}: measures.predicted_bias: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "told"), FORGED.values(), ids=FORGED)
+def test_an_edited_record_with_a_digest_of_its_own_is_found_out(
+    change: Callable[[Run], Run], told: str, stated: Path, verified: Callable[..., tuple[int, list[str]]]
+) -> None:
+    forge(stated, change)
+    code, lines = verified(stated, "--sample", "0")
+    assert code == 1
+    assert any(told in line for line in lines), lines
+    assert all(line.startswith("refused: ") for line in lines)
+    assert not [line for line in lines if "SHA-256" in line or "not what the records come to" in line]
+
+
+@pytest.mark.parametrize(("change", "told"), RECOMPUTED.values(), ids=RECOMPUTED)
+def test_a_record_made_up_without_a_contradiction_is_found_out_where_it_is_in_the_sample(
+    change: Callable[[Run], Run], told: str, stated: Path, verified: Callable[..., tuple[int, list[str]]]
+) -> None:
+    forge(stated, change)
+    assert verified(stated, "--sample", "0")[0] == 0
+    code, lines = verified(stated, "--sample", "99")
+    assert code == 1
+    assert any(told in line for line in lines), lines
+
+
+def test_digests_of_a_cell_that_agrees_with_the_emulation_to_the_bit_are_the_emulations(ran: Run) -> None:
+    record = next(one for one in ran.records if one.id == "cpu-flash@paper-no_tail-bf16")
+    assert record.number("equal_bits") == 1.0
+    assert not list(rejudging.recomputed(record, 256))
+    assert next(rejudging.recomputed(replace(record, digest="f" * 16), 256)).startswith("digest: ffffffffffffffff, and")
+
+
+def edited(folder: Path, name: str, old: str, new: str) -> None:
+    path = folder / name
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "told"),
+    [
+        ("records-1.json", '"met": true', '"met": true ', "records-1.json: SHA-256 is not as in statement.json"),
+        (
+            "statement.json",
+            '"schema": 1',
+            '"schema": 2',
+            "statement.json: schema: 2 is not 1, which this tiebreak veri",
+        ),
+        ("statement.json", '"profile_hash": "', '"profile_hash": "0', "statement.json: of profile small, 0"),
+        (
+            "statement.json",
+            '"profile": "small"',
+            '"profile": "large"',
+            "statement.json: unknown profile 'large': known",
+        ),
+        ("statement.json", '"result": "held"', '"result": "fell"', "statement.json: result: not what the records come"),
+        ("statement.json", '"machine": "', '"machine": "x', "statement.json: platform: not what the records come to"),
+        ("statement.json", '"cells": 10', '"cells": 11', "statement.json: files: cells: not what the records come to"),
+        ("summary.md", "10 cells", "9 cells", "summary.md: not what the records come to"),
+        ("summary.html", "10 cells", "9 cells", "summary.html: not what the records come to"),
+    ],
+)
+def test_what_was_edited_by_hand_is_one_line(
+    name: str, old: str, new: str, told: str, stated: Path, verified: Callable[..., tuple[int, list[str]]]
+) -> None:
+    edited(stated, name, old, new)
+    code, (line,) = verified(stated, "--sample", "0")
+    assert code == 1
+    assert line.startswith(f"refused: {told}")
+
+
+def test_other_files_and_lost_ones_are_found(stated: Path, verified: Callable[..., tuple[int, list[str]]]) -> None:
+    (stated / "note.txt").write_text("x")
+    (stated / "summary.md").unlink()
+    expected = ["refused: note.txt: not a file of the statement", "refused: summary.md: missing"]
+    assert verified(stated, "--sample", "0") == (1, expected)
+    (stated / "records-1.json").unlink()
+    assert "refused: records-1.json: missing" in verified(stated, "--sample", "0")[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "No such file"),
+        ("", "empty"),
+        ("[]", "expected an object"),
+        ('{"schema": 1}', "profile: missing"),
+        ("{", "not JSON"),
+    ],
+)
+def test_a_statement_that_is_none_is_one_line_and_exit_code_2(
+    content: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "statement.json").write_text(content)
+    assert main(["verify", str(tmp_path)]) == 2
+    found = capsys.readouterr()
+    assert found.err.count("\n") == 1
+    assert told in found.err
+
+
+def failing(keep: Callable[..., Path], ran: Run) -> Path:
+    """A run in which a kernel of the backend's own did not repeat to the bit, as it says, excused in the run itself."""
+    (record,) = (one for one in ran.records if one.id == VENDORS)
+    answers = {**record.answers, "repeatable": Answer(False, "the same bits twice", "other bits")}
+    return keep({VENDORS: {"answers": answers, "outcome": "fell", "excused": "so it is in baseline.json"}})
+
+
+def state(path: Path, folder: Path, waivers: Path | None = None) -> int:
+    words = ["statement", str(path), "-o", str(folder), "--profile", "small"]
+    return main([*words, *([] if waivers is None else ["--waivers", str(waivers)])])
+
+
+def test_what_fell_makes_the_statement_fall_whatever_excused_it_in_the_run(
+    keep: Callable[..., Path], ran: Run, tmp_path: Path, verified: Callable[..., tuple[int, list[str]]]
+) -> None:
+    folder = tmp_path / "handed_in"
+    assert state(failing(keep, ran), folder) == 1
+    assert json.loads((folder / "statement.json").read_text())["counts"]["fell"] == 1
+    assert verified(folder, "--sample", "0") == (1, [f"refused: fell, and no waiver: {VENDORS}: other bits"])
+
+
+def test_a_waiver_covers_what_fell_until_its_last_day(
+    keep: Callable[..., Path], ran: Run, tmp_path: Path, verified: Callable[..., tuple[int, list[str]]]
+) -> None:
+    folder, waivers = tmp_path / "handed_in", tmp_path / "waivers.toml"
+    waivers.write_text(WAIVER)
+    assert state(failing(keep, ran), folder, waivers) == 0
+    assert "issue 12" in (folder / "summary.md").read_text()
+    assert verified(folder, "--sample", "0", "--as-of", "2999-01-31")[0] == 0
+    told = "refused: waiver cpu-sdpa_math-*, repeatable: expired on 2999-01-31"
+    assert verified(folder, "--sample", "0", "--as-of", "2999-02-01") == (1, [told])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (("expires = 2999-01-31\n", ""), "expected[0].expires: missing: a waiver of a statement has a last day"),
+        (("2999-01-31", '"2999-01-31"'), "expected[0].expires: expected a day such as 2027-06-30, without quotes"),
+        (("2999-01-31", "2999-01-31T10:00:00"), "expected[0].expires: expected a day such as 2027-06-30"),
+        (("2999-01-31", "2020-01-31"), "waiver cpu-sdpa_math-*, repeatable: expired on 2020-01-31"),
+        (("repeatable", "bound"), "waiver cpu-sdpa_math-*, bound: covers nothing: every cell that it names meets"),
+        (("sdpa_math", "nothing"), "waiver cpu-nothing-*, repeatable: covers nothing"),
+    ],
+)
+def test_a_waiver_that_does_not_hold_is_refused_and_nothing_is_written(
+    change: tuple[str, str],
+    told: str,
+    keep: Callable[..., Path],
+    ran: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    waivers = tmp_path / "waivers.toml"
+    waivers.write_text(WAIVER.replace(*change))
+    path = failing(keep, ran)
+    before = sorted(tmp_path.iterdir())
+    assert state(path, tmp_path / "handed_in", waivers) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_waiver_slipped_in_later_is_found_to_cover_nothing(
+    stated: Path, verified: Callable[..., tuple[int, list[str]]]
+) -> None:
+    waiver = {"cells": "cpu-*", "check": "claim", "reason": "x", "expires": "2999-01-31"}
+    plain = json.loads((stated / "statement.json").read_text())
+    (stated / "statement.json").write_text(json.dumps(plain | {"waivers": [waiver]}))
+    code, lines = verified(stated, "--sample", "0")
+    assert code == 1
+    assert any("waiver cpu-*, claim: covers nothing" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields", "told"),
+    [
+        ({OURS: None}, {}, f"missing: {OURS}, which profile small asks for"),
+        ({}, {"complete": False}, "complete: the run was interrupted"),
+        ({OURS: {"outcome": "fell"}}, {}, f"{OURS}: outcome: fell, and its answers come to held"),
+        ({}, {"options": {"seed": "2", "heads": "256"}}, "options.seed: 2, profile small asks"),
+    ],
+)
+def test_records_that_are_no_statement_are_refused_in_one_line(
+    changes: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    told: str,
+    keep: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = keep(changes, **fields)
+    assert state(path, tmp_path / "handed_in") == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_files_make_one_statement_if_no_cell_is_in_both(
+    keep: Callable[..., Path], ran: Run, tmp_path: Path, verified: Callable[..., tuple[int, list[str]]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    on_cpu = {one.id: None for one in ran.records if one.backend != "cpu"}
+    emulated = {one.id: None for one in ran.records if one.backend == "cpu"}
+    first, second, whole = keep(on_cpu, "first"), keep(emulated, "second"), keep(None, "whole")
+    words = ["-o", str(tmp_path / "handed_in"), "--profile", "small"]
+    assert main(["statement", str(first), str(whole), *words]) == 2
+    assert "a second record of this cell, the first is in" in capsys.readouterr().err
+    assert main(["statement", str(first), str(first), *words]) == 2
+    assert "the same run as in" in capsys.readouterr().err
+    other = keep(emulated, "other", platform={**ran.platform, "cpu": "another"})
+    assert main(["statement", str(first), str(other), *words]) == 2
+    assert "platform.cpu: 'another'" in capsys.readouterr().err
+    assert main(["statement", str(first), str(second), *words]) == 0
+    assert verified(tmp_path / "handed_in", "--sample", "0")[0] == 0
+
+
+def test_a_folder_with_something_else_is_left_alone_and_an_older_statement_is_replaced(
+    stated: Path, keep: Callable[..., Path], ran: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert state(failing(keep, ran), stated) == 1
+    assert json.loads((stated / "statement.json").read_text())["result"] == "fell"
+    (stated / "thesis.tex").write_text("years of work")
+    capsys.readouterr()
+    assert state(keep(), stated) == 2
+    assert "there is something else in it" in capsys.readouterr().err
+    assert (stated / "thesis.tex").read_text() == "years of work"
+    assert sorted(one.name for one in stated.parent.iterdir()) == ["handed_in", "last.json"]
+
+
+def test_a_folder_that_cannot_be_written_leaves_nothing(
+    keep: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = keep()
+
+    def full(self: Path, content: bytes) -> int:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert state(path, tmp_path / "handed_in") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_users_kernel_has_every_kind_of_input_and_the_suites_kernels_need_not_be_there(
+    keep: Callable[..., Path], ran: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    verified: Callable[..., tuple[int, list[str]]],
+) -> None:  # fmt: skip
+    others = {one.id: None for one in ran.records if one.kernel != "sdpa_math"}
+    options = {"seed": "1", "heads": "256", "kernel": "mine.py:sdpa_math"}
+    assert state(keep({**others, VENDORS: None}, options=options), tmp_path / "handed_in") == 2
+    assert f"missing: {VENDORS}" in capsys.readouterr().err
+    assert state(keep(others, options=options), tmp_path / "handed_in") == 0
+    plain = json.loads((tmp_path / "handed_in" / "statement.json").read_text())
+    assert (plain["kernels"], plain["users"]) == ({"cpu": ["sdpa_math"]}, ["sdpa_math"])
+    assert verified(tmp_path / "handed_in", "--sample", "0")[0] == 0
+
+
+def test_the_sample_is_drawn_by_its_seed(ran: Run) -> None:
+    one, again, other = (rejudging.sample(list(ran.records), 4, seed) for seed in (1, 1, 2))
+    assert one == again != other
+    assert len(rejudging.sample(list(ran.records), 99, 1)) == 8
+
+
+def test_a_day_can_be_named(stated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check = program.Verification(stated, None, date(2026, 1, 1), 0, 1)
+    assert check.findings() == []
+    assert main(["verify", str(stated), "--as-of", "soon"]) == 2
+    assert "expected a day such as 2027-06-30" in capsys.readouterr().err
