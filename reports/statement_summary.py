@@ -111,8 +111,9 @@ def _platform(statement: Statement, profile: Profile) -> Iterator[tuple[str, str
     for backend, kernels in statement.kernels.items():
         own = [name for name in kernels if name not in profile.suite.get(backend, {})]
         names = [f"{name} (given by --kernel)" if name in statement.users else name for name in own]
-        told = f"{counted(len(kernels) - len(own), 'kernel')} of the suite"
-        yield f"on {one_line(backend)}", one_line(", ".join([told, *names]))
+        suite = len(kernels) - len(own)
+        told = [f"{counted(suite, 'kernel')} of the suite"] if suite else []
+        yield f"on {one_line(backend)}", one_line(", ".join([*told, *names]))
     for name, value in statement.platform.items():
         if value is not None and value != [] and name != "fingerprint":
             text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)

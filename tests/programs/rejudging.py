@@ -17,9 +17,10 @@ from tiebreak.cases.case import Case
 from tiebreak.cases.claims import ROWS_ERR_APART, ROWS_ERR_TOGETHER, Claim, predicted
 from tiebreak.cases.errors import Errors, merge
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.cases.verdicts import Interval, Verdict, judge
+from tiebreak.cases.verdicts import LOOKS, Interval, Verdict, judge
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import parse_format
+from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.checks import checks
@@ -32,6 +33,7 @@ from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import CLAIM, PREDICTION, Estimate, Record, Value
 
 _CASES = {case.name: case for case in SCRIPTED}
+_FORMATS = frozenset(fmt.name for fmt in TORCH_DTYPES)
 _MEASURED = ("finite", "bound", "range", "gradients", "loss")  # checks that ask a result for its measures alone
 _CLOSE = 1e-6  # as a share, and in ulps: what another order of summation in fp64 may change of a mean
 
@@ -48,14 +50,26 @@ def contradictions(record: Record) -> Iterator[str]:
     """
     if record.shown is None:
         return
+    if record.format not in _FORMATS:
+        yield f"format: {record.format}: no kernel is run in it"
+        return
     case = _CASES.get(record.case)
+    try:
+        spoken = spoken_for(record, case)
+    except ValueError as error:
+        yield f"plan: {error}"
+        return
     if case is not None:
         yield from _of_a_call(record, case)
-    yield from _of_measures(record, spoken_for(record, case))
+    yield from _of_measures(record, spoken)
 
 
 def spoken_for(record: Record, case: Case | None) -> frozenset[str]:
-    """Checks that need not be met, since the case claims of such a kernel that they are not."""
+    """Checks that need not be met, since the case claims of such a kernel that they are not.
+
+    Raises:
+        ValueError: the plan that it declares is none.
+    """
     if case is None:
         return frozenset(_MEASURED)  # a training run's claims say how soon the loss breaks down: not known here
     declaration = declaration_of(record)
@@ -196,6 +210,8 @@ def recomputable(record: Record) -> bool:
     """Whether the emulation can say anything of a record: a call of a kernel of the suite, with a result."""
     if record.shown is None or record.case not in _CASES or declaration_of(record) is None:
         return False
+    if record.format not in _FORMATS:
+        return False
     return record.backend == EMULATION.name or "predicted_bias" in record.measures
 
 
@@ -246,6 +262,10 @@ def _prediction(record: Record, bench: Workbench) -> Iterator[str]:
     case, declaration = _CASES[record.case], declaration_of(record)
     assert declaration is not None
     fmt = parse_format(record.format)
+    most = bench.settings.heads * 2 ** (LOOKS - 1)
+    if not 0 < record.heads <= most:
+        yield f"heads: {record.heads}, and a cell draws at most {most}"
+        return
     found: list[Errors] = []
     drawn, first = 0, ""
     while drawn < record.heads:

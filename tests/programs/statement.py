@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from tiebreak.reports.records import Record, Run
 from tiebreak.reports.statement import FILE, SUMMARIES, OtherVersionError, Profile, Statement
 from tiebreak.reports.tables import counted
 
+_COPY = re.compile(r"records-[0-9]+\.json")  # name of a copy of a file of records
 _SAMPLE = 20  # records that the emulation is run for again, by default
 
 
@@ -177,7 +179,7 @@ def _check_free(folder: Path) -> None:
 
 
 def _ours(name: str) -> bool:
-    return name in (FILE, *SUMMARIES) or (name.startswith("records-") and name.endswith(".json"))
+    return name in (FILE, *SUMMARIES) or _COPY.fullmatch(name) is not None
 
 
 def _write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
@@ -221,7 +223,9 @@ class Verification:
         asked = self.wanted or (profile(found.profile) if found.profile in PROFILES else None)
         if asked is None:
             return [f"{FILE}: {unknown('profile', found.profile, PROFILES, '')}"]
-        if (found.profile, found.profile_hash) != (asked.name, asked.hash):
+        if found.profile != asked.name:
+            return [f"{FILE}: of profile {found.profile}, not of {asked.name}"]
+        if found.profile_hash != asked.hash:
             return [
                 f"{FILE}: of profile {found.profile}, {found.profile_hash[:16]}; profile {asked.name} of this tiebreak"
                 f" is {asked.hash[:16]}: verify with the release that it was made with"
@@ -248,7 +252,9 @@ class Verification:
             if name not in (FILE, *SUMMARIES, *listed):
                 yield f"{name}: not a file of the statement"
         for name in (*SUMMARIES, *listed):
-            if not (self.folder / name).is_file():
+            if not _ours(name):
+                yield f"{FILE}: files: {name!r} is no name of a file of records"
+            elif not (self.folder / name).is_file():
                 yield f"{name}: missing"
             elif name in listed and statements.digest((self.folder / name).read_bytes()) != listed[name].sha256:
                 yield f"{name}: SHA-256 is not as in {FILE}: the file was edited"
@@ -257,8 +263,7 @@ class Verification:
         runs: dict[str, Run] = {}
         problems: list[str] = []
         for one in found.files:
-            if not (self.folder / one.name).is_file() or not _ours(one.name):
-                problems += [] if _ours(one.name) else [f"{FILE}: files: {one.name!r} is no name of a file of records"]
+            if not _COPY.fullmatch(one.name) or not (self.folder / one.name).is_file():
                 continue
             try:
                 runs[one.name] = store.read(self.folder / one.name)

@@ -194,6 +194,8 @@ FORGED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
         lambda run: replace(run, records=tuple(one for one in run.records if one.id != VENDORS)),
         f"missing: {VENDORS}, which profile small asks for",
     ),
+    "format": (changing(VENDORS, lambda one: replace(one, format="bf17")), "format: bf17: no kernel is run in it"),
+    "garbage for a plan": (changing(VENDORS, lambda one: replace(one, plan="x")), f"{VENDORS}: plan: unknown plan 'x'"),
     "dirty": (
         lambda run: replace(run, platform={**run.platform, "commit": f"{COMMIT}-dirty"}),
         f"platform.commit: {COMMIT}-dirty: files differ from the commit",
@@ -223,6 +225,10 @@ def predicted_otherwise(record: Record) -> Record:
 RECOMPUTED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
     "digest of the emulation": (changing(OURS, lambda one: replace(one, digest="0" * 16)), f"{OURS}: digest: 0000"),
     "a measure of the emulation": (measured(OURS, max_ulps=0.8), f"{OURS}: measures.max_ulps: 0.8, recomputed 0.9"),
+    "heads without end": (
+        changing(DEVICE, lambda one: replace(one, heads=10**12)),
+        f"{DEVICE}: heads: 1000000000000, and a cell draws at most 2048",
+    ),
     "another prediction": (changing(DEVICE, predicted_otherwise), f"{DEVICE}: measures.predicted_bias: "),
 }  # fmt: skip
 
@@ -295,6 +301,26 @@ def test_what_was_edited_by_hand_is_one_line(
     code, (line,) = verified(stated, "--sample", "0")
     assert code == 1
     assert line.startswith(f"refused: {told}")
+
+
+@pytest.mark.parametrize("name", ["../records-1.json", "records-1.json/../../secret.json", "statement.json"])
+def test_a_file_elsewhere_is_not_read(name: str, stated: Path, verified: Callable[..., tuple[int, list[str]]]) -> None:
+    edited(stated, "statement.json", '"name": "records-1.json"', f'"name": "{name}"')
+    code, lines = verified(stated, "--sample", "0")
+    assert code == 1
+    assert "refused: records-1.json: not a file of the statement" in lines
+    assert not any("secret" in line and "SHA" in line for line in lines)
+
+
+def test_a_statement_of_another_profile_than_the_wanted_one_is_refused(
+    stated: Path, verified: Callable[..., tuple[int, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = {**profiles.PROFILES, "other": profiles._Asks("one case", lambda one: one.name == "no_tail", KERNELS)}
+    for module in (profiles, program):
+        monkeypatch.setattr(module, "PROFILES", both)
+    assert verified(stated, "--profile", "small", "--sample", "0")[0] == 0
+    told = "refused: statement.json: of profile small, not of other"
+    assert verified(stated, "--profile", "other", "--sample", "0") == (1, [told])
 
 
 def test_other_files_and_lost_ones_are_found(stated: Path, verified: Callable[..., tuple[int, list[str]]]) -> None:
