@@ -1,7 +1,7 @@
 """The gallery: what this suite found on every machine that it has run on, from the records in reports/platforms/.
 
     python docs/gallery.py add MACHINE FILE...    # keep records of `make platforms`, in compact form
-    python docs/gallery.py                        # renew the tables of docs/gallery.md
+    python docs/gallery.py                        # renew the tables of docs/gallery.md and README.md
 
 `make gallery` makes the page of all of them. Not a line is written by hand.
 """
@@ -12,7 +12,7 @@ import itertools
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from tiebreak.reports.records import OUTCOMES, Estimate, Record, Run, Value
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "reports" / "platforms"
-PAGE = ROOT / "docs" / "gallery.md"
+PAGE, README = ROOT / "docs" / "gallery.md", ROOT / "README.md"
 NATIVE = "native"
 _DIGITS = 5  # significant ones of a measure: verdicts and digests stand beside them
 _BEGIN, _END = "<!-- from reports/platforms -->", "<!-- end -->"
@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _keep(options.machine, store.read_all(options.files))
         except (store.UnreadableRecordsError, ValueError) as error:
             parser.error(str(error))
-    PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), kept()), encoding="utf-8")
+    found = kept()
+    for page, lines in ((PAGE, whole(found)), (README, brief(found))):
+        page.write_text(renewed(page.read_text(encoding="utf-8"), lines), encoding="utf-8")
     return 0
 
 
@@ -99,28 +101,36 @@ def kept() -> dict[str, dict[str, Run]]:
     return found
 
 
-def renewed(text: str, found: Mapping[str, Mapping[str, Run]]) -> str:
-    """The page with its tables made anew.
+def renewed(text: str, lines: Iterable[str]) -> str:
+    """A page with its tables made anew.
 
     Args:
         text: of the page.
-        found: runs by machine and level.
+        lines: of the tables.
     """
     before, _, rest = text.partition(_BEGIN)
-    return f"{before}{_BEGIN}\n\n" + "\n".join(_tables(found)) + f"\n\n{_END}" + rest.partition(_END)[2]
+    return f"{before}{_BEGIN}\n\n" + "\n".join(lines) + f"\n\n{_END}" + rest.partition(_END)[2]
 
 
-def _tables(found: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
+def brief(found: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
+    """The table of the README."""
+    yield "| [ran on](docs/gallery.md) | levels | cells | differ between levels |"
+    yield "|---|---:|---:|---:|"
+    for levels in found.values():
+        first = next(iter(levels.values()))
+        apart = compare(list(levels.values()), list(levels)).counts[Agreement.DISAGREE]
+        yield f"| {_processor(first)} | {len(levels)} | {len(first.records):,} | {apart} |"
+
+
+def whole(found: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
+    """The tables of docs/gallery.md."""
     yield "| machine | processor | levels | cells | torch | commit |"
     yield "|---|---|---:|---:|---|---|"
     for machine, levels in found.items():
         first = next(iter(levels.values()))
-        about = first.platform
-        processor = f"{about['cpu']}{_features(about.get('cpu_features', ()))}"
-        yield (
-            f"| [{machine}](#{machine}) | {processor} | {len(levels)} | {len(first.records)} | {about['torch']} |"
-            f" `{str(about['commit'])[:7]}` |"
-        )
+        torch, commit = first.platform["torch"], str(first.platform["commit"])[:7]
+        sizes = f"{len(levels)} | {len(first.records)}"
+        yield f"| [{machine}](#{machine}) | {_processor(first)} | {sizes} | {torch} | `{commit}` |"
     for machine, levels in found.items():
         yield from _machine(machine, levels)
     natives = {machine: levels[NATIVE] for machine, levels in found.items() if NATIVE in levels}
@@ -128,9 +138,11 @@ def _tables(found: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
         yield from ["", f"## {one} beside {other}", "", *_agreement({one: left, other: right})]
 
 
-def _features(features: object) -> str:
-    known = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in str(features)]
-    return f" ({known[0]})" if known else ""
+def _processor(run: Run) -> str:
+    """The name, and the widest of the instruction sets that matter here."""
+    features = run.platform.get("cpu_features", ())
+    known = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in features]
+    return f"{run.platform['cpu']}{f' ({known[0]})' if known else ''}"
 
 
 def _machine(machine: str, levels: Mapping[str, Run]) -> Iterator[str]:

@@ -41,8 +41,10 @@ def run_of(*records: Record, level: str = "native", **fields: object) -> Run:
 
 
 def test_page_is_what_the_records_make(gallery: ModuleType) -> None:
-    text = gallery.PAGE.read_text(encoding="utf-8")
-    assert gallery.renewed(text, gallery.kept()) == text
+    found = gallery.kept()
+    for page, lines in ((gallery.PAGE, gallery.whole(found)), (gallery.README, gallery.brief(found))):
+        text = page.read_text(encoding="utf-8")
+        assert gallery.renewed(text, lines) == text
 
 
 def test_compact_form_keeps_what_tables_and_comparisons_read(gallery: ModuleType) -> None:
@@ -57,15 +59,15 @@ def test_tables_count_and_put_levels_that_agree_in_one_column(gallery: ModuleTyp
     fast = [record("flash", "+0.23 B", "biased", "aa"), record("fair", "+0.00", "unbiased", "cc")]
     slow = [record("flash", "-0.02", "unbiased", "bb"), record("fair", "+0.00", "unbiased", "cc")]
     levels = {"native": run_of(*fast), "avx2": run_of(*fast, level="avx2"), "none": run_of(*slow, level="none")}
-    text = gallery.renewed(
-        "# Gallery\n\n<!-- from reports/platforms -->\nold\n<!-- end -->\nrest\n", {"made-up": levels}
-    )
+    page = "# Gallery\n\n<!-- from reports/platforms -->\nold\n<!-- end -->\nrest\n"
+    text = gallery.renewed(page, gallery.whole({"made-up": levels}))
     assert "old" not in text
     assert text.endswith("<!-- end -->\nrest\n")
     assert "| `none` | 2 | 0 | 0 |" in text
     assert "Of 2 cells that all have, 1 agree to the bit, 0 in verdict alone, 1 disagree." in text
     assert "| kernel, case | `native`<br>`avx2` | `none` |" in text
     assert "| `flash` `ties` | +0.23 B | -0.02 |" in text
+    assert list(gallery.brief({"made-up": levels}))[2:] == ["| Made-up 9000 | 3 | 2 | 1 |"]
 
 
 @pytest.mark.parametrize(
