@@ -73,7 +73,8 @@ function rowHead(about) {
 }
 
 function mapTable(chosen, columns, title) {
-  const table = make("table", null, { class: "map", "aria-label": title });
+  // Few columns leave room for what the cases are.
+  const table = make("table", null, { class: columns.length <= 8 ? "map few" : "map", "aria-label": title });
   table.append(headOf(columns));
   const found = new Map(chosen.map((cell) => [`${cell.place} ${cell.column}`, cell]));
   let group = null;

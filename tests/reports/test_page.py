@@ -170,6 +170,21 @@ def test_figures_show_the_most_biased_and_the_least(run: MakeRun, record: Make) 
     assert figures([run(record())], ["empty"]) == []
 
 
+def test_the_page_begins_with_the_mechanism_where_errors_were_kept(run: MakeRun, record: Make) -> None:
+    def traced(kernel: str, bias: float, at_one: tuple[int, ...], **bins: HistogramRecord) -> Record:
+        evidence = {"trace": TraceRecord((0.0, bias), at_one), **bins}
+        return record(kernel, measures={"bias": Estimate(bias, 0.01)}, evidence=evidence)
+
+    bins = HistogramRecord(-1.0, 0.5, (0, 1, 5, 4), 0)
+    breaks, cures = traced("<breaks>", 0.234, (1,), histogram=bins), traced("cures", 0.013, (), histogram=bins)
+    beginning = page([run(record()), run(breaks, cures)], ["empty", "full"], []).partition("Findings")[0]
+    assert "How a broken tie becomes a bias" in beginning
+    assert ">&lt;breaks&gt;: +0.23<" in beginning
+    assert ">cures: +0.01<" in beginning
+    for cells in ([record()], [breaks], [cures], [breaks, traced("cures", 0.013, ())]):
+        assert "broken tie" not in page([run(*cells)], ["a"], [])
+
+
 def test_axes_have_round_numbers() -> None:
     assert ticks(0.0, 0.25) == pytest.approx([0.0, 0.05, 0.1, 0.15, 0.2, 0.25])
     assert ticks(-0.00113, 0.00097) == pytest.approx([-0.001, -0.0005, 0.0, 0.0005])
