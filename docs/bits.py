@@ -27,8 +27,9 @@ from tiebreak.kernels.formats import FP32, Format, Formats, parse_format
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.matrix.experiments.call import shown
 from tiebreak.reports.figures import Figure, Series
-from tiebreak.reports.marks import verdict_mark
+from tiebreak.reports.records import NONFINITE
 from tiebreak.reports.svg import draw
 
 DOCS = Path(__file__).parent
@@ -107,7 +108,7 @@ def _row(fmt: str, case: str, kernel: str, batch: Batch) -> Row:
     output = EMULATION.run(EMULATION.kernel(kernel), batch.inputs, gradients=False)
     no_bound = torch.full((), torch.inf, dtype=torch.float64)  # none is asked for here
     errors: Errors = measure(output.o, None, batch.inputs, batch.ref, no_bound, batch.yardstick)
-    verdict = "nonfinite" if errors.nonfinite else judge(errors.bias).value
+    verdict = NONFINITE if errors.nonfinite else judge(errors.bias).value
     numbers = (
         *(math.nan if errors.nonfinite else errors.bias.mean, errors.bias.half_width),
         *(errors.gain, errors.delta_bias.mean, errors.delta_bias.half_width, errors.coherence_excess.mean),
@@ -117,11 +118,12 @@ def _row(fmt: str, case: str, kernel: str, batch: Batch) -> Row:
 
 
 def write(found: Iterator[Row]) -> None:
-    """Keep rows in docs/bits.csv."""
+    """Keep rows in docs/bits.csv, once all are there: a run that is stopped leaves the table as it was."""
+    lines = [vars(row) for row in found]
     with TABLE.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, [one.name for one in fields(Row)], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(vars(row) for row in found)
+        writer.writerows(lines)
 
 
 def read() -> list[Row]:
@@ -163,19 +165,15 @@ def _tables(found: Sequence[Row]) -> Iterator[str]:
 
 
 def _shown(row: Row) -> str:
-    if row.verdict == "nonfinite":
-        return "NaN"
-    if row.gain < 0.9:
-        return f"x{row.gain:.2g}" if row.gain >= 0.01 else "x0"
-    return f"{row.bias:+.2f}{verdict_mark(row.verdict)}"
+    return shown(float(row.verdict == NONFINITE), row.gain, row.bias, row.verdict)
 
 
 def _delta(row: Row) -> str:
-    return "NaN" if row.verdict == "nonfinite" else f"{row.delta_bias:+.1e}"
+    return "NaN" if row.verdict == NONFINITE else f"{row.delta_bias:+.1e}"
 
 
 def _coherence(row: Row) -> str:
-    return "NaN" if row.verdict == "nonfinite" else f"{row.coherence_excess:+.2f}"
+    return "NaN" if row.verdict == NONFINITE else f"{row.coherence_excess:+.2f}"
 
 
 def picture(found: Sequence[Row]) -> str:
