@@ -1,7 +1,5 @@
 """`tiebreak page FILE... -o DIR`: one HTML file that needs no network, to look at runs and audits."""
 
-import base64
-import hashlib
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -11,6 +9,7 @@ from tiebreak.reports import files, page_tables, store, tables
 from tiebreak.reports.audit import Audits
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.comparison import distinct, platform_labels
+from tiebreak.reports.document import document
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.figures import Figure, figures, mechanism
 from tiebreak.reports.findings import findings
@@ -100,25 +99,8 @@ def page(
             *sections,
             *cells,
         ]
-    body = "\n".join(section for section in sections if section)
-    # The policy lets this page's own script run and nothing else, whatever a record smuggles in.
-    policy = f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>tiebreak</title>
-<link rel="icon" href="data:,">
-<style>{style}</style>
-</head>
-<body>
-<h1>tiebreak: does this kernel round fairly?</h1>
-{body}
-</body>
-</html>
-"""
+    heading = "<h1>tiebreak: does this kernel round fairly?</h1>"
+    return document("tiebreak", style, "\n".join([heading, *filter(None, sections)]), script if runs else "")
 
 
 def _mechanism(runs: Sequence[Run]) -> str:
@@ -182,10 +164,6 @@ _DIALOG = """<dialog id="about" aria-labelledby="about-title">
 <h2 id="about-title"></h2>
 <div id="about-body"></div>
 </dialog>"""
-
-
-def _hash(script: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 
 def _platforms(runs: Sequence[Run], labels: Sequence[str]) -> str:

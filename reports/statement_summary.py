@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from tiebreak.reports.document import document
 from tiebreak.reports.grids import grid_text
 from tiebreak.reports.marks import plain_text
 from tiebreak.reports.records import BIASED, NONFINITE, SKIPPED, Record, Run
@@ -58,20 +59,7 @@ def html(statement: Statement, runs: Sequence[Run], profile: Profile) -> str:
             heads = "".join(f'<th scope="col">{escape(one)}</th>' for one in part.headers)
             rows = "\n".join(f"<tr>{''.join(f'<td>{escape(one)}</td>' for one in row)}</tr>" for row in part.rows)
             body.append(f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>")
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(_title(statement))}</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-{chr(10).join(body)}
-</body>
-</html>
-"""
+    return document(_title(statement), _STYLE, "\n".join(body))
 
 
 def _escaped(text: str) -> str:
