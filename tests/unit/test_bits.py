@@ -1,6 +1,6 @@
 """The table of bias against the number of bits: right where the matrix knows the answer, and what the page shows."""
 
-from importlib.util import module_from_spec, spec_from_file_location
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -12,13 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def bits() -> ModuleType:
-    spec = spec_from_file_location("tiebreak_bits", ROOT / "docs" / "bits.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def bits(docs_script: Callable[[str], ModuleType]) -> ModuleType:
+    return docs_script("bits.py")
 
 
 def test_page_and_picture_are_what_the_table_makes(bits: ModuleType) -> None:

@@ -1,8 +1,8 @@
 """The gallery's page is what its records make, and the records say what a whole run said."""
 
 import gzip
+from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -15,13 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def gallery() -> ModuleType:
-    spec = spec_from_file_location("tiebreak_gallery", ROOT / "docs" / "gallery.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def gallery(docs_script: Callable[[str], ModuleType]) -> ModuleType:
+    return docs_script("gallery.py")
 
 
 def record(kernel: str, shown: str, verdict: str, digest: str) -> Record:

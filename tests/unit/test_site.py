@@ -3,7 +3,8 @@
 import re
 import subprocess
 import sys
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -16,17 +17,8 @@ SITE = ROOT / "docs" / "site"
 
 
 @pytest.fixture(scope="module")
-def build() -> ModuleType:
-    sys.path.insert(0, str(SITE))
-    try:
-        spec = spec_from_file_location("tiebreak_site", SITE / "build.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(SITE))
-    return module
+def build(docs_script: Callable[[str], ModuleType]) -> ModuleType:
+    return docs_script("site/build.py")
 
 
 @pytest.mark.skipif(find_spec("zensical") is None, reason="zensical is not installed: pip install -e '.[docs]'")
