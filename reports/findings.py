@@ -22,6 +22,7 @@ from tiebreak.reports.records import (
     Record,
     Run,
 )
+from tiebreak.reports.tables import counted
 
 _NAMED = 3  # names of a list that are said; the map has them all
 _ALONE = 3  # biased kernels that have a sentence of their own
@@ -52,7 +53,7 @@ def _interrupted(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
     for run, label in zip(runs, labels, strict=True):
         if not run.complete:
             left = len(run.not_run) + len(run.running)
-            more = f": {_counted(left, 'cell')} came to no end" if left else ""
+            more = f": {counted(left, 'cell')} came to no end" if left else ""
             yield f"The run on {_name(label)} was interrupted{more}."
 
 
@@ -61,7 +62,7 @@ def _fallen(runs: Sequence[Run]) -> Iterator[str]:
     records = sorted((record for run in runs for record in run.records), key=lambda record: order[record.case])
     ran = [record for record in records if record.outcome != SKIPPED]
     if not ran:
-        yield f"No cell ran: {_counted(len(records), 'cell')} skipped."
+        yield f"No cell ran: {counted(len(records), 'cell')} skipped."
         return
     said = {FELL: "fell", CRASHED: "crashed", TIMED_OUT: "timed out", INCONCLUSIVE: "drew too few heads to tell"}
     failed = False
@@ -69,12 +70,12 @@ def _fallen(runs: Sequence[Run]) -> Iterator[str]:
         those = [record for record in ran if record.outcome == outcome and record.excused is None]
         failed = failed or bool(those)
         if those:
-            yield f"{len(those):,} of {_counted(len(ran), 'cell')} {words}: {_where(those)}."
+            yield f"{len(those):,} of {counted(len(ran), 'cell')} {words}: {_where(those)}."
     if not failed:
         found = Counter(record.outcome for record in ran)
         yield f"No cell fell: {found[HELD]:,} held, {found[MEASURED]:,} measured without a claim."
     if excused := sum(record.excused is not None for record in ran):
-        yield f"{_counted(excused, 'cell')} fell and {'is' if excused == 1 else 'are'} excused."
+        yield f"{counted(excused, 'cell')} fell and {'is' if excused == 1 else 'are'} excused."
 
 
 def _different(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
@@ -90,13 +91,13 @@ def _different(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
         yield f"No cell can be compared: {who} ran none with the same inputs."
     elif differing:
         yield (
-            f"{len(differing):,} of the {_counted(len(shared), 'cell')} that {who} ran"
+            f"{len(differing):,} of the {counted(len(shared), 'cell')} that {who} ran"
             f" {'differs' if len(differing) == 1 else 'differ'} in verdict or outcome, {bits}: {_where(differing)}."
         )
     else:
-        yield f"None of the {_counted(len(shared), 'cell')} that {who} ran differs in verdict or outcome; {bits}."
+        yield f"None of the {counted(len(shared), 'cell')} that {who} ran differs in verdict or outcome; {bits}."
     if others := len(rows) - len(shared):
-        yield f"{_counted(others, 'cell')} can't be compared: the platforms drew other inputs."
+        yield f"{counted(others, 'cell')} can't be compared: the platforms drew other inputs."
 
 
 def _ran(row: Row) -> int:
@@ -180,7 +181,7 @@ def _follows(run: Run, records: Sequence[Record]) -> str:
     if first.plan is None or first.plan == first.kernel or not predicted:
         return ""
     met = sum(record.met(PREDICTION) is True for record in predicted)
-    cells = "every cell" if met == len(predicted) else f"{met} of {_counted(len(predicted), 'cell')}"
+    cells = "every cell" if met == len(predicted) else f"{met} of {counted(len(predicted), 'cell')}"
     return f"; its declared plan {_name(first.plan)} predicts {cells}"
 
 
@@ -293,10 +294,6 @@ def _list(names: Iterable[str], noun: str, between: str = ", ", nouns: str = "",
 def _range(numbers: Sequence[int]) -> str:
     low, high = min(numbers), max(numbers)
     return str(low) if low == high else f"{low} to {high}"
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def _name(text: str) -> str:

@@ -84,8 +84,8 @@ def fallen(records: Sequence[Record]) -> str:
 
 
 def counted(number: int, word: str) -> str:
-    """The number with its noun: 1 cell, 2 cells."""
-    return f"{number} {word}{'' if number == 1 else 's'}"
+    """The number with its noun: 1 cell, 2,000 cells."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def counts(records: Sequence[Record]) -> str:
