@@ -13,7 +13,7 @@ from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Kernel
-from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
+from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel, eight_bit_kernels
 from tiebreak.kernels.sdpa import cpu_sdpa_flash, sdpa_math
 
 
@@ -119,7 +119,8 @@ class Backend:
         vendor = {kernel.name: kernel for kernel in self.vendor_kernels()}
         if name not in vendor and not self.composed:
             raise ValueError(f"unknown kernel {name!r}: {self.name} has {', '.join(vendor)}")
-        return vendor[name] if name in vendor else composed_kernel(name)
+        own = name in vendor and not vendor[name].composed  # asked for by name, a composed one is for any input
+        return vendor[name] if own else composed_kernel(name)
 
     def repeats(self, kernel: Kernel) -> bool:
         """Whether a second run on the same input could only have the same bits, so that a cell need not make one."""
@@ -169,7 +170,7 @@ EMULATION = Backend(
     "cpu",
     EmulatedArithmetic(),
     _always,
-    lambda: (),
+    eight_bit_kernels,
     predicts=True,
 )
 CPU = Backend(

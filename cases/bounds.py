@@ -4,10 +4,11 @@ First-order forward analysis (Higham, Accuracy and Stability of Numerical Algori
 P = exp(S - m). With u the unit roundoff of each rounding point and u32 = 2^-24,
 
     |dS_j|  <= (u_scale + u_qk + u_s) |S_j| + (u_q + (d + 2) u32) alpha |q| |k_j|
+               + alpha (|dq| |k_j| + |q| |dk_j| + |dq| |dk_j|), of q and K in 8 bits
     |dP_j|  <= P_j expm1(|dS_j| + |dS_max| + (2 u32 + u_shifted) |S_j - m| + e_exp + u_exp + u_p)
                + half the smallest subnormal
-    |dO|    <= sum_j |dP_j| |V_j| + sum_j |dP_j| sum_j P_j |V_j|
-               + (c u_obar + c u_l + n u32) sum_j P_j |V_j| + u_o |O|
+    |dO|    <= sum_j |dP_j| |V_j| + sum_j |dP_j| sum_j P_j |V_j| + sum_j P_j |dV_j|, of V in 8 bits
+               + (c u_obar + c u_l + u_pv + n u32) sum_j P_j |V_j| + u_o |O|
                + the subnormal spacings of O and O-bar
 
 with c = 3 roundings of O-bar and l a block of keys. What falls below the subnormals of P-bar and of a narrow O-bar is
@@ -29,7 +30,8 @@ from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.plans import ALL_BF16, Cast
+from tiebreak.kernels.plans import ALL_BF16, Cast, RoundingPlan
+from tiebreak.kernels.quantization import Quantization
 from tiebreak.kernels.reference import Reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 
@@ -53,27 +55,43 @@ def _narrowing(cast: Cast) -> float:
     return _roundoff(cast) if cast.narrows else 0.0
 
 
+def _step(how: Quantization, x: Tensor, inner: int = -1) -> Tensor:
+    """Largest error of an element of x that 8 bits with scales hold as a subnormal; broadcastable to x."""
+    return how.scales(x.float(), inner).double() * (how.fmt.smallest_subnormal / 2)
+
+
+def _lost(how: Quantization | None, x: Tensor) -> Tensor:
+    """Bound on the norm of every row's error in 8 bits, (..., rows, 1)."""
+    if how is None:
+        return torch.zeros_like(x[..., :1])
+    steps = _step(how, x).expand_as(x)
+    lost: Tensor = x.norm(dim=-1, keepdim=True) * how.relative_error + steps.norm(dim=-1, keepdim=True)
+    return lost
+
+
 def _beyond(rule: ShiftRule, top: Tensor) -> Tensor:
     """How far a rule's shift may lie from a row's maximum `top`, at most."""
     scaled = torch.where(top > 0, abs(rule.above - 1.0), abs(rule.below - 1.0)) * top.abs()
     return scaled + abs(rule.offset) + (math.log(2.0) if rule.dithered else 0.0) + rule.lag
 
 
-def _raised(rule: ShiftRule) -> float:
+def _raised(declaration: Declaration) -> float:
     """How many times larger than in P-bar or O-bar an absolute error is in P or O, at most: 1/l where one key is seen.
 
     Of a rule that scales the maximum it says nothing: that P-bar underflows there is its harm.
     """
-    return math.exp(rule.offset + (math.log(2.0) if rule.dithered else 0.0))
+    rule = declaration.shift_rule
+    return math.exp(rule.offset + (math.log(2.0) if rule.dithered else 0.0)) * 2.0**-declaration.plan.offset
 
 
 def lost_of_o_bar(inputs: AttentionInputs, declaration: Declaration) -> float:
     """What an element of O may err by, however small: a narrow O-bar falls below its subnormals at every rounding."""
-    o_bar = declaration.plan.in_formats(inputs.formats).o_bar
-    if not o_bar.narrows:
+    plan = declaration.plan.in_formats(inputs.formats)
+    smallest = sum(cast.fmt.smallest_subnormal for cast in (plan.o_bar, plan.pv) if cast.narrows)
+    if not smallest:
         return 0.0
     roundings = _ROUNDINGS_A_BLOCK * -(-inputs.k.shape[-2] // declaration.block.keys)
-    return roundings * o_bar.fmt.smallest_subnormal / 2 * _raised(declaration.shift_rule)
+    return roundings * smallest / 2 * _raised(declaration)
 
 
 def mean_slack(inputs: AttentionInputs, declaration: Declaration) -> float:
@@ -89,8 +107,9 @@ def mean_slack(inputs: AttentionInputs, declaration: Declaration) -> float:
     """
     plan, keys = declaration.plan.in_formats(inputs.formats), inputs.k.shape[-2]
     steps = _ROUNDINGS_A_BLOCK * -(-keys // declaration.block.keys) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
-    lost = keys * plan.p_bar.fmt.smallest_subnormal * _raised(declaration.shift_rule)
-    single = _roundoff(plan.p_bar) + _roundoff(plan.o) + _EXPONENTIAL_ERROR
+    lost = keys * plan.p_bar.fmt.smallest_subnormal * _raised(declaration)
+    single = _roundoff(plan.p_bar) + _roundoff(plan.o) + _narrowing(plan.pv) + _EXPONENTIAL_ERROR
+    single += sum(how.relative_error for how in (plan.p8, plan.v8) if how is not None)
     return single + steps + lost + 2 * keys * FP32.unit_roundoff
 
 
@@ -106,7 +125,7 @@ class ErrorBounds:
         """What a declaration's bounds follow from: kernels that are equal in it share their bounds."""
         # Where S - m is not rounded the shift rule is in it by its size alone.
         rule = declaration.shift_rule.name if declaration.plan.shifted.narrows else ""
-        return declaration.plan, rule, _raised(declaration.shift_rule), self._blocks(declaration)
+        return declaration.plan, rule, _raised(declaration), self._blocks(declaration)
 
     def _blocks(self, declaration: Declaration) -> int:
         """How many blocks of keys a row's sums are added up in."""
@@ -145,6 +164,8 @@ class ErrorBounds:
         # In place from here on: a fresh large tensor costs as much as what is computed into it.
         scale = _narrowing(plan.scale) + _narrowing(plan.divisor)
         ds = ref.s.abs().mul_(scale + _narrowing(plan.qk) + _roundoff(plan.s)).add_(self._product_error)
+        if plan.q8 is not None or plan.k8 is not None:
+            ds.add_(self._eight_bits(plan))
         if plan.q.narrows:
             in_products = (self.inputs.q.shape[-1] + 2) * FP32.unit_roundoff
             ds.add_(self._product_error, alpha=_roundoff(plan.q) / in_products)
@@ -152,9 +173,21 @@ class ErrorBounds:
         if narrowed := _narrowing(plan.shifted):
             beyond = _beyond(declaration.shift_rule, top).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             exponent.add_((distance + beyond).mul_(narrowed)).add_(beyond.mul_(2 * FP32.unit_roundoff))
-        weights = exponent.add_(_narrowing(plan.exp) + _roundoff(plan.p_bar)).expm1_().mul_(ref.p)
+        in_p_bar = _roundoff(plan.p_bar) + (0.0 if plan.p8 is None else plan.p8.relative_error)
+        weights = exponent.add_(_narrowing(plan.exp) + in_p_bar).expm1_().mul_(ref.p)
         lost = plan.p_bar.fmt.smallest_subnormal + (plan.exp.fmt.smallest_subnormal if plan.exp.narrows else 0.0)
-        return weights.add_(lost / 2 * _raised(declaration.shift_rule) * (ref.p > 0))
+        return weights.add_(lost / 2 * _raised(declaration) * (ref.p > 0))
+
+    def _eight_bits(self, plan: RoundingPlan) -> Tensor:
+        """What q and K in 8 bits change of S, at most, (batch, heads, queries, keys)."""
+        q, k = self.inputs.q.double(), self.inputs.expanded_k().double()
+        in_format = 0.0
+        if plan.smooth_k:  # one vector taken off all keys is nothing to softmax, but each difference is rounded
+            k, in_format = k - k.mean(-2, keepdim=True), self.inputs.formats.inputs.unit_roundoff
+        dq, dk = _lost(plan.q8, q), _lost(plan.k8, k) + k.norm(dim=-1, keepdim=True) * in_format
+        q_size, k_size = (each.norm(dim=-1, keepdim=True) for each in (q, k))
+        changed: Tensor = (q_size + dq) @ (k_size + dk).mT - q_size @ k_size.mT
+        return self.inputs.scale * changed
 
     def of(self, declaration: Declaration) -> Tensor:
         """As `error_bound`; computed once for all kernels that share it."""
@@ -168,9 +201,12 @@ class ErrorBounds:
         plan = declaration.plan.in_formats(self.inputs.formats)
         dp = self.of_probabilities(declaration)
         steps = _ROUNDINGS_A_BLOCK * self._blocks(declaration) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
-        relative = dp.sum(-1, keepdim=True) + steps + keys * FP32.unit_roundoff
+        relative = dp.sum(-1, keepdim=True) + steps + keys * FP32.unit_roundoff + _narrowing(plan.pv)
         sees = ref.p.any(-1, keepdim=True)
         least = self.inputs.formats.output.smallest_subnormal + lost_of_o_bar(self.inputs, declaration) * sees
+        if plan.v8 is not None:
+            relative = relative + plan.v8.relative_error
+            least = least + _step(plan.v8, self.inputs.expanded_v(), -2).amax(-2, keepdim=True)
         bound = dp @ self.values + relative * ref.magnitude + _roundoff(plan.o) * ref.o.abs() + least
         # Inf * 0: the scores' rounding can move any weight to any key.
         return torch.nan_to_num(bound, nan=torch.inf, posinf=torch.inf)

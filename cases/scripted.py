@@ -6,7 +6,6 @@ is measured, held to its plan's error bound and, on a device, to the emulation's
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -44,61 +43,42 @@ from tiebreak.cases.claims import (
     shrinks,
     within,
 )
-from tiebreak.kernels.formats import FP8_E4M3, Formats
+from tiebreak.cases.eight_bits import eight_bits
+from tiebreak.cases.recipes import growing, normal_numbers
+from tiebreak.cases.shared_claims import FAIR, FUSED, OFFSET_HARMS, OWN, PAPER, V1_IN_FP16
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.tied_p_bar import tied_p_bar
 
-_PAPER = "arXiv 2510.04212"
 _COMMENTARY = "kexue.fm 11371"
-_OWN = "this suite"
 
 _FIXES = "stabilized stabilized_v1 stabilized_authors as_printed_v2 gamma always_scaled"
 _SCALED = "stabilized as_printed_v2 gamma always_scaled"  # by beta = 2, and nothing else done about underflow
 
-# fair = dithered + fused_stochastic; each of its halves is claimed only where it is sound on its own.
-_FAIR = claim(UNBIASED, f"{_OWN}: the cure", rules="dithered", plans="fused_stochastic", formats="bf16 fp16")
-_STOCHASTIC = claim(UNBIASED, f"{_OWN}: stochastic rounding of O", rules="safe", plans="fused_stochastic")
-_DITHERED = claim(UNBIASED, f"{_OWN}: the dithered shift", rules="dithered", plans="paper")
+_STOCHASTIC = claim(UNBIASED, f"{OWN}: stochastic rounding of O", rules="safe", plans="fused_stochastic")
+_DITHERED = claim(UNBIASED, f"{OWN}: the dithered shift", rules="dithered", plans="paper")
 _PLAIN_IS_BIASED = claim(
-    BIASED_AWAY, f"{_PAPER}, section 3.3.2, claim 3", rules="safe as_printed_v1", plans="paper all_bf16"
+    BIASED_AWAY, f"{PAPER}, section 3.3.2, claim 3", rules="safe as_printed_v1", plans="paper all_bf16"
 )
-_FUSED = "fused fused_contracted"
 _FUSED_IS_NOT, _FUSED_ROUNDED_FIRST_IS_NOT = (
-    claim(UNBIASED, f"{_OWN}: where a kernel rounds decides", rules="safe", plans=plans) for plans in (_FUSED, "fused")
+    claim(UNBIASED, f"{OWN}: where a kernel rounds decides", rules="safe", plans=plans) for plans in (FUSED, "fused")
 )
-_LAZY_IS_FUSED = claim(UNBIASED, f"{_OWN}: no later block is higher, so nothing lags", rules="lazy", plans="fused")
+_LAZY_IS_FUSED = claim(UNBIASED, f"{OWN}: no later block is higher, so nothing lags", rules="lazy", plans="fused")
 # Its delta does not see O, and so not the bias: see docs/science.md.
-_STANDARD_IS_BIASED = claim(BIASED_AWAY, f"{_OWN}: normalising P before its cast leaves the ties", rules="standard")
-_TIES_GO_AWAY = claim(BIASED_AWAY, f"{_OWN}: a cast of O away from zero", rules="safe", plans="fused_ties_away")
-_FIX_HOLDS = claim(UNBIASED, f"{_PAPER} v2, section 4", rules=_FIXES, plans="paper all_bf16")
+_STANDARD_IS_BIASED = claim(BIASED_AWAY, f"{OWN}: normalising P before its cast leaves the ties", rules="standard")
+_TIES_GO_AWAY = claim(BIASED_AWAY, f"{OWN}: a cast of O away from zero", rules="safe", plans="fused_ties_away")
+_FIX_HOLDS = claim(UNBIASED, f"{PAPER} v2, section 4", rules=_FIXES, plans="paper all_bf16")
 _SCALED_BREAKS_DOWN = claim(
-    BREAKS_DOWN, f"{_PAPER} v1, appendix C: unconditional scaling", rules="always_scaled", formats="bf16 fp16"
+    BREAKS_DOWN, f"{PAPER} v1, appendix C: unconditional scaling", rules="always_scaled", formats="bf16 fp16"
 )
 _TILE_OVERSHOOTS = claim(
     BREAKS_DOWN,
-    f"{_OWN}: a tile without the maximum repeats its own, is scaled, and every P-bar is 0",
+    f"{OWN}: a tile without the maximum repeats its own, is scaled, and every P-bar is 0",
     rules="stabilized",
     formats="bf16 fp16",
     tiled=True,
 )
-# bf16(e^-1) = 0.3672 is 1.9e-3 too small in every row, 0.3 ulp of O where l sums P-bar before its cast.
-_OFFSET_HARMS = claim(
-    BIASED_TOWARD,
-    f"{_PAPER} v1, appendix C: fixed offset; {_OWN}: e^-1 rounds down",
-    rules="fixed_offset",
-    plans="paper",
-)
-# Where r_m is drawn from [1, 6); docs/expected-values.md derives it.
-_V1_IN_FP16 = claim(
-    shrinks(0.18, 0.59),
-    f"{_OWN}: beta = 7 leaves exp(-6 r_m), 0 in fp16 from r_m = 2.9 on",
-    rules="stabilized_v1",
-    plans="paper fused",
-    formats="fp16",
-    tiled=False,
-)
 _SAFE_BLIND_FIXES = "safe as_printed_v1 as_printed_v2 stabilized stabilized_v1 stabilized_authors gamma"
-_ROUNDS_BACK = f"{_OWN}: P-bar rounds back to 1"
+_ROUNDS_BACK = f"{OWN}: P-bar rounds back to 1"
 _ON_THE_MARGIN = "sits on the margin: which side of it the interval ends hangs on the few row maxima drawn"
 
 
@@ -119,9 +99,9 @@ def _tied(
     return Case(
         name,
         about,
-        _PAPER,
+        PAPER,
         recipe,
-        (*claims, _DITHERED, _FAIR, _OFFSET_HARMS),
+        (*claims, _DITHERED, FAIR, OFFSET_HARMS),
         failure=True,
         gradients=gradients,
         traced=traced,
@@ -142,7 +122,7 @@ def _tied_maxima() -> list[Case]:
         )
         scores = Scores(maxima=k, gap=(9.0, 15.0) if k == 2 else (12.0, 18.0))
         about = f"{k} equal maxima, V negative"
-        claims = (*biased, _V1_IN_FP16)
+        claims = (*biased, V1_IN_FP16)
         family = Family("number of equal maxima", k)
         name = f"tied_maxima[k={k}]"
         cases.append(_tied(name, about, scores, *claims, gradients=k == 2, traced=k == 2, family=family))
@@ -160,7 +140,7 @@ def _shapes_of_v() -> list[Case]:
         _LAZY_IS_FUSED,
         _STOCHASTIC,
         _STANDARD_IS_BIASED,
-        _V1_IN_FP16,
+        V1_IN_FP16,
         values=Values(mean=2.4),
     )
     unscaled = _tied(
@@ -173,7 +153,7 @@ def _shapes_of_v() -> list[Case]:
         _LAZY_IS_FUSED,
         _STOCHASTIC,
         _STANDARD_IS_BIASED,
-        _V1_IN_FP16,
+        V1_IN_FP16,
         shape=Shape(scale=1.0),
     )
     sink = _tied(
@@ -181,37 +161,37 @@ def _shapes_of_v() -> list[Case]:
         "2 equal maxima on an attention sink, the tail's V near 0",
         Scores(),
         _PLAIN_IS_BIASED,
-        claim(BIASED_TOWARD, f"{_OWN}: where a kernel rounds decides", rules="safe lazy", plans=_FUSED),
+        claim(BIASED_TOWARD, f"{OWN}: where a kernel rounds decides", rules="safe lazy", plans=FUSED),
         _FIX_HOLDS,
         _STOCHASTIC,
         _STANDARD_IS_BIASED,
-        _V1_IN_FP16,
+        V1_IN_FP16,
         values=Values(tail_mean=-0.1),
         gradients=True,
     )
     mixed = Case(
         "mixed_sign_v",
         "2 equal maxima, V of mixed sign (control): ties break both ways",
-        _PAPER,
+        PAPER,
         partial(scripted, values=Values(mean=0.0, std=1.0)),
         (
-            claim(UNBIASED, f"{_PAPER}, section 3.3.2", rules="safe as_printed_v1", plans="paper", tiled=False),
+            claim(UNBIASED, f"{PAPER}, section 3.3.2", rules="safe as_printed_v1", plans="paper", tiled=False),
             claim(
                 BIASED_TOWARD,
-                f"{_OWN}: measured, -0.09 ulp; no mechanism is known",
+                f"{OWN}: measured, -0.09 ulp; no mechanism is known",
                 rules="safe lazy",
-                plans=_FUSED,
+                plans=FUSED,
             ),
             claim(
                 within(112.0),
-                f"{_OWN}: where V cancels the tail is left, and its P-bar, at most exp(-12 - r_m), is lost in fp16",
+                f"{OWN}: where V cancels the tail is left, and its P-bar, at most exp(-12 - r_m), is lost in fp16",
                 rules=f"{_SCALED} stabilized_authors",
                 plans="paper fused all_bf16",
                 formats="fp16",
             ),
-            _V1_IN_FP16,
-            _FAIR,
-            _OFFSET_HARMS,
+            V1_IN_FP16,
+            FAIR,
+            OFFSET_HARMS,
         ),
     )
     no_tail = Case(
@@ -220,12 +200,12 @@ def _shapes_of_v() -> list[Case]:
         _COMMENTARY,
         partial(scripted, scores=Scores(gap=(200.0, 210.0))),
         (
-            claim(BIASED_AWAY, f"{_OWN}: an exp(0) below 1 makes l small", rules="safe", plans="fused_fast_exp"),
+            claim(BIASED_AWAY, f"{OWN}: an exp(0) below 1 makes l small", rules="safe", plans="fused_fast_exp"),
             _TIES_GO_AWAY,
             claim(UNBIASED, f"{_COMMENTARY}: eliminating the remainder", rules="safe as_printed_v1"),
-            _V1_IN_FP16,
-            _FAIR,
-            _OFFSET_HARMS,
+            V1_IN_FP16,
+            FAIR,
+            OFFSET_HARMS,
         ),
     )
     return [positive, unscaled, sink, mixed, no_tail]
@@ -235,47 +215,47 @@ def _single_maximum() -> list[Case]:
     plain = Case(
         "single_maximum",
         "1 maximum, the tail's V like the rest (control)",
-        _PAPER,
+        PAPER,
         partial(scripted, scores=Scores(maxima=1, gap=(9.0, 15.0))),
-        (_FAIR, _OFFSET_HARMS),
+        (FAIR, OFFSET_HARMS),
         unclaimed="a control: what a tail 9 to 15 below leaves of one maximum is 0.1 ulp and less, of either sign",
     )
     sink = Case(
         "single_maximum_sink",
         "1 maximum on a sink, the tail's V near 0: nothing repeats, no fix sees it",
-        _OWN,
+        OWN,
         partial(scripted, scores=Scores(maxima=1, gap=(9.0, 15.0)), values=Values(tail_mean=-0.1)),
         (
             claim(
                 BIASED_AWAY,
-                f"{_OWN}: the limit of the fix",
+                f"{OWN}: the limit of the fix",
                 rules=f"{_SAFE_BLIND_FIXES} lazy",
-                plans=f"paper all_bf16 {_FUSED}",
+                plans=f"paper all_bf16 {FUSED}",
             ),
-            claim(BIASED_TOWARD, f"{_OWN}: O is the sink's P alone, cast once more", rules="standard"),
+            claim(BIASED_TOWARD, f"{OWN}: O is the sink's P alone, cast once more", rules="standard"),
             _DITHERED,
             _STOCHASTIC,
-            _FAIR,
-            _OFFSET_HARMS,
+            FAIR,
+            OFFSET_HARMS,
         ),
         failure=True,
     )
     large = Case(
         "single_maximum_large",
         "1 maximum of 105 to 120: scaling it although nothing repeats underflows",
-        f"{_PAPER} v1, appendix C",
+        f"{PAPER} v1, appendix C",
         partial(scripted, scores=Scores(maxima=1, top=(105.0, 120.0))),
         (
             _SCALED_BREAKS_DOWN,
             claim(
                 INACCURATE,
-                f"{_OWN}: a tile without the maximum repeats its own, is scaled, and overshoots",
+                f"{OWN}: a tile without the maximum repeats its own, is scaled, and overshoots",
                 rules="stabilized",
                 formats="bf16 fp16",
                 tiled=True,
             ),
-            _FAIR,
-            _OFFSET_HARMS,
+            FAIR,
+            OFFSET_HARMS,
         ),
     )
     return [plain, sink, large]
@@ -287,7 +267,7 @@ def _row_maximum_near_zero() -> list[Case]:
         "repeated maximum exactly 0: neither branch of the fix applies",
         Scores(top=(0.0, 0.0)),
         _PLAIN_IS_BIASED,
-        claim(BIASED_AWAY, f"{_OWN}: no branch for 0", rules=_FIXES, plans="paper all_bf16"),
+        claim(BIASED_AWAY, f"{OWN}: no branch for 0", rules=_FIXES, plans="paper all_bf16"),
         _FUSED_IS_NOT,
         _LAZY_IS_FUSED,
         _STOCHASTIC,
@@ -311,8 +291,8 @@ def _row_maximum_near_zero() -> list[Case]:
         "repeated maximum of -6 to -1: the fix's negative branch",
         Scores(top=(-6.0, -1.0)),
         _PLAIN_IS_BIASED,
-        claim(BIASED_AWAY, f"{_OWN}: line 10 of v2 as printed loses this branch", rules="as_printed_v2", plans="paper"),
-        claim(BIASED, f"{_PAPER} v1, appendix C: gamma close to 1", rules="gamma", plans="paper"),
+        claim(BIASED_AWAY, f"{OWN}: line 10 of v2 as printed loses this branch", rules="as_printed_v2", plans="paper"),
+        claim(BIASED, f"{PAPER} v1, appendix C: gamma close to 1", rules="gamma", plans="paper"),
         _FIX_HOLDS,
         _FUSED_IS_NOT,
         _LAZY_IS_FUSED,
@@ -328,33 +308,33 @@ def _row_maximum_large() -> list[Case]:
     The authors' code clamps the row sum 2 exp(-r_m) at 1e-10, so its output is that share of the right one. In fp16
     P-bar is 0 from 17.4 on, and so are, from 18.1 on, a row sum in fp16 and its clamp (docs/expected-values.md).
     """
-    holds = claim(UNBIASED, f"{_PAPER} v2, section 4", rules=_SCALED, plans="paper")
-    common = claim(BIASED, f"{_OWN}: one r_m is one common error of P-bar", rules=_SCALED, plans="paper fused")
-    coarse = claim(INACCURATE, f"{_OWN}: P-bar is subnormal", rules=_SCALED, plans="paper fused")
-    breaks = claim(BREAKS_DOWN, f"{_OWN}: 0/0", rules=_SCALED, plans="paper fused", formats="bf16 fp16")
+    holds = claim(UNBIASED, f"{PAPER} v2, section 4", rules=_SCALED, plans="paper")
+    common = claim(BIASED, f"{OWN}: one r_m is one common error of P-bar", rules=_SCALED, plans="paper fused")
+    coarse = claim(INACCURATE, f"{OWN}: P-bar is subnormal", rules=_SCALED, plans="paper fused")
+    breaks = claim(BREAKS_DOWN, f"{OWN}: 0/0", rules=_SCALED, plans="paper fused", formats="bf16 fp16")
     v1_breaks = claim(
         BREAKS_DOWN,
-        f"{_OWN}: beta = 7 underflows from 17.4 on",
+        f"{OWN}: beta = 7 underflows from 17.4 on",
         rules="stabilized_v1",
         plans="paper",
         formats="bf16 fp16",
     )
-    authors_right = claim(UNBIASED, f"{_PAPER}, published code", rules="stabilized_authors", plans="all_bf16")
+    authors_right = claim(UNBIASED, f"{PAPER}, published code", rules="stabilized_authors", plans="all_bf16")
 
     def authors(low: float, high: float) -> Claim:
-        clamp = f"{_PAPER}, published code: the row sum's clamp at 1e-10"
+        clamp = f"{PAPER}, published code: the row sum's clamp at 1e-10"
         return claim(shrinks(low, high), clamp, rules="stabilized_authors", plans="all_bf16")
 
     gone = authors(0.0, 1e-9)
     in_fp16 = partial(claim, rules=_SCALED, plans="paper fused", formats="fp16")
     lost = (
-        in_fp16(shrinks(0.0, 0.0), f"{_OWN}: P-bar is 0 in fp16, l in fp32 is not", tiled=False),
-        in_fp16(INACCURATE, f"{_OWN}: P-bar is 0 in fp16 where a tile holds both maxima", tiled=True),
+        in_fp16(shrinks(0.0, 0.0), f"{OWN}: P-bar is 0 in fp16, l in fp32 is not", tiled=False),
+        in_fp16(INACCURATE, f"{OWN}: P-bar is 0 in fp16 where a tile holds both maxima", tiled=True),
     )
-    flushed = in_fp16(INACCURATE_OR_BREAKS_DOWN, f"{_OWN}: P-bar is 0 in fp16, l subnormal: a device may flush it")
+    flushed = in_fp16(INACCURATE_OR_BREAKS_DOWN, f"{OWN}: P-bar is 0 in fp16, l subnormal: a device may flush it")
     no_sum = claim(
         BREAKS_DOWN,
-        f"{_OWN}: l, and the published code's clamp of it, are 0 in fp16",
+        f"{OWN}: l, and the published code's clamp of it, are 0 in fp16",
         rules=f"{_SCALED} stabilized_authors",
         plans="all_bf16",
         formats="fp16",
@@ -371,7 +351,7 @@ def _row_maximum_large() -> list[Case]:
     few_maxima = (
         "at 1e4 bf16 spaces scores by 64: where S is in bf16 every key ties, and contracted, one of three r_m decides"
     )
-    plain = claim(BIASED_AWAY, f"{_PAPER}, section 3.3.2", rules="safe as_printed_v1", plans="paper")
+    plain = claim(BIASED_AWAY, f"{PAPER}, section 3.3.2", rules="safe as_printed_v1", plans="paper")
     unclaimed = {20: f"the fix {_ON_THE_MARGIN}", 10000: few_maxima}
     return [
         _tied(
@@ -404,15 +384,13 @@ def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> l
         at_60: what scaled shifts come to at repeated maxima of about 60.
         at_600: the same at 600.
     """
-    together = claim(
-        ROWS_ERR_TOGETHER, f"{_OWN}: m c is rounded and S c is not", rules="safe", plans="fused_contracted"
-    )
+    together = claim(ROWS_ERR_TOGETHER, f"{OWN}: m c is rounded and S c is not", rules="safe", plans="fused_contracted")
     apart = claim(ROWS_ERR_APART, f"{_COMMENTARY}: eliminating the remainder", rules="safe as_printed_v1 lazy")
-    fast = claim(BIASED_AWAY, f"{_OWN}: an exp(0) below 1 makes l small", rules="safe", plans="fused_fast_exp")
-    alone = claim(ROWS_ERR_APART, f"{_OWN}: O is one row of V", rules="safe as_printed_v1 lazy standard")
+    fast = claim(BIASED_AWAY, f"{OWN}: an exp(0) below 1 makes l small", rules="safe", plans="fused_fast_exp")
+    alone = claim(ROWS_ERR_APART, f"{OWN}: O is one row of V", rules="safe as_printed_v1 lazy standard")
     scaled = partial(claim, rules="always_scaled", formats="fp16")
-    v1_lost = claim(shrinks(0.0, 0.0), f"{_OWN}: exp(-6 r_m) is 0 in fp16", rules="stabilized_v1", formats="fp16")
-    lost = scaled(shrinks(0.0, 0.0), f"{_OWN}: P-bar is 0 in fp16, l in fp32 is not")
+    v1_lost = claim(shrinks(0.0, 0.0), f"{OWN}: exp(-6 r_m) is 0 in fp16", rules="stabilized_v1", formats="fp16")
+    lost = scaled(shrinks(0.0, 0.0), f"{OWN}: P-bar is 0 in fp16, l in fp32 is not")
     # The ranges hold dozens of numbers of bf16, of which half round m c up and half down: 1 % to 7 % apart.
     rows = {
         6: ((5.0, 7.75), (v1_lost,), ()),
@@ -423,9 +401,9 @@ def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> l
         Case(
             f"inexact_ties[r={r}]",
             f"2 equal maxima of about {r} times log2 e, which fp32 rounds, and no remainder",
-            _OWN,
+            OWN,
             partial(scripted, scores=Scores(top=top, gap=(200.0, 210.0))),
-            (together, _TIES_GO_AWAY, fast, apart, *harm, _FAIR, _OFFSET_HARMS),
+            (together, _TIES_GO_AWAY, fast, apart, *harm, FAIR, OFFSET_HARMS),
             unclaimed="a shift that is moved or scaled has an error of P-bar of its own, common to a row",
         )
         for r, (top, harm, _) in rows.items()
@@ -434,9 +412,9 @@ def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> l
         Case(
             f"inexact_single[r={r}]",
             f"1 maximum of about {r} times log2 e, which fp32 rounds, and no remainder (control): nothing ties",
-            _OWN,
+            OWN,
             partial(scripted, scores=Scores(maxima=1, top=top, gap=(200.0, 210.0))),
-            (alone, *harm, _FAIR, _OFFSET_HARMS),
+            (alone, *harm, FAIR, OFFSET_HARMS),
             unclaimed="a shift that is moved or scaled has an error of P-bar of its own, common to a row",
         )
         for r, (top, _, harm) in rows.items()
@@ -447,21 +425,21 @@ def _across_blocks() -> list[Case]:
     across = Case(
         "ties_across_blocks",
         "2 equal maxima, each in a key block of its own: no block sees a repeat",
-        _OWN,
+        OWN,
         partial(scripted, scores=Scores(positions=(17, 145)), shape=Shape(keys=256)),
-        (_STANDARD_IS_BIASED, _FUSED_IS_NOT, _LAZY_IS_FUSED, _STOCHASTIC, _DITHERED, _FAIR, _OFFSET_HARMS),
+        (_STANDARD_IS_BIASED, _FUSED_IS_NOT, _LAZY_IS_FUSED, _STOCHASTIC, _DITHERED, FAIR, OFFSET_HARMS),
         failure=True,
     )
     overshoot = Case(
         "overshooting_shift",
         "a repeated maximum in the first block, scaled above the true maximum of the second",
-        _OWN,
+        OWN,
         partial(
             scripted,
             scores=Scores(maxima=3, positions=(5, 40, 200), offsets=(0.0, 0.0, 0.5)),
             shape=Shape(keys=256),
         ),
-        (_V1_IN_FP16, _FAIR, _OFFSET_HARMS),
+        (V1_IN_FP16, FAIR, OFFSET_HARMS),
         unclaimed="two maxima half below the third in every row: one common error of P-bar, of any sign",
     )
     return [across, overshoot, *_growing_maximum()]
@@ -473,14 +451,14 @@ def _growing_maximum() -> list[Case]:
     P-bar of the maxima is then exp(growth), not 1. Where all rows grow alike, P-bar's rounding is one common error of O
     as long as l sums P-bar before it: bf16(e^4) = 54.5 is 1.8e-3 too small, 0.28 ulp of O.
     """
-    plain = (_PLAIN_IS_BIASED, _FUSED_IS_NOT, _STOCHASTIC, _V1_IN_FP16, _FAIR, _OFFSET_HARMS)
-    common = claim(BIASED_TOWARD, f"{_OWN}: e^4 rounds down", rules="lazy", plans="paper fused fused_stochastic")
-    drawn, alike = (partial(_growing, growth=growth) for growth in ((1.0, 5.0), (4.0, 4.0)))
+    plain = (_PLAIN_IS_BIASED, _FUSED_IS_NOT, _STOCHASTIC, V1_IN_FP16, FAIR, OFFSET_HARMS)
+    common = claim(BIASED_TOWARD, f"{OWN}: e^4 rounds down", rules="lazy", plans="paper fused fused_stochastic")
+    drawn, alike = (partial(growing, growth=growth) for growth in ((1.0, 5.0), (4.0, 4.0)))
     return [
         Case(
             "growing_maximum",
             "2 equal maxima 1 to 5 above the first block's: FlashAttention-4 keeps the old shift, and P-bar is above 1",
-            f"{_OWN}, FlashAttention-4's lazy rescaling",
+            f"{OWN}, FlashAttention-4's lazy rescaling",
             drawn,
             plain,
             failure=True,
@@ -488,7 +466,7 @@ def _growing_maximum() -> list[Case]:
         Case(
             "growing_maximum[by=4]",
             "the same, 4 above in every row: lazy rescaling makes one error common to all rows",
-            f"{_OWN}, FlashAttention-4's lazy rescaling",
+            f"{OWN}, FlashAttention-4's lazy rescaling",
             alike,
             (common, *plain, _STANDARD_IS_BIASED),
             failure=True,
@@ -497,28 +475,20 @@ def _growing_maximum() -> list[Case]:
     ]
 
 
-def _growing(draw: Draw, growth: tuple[float, float]) -> AttentionInputs:
-    """Two maxima in one block of 32, 64 or 128 keys, but the first; one key of the first lies `growth` below them."""
-    inputs = scripted(draw, Scores(positions=(145, 155)), shape=Shape(keys=256))
-    k = inputs.k.clone()
-    k[..., 17, 1] = -draw.uniform(*growth, *k.shape[:2]).bfloat16().float()
-    return replace(inputs, k=k)
-
-
 def _near_ties() -> list[Case]:
-    sum_unrounded = f"{_OWN}: P-bar rounds up to 1, what l sums does not"
+    sum_unrounded = f"{OWN}: P-bar rounds up to 1, what l sums does not"
     inside = _tied(
         "near_tie_inside",
         "2 maxima 5e-4 apart, inside the fix's tolerance of 1e-3",
         Scores(offsets=(0.0, -(2.0**-11))),
         claim(
             BIASED_AWAY,
-            f"{_PAPER} v2: both P-bar round to 1",
+            f"{PAPER} v2: both P-bar round to 1",
             rules="safe as_printed_v1 stabilized_v1",
             plans="paper all_bf16",
         ),
-        claim(UNBIASED, f"{_PAPER} v2: eps = 1e-3", rules="stabilized", plans="paper"),
-        claim(BIASED_AWAY, sum_unrounded, rules="safe lazy", plans=_FUSED),
+        claim(UNBIASED, f"{PAPER} v2: eps = 1e-3", rules="stabilized", plans="paper"),
+        claim(BIASED_AWAY, sum_unrounded, rules="safe lazy", plans=FUSED),
         _STANDARD_IS_BIASED,
     )
     outside = _tied(
@@ -527,11 +497,11 @@ def _near_ties() -> list[Case]:
         Scores(offsets=(0.0, -(2.0**-10 + 2.0**-11))),
         claim(
             BIASED_AWAY,
-            f"{_OWN}: the limit of eps",
+            f"{OWN}: the limit of eps",
             rules="safe as_printed_v1 as_printed_v2 stabilized stabilized_v1 gamma",
             plans="paper all_bf16",
         ),
-        claim(BIASED_AWAY, sum_unrounded, rules="safe lazy stabilized", plans=_FUSED),
+        claim(BIASED_AWAY, sum_unrounded, rules="safe lazy stabilized", plans=FUSED),
         claim(BIASED_AWAY, sum_unrounded, rules="safe", plans="fused_stochastic"),
         _STANDARD_IS_BIASED,
     )
@@ -547,34 +517,9 @@ def _equal_keys(draw: Draw) -> AttentionInputs:
     return AttentionInputs(q, k, inputs.v, inputs.do, inputs.formats, noise_seed=inputs.noise_seed)
 
 
-def _plain(
-    draw: Draw, shape: Shape, *, causal: bool = False, size: float = 1.0, v_mean: float = 1.0, v_std: float = 0.25
-) -> AttentionInputs:
-    """Normally distributed q, k and v, scores of about `size`.
-
-    V is normal about 1: where it is about 0, O cancels and an error in ulps of O tells by how much, not how the kernel
-    rounds.
-    """
-    batch, heads = draw.batch_and_heads
-    key_heads = 1 if heads % shape.groups else heads // shape.groups  # few heads: all share one
-    q = draw.rounded(size * draw.normal(batch, heads, shape.queries, shape.d))
-    k = draw.rounded(draw.normal(batch, key_heads, shape.keys, shape.d))
-    v = draw.rounded(v_mean + v_std * draw.normal(batch, key_heads, shape.keys, shape.d))
-    return AttentionInputs(
-        q,
-        k,
-        v,
-        upstream(draw, q.shape),
-        draw.formats,
-        causal=causal,
-        noise_seed=noise_seed(draw),
-        softmax_scale=shape.scale,
-    )
-
-
 def _padded(draw: Draw, shape: Shape, *, all_masked: bool) -> AttentionInputs:
     """Random input with a key padding mask; with `all_masked`, the first batch entry sees no key at all."""
-    inputs = _plain(draw, shape)
+    inputs = normal_numbers(draw, shape)
     batch = inputs.q.shape[0]
     lengths = torch.from_numpy(draw.rng.integers(shape.keys // 4, shape.keys + 1, batch))
     visible = torch.arange(shape.keys)[None] < lengths[:, None]
@@ -587,7 +532,7 @@ def _padded(draw: Draw, shape: Shape, *, all_masked: bool) -> AttentionInputs:
 
 def _poisoned(draw: Draw, value: float, tensor: str) -> AttentionInputs:
     """Random input with one NaN or Inf in q (its row is lost) or in v (its column is)."""
-    inputs = _plain(draw, Shape())
+    inputs = normal_numbers(draw, Shape())
     q, v = inputs.q.clone(), inputs.v.clone()
     (q if tensor == "q" else v)[:, :, 1, 0] = value
     return AttentionInputs(q, inputs.k, v, inputs.do, inputs.formats, noise_seed=inputs.noise_seed)
@@ -595,7 +540,7 @@ def _poisoned(draw: Draw, value: float, tensor: str) -> AttentionInputs:
 
 def _subnormal(draw: Draw) -> AttentionInputs:
     """V below the smallest normal value of the format."""
-    inputs = _plain(draw, Shape())
+    inputs = normal_numbers(draw, Shape())
     v = draw.rounded(inputs.v.abs().clamp(max=1.9) * (0.5 * inputs.formats.inputs.smallest_normal))
     return AttentionInputs(inputs.q, inputs.k, v, inputs.do, inputs.formats, noise_seed=inputs.noise_seed)
 
@@ -610,109 +555,78 @@ def _tied_p_bar(draw: Draw) -> AttentionInputs:
 
 
 def _controls() -> list[Case]:
-    plain = partial(_plain, shape=Shape())
-    sound = (_FIX_HOLDS, _FUSED_IS_NOT, _LAZY_IS_FUSED, _STOCHASTIC, _DITHERED, _V1_IN_FP16, _FAIR)
-    duplicates = (_PLAIN_IS_BIASED, _STANDARD_IS_BIASED, *sound, _OFFSET_HARMS)
+    numbers = partial(normal_numbers, shape=Shape())
+    sound = (_FIX_HOLDS, _FUSED_IS_NOT, _LAZY_IS_FUSED, _STOCHASTIC, _DITHERED, V1_IN_FP16, FAIR)
+    duplicates = (_PLAIN_IS_BIASED, _STANDARD_IS_BIASED, *sound, OFFSET_HARMS)
     faint = partial(scripted, scores=Scores(gap=(20.5, 22.5)))
     return [
         Case(
-            "equal_keys", "duplicate tokens: ties exact in any arithmetic", _OWN, _equal_keys, duplicates, failure=True
+            "equal_keys", "duplicate tokens: ties exact in any arithmetic", OWN, _equal_keys, duplicates, failure=True
         ),
         Case(
             "faint_tail",
             "2 equal maxima, a tail of about 2^-24 of the row sum: fp32 itself rounds it away",
-            _OWN,
+            OWN,
             faint,
-            (_TIES_GO_AWAY, _V1_IN_FP16, _FAIR, _OFFSET_HARMS),
+            (_TIES_GO_AWAY, V1_IN_FP16, FAIR, OFFSET_HARMS),
         ),
         Case(
             "tied_p_bar",
             "every P-bar but the maximum's is a tie in bf16: tells how a kernel casts P-bar",
-            _OWN,
+            OWN,
             _tied_p_bar,
             (
-                claim(BIASED_AWAY, f"{_OWN}: ties go away from zero", plans="fused_half_up fused_ties_away"),
+                claim(BIASED_AWAY, f"{OWN}: ties go away from zero", plans="fused_half_up fused_ties_away"),
                 claim(
-                    UNBIASED, f"{_OWN}: to even, half of the ties go either way", rules="safe", plans=f"{_FUSED} paper"
+                    UNBIASED, f"{OWN}: to even, half of the ties go either way", rules="safe", plans=f"{FUSED} paper"
                 ),
             ),
             unclaimed="where S is in bf16 P-bar is no tie",
         ),
-        Case("random_mixed_v", "normal q, k, v: O cancels", _OWN, partial(plain, v_mean=0.0, v_std=1.0), cancels=True),
-    ]
-
-
-def _eight_bits() -> list[Case]:
-    """V in e4m3, which fp8 attention takes; every other kernel takes it too."""
-    sound = claim(
-        UNBIASED, f"{_OWN}: 8 bits hold the sum of two numbers of 4", rules="safe", plans=f"{_FUSED} paper fused_fp8"
-    )
-    return [
         Case(
-            "fp8_ties",
-            "2 equal maxima, V in e4m3: O is exact, and nothing ties",
-            _OWN,
-            partial(_in_e4m3, scores=Scores()),
-            (sound, _V1_IN_FP16, _FAIR, _OFFSET_HARMS),
-            formats=partial(Formats.of, v=FP8_E4M3),
-        ),
-        Case(
-            "fp8_flat_tail",
-            "1 maximum, 127 keys 7 to 7.5 below it, V in e4m3: each is nothing in 8 bits, together they are a tenth",
-            _OWN,
-            partial(_in_e4m3, scores=Scores(maxima=1, gap=(7.0, 7.5))),
-            (
-                claim(BIASED_TOWARD, f"{_OWN}: P-bar below 2^-10 is 0 in e4m3, and l has it all", plans="fused_fp8"),
-                claim(UNBIASED, f"{_OWN}: 16 bits hold the tail", rules="safe", plans=f"{_FUSED} paper"),
-                _FAIR,
-                _OFFSET_HARMS,
-            ),
-            unclaimed="S in bf16 moves each of the tail by up to 1.6 %, and standard attention sits on the margin",
-            failure=True,
-            formats=partial(Formats.of, v=FP8_E4M3),
+            "random_mixed_v",
+            "normal q, k, v: O cancels",
+            OWN,
+            partial(numbers, v_mean=0.0, v_std=1.0),
+            cancels=True,
         ),
     ]
-
-
-def _in_e4m3(draw: Draw, scores: Scores) -> AttentionInputs:
-    inputs = scripted(draw, scores)
-    return replace(inputs, v=inputs.v.to(torch.float8_e4m3fn).float())
 
 
 def _random() -> list[Case]:
     """Normal q and k, V normal about 1: the accuracy baseline, in every shape that a kernel must take."""
-    sound = claim(UNBIASED, f"{_OWN}: accuracy baseline", rules="safe standard dithered", formats="bf16 fp16")
+    sound = claim(UNBIASED, f"{OWN}: accuracy baseline", rules="safe standard dithered", formats="bf16 fp16")
     # Of 8 bits no bias is claimed, nor none: P-bar is more often just above one of so few numbers than just below.
-    coarse = claim(ACCURATE, f"{_OWN}: accuracy in 8 bits", plans="fused_fp8", formats="bf16 fp16")
+    coarse = claim(ACCURATE, f"{OWN}: accuracy in 8 bits", plans="fused_fp8", formats="bf16 fp16")
     recipes = {
-        "random": ("normal q and k, V about 1: the accuracy baseline", partial(_plain, shape=Shape())),
+        "random": ("normal q and k, V about 1: the accuracy baseline", partial(normal_numbers, shape=Shape())),
         "random_causal": (
             "under a causal mask",
-            partial(_plain, shape=Shape(queries=48, keys=48, d=32), causal=True),
+            partial(normal_numbers, shape=Shape(queries=48, keys=48, d=32), causal=True),
         ),
         "random_causal_chunk": (
             "under a causal mask, 16 queries at the end of 100 keys",
-            partial(_plain, shape=Shape(queries=16, keys=100, d=32), causal=True),
+            partial(normal_numbers, shape=Shape(queries=16, keys=100, d=32), causal=True),
         ),
-        "random_wide": ("d = 128", partial(_plain, shape=Shape(d=128))),
-        "random_grouped": ("grouped-query heads, 4 to a key head", partial(_plain, shape=Shape(groups=4))),
+        "random_wide": ("d = 128", partial(normal_numbers, shape=Shape(d=128))),
+        "random_grouped": ("grouped-query heads, 4 to a key head", partial(normal_numbers, shape=Shape(groups=4))),
         "random_odd": (
             "7 queries, 100 keys, d = 40: no powers of two",
-            partial(_plain, shape=Shape(queries=7, keys=100, d=40)),
+            partial(normal_numbers, shape=Shape(queries=7, keys=100, d=40)),
         ),
-        "random_scaled": ("alpha = 0.3, no power of two", partial(_plain, shape=Shape(scale=0.3))),
+        "random_scaled": ("alpha = 0.3, no power of two", partial(normal_numbers, shape=Shape(scale=0.3))),
     }
     claims = (coarse, sound)
     # r_m is 6 in the middle here, 11 at most: what is left of P-bar is then subnormal in fp16.
     subnormal = claim(
-        INACCURATE, f"{_OWN}: unconditional scaling leaves exp(-r_m) of P-bar", rules="always_scaled", formats="fp16"
+        INACCURATE, f"{OWN}: unconditional scaling leaves exp(-r_m) of P-bar", rules="always_scaled", formats="fp16"
     )
     unclaimed = "a shift that is moved or scaled has an error of P-bar of its own, of 0.1 ulp and less on random scores"
     return [
         Case(
             name,
             about,
-            _OWN,
+            OWN,
             recipe,
             (subnormal, *claims) if name == "random_scaled" else claims,
             gradients=True,
@@ -725,69 +639,69 @@ def _random() -> list[Case]:
 def _edges() -> list[Case]:
     padded, poisoned = partial(_padded, shape=Shape()), partial(_poisoned)
     shrunk = claim(
-        INACCURATE, f"{_OWN}: scaling takes P V below the subnormals", rules="always_scaled", formats="bf16 fp16"
+        INACCURATE, f"{OWN}: scaling takes P V below the subnormals", rules="always_scaled", formats="bf16 fp16"
     )
     clamped = claim(
         OUTSIDE,
-        f"{_PAPER}, published code: the row sum's clamp at 1e-10",
+        f"{PAPER}, published code: the row sum's clamp at 1e-10",
         rules="stabilized_authors",
         plans="all_bf16",
     )
     tied = claim(
         breaks_down_in(0.05),
-        f"{_OWN}: S's cast to fp16 ties two maxima, and the clamp of l is 0 in fp16",
+        f"{OWN}: S's cast to fp16 ties two maxima, and the clamp of l is 0 in fp16",
         rules="stabilized_authors",
         plans="all_bf16",
         formats="fp16",
     )
     lost = claim(
         BREAKS_DOWN,
-        f"{_OWN}: the shift is clamped at 0, so l is 0, and its clamp is 0 in fp16",
+        f"{OWN}: the shift is clamped at 0, so l is 0, and its clamp is 0 in fp16",
         rules="stabilized_authors",
         plans="all_bf16",
         formats="fp16",
     )
-    flushed = claim(FLUSHED_OR_ACCURATE, f"{_OWN}: a device may flush subnormals", formats="bf16 fp16")
-    huge = partial(_plain, shape=Shape(), size=1e4)
+    flushed = claim(FLUSHED_OR_ACCURATE, f"{OWN}: a device may flush subnormals", formats="bf16 fp16")
+    huge = partial(normal_numbers, shape=Shape(), size=1e4)
     one_hot = "where S is in bf16, in steps of 64 here, which key wins a row is chance"
     return [
-        Case("padded", "a key padding mask", _OWN, partial(padded, all_masked=False), gradients=True),
+        Case("padded", "a key padding mask", OWN, partial(padded, all_masked=False), gradients=True),
         Case(
             "wholly_masked",
             "rows without a visible key give zeros",
-            _OWN,
+            OWN,
             partial(padded, all_masked=True),
             gradients=True,
         ),
         Case(
             "low_logits",
             "every score about -6e4, the first key's highest: a running maximum that starts above them stays",
-            _OWN,
+            OWN,
             partial(scripted, scores=Scores(top=(-6.4e4, -5.2e4), maxima=1, positions=(0,))),
-            (_SCALED_BREAKS_DOWN, clamped, lost, _TILE_OVERSHOOTS, _OFFSET_HARMS),
+            (_SCALED_BREAKS_DOWN, clamped, lost, _TILE_OVERSHOOTS, OFFSET_HARMS),
             unclaimed="where S is in bf16, in steps of 256 here, every key ties",
             chaotic=True,
         ),
         Case(
             "huge_logits",
             "scores of about 1e4: near one-hot rows",
-            _OWN,
+            OWN,
             huge,
-            (_SCALED_BREAKS_DOWN, clamped, tied, _OFFSET_HARMS),
+            (_SCALED_BREAKS_DOWN, clamped, tied, OFFSET_HARMS),
             unclaimed=one_hot,
             chaotic=True,
         ),
         Case(
             "inf_in_v",
             "one Inf in V: its column is lost, no other",
-            _OWN,
+            OWN,
             partial(poisoned, value=torch.inf, tensor="v"),
         ),
-        Case("nan_in_q", "a NaN in q: its row is lost, no other", _OWN, partial(poisoned, value=torch.nan, tensor="q")),
+        Case("nan_in_q", "a NaN in q: its row is lost, no other", OWN, partial(poisoned, value=torch.nan, tensor="q")),
         Case(
             "subnormal_v",
             "V below the smallest normal value: exact, or flushed to zero",
-            _OWN,
+            OWN,
             _subnormal,
             (shrunk, flushed),
             chaotic=True,
@@ -806,7 +720,7 @@ GROUPS: Mapping[str, tuple[Case, ...]] = MappingProxyType(
         "maxima in several key blocks": tuple(_across_blocks()),
         "maxima that differ by less than P-bar's rounding": tuple(_near_ties()),
         "controls": tuple(_controls()),
-        "V in 8 bits": tuple(_eight_bits()),
+        "V in 8 bits": tuple(eight_bits()),
         "normal numbers": tuple(_random()),
         "masks, NaN, Inf, subnormal and very large numbers": tuple(_edges()),
     }

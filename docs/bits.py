@@ -37,8 +37,9 @@ TABLE, PAGE, PICTURE = DOCS / "bits.csv", DOCS / "bits.md", DOCS / "figures" / "
 MANTISSAS = tuple(f"E8M{bits}" for bits in range(10, 1, -1))  # E8M7 is bf16, E8M10 tf32
 OTHERS = ("fp16", "fp8_e4m3", "fp8_e5m2")
 CASES = ("tied_maxima[k=2]", "sink_tie", "no_tail", "single_maximum", "single_maximum_sink", "repeated_zero")
-KERNELS = (*(f"{'flash' if rule == 'safe' else rule}@paper" for rule in SHIFT_RULES), "flash@fused", "stabilized@fused",
-           "fair", "standard")  # fmt: skip
+# `lazy_4` lags as `lazy` does, by half as much: nothing lags in these cases.
+RULES = tuple("flash" if rule == "safe" else rule for rule in SHIFT_RULES if rule != "lazy_4")
+KERNELS = (*(f"{rule}@paper" for rule in RULES), "flash@fused", "stabilized@fused", "fair", "standard")
 SHOWN = ("flash@paper", "stabilized@paper", "dithered@paper", "flash@fused", "stabilized@fused", "fair", "standard")
 DRAWN = ("flash@paper", "stabilized@paper", "flash@fused", "fair")
 SEED, HEADS = 1, 256

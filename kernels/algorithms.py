@@ -41,16 +41,15 @@ def _standard(
 
 
 _TAKES = COMMON | {MIXED_FORMATS, OWN_SCALE}
+_OF_FLASH = frozenset({"row_sum_of", "offset", "pv", "v8", "p8"})
 FLASH_ATTENTION = Algorithm("flash", flash, tiled=True, takes=_TAKES)
 # P is normalised before its cast, so its sum is known before it is rounded.
-FLASH_ATTENTION_1 = Algorithm(
-    "flash_1", _flash_1, tiled=True, takes=_TAKES, claimed_as="flash_1", unused=frozenset({"row_sum_from_rounded"})
-)
+FLASH_ATTENTION_1 = Algorithm("flash_1", _flash_1, tiled=True, takes=_TAKES, claimed_as="flash_1", unused=_OF_FLASH)
 STANDARD_ATTENTION = Algorithm(
     "standard",
     _standard,
     tiled=False,
     takes=_TAKES,
     claimed_as="standard",
-    unused=frozenset({"row_sum_from_rounded"}),  # l sums what `exp` leaves
+    unused=_OF_FLASH,  # l sums what `exp` leaves
 )

@@ -8,29 +8,35 @@ from typing import TypeVar
 from tiebreak.kernels.flash import ONE_TILE, Block
 from tiebreak.kernels.formats import BF16, FP32, Rounding, parse_format
 from tiebreak.kernels.kernel import PLAIN, Declaration
-from tiebreak.kernels.plans import PLANS, STANDARD, Cast, Exponential, Follows, RoundingPlan
+from tiebreak.kernels.plans import PLANS, STANDARD, Cast, Exponential, Follows, RoundingPlan, SumOf
+from tiebreak.kernels.quantization import Quantization, parse_quantization
 from tiebreak.kernels.roster import composed_kernel, rule_names
 from tiebreak.kernels.sdpa import cpu_sdpa_flash, sdpa_math
 
 _Value = TypeVar("_Value")
 
+_LARGEST_OFFSET = 64  # P-bar up to 2^64 leaves fp32 room for its sum
 INPUT = "input"  # the format of the call, whichever it is; any other name is that very format
-_ROW_SUM, _L_FROM, _EXPONENTIAL, _CONTRACTED = "row_sum", "row_sum_from_rounded", "exponential", "contracted"
+_ROW_SUM, _L_FROM, _EXPONENTIAL, _CONTRACTED = "row_sum", "row_sum_of", "exponential", "contracted"
 # Of fields that go by another name.
 _KEYS = {_ROW_SUM: "l", _L_FROM: "l_from", _EXPONENTIAL: "base", _CONTRACTED: "contract"}
 _TILE = "tile"
 _OUTPUTS = ("o", "gradients")
 _BASES = {"2": True, "e": False}
-# Fields that are true or false, by their keys.
-_FLAGS = {_KEYS[_L_FROM]: {"rounded": True, "unrounded": False}, _KEYS[_CONTRACTED]: {"yes": True, "no": False}}
+_SUMS = {of.value: of for of in SumOf}
+_YES = {"yes": True, "no": False}
+# Fields whose values are words, by their keys.
+_FLAGS: Mapping[str, Mapping[str, object]] = {_KEYS[_L_FROM]: _SUMS, _KEYS[_CONTRACTED]: _YES, "smooth_k": _YES}
+_QUANTIZED, _OFFSET, _NONE, _SATURATES = ("q8", "k8", "v8", "p8"), "offset", "none", "sat"
 _MODES = {rounding.value: rounding for rounding in Rounding}
 
 # The fields of a plan that a change may name, in the order in which they come to be rounded, by their keys.
 _POINTS = (
-    *("scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "o_bar", _ROW_SUM, "o"),
+    *("scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "pv", "o_bar", _ROW_SUM, "o"),
     *("delta", "p", "dp", "ds", "gradients"),
 )
-_FIELDS = {_KEYS.get(field, field): field for field in (*_POINTS, _L_FROM, _EXPONENTIAL, _CONTRACTED)}
+_OTHERS = (_L_FROM, _EXPONENTIAL, _CONTRACTED, _OFFSET, *_QUANTIZED, "smooth_k")
+_FIELDS = {_KEYS.get(field, field): field for field in (*_POINTS, *_OTHERS)}
 
 
 def parse_declaration(text: str) -> Declaration:
@@ -38,9 +44,11 @@ def parse_declaration(text: str) -> Declaration:
 
     The first part is `standard`, `fair`, `RULE@PLAN`, `flash_1@PLAN`, or a plan alone, for plain flash attention at it.
     Each change is `KEY=VALUE`: a rounding point and its format, with `:` and a mode if it is not to even (`s=input`,
-    `o=bf16:away`); `l_from=rounded` or `unrounded`; `base=2` or `e`, of the exponential; `contract=yes` or `no`, of its
-    argument; `tile=64`, `tile=64x32` (queries by keys) or `tile=one`. `input` is the call's format, whichever it is;
-    any other is that very format.
+    `o=bf16:away`) or `:sat` if it saturates; `l_from=rounded`, `clamped` or `unrounded`; `base=2` or `e`, of the
+    exponential; `contract=yes` or `no`, of its argument; `offset=8`, a power of two that P-bar is multiplied by;
+    `q8`, `k8`, `v8` and `p8`, 8 bits with scales (`k8=int8/block64:away`, or `none`); `smooth_k=yes`; `tile=64`,
+    `tile=64x32` (queries by keys) or `tile=one`. `input` is the call's format, whichever it is; any other is that very
+    format.
     Where no tile is told, the kernel's own are not known.
 
     Args:
@@ -62,8 +70,8 @@ def parse_declaration(text: str) -> Declaration:
         if key in found:
             raise ValueError(f"{key} is told twice in {text!r}")
         found[key] = value
-    # Contraction and a rounded S - m exclude one another: what goes goes first, what comes comes last.
-    turns = {(_KEYS[_CONTRACTED], "no"): -1, (_KEYS[_CONTRACTED], "yes"): 1}
+    # Contraction and a rounded S - m exclude one another, and so do two roundings of q: what goes goes first.
+    turns = {(_KEYS[_CONTRACTED], "no"): -1, ("q8", _NONE): -1, ("q", FP32.name): -1, (_KEYS[_CONTRACTED], "yes"): 1}
     for key, value in sorted(found.items(), key=lambda change: turns.get(change, 0)):
         try:
             declaration = _changed(declaration, key, value)
@@ -102,6 +110,10 @@ def _changed(declaration: Declaration, key: str, value: str) -> Declaration:
     plan = declaration.plan
     if key in _FLAGS:
         plan = replace(plan, **{field: _choice(key, value, _FLAGS[key])})  # type: ignore[arg-type]
+    elif field == _OFFSET:
+        plan = replace(plan, offset=_whole(key, value))
+    elif field in _QUANTIZED:
+        plan = replace(plan, **{field: _quantization(key, value)})  # type: ignore[arg-type]
     elif field == _EXPONENTIAL:
         plan = replace(plan, exponential=replace(plan.exponential, base_two=_choice(key, value, _BASES)))
     else:
@@ -110,21 +122,39 @@ def _changed(declaration: Declaration, key: str, value: str) -> Declaration:
 
 
 def _cast(key: str, value: str) -> Cast:
-    name, _, mode = value.partition(":")
+    name, *said = value.split(":")
+    saturates = _SATURATES in said
+    mode = ":".join(word for word in said if word != _SATURATES)
     if mode and mode not in _MODES:
         raise ValueError(f"{key}={value}: {mode!r} is none of the modes {', '.join(_MODES)}")
     rounding = _MODES[mode] if mode else Rounding.TO_EVEN
     if rounding is Rounding.STOCHASTIC and key != "o":
         raise ValueError(f"{key}={value}: O's cast alone can be stochastic")
     if name == INPUT:
-        return Cast(BF16, rounding, Follows.OUTPUT if key in _OUTPUTS else Follows.OPERANDS)
+        return Cast(BF16, rounding, Follows.OUTPUT if key in _OUTPUTS else Follows.OPERANDS, saturates)
     try:
         fmt = parse_format(name)
     except ValueError as error:
         raise ValueError(f"{key}={value}: {error}; {INPUT} is the call's own") from None
     if fmt == FP32 and rounding is not Rounding.TO_EVEN:
         raise ValueError(f"{key}={value}: what is fp32 is not rounded")
-    return Cast(fmt, rounding)
+    return Cast(fmt, rounding, saturates=saturates)
+
+
+def _quantization(key: str, value: str) -> Quantization | None:
+    try:
+        found = None if value == _NONE else parse_quantization(value)
+    except ValueError as error:
+        raise ValueError(f"{key}={value}: {error}") from None
+    if found is not None and found.takes_scale and key != "q8":
+        raise ValueError(f"{key}={value}: q8 alone takes the scale")
+    return found
+
+
+def _whole(key: str, value: str) -> int:
+    if not value.isascii() or not value.isdigit() or int(value) > _LARGEST_OFFSET:
+        raise ValueError(f"{key}={value}: expected a whole number from 0 to {_LARGEST_OFFSET}, a power of two")
+    return int(value)
 
 
 def _block(value: str) -> Block:
@@ -149,16 +179,19 @@ def _renamed(plan: RoundingPlan, named: RoundingPlan) -> RoundingPlan:
     return replace(plan, name="".join([named.name, *changes]))
 
 
-def _text(key: str, value: Cast | Exponential | bool) -> str:
+def _text(key: str, value: object) -> str:
     if isinstance(value, Exponential):
         return _word(value.base_two, _BASES)
-    if isinstance(value, bool):
+    if key in _FLAGS:
         return _word(value, _FLAGS[key])
+    if not isinstance(value, Cast):
+        return _NONE if value is None else str(value)
     fmt = value.fmt.name if value.follows is None else INPUT
-    return fmt if value.rounding is Rounding.TO_EVEN else f"{fmt}:{value.rounding.value}"
+    mode = "" if value.rounding is Rounding.TO_EVEN else f":{value.rounding.value}"
+    return f"{fmt}{mode}{f':{_SATURATES}' if value.saturates else ''}"
 
 
-def _word(value: bool, known: Mapping[str, bool]) -> str:
+def _word(value: object, known: Mapping[str, object]) -> str:
     return next(word for word, meant in known.items() if meant is value)
 
 

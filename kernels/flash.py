@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tiebreak.kernels.arithmetic import Arithmetic, Noise
 from tiebreak.kernels.formats import FP32, Rounding
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, Tiles, sum_groups
-from tiebreak.kernels.plans import Cast, DeltaSource, Exponential, RoundingPlan
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
+from tiebreak.kernels.operands import Operands, cut, folds_scale
+from tiebreak.kernels.plans import Cast, DeltaSource, Exponential, RoundingPlan, SumOf
 from tiebreak.kernels.shift_rules import ShiftRule
 
 _FP32 = Cast(FP32)
-_LOG2_E = 1.4426950408889634
 Wanted = tuple[bool, bool, bool]  # which of dQ, dK and dV a backward pass is to compute
 ALL, DELTA_ALONE = (True, True, True), (False, False, False)
 
@@ -44,65 +44,6 @@ class Block:
 
 
 BLOCK, ONE_TILE = Block(), Block(2**31, 2**31)
-
-
-@dataclass(frozen=True)
-class _Operands:
-    """Inputs with key heads expanded, and the masks, cut into tiles on demand."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    do: Tensor
-    hidden: Tensor | None
-    scale: float
-    tiles: Tiles
-
-    @classmethod
-    def of(cls, inputs: AttentionInputs, tiles: Tiles | None = None) -> "_Operands":
-        k, v, hidden = inputs.expanded_k(), inputs.expanded_v(), _on(inputs.hidden(), inputs.q)
-        return cls(inputs.q, k, v, inputs.do, hidden, inputs.scale, Tiles() if tiles is None else tiles)
-
-    def query_tiles(self, block: Block) -> list[slice]:
-        return _tiles(self.q.shape[-2], block.queries)
-
-    def key_tiles(self, block: Block) -> list[slice]:
-        return _tiles(self.k.shape[-2], block.keys)
-
-    def scores(self, rows: slice, keys: slice, plan: RoundingPlan, arithmetic: Arithmetic) -> Tensor:
-        """One tile of S: the product and its cast, then the scale, then S's cast, then the mask.
-
-        Where q's cast is narrow the scale comes first: into q, with log2(e) where the exponential is in base two. Where
-        the plan contracts and casts neither q nor S, the scale is left to the exponential's argument.
-        """
-
-        def make() -> Tensor:
-            q, k = self.q[:, :, rows], self.k[:, :, keys]
-            scale, base = self._rounded_scale(plan, arithmetic), 1.0
-            if plan.q.narrows:
-                base = _LOG2_E if plan.exponential.base_two else 1.0
-                q, scale = arithmetic.cast(q * (scale * base), plan.q), 1.0
-            # In fp32, whatever the plan: kernels of all plans that leave q as it is share it.
-            product = arithmetic.matmul(q, k.transpose(-1, -2), _FP32, plan.accumulator)
-            s = arithmetic.cast(product, plan.qk)
-            if not folds_scale(plan):
-                s = arithmetic.cast(s * (scale / base), plan.s)
-            return s if self.hidden is None else _hide(s, _cut(self.hidden, rows, keys))
-
-        return self.tiles.shared("s", rows, keys, make)
-
-    def _rounded_scale(self, plan: RoundingPlan, arithmetic: Arithmetic) -> float:
-        """What scores are multiplied by; in fp32 where nothing is narrow."""
-        if plan.divisor.narrows:
-            return 1.0 / arithmetic.cast(torch.tensor(1.0 / self.scale, dtype=torch.float32), plan.divisor).item()
-        if plan.scale.narrows:
-            return arithmetic.cast(torch.tensor(self.scale, dtype=torch.float32), plan.scale).item()
-        return self.scale
-
-
-def folds_scale(plan: RoundingPlan) -> bool:
-    """Whether alpha is a factor of the exponential's argument, and scores stay as Q K^T has them."""
-    return plan.contracted and not plan.s.narrows and not plan.q.narrows
 
 
 @dataclass(frozen=True)
@@ -141,13 +82,15 @@ class Softmax:
         return math.log2(math.e) if self.plan.exponential.base_two else 1.0
 
     def of(self, s: Tensor, shift: Tensor) -> Tensor:
-        """exp(S - shift), as the plan casts it."""
-        return self.arithmetic.cast(self._exp(s, shift, self.plan.exponential), self.plan.exp)
+        """2^offset exp(S - shift), as the plan casts it."""
+        return self.arithmetic.cast(self._exp(s, shift, self.plan.exponential, self.plan.offset), self.plan.exp)
 
-    def _exp(self, s: Tensor, shift: Tensor, exponential: Exponential) -> Tensor:
-        if self.plan.contracted:
-            return self.arithmetic.exp_of_fma(s, self.factor, shift * -self.factor, exponential)
-        return self.arithmetic.exp(self.arithmetic.cast(s - shift, self.plan.shifted), exponential)
+    def _exp(self, s: Tensor, shift: Tensor, exponential: Exponential, offset: int = 0) -> Tensor:
+        if self.plan.contracted:  # FlashAttention-3 and -4 take the offset off m c
+            addend = shift * -self.factor + offset * self.unit * math.log(2.0)
+            return self.arithmetic.exp_of_fma(s, self.factor, addend, exponential)
+        p = self.arithmetic.exp(self.arithmetic.cast(s - shift, self.plan.shifted), exponential)
+        return p * 2.0**offset if offset else p
 
     def between(self, earlier: Tensor, shift: Tensor) -> Tensor:
         """exp(m - m') of a rescaling; contracted plans multiply m - m' by c, as FlashAttention-2 and -4 do."""
@@ -167,38 +110,17 @@ class Softmax:
         return shift * self.scale if folds_scale(self.plan) else shift
 
 
-def _on(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if mask is None else mask.to(like.device)
-
-
-def _tiles(length: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
-
-
-def _hide(s: Tensor, hidden: Tensor) -> Tensor:
-    """`s` with -inf where it is hidden."""
-    if s.device.type == "cpu":  # where a minimum takes a tenth of the time; but it passes NaN on
-        lowered = torch.minimum(s, torch.where(hidden, -torch.inf, torch.inf))
-        if not torch.isnan(lowered.sum()):
-            return lowered
-    return s.masked_fill(hidden, -torch.inf)
-
-
 def _zeroed(x: Tensor, where: Tensor) -> Tensor:
     """`x` with 0 in some rows, which are mostly none; to ask is cheap where nothing waits for a device."""
     return x if x.device.type == "cpu" and not where.any() else x.masked_fill(where, 0.0)
 
 
-def _cut(mask: Tensor, rows: slice, keys: slice) -> Tensor:
-    return mask[:, :, rows if mask.shape[2] > 1 else slice(None), keys]
-
-
 def _final(
-    o: Tensor, rows: slice, operands: _Operands, plan: RoundingPlan, arithmetic: Arithmetic, noise: Noise
+    o: Tensor, rows: slice, operands: Operands, plan: RoundingPlan, arithmetic: Arithmetic, noise: Noise
 ) -> Tensor:
     """O's cast; rows without a visible key give zeros."""
     if operands.hidden is not None:
-        blind = _cut(operands.hidden, rows, slice(None)).all(-1, keepdim=True)
+        blind = cut(operands.hidden, rows, slice(None)).all(-1, keepdim=True)
         o = _zeroed(o, blind)
     stochastic = plan.o.rounding is Rounding.STOCHASTIC
     return arithmetic.cast(o, plan.o, noise.bits(o.shape, rows.start, o.device) if stochastic else None)
@@ -219,16 +141,17 @@ def flash(
     Returns:
         O (batch, heads, queries, d) and the log-sum-exp, without gradients.
     """
-    operands, noise = _Operands.of(inputs), Noise(inputs.noise_seed, inputs.q.shape[1])
+    operands, noise = Operands.of(inputs, plan, arithmetic), Noise(inputs.noise_seed, inputs.q.shape[1])
     parts = [
-        _flash_rows(operands, rows, plan, shift_rule, arithmetic, block, noise) for rows in operands.query_tiles(block)
+        _flash_rows(operands, rows, plan, shift_rule, arithmetic, block, noise)
+        for rows in operands.query_tiles(block.queries)
     ]
     o, lse = (torch.cat(pieces, 2) for pieces in zip(*parts, strict=True))
     return AttentionOutput(o, lse, tiles=operands.tiles)
 
 
 def _flash_rows(
-    operands: _Operands,
+    operands: Operands,
     rows: slice,
     plan: RoundingPlan,
     shift_rule: ShiftRule,
@@ -241,8 +164,8 @@ def _flash_rows(
     l, o_bar = torch.zeros_like(m), torch.zeros_like(q)
     dither = noise.dither(q.shape, rows.start, q.device) if shift_rule.dithered else torch.zeros_like(m)
     softmax = Softmax(operands.scale, plan, arithmetic)
-    for keys in operands.key_tiles(block):
-        s = operands.scores(rows, keys, plan, arithmetic)
+    for keys in operands.key_tiles(block.keys):
+        s = operands.scores(rows, keys)
         row_max = s.amax(-1, keepdim=True)
         proposed = shift_rule.propose(s, row_max, dither, softmax.logit)
         # A wholly masked tile has no maximum to shift by.
@@ -252,11 +175,11 @@ def _flash_rows(
         shift = torch.where(new_m == -torch.inf, torch.zeros_like(new_m), new_m)
         p = softmax.of(s, shift)
         p_bar = arithmetic.cast(p, plan.p_bar)
-        block_sum = arithmetic.row_sum(p_bar if plan.row_sum_from_rounded else p, plan.accumulator)
+        block_sum = arithmetic.row_sum(_summed(p, p_bar, plan), plan.accumulator)
         if shift_rule.row_sum_floor:
             block_sum = block_sum.clamp(min=shift_rule.row_sum_floor)
         block_sum = arithmetic.cast(block_sum, plan.row_sum)
-        pv = arithmetic.matmul(p_bar, operands.v[:, :, keys], plan.o_bar, plan.accumulator)
+        pv = operands.weighted(p_bar, keys)
         if keys.start == 0:  # there is nothing to rescale yet; a sum with 0 has no -0
             l, o_bar = block_sum, pv + 0.0
         else:
@@ -264,8 +187,19 @@ def _flash_rows(
             l = arithmetic.cast(arithmetic.cast(alpha * l, plan.row_sum) + block_sum, plan.row_sum)
             o_bar = arithmetic.cast(arithmetic.cast(alpha * o_bar, plan.o_bar) + pv, plan.o_bar)
         m = new_m
-    o = _final(o_bar / l, rows, operands, plan, arithmetic, noise)
-    return o, softmax.natural(m) + torch.log(l)
+    o = _final(operands.unscaled(o_bar / l), rows, operands, plan, arithmetic, noise)
+    return o, softmax.natural(m) + torch.log(l) - plan.offset * math.log(2.0)
+
+
+def _summed(p: Tensor, p_bar: Tensor, plan: RoundingPlan) -> Tensor:
+    """What l adds up."""
+    match plan.row_sum_of:
+        case SumOf.UNROUNDED:
+            return p
+        case SumOf.CLAMPED:
+            return p.clamp(max=plan.p_bar.fmt.largest)
+        case SumOf.ROUNDED:
+            return p_bar
 
 
 def flash_1(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, block: Block) -> AttentionOutput:
@@ -284,9 +218,9 @@ def flash_1(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic,
     Returns:
         O (batch, heads, queries, d) and the log-sum-exp, without gradients.
     """
-    operands, noise = _Operands.of(inputs), Noise(inputs.noise_seed, inputs.q.shape[1])
+    operands, noise = Operands.of(inputs, plan, arithmetic), Noise(inputs.noise_seed, inputs.q.shape[1])
     outputs, sums = [], []
-    for rows in operands.query_tiles(block):
+    for rows in operands.query_tiles(block.queries):
         o, lse = _flash_1_rows(operands, rows, plan, arithmetic, block)
         outputs.append(_final(o, rows, operands, plan, arithmetic, noise))
         sums.append(lse)
@@ -294,14 +228,14 @@ def flash_1(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic,
 
 
 def _flash_1_rows(
-    operands: _Operands, rows: slice, plan: RoundingPlan, arithmetic: Arithmetic, block: Block
+    operands: Operands, rows: slice, plan: RoundingPlan, arithmetic: Arithmetic, block: Block
 ) -> tuple[Tensor, Tensor]:
     o = torch.zeros_like(operands.q[:, :, rows])
     m = o.new_full((*o.shape[:-1], 1), -torch.inf)
     l = torch.zeros_like(m)
     softmax = Softmax(operands.scale, plan, arithmetic)
-    for keys in operands.key_tiles(block):
-        s = operands.scores(rows, keys, plan, arithmetic)
+    for keys in operands.key_tiles(block.keys):
+        s = operands.scores(rows, keys)
         row_max = s.amax(-1, keepdim=True)
         new_m = torch.maximum(m, row_max)
         # A wholly masked tile has no maximum to shift by, and weighs nothing.
@@ -332,12 +266,12 @@ def standard(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic
     Returns:
         O (batch, heads, queries, d) and the log-sum-exp, without gradients.
     """
-    operands, noise = _Operands.of(inputs), Noise(inputs.noise_seed, inputs.q.shape[1])
+    operands, noise = Operands.of(inputs, plan, arithmetic), Noise(inputs.noise_seed, inputs.q.shape[1])
     every_key = slice(0, inputs.k.shape[-2])
     softmax = Softmax(operands.scale, plan, arithmetic)
     outputs, sums = [], []
-    for rows in operands.query_tiles(block):
-        s = operands.scores(rows, every_key, plan, arithmetic)
+    for rows in operands.query_tiles(block.queries):
+        s = operands.scores(rows, every_key)
         row_max = s.amax(-1, keepdim=True)
         shift = torch.where(row_max == -torch.inf, torch.zeros_like(row_max), row_max)
         p = softmax.of(s, shift)
@@ -370,15 +304,15 @@ def backward(
     Returns:
         dQ, dK, dV and delta.
     """
-    operands = _Operands.of(inputs, output.tiles)
+    operands = Operands.of(inputs, plan, arithmetic, output.tiles)
     tape = _Tape(operands, output, plan, arithmetic, block)
     delta = tape.delta()
     dq, dk, dv = (
         torch.full_like(tensor, 0.0 if asked else torch.nan)
         for tensor, asked in zip((operands.q, operands.k, operands.v), wanted, strict=True)
     )
-    for keys in operands.key_tiles(block):
-        for rows in operands.query_tiles(block):
+    for keys in operands.key_tiles(block.keys):
+        for rows in operands.query_tiles(block.queries):
             p, dp = tape.p(rows, keys), tape.dp(rows, keys)
             ds = arithmetic.cast(p * (dp - delta[:, :, rows]), plan.ds)
             if wanted[2]:
@@ -397,7 +331,7 @@ def backward(
 class _Tape:
     """The tiles that the backward pass recomputes."""
 
-    operands: _Operands
+    operands: Operands
     output: AttentionOutput
     plan: RoundingPlan
     arithmetic: Arithmetic
@@ -410,7 +344,7 @@ class _Tape:
         return self.operands.tiles.shared("p", rows, keys, lambda: self._p(rows, keys))
 
     def _p(self, rows: slice, keys: slice) -> Tensor:
-        s = self.operands.scores(rows, keys, self.plan, self.arithmetic)
+        s = self.operands.scores(rows, keys)
         assert self.output.lse is not None, "the forward pass must return its log-sum-exp"
         lse = self.output.lse[:, :, rows]
         # A row without a visible key has log-sum-exp -inf and no probabilities.
@@ -431,9 +365,9 @@ class _Tape:
             total = self.arithmetic.row_sum(do * self.output.o.float(), self.plan.accumulator)
             return self.arithmetic.cast(total, self.plan.delta)
         tiles = []
-        for rows in self.operands.query_tiles(self.block):
+        for rows in self.operands.query_tiles(self.block.queries):
             total = torch.zeros_like(do[:, :, rows, :1])
-            for keys in self.operands.key_tiles(self.block):
+            for keys in self.operands.key_tiles(self.block.keys):
                 p = self.p(rows, keys)
                 if source is DeltaSource.PROBABILITIES:
                     total = total + self.arithmetic.row_sum(p * self.dp(rows, keys), self.plan.accumulator)

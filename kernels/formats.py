@@ -88,6 +88,8 @@ FP16 = Format("fp16", exponent_bits=5, mantissa_bits=10)
 TF32 = Format("tf32", exponent_bits=8, mantissa_bits=10)
 FP8_E4M3 = Format("fp8_e4m3", exponent_bits=4, mantissa_bits=3, has_infinity=False)
 FP8_E5M2 = Format("fp8_e5m2", exponent_bits=5, mantissa_bits=2)
+# The integers from -127 to 127 in units of 1/64: the subnormals of this format and its first binade, evenly spaced.
+INT8 = Format("int8", exponent_bits=2, mantissa_bits=6)
 
 
 @dataclass(frozen=True)

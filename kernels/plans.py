@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
-from tiebreak.kernels.formats import BF16, FP8_E4M3, FP32, Format, Formats, Rounding
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, INT8, Format, Formats, Rounding
+from tiebreak.kernels.quantization import Quantization, Scaling
 
 
 class Follows(enum.Enum):
@@ -22,6 +23,7 @@ class Cast:
     fmt: Format  # the format that holds the result
     rounding: Rounding = Rounding.TO_EVEN  # how a value between two neighbours is placed
     follows: Follows | None = None  # the call's format that takes the place of `fmt`; None: `fmt`, whatever the call
+    saturates: bool = False  # whether what lies beyond the format's largest value becomes that value, not Inf or NaN
 
     @property
     def narrows(self) -> bool:
@@ -46,6 +48,14 @@ class Accumulator(enum.Enum):
     CDNA3 = "matrix core of CDNA3"
     ADA_FP8 = "tensor core of Ada, fp8"
     HOPPER_FP8 = "tensor core of Hopper, fp8"
+
+
+class SumOf(enum.Enum):
+    """Which P-bar the row sum l adds up. What P V takes is always P-bar after its cast."""
+
+    UNROUNDED = "unrounded"  # before the cast, as FlashAttention-2 to -4 do
+    CLAMPED = "clamped"  # before the cast, but no more than the largest value of its format
+    ROUNDED = "rounded"  # after the cast
 
 
 class DeltaSource(enum.Enum):
@@ -88,7 +98,7 @@ class RoundingPlan:
     o_bar: Cast  # unnormalised output O-bar, at every operation on it
     row_sum: Cast  # row sum l
     o: Cast  # output O
-    row_sum_from_rounded: bool = False  # whether l sums P-bar after its cast
+    row_sum_of: SumOf = SumOf.UNROUNDED  # which P-bar l sums
     accumulator: Accumulator = Accumulator.EXACT  # of matrix products and row sums
     exponential: Exponential = Exponential()  # of the softmax
     contracted: bool = False  # whether its argument is fma(S, c, -m c), c its scale with log2 e: S c is never rounded
@@ -97,6 +107,13 @@ class RoundingPlan:
     q: Cast = Cast(FP32)  # q times the scale, in base two times log2(e) too, where a kernel scales q before Q K^T
     qk: Cast = Cast(FP32)  # Q K^T, before the scale
     exp: Cast = Cast(FP32)  # exp(S - m), before it is summed, cast for the product or normalised
+    offset: int = 0  # P-bar and l are 2^offset times as large: 8 in fp8 kernels, so that e4m3 holds small ones
+    pv: Cast = Cast(FP32)  # P-bar V of a tile, before it is added to O-bar
+    q8: Quantization | None = None  # q in 8 bits with scales
+    k8: Quantization | None = None  # K in 8 bits with scales
+    v8: Quantization | None = None  # V in 8 bits with scales
+    p8: Quantization | None = None  # P-bar in 8 bits with scales of its own, in the place of its cast
+    smooth_k: bool = False  # whether the mean of K over the keys is taken off K first, which softmax does not see
     shifted: Cast = Cast(FP32)  # S - m, the exponential's argument, and m - m' of a rescaling
     delta_from: DeltaSource = DeltaSource.OUTPUT  # backward: what delta is computed from
     delta: Cast = Cast(FP32)  # backward: delta
@@ -111,11 +128,18 @@ class RoundingPlan:
             raise ValueError("contracted, S - m is never formed: it can't be rounded too")
         if self.contracted and self.exponential.correction:
             raise ValueError("a fast exponential multiplies by log2 e itself: nothing is contracted")
+        if self.q.narrows and self.q8 is not None:
+            raise ValueError("q is rounded, or put into 8 bits with scales, not both")
 
     @property
     def unfused(self) -> bool:
         """Whether O-bar is rounded to a narrow format before the division by l."""
         return self.o_bar.narrows
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether an operand is put into 8 bits with scales."""
+        return any(each is not None for each in (self.q8, self.k8, self.v8, self.p8))
 
     @property
     def stochastic(self) -> bool:
@@ -174,7 +198,42 @@ FUSED_HALF_UP = replace(FUSED, name="fused_half_up", p_bar=_AWAY)
 FUSED_TIES_AWAY = replace(FUSED, name="fused_ties_away", p_bar=_AWAY, o=_OUTPUT_AWAY)
 
 # P-bar in 8 bits, as fp8 attention has it: 2^-10 and less of it is 0.
-FUSED_FP8 = replace(FUSED, name="fused_fp8", p_bar=Cast(FP8_E4M3))
+FUSED_FP8 = replace(FUSED, name="fused_fp8", p_bar=Cast(FP8_E4M3, saturates=True))
+
+# Times 2^8, as in FlashAttention-3 and -4: 2^-18 and less of P is 0, and 448 is 1.75 times the largest P-bar.
+FUSED_FP8_OFFSET = replace(FUSED_FP8, name="fused_fp8_offset", offset=8)
+# Where FlashAttention-4's running maximum is behind by up to 4 in base two (rule `lazy_4`), 2^4 of it is all that fits.
+FUSED_FP8_OFFSET_4 = replace(FUSED_FP8, name="fused_fp8_offset_4", offset=4)
+FUSED_E5M2_OFFSET = replace(FUSED_FP8_OFFSET, name="fused_e5m2_offset", p_bar=Cast(FP8_E5M2, saturates=True))
+# What l counts is what P V gets where both are clamped.
+FUSED_FP8_CLAMPED = replace(FUSED_FP8_OFFSET, name="fused_fp8_clamped", row_sum_of=SumOf.CLAMPED)
+
+# What fairness takes in 8 bits: a shift that moves makes P-bar's cast err, so l has to count what the cast left.
+FUSED_FP8_FAIR = replace(
+    FUSED_FP8_OFFSET, name="fused_fp8_fair", row_sum_of=SumOf.ROUNDED, o=replace(OUTPUT, rounding=Rounding.STOCHASTIC)
+)
+
+# All of attention in 8 bits, as FlashAttention-3 takes it: e4m3 with a scale a head.
+_HEAD = Quantization(FP8_E4M3, Scaling.HEAD)
+FP8 = replace(FUSED_FP8_OFFSET, name="fp8", q8=_HEAD, k8=_HEAD, v8=_HEAD)
+_TENSOR, _BLOCK = Quantization(FP8_E4M3, Scaling.TENSOR), Quantization(FP8_E4M3, Scaling.BLOCK, 128)
+FP8_TENSOR = replace(FP8, name="fp8_tensor", q8=_TENSOR, k8=_TENSOR, v8=_TENSOR)
+FP8_BLOCK = replace(FP8, name="fp8_block", q8=_BLOCK, k8=_BLOCK, v8=_BLOCK)
+FP8_E5M2_V = replace(FP8, name="fp8_e5m2_v", v8=replace(_HEAD, fmt=FP8_E5M2))
+# The OCP's microscaling formats: 32 numbers along a product's inner dimension share a power of two.
+_MX = Quantization(FP8_E4M3, Scaling.MICRO, 32)
+MXFP8 = replace(FUSED, name="mxfp8", q8=_MX, k8=_MX, v8=_MX, p8=_MX)
+# SageAttention (arXiv 2410.02367), its Triton kernel: q and K in 8-bit integers, P V in fp16 and summed there.
+SAGE = replace(
+    FUSED,
+    name="sage",
+    q8=Quantization(INT8, Scaling.BLOCK, 128, Rounding.TIES_AWAY, takes_scale=True),
+    k8=Quantization(INT8, Scaling.BLOCK, 64, Rounding.TIES_AWAY),
+    smooth_k=True,
+    p_bar=Cast(FP16),
+    pv=Cast(FP16),
+    exponential=Exponential(base_two=True),
+)
 
 # FlashAttention-2's and -4's exponential, and that of a Triton kernel which leaves contraction on.
 FUSED_CONTRACTED = replace(FUSED, name="fused_contracted", exponential=Exponential(base_two=True), contracted=True)
@@ -201,6 +260,8 @@ _TENSOR_CORE = (
     # All products, Q K^T too: of a call whose q, k and v fp8 holds.
     replace(FUSED_FP8, name="fused_fp8_ada", accumulator=Accumulator.ADA_FP8),
     replace(FUSED_FP8, name="fused_fp8_hopper", accumulator=Accumulator.HOPPER_FP8),
+    replace(FP8, name="fp8_ada", accumulator=Accumulator.ADA_FP8),
+    replace(FP8, name="fp8_hopper", accumulator=Accumulator.HOPPER_FP8),
 )
 
 PRESETS = (PAPER, ALL_BF16, FUSED, FUSED_STOCHASTIC, STANDARD, FP32_PLAN)
@@ -215,6 +276,17 @@ PLANS: Mapping[str, RoundingPlan] = MappingProxyType(
             FUSED_HALF_UP,
             FUSED_TIES_AWAY,
             FUSED_FP8,
+            FUSED_FP8_OFFSET,
+            FUSED_FP8_OFFSET_4,
+            FUSED_FP8_CLAMPED,
+            FUSED_FP8_FAIR,
+            FUSED_E5M2_OFFSET,
+            FP8,
+            FP8_TENSOR,
+            FP8_BLOCK,
+            FP8_E5M2_V,
+            MXFP8,
+            SAGE,
             FUSED_CONTRACTED,
             FUSED_FAST_EXP,
             FP32_INSIDE,

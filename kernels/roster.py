@@ -1,11 +1,13 @@
 """The composed kernels, by name: standard attention, and `rule@plan` for every shift rule and rounding plan."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, FLASH_ATTENTION_1, STANDARD_ATTENTION
+from tiebreak.kernels.formats import FP8_E4M3, FP8_E5M2, Formats
 from tiebreak.kernels.kernel import PLAIN, Declaration, Kernel, composed
-from tiebreak.kernels.plans import FUSED_STOCHASTIC, PLANS, STANDARD, RoundingPlan
+from tiebreak.kernels.plans import FUSED, FUSED_STOCHASTIC, PLANS, STANDARD, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 _FLASH_PLANS: Mapping[str, RoundingPlan] = MappingProxyType(
@@ -47,7 +49,38 @@ def composed_kernel(name: str) -> Kernel:
             f"unknown kernel {name!r}: composed kernels are standard, fair and rule@plan"
             f" with rules {', '.join(rule_names())} and plans {', '.join(_FLASH_PLANS)}"
         )
-    return composed(name, Declaration(own.get(rule_name, FLASH_ATTENTION), plan, rule))
+    algorithm = own.get(rule_name, FLASH_ATTENTION)
+    ignored = [field for field in sorted(algorithm.unused) if getattr(plan, field) != getattr(FUSED, field)]
+    if ignored:
+        raise ValueError(f"{algorithm.name} attention makes nothing of {', '.join(ignored)} of plan {plan_name}")
+    return composed(name, Declaration(algorithm, plan, rule))
+
+
+# What the emulation runs on inputs with a V in 8 bits, which these plans are for.
+_EIGHT_BITS = (
+    "flash@fused_fp8",
+    "flash@fused_fp8_offset",
+    "stabilized@fused_fp8_offset",
+    "dithered@fused_fp8_offset",
+    "lazy_4@fused_fp8_offset",
+    "lazy_4@fused_fp8_offset_4",
+    "lazy_4@fused_fp8_clamped",
+    "lazy_4@fused_e5m2_offset",
+    "dithered@fused_fp8_fair",
+    "flash@fp8",
+    "flash@fp8_hopper",
+    "flash@mxfp8",
+    "flash@sage",
+)
+
+
+def eight_bit_kernels() -> tuple[Kernel, ...]:
+    """Attention in 8 bits, for inputs whose V is."""
+    return tuple(replace(composed_kernel(name), unsuited=_wide_v) for name in _EIGHT_BITS)
+
+
+def _wide_v(formats: Formats) -> str | None:
+    return None if formats.v in (FP8_E4M3, FP8_E5M2) else f"of attention in 8 bits: V is in {formats.v.name}"
 
 
 # What the matrix runs unless told otherwise. Every shift rule at the plan its authors had in mind, every plan with

@@ -112,6 +112,7 @@ SHIFT_RULES: Mapping[str, ShiftRule] = MappingProxyType(
             ShiftRule("gamma", f"{_PAPER} v1, appendix C", detects=True, epsilon=EPSILON, above=BETA, below=GAMMA),
             ShiftRule("dithered", "this suite", dithered=True),
             ShiftRule("lazy", "FlashAttention-4, Blackwell forward pass", lag=LAG),
+            ShiftRule("lazy_4", "FlashAttention-4, Blackwell forward pass in fp8", lag=LAG / 2),
         )
     }
 )

@@ -21,7 +21,11 @@ class EmulatedArithmetic:
 
     def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
         """`x` rounded by `round_to`; fp32 to fp32 is the identity."""
-        return x if cast.fmt == FP32 else round_to(x, cast.fmt, cast.rounding, random_bits=random)
+        if cast.fmt == FP32:
+            return x
+        if cast.saturates:
+            x = x.clamp(-cast.fmt.largest, cast.fmt.largest)
+        return round_to(x, cast.fmt, cast.rounding, random_bits=random)
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
         """`a @ b` in the accumulator's order, then the cast."""

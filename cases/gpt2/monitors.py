@@ -15,9 +15,10 @@ from torch import Tensor
 from tiebreak.cases.gpt2.attention import Observation
 from tiebreak.cases.gpt2.model import Block
 from tiebreak.kernels.arithmetic import Noise
-from tiebreak.kernels.flash import Softmax, folds_scale
+from tiebreak.kernels.flash import Softmax
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.inputs import AttentionInputs, Gradients
+from tiebreak.kernels.operands import folds_scale
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.shift_rules import repeated
 

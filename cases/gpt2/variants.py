@@ -9,7 +9,7 @@ from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP32, Rounding
 from tiebreak.kernels.kernel import Declaration, Kernel
-from tiebreak.kernels.plans import ISOLATION, PAPER, STANDARD, Cast, Exponential, RoundingPlan
+from tiebreak.kernels.plans import ISOLATION, PAPER, STANDARD, Cast, Exponential, RoundingPlan, SumOf
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 _LOW, _HIGH = Cast(BF16), Cast(FP32)
@@ -44,7 +44,7 @@ def variant_names(short: str, *, rounded: bool | None = None) -> tuple[str, ...]
 def _base(name: str, plan: RoundingPlan, *, rounded: bool) -> RoundingPlan:
     """An unfused plan as training runs have it: S in bf16 too (torch's autocast); its backward pass is in fp32."""
     name = f"{name}_l_rounded" if rounded else name
-    return replace(plan, name=name, s=_LOW, row_sum_from_rounded=rounded)
+    return replace(plan, name=name, s=_LOW, row_sum_of=SumOf.ROUNDED if rounded else SumOf.UNROUNDED)
 
 
 def _flash(plan: RoundingPlan, rule: str = "safe") -> Declaration:

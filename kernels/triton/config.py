@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import Rounding
-from tiebreak.kernels.plans import DeltaSource, RoundingPlan
+from tiebreak.kernels.plans import DeltaSource, RoundingPlan, SumOf
 from tiebreak.kernels.shift_rules import ShiftRule
 
 LOG2_E = 1.4426950408889634
@@ -36,9 +36,11 @@ class Config:
             raise ValueError(f"plan {self.plan.name}: the Triton kernels' exponential of 0 is 1")
         if self.plan.contracted:
             raise ValueError(f"plan {self.plan.name}: the Triton kernels are launched with contraction off")
-        for point in ("scale", "divisor", "q", "qk", "shifted", "exp"):
+        for point in ("scale", "divisor", "q", "qk", "shifted", "exp", "pv"):
             if getattr(self.plan, point).narrows:
                 raise ValueError(f"plan {self.plan.name}: the Triton kernels do not round {point}")
+        if self.plan.quantizes:
+            raise ValueError(f"plan {self.plan.name}: the Triton kernels take q, K and V as they come, without scales")
         for point, cast in self.plan.casts():
             nearest = cast.rounding in (Rounding.TO_EVEN, Rounding.TIES_AWAY)
             if not nearest and (point, cast.rounding) != ("o", Rounding.STOCHASTIC):
@@ -55,6 +57,26 @@ class Config:
     def scale(self) -> float:
         """alpha, what Q K^T is multiplied by."""
         return 1.0 / math.sqrt(self.d) if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def sums_rounded(self) -> bool:
+        """Whether l sums P-bar after its cast."""
+        return self.plan.row_sum_of is SumOf.ROUNDED
+
+    @property
+    def sums_clamped(self) -> bool:
+        """Whether l sums P-bar before its cast, but no more than the largest value of its format."""
+        return self.plan.row_sum_of is SumOf.CLAMPED
+
+    @property
+    def raised(self) -> float:
+        """What P-bar and l are multiplied by."""
+        return float(2**self.plan.offset)
+
+    @property
+    def log_raised(self) -> float:
+        """Its logarithm in the kernel's base."""
+        return self.plan.offset * (1.0 if self.base_two else math.log(2.0))
 
     @property
     def base_two(self) -> bool:

@@ -13,7 +13,16 @@ from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel
-from tiebreak.kernels.plans import FUSED, FUSED_FP8, FUSED_STOCHASTIC, PAPER, STANDARD, Exponential, RoundingPlan
+from tiebreak.kernels.plans import (
+    FUSED,
+    FUSED_FP8,
+    FUSED_FP8_OFFSET,
+    FUSED_STOCHASTIC,
+    PAPER,
+    STANDARD,
+    Exponential,
+    RoundingPlan,
+)
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.kernels.triton.config import Config
 from tiebreak.kernels.triton.launch import backward_block, format_of_v, forward_block, options, refusal, run, unsuited
@@ -36,6 +45,7 @@ DECLARATIONS: Mapping[str, Declaration] = MappingProxyType(
         "triton_fair": _declared(FUSED_STOCHASTIC, "dithered"),
         "triton_paper": _declared(PAPER, "safe"),
         "triton_fp8": _declared(FUSED_FP8, "safe"),
+        "triton_fp8_offset": _declared(FUSED_FP8_OFFSET, "safe"),
         "triton_standard": Declaration(
             STANDARD_ATTENTION, replace(STANDARD, exponential=_BASE_TWO), SHIFT_RULES["safe"], BLOCK
         ),

@@ -17,7 +17,7 @@ from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import BF16, FP32, Format, Rounding
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, composed
-from tiebreak.kernels.plans import FUSED, Accumulator, Cast, Exponential, RoundingPlan
+from tiebreak.kernels.plans import FUSED, Accumulator, Cast, Exponential, RoundingPlan, SumOf
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.kernels.tied_p_bar import tied_p_bar
@@ -138,7 +138,7 @@ def output(plan: RoundingPlan, inputs: AttentionInputs, arithmetic: Arithmetic =
 @pytest.mark.parametrize("rounded", [False, True], ids=["l unrounded", "l rounded"])
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
 def test_the_cast_of_p_is_told_by_the_output_alone(mode: Rounding, rounded: bool) -> None:
-    plan = replace(FUSED, name="p", p_bar=Cast(BF16, mode), row_sum_from_rounded=rounded)
+    plan = replace(FUSED, name="p", p_bar=Cast(BF16, mode), row_sum_of=SumOf.ROUNDED if rounded else SumOf.UNROUNDED)
     assert p_cast(lambda inputs: output(plan, inputs)) == mode.value
 
 

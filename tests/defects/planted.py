@@ -25,7 +25,7 @@ from tiebreak.kernels.external.declaring import Said
 from tiebreak.kernels.formats import BF16, FP16, Format, Rounding
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
-from tiebreak.kernels.plans import FEXP_U20, Cast
+from tiebreak.kernels.plans import FEXP_U20, Cast, SumOf
 
 _GITHUB = "https://github.com/"
 _PAPER = "https://arxiv.org/abs/2510.04212"
@@ -220,7 +220,7 @@ def _rounding() -> tuple[Defect, ...]:
         Defect("rounded_o_bar", "O of every tile is stored in bf16",
                f"{_GITHUB}zhuzilin/ring-flash-attention/issues/22", fused, doing(fused, "flash@paper")),
         Defect("row_sum_of_rounded", "l sums P after its cast", _PAPER,
-               "dithered@fused", doing("dithered@fused", "dithered@fused", row_sum_from_rounded=True)),
+               "dithered@fused", doing("dithered@fused", "dithered@fused", row_sum_of=SumOf.ROUNDED)),
         Defect("fast_exponential", "an exponential of 20 bits, whose value at 0 is not 1",
                f"{_GITHUB}pytorch/pytorch/pull/151441", fused, doing(fused, fused, exponential=FEXP_U20)),
         # Unbiased over heads, and so predicted: a row's own bias gives it away.

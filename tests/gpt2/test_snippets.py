@@ -31,6 +31,7 @@ from tiebreak.cases.gpt2.variants import VARIANTS, Variant, variant_names, varia
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.plans import SumOf
 
 ROUNDED, UNROUNDED = variants(rounded=True), variants(rounded=False)
 
@@ -224,7 +225,7 @@ def test_variants_are_what_their_names_say(name: str, rule: str, unfused: bool, 
         assert declared.algorithm.name == ("standard" if name == "standard" else "flash")
         assert declared.shift_rule.name == rule
         assert (plan.unfused, plan.stochastic) == (unfused, stochastic)
-        assert plan.row_sum_from_rounded == (rounded and name != "standard")
+        assert (plan.row_sum_of is SumOf.ROUNDED) == (rounded and name != "standard")
         assert plan.s.narrows
         assert plan.p_bar.narrows
         assert plan.o.narrows == (name != "o_fp32")

@@ -176,13 +176,13 @@ def _of(backend: Backend, names: str | None) -> list[Kernel]:
         default |= kind.kernels(backend)
     found: dict[str, Kernel] = {}
     for name in split(names):
-        matches = matching(name, default)
-        if not matches and not _is_glob(name):
-            try:
-                found.setdefault(name, backend.kernel(name))
-            except ValueError:
-                continue  # perhaps another backend's own: `_all_used` decides
-        found.update({match: default[match] for match in matches})
+        try:
+            if not _is_glob(name):  # by its full name, a kernel that is for some inputs alone may meet any
+                found[name] = backend.kernel(name)
+                continue
+        except ValueError:
+            pass  # one of another kind of experiment, or another backend's own: `_all_used` decides
+        found.update({match: default[match] for match in matching(name, default)})
     return list(found.values())
 
 

@@ -10,7 +10,7 @@ from tiebreak.cases.gpt2.snippets import GROUP, SNIPPETS, Snippet
 from tiebreak.cases.scripted import GROUPS
 from tiebreak.kernels.external.adapters import ADAPTERS
 from tiebreak.kernels.formats import FP32, Rounding
-from tiebreak.kernels.plans import PLANS, Accumulator, Cast, DeltaSource, RoundingPlan
+from tiebreak.kernels.plans import PLANS, Accumulator, Cast, DeltaSource, RoundingPlan, SumOf
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
@@ -145,14 +145,18 @@ def _of_plan(plan: RoundingPlan) -> str:
     told += ["exp in base two"] if plan.exponential.base_two else []
     told += ["a fast exp"] if plan.exponential.correction else []
     told += ["exp contracted"] if plan.contracted else []
-    told += ["l sums P-bar after its cast"] if plan.row_sum_from_rounded else []
+    told += [] if plan.row_sum_of is SumOf.UNROUNDED else [f"l sums {plan.row_sum_of.value} P-bar"]
+    told += [f"P-bar times 2^{plan.offset}"] if plan.offset else []
+    told += [f"{name[0]} as {held}" for name in ("q8", "k8", "v8", "p8") if (held := getattr(plan, name)) is not None]
+    told += ["the mean of k taken off"] if plan.smooth_k else []
     told += [] if plan.accumulator is Accumulator.EXACT else [f"products as {plan.accumulator.name.lower()}"]
     told += [] if plan.delta_from is DeltaSource.OUTPUT else [f"delta from {plan.delta_from.value}"]
     return ", ".join(told) or "nothing"
 
 
 def _of_cast(cast: Cast) -> str:
-    return cast.fmt.name if cast.rounding is Rounding.TO_EVEN else f"{cast.fmt.name} {cast.rounding.value}"
+    mode = "" if cast.rounding is Rounding.TO_EVEN else f" {cast.rounding.value}"
+    return f"{cast.fmt.name}{mode}{' saturating' if cast.saturates else ''}"
 
 
 def _of_rule(rule: ShiftRule) -> str:

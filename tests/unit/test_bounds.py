@@ -15,7 +15,18 @@ from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, composed
-from tiebreak.kernels.plans import ALL_BF16, FP32_PLAN, FUSED, ISOLATION, PAPER, PLANS, PRESETS, STANDARD, RoundingPlan
+from tiebreak.kernels.plans import (
+    ALL_BF16,
+    FP32_PLAN,
+    FUSED,
+    ISOLATION,
+    PAPER,
+    PLANS,
+    PRESETS,
+    STANDARD,
+    RoundingPlan,
+    SumOf,
+)
 from tiebreak.kernels.reference import Reference, reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
@@ -36,7 +47,7 @@ FOREIGN = {
         replace(STANDARD, divisor=LOW, q=LOW, s=LOW, shifted=LOW, exp=LOW, row_sum=LOW),
         SAFE,
     ),
-    "authors": Declaration(FLASH_ATTENTION, replace(ALL_BF16, shifted=LOW, row_sum_from_rounded=True), SAFE),
+    "authors": Declaration(FLASH_ATTENTION, replace(ALL_BF16, shifted=LOW, row_sum_of=SumOf.ROUNDED), SAFE),
     "flash_1": Declaration(FLASH_ATTENTION_1, FUSED, SAFE),
     "flash_1@paper": Declaration(FLASH_ATTENTION_1, PAPER, SAFE),
     "scaled": Declaration(FLASH_ATTENTION, replace(FUSED, shifted=LOW), SHIFT_RULES["always_scaled"]),

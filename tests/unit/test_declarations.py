@@ -21,14 +21,15 @@ from tiebreak.kernels.plans import (
     Exponential,
     Follows,
     RoundingPlan,
+    SumOf,
 )
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel, rule_names
 
 LOW = PAPER.p_bar
-FORWARD = ("scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "o_bar", "l", "o")
+FORWARD = ("scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "pv", "o_bar", "l", "o")
 POINTS = (*FORWARD, "delta", "p", "dp", "ds", "gradients")
 FORMATS = ("input", "fp32", "bf16", "fp16", "tf32", "fp8_e5m2", "E5M7")
-MODES = ("", ":away", ":zero", ":up", ":down")
+MODES = ("", ":away", ":zero", ":up", ":down", ":sat", ":away:sat")
 
 
 def changed(plan: RoundingPlan, **changes: object) -> RoundingPlan:
@@ -48,7 +49,7 @@ def changed(plan: RoundingPlan, **changes: object) -> RoundingPlan:
         ("fused,base=2", changed(FUSED, exponential=Exponential(base_two=True))),
         ("fused,base=2,contract=yes", changed(FUSED_CONTRACTED)),
         ("fused_contracted,contract=no", changed(FUSED, exponential=Exponential(base_two=True))),
-        ("all_bf16,shifted=input,l_from=rounded", changed(ALL_BF16, shifted=LOW, row_sum_from_rounded=True)),
+        ("all_bf16,shifted=input,l_from=rounded", changed(ALL_BF16, shifted=LOW, row_sum_of=SumOf.ROUNDED)),
         ("paper,o_bar=fp32,l=fp16", changed(PAPER, o_bar=Cast(FP32), row_sum=Cast(FP16))),
         ("fused,o=input:away", changed(FUSED, o=replace(FUSED.o, rounding=Rounding.TIES_AWAY))),
         ("fused,o=bf16:zero", changed(FUSED, o=Cast(BF16, Rounding.TOWARD_ZERO))),
@@ -98,8 +99,11 @@ def _random_text(draw: random.Random) -> str:
     head = draw.choice([f"{rule}@{plan}" for rule in rule_names() for plan in plans] + ["standard"] * len(plans))
     changes = [f"{point}={draw.choice(FORMATS)}" for point in draw.sample(POINTS, 3)]
     changes = [text if text.endswith("fp32") else text + draw.choice(MODES) for text in changes]
-    changes += draw.sample(["l_from=rounded", "l_from=unrounded"], draw.randint(0, 1))
+    changes += draw.sample(["l_from=rounded", "l_from=clamped", "l_from=unrounded"], draw.randint(0, 1))
     changes += draw.sample(["base=2", "base=e"], draw.randint(0, 1))
+    eight_bits = ["offset=8", "p8=fp8_e5m2/micro32", "v8=fp8_e4m3/tensor", "smooth_k=yes"]
+    changes += draw.sample(eight_bits, draw.randint(0, 1))
+    changes += draw.sample(["k8=int8/block64:away", "q8=int8/block128:away+scale", "q8=none"], draw.randint(0, 1))
     changes += draw.sample(["contract=yes", "contract=no"], draw.randint(0, 1))
     changes += draw.sample(["tile=one", "tile=7", "tile=64x32", "tile=128"], draw.randint(0, 1))
     draw.shuffle(changes)
@@ -137,7 +141,7 @@ def test_labels_of_all_that_differ_differ() -> None:
 
 def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
     untold = {"name", "accumulator", "delta_from"}  # of which named plans have each that there is
-    named = {"l": "row_sum", "l_from": "row_sum_from_rounded", "base": "exponential", "contract": "contracted"}
+    named = {"l": "row_sum", "l_from": "row_sum_of", "base": "exponential", "contract": "contracted"}
     with pytest.raises(ValueError, match="known are") as error:
         parse_declaration("fused,?=1")
     keys = str(error.value).split("known are ")[1].split(" (")[0].split(", ")
@@ -163,9 +167,22 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
         ("fused,base=10", "base=10: expected 2 or e"),
         ("fused,contract=maybe", "contract=maybe: expected yes or no"),
         ("fused,shifted=bf16,contract=yes", "S - m is never formed"),
-        ("fused,l_from=both", "l_from=both: expected rounded or unrounded"),
+        ("fused,l_from=both", "l_from=both: expected unrounded or clamped or rounded"),
         ("fused,tile=0", "at least 1, not 0 x 0"),
         ("fused,tile=64x32x16", "tile=64x32x16: expected a size"),
+        ("fused,offset=-1", "offset=-1: expected a whole number from 0 to 64"),
+        ("fused,offset=65", "offset=65: expected a whole number from 0 to 64"),
+        ("fused,p_bar=fp8_e4m3:sat:odd", "'odd' is none of the modes"),
+        ("fused,q8=int8", "q8=int8: 'int8': expected FORMAT/SCALES such as fp8_e4m3/head"),
+        ("fused,q8=int8/column", "expected FORMAT/SCALES"),
+        ("fused,q8=int8/head:odd", "expected FORMAT/SCALES"),
+        ("fused,k8=int8/head8", "k8=int8/head8: scales a head take no size"),
+        ("fused,k8=int8/block", "k8=int8/block: scales a block need size"),
+        ("fused,k8=int9/head", "k8=int9/head: unknown format 'int9'"),
+        ("fused,v8=E1M0/head", "v8=E1M0/head: unknown format 'E1M0'"),
+        ("fused,k8=int8/head+scale", "q8 alone takes the scale"),
+        ("fused,q=bf16,q8=int8/head", "q is rounded, or put into 8 bits with scales, not both"),
+        ("standard,offset=8", "offset: standard attention makes nothing of it"),
         ("standard,tile=64", "standard attention has no tiles"),
         ("standard,l_from=rounded", "standard attention makes nothing of it"),
         ("flash_1@fused,l_from=rounded", "flash_1 attention makes nothing of it"),

@@ -19,7 +19,7 @@ from tiebreak.cases.errors import Errors, measure, merge
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.kernel import Declaration, composed
-from tiebreak.kernels.plans import FUSED
+from tiebreak.kernels.plans import FUSED, SumOf
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.kernels.shift_rules import SHIFT_RULES
@@ -127,7 +127,7 @@ def test_delta_inherits_the_bias_of_o_and_the_fix_removes_it() -> None:
 
 def test_summing_rounded_p_bar_undoes_the_fixes_in_a_fused_kernel() -> None:
     """The common factor cancels and plain flash's bias is back: -0.22 on an attention sink."""
-    rounded = replace(FUSED, name="fused_rounded_l", row_sum_from_rounded=True)
+    rounded = replace(FUSED, name="fused_rounded_l", row_sum_of=SumOf.ROUNDED)
     recipe, _ = TABLE["2 maxima, sink"]
     inputs = recipe(Draw(Generator(Philox(1)), Formats.of(BF16), 1024))
     ref = reference(inputs)

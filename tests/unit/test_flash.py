@@ -28,7 +28,7 @@ from tiebreak.kernels.arithmetic import Noise
 from tiebreak.kernels.flash import Block, backward, flash, standard
 from tiebreak.kernels.formats import BF16, FP32, Formats, Rounding
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.plans import FP32_PLAN, FUSED, FUSED_STOCHASTIC, STANDARD, Cast, RoundingPlan
+from tiebreak.kernels.plans import FP32_PLAN, FUSED, FUSED_STOCHASTIC, STANDARD, Cast, RoundingPlan, SumOf
 from tiebreak.kernels.reference import Reference, reference
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.kernels.shift_rules import SHIFT_RULES
@@ -350,6 +350,7 @@ CHANGES: dict[str, set[str]] = {
     "shifted": {"o", "lse", "delta", "dq", "dk", "dv"},  # of the backward pass by the log-sum-exp alone
     "s": {"o", "lse", "delta", "dq", "dk", "dv"},
     "p_bar": {"o", "delta", "dq", "dk"},  # l sums P-bar before its cast; dV takes P from the log-sum-exp
+    "pv": {"o", "delta", "dq", "dk"},
     "o_bar": {"o", "delta", "dq", "dk"},
     "row_sum": {"o", "lse", "delta", "dq", "dk", "dv"},
     "o": {"o", "delta", "dq", "dk"},
@@ -456,8 +457,8 @@ def test_row_sum_from_rounded_sums_what_the_product_gets() -> None:
     s = reference(inputs).s
     m = s.amax(-1, keepdim=True)
     p = torch.exp(s - m).float()
-    for from_rounded, summed in ((False, p), (True, p.bfloat16())):
-        plan = replace(_narrowed("p_bar"), row_sum_from_rounded=from_rounded)
+    for of, summed in ((SumOf.UNROUNDED, p), (SumOf.ROUNDED, p.bfloat16())):
+        plan = replace(_narrowed("p_bar"), row_sum_of=of)
         lse = flash(inputs, plan, SAFE, ARITHMETIC, EVERYTHING).lse
         assert lse is not None
         log_l = torch.log(summed.double().sum(-1, keepdim=True))

@@ -10,9 +10,10 @@ import pytest
 
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.backends.interpreter import INTERPRETER
+from tiebreak.cases.eight_bits import eight_bits
 from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.roster import DEFAULT_ROSTER
+from tiebreak.kernels.roster import DEFAULT_ROSTER, eight_bit_kernels
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 
@@ -34,21 +35,29 @@ def test_all_of_everything_is_chosen_once() -> None:
     assert len({cell.id for cell in found}) == len(found)
     scripted = [cell for cell in found if cell.experiment.kind == Call.kind]
     # The interpreter has kernels of its own alone, and is there where triton is.
-    own = 0 if INTERPRETER.unavailable() else len(INTERPRETER.kernels()) - 1
-    in_e4m3 = 2 * (own > 0)
+    of_triton = 0 if INTERPRETER.unavailable() else len(INTERPRETER.kernels())
+    in_8_bits = 2 if of_triton else 0
+    own = of_triton - in_8_bits
+    in_e4m3 = len(eight_bits()) * (len(eight_bit_kernels()) + in_8_bits)
     assert len(scripted) == len(SCRIPTED) * (2 * len(DEFAULT_ROSTER) + vendor + own) + in_e4m3
 
 
 @pytest.mark.skipif(INTERPRETER.unavailable() is not None, reason="no Triton")
 def test_a_kernel_of_eight_bits_meets_a_v_that_it_can_hold() -> None:
     assert chosen(Selection(kernels="triton_fp8")) == [
-        "interpreter-triton_fp8-fp8_ties-bf16",
-        "interpreter-triton_fp8-fp8_flat_tail-bf16",
+        f"interpreter-triton_fp8-{case.name}-bf16" for case in eight_bits()
     ]
     with pytest.raises(
         SelectionError, match=r"^no cell is left: .*triton_fp8 runs in the cases called fp8_\.\.\. alone"
     ):
         cells(Selection(kernels="triton_fp8", cases="random"))
+
+
+def test_a_composed_kernel_of_eight_bits_meets_every_input_where_it_is_named() -> None:
+    assert "emulation-flash@fp8-random-bf16" not in chosen(Selection(backends="emulation"))
+    assert chosen(Selection(backends="emulation", kernels="flash@fp8", cases="random")) == [
+        "emulation-flash@fp8-random-bf16"
+    ]
 
 
 def test_cells_of_a_case_stand_together() -> None:

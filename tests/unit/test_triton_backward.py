@@ -149,7 +149,7 @@ def _assert_within_the_bound(kernel: str, shape: Shape) -> None:
         assert ((gradient.double() - exact).abs() <= 9 * BF16.unit_roundoff * scale).all()
 
 
-@pytest.mark.parametrize("kernel", [name for name in DECLARATIONS if name != "triton_fp8"])
+@pytest.mark.parametrize("kernel", [name for name in DECLARATIONS if not name.startswith("triton_fp8")])
 @pytest.mark.parametrize("case", ["tied_maxima[k=2]", "random_grouped"])
 def test_delta_and_the_gradients_are_the_emulations(kernel: str, case: str) -> None:
     inputs, declaration = CASES[case].make(1, 0, 32, BF16), DECLARATIONS[kernel]

@@ -29,6 +29,10 @@ from tiebreak.kernels.kernel import Declaration, run_declared
 from tiebreak.kernels.plans import (
     FP32_PLAN,
     FUSED,
+    FUSED_FP8,
+    FUSED_FP8_CLAMPED,
+    FUSED_FP8_FAIR,
+    FUSED_FP8_OFFSET,
     FUSED_HALF_UP,
     FUSED_TIES_AWAY,
     PAPER,
@@ -36,6 +40,7 @@ from tiebreak.kernels.plans import (
     Cast,
     Exponential,
     RoundingPlan,
+    SumOf,
 )
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
@@ -80,7 +85,8 @@ class Interval:
     def cast(self, cast: Cast, random: Tensor | None = None) -> "Interval":
         if not cast.narrows:
             return self
-        low, high = (round_to(x.float(), cast.fmt, cast.rounding, random_bits=random) for x in (self.low, self.high))
+        low, high = (x.clamp(max=cast.fmt.largest) if cast.saturates else x for x in (self.low, self.high))
+        low, high = (round_to(x.float(), cast.fmt, cast.rounding, random_bits=random) for x in (low, high))
         return Interval(low.double(), high.double())
 
     def times(self, other: "Interval") -> "Interval":
@@ -158,6 +164,12 @@ def _shifted(
     return _exp(x, spread), alpha, new
 
 
+def _summed(p: Interval, plan: RoundingPlan) -> Interval:
+    if plan.row_sum_of is SumOf.CLAMPED:
+        return Interval(*(x.clamp(max=plan.p_bar.fmt.largest) for x in (p.low, p.high)))
+    return p.cast(plan.p_bar) if plan.row_sum_of is SumOf.ROUNDED else p
+
+
 def _enclosure(inputs: AttentionInputs, declaration: Declaration, errors: Errors) -> Interval:
     """What O can be, element by element."""
     plan, rule = declaration.plan.in_formats(inputs.formats), declaration.shift_rule
@@ -170,7 +182,8 @@ def _enclosure(inputs: AttentionInputs, declaration: Declaration, errors: Errors
     size = keys if unfused else declaration.block.keys
     for tile in (slice(start, start + size) for start in range(0, keys, size)):
         p, alpha, m = _shifted(Interval(s.low[..., tile], s.high[..., tile]), error[..., tile], m, rule, dither)
-        total = errors.sum(p.cast(plan.p_bar) if plan.row_sum_from_rounded else p)
+        p = Interval(p.low * 2**plan.offset, p.high * 2**plan.offset)
+        total = errors.sum(_summed(p, plan))
         if rule.row_sum_floor:
             total = Interval(*(x.clamp_min(rule.row_sum_floor) for x in (total.low, total.high)))
         l = alpha.times(l).rounded().cast(plan.row_sum).plus(total.cast(plan.row_sum)).rounded().cast(plan.row_sum)
@@ -224,7 +237,7 @@ PREDICTED = [
     "random_grouped",
     "random_odd",
 ]
-ROSTER = [name for name in DECLARATIONS if name != "triton_fp8"]
+ROSTER = [name for name, declared in DECLARATIONS.items() if declared.plan.p_bar.fmt != FP8_E4M3]
 
 
 @pytest.mark.parametrize("case", PREDICTED)
@@ -275,18 +288,36 @@ def test_scaling_without_asking_is_the_suites_too() -> None:
 @pytest.mark.parametrize("rule", [name for name in SHIFT_RULES if name not in ("safe", "as_printed_v1")])
 def test_every_shift_rule_changes_the_output(rule: str) -> None:
     negative = dict.fromkeys(("stabilized", "gamma", "always_scaled"), "repeated_negative")
-    inputs = _made({**negative, "lazy": "growing_maximum"}.get(rule, "tied_maxima[k=3]"))
+    lagging = dict.fromkeys(("lazy", "lazy_4"), "growing_maximum")
+    inputs = _made({**negative, **lagging}.get(rule, "tied_maxima[k=3]"))
     assert not torch.equal(_run(inputs, _declared(FUSED, rule)).o, _run(inputs, _declared(FUSED)).o)
 
 
 @pytest.mark.parametrize(
     "plan",
-    [*PRESETS, FUSED_HALF_UP, FUSED_TIES_AWAY, replace(FUSED, name="l_rounded", row_sum_from_rounded=True)],
+    [*PRESETS, FUSED_HALF_UP, FUSED_TIES_AWAY, replace(FUSED, name="l_rounded", row_sum_of=SumOf.ROUNDED)],
     ids=lambda p: p.name,
 )
 def test_every_plan_is_kept(plan: RoundingPlan) -> None:
     for case in ("tied_maxima[k=2]", "tied_p_bar", "no_tail", "random_causal"):
         _assert_as_declared(_made(case), _declared(plan))
+
+
+@pytest.mark.parametrize("rule", ["safe", "lazy_4"])
+@pytest.mark.parametrize("plan", [FUSED_FP8_OFFSET, FUSED_FP8_CLAMPED, FUSED_FP8_FAIR], ids=lambda p: p.name)
+def test_eight_bits_are_kept_where_they_saturate_too(plan: RoundingPlan, rule: str) -> None:
+    inputs, declared = _made("fp8_stale_maximum"), _declared(plan, rule)
+    _assert_as_declared(inputs, declared)
+    left = (_run(inputs, declared).o.double().abs().sum() / reference(inputs).o.abs().sum()).item()
+    assert (left < 0.9) is (rule == "lazy_4" and plan is FUSED_FP8_OFFSET)
+
+
+def test_the_log_sum_exp_does_not_show_the_offset() -> None:
+    inputs = _made("fp8_ties")
+    lifted, plain = (_run(inputs, _declared(plan)).lse for plan in (FUSED_FP8_OFFSET, FUSED_FP8))
+    assert lifted is not None
+    assert plain is not None
+    assert (lifted - plain).abs().max() < 1e-5
 
 
 def test_the_authors_floor_is_under_every_block_of_keys_masked_ones_too() -> None:

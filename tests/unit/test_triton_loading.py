@@ -14,7 +14,7 @@ import torch
 from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, Formats
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.plans import FUSED, Cast
+from tiebreak.kernels.plans import FUSED
 from tiebreak.kernels.triton import launch, loading
 from tiebreak.kernels.triton.roster import DECLARATIONS, compilations, triton_kernels
 
@@ -196,7 +196,7 @@ def test_cdna3_is_told_that_its_fp8_is_another(monkeypatch: pytest.MonkeyPatch) 
     )
     assert launch.lacking(Formats.of(BF16), FUSED, torch.device("cuda")) is None
     fp8 = DECLARATIONS["triton_fp8"].plan
-    assert fp8.p_bar == Cast(FP8_E4M3)
+    assert fp8.p_bar.fmt == FP8_E4M3
     assert launch.lacking(Formats.of(BF16), fp8, torch.device("cuda")) == "An MI300 has no fp8_e4m3"
 
 

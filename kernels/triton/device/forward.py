@@ -56,7 +56,7 @@ def forward(
     for start in range(whole, end, C.block.keys):
         m, l, o_bar = attend(q, K, V, PADDING, head, row, start, m, l, o_bar, dither, queries, keys, C, True)
     finish(O, PADDING, head, row, queries, keys, tl.div_rn(o_bar, l + zeros(1, C.block_d, C)), cast_start, C)
-    write_lse(LSE, head, row, queries, (m + log(l, C)) * C.natural, C)
+    write_lse(LSE, head, row, queries, (m + log(l, C) - C.log_raised) * C.natural, C)
 
 
 @triton.jit
@@ -105,9 +105,15 @@ def attend(
     shift = tl.where(new_m == float("-inf"), 0.0, new_m)
     p = exp(s - shift, C)
     alpha = exp(m - shift, C)
+    if C.plan.offset != 0:
+        p = p * C.raised
     P_BAR: tl.constexpr = C.plan.p_bar
     p_bar = narrow(p, P_BAR)
-    l = add_to_row_sum(l, alpha, p_bar.to(tl.float32) if C.plan.row_sum_from_rounded else p, C)
+    if C.sums_rounded:
+        p = p_bar.to(tl.float32)
+    elif C.sums_clamped:
+        p = tl.minimum(p, C.plan.p_bar.fmt.largest)
+    l = add_to_row_sum(l, alpha, p, C)
     v = load(V, head // C.groups, key, keys, C)
     if C.plan.o_bar.narrows:
         O_BAR: tl.constexpr = C.plan.o_bar

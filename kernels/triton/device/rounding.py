@@ -17,6 +17,8 @@ def narrow(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
         return x
     elif C.ties_away:
         return _native(rounded(x, x, FMT, "away"), FMT)  # to even, it leaves alone what is rounded
+    elif C.saturates:  # NVIDIA's casts to 8 bits do, not those of every device
+        return _native(tl.where(x > FMT.largest, FMT.largest, tl.where(x < -FMT.largest, -FMT.largest, x)), FMT)
     else:
         return _native(x, FMT)
 

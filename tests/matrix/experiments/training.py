@@ -11,7 +11,7 @@ from tiebreak.cases.gpt2.snippets import GROUP, MEASURED, SNIPPETS, Snippet, Sni
 from tiebreak.cases.gpt2.variants import VARIANTS, Variant, variant_names
 from tiebreak.cases.measures import Measure
 from tiebreak.kernels.features import CAUSAL
-from tiebreak.kernels.formats import BF16, Format
+from tiebreak.kernels.formats import BF16, Format, Formats
 from tiebreak.kernels.kernel import Kernel, composed
 from tiebreak.matrix.experiment import Asked, Cell, Experiment, Kind, Pair
 from tiebreak.matrix.result import Claimed, Result
@@ -89,7 +89,8 @@ class TrainingRun(Experiment):
         if not backend.composed or (self.snippet.amplified and not backend.predicts):
             return []
         names = self.snippet.roster if backend.predicts else self.snippet.on_devices
-        own = [kernel for kernel in backend.vendor_kernels() if kernel.has_backward]
+        formats = Formats.of(BF16)
+        own = [each for each in backend.vendor_kernels() if each.has_backward and each.unsuited(formats) is None]
         return [*(trained_kernel(VARIANTS[name]) for name in names), *own]
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:

@@ -1,0 +1,194 @@
+"""What attention's two products take: q, K and V as the call has them or in 8 bits with scales, tile by tile."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.formats import FP32
+from tiebreak.kernels.inputs import AttentionInputs, Tiles
+from tiebreak.kernels.plans import Cast, RoundingPlan
+from tiebreak.kernels.quantization import Quantization, Scaling
+
+LOG2_E = 1.4426950408889634
+_FP32 = Cast(FP32)
+_ROWS, _COLUMNS = -2, -1  # dimensions
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """Numbers that a product takes, and what its result is multiplied by."""
+
+    values: Tensor  # (batch, heads, rows, columns)
+    scale: Tensor | None  # broadcastable to (batch, heads, rows, 1); None: 1, or the values have it in them
+
+    def rows(self, rows: slice) -> "_Scaled":
+        """Some of the rows."""
+        scale = self.scale
+        if scale is not None and scale.shape[_ROWS] > 1:
+            scale = scale[:, :, rows]
+        return _Scaled(self.values[:, :, rows], scale)
+
+
+def _quantized(x: Tensor, how: Quantization | None, arithmetic: Arithmetic, inner: int = _COLUMNS) -> _Scaled:
+    """A tensor in 8 bits.
+
+    A scale of microscaling is a power of two within the product's sum: it goes back into the values, exactly.
+    """
+    if how is None:
+        return _Scaled(x, None)
+    scale = how.scales(x, inner)
+    numbers = (x / scale).clamp(-how.largest, how.largest)
+    values = arithmetic.cast(numbers, Cast(how.fmt, how.rounding, saturates=True))
+    if how.scaling is Scaling.MICRO:
+        return _Scaled(values * scale, None)
+    return _Scaled(values, scale)
+
+
+def _unscaled(product: Tensor, *scales: Tensor | None) -> Tensor:
+    """A product times the scales of what went into it, one after the other, each rounded to fp32."""
+    for scale in scales:
+        product = product if scale is None else product * scale
+    return product
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One call's inputs with key heads expanded, and the masks, cut into tiles on demand."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    hidden: Tensor | None
+    scale: float
+    tiles: Tiles
+    plan: RoundingPlan
+    arithmetic: Arithmetic
+    taken: tuple[_Scaled, _Scaled, _Scaled]  # q, K and V as products take them
+
+    @classmethod
+    def of(
+        cls, inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, tiles: Tiles | None = None
+    ) -> "Operands":
+        """Those of a call.
+
+        Args:
+            inputs: q, K, V, dO and masks.
+            plan: what of them is put into 8 bits, and how S is rounded.
+            arithmetic: the device's operations.
+            tiles: of an earlier pass over the same call.
+        """
+        q, k, v, hidden = inputs.q, inputs.expanded_k(), inputs.expanded_v(), inputs.hidden()
+        if hidden is not None:
+            hidden = hidden.to(q.device)
+        small_q, small_k = q, k
+        if plan.smooth_k:  # in the format of the call, as PyTorch takes a mean
+            own = Cast(inputs.formats.inputs)
+            small_k = arithmetic.cast(k - arithmetic.cast(k.mean(_ROWS, keepdim=True), own), own)
+        if plan.q8 is not None and plan.q8.takes_scale:
+            small_q = q * (inputs.scale * _base(plan))
+        taken = (
+            _quantized(small_q, plan.q8, arithmetic),
+            _quantized(small_k, plan.k8, arithmetic),
+            _quantized(v, plan.v8, arithmetic, _ROWS),
+        )
+        kept = Tiles() if tiles is None else tiles
+        return cls(q, k, v, inputs.do, hidden, inputs.scale, kept, plan, arithmetic, taken)
+
+    def query_tiles(self, size: int) -> list[slice]:
+        """Rows of q, `size` at a time."""
+        return _tiles(self.q.shape[_ROWS], size)
+
+    def key_tiles(self, size: int) -> list[slice]:
+        """Rows of K and V, `size` at a time."""
+        return _tiles(self.k.shape[_ROWS], size)
+
+    def scores(self, rows: slice, keys: slice) -> Tensor:
+        """One tile of S: the product, its cast, scales, the scale alpha, S's cast, then the mask.
+
+        Where q's cast is narrow, or its 8 bits have it in them, alpha comes first: into q, with log2(e) where the
+        exponential is in base two. Where the plan contracts and casts neither q nor S, alpha is left to the
+        exponential's argument.
+        """
+        return self.tiles.shared("s", rows, keys, lambda: self._scores(rows, keys))
+
+    def _scores(self, rows: slice, keys: slice) -> Tensor:
+        plan, arithmetic = self.plan, self.arithmetic
+        q, k = self.taken[0].rows(rows), self.taken[1].rows(keys)
+        scale, base, values = self._rounded_scale(), 1.0, q.values
+        if plan.q.narrows:
+            base = _base(plan)
+            values, scale = arithmetic.cast(values * (scale * base), plan.q), 1.0
+        elif plan.q8 is not None and plan.q8.takes_scale:
+            scale, base = 1.0, _base(plan)
+        # In fp32, whatever the plan: kernels of all plans that leave q as it is share it.
+        product = arithmetic.matmul(values, k.values.transpose(-1, -2), _FP32, plan.accumulator)
+        s = arithmetic.cast(product, plan.qk)
+        s = _unscaled(s, q.scale, None if k.scale is None else k.scale.transpose(-1, -2))
+        if not folds_scale(plan):
+            s = arithmetic.cast(s * (scale / base), plan.s)
+        return s if self.hidden is None else _hide(s, cut(self.hidden, rows, keys))
+
+    def _rounded_scale(self) -> float:
+        """What scores are multiplied by; in fp32 where nothing is narrow."""
+        if self.plan.divisor.narrows:
+            divisor = torch.tensor(1.0 / self.scale, dtype=torch.float32)
+            return 1.0 / self.arithmetic.cast(divisor, self.plan.divisor).item()
+        if self.plan.scale.narrows:
+            return self.arithmetic.cast(torch.tensor(self.scale, dtype=torch.float32), self.plan.scale).item()
+        return self.scale
+
+    def weighted(self, p_bar: Tensor, keys: slice) -> Tensor:
+        """P-bar V of one tile, in the plan's format of it; a block's scale of V is in it, one of a head is not.
+
+        Raises:
+            ValueError: a tile holds V of more than one block.
+        """
+        plan, v = self.plan, self.taken[2].rows(keys)
+        p = _quantized(p_bar, plan.p8, self.arithmetic)
+        first = plan.pv if plan.pv.narrows else plan.o_bar
+        pv = self.arithmetic.cast(self.arithmetic.matmul(p.values, v.values, first, plan.accumulator), plan.o_bar)
+        if v.scale is None or not self._v_by_blocks:
+            return _unscaled(pv, p.scale)
+        if (v.scale != v.scale[:, :, :1]).any():
+            raise ValueError(f"v8={plan.v8}: a block must hold whole tiles of keys, not {keys.stop - keys.start}")
+        return _unscaled(pv, p.scale, v.scale[:, :, :1])
+
+    def unscaled(self, o: Tensor) -> Tensor:
+        """O times the scale of V that is one for a whole head."""
+        return o if self._v_by_blocks else _unscaled(o, self.taken[2].scale)
+
+    @property
+    def _v_by_blocks(self) -> bool:
+        return self.plan.v8 is not None and self.plan.v8.scaling is Scaling.BLOCK
+
+
+def folds_scale(plan: RoundingPlan) -> bool:
+    """Whether alpha is a factor of the exponential's argument, and scores stay as Q K^T has them."""
+    in_q = plan.q.narrows or (plan.q8 is not None and plan.q8.takes_scale)
+    return plan.contracted and not plan.s.narrows and not in_q
+
+
+def _base(plan: RoundingPlan) -> float:
+    """What goes into q beside alpha."""
+    return LOG2_E if plan.exponential.base_two else 1.0
+
+
+def cut(mask: Tensor, rows: slice, keys: slice) -> Tensor:
+    """One tile of a mask that may have one row for all queries."""
+    return mask[:, :, rows if mask.shape[_ROWS] > 1 else slice(None), keys]
+
+
+def _tiles(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _hide(s: Tensor, hidden: Tensor) -> Tensor:
+    """`s` with -inf where it is hidden."""
+    if s.device.type == "cpu":  # where a minimum takes a tenth of the time; but it passes NaN on
+        lowered = torch.minimum(s, torch.where(hidden, -torch.inf, torch.inf))
+        if not torch.isnan(lowered.sum()):
+            return lowered
+    return s.masked_fill(hidden, -torch.inf)

@@ -1,0 +1,47 @@
+"""docs/eight-bits.md: its tables are what the script makes."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.reference import reference
+
+
+@pytest.fixture(scope="module")
+def script(docs_script: Callable[[str], ModuleType]) -> ModuleType:
+    return docs_script("eight_bits.py")
+
+
+@pytest.fixture(scope="module")
+def page(script: ModuleType) -> str:
+    text: str = script.PAGE.read_text(encoding="utf-8")
+    return text
+
+
+@pytest.mark.parametrize("name", ["sink", "scales"])
+def test_a_table_is_what_the_script_makes(script: ModuleType, page: str, name: str) -> None:
+    assert script.renewed(page, name, list(script.TABLES[name]())) == page
+
+
+def test_a_column_of_the_fixes_is_what_a_run_gives(script: ModuleType, page: str) -> None:
+    name = "fp8_random"
+    inputs = next(case for case in SCRIPTED if case.name == name).make(script.SEED, 0, script.HEADS, BF16)
+    ref = reference(inputs).o
+    for told, kernel in script.FIX.items():
+        row = next(line for line in page.splitlines() if line.startswith(f"| {told} |"))
+        column = 1 + script.FIX_CASES.index(name)
+        assert row.strip("| ").split(" | ")[column] == script.fix_row(kernel, inputs, ref), told
+
+
+def test_the_order_of_formats_is_told_as_the_table_has_it(page: str) -> None:
+    """What users of FlashAttention-4 saw: e4m3 worse than e5m2 before the change, better after it."""
+    table = page.partition("<!-- stale -->")[2].partition("<!-- end of stale -->")[0]
+    head, _, *rows = (line.strip("| ").split(" | ") for line in table.strip().splitlines())
+    at = {name: head.index(name) for name in ("e4m3, 2^8, lag 4", "e5m2, 2^8, lag 4", "e4m3, 2^4, lag 4")}
+    before, e5m2, after = ([float(row[column]) for row in rows] for column in at.values())
+    worse = [one > other for one, other in zip(before, e5m2, strict=True)]
+    assert worse == [False, False, True, True, True]
+    assert all(one < 0.55 * other for one, other in zip(after, e5m2, strict=True))
