@@ -15,7 +15,7 @@ from torch import Tensor
 from tiebreak.kernels.arithmetic import Arithmetic, Noise
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
-from tiebreak.kernels.operands import Operands, cut, folds_scale
+from tiebreak.kernels.operands import Operands, Scaled, cut, folds_scale
 from tiebreak.kernels.plans import Cast, DeltaSource, Exponential, RoundingPlan, SumOf
 from tiebreak.kernels.shift_rules import ShiftRule
 
@@ -174,7 +174,7 @@ def _flash_rows(
             new_m = torch.where(new_m - m <= shift_rule.lag * softmax.logit, m, new_m)
         shift = torch.where(new_m == -torch.inf, torch.zeros_like(new_m), new_m)
         p = softmax.of(s, shift)
-        p_bar = arithmetic.cast(p, plan.p_bar)
+        p_bar = operands.p_bar(p)
         block_sum = arithmetic.row_sum(_summed(p, p_bar, plan), plan.accumulator)
         if shift_rule.row_sum_floor:
             block_sum = block_sum.clamp(min=shift_rule.row_sum_floor)
@@ -191,7 +191,7 @@ def _flash_rows(
     return o, softmax.natural(m) + torch.log(l) - plan.offset * math.log(2.0)
 
 
-def _summed(p: Tensor, p_bar: Tensor, plan: RoundingPlan) -> Tensor:
+def _summed(p: Tensor, p_bar: Scaled, plan: RoundingPlan) -> Tensor:
     """What l adds up."""
     match plan.row_sum_of:
         case SumOf.UNROUNDED:
@@ -199,7 +199,7 @@ def _summed(p: Tensor, p_bar: Tensor, plan: RoundingPlan) -> Tensor:
         case SumOf.CLAMPED:
             return p.clamp(max=plan.p_bar.fmt.largest)
         case SumOf.ROUNDED:
-            return p_bar
+            return p_bar.whole
 
 
 def flash_1(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, block: Block) -> AttentionOutput:

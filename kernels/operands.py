@@ -17,33 +17,38 @@ _ROWS, _COLUMNS = -2, -1  # dimensions
 
 
 @dataclass(frozen=True)
-class _Scaled:
+class Scaled:
     """Numbers that a product takes, and what its result is multiplied by."""
 
     values: Tensor  # (batch, heads, rows, columns)
     scale: Tensor | None  # broadcastable to (batch, heads, rows, 1); None: 1, or the values have it in them
 
-    def rows(self, rows: slice) -> "_Scaled":
+    @property
+    def whole(self) -> Tensor:
+        """The numbers that they stand for, in fp32."""
+        return self.values if self.scale is None else self.values * self.scale
+
+    def rows(self, rows: slice) -> "Scaled":
         """Some of the rows."""
         scale = self.scale
         if scale is not None and scale.shape[_ROWS] > 1:
             scale = scale[:, :, rows]
-        return _Scaled(self.values[:, :, rows], scale)
+        return Scaled(self.values[:, :, rows], scale)
 
 
-def _quantized(x: Tensor, how: Quantization | None, arithmetic: Arithmetic, inner: int = _COLUMNS) -> _Scaled:
+def _quantized(x: Tensor, how: Quantization | None, arithmetic: Arithmetic, inner: int = _COLUMNS) -> Scaled:
     """A tensor in 8 bits.
 
     A scale of microscaling is a power of two within the product's sum: it goes back into the values, exactly.
     """
     if how is None:
-        return _Scaled(x, None)
+        return Scaled(x, None)
     scale = how.scales(x, inner)
     numbers = (x / scale).clamp(-how.largest, how.largest)
     values = arithmetic.cast(numbers, Cast(how.fmt, how.rounding, saturates=True))
     if how.scaling is Scaling.MICRO:
-        return _Scaled(values * scale, None)
-    return _Scaled(values, scale)
+        return Scaled(values * scale, None)
+    return Scaled(values, scale)
 
 
 def _unscaled(product: Tensor, *scales: Tensor | None) -> Tensor:
@@ -66,7 +71,7 @@ class Operands:
     tiles: Tiles
     plan: RoundingPlan
     arithmetic: Arithmetic
-    taken: tuple[_Scaled, _Scaled, _Scaled]  # q, K and V as products take them
+    taken: tuple[Scaled, Scaled, Scaled]  # q, K and V as products take them
 
     @classmethod
     def of(
@@ -140,14 +145,17 @@ class Operands:
             return self.arithmetic.cast(torch.tensor(self.scale, dtype=torch.float32), self.plan.scale).item()
         return self.scale
 
-    def weighted(self, p_bar: Tensor, keys: slice) -> Tensor:
+    def p_bar(self, p: Tensor) -> Scaled:
+        """P-bar of one tile as the product takes it."""
+        return _quantized(self.arithmetic.cast(p, self.plan.p_bar), self.plan.p8, self.arithmetic)
+
+    def weighted(self, p: Scaled, keys: slice) -> Tensor:
         """P-bar V of one tile, in the plan's format of it; a block's scale of V is in it, one of a head is not.
 
         Raises:
             ValueError: a tile holds V of more than one block.
         """
         plan, v = self.plan, self.taken[2].rows(keys)
-        p = _quantized(p_bar, plan.p8, self.arithmetic)
         first = plan.pv if plan.pv.narrows else plan.o_bar
         pv = self.arithmetic.cast(self.arithmetic.matmul(p.values, v.values, first, plan.accumulator), plan.o_bar)
         if v.scale is None or not self._v_by_blocks:

@@ -222,7 +222,7 @@ FP8_BLOCK = replace(FP8, name="fp8_block", q8=_BLOCK, k8=_BLOCK, v8=_BLOCK)
 FP8_E5M2_V = replace(FP8, name="fp8_e5m2_v", v8=replace(_HEAD, fmt=FP8_E5M2))
 # The OCP's microscaling formats: 32 numbers along a product's inner dimension share a power of two.
 _MX = Quantization(FP8_E4M3, Scaling.MICRO, 32)
-MXFP8 = replace(FUSED, name="mxfp8", q8=_MX, k8=_MX, v8=_MX, p8=_MX)
+MXFP8 = replace(FUSED, name="mxfp8", p_bar=_HIGH, q8=_MX, k8=_MX, v8=_MX, p8=_MX)
 # SageAttention (arXiv 2410.02367), its Triton kernel: q and K in 8-bit integers, P V in fp16 and summed there.
 SAGE = replace(
     FUSED,

@@ -217,6 +217,14 @@ def test_errors_keep_within_the_plan_s_bound(name: str, case: str) -> None:
     assert error.mean() > 2 * plain.mean()
 
 
+def test_l_sums_what_microscaling_left_of_p_bar() -> None:
+    """V of 1: O is what l has lost or gained, nothing where it counts what the product takes."""
+    inputs = replace(_inputs(), v=torch.ones(1, 2, 256, 32))
+    exact, apart = (_attend(f"mxfp8,v8=none,o=fp32,l_from={of}", inputs).o for of in ("rounded", "unrounded"))
+    assert (exact - 1.0).abs().max() < 1e-6
+    assert (apart - 1.0).abs().max() > 1e-3
+
+
 def test_l_that_sums_what_is_left_takes_the_common_error_of_a_row_away() -> None:
     inputs = next(each for each in SCRIPTED if each.name == "fp8_random").make(1, 0, 64, BF16)
     ref = reference(inputs).o
