@@ -19,7 +19,6 @@ from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 _LAYER_STREAM = 3
 _BF16 = Cast(BF16)
-_FORMATS = Formats.of(BF16)
 FP32_ATTENTION = Declaration(FLASH_ATTENTION, FP32_PLAN, SHIFT_RULES["safe"])
 _UNTOLD = Declaration(FLASH_ATTENTION, FUSED, SHIFT_RULES["safe"])
 
@@ -28,8 +27,8 @@ _UNTOLD = Declaration(FLASH_ATTENTION, FUSED, SHIFT_RULES["safe"])
 class HeadKernel:
     """How one head computes attention."""
 
-    implementation: Declaration | Kernel  # a declaration, its formats as they stand, or a device's or a user's kernel
-    inputs: Cast = _BF16  # what q, k and v are rounded to first
+    implementation: Declaration | Kernel  # a declaration, or a device's or a user's kernel
+    inputs: Cast = _BF16  # what q, k and v are rounded to first; what follows the call's format in a plan is in it too
 
     @property
     def declaration(self) -> Declaration:
@@ -101,8 +100,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: Call) -> Tenso
 
 
 def _apply(q: Tensor, k: Tensor, v: Tensor, kernel: HeadKernel, heads: tuple[int, ...], call: Call) -> Tensor:
-    # Under autocast too, the plan alone says what is rounded.
-    with torch.autocast(q.device.type, enabled=False):
+    # Under autocast too, and where a model's products are masked, the plan alone says what is rounded.
+    with torch.autocast(q.device.type, enabled=False), torch._C.DisableTorchFunction():
         out: Tensor = _Attention.apply(q.float(), k.float(), v.float(), kernel, heads, call)  # type: ignore[no-untyped-call]
     return out
 
@@ -118,28 +117,33 @@ class _Attention(torch.autograd.Function):
         # The kernel numbers its heads from 0: without the first head, two groups of heads would share their noise.
         noise = int(random_bits(call.noise_seed, heads[0]))
         # dO is not known yet; the forward pass does not look at it.
-        output = _forward(kernel.implementation, _inputs(q, k, v, q, noise), call.arithmetic)
+        output = _forward(kernel.implementation, _inputs(q, k, v, q, noise, kernel), call.arithmetic)
         ctx.save_for_backward(q, k, v, output.o, output.lse)
         ctx.kernel, ctx.heads, ctx.call, ctx.noise, ctx.tiles = kernel, heads, call, noise, output.tiles
         return output.o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse = ctx.saved_tensors
-        kernel, call = ctx.kernel, ctx.call
-        if _own_backward(kernel):
-            do = call.arithmetic.cast(do, kernel.inputs)  # as it takes it; the suite's backward pass works in fp32
-        inputs = _inputs(q, k, v, do, ctx.noise)
-        if lse is None and (call.observer is not None or not _own_backward(kernel)):
-            lse = run_forward(FP32_ATTENTION, inputs, call.arithmetic).lse
-        wanted = ctx.needs_input_grad[:3]
-        output = AttentionOutput(o, lse, tiles=ctx.tiles)
-        found = _backward(kernel.implementation, inputs, output, call.arithmetic, wanted)
-        if call.observer is not None:
-            output = AttentionOutput(o, lse, found)
-            call.observer(Observation(call.layer, ctx.heads, kernel, call.arithmetic, inputs, output, call.x))
-        gradients = zip((found.dq, found.dk, found.dv), wanted, strict=True)
-        return (*(gradient if asked else None for gradient, asked in gradients), None, None, None)
+        with torch._C.DisableTorchFunction():
+            return _gradients(ctx, do)
+
+
+def _gradients(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, o, lse = ctx.saved_tensors
+    kernel, call = ctx.kernel, ctx.call
+    if _own_backward(kernel):
+        do = call.arithmetic.cast(do, kernel.inputs)  # as it takes it; the suite's backward pass works in fp32
+    inputs = _inputs(q, k, v, do, ctx.noise, kernel)
+    if lse is None and (call.observer is not None or not _own_backward(kernel)):
+        lse = run_forward(FP32_ATTENTION, inputs, call.arithmetic).lse
+    wanted = ctx.needs_input_grad[:3]
+    output = AttentionOutput(o, lse, tiles=ctx.tiles)
+    found = _backward(kernel.implementation, inputs, output, call.arithmetic, wanted)
+    if call.observer is not None:
+        output = AttentionOutput(o, lse, found)
+        call.observer(Observation(call.layer, ctx.heads, kernel, call.arithmetic, inputs, output, call.x))
+    gradients = zip((found.dq, found.dk, found.dv), wanted, strict=True)
+    return (*(gradient if asked else None for gradient, asked in gradients), None, None, None)
 
 
 def _own_backward(kernel: HeadKernel) -> bool:
@@ -183,5 +187,5 @@ def _backward(
     return Gradients(found.dq.float(), found.dk.float(), found.dv.float(), found.delta)
 
 
-def _inputs(q: Tensor, k: Tensor, v: Tensor, do: Tensor, noise_seed: int) -> AttentionInputs:
-    return AttentionInputs(q, k, v, do, _FORMATS, causal=True, noise_seed=noise_seed)
+def _inputs(q: Tensor, k: Tensor, v: Tensor, do: Tensor, noise_seed: int, kernel: HeadKernel) -> AttentionInputs:
+    return AttentionInputs(q, k, v, do, Formats.of(kernel.inputs.fmt), causal=True, noise_seed=noise_seed)

@@ -1,0 +1,330 @@
+"""Products with fewer bits, forward and backward, in any torch model: mantissa masking and exponent clamping.
+
+A masked product takes masked inputs and gives a masked output. So do the products of its backward pass: dY is masked,
+dA and dB are. All else, weights' master copies and the optimiser's states included, stays as it is (Lee et al., To FP8
+and Back Again, arXiv 2405.18710, figures 3 and 12). They mask by truncation, `Rounding.TOWARD_ZERO`. To even, a product
+in E8M7 is a bf16 product that adds up in fp32, to the bit.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from tiebreak.backends.emulation.rounding import round_to
+from tiebreak.kernels.formats import Format, Rounding, parse_format
+
+_MODES = {"even": Rounding.TO_EVEN, "zero": Rounding.TOWARD_ZERO}
+_RANGE = re.compile(r"(inner|outer)=(-?[0-9]{1,3})")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the numbers that enter and leave a product are masked.
+
+    Raises:
+        ValueError: another mode, or a range of exponents that is empty or that the format does not have; one line.
+    """
+
+    fmt: Format  # what they are rounded to: its fraction bits, and its range with subnormals and Inf
+    mode: Rounding = Rounding.TO_EVEN  # or TOWARD_ZERO, which cuts bits off
+    inner: int | None = None  # least exponent: below 2^inner there is 0; None: the format's own, with its subnormals
+    outer: int | None = None  # highest exponent: finite numbers beyond it become its largest; None: the format's own
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense."""
+        if self.mode not in _MODES.values():
+            raise ValueError(f"{self.fmt.name}: a product is masked to even or toward zero, not {self.mode.value}")
+        lowest, highest = self.fmt.min_exponent, self.fmt.max_exponent
+        for name, exponent in (("inner", self.inner), ("outer", self.outer)):
+            if exponent is not None and not lowest <= exponent <= highest:
+                raise ValueError(f"{self.fmt.name}: {name} is an exponent from {lowest} to {highest}, not {exponent}")
+        if self.inner is not None and self.outer is not None and self.inner > self.outer:
+            raise ValueError(f"{self.fmt.name}: from inner {self.inner} to outer {self.outer} the range is empty")
+
+    @property
+    def name(self) -> str:
+        """As `parse_reduction` takes it."""
+        mode = "" if self.mode is Rounding.TO_EVEN else ":zero"
+        inner = "" if self.inner is None else f":inner={self.inner}"
+        return self.fmt.name + mode + inner + ("" if self.outer is None else f":outer={self.outer}")
+
+    @property
+    def clamps(self) -> bool:
+        """Whether the range of exponents is narrower than the format's."""
+        return self.inner is not None or self.outer is not None
+
+    def mask(self, x: Tensor) -> Tensor:
+        """Every number masked: rounded, then what lies beyond the range put to 0 or to its largest.
+
+        Args:
+            x: fp32 or fp64, any shape, any device.
+
+        Returns:
+            Contiguous tensor of x's type and shape, without gradient. The sign of zero, Inf and NaN are kept.
+
+        Raises:
+            TypeError: another type.
+        """
+        masked = round_to(x, self.fmt, self.mode)
+        if self.inner is not None:
+            masked = masked.mul_(masked.abs() >= 2.0**self.inner)  # NaN times 0 is NaN
+        if self.outer is not None:
+            largest = 2.0**self.outer * (2.0 - 2.0**-self.fmt.mantissa_bits)
+            masked = torch.where(masked.isinf(), masked, masked.clamp(-largest, largest))
+        return masked
+
+
+def parse_reduction(text: str) -> Reduction:
+    """The reduction that a text names.
+
+    Args:
+        text: a format, then what is otherwise: `E8M5`, `E8M5:zero` (toward zero), `E8M7:inner=-20:outer=15`.
+
+    Raises:
+        ValueError: no such format, or something that makes no sense; one line.
+    """
+    fmt, *changes = text.split(":")
+    mode, ends = Rounding.TO_EVEN, dict[str, int]()
+    for change in changes:
+        match = _RANGE.fullmatch(change)
+        if match is not None:
+            ends[match[1]] = int(match[2])
+        elif change in _MODES:
+            mode = _MODES[change]
+        else:
+            raise ValueError(
+                f"{text}: after the format come even, zero, inner=EXPONENT or outer=EXPONENT, not {change!r}"
+            )
+    return Reduction(parse_format(fmt), mode, **ends)
+
+
+class _Mask(torch.autograd.Function):
+    """Numbers masked on their way forward, their gradients on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reduction: Reduction) -> Tensor:
+        ctx.reduction = reduction
+        return reduction.mask(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _mask(gradients[0], ctx.reduction), None
+
+
+def _mask(x: Tensor, reduction: Reduction) -> Tensor:
+    masked: Tensor = _Mask.apply(x, reduction)  # type: ignore[no-untyped-call]
+    return masked
+
+
+Product = Callable[..., Tensor]
+
+
+def masked_product(product: Product, reduction: Reduction, *operands: Tensor) -> Tensor:
+    """A product of masked operands, masked; differentiable, its gradients' products masked alike.
+
+    The mask of an operand masks the gradient that leaves the product for it, and that of the output the gradient that
+    enters: between them autograd multiplies masked numbers.
+
+    Args:
+        product: linear in each of its operands, such as `torch.matmul`; a term to add is an operand like others.
+        reduction: the mask.
+        operands: of one or several types; those narrower than fp32 are multiplied in fp32.
+
+    Returns:
+        The product, in the type that the operands promote to.
+    """
+    promoted = operands[0].dtype
+    for operand in operands[1:]:
+        promoted = torch.promote_types(promoted, operand.dtype)
+    carrier = torch.promote_types(promoted, torch.float32)
+    # Under autocast too, the reduction alone says what is rounded; a context further out must not mask once more.
+    with torch.autocast(operands[0].device.type, enabled=False), torch._C.DisableTorchFunction():
+        masked = [_mask(operand.to(carrier), reduction) for operand in operands]
+        return _mask(product(*masked), reduction).to(promoted)
+
+
+def masked_attention(
+    reduction: Reduction,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention as two masked products; the scale, the mask and the softmax between them are in fp32.
+
+    Args:
+        reduction: the mask of both products.
+        query, key, value: (..., heads, tokens, d).
+        attn_mask, dropout_p, is_causal, scale, enable_gqa: as `torch.nn.functional.scaled_dot_product_attention` takes
+            them.
+
+    Returns:
+        O, (..., heads, queries, d of value), in query's type.
+    """
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (each.repeat_interleave(groups, dim=-3) for each in (key, value))
+    scores = masked_product(torch.matmul, reduction, query, key.mT).to(torch.promote_types(query.dtype, torch.float32))
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None:
+        hidden = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if hidden else scores + attn_mask
+    p = functional.dropout(torch._safe_softmax(scores, -1), dropout_p)
+    return masked_product(torch.matmul, reduction, p, value).to(query.dtype)
+
+
+_TENSOR = torch.Tensor
+# Linear in each of their tensors.
+_PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
+    {
+        functional.linear,
+        *(torch.matmul, torch.mm, torch.bmm, torch.mv, torch.dot, torch.inner, torch.linalg.matmul),
+        *(_TENSOR.matmul, _TENSOR.mm, _TENSOR.bmm, _TENSOR.mv, _TENSOR.dot, _TENSOR.inner),
+        *(torch.addmm, torch.addbmm, torch.baddbmm, torch.addmv),
+        *(_TENSOR.addmm, _TENSOR.addbmm, _TENSOR.baddbmm, _TENSOR.addmv),
+        *(torch.einsum, torch.tensordot, torch.outer, torch.vdot, torch.linalg.vecdot),
+    }
+)
+# They multiply within, where no mask reaches.
+_REFUSED: frozenset[Callable[..., Any]] = frozenset(
+    {
+        functional.multi_head_attention_forward,
+        torch._native_multi_head_attention,
+        torch._transformer_encoder_layer_fwd,
+        torch.chain_matmul,
+        torch.linalg.multi_dot,
+        functional.bilinear,
+    }
+)
+
+
+class _Masking(TorchFunctionMode):
+    """Puts masked products in the place of a model's own."""
+
+    def __init__(self, reduction: Reduction) -> None:
+        super().__init__()
+        self.told: list[Reduction | None] = [reduction]  # the last holds; None: products as they are
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        reduction, named = self.told[-1], dict(kwargs or {})
+        if func is _TENSOR.__rmatmul__:
+            func, args = torch.matmul, args[::-1]
+        if reduction is not None:
+            if func is functional.scaled_dot_product_attention:
+                return masked_attention(reduction, *args, **named)
+            if func in _PRODUCTS:
+                return _masked_call(func, reduction, args, named)
+            if func in _REFUSED:
+                raise NotImplementedError(
+                    f"{getattr(func, '__name__', func)} multiplies where no mask reaches: write its products out, with"
+                    " functional.linear, torch.matmul or scaled_dot_product_attention, or leave its module unmasked"
+                )
+        with torch._C.DisableTorchFunction():  # a context further out does not hold in here
+            return func(*args, **named)
+
+
+def _masked_call(func: Callable[..., Any], reduction: Reduction, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """A call of a product with all its tensors masked; one of integers as it is."""
+    if named.get("out") is not None:
+        raise NotImplementedError("a masked product can't be written to out=: leave it away")
+    leaves, structure = pytree.tree_flatten((args, named))
+    places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+    def product(*masked: Tensor) -> Tensor:
+        for at, operand in zip(places, masked, strict=True):
+            leaves[at] = operand
+        own, keywords = pytree.tree_unflatten(leaves, structure)
+        found: Tensor = func(*own, **keywords)
+        return found
+
+    return masked_product(product, reduction, *(leaves[at] for at in places)) if places else product()
+
+
+Otherwise = Mapping[str, Reduction | None]  # by glob over modules' names: another mask, or none
+
+
+def reduction_at(name: str, reduction: Reduction | None, otherwise: Otherwise) -> Reduction | None:
+    """What holds in a module: what is said of it, else of the module that it is in, and so on, else `reduction`.
+
+    Args:
+        name: of the module within its model, such as `blocks.0.wq`.
+        reduction: of the model.
+        otherwise: of modules by glob; of several that match one name the first counts.
+    """
+    while name:
+        for glob, other in otherwise.items():
+            if fnmatchcase(name, glob):
+                return other
+        name = name.rpartition(".")[0]
+    return reduction
+
+
+@contextmanager
+def reduce_precision(
+    reduction: Reduction, model: nn.Module | None = None, otherwise: Otherwise | None = None
+) -> Iterator[None]:
+    """Within, the products of linear layers and attention are masked, and so are those of their backward pass.
+
+    Of any torch model: `functional.linear`, `torch.matmul` and its kin, `einsum`, and `scaled_dot_product_attention`,
+    which becomes two masked products. A backward pass is masked if its forward pass was, wherever it is called. What is
+    not seen: convolutions, compiled code, and what a checkpoint computes anew outside the context.
+
+    Args:
+        reduction: the mask.
+        model: whose modules `otherwise` names.
+        otherwise: modules that go by another mask or, at None, by none, as globs over the names of
+            `model.named_modules()`: `{"head": None, "blocks.[01]": Reduction(TF32)}`. A module within goes by the
+            module it is in.
+
+    Raises:
+        ValueError: a glob that no module's name matches, or globs without a model.
+        NotImplementedError: a product that can't be masked, such as `nn.MultiheadAttention`'s; one line that names it.
+    """
+    masking = _Masking(reduction)
+    names = {name: module for name, module in model.named_modules() if name} if model is not None else {}
+    for glob in otherwise or {}:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise ValueError(
+                f"{glob}: no module of the model has such a name: {', '.join(names) or 'there is no model'}"
+            )
+    with ExitStack() as hooks, masking:
+        for name, module in names.items() if otherwise else ():
+            _switch(hooks, masking, module, reduction_at(name, reduction, otherwise or {}))
+        yield
+
+
+def _switch(hooks: ExitStack, masking: _Masking, module: nn.Module, reduction: Reduction | None) -> None:
+    """Let a reduction hold while a module's forward pass runs."""
+
+    def enter(module: nn.Module, args: Any) -> None:
+        del module, args
+        masking.told.append(reduction)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        del module, args, output
+        masking.told.pop()
+
+    hooks.callback(module.register_forward_pre_hook(enter).remove)
+    hooks.callback(module.register_forward_hook(leave, always_call=True).remove)

@@ -1,0 +1,379 @@
+"""Products with fewer bits: bf16's own bits at E8M7, gfloat's below, and modules that go another way."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import gfloat  # type: ignore[import-untyped]
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tiebreak.backends.backend import CPU, EMULATION
+from tiebreak.backends.reduced import (
+    Reduction,
+    masked_attention,
+    masked_product,
+    parse_reduction,
+    reduce_precision,
+    reduction_at,
+)
+from tiebreak.cases.gpt2.attention import HeadKernel, Observation
+from tiebreak.cases.gpt2.model import GPT2, Configuration, everywhere
+from tiebreak.kernels.formats import FP32, TF32, Format, Rounding, parse_format
+from tiebreak.kernels.kernel import Declaration, run_backward, run_forward
+from tiebreak.kernels.plans import Cast
+from tiebreak.kernels.roster import composed_kernel
+from tiebreak.kernels.sdpa import cpu_sdpa_flash
+from tiebreak.programs.reduced_gpt2 import reduced_gpt2
+
+E8M7, E8M3 = parse_reduction("E8M7"), parse_reduction("E8M3")
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"))
+each_device = pytest.mark.parametrize("device", ["cpu", CUDA])
+IN_GFLOAT = {Rounding.TO_EVEN: gfloat.RoundMode.TiesToEven, Rounding.TOWARD_ZERO: gfloat.RoundMode.TowardZero}
+SMALL = Configuration(layers=2, heads=2, width=16, context=8, vocabulary=11)
+
+Mask = Callable[[Tensor], Tensor]
+
+
+def _normal(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
+    numbers = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return torch.from_numpy(numbers).to(device)
+
+
+def _equal(found: Tensor | None, expected: Tensor) -> bool:
+    assert found is not None
+    return torch.equal(found.view(torch.int32), expected.contiguous().view(torch.int32))
+
+
+def _bf16(x: Tensor) -> Tensor:
+    return x.bfloat16().float()
+
+
+def _by_gfloat(fmt: Format, mode: Rounding) -> Mask:
+    """gfloat's idea of a format of eight exponent bits."""
+    info = gfloat.FormatInfo(
+        name=fmt.name,
+        k=1 + fmt.exponent_bits + fmt.mantissa_bits,
+        precision=fmt.mantissa_bits + 1,
+        bias=fmt.bias,
+        domain=gfloat.Domain.Extended,
+        is_signed=True,
+        is_twos_complement=False,
+        has_nz=True,
+        num_high_nans=2**fmt.mantissa_bits - 1,
+        has_subnormals=True,
+    )
+    return lambda x: torch.from_numpy(gfloat.round_ndarray(info, x.numpy(), IN_GFLOAT[mode])).float()
+
+
+def _expected(a: Tensor, b: Tensor, dy: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
+    """Y, dA, dB of a matrix product by the paper's figure, written out."""
+    a, b, dy = mask(a), mask(b), mask(dy)
+    return mask(a @ b), mask(dy @ b.mT), mask(a.mT @ dy)
+
+
+@each_device
+def test_e8m7_to_even_is_bf16_to_the_bit(device: str) -> None:
+    a, b, dy = (_normal(*shape, seed=seed, device=device) for seed, shape in enumerate(((64, 48), (48, 32), (64, 32))))
+    expected = _expected(a, b, dy, _bf16)
+    a.requires_grad_(), b.requires_grad_()
+    with reduce_precision(E8M7):
+        y = a @ b
+    y.backward(dy)  # type: ignore[no-untyped-call]
+    for found, each in zip((y, a.grad, b.grad), expected, strict=True):
+        assert _equal(found, each)
+
+
+@pytest.mark.parametrize("mode", IN_GFLOAT, ids=lambda mode: mode.value)
+@pytest.mark.parametrize("name", ["E8M3", "E8M5", "E5M4"])
+def test_fewer_bits_are_gfloats(name: str, mode: Rounding) -> None:
+    reduction = Reduction(parse_format(name), mode)
+    a, b, dy = _normal(24, 16), 30 * _normal(16, 8, seed=1), 1e-3 * _normal(24, 8, seed=2)
+    expected = _expected(a, b, dy, _by_gfloat(reduction.fmt, mode))
+    a.requires_grad_(), b.requires_grad_()
+    y = masked_product(torch.matmul, reduction, a, b)
+    y.backward(dy)  # type: ignore[no-untyped-call]
+    for found, each in zip((y, a.grad, b.grad), expected, strict=True):
+        assert _equal(found, each)
+
+
+def test_a_linear_layer_keeps_its_weights_and_masks_all_else() -> None:
+    layer, x, dy = nn.Linear(16, 8), _normal(3, 5, 16), _normal(3, 5, 8, seed=1)
+    weight = layer.weight.detach().clone()
+    with reduce_precision(E8M7):
+        y = layer(x)
+    y.backward(dy)
+    low, w, b = _bf16(dy).flatten(0, 1), _bf16(weight), _bf16(layer.bias.detach())
+    assert _equal(y, _bf16(functional.linear(_bf16(x), w, b)))
+    assert _equal(layer.weight.grad, _bf16(low.mT @ _bf16(x).flatten(0, 1)))
+    assert _equal(layer.bias.grad, _bf16(low.sum(0)))
+    assert torch.equal(layer.weight, weight)  # not one bit masked in the master copy
+    assert not _equal(_bf16(weight), weight)
+
+
+A, B = _normal(2, 4, 4), _normal(2, 4, 4, seed=1)
+SPELLINGS: dict[str, Callable[[], Tensor]] = {
+    "@": lambda: A @ B,
+    "matmul": lambda: torch.matmul(A, B),
+    "method": lambda: A.matmul(B),
+    "reflected": lambda: B.__rmatmul__(A),
+    "linalg": lambda: torch.linalg.matmul(A, B),
+    "bmm": lambda: torch.bmm(A, B),
+    "mm": lambda: torch.stack([torch.mm(a, b) for a, b in zip(A, B, strict=True)]),
+    "linear": lambda: torch.stack([functional.linear(a, b.mT) for a, b in zip(A, B, strict=True)]),
+    "addmm": lambda: torch.stack([torch.addmm(torch.zeros(4), a, b) for a, b in zip(A, B, strict=True)]),
+    "baddbmm": lambda: torch.baddbmm(torch.zeros(4, 4), A, B),
+    "einsum": lambda: torch.einsum("bij,bjk->bik", A, B),
+    "einsum of a list": lambda: torch.einsum("bij,bjk->bik", [A, B]),
+    "tensordot": lambda: torch.stack([torch.tensordot(a, b, dims=1) for a, b in zip(A, B, strict=True)]),
+    "mv": lambda: torch.stack([torch.stack([a.mv(c) for c in b.mT], -1) for a, b in zip(A, B, strict=True)]),
+}
+
+
+@pytest.mark.parametrize("spelled", SPELLINGS.values(), ids=SPELLINGS)
+def test_a_product_is_masked_however_it_is_spelled(spelled: Callable[[], Tensor]) -> None:
+    with reduce_precision(E8M3):
+        found = spelled()
+    expected = E8M3.mask(torch.bmm(E8M3.mask(A), E8M3.mask(B)))
+    assert torch.equal(found, expected)
+    assert not torch.equal(spelled(), expected)  # the context is over
+
+
+def test_products_of_integers_stay_as_they_are() -> None:
+    counts = torch.arange(100, 104).view(2, 2)
+    with reduce_precision(E8M3):
+        assert torch.equal(counts @ counts, torch.tensor([[20302, 20503], [20706, 20911]]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"scale": 0.3},
+        {"attn_mask": torch.arange(30).view(5, 6) % 4 != 0},
+        {"attn_mask": torch.arange(30).view(5, 6) * 0.1},
+        {"attn_mask": torch.arange(5)[:, None].expand(5, 6) > 0},  # the first query sees no key
+    ],
+    ids=["plain", "causal", "scale", "hidden keys", "bias", "hidden row"],
+)
+def test_attention_whose_masks_change_nothing_is_torchs(options: dict[str, object]) -> None:
+    q, k, v = _normal(2, 4, 5, 8), _normal(2, 2, 6, 8, seed=1), _normal(2, 2, 6, 8, seed=2)
+    given = {**options, "enable_gqa": True}
+    expected = functional.scaled_dot_product_attention(q, k, v, **given)  # type: ignore[arg-type]
+    found = masked_attention(Reduction(FP32), q, k, v, **given)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, expected)
+
+
+def test_attention_is_two_masked_products() -> None:
+    q, k, v = (_normal(1, 2, 6, 16, seed=seed) for seed in range(3))
+    with reduce_precision(E8M7):
+        found = functional.scaled_dot_product_attention(q, k, v)
+    scores = _bf16(_bf16(q) @ _bf16(k).mT) * 0.25
+    assert _equal(found, _bf16(_bf16(scores.softmax(-1)) @ _bf16(v)))
+
+
+def test_narrow_types_are_rounded_once_and_kept() -> None:
+    a, b = _normal(32, 64).bfloat16(), _normal(64, 32, seed=1).bfloat16()
+    with reduce_precision(E8M3):
+        found = a @ b
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found.float(), E8M3.mask(E8M3.mask(a.float()) @ E8M3.mask(b.float())))
+
+
+def test_autocast_rounds_nothing_more() -> None:
+    a, b = _normal(8, 64), _normal(64, 8, seed=1)
+    finer = Reduction(TF32)
+    with torch.autocast("cpu", torch.bfloat16), reduce_precision(finer):
+        found = a @ b
+    assert _equal(found, finer.mask(finer.mask(a) @ finer.mask(b)))
+
+
+def test_the_inner_context_holds_alone() -> None:
+    a, b = _normal(16, 16), _normal(16, 16, seed=1)
+    with reduce_precision(E8M3), reduce_precision(Reduction(TF32)):
+        assert _equal(a @ b, Reduction(TF32).mask(Reduction(TF32).mask(a) @ Reduction(TF32).mask(b)))
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inside(x) @ x
+        return y
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Block(), _Block()])
+        self.head = nn.Linear(8, 8, bias=False)
+
+
+def test_modules_go_another_way_by_name() -> None:
+    model, x = _Model(), _normal(8, 8)
+    otherwise = {"head": None, "blocks.0.inside": None, "blocks.0": Reduction(TF32)}
+    with reduce_precision(E8M3, model, otherwise):
+        first, second, head = model.blocks[0](x), model.blocks[1](x), model.head(x)
+        after = x @ x  # outside of any module
+
+    def product(reduction: Reduction, a: Tensor, b: Tensor) -> Tensor:
+        return reduction.mask(reduction.mask(a) @ reduction.mask(b))
+
+    def inside(at: int) -> Tensor:
+        weight = model.get_parameter(f"blocks.{at}.inside.weight")
+        return weight.detach().mT
+
+    assert _equal(first, product(Reduction(TF32), x @ inside(0), x))
+    assert _equal(second, product(E8M3, product(E8M3, x, inside(1)), x))
+    assert _equal(head, x @ model.head.weight.mT)
+    assert _equal(after, product(E8M3, x, x))
+
+
+def test_a_module_that_raises_leaves_the_context_as_it_was() -> None:
+    model, x = _Model(), _normal(8, 8)
+    with reduce_precision(E8M3, model, {"head": None}):
+        with pytest.raises(RuntimeError):
+            model.head(_normal(3, 3))
+        assert torch.equal(x @ x, E8M3.mask(E8M3.mask(x) @ E8M3.mask(x)))
+
+
+def test_the_innermost_name_and_the_first_glob_count() -> None:
+    told = {"blocks.0": None, "blocks.*": E8M7}
+    assert reduction_at("blocks.0.wq", E8M3, told) == E8M7  # * takes dots too
+    assert reduction_at("blocks.0", E8M3, told) is None
+    assert reduction_at("head", E8M3, told) == E8M3
+
+
+def test_a_range_is_clamped_at_both_ends_apart() -> None:
+    x = torch.tensor([0.0, -0.0, 0.24, -0.24, 0.25, 1.0, 7.9, -8.0, 100.0, torch.inf, torch.nan])
+    inner = [0.0, -0.0, 0.0, -0.0, 0.25, 1.0, 8.0, -8.0, 96.0, torch.inf, torch.nan]
+    outer = [0.0, -0.0, 0.234375, -0.234375, 0.25, 1.0, 7.5, -7.5, 7.5, torch.inf, torch.nan]
+    assert _equal(parse_reduction("E8M3:inner=-2").mask(x), torch.tensor(inner))
+    assert _equal(parse_reduction("E8M3:outer=2").mask(x), torch.tensor(outer))
+
+
+@pytest.mark.parametrize(
+    "text", ["E8M3", "E8M3:zero", "E8M7:inner=-20:outer=15", "fp8_e4m3:outer=3", "E5M2:zero:inner=-3"]
+)
+def test_a_name_is_read_back(text: str) -> None:
+    assert parse_reduction(text).name == text
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("E1M0", "unknown format 'E1M0'"),
+        ("E9M30", "unknown format 'E9M30'"),
+        ("E8M3:inner=4:outer=3", "from inner 4 to outer 3 the range is empty"),
+        ("E5M2:inner=-15", "inner is an exponent from -14 to 15, not -15"),
+        ("E5M2:outer=16", "outer is an exponent from -14 to 15, not 16"),
+        ("E8M3:up", "not 'up'"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told) as raised:
+        parse_reduction(text)
+    assert "\n" not in str(raised.value)
+
+
+def test_another_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="to even or toward zero, not stochastic"):
+        Reduction(FP32, Rounding.STOCHASTIC)
+
+
+def test_a_glob_that_matches_nothing_is_refused() -> None:
+    with (
+        pytest.raises(ValueError, match=r"haed: no module .*blocks\.0, .*head"),
+        reduce_precision(E8M3, _Model(), {"haed": None}),
+    ):
+        pass
+    with pytest.raises(ValueError, match="there is no model"), reduce_precision(E8M3, otherwise={"head": None}):
+        pass
+
+
+def test_products_that_no_mask_reaches_are_refused() -> None:
+    x = _normal(2, 4, 8)
+    with reduce_precision(E8M3):
+        with pytest.raises(NotImplementedError, match="multi_head_attention_forward multiplies where no mask"):
+            nn.MultiheadAttention(8, 2)(x, x, x)
+        with pytest.raises(NotImplementedError, match="out="):
+            torch.bmm(A, B, out=torch.empty(2, 4, 4))
+
+
+def _gpt2(kernel: str) -> GPT2:
+    declared = composed_kernel(kernel).declaration
+    assert declared is not None
+    return GPT2(SMALL, everywhere(HeadKernel(declared), SMALL), EMULATION.arithmetic, seed=5)
+
+
+def _step(model: GPT2) -> list[Observation]:
+    """Forward and backward pass; what attention saw, the last layer first."""
+    seen: list[Observation] = []
+    model.observer = seen.append
+    tokens = torch.arange(16).view(2, 8) % SMALL.vocabulary
+    model.loss(tokens, tokens.flip(0), 0).backward()  # type: ignore[no-untyped-call]
+    return seen
+
+
+@pytest.mark.parametrize("mode", IN_GFLOAT, ids=lambda mode: mode.value)
+@pytest.mark.parametrize("kernel", ["flash@paper", "flash@fused", "fair"])
+def test_gpt2s_attention_is_its_kernel_in_the_format_and_masked_by_nothing_else(kernel: str, mode: Rounding) -> None:
+    reduction = Reduction(parse_format("E8M4"), mode)
+    with reduced_gpt2(_gpt2(kernel), reduction) as model:
+        seen = _step(model)
+    assert len(seen) == SMALL.layers
+    for each in seen:
+        declared = each.kernel.implementation
+        assert isinstance(declared, Declaration)
+        assert declared.label == kernel.replace("fair", "dithered@fused_stochastic")
+        told = {(cast.fmt.name, cast.rounding) for _, cast in declared.plan.casts() if cast.follows}
+        assert told <= {("E8M4", mode), ("E8M4", Rounding.STOCHASTIC)}
+        # Once more outside of the context: a product that the context masked had other bits.
+        assert _equal(each.output.o, run_forward(declared, each.inputs, EMULATION.arithmetic).o)
+        assert each.output.gradients is not None
+        again = run_backward(declared, each.inputs, each.output, EMULATION.arithmetic)
+        assert _equal(each.output.gradients.dq, again.dq)
+        for tensor in (each.inputs.q, each.inputs.v, each.inputs.do, each.output.o):
+            assert _equal(tensor, replace(reduction, mode=Rounding.TO_EVEN).mask(tensor))  # of the format
+
+
+def test_gpt2_in_fp32_is_itself() -> None:
+    plain, masked = _gpt2("flash@fp32"), _gpt2("flash@fp32")
+    plain.kernels = tuple(tuple(replace(head, inputs=Cast(FP32)) for head in layer) for layer in plain.kernels)
+    _step(plain)
+    with reduced_gpt2(masked, Reduction(FP32)):
+        _step(masked)
+    for expected, found in zip(plain.parameters(), masked.parameters(), strict=True):
+        assert expected.grad is not None
+        assert _equal(found.grad, expected.grad)
+
+
+def test_gpt2s_blocks_go_another_way_with_their_attention() -> None:
+    model = _gpt2("flash@paper")
+    former = model.kernels
+    with reduced_gpt2(model, E8M3, {"head": None, "blocks.0": None}):
+        second, first = _step(model)
+    assert (first.kernel.inputs.fmt, second.kernel.inputs.fmt.name) == (FP32, "E8M3")
+    assert not torch.equal(first.output.o, E8M3.mask(first.output.o))
+    assert torch.equal(second.output.o, E8M3.mask(second.output.o))
+    assert model.kernels is former
+
+
+def test_gpt2_refuses_what_it_can_not_round() -> None:
+    model = _gpt2("flash@paper")
+    with (
+        pytest.raises(ValueError, match="a plan has no range of its own"),
+        reduced_gpt2(model, parse_reduction("E8M3:inner=-3")),
+    ):
+        pass
+    model.kernels = everywhere(HeadKernel(cpu_sdpa_flash()), SMALL)
+    with pytest.raises(ValueError, match="only a declared kernel"), reduced_gpt2(model, E8M3):
+        pass
+    model.arithmetic = CPU.arithmetic
+    with pytest.raises(ValueError, match="runs on the emulation alone"), reduced_gpt2(model, E8M3):
+        pass
