@@ -1,5 +1,7 @@
 """Rounding to a format in any mode, bit for bit the same on every device."""
 
+import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -57,20 +59,20 @@ def round_to(
     if random_bits is not None:
         if random_bits.dtype != torch.int64:
             raise TypeError(f"random_bits must be an int64 tensor, not {random_bits.dtype}")
-        random_bits = random_bits.broadcast_to(x.shape).reshape(-1)
+        random_bits = random_bits.broadcast_to(x.shape)
     if x.numel() == 0:
         return x.detach().clone()
-    flat = x.detach().reshape(-1)
+    held = x.detach().contiguous()
     if fmt.exponent_bits < carrier.exponent_bits:
-        rounded = _overflow(flat, _round_quotients(flat, carrier, fmt, mode, random_bits), fmt, mode)
+        rounded = _overflow(held, _round_quotients(held, carrier, fmt, mode, random_bits), fmt, mode)
     else:
-        bits = _round_bits(flat.view(carrier.bits), carrier.mantissa_bits - fmt.mantissa_bits, mode, random_bits)
+        bits = _round_bits(held.view(carrier.bits), carrier.mantissa_bits - fmt.mantissa_bits, mode, random_bits)
         rounded = bits.view(x.dtype)
-        if x.device.type != "cpu" or torch.isnan(flat.sum()):  # on the host a sum is cheap to wait for
+        if x.device.type != "cpu" or math.isnan(held.sum().item()):  # on the host a sum is cheap to wait for
             # Adding to the bits of a NaN may have made it Inf or a number. The clamp leaves -Inf of all but NaN, and
             # maximum passes NaN on: several times faster than torch.where with a mask.
-            rounded = torch.maximum(rounded, flat.clamp(max=-torch.inf))
-    return rounded.view(x.shape)
+            rounded = torch.maximum(rounded, held.clamp(max=-torch.inf))
+    return rounded
 
 
 def fma(x: torch.Tensor, factor: float | torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
@@ -105,6 +107,22 @@ def fma(x: torch.Tensor, factor: float | torch.Tensor, addend: torch.Tensor) -> 
     return torch.where(inexact & even, moved, total).float()
 
 
+class _Constants(NamedTuple):
+    """Numbers of a rounding, as tensors: making them of Python's takes longer than the operation that takes them."""
+
+    shift: torch.Tensor
+    one: torch.Tensor
+    below_half: torch.Tensor
+    kept: torch.Tensor
+
+
+@cache
+def _constants(shift: int, dtype: torch.dtype) -> _Constants:
+    discarded = (1 << shift) - 1
+    numbers = (shift, 1, discarded >> 1, ~discarded)
+    return _Constants(*(torch.tensor(number, dtype=dtype, device="cpu") for number in numbers))
+
+
 def _round_bits(bits: torch.Tensor, shift: int, mode: Rounding, random_bits: torch.Tensor | None) -> torch.Tensor:
     """Round away the last bits of finite or infinite values, as if the format's exponent had no bounds.
 
@@ -114,16 +132,17 @@ def _round_bits(bits: torch.Tensor, shift: int, mode: Rounding, random_bits: tor
     """
     if shift == 0:
         return bits.clone()
-    discarded = (1 << shift) - 1
+    discarded, constants = (1 << shift) - 1, _constants(shift, bits.dtype)
     negative = bits.element_size() * 8 - 1  # shifting by this makes all bits the sign
     match mode:
         case Rounding.TO_EVEN:
             # In place: this is the path that every emulated matrix product takes.
-            raised = (bits >> shift).bitwise_and_(1).add_(bits).add_(discarded >> 1)
+            raised = torch.bitwise_right_shift(bits, constants.shift).bitwise_and_(constants.one)
+            raised = raised.add_(bits).add_(constants.below_half)
         case Rounding.TIES_AWAY:
             raised = bits + (1 << (shift - 1))
         case Rounding.TOWARD_ZERO:
-            raised = bits.clone()
+            return bits.bitwise_and(constants.kept)
         case Rounding.UP:
             raised = bits + (~(bits >> negative) & discarded)
         case Rounding.DOWN:
@@ -133,7 +152,7 @@ def _round_bits(bits: torch.Tensor, shift: int, mode: Rounding, random_bits: tor
             # The 0.5 of the rule is nothing to a fraction of at most 32 bits, which meets integers only.
             scaled = random_bits >> (32 - shift) if shift <= 32 else ((2 * random_bits + 1) << (shift - 33))
             raised = bits + scaled.to(bits.dtype)
-    return raised.bitwise_and_(~discarded)
+    return raised.bitwise_and_(constants.kept)
 
 
 def _round_quotients(
