@@ -50,6 +50,7 @@ VERBS = {
     "kernels": Verb("tiebreak.programs.listing", "the kernels of every backend, and adapters of packages", "kernels"),
     "plans": Verb("tiebreak.programs.listing", "rounding plans and shift rules: what --plan takes", "plans"),
     "train": Verb("tiebreak.programs.train", "train a GPT-2 with any attention kernel, watched by monitors"),
+    "sharpness": Verb("tiebreak.programs.sharpness", "how sharp a GPT-2's loss is, against the bits of its products"),
 }
 _CODES = "exit codes: 0 all held, 1 a claim or the gate fell, 2 bad usage or unreadable input"
 

@@ -34,7 +34,7 @@ def renewed(text: str, begin: str, end: str, told: str) -> str:
 
 
 def read_parts(path: Path, kind: type[_Part]) -> list[_Part]:
-    """The parts that a file has; none where there is no file.
+    """The parts that a file has, without a last one that a stop has cut; none where there is no file.
 
     Args:
         path: of the file.
@@ -44,12 +44,20 @@ def read_parts(path: Path, kind: type[_Part]) -> list[_Part]:
         ValueError: a line is none that such a run wrote; one line that names it.
     """
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), start=1):
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    for number, line in enumerate(text[: _whole(text)].splitlines(), start=1):
         try:
             found.append(kind(**json.loads(line)))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}, line {number}: none of this program's: {error}; name another --out") from error
     return found
+
+
+def _whole(text: str) -> int:
+    """How many characters of a file there are without a last line that a stop has cut."""
+    end = text.rfind("\n") + 1
+    cut = text[end:].startswith('{"') and not text.endswith("}")
+    return end if cut else len(text)
 
 
 def run_parts(
@@ -71,6 +79,9 @@ def run_parts(
         found: where the parts go, as they end.
     """
     started, before = time.monotonic(), len(found)
+    if path.exists():
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text[: _whole(text)], encoding="utf-8")
     with multiprocessing.get_context("spawn").Pool(workers) as pool, path.open("a", encoding="utf-8") as file:
         for part in pool.imap_unordered(one, left):
             found.append(part)

@@ -38,6 +38,15 @@ def test_parts_that_are_done_are_kept_when_one_raises(tmp_path: Path) -> None:
     assert read_parts(tmp_path / "file", Square) == [Square(2, 4), Square(3, 9)]
 
 
+def test_a_part_that_a_stop_has_cut_is_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text('{"of": 2, "is_": 4}\n{"of": 3, "is', encoding="utf-8")
+    found = read_parts(path, Square)
+    assert found == [Square(2, 4)]
+    run_parts(square, [3], 1, path, lambda part: "", found)
+    assert read_parts(path, Square) == [Square(2, 4), Square(3, 9)]
+
+
 def test_a_missing_file_has_no_parts(tmp_path: Path) -> None:
     assert read_parts(tmp_path / "none", Square) == []
 

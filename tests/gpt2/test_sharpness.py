@@ -1,0 +1,186 @@
+"""Sharpness against its closed form, and the program that measures it: resumed, refused, from one state on."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tiebreak.cases.gpt2.sharpness import sharpness
+from tiebreak.programs import sharpness as program
+from tiebreak.programs.sharpness import BACK, ON, TRAINED, Point, Run, Settings, Task, run_one, summary
+from tiebreak.reports.cli import main
+
+SETTINGS = Settings("flash@fused", 2, 2, "E8M7", 1, 1e-2, 2, 4, [5e-4, 1e-2])
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """A run takes one thread for itself."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def _drawn(scale: float) -> tuple[Tensor, Tensor]:
+    rng = np.random.default_rng(7)
+    return torch.from_numpy(scale * rng.standard_normal((16, 40))), torch.from_numpy(rng.integers(0, 40, 16))
+
+
+def _in_the_corner(y: Tensor, targets: Tensor, epsilon: float) -> float:
+    """The loss rises with every logit but the answer's, so that its maximum over a box lies in this corner."""
+    z = epsilon * (y.abs() + 1)
+    z[torch.arange(len(y)), targets] *= -1
+    before, after = (torch.nn.functional.cross_entropy(each, targets).item() for each in (y, y + z))
+    return 100 * (after - before) / (1 + before)
+
+
+@pytest.mark.parametrize("epsilon", [1e-4, 5e-4, 5e-3])
+@pytest.mark.parametrize("scale", [0.1, 3.0, 10.0])
+def test_the_search_comes_to_the_corner(scale: float, epsilon: float) -> None:
+    y, targets = _drawn(scale)
+    expected = _in_the_corner(y, targets, epsilon)
+    found = sharpness(y, targets, epsilon)
+    # By scipy's settings the search stops where a step gains less than 2e-9 of the loss.
+    assert found == pytest.approx(expected, rel=2e-3)
+    assert found <= expected * (1 + 1e-9)
+
+
+def test_two_equal_logits_by_hand() -> None:
+    # f = ln 2 at y = 0, ln(1 + exp(2 epsilon)) with the answer's logit lowered and the other raised.
+    found = sharpness(torch.zeros(1, 2), torch.tensor([0]), 0.01)
+    assert found == pytest.approx(100 * (math.log1p(math.exp(0.02)) - math.log(2)) / (1 + math.log(2)))
+
+
+def test_what_has_no_sharpness_is_refused() -> None:
+    with pytest.raises(ValueError, match="epsilon must be above 0"):
+        sharpness(torch.zeros(1, 2), torch.tensor([0]), 0.0)
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        sharpness(torch.tensor([[0.0, math.nan]]), torch.tensor([0]))
+
+
+def test_a_run_goes_on_from_one_state() -> None:
+    run = run_one(Task(SETTINGS, "E8M2", 1))
+    assert [(point.phase, point.step) for point in run.measured] == [
+        *((TRAINED, 1), (TRAINED, 2), (ON, 3), (ON, 4), (BACK, 3), (BACK, 4))
+    ]
+    on, back = (next(point for point in run.measured if point.phase == phase) for phase in (ON, BACK))
+    assert on.loss != back.loss  # of the same weights and batch: the forward pass has other bits
+    # Each measured as it was trained: where the mask is fine, both ways to compute the logits nearly agree.
+    assert abs(back.masked["0.0005"] / back.unmasked["0.0005"] - 1) < abs(
+        on.masked["0.0005"] / on.unmasked["0.0005"] - 1
+    )
+    # On in its format is as if nothing had stopped there.
+    whole = run_one(Task(replace(SETTINGS, steps=4, more=0), "E8M2", 1))
+    assert replace(run.measured[3], phase=TRAINED) == whole.measured[3]
+
+
+def test_a_run_in_the_other_format_has_nothing_to_go_back_to() -> None:
+    run = run_one(Task(replace(SETTINGS, steps=1, more=1), "E8M7", 1))
+    assert [point.phase for point in run.measured] == [TRAINED, ON]
+
+
+def _line(reduction: str, seed: int, found: float, settings: Settings = SETTINGS) -> Run:
+    """A run whose sharpness is known, and half of it after going back."""
+
+    def point(phase: str, step: int, factor: float) -> Point:
+        sharp = {"0.0005": found * factor, "0.01": 20 * found}
+        return Point(phase, step, 3.0, 3.1, 1.3, 0.2, sharp, sharp)
+
+    points = [point(TRAINED, 2, 1.0), point(ON, 4, 1.0), point(BACK, 4, 0.5)]
+    return Run(asdict(settings), reduction, seed, 1.0, None, [asdict(each) for each in points])
+
+
+def test_the_summary_tells_the_order_and_its_seeds() -> None:
+    runs = [_line("E8M3", 1, 0.5), _line("E8M3", 2, 0.1), _line("E8M7", 1, 0.2), _line("E8M7", 2, 0.3)]
+    told = " ".join(summary(runs, SETTINGS).split())
+    assert "Order: E8M3 > (1 of 2 seeds) E8M7" in told
+    assert "| E8M3 | 2 | - | 0.3 ± 0.28 |" in told
+    assert "| E8M3 | 0.3 ± 0.28 | 0.15 ± 0.14 |" in told  # on in it, and back
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that has one of two runs; others are run in this process."""
+
+    def run_parts(one, left, workers, path, told, found) -> None:  # type: ignore[no-untyped-def]
+        found += [_line(task.reduction, task.seed, 0.4) for task in left]
+        print(f"{len(left)} run")
+
+    monkeypatch.setattr(program, "run_parts", run_parts)
+    path = tmp_path / "kept.jsonl"
+    path.write_text(_json(_line("E8M3", 1, 0.5)), encoding="utf-8")
+    return path
+
+
+def _json(run: Run) -> str:
+    return json.dumps(asdict(run)) + "\n"
+
+
+def _argv(path: Path, *more: str) -> list[str]:
+    told = f"--steps 2 --more 2 --every 1 --rate 1e-2 --sequences 2 --held-out 4 --eps 5e-4,1e-2 --out {path}"
+    return ["sharpness", *told.split(), *more]
+
+
+def test_runs_that_are_kept_are_not_run_again(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(_argv(kept, "--formats", "E8M3,E8M7", "--seeds", "1")) == 0
+    told = capsys.readouterr().out
+    assert "1 run kept, 1 to run" in told
+    assert "1 run\n" in told
+    assert "Order: E8M3 > (1 of 1 seeds) E8M7" in told
+
+
+def test_a_file_of_other_settings_is_refused_and_left(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = kept.read_bytes()
+    assert main(_argv(kept, "--kernel", "flash@paper")) == 2
+    error = capsys.readouterr().err
+    assert "was written with kernel = flash@fused, not flash@paper; name another --out" in error
+    assert error.count("\n") == 1
+    assert kept.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--formats", "E1M0"], "unknown format 'E1M0'"),
+        (["--formats", "E9M30"], "unknown format 'E9M30'"),
+        (["--formats", "E8M3:inner=4:outer=3"], "the range is empty"),
+        (["--steps", "3", "--every", "2"], "--steps 3 and --more 2 must be multiples of --every 2"),
+        (["--rate", "0"], "--rate must be above 0"),
+        (["--seeds", "0"], "--seeds must be at least 1"),
+        (["--eps", "0"], "--eps 0: expected numbers above 0"),
+        (["--kernel", "nonsense"], "unknown kernel 'nonsense'"),
+    ],
+)
+def test_bad_usage_is_one_line(flags: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*_argv(tmp_path / "none.jsonl"), *flags]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_without_scipy_it_says_what_to_install(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "find_spec", lambda name: None)
+    assert main(_argv(kept)) == 2
+    assert "pip install 'tiebreak[sharpness]'" in capsys.readouterr().err
+
+
+def test_a_run_of_train_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    assert main(["train", *f"--steps 1 --sequences 2 --kernel flash@fp32 --out {folder}".split()]) == 0
+    capsys.readouterr()
+    assert main(["sharpness", str(folder), "--eps", "5e-4", "--held-out", "8"]) == 0
+    told = capsys.readouterr().out
+    assert f"{folder} after 1 step: loss of the last tokens of 8 sequences 4." in told
+    # At the start all of 128 tokens are about as likely, ln 128 = 4.85: the rise is about 2 epsilon of 5.85.
+    assert 0.015 < float(told.splitlines()[-1].split("|")[2]) < 0.03
+    assert main(["sharpness", str(tmp_path / "other")]) == 2
+    assert "no checkpoint.pt in it" in capsys.readouterr().err
