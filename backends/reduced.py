@@ -289,7 +289,7 @@ def reduce_precision(
 
     Of any torch model: `functional.linear`, `torch.matmul` and its kin, `einsum`, and `scaled_dot_product_attention`,
     which becomes two masked products. A backward pass is masked if its forward pass was, wherever it is called. What is
-    not seen: convolutions, compiled code, and what a checkpoint computes anew outside the context.
+    not seen: convolutions, compiled code, and what a checkpoint computes anew.
 
     Args:
         reduction: the mask.

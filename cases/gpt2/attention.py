@@ -124,26 +124,21 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        with torch._C.DisableTorchFunction():
-            return _gradients(ctx, do)
-
-
-def _gradients(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, o, lse = ctx.saved_tensors
-    kernel, call = ctx.kernel, ctx.call
-    if _own_backward(kernel):
-        do = call.arithmetic.cast(do, kernel.inputs)  # as it takes it; the suite's backward pass works in fp32
-    inputs = _inputs(q, k, v, do, ctx.noise, kernel)
-    if lse is None and (call.observer is not None or not _own_backward(kernel)):
-        lse = run_forward(FP32_ATTENTION, inputs, call.arithmetic).lse
-    wanted = ctx.needs_input_grad[:3]
-    output = AttentionOutput(o, lse, tiles=ctx.tiles)
-    found = _backward(kernel.implementation, inputs, output, call.arithmetic, wanted)
-    if call.observer is not None:
-        output = AttentionOutput(o, lse, found)
-        call.observer(Observation(call.layer, ctx.heads, kernel, call.arithmetic, inputs, output, call.x))
-    gradients = zip((found.dq, found.dk, found.dv), wanted, strict=True)
-    return (*(gradient if asked else None for gradient, asked in gradients), None, None, None)
+        q, k, v, o, lse = ctx.saved_tensors
+        kernel, call = ctx.kernel, ctx.call
+        if _own_backward(kernel):
+            do = call.arithmetic.cast(do, kernel.inputs)  # as it takes it; the suite's backward pass works in fp32
+        inputs = _inputs(q, k, v, do, ctx.noise, kernel)
+        if lse is None and (call.observer is not None or not _own_backward(kernel)):
+            lse = run_forward(FP32_ATTENTION, inputs, call.arithmetic).lse
+        wanted = ctx.needs_input_grad[:3]
+        output = AttentionOutput(o, lse, tiles=ctx.tiles)
+        found = _backward(kernel.implementation, inputs, output, call.arithmetic, wanted)
+        if call.observer is not None:
+            output = AttentionOutput(o, lse, found)
+            call.observer(Observation(call.layer, ctx.heads, kernel, call.arithmetic, inputs, output, call.x))
+        gradients = zip((found.dq, found.dk, found.dv), wanted, strict=True)
+        return (*(gradient if asked else None for gradient, asked in gradients), None, None, None)
 
 
 def _own_backward(kernel: HeadKernel) -> bool:

@@ -194,7 +194,8 @@ def test_autocast_rounds_nothing_more() -> None:
 def test_the_inner_context_holds_alone() -> None:
     a, b = _normal(16, 16), _normal(16, 16, seed=1)
     with reduce_precision(E8M3), reduce_precision(Reduction(TF32)):
-        assert _equal(a @ b, Reduction(TF32).mask(Reduction(TF32).mask(a) @ Reduction(TF32).mask(b)))
+        found = a @ b
+    assert _equal(found, Reduction(TF32).mask(Reduction(TF32).mask(a) @ Reduction(TF32).mask(b)))
 
 
 class _Block(nn.Module):
@@ -239,7 +240,8 @@ def test_a_module_that_raises_leaves_the_context_as_it_was() -> None:
     with reduce_precision(E8M3, model, {"head": None}):
         with pytest.raises(RuntimeError):
             model.head(_normal(3, 3))
-        assert torch.equal(x @ x, E8M3.mask(E8M3.mask(x) @ E8M3.mask(x)))
+        found = x @ x
+    assert torch.equal(found, E8M3.mask(E8M3.mask(x) @ E8M3.mask(x)))
 
 
 def test_the_innermost_name_and_the_first_glob_count() -> None:
@@ -332,7 +334,7 @@ def test_gpt2s_attention_is_its_kernel_in_the_format_and_masked_by_nothing_else(
         assert isinstance(declared, Declaration)
         assert declared.label == kernel.replace("fair", "dithered@fused_stochastic")
         told = {(cast.fmt.name, cast.rounding) for _, cast in declared.plan.casts() if cast.follows}
-        assert told <= {("E8M4", mode), ("E8M4", Rounding.STOCHASTIC)}
+        assert told == {("E8M4", mode)} | ({("E8M4", Rounding.STOCHASTIC)} if kernel == "fair" else set())
         # Once more outside of the context: a product that the context masked had other bits.
         assert _equal(each.output.o, run_forward(declared, each.inputs, EMULATION.arithmetic).o)
         assert each.output.gradients is not None
