@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import gfloat  # type: ignore[import-untyped]
 import numpy as np
@@ -215,6 +217,13 @@ class _Model(nn.Module):
         self.head = nn.Linear(8, 8, bias=False)
 
 
+def test_what_the_inner_context_leaves_unmasked_no_other_masks() -> None:
+    model, x = _Model(), _normal(8, 8)
+    with reduce_precision(E8M3), reduce_precision(E8M7, model, {"head": None}):
+        found = model.head(x)
+    assert torch.equal(found, model.head(x))
+
+
 def test_modules_go_another_way_by_name() -> None:
     model, x = _Model(), _normal(8, 8)
     otherwise = {"head": None, "blocks.0.inside": None, "blocks.0": Reduction(TF32)}
@@ -379,3 +388,12 @@ def test_gpt2_refuses_what_it_can_not_round() -> None:
     model.arithmetic = CPU.arithmetic
     with pytest.raises(ValueError, match="runs on the emulation alone"), reduced_gpt2(model, E8M3):
         pass
+
+
+def test_the_page_has_what_its_script_measures(docs_script: Callable[[str], ModuleType]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reduced-precision.md").read_text(encoding="utf-8")
+    fmt, *measured = docs_script("reduced_precision.py").row("E8M3")
+    line = next(line for line in page.splitlines() if line.startswith(f"| {fmt} | -"))
+    for found, told in zip(measured, line.strip("| ").split(" | ")[1:], strict=True):
+        # Sums of fp32 in another order leave the third digit in doubt.
+        assert float(found.split()[0]) == pytest.approx(float(told.split()[0]), abs=2e-3)
