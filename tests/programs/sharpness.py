@@ -279,7 +279,12 @@ def summary(runs: Sequence[Run], settings: Settings) -> str:
 
 def _values(runs: Sequence[Run], phase: str, step: int, of: Callable[[Point], float]) -> str:
     """Mean and standard deviation over seeds."""
-    found = [of(point) for run in runs for point in run.measured if (point.phase, point.step) == (phase, step)]
+    return _told_values(
+        [of(point) for run in runs for point in run.measured if (point.phase, point.step) == (phase, step)]
+    )
+
+
+def _told_values(found: Sequence[float]) -> str:
     if not found:
         return "-"
     spread = f" ± {statistics.stdev(found):.2g}" if len(found) > 1 else ""
@@ -312,9 +317,31 @@ def _at_the_end(of: Mapping[str, Sequence[Run]], settings: Settings) -> str:
     first = f"{settings.epsilons[0]:g}"
     columns[f"eps {first}, logits in fp32"] = lambda point: point.unmasked[first]
     rows = [
-        [name, *(_values(runs, TRAINED, settings.steps, of) for of in columns.values())] for name, runs in of.items()
+        [
+            name,
+            *(_values(runs, TRAINED, settings.steps, column) for column in columns.values()),
+            _against(runs, of.get(settings.back, ()), settings),
+        ]
+        for name, runs in of.items()
     ]
-    return _table(rows, ["format", *columns], f"After {settings.steps} steps")
+    head = ["format", *columns, f"eps {first}, in per cent of {settings.back}'s"]
+    return _table(rows, head, f"After {settings.steps} steps")
+
+
+def _against(runs: Sequence[Run], others: Sequence[Run], settings: Settings) -> str:
+    """Sharpness at the end in per cent of the other format's at the same seed, so with the same batches."""
+    own, other = _at_end(runs, settings), _at_end(others, settings)
+    shares = [100 * own[seed] / other[seed] for seed in own.keys() & other.keys()]
+    return _told_values(shares)
+
+
+def _at_end(runs: Sequence[Run], settings: Settings) -> dict[int, float]:
+    """Sharpness by seed at the end of the stretch in a run's own format."""
+    first = f"{settings.epsilons[0]:g}"
+    points = ((run.seed, point) for run in runs for point in run.measured)
+    return {
+        seed: point.masked[first] for seed, point in points if (point.phase, point.step) == (TRAINED, settings.steps)
+    }
 
 
 def _gone_on(of: Mapping[str, Sequence[Run]], settings: Settings) -> str:
@@ -332,17 +359,8 @@ def _gone_on(of: Mapping[str, Sequence[Run]], settings: Settings) -> str:
 
 def _groups(of: Mapping[str, Sequence[Run]], settings: Settings) -> Iterator[dict[str, dict[int, float]]]:
     """Sharpness at the end by format and seed, of each way to mask."""
-    first = f"{settings.epsilons[0]:g}"
     for suffix in sorted({name.partition(":")[2] for name in of}):
-        group: dict[str, dict[int, float]] = {}
-        for name, runs in of.items():
-            if name.partition(":")[2] == suffix:
-                points = ((run.seed, point) for run in runs for point in run.measured)
-                group[name] = {
-                    seed: point.masked[first]
-                    for seed, point in points
-                    if (point.phase, point.step) == (TRAINED, settings.steps)
-                }
+        group = {name: _at_end(runs, settings) for name, runs in of.items() if name.partition(":")[2] == suffix}
         yield {name: found for name, found in group.items() if found}
 
 
@@ -380,9 +398,10 @@ def _of_folder(folder: Path, data: Path | None, epsilons: list[float], sequences
 
 
 def _settings(options: argparse.Namespace, epsilons: list[float]) -> Settings:
-    for name in ("steps", "every", "seeds", "sequences", "held_out"):
-        if getattr(options, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
+    for name in ("steps", "every", "seeds", "sequences", "held_out", "workers"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if options.more < 0 or options.steps % options.every or options.more % options.every:
         raise UsageError(
             f"--steps {options.steps} and --more {options.more} must be multiples of --every {options.every}"
