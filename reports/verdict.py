@@ -12,7 +12,7 @@ _LISTED = 8  # cases of a list that are named; the table has them all
 # What `tiebreak.matrix.explain` says of plans: one, or several that can't be told apart.
 _NAMED = re.compile(r"(?:follows|behaves like|can't tell apart:) (.+?)(?: \(| on these| in \d)")
 #: Shift rules that leave a row's maximum as it is: `rule@plan`, or an algorithm's own name.
-PLAIN = frozenset({"flash", "flash_1", "standard", "lazy", "as_printed_v1"})
+PLAIN = frozenset({"flash", "flash_1", "standard", "lazy", "lazy_4", "as_printed_v1"})
 _WIDTH = 12
 
 

@@ -108,18 +108,21 @@ def fma(x: torch.Tensor, factor: float | torch.Tensor, addend: torch.Tensor) -> 
 
 
 class _Constants(NamedTuple):
-    """Numbers of a rounding, as tensors: making them of Python's takes longer than the operation that takes them."""
+    """Numbers of a rounding."""
 
-    shift: torch.Tensor
-    one: torch.Tensor
-    below_half: torch.Tensor
-    kept: torch.Tensor
+    shift: torch.Tensor | int
+    one: torch.Tensor | int
+    below_half: torch.Tensor | int
+    kept: torch.Tensor | int
 
 
 @cache
-def _constants(shift: int, dtype: torch.dtype) -> _Constants:
+def _constants(shift: int, dtype: torch.dtype, device: str) -> _Constants:
+    """As tensors on the host, where making one of Python's number takes longer than the operation that takes it."""
     discarded = (1 << shift) - 1
     numbers = (shift, 1, discarded >> 1, ~discarded)
+    if device != "cpu":
+        return _Constants(*numbers)
     return _Constants(*(torch.tensor(number, dtype=dtype, device="cpu") for number in numbers))
 
 
@@ -132,7 +135,7 @@ def _round_bits(bits: torch.Tensor, shift: int, mode: Rounding, random_bits: tor
     """
     if shift == 0:
         return bits.clone()
-    discarded, constants = (1 << shift) - 1, _constants(shift, bits.dtype)
+    discarded, constants = (1 << shift) - 1, _constants(shift, bits.dtype, bits.device.type)
     negative = bits.element_size() * 8 - 1  # shifting by this makes all bits the sign
     match mode:
         case Rounding.TO_EVEN:
