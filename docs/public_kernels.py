@@ -352,6 +352,29 @@ def aiter_mha(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: f
     )[0]
 
 
+def _in_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(batch, N, heads, d) in e4m3, and a scale for each head, (batch, heads)."""
+    scale = (x.float().abs().amax((1, 3)) / 448.0).clamp(min=1e-30)
+    return (x.float() / scale[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+@kernel(layout="bnhd", takes="gqa", backward="none")
+def aiter_mha_fp8(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float) -> Any:
+    """The same in fp8: q, k and v in e4m3 with a scale a head, P with one of its own in every tile."""
+    inner = ("_triton_kernels.attention.mha", "utils.types", "utils._triton.pid_preprocessing")
+    inner += ("utils._triton.mha_kernel_utils",)
+    file = source(
+        f"{_AITER}attention.mha", also=tuple(_AITER + one for one in inner), get_num_xcds=lambda: 8,
+        arch_info=SimpleNamespace(get_arch=lambda: "gfx950", is_fp8_avail=_yes),
+    )  # fmt: skip
+    (q8, q_scale), (k8, k_scale), (v8, v_scale) = map(_in_e4m3, (q, k, v))
+    blocks = {"BLOCK_M": 128, "BLOCK_N": 64, "PRELOAD_V": False}
+    return file._flash_attn_forward(
+        q8, k8, v8, 0.0, softmax_scale, causal, -1, -1, None, None, False, False, q.shape[1], k.shape[1],
+        descale_q=q_scale, descale_k=k_scale, descale_v=v_scale, config=blocks,
+    )[0].to(q.dtype)  # fmt: skip
+
+
 # xformers, whose kernel is now in MSLK.
 
 _MSLK = "mslk.attention.fmha."
@@ -404,6 +427,7 @@ SOURCES = {
     "conch": "conch.kernels.attention.varlen_attention",
     "conch_split": "conch.kernels.attention.varlen_attention",
     "aiter_mha": f"{_AITER}attention.mha",
+    "aiter_mha_fp8": f"{_AITER}attention.mha",
     "xformers_splitk": f"{_MSLK}triton_splitk",
     "flash_attn_triton": "flash_attn.flash_attn_triton",
 }
