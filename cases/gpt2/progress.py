@@ -1,4 +1,4 @@
-"""How a run is getting on: what its monitors read, its log, and the two ways in which it goes wrong."""
+"""How a run is getting on: what its monitors read, its log, and an early warning."""
 
 import json
 import math
@@ -15,29 +15,11 @@ from tiebreak.cases.gpt2.monitors import MEASURES, View, alignment, sign_diversi
 from tiebreak.cases.gpt2.ranks import Ranks
 
 LOG = "log.jsonl"
-EXPLOSION_NATS = 2.0  # a loss this far above the lowest so far ...
-EXPLOSION_STEPS = 5  # ... in this many steps in a row has exploded
 # arXiv 2510.04202 calls the collapse of the sign diversity an early warning. The numbers are this suite's: six sound
 # runs of the preset tiny (seeds 0 to 5, 400 steps, reports every 10) were below for 5 reports in a row at most, two at
 # learning rates 30 and 300 times too high for 24 and 21.
 COLLAPSED_DIVERSITY = 0.02  # 99 of 100 tokens point one way ...
 COLLAPSED_REPORTS = 8  # ... in this many reports in a row
-
-
-@dataclass
-class Watch:
-    """Notices an explosion of the loss."""
-
-    lowest: float = math.inf  # loss so far, in nats
-    above: int = 0  # steps in a row far above it
-
-    def exploded(self, loss: float) -> bool:
-        """Whether the run is over, given the loss of one more step."""
-        if not math.isfinite(loss):
-            return True
-        self.above = self.above + 1 if loss > self.lowest + EXPLOSION_NATS else 0
-        self.lowest = min(self.lowest, loss)
-        return self.above >= EXPLOSION_STEPS
 
 
 @dataclass(frozen=True)

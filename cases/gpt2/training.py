@@ -1,20 +1,21 @@
 """A real run: optimiser steps over the parts of a batch, reports, checkpoints, and an end when the loss explodes."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from tiebreak.cases.gpt2.attention import Observation
+from tiebreak.cases.gpt2.attention import Observation, Observer
 from tiebreak.cases.gpt2.captures import Captures
 from tiebreak.cases.gpt2.checkpoints import Checkpoint, save
 from tiebreak.cases.gpt2.data import Batches
+from tiebreak.cases.gpt2.divergence import Watch
 from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.optimizers import CLIP, Schedule, optimizers
-from tiebreak.cases.gpt2.progress import Log, Progress, Readings, Watch
+from tiebreak.cases.gpt2.progress import Log, Progress, Readings
 from tiebreak.cases.gpt2.ranks import Ranks
 
 PRECISIONS = ("bf16", "fp32")
@@ -37,6 +38,80 @@ class Recipe:
 
 def _never() -> bool:
     return False
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a step told, of all processes together."""
+
+    loss: float  # of the whole batch, in nats
+    rate: float  # learning rate
+    stop: bool  # whether a process was asked to stop
+
+
+class Steps:
+    """Takes a run's steps: the forward and backward pass of every part of a batch, then the optimisers."""
+
+    def __init__(self, model: GPT2, batches: Batches, recipe: Recipe, ranks: Ranks) -> None:
+        """Set up the optimisers.
+
+        Args:
+            model: with its kernels and arithmetic, on its device.
+            batches: the data, of any step, divisible into the recipe's parts.
+            recipe: how steps are taken.
+            ranks: the processes that share a batch's parts; their number divides that of the parts.
+
+        Raises:
+            ValueError: no such optimiser.
+        """
+        self._model, self._batches, self._recipe, self._ranks = model, batches, recipe, ranks
+        self.weights = list(model.parameters())
+        self._device = self.weights[0].device
+        self.optimizers = optimizers(recipe.optimizer, model)
+
+    def take(
+        self, step: int, observers: Callable[[int], Sequence[Observer]], stop: Callable[[], bool] = _never
+    ) -> Told:
+        """Take one step.
+
+        Args:
+            step: of the run, from 0.
+            observers: of a part's calls of attention, by the part's number.
+            stop: whether this process was asked to stop; asked once.
+        """
+        rate = self._recipe.schedule.at(step)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        told = torch.zeros(2, device=self._device)  # the loss, who was asked to stop
+        for part in self._ranks.share(self._recipe.parts):
+            told[0] += self._part(step, part, observers(part))
+        told[1] = float(stop())
+        self._ranks.add(told)
+        for weight in self.weights:
+            assert weight.grad is not None
+            self._ranks.add(weight.grad)
+        nn.utils.clip_grad_norm_(self.weights, CLIP)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return Told(told[0].item(), rate, told[1].item() > 0)
+
+    def _part(self, step: int, part: int, observers: Sequence[Observer]) -> Tensor:
+        """Forward and backward pass of one part; its share of the loss."""
+        parts = self._recipe.parts
+
+        def observe(observation: Observation) -> None:
+            for observer in observers:
+                observer(observation)
+
+        self._model.observer = observe if observers else None
+        tokens, targets = (tensor.to(self._device) for tensor in self._batches.batch(step, part, parts))
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._recipe.precision == "bf16"):
+            # Parts are numbered like steps: each has noise of its own.
+            loss = self._model.loss(tokens, targets, step * parts + part) / parts
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
 
 class Training:
@@ -64,11 +139,9 @@ class Training:
         Raises:
             ValueError: no such optimiser.
         """
-        self._model, self._batches, self._recipe, self._run, self._folder = model, batches, recipe, run, folder
+        self._model, self._recipe, self._run, self._folder = model, recipe, run, folder
         self._ranks, self._log = ranks, Log(folder)
-        self._weights = list(model.parameters())
-        self._device = self._weights[0].device
-        self._optimizers = optimizers(recipe.optimizer, model)
+        self._steps = Steps(model, batches, recipe, ranks)
         self._watch, self._captures = Watch(), Captures()
         self.done = 0  # steps
         self.exploded = self.interrupted = False
@@ -77,12 +150,12 @@ class Training:
     @property
     def parameters(self) -> int:
         """How many numbers are trained."""
-        return sum(weight.numel() for weight in self._weights)
+        return sum(weight.numel() for weight in self._steps.weights)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on where a checkpoint was taken; what the log says of later steps is forgotten."""
         self._model.load_state_dict(checkpoint.model)
-        for optimizer, state in zip(self._optimizers, checkpoint.optimizers, strict=True):
+        for optimizer, state in zip(self._steps.optimizers, checkpoint.optimizers, strict=True):
             optimizer.load_state_dict(state)
         self._watch, self.done = Watch(*checkpoint.watch), checkpoint.step
         if self._ranks.first:
@@ -104,11 +177,11 @@ class Training:
         while self.done < steps and not self.exploded and not self.interrupted:
             last = self.done + 1 == steps
             readings = Readings(self._model) if (self.done + 1) % every == 0 or last else None
-            rate = self._recipe.schedule.at(self.done)
-            loss, self.interrupted = self._step(rate, readings, stop)
+            told = self._step(readings, stop)
+            loss, rate, self.interrupted = told.loss, told.rate, told.stop
             if self.done == 1 and not math.isfinite(loss):
                 raise NotFiniteAtStartError(f"the loss of the first step is {loss}: check the kernel and the data")
-            self.exploded = self._watch.exploded(loss)
+            self.exploded = self._watch.diverged(loss) is not None
             progress = None if readings is None else readings.report(self.done, loss, rate, self._ranks)
             if self.exploded and progress is None:
                 progress = Progress(self.done, loss, rate)
@@ -117,43 +190,13 @@ class Training:
             if progress is not None:
                 yield progress
 
-    def _step(self, rate: float, readings: Readings | None, stop: Callable[[], bool]) -> tuple[float, bool]:
-        """One step of the optimisers; the loss of the whole batch, and whether a process was asked to stop."""
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+    def _step(self, readings: Readings | None, stop: Callable[[], bool]) -> Told:
+        """One step; the captures and the monitors look at it."""
         self._captures.begin(self.done + 1)
-        told = torch.zeros(2, device=self._device)  # the loss, who was asked to stop
-        for part in self._ranks.share(self._recipe.parts):
-            told[0] += self._part(part, readings)
-        told[1] = float(stop())
-        self._ranks.add(told)
-        for weight in self._weights:
-            assert weight.grad is not None
-            self._ranks.add(weight.grad)
-        nn.utils.clip_grad_norm_(self._weights, CLIP)
-        for optimizer in self._optimizers:
-            optimizer.step()
+        monitors: list[Observer] = [] if readings is None else [readings]
+        told = self._steps.take(self.done, lambda part: ([self._captures] if part == 0 else []) + monitors, stop)
         self.done += 1
-        return told[0].item(), told[1].item() > 0
-
-    def _part(self, part: int, readings: Readings | None) -> Tensor:
-        """Forward and backward pass of one part; its share of the loss."""
-        parts = self._recipe.parts
-        observers = ([self._captures] if part == 0 else []) + ([] if readings is None else [readings])
-
-        def observe(observation: Observation) -> None:
-            for observer in observers:
-                observer(observation)
-
-        self._model.observer = observe if observers else None
-        tokens, targets = (tensor.to(self._device) for tensor in self._batches.batch(self.done, part, parts))
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._recipe.precision == "bf16"):
-            # Parts are numbered like steps: each has noise of its own.
-            loss = self._model.loss(tokens, targets, self.done * parts + part) / parts
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
+        return told
 
     def _keep(self, progress: Progress | None, *, checkpoint: bool) -> None:
         """Write what a step leaves in the folder; the log first, a kill in between leaves it no gap."""
@@ -164,5 +207,5 @@ class Training:
             self.captured = self._captures.write(self._folder, told)
         elif checkpoint:
             watch = (self._watch.lowest, self._watch.above)
-            states = [optimizer.state_dict() for optimizer in self._optimizers]
+            states = [optimizer.state_dict() for optimizer in self._steps.optimizers]
             save(Checkpoint(self.done, self._run, self._model.state_dict(), states, watch), self._folder)

@@ -20,9 +20,10 @@ from tiebreak.backends.backend import CPU
 from tiebreak.cases.gpt2.attention import Call, HeadKernel, Observation, attend
 from tiebreak.cases.gpt2.captures import KEPT_STEPS, Captures
 from tiebreak.cases.gpt2.checkpoints import CHECKPOINT
+from tiebreak.cases.gpt2.divergence import EXPLOSION_STEPS
 from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.monitors import View
-from tiebreak.cases.gpt2.progress import COLLAPSED_REPORTS, EXPLOSION_STEPS, LOG, EarlyWarning, Progress, Watch
+from tiebreak.cases.gpt2.progress import COLLAPSED_REPORTS, LOG, EarlyWarning, Progress
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.programs.train import main
 
@@ -478,11 +479,3 @@ def test_other_data_is_another_run(tmp_path: Path, capsys: pytest.CaptureFixture
     assert _train(tmp_path / "run", "--data", str(tmp_path / "one"), steps=2) == 0
     assert _train(tmp_path / "run", "--data", str(tmp_path / "other"), "--resume", steps=2) == 2
     assert "was written with data = " in capsys.readouterr().err
-
-
-def test_the_watch_waits_for_a_loss_that_stays_high() -> None:
-    watch = Watch()
-    assert not any(watch.exploded(loss) for loss in (9.0, 4.0, 6.5, 6.5, 6.5, 6.5, 5.0, 6.5, 6.5, 6.5, 6.5))
-    assert watch.exploded(6.5)
-    assert Watch().exploded(math.nan)
-    assert Watch().exploded(math.inf)
