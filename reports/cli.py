@@ -35,10 +35,10 @@ class Verb:
 
 VERBS = {
     "check": Verb("tiebreak.programs.check", "a kernel of your own: the verdict, and what it rests on"),
-    "show": Verb("tiebreak.reports.show", "the table of one run or audit"),
+    "show": Verb("tiebreak.reports.show", "the table of one run, audit or sweep"),
     "compare": Verb("tiebreak.reports.compare", "several runs side by side: what agrees to the bit, what does not"),
     "gate": Verb("tiebreak.reports.gate_command", "fail if a run is worse than a baseline"),
-    "page": Verb("tiebreak.reports.page", "one HTML file of runs and audits: heat maps, figures, tables"),
+    "page": Verb("tiebreak.reports.page", "one HTML file of runs, audits and sweeps: heat maps, figures, tables"),
     "training": Verb("tiebreak.reports.training_command", "the short training runs of several seeds: table and figure"),
     "audit": Verb("tiebreak.programs.audit.command", "what rounds in the Triton kernels, compiled for GPUs not here"),
     "statement": Verb("tiebreak.programs.statement", "a folder of records to hand in, held to a profile", "state"),
@@ -51,6 +51,7 @@ VERBS = {
     "plans": Verb("tiebreak.programs.listing", "rounding plans and shift rules: what --plan takes", "plans"),
     "train": Verb("tiebreak.programs.train", "train a GPT-2 with any attention kernel, watched by monitors"),
     "sharpness": Verb("tiebreak.programs.sharpness", "how sharp a GPT-2's loss is, against the bits of its products"),
+    "sweep": Verb("tiebreak.programs.sweep", "how often training diverges: seeds, learning rates, formats, kernels"),
 }
 _CODES = "exit codes: 0 all held, 1 a claim or the gate fell, 2 bad usage or unreadable input"
 

@@ -21,6 +21,7 @@ class Series:
     points: tuple[tuple[float, float], ...]
     marked: tuple[tuple[float, float], ...] = ()  # drawn as dots on the line
     dashed: bool = False  # a theory, not a measurement
+    bars: tuple[tuple[float, float, float], ...] = ()  # x, and from where to where an interval goes
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,38 @@
-"""Files of either kind, records of a run or audits of compiled kernels, told apart by what is in them."""
+"""What there is to read: records of a run, audits of compiled kernels, and folders of sweeps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tiebreak.reports import audit, store
 from tiebreak.reports.audit import Audits
 from tiebreak.reports.records import Run
 from tiebreak.reports.store import UnreadableRecordsError
+from tiebreak.reports.sweeps import Sweep, read_sweep
 
 
-def read(path: Path) -> Run | Audits:
-    """Read a file.
+def read(path: Path) -> Run | Audits | Sweep:
+    """Read a file, or a sweep's folder.
 
     Raises:
-        UnreadableRecordsError: as `tiebreak.reports.store.read` and `tiebreak.reports.audit.read`.
+        UnreadableRecordsError: as `tiebreak.reports.store.read`, `tiebreak.reports.audit.read` and
+            `tiebreak.reports.sweeps.read_sweep`.
     """
+    if path.is_dir():
+        return read_sweep(path)
     plain = store.load(path)
     return audit.decode(plain, path) if store.is_audit(plain) else store.decode(plain, path)
 
 
-def read_all(paths: Sequence[Path]) -> tuple[dict[Path, Run], dict[Path, Audits]]:
+def read_all(paths: Sequence[Path]) -> tuple[dict[Path, Run], dict[Path, Audits], dict[Path, Sweep]]:
     """Read several files.
 
     Raises:
         UnreadableRecordsError: as `read`; or two of the files hold the same.
 
     Returns:
-        The runs and the audits by file, in the order they come in.
+        The runs, the audits and the sweeps by file, in the order they come in.
     """
+    sweeps: dict[Path, Sweep] = {}
     runs: dict[Path, Run] = {}
     audits: dict[Path, Audits] = {}
     for path in paths:
@@ -35,9 +40,15 @@ def read_all(paths: Sequence[Path]) -> tuple[dict[Path, Run], dict[Path, Audits]
         if isinstance(found, Run):
             store.refuse_repeated(found, path, runs.items())
             runs[path] = found
-            continue
-        for other, earlier in audits.items():
-            if found == earlier:
-                raise UnreadableRecordsError(f"{path}: audits: the same as in {other}; give each audit once")
-        audits[path] = found
-    return runs, audits
+        elif isinstance(found, Sweep):
+            sweeps[path] = found
+        else:
+            _refuse_repeated(found, path, audits)
+            audits[path] = found
+    return runs, audits, sweeps
+
+
+def _refuse_repeated(found: Audits, path: Path, audits: Mapping[Path, Audits]) -> None:
+    for other, earlier in audits.items():
+        if found == earlier:
+            raise UnreadableRecordsError(f"{path}: audits: the same as in {other}; give each audit once")

@@ -1,4 +1,4 @@
-"""`tiebreak page FILE... -o DIR`: one HTML file that needs no network, to look at runs and audits."""
+"""`tiebreak page FILE... -o DIR`: one HTML file that needs no network, to look at runs, audits and sweeps."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -17,6 +17,8 @@ from tiebreak.reports.mechanism import drawing
 from tiebreak.reports.page_data import page_data
 from tiebreak.reports.records import Run
 from tiebreak.reports.svg import draw
+from tiebreak.reports.sweep_tables import sweep_figures
+from tiebreak.reports.sweeps import Sweep
 from tiebreak.reports.training import TRAINING, training_legend
 
 _HERE = Path(__file__).parent
@@ -41,24 +43,28 @@ _KEY = (
 
 def main(arguments: Sequence[str]) -> int:
     """The verb `page`; see `tiebreak.reports.cli.main`."""
-    parser = Parser(prog="tiebreak page", description="One HTML file of runs and audits.")
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="records of runs, audits")
+    parser = Parser(prog="tiebreak page", description="One HTML file of runs, audits and sweeps.")
+    parser.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help="records of runs, audits, folders of sweeps"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder for index.html")
     parser.add_argument("--figures", action="store_true", help="also every figure as SVG and PNG (needs matplotlib)")
     options = parser.parse_args(arguments)
-    by_file, audited = files.read_all(options.files)
-    if options.figures and not by_file:
+    by_file, audited, swept = files.read_all(options.files)
+    if options.figures and not by_file and not swept:
         raise UsageError("--figures: an audit has none; name records of a run, too")
     runs = list(by_file.values())
     labels = platform_labels(runs, list(by_file))
     found = figures(runs, labels)
     path = options.output / "index.html"
-    store.write_text(page(runs, labels, found, _by_compiler(audited)), path)
+    sweeps = dict(zip(distinct([folder.name for folder in swept], list(swept)), swept.values(), strict=True))
+    store.write_text(page(runs, labels, found, _by_compiler(audited), sweeps), path)
     print(f"page: {path}")
     if options.figures:
         from tiebreak.reports import plots
 
-        print("\n".join(f"figure: {file}" for file in plots.save(found, runs, labels, options.output / "figures")))
+        drawn = [*found, *(one for label, sweep in sweeps.items() for one in sweep_figures(sweep, label))]
+        print("\n".join(f"figure: {file}" for file in plots.save(drawn, runs, labels, options.output / "figures")))
     return HELD
 
 
@@ -72,6 +78,7 @@ def page(
     labels: Sequence[str],
     found: Sequence[Figure],
     audits: Mapping[str, Audits] = MappingProxyType({}),
+    sweeps: Mapping[str, Sweep] = MappingProxyType({}),
 ) -> str:
     """The page as HTML. Every string of the records is escaped or is data that the script shows as text.
 
@@ -80,13 +87,14 @@ def page(
         labels: of their platforms.
         found: the figures.
         audits: of compiled kernels, by what tells them apart.
+        sweeps: by what tells them apart.
 
     Returns:
         The whole file.
     """
     style, *scripts = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", *_SCRIPTS))
     script = "".join(scripts)
-    sections = [_figures(found), page_tables.audits(audits)]
+    sections = [_figures(found), page_tables.audits(audits), *map(_swept, sweeps, sweeps.values())]
     if runs:
         data = f'<script type="application/json" id="data">{page_data(runs, labels)}</script>'
         cells = [_CELLS, page_tables.words(runs), _DIALOG, data, f"<script>{script}</script>"]
@@ -189,10 +197,17 @@ def _key() -> str:
 
 
 def _figures(found: Sequence[Figure]) -> str:
-    if not found:
-        return ""
+    return "\n".join(['<h2 id="figures">Where it comes from</h2>', _drawn(found)]) if found else ""
+
+
+def _drawn(found: Sequence[Figure]) -> str:
     parts = [
         f"<figure>\n<figcaption><b>{escape(one.title)}</b>. {escape(one.note)}</figcaption>\n{draw(one)}\n</figure>"
         for one in found
     ]
-    return "\n".join(['<h2 id="figures">Where it comes from</h2>', '<div class="figures">', *parts, "</div>"])
+    return "\n".join(['<div class="figures">', *parts, "</div>"])
+
+
+def _swept(label: str, sweep: Sweep) -> str:
+    """A sweep: its tables, and what becomes of its runs as the learning rate grows."""
+    return "\n".join([page_tables.sweep(label, sweep), _drawn(sweep_figures(sweep, label))])

@@ -1,4 +1,4 @@
-"""The tables of the page that need no script: audits, and words."""
+"""The tables of the page that need no script: audits, sweeps, and words."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -6,6 +6,8 @@ from html import escape
 from tiebreak.reports.audit import Audits
 from tiebreak.reports.audit_tables import HEADERS, LEGEND, AuditGrid, Row, about, audit_grids
 from tiebreak.reports.records import Run
+from tiebreak.reports.sweep_tables import grids, legend
+from tiebreak.reports.sweeps import Sweep
 
 
 def audits(found: Mapping[str, Audits]) -> str:
@@ -25,6 +27,29 @@ def audits(found: Mapping[str, Audits]) -> str:
         parts.append(f"<p>{escape(about(one))}</p>")
         parts += [_audited(grid, opened=number == at == 0) for at, grid in enumerate(audit_grids(one))]
     return "\n".join([*parts, lines(LEGEND)])
+
+
+def sweep(label: str, found: Sweep) -> str:
+    """A sweep's tables, of rates and of losses, with what they say.
+
+    Args:
+        label: what tells it from others.
+        found: as far as it is done.
+
+    Returns:
+        HTML.
+    """
+    parts = [f'<h2 class="sweep">Sweep {escape(label)}: how often training diverged</h2>']
+    for title, (headers, *rows) in zip(
+        ("runs that diverged", "loss of the others, in nats"), grids(found), strict=True
+    ):
+        body = [
+            f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(text)}</td>" for text in rest)}</tr>'
+            for first, *rest in rows
+        ]
+        table = _table("swept", headers, body, f"<caption>{escape(title)}</caption>")
+        parts.append(f'<div class="wide" tabindex="0" role="region" aria-label="{escape(title)}">{table}</div>')
+    return "\n".join([*parts, lines(legend(found))])
 
 
 def words(runs: Sequence[Run]) -> str:

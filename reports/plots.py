@@ -159,6 +159,8 @@ def _lines(axes: Any, figure: Figure) -> None:
         axes.plot(*zip(*series.points, strict=True), style, color=colour, label=_plain(series.label))
         if series.marked:
             axes.plot(*zip(*series.marked, strict=True), "o", color=colour)
+        for place, low, high in series.bars:
+            axes.plot((place, place), (low, high), color=colour, linewidth=1)
     axes.axhline(0, color="#666666", linewidth=0.8)
     if figure.x_ticks:
         axes.set_xticks([place for place, _ in figure.x_ticks], labels=[label for _, label in figure.x_ticks])

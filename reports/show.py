@@ -1,4 +1,4 @@
-"""`tiebreak show FILE`: the table of one run or audit, on the terminal or in a format for elsewhere."""
+"""`tiebreak show FILE`: the table of one run, audit or sweep, on the terminal or in a format for elsewhere."""
 
 import argparse
 import csv
@@ -8,20 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tiebreak.reports import audit, audit_tables, files, selection, store, tables, terminal
+from tiebreak.reports import audit, audit_tables, files, selection, store, sweep_tables, tables, terminal
 from tiebreak.reports.audit import Audits
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.order import case_places
 from tiebreak.reports.records import Estimate, Record, Run
+from tiebreak.reports.sweeps import Sweep
 
 FORMATS = ("simple", "github", "csv", "json", "latex")
 
 
 def main(arguments: Sequence[str]) -> int:
     """The verb `show`; see `tiebreak.reports.cli.main`."""
-    parser = Parser(prog="tiebreak show", description="The table of one run or audit.")
-    parser.add_argument("file", type=Path, metavar="FILE", help="records of a run, or an audit")
+    parser = Parser(prog="tiebreak show", description="The table of one run, audit or sweep.")
+    parser.add_argument("file", type=Path, metavar="FILE", help="records of a run, an audit, or a sweep's folder")
     parser.add_argument("--format", choices=FORMATS, default="simple", help="default: simple, for the terminal")
     selection.add_options(parser)
     selection.add_only(parser)
@@ -29,6 +30,8 @@ def main(arguments: Sequence[str]) -> int:
     found = files.read(options.file)
     if isinstance(found, Run):
         _show_run(found, options)
+    elif isinstance(found, Sweep):
+        _show_sweep(found, options)
     else:
         _show_audits(found, options)
     return HELD
@@ -47,10 +50,29 @@ def _show_run(run: Run, options: argparse.Namespace) -> None:
         terminal.show(_as_tables(run, options.format, "" if options.only else "missing"))
 
 
-def _show_audits(audits: Audits, options: argparse.Namespace) -> None:
+def _show_sweep(sweep: Sweep, options: argparse.Namespace) -> None:
+    _narrowed_by_kernels_alone(options, "a sweep")
+    if options.kernels is not None:
+        wanted = selection.pick("kernels", "kernel", options.kernels, sweep.settings.kernels)
+        kept = tuple(name for name in sweep.settings.kernels if name in wanted)
+        runs = tuple(run for run in sweep.runs if run.kernel in wanted)
+        sweep = Sweep(replace(sweep.settings, kernels=kept), runs)
+    if options.format == "json":
+        print(sweep_tables.as_json(sweep), end="")
+    elif options.format == "csv":
+        print(sweep_tables.as_csv(sweep), end="")
+    else:
+        terminal.show(sweep_tables.sweep_tables(sweep, terminal.limit(options.format), options.format))
+
+
+def _narrowed_by_kernels_alone(options: argparse.Namespace, what: str) -> None:
     for flag in ("backend", "cases", "only"):
         if getattr(options, flag) is not None:
-            raise UsageError(f"--{flag}: {options.file} is an audit of compiled kernels; --kernels alone narrows it")
+            raise UsageError(f"--{flag}: {options.file} is {what}; --kernels alone narrows it")
+
+
+def _show_audits(audits: Audits, options: argparse.Namespace) -> None:
+    _narrowed_by_kernels_alone(options, "an audit of compiled kernels")
     if options.kernels is not None:
         wanted = selection.pick("kernels", "kernel", options.kernels, audits.kernels)
         audits = replace(audits, audits=tuple(one for one in audits.audits if one.kernel in wanted))

@@ -37,7 +37,8 @@ class _Plot:
         self.figure = figure
         points = [point for series in figure.series for point in series.points] or [(0.0, 0.0)]
         self.x_low, self.x_high = _wide([x for x, _ in points])
-        self.y_low, self.y_high = _wide([0.0, *(y for _, y in points)])
+        ends = [end for series in figure.series for _, *both in series.bars for end in both]
+        self.y_low, self.y_high = _wide([0.0, *(y for _, y in points), *ends])
 
     def x(self, value: float) -> float:
         return _LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (_WIDTH - _LEFT - _RIGHT)
@@ -75,9 +76,13 @@ class _Plot:
         dots = "".join(
             f'<circle cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="4" fill="{colour}"/>' for x, y in series.marked
         )
+        bars = "".join(
+            f'<path d="M{self.x(x):.1f} {self.y(low):.1f}V{self.y(high):.1f}" stroke="{colour}" stroke-width="1.5"/>'
+            for x, low, high in series.bars
+        )
         y = _HEIGHT + _LINE * number + 8
         entry = f'<path d="M{_LEFT} {y}h34" {style}/><text x="{_LEFT + 42}" y="{y + 4}">{escape(series.label)}</text>'
-        return [f'<polyline points="{points}" {style}/>', dots, entry]
+        return [f'<polyline points="{points}" {style}/>', dots + bars, entry]
 
 
 def _wide(values: Sequence[float]) -> tuple[float, float]:

@@ -3,8 +3,10 @@
 import argparse
 import json
 import multiprocessing
+import signal
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,6 +62,20 @@ def _whole(text: str) -> int:
     return end if cut else len(text)
 
 
+def in_processes(one: Callable[[_Task], _Part], left: Sequence[_Task], workers: int) -> Iterator[_Part]:
+    """Run what is left in processes of their own, and give each part as it ends; a stop ends them.
+
+    Args:
+        one: runs one part.
+        left: what to run.
+        workers: processes.
+    """
+    context = multiprocessing.get_context("spawn")
+    # Ctrl-C goes to all processes of a terminal; this one says what became of it.
+    with context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        yield from pool.imap_unordered(one, left)
+
+
 def run_parts(
     one: Callable[[_Task], _Part],
     left: Sequence[_Task],
@@ -82,8 +98,8 @@ def run_parts(
     if path.exists():
         text = path.read_text(encoding="utf-8")
         path.write_text(text[: _whole(text)], encoding="utf-8")
-    with multiprocessing.get_context("spawn").Pool(workers) as pool, path.open("a", encoding="utf-8") as file:
-        for part in pool.imap_unordered(one, left):
+    with path.open("a", encoding="utf-8") as file:
+        for part in in_processes(one, left, workers):
             found.append(part)
             fields: dict[str, Any] = asdict(part)  # type: ignore[call-overload]
             file.write(json.dumps(fields) + "\n")
@@ -97,3 +113,34 @@ def expected(seconds: float) -> str:
     """How long a run will still take, in words."""
     minutes = round(seconds / 60)
     return f"about {minutes // 60} h {minutes % 60} min to go"
+
+
+class Bar:
+    """A bar that fills as parts end, on a terminal; elsewhere a line for each."""
+
+    _WIDTH = 24
+
+    def __init__(self, total: int, noun: str) -> None:
+        """Start at nothing.
+
+        Args:
+            total: parts to come.
+            noun: of a part.
+        """
+        self._total, self._noun, self._done, self._started = total, noun, 0, time.monotonic()
+
+    def tell(self, told: str) -> None:
+        """One more part has ended.
+
+        Args:
+            told: what it came to, in a line.
+        """
+        self._done += 1
+        rest = (time.monotonic() - self._started) / self._done * (self._total - self._done)
+        count = f"{self._done} of {self._total} {self._noun}s, {expected(rest)}"
+        if not sys.stdout.isatty():
+            print(f"{told}; {count}", flush=True)
+            return
+        full = self._WIDTH * self._done // self._total
+        end = "\n" if self._done == self._total else ""
+        print(f"\r\033[K[{'#' * full}{'.' * (self._WIDTH - full)}] {count}; {told}", end=end, flush=True)

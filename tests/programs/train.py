@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
@@ -148,7 +149,7 @@ def _training(options: argparse.Namespace, ranks: Ranks) -> Training:
     take_device(backend.device)
     sizes = configuration(options)
     in_parts = parts(options, ranks.size)
-    batches = _batches(options, sizes)
+    batches = batches_of(options.data, sizes, options.sequences, options.seed)
     recipe = Recipe(
         Schedule(options.steps, options.rate, options.warm_up), options.optimizer, options.precision, in_parts
     )
@@ -167,9 +168,20 @@ def _training(options: argparse.Namespace, ranks: Ranks) -> Training:
     return training
 
 
-def _batches(options: argparse.Namespace, sizes: Configuration) -> Batches:
-    tokens = corpus().tokens if options.data is None else read_bin(options.data, sizes.vocabulary, sizes.context)
-    return Batches(tokens, options.sequences, sizes.context, options.seed)
+def batches_of(data: Path | None, sizes: Configuration, sequences: int, seed: int) -> Batches:
+    """The batches of a run.
+
+    Args:
+        data: folder with token data; None: the text that ships.
+        sizes: of the model.
+        sequences: of a batch.
+        seed: of the sequence of batches.
+
+    Raises:
+        DataError: data that can't be trained on; one line.
+    """
+    tokens = corpus().tokens if data is None else read_bin(data, sizes.vocabulary, sizes.context)
+    return Batches(tokens, sequences, sizes.context, seed)
 
 
 def _model(options: argparse.Namespace, sizes: Configuration, backend: Backend) -> GPT2:

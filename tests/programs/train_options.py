@@ -4,7 +4,8 @@ import argparse
 import math
 import os
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,7 +17,7 @@ from tiebreak.reports.cli import Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split
 
-_SIZES = ("layers", "heads", "width", "context")  # of the model, each with a flag
+SIZES = ("layers", "heads", "width", "context")  # of the model, each with a flag
 _MUON_RATE = 5e-4
 
 
@@ -39,6 +40,8 @@ class Defaults:
 _PAPER = Defaults(600_000, 512, 16, 2000, 1e-3, "bf16", report_every=10, checkpoint_every=500)
 # In fp32, so that attention's rounding is all that separates two runs.
 _TOY = Defaults(1000, 8, 8, 100, 1e-3, "fp32", report_every=10, checkpoint_every=100)
+_FILLED = tuple(one.name for one in fields(Defaults) if one.name != "at_once")  # which hangs on the processes
+_COUNTS = ("steps", "sequences", "warm_up")
 DEFAULTS = {"gpt2_small": _PAPER, "gpt2_medium": replace(_PAPER, at_once=8), "tiny": _TOY}
 
 
@@ -60,15 +63,33 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         UsageError: an option that does not exist, or a number that makes no sense; one line.
     """
     options = _parser().parse_args(argv)
-    for name, value in vars(DEFAULTS[options.preset]).items():
-        if name != "at_once" and getattr(options, name) is None:
-            muon = name == "rate" and options.optimizer == "muon"
-            setattr(options, name, _MUON_RATE if muon else value)
-    for name in _SIZES:
-        if getattr(options, name) is None:
-            setattr(options, name, getattr(PRESETS[options.preset], name))
+    if options.rate is None and options.optimizer == "muon":
+        options.rate = _MUON_RATE
+    fill(options)
+    check_counts(options, ("at_once", "report_every", "checkpoint_every"))
     _check(options)
     return options
+
+
+def fill(options: argparse.Namespace) -> None:
+    """Give the options that a command has and its user did not name the values of the preset."""
+    given = vars(options)
+    for values, names in ((DEFAULTS[options.preset], _FILLED), (PRESETS[options.preset], SIZES)):
+        for name in names:
+            if name in given and given[name] is None:
+                given[name] = getattr(values, name)
+
+
+def check_counts(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
+    """Refuse counts below 1.
+
+    Raises:
+        UsageError: one line that names the option.
+    """
+    for name in (*_COUNTS, *SIZES, *more):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
 
 
 def configuration(options: argparse.Namespace) -> Configuration:
@@ -77,7 +98,7 @@ def configuration(options: argparse.Namespace) -> Configuration:
     Raises:
         ValueError: heads that don't divide the width.
     """
-    return replace(PRESETS[options.preset], **{name: getattr(options, name) for name in _SIZES})
+    return replace(PRESETS[options.preset], **{name: getattr(options, name) for name in SIZES})
 
 
 def in_layers(text: str, sizes: Configuration) -> dict[tuple[int, tuple[int, ...]], str]:
@@ -116,11 +137,6 @@ def parts(options: argparse.Namespace, ranks: int) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    counts = ("steps", "sequences", "at_once", "warm_up", "report_every", "checkpoint_every", *_SIZES)
-    for name in counts:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if not (math.isfinite(options.rate) and options.rate > 0):
         raise UsageError(f"--rate must be above 0, not {options.rate}")
     if not 0 <= options.seed < 2**32:
@@ -152,16 +168,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_what(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is trained")
+def add_model(group: argparse._ArgumentGroup) -> None:
+    """The options that say which model is trained on what."""
     group.add_argument(
         "--preset", type=_preset, choices=PRESETS, default="tiny", help="sizes and recipe; default: tiny"
     )
-    for name in _SIZES:
+    for name in SIZES:
         group.add_argument(f"--{name}", type=int, metavar="N", help="in place of the preset's")
     group.add_argument(
         "--data", type=Path, metavar="DIR", help="folder with nanoGPT's train.bin; default: the text that ships"
     )
+
+
+def add_length(group: argparse._ArgumentGroup) -> None:
+    """The options that say how many steps are taken over how much."""
+    group.add_argument("--steps", type=int, metavar="N", help=f"of the whole run; {_by_preset('steps')}")
+    group.add_argument("--sequences", type=int, metavar="N", help=f"of a batch; {_by_preset('sequences')}")
+    group.add_argument(
+        "--warm-up", type=int, metavar="N", help=f"steps, then a cosine to a hundredth; {_by_preset('warm_up')}"
+    )
+
+
+def _add_what(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is trained")
+    add_model(group)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, batches and noise; default: 0")
     group.add_argument(
         "--kernel",
@@ -188,8 +218,7 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
 
 def _add_steps(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how a step is taken")
-    group.add_argument("--steps", type=int, metavar="N", help=f"of the whole run; {_by_preset('steps')}")
-    group.add_argument("--sequences", type=int, metavar="N", help=f"of a batch; {_by_preset('sequences')}")
+    add_length(group)
     group.add_argument(
         "--at-once",
         type=int,
@@ -205,9 +234,6 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--rate", type=float, metavar="RATE", help=f"highest learning rate; {_by_preset('rate')}; muon: {_MUON_RATE}"
-    )
-    group.add_argument(
-        "--warm-up", type=int, metavar="N", help=f"steps, then a cosine to a hundredth; {_by_preset('warm_up')}"
     )
     group.add_argument(
         "--precision",

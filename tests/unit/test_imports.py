@@ -13,11 +13,12 @@ MODULES = (
     "tiebreak.backends.registry",
     "tiebreak.matrix.plugin",
     "tiebreak.programs.train",
+    "tiebreak.programs.sweep",
     "tiebreak.programs.shrink",
     "tiebreak.cases.capture",
     "tiebreak.programs.audit.command",
 )
-FORBIDDEN = {"triton", "torch_npu", "matplotlib"}
+FORBIDDEN = {"triton", "torch_npu", "matplotlib", "ray"}
 
 # Prints what torch finds, or would find, in the variable by which it knows whether to load device packages.
 UP_TO_TORCH = """

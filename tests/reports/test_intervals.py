@@ -1,0 +1,29 @@
+"""Wilson's interval against published values."""
+
+import pytest
+
+from tiebreak.reports.intervals import wilson
+
+
+@pytest.mark.parametrize(
+    ("count", "of", "low", "high"),
+    [  # Newcombe, Statistics in Medicine 17 (1998), table I, method 3
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0000, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_published_intervals(count: int, of: int, low: float, high: float) -> None:
+    assert [round(end, 4) for end in wilson(count, of)] == [low, high]
+
+
+def test_it_is_the_same_from_the_other_side() -> None:
+    low, high = wilson(3, 20)
+    assert wilson(17, 20) == pytest.approx((1 - high, 1 - low))
+
+
+@pytest.mark.parametrize(("count", "of"), [(0, 0), (-1, 3), (4, 3)])
+def test_no_share_is_refused(count: int, of: int) -> None:
+    with pytest.raises(ValueError, match=f"{count} of {of}"):
+        wilson(count, of)

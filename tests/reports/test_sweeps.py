@@ -1,0 +1,165 @@
+"""A sweep's folder, its tables, and its part of the page: what is kept, refused and said."""
+
+import csv
+import io
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tiebreak.reports.cli import main
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.store import UnreadableRecordsError
+from tiebreak.reports.sweep_tables import as_csv, grids, legend, sweep_figures
+from tiebreak.reports.sweeps import (
+    RUNS,
+    SCHEMA,
+    SETTINGS,
+    Place,
+    Settings,
+    Sweep,
+    SweepRun,
+    keep,
+    open_store,
+    read_sweep,
+)
+
+SETTINGS_OF = Settings(SCHEMA, {"steps": 100}, "in words", 20, (0.01, 0.1), ("E8M7",), ("plain", "mine"), ("none",))
+
+
+def run(place: Place, diverged: str | None = None, loss: float | None = 3.0) -> SweepRun:
+    return SweepRun(**vars(place), diverged=diverged, steps=100, loss=loss, lowest=2.5, max_logit=7.0, seconds=1.0,
+                    platform={"cpu": "a CPU", "commit": None})  # fmt: skip
+
+
+def kept(folder: Path, runs: Iterable[SweepRun], settings: Settings = SETTINGS_OF) -> Path:
+    open_store(folder, settings)
+    for one in runs:
+        keep(one, folder)
+    return folder
+
+
+def swept(*counts: tuple[float, str, int]) -> Sweep:
+    """Twenty seeds of each (learning rate, kernel), of which so many diverged."""
+    runs = []
+    for rate, kernel, count in counts:
+        places = [Place("E8M7", rate, kernel, "none", seed) for seed in range(1, 21)]
+        runs += [run(place, "loss" if place.seed <= count else None, 3 + place.seed / 100) for place in places]
+    return Sweep(SETTINGS_OF, tuple(runs))
+
+
+def test_what_is_kept_is_read_and_not_run_again(tmp_path: Path) -> None:
+    places = list(SETTINGS_OF.places())
+    folder = kept(tmp_path / "out", map(run, places[:3]))
+    found = open_store(folder, SETTINGS_OF)
+    assert [one.place for one in found.runs] == places[:3]
+    assert found.left == places[3:]
+    assert len(places) == len({place.file for place in places}) == 80
+    assert [place.seed for place in places[:5]] == [1, 1, 1, 1, 2]  # a seed of every setting before the next
+
+
+def test_more_seeds_go_on_and_fewer_leave_the_rest_alone(tmp_path: Path) -> None:
+    folder = kept(tmp_path, map(run, SETTINGS_OF.places()))
+    assert len(open_store(folder, replace(SETTINGS_OF, seeds=21)).left) == 4
+    assert read_sweep(folder).settings.seeds == 21
+    fewer = open_store(folder, replace(SETTINGS_OF, seeds=2))
+    assert (len(fewer.runs), fewer.left) == (8, [])
+    assert read_sweep(folder).settings.seeds == 21
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (replace(SETTINGS_OF, recipe={"steps": 200}), "its steps is 100, not 200"),
+        (replace(SETTINGS_OF, rates=(0.1,)), "its rates is 0.01, 0.1, not 0.1"),
+        (replace(SETTINGS_OF, diverged="otherwise"), "its diverged is in words, not otherwise"),
+    ],
+)
+def test_another_sweep_is_refused_and_nothing_changed(tmp_path: Path, other: Settings, told: str) -> None:
+    folder = kept(tmp_path, [run(next(SETTINGS_OF.places()))])
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(UsageError, match=f"settings.json: another sweep: {told}; name another --out"):
+        open_store(folder, other)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "letters.txt").write_text("dear")
+    with pytest.raises(UsageError, match="is no sweep's, but it is not empty"):
+        open_store(tmp_path, SETTINGS_OF)
+    assert [path.name for path in tmp_path.iterdir()] == ["letters.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"), [(SETTINGS, r"not JSON .*; name another --out"), (RUNS, r"not JSON .*; delete it, and its run")]
+)
+def test_a_file_cut_short_is_named_and_left(tmp_path: Path, name: str, cure: str) -> None:
+    place = next(SETTINGS_OF.places())
+    folder = kept(tmp_path, [run(place)])
+    path = folder / RUNS / place.file if name == RUNS else folder / name
+    path.write_text(half := path.read_text()[:40])
+    with pytest.raises(UnreadableRecordsError, match=cure) as refused:
+        open_store(folder, SETTINGS_OF)
+    assert str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert path.read_text() == half
+
+
+def test_a_file_of_another_run_is_refused(tmp_path: Path) -> None:
+    first, second, *_ = SETTINGS_OF.places()
+    folder = kept(tmp_path, [run(first)])
+    (folder / RUNS / first.file).rename(folder / RUNS / second.file)
+    with pytest.raises(UnreadableRecordsError, match=r"holds another run: plain E8M7 lr 0\.01 none seed 1"):
+        read_sweep(folder)
+
+
+def test_rates_and_losses_are_told() -> None:
+    rates, losses = grids(swept((0.01, "plain", 0), (0.01, "mine", 3)))
+    assert rates[1] == ["E8M7 0.01", "0/20 (0 to 16 %)", "3/20 (5 to 36 %)"]
+    assert losses[1] == ["E8M7 0.01", "3.10 (3.01 to 3.20)", "3.12 (3.04 to 3.20)"]  # of those that did not diverge
+    assert rates[2] == losses[2] == ["E8M7 0.1", "", ""]
+
+
+def test_only_intervals_that_are_apart_are_called_so() -> None:
+    assert "no two rates" in legend(swept((0.01, "plain", 1), (0.01, "mine", 5)))
+    told = legend(swept((0.01, "plain", 0), (0.01, "mine", 12), (0.1, "mine", 20)))
+    assert "  plain E8M7 0.01 (0/20), mine (12/20)" in told.splitlines()
+    assert "  mine E8M7 0.01 (12/20), 0.1 (20/20)" in told.splitlines()
+    assert "plain E8M7 0.01 (0/20), mine (20/20)" not in told  # they differ in the rate, too
+
+
+def test_csv_has_a_line_a_group() -> None:
+    first, second = csv.DictReader(io.StringIO(as_csv(swept((0.01, "plain", 20), (0.1, "mine", 0)))))
+    assert (first["diverged"], first["runs"], first["loss_median"]) == ("20", "20", "")
+    assert (second["kernel"], second["loss_lowest"], second["max_logit"]) == ("mine", "3.01", "7.0")
+
+
+def test_the_figure_shows_rates_with_their_intervals() -> None:
+    figure, losses = sweep_figures(swept((0.01, "plain", 0), (0.1, "plain", 10)), "here")
+    (series,) = figure.series
+    assert [y for _, y in series.points] == [0.0, 50.0]
+    assert [(round(low), round(high)) for _, low, high in series.bars] == [(0, 16), (30, 70)]
+    assert [label for _, label in figure.x_ticks] == ["0.01", "0.1"]
+    assert losses.series[0].bars[0][1:] == (3.01, 3.2)
+
+
+def test_show_and_page_take_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = kept(tmp_path / "a<b", swept((0.01, "plain", 0), (0.1, "mine", 20)).runs)
+    assert main(["show", str(folder), "--kernels", "mine"]) == 0
+    shown = capsys.readouterr().out
+    assert "20/20 (84 to 100 %)" in shown
+    assert "plain" not in shown
+    assert main(["show", str(folder), "--format", "json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["runs"]) == 40
+    assert main(["show", str(folder), "--cases", "x"]) == 2
+    assert "is a sweep; --kernels alone narrows it" in capsys.readouterr().err
+    assert main(["page", str(folder), "-o", str(tmp_path / "page")]) == 0
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert "<td>20/20 (84 to 100 %)</td>" in page
+    assert page.count("<svg ") == 2
+    assert "a&lt;b" in page
+    assert "a<b" not in page
+    assert main(["page", str(tmp_path), "-o", str(tmp_path / "page")]) == 2
+    assert "no sweep's folder?" in capsys.readouterr().err

@@ -1,0 +1,218 @@
+"""The sweep: bad input in one line, runs that a stop loses, what the stabilisers change, and the array script."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from tiebreak.backends.reduced import Reduction, parse_reduction
+from tiebreak.cases.gpt2.attention import HeadKernel, attend
+from tiebreak.cases.gpt2.model import GPT2
+from tiebreak.kernels.formats import FP32, TF32
+from tiebreak.programs import sweep as program
+from tiebreak.programs import sweeping
+from tiebreak.programs.resuming import Bar
+from tiebreak.programs.sweep_options import parse, settings, tasks
+from tiebreak.programs.sweeping import STABILISERS, Task
+from tiebreak.reports.cli import main
+from tiebreak.reports.sweeps import RUNS, Place, SweepRun, read_sweep
+
+SMALL = ["--layers", "3", "--heads", "2", "--width", "8", "--context", "8", "--sequences", "2", "--warm-up", "1"]
+QUICK = [*SMALL, "--steps", "3", "--workers", "1", "--formats", "E8M7", "--kernels", "flash@paper", "--lr", "1e-2"]
+
+
+def swept(out: Path, *more: str) -> int:
+    return main(["sweep", *QUICK, "--seeds", "2", "--out", str(out), *more])
+
+
+def task(fmt: str = "E8M4", rate: float = 1e-2, stabiliser: str = "none", steps: int = 2, seed: int = 1) -> Task:
+    options = parse([*QUICK, "--steps", str(steps)])
+    return tasks(options, [Place(fmt, rate, "flash@paper", stabiliser, seed)])[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--lr", "0"], "--lr 0: a learning rate is a number above 0"),
+        (["--lr", "1e-3,nan"], "--lr nan: a learning rate"),
+        (["--formats", "E1M0"], "--formats: unknown format 'E1M0'"),
+        (["--formats", "E9M30"], "--formats: unknown format 'E9M30'"),
+        (["--formats", "E8M7:inner=-20"], "--formats E8M7:inner=-20: attention has no range of its own"),
+        (["--formats", ","], "--formats: no format named"),
+        (["--kernels", "flash@nowhere"], "--kernels: unknown kernel 'flash@nowhere'"),
+        (["--stabiliser", "qk_nrm"], "--stabiliser: unknown stabiliser 'qk_nrm': did you mean qk_norm"),
+        (["--stabiliser", "tf32_first", "--layers", "2"], "--stabiliser tf32_first: a model of 2 layers has no other"),
+        (
+            ["--stabiliser", "tf32_first", "--formats", "tf32"],
+            "--stabiliser tf32_first: tf32 has no more bits than tf32",
+        ),
+        (["--seeds", "0"], "--seeds must be at least 1"),
+        (["--on", "slrum"], "--on slrum: expected ray, slurm"),
+        (["--gpus-per-run", "0.5"], "--gpus-per-run: --on ray shares out"),
+        (["--part", "4/4"], "--part: expected K/N"),
+        (["--data", "nowhere"], "nowhere/train.bin: no such file"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: Sequence[str], told: str
+) -> None:
+    assert swept(tmp_path / "out", *arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("tiebreak sweep: ")
+    assert told in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_stop_loses_the_run_in_hand_and_the_same_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[int] = []
+
+    def stopped(task: Task, steps: int | None = None) -> SweepRun:
+        if steps is None:
+            ran.append(task.place.seed)
+            if task.place.seed == 2 and len(ran) == 2:
+                raise KeyboardInterrupt
+        return sweeping.run(task, steps)
+
+    monkeypatch.setattr(program, "run", stopped)
+    assert swept(tmp_path) == 130
+    assert "has the 1 run done, and the same command goes on" in capsys.readouterr().err
+    first = (tmp_path / RUNS / read_sweep(tmp_path).runs[0].place.file).read_bytes()
+    assert swept(tmp_path) == 0
+    assert ran == [1, 2, 2]
+    told = capsys.readouterr().out
+    assert "1 run kept, 1 to run, 1 at a time here: about 0 h 0 min to go" in told
+    assert "0/2 (0 to 66 %)" in told
+    assert (tmp_path / RUNS / read_sweep(tmp_path).runs[0].place.file).read_bytes() == first
+    assert swept(tmp_path) == 0  # nothing left
+    assert ran == [1, 2, 2]
+
+
+def test_a_run_is_the_same_to_the_bit_wherever_it_runs() -> None:
+    one, other = (replace(sweeping.run(task()), seconds=0.0) for _ in range(2))
+    assert one == other
+    assert replace(sweeping.run(task(seed=2)), seconds=0.0).loss != one.loss
+
+
+def test_a_run_that_diverges_ends_there() -> None:
+    found = sweeping.run(task(fmt="E4M3", rate=10.0, steps=30))
+    assert found.diverged in ("not finite", "loss", "logits")
+    assert found.steps < 30
+
+
+def test_other_data_is_refused_where_a_run_starts() -> None:
+    with pytest.raises(Exception, match="other data here than where the sweep began"):
+        sweeping.run(replace(task(), digest="0" * 64))
+
+
+def _masks(monkeypatch: pytest.MonkeyPatch, stabiliser: str) -> dict[str, list[str]]:
+    """The formats in which linear layers and attention computed one step, by place."""
+    seen: dict[str, list[str]] = {"attention": [], "linear": []}
+    mask = Reduction.mask
+
+    def told(self: Reduction, x: Tensor) -> Tensor:
+        seen["linear"].append(self.fmt.name)
+        return mask(self, x)
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, kernels: Sequence[HeadKernel], call: object) -> Tensor:
+        seen["attention"].append(kernels[0].inputs.fmt.name)
+        return attend(q, k, v, kernels, call)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Reduction, "mask", told)
+    monkeypatch.setattr("tiebreak.cases.gpt2.model.attend", attended)
+    sweeping.run(task(stabiliser=stabiliser), 1)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("stabiliser", "attention", "linear"),
+    # A block has six linear layers, the head is one more; a product has six masks, forward and backward.
+    [
+        ("none", ["E8M4"] * 3, {"E8M4": 19 * 6}),
+        ("tf32_first", [TF32.name, TF32.name, "E8M4"], {"E8M4": 7 * 6, TF32.name: 12 * 6}),
+        ("fp32_first", [FP32.name, FP32.name, "E8M4"], {"E8M4": 7 * 6}),
+        ("head_unmasked", ["E8M4"] * 3, {"E8M4": 18 * 6}),
+    ],
+)
+def test_masks_are_off_where_a_stabiliser_says(
+    monkeypatch: pytest.MonkeyPatch, stabiliser: str, attention: list[str], linear: dict[str, int]
+) -> None:
+    seen = _masks(monkeypatch, stabiliser)
+    assert seen["attention"] == attention
+    assert {name: seen["linear"].count(name) for name in set(seen["linear"])} == linear
+
+
+@pytest.mark.parametrize(("stabiliser", "more"), [("qk_norm", "q_norm.gain"), ("gated", "gate.weight")])
+def test_a_stabiliser_changes_the_model(monkeypatch: pytest.MonkeyPatch, stabiliser: str, more: str) -> None:
+    made: list[GPT2] = []
+    first = GPT2.__init__
+
+    def noted(self: GPT2, *arguments: object) -> None:
+        first(self, *arguments)  # type: ignore[arg-type]
+        made.append(self)
+
+    monkeypatch.setattr(GPT2, "__init__", noted)
+    sweeping.run(task(stabiliser=stabiliser), 1)
+    assert f"blocks.0.{more}" in dict(made[0].named_parameters())
+
+
+def test_qk_clip_keeps_logits_at_what_it_may_have() -> None:
+    plain, clipped = (sweeping.run(task("E8M7", 0.5, name, steps=60)) for name in ("none", "qk_clip"))
+    assert plain.max_logit is not None
+    assert clipped.max_logit is not None
+    assert plain.max_logit > 1000 > clipped.max_logit
+
+
+def test_all_stabilisers_are_offered_and_none_takes_bits_away() -> None:
+    few, many = (parse_reduction(name) for name in ("E8M4", "fp32"))
+    assert [name for name, one in STABILISERS.items() if one.refusal(few, 3)] == []
+    assert [name for name, one in STABILISERS.items() if one.refusal(many, 3)] == ["tf32_first", "fp32_first"]
+
+
+def test_the_tasks_of_an_array_do_every_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "a folder"
+    assert swept(out, "--lr", "1e-2,2e-2", "--on", "slurm") == 0
+    told = capsys.readouterr().out
+    assert f"submit:  sbatch '{out}/sweep.sbatch'" in told
+    assert f"results: tiebreak show '{out}'" in told
+    script = (out / "sweep.sbatch").read_text()
+    assert "#SBATCH --array=0-3" in script
+    assert "--on" not in script
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$(dirname "$0")/words"\n')
+    (tmp_path / "python").chmod(0o755)
+    for number in range(4):
+        # The command of the script itself, its Python in the place of a real one taken down.
+        told_by = script.replace(sys.executable, f"{tmp_path}/python")
+        environment = {**os.environ, "SLURM_ARRAY_TASK_ID": str(number)}
+        subprocess.run(["bash", "-c", told_by], env=environment, check=True)
+        words = (tmp_path / "words").read_text().splitlines()
+        assert words[:2] == ["-m", "tiebreak.reports.cli"]
+        assert main(words[2:]) == 0
+        assert len(read_sweep(out).runs) == number + 1
+    capsys.readouterr()
+    assert swept(out, "--lr", "1e-2,2e-2", "--on", "slurm") == 2
+    assert "all runs are done" in capsys.readouterr().err
+
+
+def test_sizes_and_lengths_are_part_of_what_a_sweep_is() -> None:
+    recipe = settings(parse([*QUICK, "--steps", "7"])).recipe
+    assert (recipe["steps"], recipe["width"], recipe["vocabulary"]) == (7, 8, 128)
+    assert settings(parse(QUICK)).recipe["data"] == recipe["data"]
+
+
+def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    bar = Bar(2, "run")
+    bar.tell("one")
+    bar.tell("two")
+    first, second = capsys.readouterr().out.split("\r\033[K")[1:]
+    assert first.startswith(f"[{'#' * 12}{'.' * 12}] 1 of 2 runs, about 0 h 0 min to go; one")
+    assert second.startswith(f"[{'#' * 24}] 2 of 2 runs")
+    assert second.endswith("\n")
