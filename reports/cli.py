@@ -52,6 +52,7 @@ VERBS = {
     "train": Verb("tiebreak.programs.train", "train a GPT-2 with any attention kernel, watched by monitors"),
     "sharpness": Verb("tiebreak.programs.sharpness", "how sharp a GPT-2's loss is, against the bits of its products"),
     "sweep": Verb("tiebreak.programs.sweep", "how often training diverges: seeds, learning rates, formats, kernels"),
+    "fleet": Verb("tiebreak.programs.fleet", "the matrix on each kind of machine of a Ray cluster, compared"),
 }
 _CODES = "exit codes: 0 all held, 1 a claim or the gate fell, 2 bad usage or unreadable input"
 

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -108,11 +109,8 @@ def grids(sweep: Sweep) -> tuple[list[list[str]], list[list[str]]]:
 
 def legend(sweep: Sweep) -> str:
     """How many runs there are, what diverged means, how runs diverged, and which rates are apart."""
-    ways: dict[str, int] = {}
-    for run in sweep.runs:
-        if run.diverged is not None:
-            ways[run.diverged] = ways.get(run.diverged, 0) + 1
-    told = ", ".join(f"{count} by {way}" for way, count in ways.items()) or "none"
+    ways = Counter((variant(run.kernel, run.stabiliser), run.diverged) for run in sweep.runs if run.diverged)
+    told = "; ".join(f"{name}: {count} by {way}" for (name, way), count in sorted(ways.items())) or "none"
     left = len(sweep.left)
     return "\n".join(
         [

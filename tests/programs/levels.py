@@ -38,7 +38,7 @@ def run(levels: Sequence[Level], pytest_arguments: Sequence[str]) -> int:
         records = RECORDS / f"{level.name}.json"
         before = _modified(records)
         command = [sys.executable, "-m", "pytest", f"--save={level.name}", *pytest_arguments]
-        if status := _call(command, _environment(level)):
+        if status := _call(command, environment(level)):
             failed[level.name] = status
         if status == 4:
             break
@@ -73,7 +73,7 @@ def _call(command: Sequence[str], environment: Mapping[str, str]) -> int:
             raise
 
 
-def _environment(level: Level) -> dict[str, str]:
+def environment(level: Level) -> dict[str, str]:
     """This process's environment, changed to the level's."""
     return {name: value for name, value in os.environ.items() if name not in VARIABLES} | dict(level.environment)
 

@@ -135,7 +135,8 @@ def connected(address: str | None, cpus: int | None = None) -> Iterator[Cluster]
     try:
         ray.init(**own, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise UsageError(f"--on {address or 'ray'}: no connection: {first_line(error)}") from None
+        token = "" if "RAY_AUTH_MODE" in os.environ else "; a cluster that asks for a token wants RAY_AUTH_MODE=token"
+        raise UsageError(f"--on {address or 'ray'}: no connection: {first_line(error)}{token}") from None
     try:
         yield Cluster(ray)
     finally:

@@ -43,7 +43,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options.formats = _formats(options.formats)
     options.kernels = _kernels(options.kernels)
     options.stabiliser = _stabilisers(options.stabiliser)
-    if options.on is not None and options.on not in (RAY, SLURM) and _ADDRESS.fullmatch(options.on) is None:
+    if options.on is not None and options.on not in (RAY, SLURM) and not is_address(options.on):
         raise UsageError(f"--on {options.on}: expected ray, slurm, ray://HOST:PORT or HOST:PORT")
     if not 0 <= options.gpus_per_run < math.inf:
         raise UsageError(f"--gpus-per-run must be 0 or more, not {options.gpus_per_run:g}")
@@ -53,6 +53,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError("--part is what an array script's task runs by itself: leave out --on")
     _check_stabilisers(options)
     return options
+
+
+def is_address(text: str) -> bool:
+    """Whether it can be that of a Ray cluster."""
+    return _ADDRESS.fullmatch(text) is not None
 
 
 def _check_stabilisers(options: argparse.Namespace) -> None:

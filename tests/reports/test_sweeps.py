@@ -130,6 +130,11 @@ def test_only_intervals_that_are_apart_are_called_so() -> None:
     assert "plain E8M7 0.01 (0/20), mine (20/20)" not in told  # they differ in the rate, too
 
 
+def test_how_runs_diverged_is_told_by_kernel() -> None:
+    told = legend(swept((0.01, "plain", 1), (0.01, "mine", 5))).splitlines()
+    assert told[0] == "40 runs, 40 to run; diverged: mine: 5 by loss; plain: 1 by loss"
+
+
 def test_csv_has_a_line_a_group() -> None:
     first, second = csv.DictReader(io.StringIO(as_csv(swept((0.01, "plain", 20), (0.1, "mine", 0)))))
     assert (first["diverged"], first["runs"], first["loss_median"]) == ("20", "20", "")

@@ -14,6 +14,7 @@ MODULES = (
     "tiebreak.matrix.plugin",
     "tiebreak.programs.train",
     "tiebreak.programs.sweep",
+    "tiebreak.programs.fleet",
     "tiebreak.programs.shrink",
     "tiebreak.cases.capture",
     "tiebreak.programs.audit.command",
