@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tiebreak.reports import terminal
+
 _Task = TypeVar("_Task")
 _Part = TypeVar("_Part")
 
@@ -142,5 +144,6 @@ class Bar:
             print(f"{told}; {count}", flush=True)
             return
         full = self._WIDTH * self._done // self._total
+        line = f"[{'#' * full}{'.' * (self._WIDTH - full)}] {count}; {told}"
         end = "\n" if self._done == self._total else ""
-        print(f"\r\033[K[{'#' * full}{'.' * (self._WIDTH - full)}] {count}; {told}", end=end, flush=True)
+        print(f"\r\033[K{line[: terminal.width() - 1]}", end=end, flush=True)  # on two lines it could not be renewed

@@ -14,8 +14,8 @@ from tiebreak.backends.reduced import Reduction, parse_reduction
 from tiebreak.cases.gpt2.attention import HeadKernel, attend
 from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.kernels.formats import FP32, TF32
+from tiebreak.programs import slurm, sweeping
 from tiebreak.programs import sweep as program
-from tiebreak.programs import sweeping
 from tiebreak.programs.resuming import Bar
 from tiebreak.programs.sweep_options import parse, settings, tasks
 from tiebreak.programs.sweeping import STABILISERS, Task
@@ -176,18 +176,21 @@ def test_all_stabilisers_are_offered_and_none_takes_bits_away() -> None:
     assert [name for name, one in STABILISERS.items() if one.refusal(many, 3)] == ["tf32_first", "fp32_first"]
 
 
-def test_the_tasks_of_an_array_do_every_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tasks_of_an_array_do_every_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slurm, "MOST_TASKS", 2)
     out = tmp_path / "a folder"
     assert swept(out, "--lr", "1e-2,2e-2", "--on", "slurm") == 0
     told = capsys.readouterr().out
     assert f"submit:  sbatch '{out}/sweep.sbatch'" in told
     assert f"results: tiebreak show '{out}'" in told
     script = (out / "sweep.sbatch").read_text()
-    assert "#SBATCH --array=0-3" in script
+    assert "#SBATCH --array=0-1" in script
     assert "--on" not in script
     (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$(dirname "$0")/words"\n')
     (tmp_path / "python").chmod(0o755)
-    for number in range(4):
+    for number in range(2):
         # The command of the script itself, its Python in the place of a real one taken down.
         told_by = script.replace(sys.executable, f"{tmp_path}/python")
         environment = {**os.environ, "SLURM_ARRAY_TASK_ID": str(number)}
@@ -195,7 +198,7 @@ def test_the_tasks_of_an_array_do_every_run_once(tmp_path: Path, capsys: pytest.
         words = (tmp_path / "words").read_text().splitlines()
         assert words[:2] == ["-m", "tiebreak.reports.cli"]
         assert main(words[2:]) == 0
-        assert len(read_sweep(out).runs) == number + 1
+        assert len(read_sweep(out).runs) == 2 * (number + 1)
     capsys.readouterr()
     assert swept(out, "--lr", "1e-2,2e-2", "--on", "slurm") == 2
     assert "all runs are done" in capsys.readouterr().err
@@ -209,10 +212,12 @@ def test_sizes_and_lengths_are_part_of_what_a_sweep_is() -> None:
 
 def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "90")
     bar = Bar(2, "run")
     bar.tell("one")
-    bar.tell("two")
+    bar.tell("two " * 20)
     first, second = capsys.readouterr().out.split("\r\033[K")[1:]
     assert first.startswith(f"[{'#' * 12}{'.' * 12}] 1 of 2 runs, about 0 h 0 min to go; one")
     assert second.startswith(f"[{'#' * 24}] 2 of 2 runs")
     assert second.endswith("\n")
+    assert len(second.rstrip("\n")) < 90
