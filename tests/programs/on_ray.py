@@ -131,9 +131,10 @@ def connected(address: str | None, cpus: int | None = None) -> Iterator[Cluster]
         raise UsageError(f"--on: Ray is not installed: pip install 'tiebreak[ray]' ({error})") from None
     if address is not None:
         _check_answers(address)
-    own: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False} if address is None else {"address": address}
+    # Without "local" Ray would join whatever cluster was started here before.
+    own: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False} if address is None else {}
     try:
-        ray.init(**own, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address or "local", **own, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         token = "" if "RAY_AUTH_MODE" in os.environ else "; a cluster that asks for a token wants RAY_AUTH_MODE=token"
         raise UsageError(f"--on {address or 'ray'}: no connection: {first_line(error)}{token}") from None

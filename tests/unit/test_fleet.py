@@ -4,8 +4,10 @@ import os
 import re
 import socket
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.sweeps import Place, SweepRun, keep, read_sweep
 
 LOWEST = LEVELS[-1]
+RECORDS = Path(__file__).parents[2] / "examples" / "my-kernel" / "baseline.json"
 SWEEP = ["--layers", "3", "--heads", "2", "--width", "8", "--context", "8", "--sequences", "2", "--warm-up", "1",
          "--steps", "40", "--formats", "E8M7", "--kernels", "flash@paper", "--lr", "1e-2", "--seeds", "6"]  # fmt: skip
 CELLS = ["--backend", "cpu", "--kernels", "sdpa_flash", "--cases", "no_tail", "--heads", "16", "-n", "0"]
@@ -169,6 +172,36 @@ class _Cluster:
     def finished(self, waiting: list[str]) -> Iterator[tuple[str, object]]:
         for reference in waiting:
             yield reference, RuntimeError("node died") if reference == "1" else self._came
+
+
+def test_ctrl_c_keeps_the_records_that_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def until_stopped(*arguments: object) -> Iterator[tuple[fleet.Kind, fleet.Came]]:
+        del arguments
+        yield fleet.Kind("cpu", ()), fleet.Came(0, RECORDS.read_bytes(), "")
+        raise KeyboardInterrupt
+
+    nodes = SimpleNamespace(nodes=[node("1"), node("2", "H100")])
+    monkeypatch.setattr(fleet, "connected", lambda address: nullcontext(nodes))
+    monkeypatch.setattr(fleet, "_each", until_stopped)
+    assert main(["fleet", "--on", "h:1", "--out", str(tmp_path)]) == 130
+    assert f"stopped; {tmp_path} has the records of 1 kind" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["cpu.json"]
+    assert store.read(tmp_path / "cpu.json") == store.read(RECORDS)
+
+
+def test_a_kind_without_records_is_told_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    came = fleet.Came(4, b"", "ERROR: unrecognized arguments: --casse")
+    monkeypatch.setattr(fleet, "connected", lambda address: nullcontext(SimpleNamespace(nodes=[node("1")])))
+    monkeypatch.setattr(fleet, "_each", lambda *arguments: iter([(fleet.Kind("cpu", ()), came)]))
+    assert main(["fleet", "--on", "h:1", "--out", str(tmp_path), "--", "--casse", "x"]) == 1
+    told = capsys.readouterr()
+    assert "cpu: no records (pytest's exit code 4)" in told.out
+    assert "unrecognized arguments: --casse" in told.err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_where_a_node_dies_the_next_of_its_kind_has_a_try() -> None:
