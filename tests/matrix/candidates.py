@@ -41,6 +41,12 @@ _MORE = (
     "flash@fused_fp8",
     "flash@fused_contracted",
 )
+# In 8 bits, in the tiles of the kernels that do so: SageAttention, AITER's fp8, FlashAttention-3's.
+_EIGHT_BITS = (
+    "flash@sage,tile=128x64",
+    "flash@fused,p_bar=fp32,base=2,q8=fp8_e4m3/head,k8=fp8_e4m3/head,v8=fp8_e4m3/head,p8=fp8_e4m3/head,tile=128x64",
+    "flash@fp8",
+)
 
 
 @cache
@@ -49,14 +55,16 @@ def candidates() -> Mapping[str, Declaration]:
 
     The plainest come first. Not those that leave O in fp32: a kernel returns O in the format of its inputs.
     """
-    texts = dict.fromkeys((*_PLAIN, *_UNTILED, *_SCALED_FIRST, "flash@fused_fast_exp", *_MORE, *DEFAULT_ROSTER))
+    more = ("flash@fused_fast_exp", *_MORE, *_EIGHT_BITS, *DEFAULT_ROSTER)
+    texts = dict.fromkeys((*_PLAIN, *_UNTILED, *_SCALED_FIRST, *more))
     texts |= dict.fromkeys(f"{text},base=2" for text in (*_PLAIN, *_UNTILED))
     found: dict[str, Declaration] = {}
     for text in texts:
         declaration = parse_declaration(text)
         if declaration.plan.o.narrows:
             found.setdefault(text, declaration)
-            tiled = declaration.algorithm.tiled and text.partition(",")[0] not in _UNTILED
+            tiled = declaration.algorithm.tiled and not declaration.tile_named
+            tiled = tiled and text.partition(",")[0] not in _UNTILED
             blocks = _LATER if text in (*_PLAIN, *_MORE) or text.endswith("base=2") else (ONE_TILE,)
             # In one tile flash attention 1 is standard attention.
             for block in blocks[text.startswith(FLASH_ATTENTION_1.name) :] if tiled else ():
