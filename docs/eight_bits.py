@@ -24,6 +24,7 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import run_forward
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.reference import reference
+from tiebreak.programs.resuming import renewed
 
 PAGE = Path(__file__).parent / "eight-bits.md"
 ARITHMETIC = EmulatedArithmetic()
@@ -190,11 +191,9 @@ TABLES: Mapping[str, Callable[[], Iterator[str]]] = MappingProxyType(
 )
 
 
-def renewed(text: str, name: str, lines: Sequence[str]) -> str:
-    """The page with one table made anew."""
-    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    before, _, rest = text.partition(begin)
-    return f"{before}{begin}\n" + "\n".join(lines) + f"\n{end}" + rest.partition(end)[2]
+def marks(name: str) -> tuple[str, str]:
+    """What a table of the page stands between."""
+    return f"<!-- {name} -->", f"<!-- end of {name} -->"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -203,8 +202,8 @@ def main(arguments: Sequence[str]) -> int:
         print((__doc__ or "").strip(), file=sys.stderr)
         return 2
     for name in arguments or TABLES:
-        lines = list(TABLES[name]())
-        PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), name, lines), encoding="utf-8")
+        told = "\n".join(TABLES[name]())
+        PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), *marks(name), told), encoding="utf-8")
         print(name, file=sys.stderr, flush=True)
     return 0
 

@@ -8,6 +8,7 @@ import pytest
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.reference import reference
+from tiebreak.programs.resuming import renewed
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def page(script: ModuleType) -> str:
 
 @pytest.mark.parametrize("name", ["sink", "scales"])
 def test_a_table_is_what_the_script_makes(script: ModuleType, page: str, name: str) -> None:
-    assert script.renewed(page, name, list(script.TABLES[name]())) == page
+    assert renewed(page, *script.marks(name), "\n".join(script.TABLES[name]())) == page
 
 
 def test_a_column_of_the_fixes_is_what_a_run_gives(script: ModuleType, page: str) -> None:
