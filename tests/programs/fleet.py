@@ -12,9 +12,8 @@ from pathlib import Path
 
 from tiebreak.backends.levels import LEVELS
 from tiebreak.programs.levels import environment
-from tiebreak.programs.on_ray import Cluster, Node, connected, first_line
+from tiebreak.programs.on_ray import RAY, Cluster, Node, connected, first_line, is_address
 from tiebreak.programs.resuming import Bar
-from tiebreak.programs.sweep_options import RAY, is_address
 from tiebreak.reports import compare, page, store
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, Parser
 from tiebreak.reports.errors import UsageError

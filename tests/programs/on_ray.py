@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from typing import Any, TypeVar
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.tables import counted
 
+RAY = "ray"  # what --on says of this machine alone
+_ADDRESS = re.compile(r"(?:ray://)?[\w.-]+:[0-9]{1,5}")
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 
@@ -109,6 +112,11 @@ class Cluster:
                 yield reference, self._ray.get(reference)
             except self._ray.exceptions.RayError as error:
                 yield reference, error
+
+
+def is_address(text: str) -> bool:
+    """Whether it can be that of a Ray cluster."""
+    return _ADDRESS.fullmatch(text) is not None
 
 
 @contextlib.contextmanager

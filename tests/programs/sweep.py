@@ -10,8 +10,9 @@ import torch
 from tiebreak.backends.platform import worker_count
 from tiebreak.cases.gpt2.data import DataError
 from tiebreak.programs import on_ray, slurm
+from tiebreak.programs.on_ray import RAY
 from tiebreak.programs.resuming import Bar, expected, in_processes
-from tiebreak.programs.sweep_options import RAY, SLURM, parse, settings, tasks
+from tiebreak.programs.sweep_options import SLURM, parse, settings, tasks
 from tiebreak.programs.sweeping import Task, run
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import HELD, INTERRUPTED

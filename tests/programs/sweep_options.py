@@ -12,6 +12,7 @@ from tiebreak.backends.reduced import Reduction, parse_reduction
 from tiebreak.cases.gpt2.data import Batches
 from tiebreak.cases.gpt2.divergence import EXPLOSION_NATS, EXPLOSION_STEPS, LARGEST_LOGIT
 from tiebreak.cases.gpt2.optimizers import CLIP
+from tiebreak.programs.on_ray import RAY, is_address
 from tiebreak.programs.sweeping import LOOK_EVERY, STABILISERS, Task
 from tiebreak.programs.train import batches_of
 from tiebreak.programs.train_options import add_length, add_model, check_counts, configuration, fill
@@ -20,8 +21,7 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import none_named, split, unknown
 from tiebreak.reports.sweeps import SCHEMA, Place, Settings
 
-RAY, SLURM = "ray", "slurm"
-_ADDRESS = re.compile(r"(?:ray://)?[\w.-]+:[0-9]{1,5}")
+SLURM = "slurm"
 DIVERGED = (
     f"its loss was NaN or Inf, or in {EXPLOSION_STEPS} steps in a row {EXPLOSION_NATS:g} nats above its lowest, or a"
     f" logit beyond {LARGEST_LOGIT:g} (looked at every {LOOK_EVERY} steps)"
@@ -53,11 +53,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError("--part is what an array script's task runs by itself: leave out --on")
     _check_stabilisers(options)
     return options
-
-
-def is_address(text: str) -> bool:
-    """Whether it can be that of a Ray cluster."""
-    return _ADDRESS.fullmatch(text) is not None
 
 
 def _check_stabilisers(options: argparse.Namespace) -> None:
