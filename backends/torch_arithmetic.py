@@ -6,12 +6,20 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.emulation.rounding import fma, round_to
-from tiebreak.kernels.formats import FP32, Rounding
+from tiebreak.kernels.formats import FP32, Format, Rounding
 from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 
 _LOG2_E = 1.4426950408889634
+
+
+def _dtype(fmt: Format) -> torch.dtype:
+    if fmt not in TORCH_DTYPES:
+        raise CannotRunError(
+            f"the plan casts to {fmt.name}, in which torch computes nothing by itself; the emulation does"
+        )
+    return TORCH_DTYPES[fmt]
 
 
 @dataclass(frozen=True)
@@ -25,17 +33,21 @@ class TorchArithmetic:
     has_fp64: bool = True  # whether the device has float64
 
     def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
-        """The device's own cast; a stochastic one, which no torch device has, in integer arithmetic on the device."""
+        """The device's own cast; a stochastic one, which no torch device has, in integer arithmetic on the device.
+
+        Raises:
+            CannotRunError: to a format that torch devices do not compute in.
+        """
         if cast.rounding is Rounding.STOCHASTIC:
             return round_to(x, cast.fmt, cast.rounding, random_bits=random)
-        return x if cast.fmt == FP32 else x.to(TORCH_DTYPES[cast.fmt]).float()
+        return x if cast.fmt == FP32 else x.to(_dtype(cast.fmt)).float()
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
         """The device's product: of narrow operands where the result is narrow, of fp32 operands otherwise."""
         del accumulator
         if cast.fmt == FP32:
             return a @ b
-        dtype = TORCH_DTYPES[cast.fmt]
+        dtype = _dtype(cast.fmt)
         return (a.to(dtype) @ b.to(dtype)).float()
 
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:

@@ -10,10 +10,12 @@ from torch import Tensor
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
+from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.counter import random_bits
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Rounding, ulp
 from tiebreak.kernels.inputs import TORCH_DTYPES
+from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 
 EMULATED = EmulatedArithmetic()
@@ -185,3 +187,11 @@ def test_a_wide_product_and_a_row_sum_keep_fp32(arithmetic: Arithmetic) -> None:
     # Any order of summation of n one-signed terms, each product rounded too: n unit roundoffs (Higham, 4.2).
     assert torch.allclose(product.double(), a.double() @ b.double(), rtol=40 * FP32.unit_roundoff, atol=0.0)
     assert torch.allclose(total.double(), a.double().sum(-1, keepdim=True), rtol=40 * FP32.unit_roundoff, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ["flash@fused_fp8", "flash@sage", "flash@mxfp8"])
+def test_torch_says_that_it_computes_in_no_8_bits(name: str) -> None:
+    inputs = next(case for case in SCRIPTED if case.name == "fp8_ties").make(1, 0, 8, BF16)
+    cpu = BACKENDS["cpu"]
+    with pytest.raises(CannotRunError, match=r"casts to (fp8_e4m3|int8), in which torch computes nothing"):
+        cpu.run(cpu.kernel(name), inputs, gradients=False)
