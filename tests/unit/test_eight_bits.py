@@ -108,8 +108,10 @@ def test_the_more_scales_the_less_is_lost(index: int) -> None:
     for scaling in ("tensor", "head", "block64", "micro32"):
         taken = _taken(f"{name}8=fp8_e4m3/{scaling}", inputs, index)
         lost[scaling] = ((taken - x).abs() / x.abs()).mean().item()
-    assert lost["tensor"] > 1.2 * lost["head"]
-    assert lost["head"] > 4 * lost["block64"]
+    # e4m3 ends at 2^-18 of its largest. The last quarter of a head is 2^-24 of the first: a quarter is lost. Of the
+    # second head, 2^-12 as large, one scale for both loses three quarters: with the first's one, half of all.
+    assert lost["tensor"] > 0.5
+    assert 0.25 < lost["head"] < lost["tensor"]
     assert lost["block64"] < 2 * FP8_E4M3.unit_roundoff
     assert lost["micro32"] < 2 * FP8_E4M3.unit_roundoff
 
@@ -125,8 +127,9 @@ def test_q_takes_the_scale_in_base_two() -> None:
     expected = inputs.q * (inputs.scale * math.log2(math.e))
     taken = _taken("base=2,q8=int8/head+scale", inputs, 0)
     assert (taken - expected).abs().max() <= expected.abs().max() / 127 / 2 * 1.001
-    plain = _attend(f"fused,{BASE_TWO}", inputs).o
-    assert (_attend(f"fused,{BASE_TWO},q8=int8/head+scale", inputs).o - plain).abs().max() < 0.05
+    # A factor of all of q is one of its scale: the numbers are the same, and O is, but for its own last bit.
+    scaled, plain = (_attend(f"fused,{BASE_TWO},q8=int8/head{also}", inputs).o for also in ("+scale", ""))
+    assert ((scaled - plain).abs() <= 2.0**-7 * plain.abs()).all()
 
 
 def test_taking_the_mean_off_k_is_nothing_to_softmax_and_much_to_8_bits() -> None:
@@ -137,7 +140,8 @@ def test_taking_the_mean_off_k_is_nothing_to_softmax_and_much_to_8_bits() -> Non
     smooth, plain = (
         (_attend(f"fused,k8=int8/head,smooth_k={word}", inputs).o - exact).abs().mean() for word in ("yes", "no")
     )
-    assert smooth < plain / 5
+    # The channel makes the steps 12 times as large, at the least: 50 and more where 4 was the largest. Half of that.
+    assert smooth < plain / 6
 
 
 @pytest.mark.parametrize("name", ["fused", "fused_contracted", "fused,base=2"])
@@ -232,14 +236,17 @@ def test_l_that_sums_what_is_left_takes_the_common_error_of_a_row_away() -> None
     for of in ("unrounded", "rounded"):
         o = _attend(f"fused_fp8_offset,o=fp32,l_from={of}", inputs).o.double()
         common[of] = ((o - ref) / ref).mean(-1).abs().mean().item()
-    assert common["rounded"] < common["unrounded"] / 5
+    # Summed before, a row's factor is the mean of what its casts erred by. Summed after, that cancels, and the same errors
+    # are weighted by how far V lies from its mean: by a quarter, of either sign.
+    assert common["rounded"] < common["unrounded"] / 4
 
 
 def test_a_tile_of_v_has_one_scale() -> None:
     with pytest.raises(ValueError, match="a block must hold whole tiles of keys, not 128"):
         _attend("fused,v8=fp8_e4m3/block64,tile=128", _inputs())
-    within = _attend("fused,v8=fp8_e4m3/block64,tile=32", _inputs()).o
-    assert (within - reference(_inputs()).o).abs().max() < 0.1
+    declaration, ref = parse_declaration("fused,v8=fp8_e4m3/block64,tile=32"), reference(_inputs())
+    within = run_forward(declaration, _inputs(), ARITHMETIC).o
+    assert ((within - ref.o).abs() <= error_bound(_inputs(), ref, declaration)).all()
 
 
 def test_the_backward_pass_takes_v_as_it_is() -> None:
