@@ -236,8 +236,8 @@ def test_l_that_sums_what_is_left_takes_the_common_error_of_a_row_away() -> None
     for of in ("unrounded", "rounded"):
         o = _attend(f"fused_fp8_offset,o=fp32,l_from={of}", inputs).o.double()
         common[of] = ((o - ref) / ref).mean(-1).abs().mean().item()
-    # Summed before, a row's factor is the mean of what its casts erred by. Summed after, that cancels, and the same errors
-    # are weighted by how far V lies from its mean: by a quarter, of either sign.
+    # Summed before, a row's factor is the mean of what its casts erred by. Summed after, that cancels, and the same
+    # errors are weighted by how far V lies from its mean: by a quarter, of either sign.
     assert common["rounded"] < common["unrounded"] / 4
 
 

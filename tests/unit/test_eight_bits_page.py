@@ -24,7 +24,8 @@ def page(script: ModuleType) -> str:
 
 @pytest.mark.parametrize("name", ["sink", "scales"])
 def test_a_table_is_what_the_script_makes(script: ModuleType, page: str, name: str) -> None:
-    assert renewed(page, *script.marks(name), "\n".join(script.TABLES[name]())) == page
+    begin, end = script.marks(name)
+    assert renewed(page, begin, end, "\n".join(script.TABLES[name]())) == page
 
 
 def test_a_column_of_the_fixes_is_what_a_run_gives(script: ModuleType, page: str) -> None:
