@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import socket
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -142,7 +143,8 @@ def connected(address: str | None, cpus: int | None = None) -> Iterator[Cluster]
     # Without "local" Ray would join whatever cluster was started here before.
     own: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False} if address is None else {}
     try:
-        ray.init(address or "local", **own, log_to_driver=False, logging_level=logging.ERROR)
+        with warnings.catch_warnings(action="ignore"):  # that it does not answer is told once, below
+            ray.init(address or "local", **own, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         token = "" if "RAY_AUTH_MODE" in os.environ else "; a cluster that asks for a token wants RAY_AUTH_MODE=token"
         raise UsageError(f"--on {address or 'ray'}: no connection: {first_line(error)}{token}") from None
