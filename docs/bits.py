@@ -28,6 +28,7 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.experiments.call import shown
+from tiebreak.programs import resuming
 from tiebreak.reports.figures import Figure, Series
 from tiebreak.reports.records import NONFINITE
 from tiebreak.reports.svg import draw
@@ -141,8 +142,7 @@ def _decoded(row: dict[str, str], texts: Sequence[str]) -> Row:
 
 def renewed(text: str, found: Sequence[Row]) -> str:
     """The page with its tables made anew."""
-    before, _, rest = text.partition(_BEGIN)
-    return f"{before}{_BEGIN}\n\n" + "\n".join(_tables(found)) + f"\n\n{_END}" + rest.partition(_END)[2]
+    return resuming.renewed(text, _BEGIN, _END, "\n".join(["", *_tables(found), ""]))
 
 
 def _tables(found: Sequence[Row]) -> Iterator[str]:

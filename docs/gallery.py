@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tiebreak.programs import resuming
 from tiebreak.reports import store
 from tiebreak.reports.comparison import Agreement, compare
 from tiebreak.reports.records import OUTCOMES, Estimate, Record, Run, Value
@@ -108,8 +109,7 @@ def renewed(text: str, lines: Iterable[str]) -> str:
         text: of the page.
         lines: of the tables.
     """
-    before, _, rest = text.partition(_BEGIN)
-    return f"{before}{_BEGIN}\n\n" + "\n".join(lines) + f"\n\n{_END}" + rest.partition(_END)[2]
+    return resuming.renewed(text, _BEGIN, _END, "\n".join(["", *lines, ""]))
 
 
 def brief(found: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
