@@ -8,7 +8,7 @@ SEEDS   ?= 100
 SUITABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 PYTHON  ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,\
              $(shell $(name) -c '$(SUITABLE)' >/dev/null 2>&1 && echo $(name))))
-PACKAGES := $(addprefix -p tiebreak.,kernels backends cases reports matrix programs defects)
+PACKAGES := $(addprefix -p tiebreak.,kernels backends cases reports matrix programs laboratory defects)
 
 # Also for the environment that pip builds the package in: the first name up to pip 25.2, the second from 25.3 on.
 export PIP_CONSTRAINT := constraints.txt
@@ -69,7 +69,7 @@ $(SITE): $(STAMP)
 	  || echo "zensical can't be installed: the documentation's site is not built, for that reason" >&2
 
 docs: $(SITE)  ## the documentation as a site: out/docs/site/index.html
-	$(PY) docs/site/build.py $(ARGS)
+	$(PY) -m tiebreak.programs.pages.site $(ARGS)
 
 gallery: $(STAMP)  ## the page of every machine's records: out/gallery/index.html
 	$(VENV)/bin/tiebreak page $(wildcard reports/platforms/*/*.json.gz) -o out/gallery
@@ -91,10 +91,10 @@ lint: $(STAMP)  ## ruff: rules and format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-# tests/matrix, tests/programs and tests/defects are left out of the second run: the first has them, as they are imported.
+# tests/matrix, programs, laboratory and defects are left out of the second run: the first has them, as they are imported.
 typecheck: $(STAMP)  ## mypy --strict
 	$(PY) -m mypy $(PACKAGES)
-	$(PY) -m mypy tests --exclude '^tests/(matrix|programs|defects)/'
+	$(PY) -m mypy tests --exclude '^tests/(matrix|programs|laboratory|defects)/'
 
 bench: $(STAMP)  ## benchmarks
 	$(PY) -m pytest tests/bench -o python_files='bench_*.py' --benchmark-only \

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiebreak.cases.case import Case, Draw, Stock, noise_seed
+from tiebreak.cases.case import Case, Draw, FixedHeads, noise_seed
 from tiebreak.cases.errors import Errors, by_key_head, signed_error_ulps
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
@@ -132,7 +132,7 @@ def _case(layer: _Layer, folder: Path) -> Case:
     found = FILE.fullmatch(layer.path.name)
     assert found is not None
     rank = "" if found[2] is None else f".rank={found[2]}"
-    stock = Stock(
+    fixed_heads = FixedHeads(
         heads=layer.heads,
         groups=layer.groups,
         formats=(BF16, FP16) if layer.fmt == FP32 else (layer.fmt,),
@@ -143,11 +143,11 @@ def _case(layer: _Layer, folder: Path) -> Case:
         f"captured[step={found[1]}{rank}.layer={layer.number}]",  # no comma: --cases takes lists
         f"layer {layer.number} as captured in step {found[1]}",
         layer.path.name,
-        partial(_inputs, layer=layer, stock=stock),
+        partial(_inputs, layer=layer, fixed_heads=fixed_heads),
         failure=True,
         gradients=layer.made,
         chaotic=layer.made,
-        stock=stock,
+        fixed_heads=fixed_heads,
     )
 
 
@@ -319,9 +319,9 @@ def _checksum(layer: _Layer) -> int:
     return crc
 
 
-def _inputs(draw: Draw, layer: _Layer, stock: Stock) -> AttentionInputs:
+def _inputs(draw: Draw, layer: _Layer, fixed_heads: FixedHeads) -> AttentionInputs:
     """One batch of a layer's heads as one batch entry."""
-    tensors, keys = _load(layer), stock.part(draw.batch, draw.heads)
+    tensors, keys = _load(layer), fixed_heads.part(draw.batch, draw.heads)
     queries = slice(keys.start * layer.groups, keys.stop * layer.groups)
     parts = {"q": tensors.q[queries], "k": tensors.k[keys], "v": tensors.v[keys], "do": tensors.do[queries]}
     rounded = {part: draw.rounded(tensor)[None] for part, tensor in parts.items()}

@@ -59,7 +59,7 @@ Recipe = Callable[[Draw], AttentionInputs]
 
 
 @dataclass(frozen=True)
-class Stock:
+class FixedHeads:
     """What a case has to give whose heads are not made but at hand."""
 
     heads: int  # query heads in all
@@ -98,20 +98,20 @@ class Case:
     chaotic: bool = False  # one bit of S, or a flushed subnormal, changes O by many ulps: bits cannot be predicted
     formats: Callable[[Format], Formats] = Formats.of  # what it is in where q and k are in a format
     revision: int = 1  # raised when the recipe makes another input
-    stock: Stock | None = None  # None: the recipe makes as many heads as it is asked for
+    fixed_heads: FixedHeads | None = None  # None: the recipe makes as many heads as it is asked for
     unclaimed: str | None = None  # why nothing is claimed of the kernels that no claim speaks of
     family: Family | None = None  # None: it stands alone
 
     @property
     def version(self) -> int:
         """Records of other versions are not comparable: the recipe's revision, or the checksum of what is at hand."""
-        return self.revision if self.stock is None else self.stock.checksum()
+        return self.revision if self.fixed_heads is None else self.fixed_heads.checksum()
 
     def has(self, batch: int, heads: int) -> bool:
         """Whether there is a batch `batch` where a batch has `heads` query heads."""
-        if self.stock is None:
+        if self.fixed_heads is None:
             return True
-        part = self.stock.part(batch, heads)
+        part = self.fixed_heads.part(batch, heads)
         return bool(part.start < part.stop)
 
     def make(self, seed: int, batch: int, heads: int, fmt: Format) -> AttentionInputs:
@@ -120,7 +120,7 @@ class Case:
         Args:
             seed: of the run.
             batch: index of the batch; each has its own random stream.
-            heads: query heads, split over the batch dimension; of a stock the last batch may have fewer.
+            heads: query heads, split over the batch dimension; of a fixed_heads the last batch may have fewer.
             fmt: format of q and k; `formats` says what follows for the others.
 
         Raises:

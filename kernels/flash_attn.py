@@ -43,11 +43,11 @@ def flash_attn() -> Kernel:
         fused_on_gpu(FLASH_2_BLOCK, contracted=True),
         has_backward=missing() is None,
         takes=COMMON - {KEY_PADDING} | {OWN_SCALE},  # its signature has none
-        lacks=_lacks,
+        missing_requirement=_missing_requirement,
     )
 
 
-def _lacks(inputs: AttentionInputs) -> str | None:
+def _missing_requirement(inputs: AttentionInputs) -> str | None:
     if inputs.formats.inputs not in (BF16, FP16):
         return f"flash-attn takes {BF16.name} and {FP16.name}, not {inputs.formats.inputs.name}"
     if inputs.q.shape[3] > LARGEST_HEAD:

@@ -31,10 +31,12 @@ Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def flex() -> Kernel:
     """FlexAttention through torch.compile, forward and backward."""
-    return Kernel("flex", _compute, fused_on_gpu(_BLOCK), takes=COMMON | {OWN_SCALE}, lacks=_lacks)
+    return Kernel(
+        "flex", _compute, fused_on_gpu(_BLOCK), takes=COMMON | {OWN_SCALE}, missing_requirement=_missing_requirement
+    )
 
 
-def _lacks(inputs: AttentionInputs) -> str | None:
+def _missing_requirement(inputs: AttentionInputs) -> str | None:
     if inputs.q.shape[3] < SMALLEST_HEAD:
         return f"FlexAttention takes head dimensions from {SMALLEST_HEAD} on, not {inputs.q.shape[3]}"
     return empty(inputs) or missing() or _uncompiled()

@@ -47,7 +47,7 @@ class Declaration:
 # (inputs on the backend's device, its arithmetic, whether gradients are wanted) -> output
 Compute = Callable[[AttentionInputs, Arithmetic, bool], AttentionOutput]
 # inputs whose every feature the kernel takes, on their device -> None, or what keeps it from running them there
-Lacks = Callable[[AttentionInputs], str | None]
+MissingRequirement = Callable[[AttentionInputs], str | None]
 # formats of inputs -> None, or why a kernel is not for such inputs: it is left out of their cells, not skipped
 Unsuited = Callable[[Formats], str | None]
 
@@ -69,7 +69,9 @@ class Kernel:
     declaration: Declaration | None  # what it claims to do; None where nobody knows
     has_backward: bool = True  # whether it returns gradients when asked
     takes: frozenset[Feature] = frozenset()  # what inputs may ask of it: what it was never told of, it is refused
-    lacks: Lacks = _nothing  # what it misses here: a package, a head dimension, a format, PyTorch's consent
+    missing_requirement: MissingRequirement = (
+        _nothing  # what it misses here: a package, a head dimension, a format, PyTorch's consent
+    )
     external: bool = False  # a user's own: held to the contract of `tiebreak.kernels.external`
     origin: tuple[str, ...] = ()  # of a user's own: the words of the command line that bring it in
     unsuited: Unsuited = _nothing  # which formats it is not for, such as a V of 16 bits for a product of 8
@@ -88,7 +90,7 @@ class Kernel:
         untaken = [feature.words for feature in inputs.asks() if feature not in self.takes]
         if untaken:
             return f"{self.name} takes no {' and no '.join(untaken)}"
-        return self.unsuited(inputs.formats) or self.lacks(inputs)
+        return self.unsuited(inputs.formats) or self.missing_requirement(inputs)
 
 
 def run_forward(declaration: Declaration, inputs: AttentionInputs, arithmetic: Arithmetic) -> AttentionOutput:

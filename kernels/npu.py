@@ -231,12 +231,12 @@ def _absent(operators: Operators, names: tuple[str, ...]) -> str | None:
     return f"this torch-npu has no {', '.join(missing)}: install a newer release (docs/ascend.md)" if missing else None
 
 
-def _training_lacks(operators: Operators, inputs: AttentionInputs) -> str | None:
+def _training_requirement(operators: Operators, inputs: AttentionInputs) -> str | None:
     del inputs
     return _absent(operators, ("npu_fusion_attention", "npu_fusion_attention_grad"))
 
 
-def _inference_lacks(operators: Operators, name: str, inputs: AttentionInputs) -> str | None:
+def _inference_requirement(operators: Operators, name: str, inputs: AttentionInputs) -> str | None:
     return f"{name} takes no fp32" if inputs.formats.inputs == FP32 else _absent(operators, (name,))
 
 
@@ -244,7 +244,9 @@ def fusion_attention(layout: str, inner_precise: int, operators: Operators = tor
     """npu_fusion_attention in one layout at one `inner_precise`, with its backward operator."""
     compute = FusionAttention(layout, inner_precise, operators)
     name = f"npu_fusion_{layout.lower()}_p{inner_precise}"
-    return Kernel(name, compute, None, takes=COMMON | {OWN_SCALE}, lacks=partial(_training_lacks, operators))
+    return Kernel(
+        name, compute, None, takes=COMMON | {OWN_SCALE}, missing_requirement=partial(_training_requirement, operators)
+    )
 
 
 def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...]:
@@ -267,7 +269,7 @@ def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...
             None,
             has_backward=False,
             takes=COMMON | {OWN_SCALE},
-            lacks=partial(_inference_lacks, operators, prompt),
+            missing_requirement=partial(_inference_requirement, operators, prompt),
         ),
         *(
             Kernel(
@@ -276,7 +278,7 @@ def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...
                 None,
                 has_backward=False,
                 takes=COMMON | {OWN_SCALE},
-                lacks=partial(_inference_lacks, operators, infer),
+                missing_requirement=partial(_inference_requirement, operators, infer),
             )
             for precise in INNER_PRECISE[:2]  # 2 and 3 differ from them in rows without a visible key only
         ),

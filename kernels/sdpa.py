@@ -140,7 +140,7 @@ def compute(
     return through_autograd(partial(_call, implementation, inputs), inputs, gradients)
 
 
-def lacks(implementation: Implementation, inputs: AttentionInputs) -> str | None:
+def missing_requirement(implementation: Implementation, inputs: AttentionInputs) -> str | None:
     """None, or what keeps an implementation from running some inputs on their device, in one line.
 
     PyTorch tells, in its own words: head dimensions, formats and grouped heads that an implementation takes differ
@@ -195,8 +195,10 @@ def cpu_sdpa_flash() -> Kernel:
     if _is_fast(measure_exp_at_zero()):
         plan = replace(FUSED_FAST_EXP, exponential=replace(FEXP_U20, lanes=_lanes()))
     declaration = Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"], _CPU_FLASH_BLOCK)
-    lacking = partial(lacks, CPU_FLASH)
-    return Kernel("sdpa_flash", partial(compute, CPU_FLASH), declaration, takes=CPU_FLASH.takes, lacks=lacking)
+    lacking = partial(missing_requirement, CPU_FLASH)
+    return Kernel(
+        "sdpa_flash", partial(compute, CPU_FLASH), declaration, takes=CPU_FLASH.takes, missing_requirement=lacking
+    )
 
 
 def sdpa_math() -> Kernel:
@@ -213,7 +215,13 @@ def gpu_sdpa_kernels() -> tuple[Kernel, ...]:
         ("sdpa_efficient", CUDA_EFFICIENT, _EFFICIENT_BLOCK),
     )
     kernels = (
-        Kernel(name, partial(compute, one), fused_on_gpu(block), takes=one.takes, lacks=partial(lacks, one))
+        Kernel(
+            name,
+            partial(compute, one),
+            fused_on_gpu(block),
+            takes=one.takes,
+            missing_requirement=partial(missing_requirement, one),
+        )
         for name, one, block in fused
     )
     return (*kernels, sdpa_math())

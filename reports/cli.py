@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.store import UnreadableRecordsError, UnwritableFolderError
+from tiebreak.reports.records.store import UnreadableRecordsError, UnwritableFolderError
 
 HELD, FELL, USAGE, INTERRUPTED = 0, 1, 2, 130  # exit codes
 
@@ -35,11 +35,17 @@ class Verb:
 
 VERBS = {
     "check": Verb("tiebreak.programs.check", "a kernel of your own: the verdict, and what it rests on"),
-    "show": Verb("tiebreak.reports.show", "the table of one run, audit or sweep"),
-    "compare": Verb("tiebreak.reports.compare", "several runs side by side: what agrees to the bit, what does not"),
-    "gate": Verb("tiebreak.reports.gate_command", "fail if a run is worse than a baseline"),
-    "page": Verb("tiebreak.reports.page", "one HTML file of runs, audits and sweeps: heat maps, figures, tables"),
-    "training": Verb("tiebreak.reports.training_command", "the short training runs of several seeds: table and figure"),
+    "show": Verb("tiebreak.reports.tables.show", "the table of one run, audit or sweep"),
+    "compare": Verb(
+        "tiebreak.reports.tables.compare", "several runs side by side: what agrees to the bit, what does not"
+    ),
+    "gate": Verb("tiebreak.reports.gate.command", "fail if a run is worse than a baseline"),
+    "page": Verb(
+        "tiebreak.reports.page.command", "one HTML file of runs, audits and sweeps: heat maps, figures, tables"
+    ),
+    "training": Verb(
+        "tiebreak.reports.tables.training_command", "the short training runs of several seeds: table and figure"
+    ),
     "audit": Verb("tiebreak.programs.audit.command", "what rounds in the Triton kernels, compiled for GPUs not here"),
     "statement": Verb("tiebreak.programs.statement", "a folder of records to hand in, held to a profile", "state"),
     "verify": Verb("tiebreak.programs.statement", "whether a statement holds; needs no device", "verify"),
@@ -49,10 +55,14 @@ VERBS = {
     "cases": Verb("tiebreak.programs.listing", "what there is to run: inputs and training runs, a line each", "cases"),
     "kernels": Verb("tiebreak.programs.listing", "the kernels of every backend, and adapters of packages", "kernels"),
     "plans": Verb("tiebreak.programs.listing", "rounding plans and shift rules: what --plan takes", "plans"),
-    "train": Verb("tiebreak.programs.train", "train a GPT-2 with any attention kernel, watched by monitors"),
-    "sharpness": Verb("tiebreak.programs.sharpness", "how sharp a GPT-2's loss is, against the bits of its products"),
-    "sweep": Verb("tiebreak.programs.sweep", "how often training diverges: seeds, learning rates, formats, kernels"),
-    "fleet": Verb("tiebreak.programs.fleet", "the matrix on each kind of machine of a Ray cluster, compared"),
+    "train": Verb("tiebreak.laboratory.train_command", "train a GPT-2 with any attention kernel, watched by monitors"),
+    "sharpness": Verb(
+        "tiebreak.laboratory.sharpness_command", "how sharp a GPT-2's loss is, against the bits of its products"
+    ),
+    "sweep": Verb(
+        "tiebreak.laboratory.sweep_command", "how often training diverges: seeds, learning rates, formats, kernels"
+    ),
+    "fleet": Verb("tiebreak.laboratory.fleet_command", "the matrix on each kind of machine of a Ray cluster, compared"),
 }
 _CODES = "exit codes: 0 all held, 1 a claim or the gate fell, 2 bad usage or unreadable input"
 

@@ -5,8 +5,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tiebreak.reports.marks import plain_text
-from tiebreak.reports.records import BIASED, CRASHED, NONFINITE, PREDICTION, SKIPPED, TIMED_OUT, UNDECIDED, Record, Run
+from tiebreak.reports.records.record import (
+    BIASED,
+    CRASHED,
+    NONFINITE,
+    PREDICTION,
+    SKIPPED,
+    TIMED_OUT,
+    UNDECIDED,
+    Record,
+    Run,
+)
+from tiebreak.reports.tables.marks import plain_text
 
 _LISTED = 8  # cases of a list that are named; the table has them all
 # What `tiebreak.matrix.explain` says of plans: one, or several that can't be told apart.

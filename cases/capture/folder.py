@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tiebreak.cases.capture.telling import Candidate, Findings
+from tiebreak.cases.capture.interest import Candidate, Findings
 from tiebreak.cases.captured import FILE, layer_checksum
 
 _HEADER = 2**13  # of a file, about

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tiebreak.cases.capture.calls import AttentionCall, NotHeldError
 from tiebreak.cases.capture.folder import MB, CaptureError, Folder, Layer
-from tiebreak.cases.capture.telling import Candidate, aside, candidate, findings
+from tiebreak.cases.capture.interest import Candidate, aside, candidate, findings
 from tiebreak.cases.capture.watching import AttentionModule, Place, Watch, named_modules
 
 _UNLIKE = 0.1  # an O further from softmax(scale q k^T) v than this is that of another function

@@ -97,7 +97,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Statement:
+class BoundRule:
     """What is said of some variants; the numbers come from runs."""
 
     variants: tuple[str, ...]  # by full name
@@ -120,7 +120,7 @@ class Statement:
 class Weighed:
     """A statement about one variant, with the runs it rests on."""
 
-    statement: Statement
+    statement: BoundRule
     variant: str  # by full name
     own: Spread | None  # of the variant; None: not run at two seeds
     other: Spread | None  # of what the statement must catch
@@ -206,7 +206,7 @@ SPREADS = read_spreads()
 
 
 def weighed(
-    snippet: str, version: int, statements: Iterable[Statement], spreads: Mapping[Ran, Spread] = SPREADS
+    snippet: str, version: int, statements: Iterable[BoundRule], spreads: Mapping[Ran, Spread] = SPREADS
 ) -> tuple[Weighed, ...]:
     """Every statement about every variant, with its bound if it separates."""
     said = tuple(statements)
@@ -215,7 +215,7 @@ def weighed(
     def found(variant: str, measure: str) -> Spread | None:
         return spreads.get(Ran(snippet, version, EMULATION, variant, measure))
 
-    def weigh(statement: Statement) -> list[Weighed]:
+    def weigh(statement: BoundRule) -> list[Weighed]:
         measure = statement.measure
         rows = [(name, found(name, measure), found(statement.against, measure)) for name in statement.variants]
         edges = {
@@ -233,12 +233,12 @@ def weighed(
     return tuple(row for statement in said for row in weigh(statement))
 
 
-def _edges(statement: Statement, own: Spread, other: Spread, p: float) -> tuple[float, float]:
+def _edges(statement: BoundRule, own: Spread, other: Spread, p: float) -> tuple[float, float]:
     """How far out a variant comes, and how far in what the statement must catch does."""
     return statement.outward(own.mean) + own.margin(p), statement.outward(other.mean) - other.margin(p)
 
 
-def _bound(statement: Statement, edges: Iterable[float]) -> float:
+def _bound(statement: BoundRule, edges: Iterable[float]) -> float:
     """The furthest of the edges, as a number of the measure with few digits."""
     furthest = statement.outward(max(edges)) if statement.side == "above" else max(edges)
     value = scale_of(statement.measure).back(furthest)
@@ -247,17 +247,17 @@ def _bound(statement: Statement, edges: Iterable[float]) -> float:
 
 
 def bounded(
-    snippet: str, version: int, statements: Iterable[Statement], spreads: Mapping[Ran, Spread] = SPREADS
+    snippet: str, version: int, statements: Iterable[BoundRule], spreads: Mapping[Ran, Spread] = SPREADS
 ) -> tuple[SnippetClaim, ...]:
     """The claims that statements come to: those that do not separate are left out."""
-    found: dict[Statement, dict[str, float]] = {}
+    found: dict[BoundRule, dict[str, float]] = {}
     for row in weighed(snippet, version, statements, spreads):
         if row.bound is not None:
             found.setdefault(row.statement, {})[row.variant] = row.bound
     return tuple(_claim(statement, bounds) for statement, bounds in found.items())
 
 
-def _claim(statement: Statement, bounds: Mapping[str, float]) -> SnippetClaim:
+def _claim(statement: BoundRule, bounds: Mapping[str, float]) -> SnippetClaim:
     (bound,) = set(bounds.values())
     low = {"above": bound, "below": -math.inf, "within": -bound}[statement.side]
     high = {"above": math.inf, "below": bound, "within": bound}[statement.side]
@@ -266,7 +266,7 @@ def _claim(statement: Statement, bounds: Mapping[str, float]) -> SnippetClaim:
 
 def said(
     side: Side, variants: str, measure: str, source: str, *, against: str, rounded: bool | None = None
-) -> Statement:
+) -> BoundRule:
     """A statement about variants by their short names, space-separated.
 
     Args:
@@ -278,4 +278,4 @@ def said(
         rounded: which l; None: both.
     """
     names = (name for short in variants.split() for name in variant_names(short, rounded=rounded))
-    return Statement(tuple(names), measure, source, side, against)
+    return BoundRule(tuple(names), measure, source, side, against)

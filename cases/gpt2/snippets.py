@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tiebreak.cases.gpt2 import scripting
 from tiebreak.cases.gpt2.attention import HeadKernel, Heads, Kernels, Observation, Observer
-from tiebreak.cases.gpt2.bounds import SnippetClaim, Statement, bounded, said
+from tiebreak.cases.gpt2.bounds import BoundRule, SnippetClaim, bounded, said
 from tiebreak.cases.gpt2.data import Batches, corpus
 from tiebreak.cases.gpt2.mitigations import QKClip
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, Configuration
@@ -58,7 +58,7 @@ class Snippet:
     script: Script  # of the failing head
     trained: tuple[str, ...]  # parameters that train, beside those that a mitigation adds; empty: all
     every: int  # steps between two readings of the monitors
-    said: tuple[Statement, ...]  # which variants do what, by the rule of `tiebreak.cases.gpt2.bounds`
+    said: tuple[BoundRule, ...]  # which variants do what, by the rule of `tiebreak.cases.gpt2.bounds`
     roster: tuple[str, ...]  # variants of a default run, by full name
     on_devices: tuple[str, ...]  # those of them that a device runs by default, beside its own kernels
     silent_before: bool = False  # whether the layer before the scripted one, which writes nothing, is left out

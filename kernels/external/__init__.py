@@ -2,6 +2,6 @@
 
 from tiebreak.kernels.external.declaring import kernel
 from tiebreak.kernels.external.errors import ContractError, LoadError
-from tiebreak.kernels.external.kernels import Given, external_kernel, external_kernels, told_apart
+from tiebreak.kernels.external.kernels import KernelTarget, external_kernel, external_kernels, told_apart
 
-__all__ = ["ContractError", "Given", "LoadError", "external_kernel", "external_kernels", "kernel", "told_apart"]
+__all__ = ["ContractError", "KernelTarget", "LoadError", "external_kernel", "external_kernels", "kernel", "told_apart"]

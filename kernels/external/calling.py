@@ -45,7 +45,7 @@ class Caller:
             has_padding=how.mask is not None,
         )
 
-    def lacks(self, inputs: AttentionInputs) -> str | None:
+    def missing_requirement(self, inputs: AttentionInputs) -> str | None:
         """None, or why it can't take some inputs whose every feature it takes, in one line."""
         dims, d = self.how.said.head_dims, inputs.q.shape[3]
         if dims and d not in dims:

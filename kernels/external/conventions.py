@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tiebreak.kernels.external.declaring import Said
+from tiebreak.kernels.external.declaring import KernelOptions
 from tiebreak.kernels.external.errors import LoadError
 from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, KEY_PADDING, OBLONG_CAUSAL, OWN_SCALE, Feature
 
@@ -39,7 +39,7 @@ class _Signature:
 class Convention:
     """How to call a kernel, and what it takes."""
 
-    said: Said
+    said: KernelOptions
     causal: str | None  # keyword of the causal mask, or ALWAYS; None: it has none
     scale: str | None  # keyword of the scores' scale; None: it is 1/sqrt(d)
     mask: str | None  # keyword of a mask of the scores
@@ -81,7 +81,7 @@ class Convention:
         return [given.get(name, self.positions[name]) for name in names[: last + 1]], {}
 
 
-def convention(function: Callable[..., Any], said: Said) -> Convention:
+def convention(function: Callable[..., Any], said: KernelOptions) -> Convention:
     """How to call a function, from its signature and from what was said of it.
 
     Args:

@@ -30,7 +30,7 @@ AUTOGRAD, NO_BACKWARD = "autograd", "none"
 
 
 @dataclass(frozen=True)
-class Said:
+class KernelOptions:
     """What was said of a kernel. What was not follows from the function's signature.
 
     Attributes:
@@ -106,7 +106,7 @@ def kernel(**said: Any) -> Callable[[_F], _F]:
     """Say of an attention function what its signature does not tell; the function itself is left as it is.
 
     Args:
-        said: any of the attributes of `Said`.
+        said: any of the attributes of `KernelOptions`.
 
     Returns:
         A decorator.
@@ -123,24 +123,24 @@ def kernel(**said: Any) -> Callable[[_F], _F]:
     return mark
 
 
-def said_of(function: object) -> Said:
+def said_of(function: object) -> KernelOptions:
     """What the decorator says of a function; nothing where it has none."""
     found = getattr(function, _ATTRIBUTE, None)
-    return found if isinstance(found, Said) else Said()
+    return found if isinstance(found, KernelOptions) else KernelOptions()
 
 
-def of_mapping(values: Mapping[str, Any], where: str, base: Said | None = None) -> Said:
+def of_mapping(values: Mapping[str, Any], where: str, base: KernelOptions | None = None) -> KernelOptions:
     """What is said by a mapping of words, added to what was said before.
 
     Args:
-        values: attributes of `Said`, by name.
+        values: attributes of `KernelOptions`, by name.
         where: what has them, for messages.
         base: what was said before; None: nothing.
 
     Raises:
         LoadError: a word that is unknown, or a value that it can't have.
     """
-    types: dict[str, tuple[type, ...]] = {each.name: (str,) for each in fields(Said)}
+    types: dict[str, tuple[type, ...]] = {each.name: (str,) for each in fields(KernelOptions)}
     types |= {"square": (bool,), "multiple_of": (int,), "head_dims": (list, tuple), "options": (dict,)}
     for word, value in values.items():
         if word not in types:
@@ -151,12 +151,12 @@ def of_mapping(values: Mapping[str, Any], where: str, base: Said | None = None) 
     if "head_dims" in changed:
         changed["head_dims"] = tuple(changed["head_dims"])
     try:
-        return replace(base or Said(), **changed)
+        return replace(base or KernelOptions(), **changed)
     except LoadError as error:
         raise LoadError(f"{where}: {error}") from error
 
 
-def of_flags(words: tuple[str, ...], base: Said) -> Said:
+def of_flags(words: tuple[str, ...], base: KernelOptions) -> KernelOptions:
     """What `--declare WORD=VALUE` says, each on its own; `options.NAME=VALUE` is one more keyword.
 
     Raises:
@@ -184,7 +184,7 @@ def _literal(text: str) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, dict[str, Any]]:
-    """The kernels that a TOML file declares: a table [NAME] each, with `target` and the words of `Said`.
+    """The kernels that a TOML file declares: a table [NAME] each, with `target` and the words of `KernelOptions`.
 
     Args:
         path: of the file.

@@ -19,7 +19,7 @@ from tiebreak.kernels.kernel import Declaration, Kernel
 
 
 @dataclass(frozen=True)
-class Given:
+class KernelTarget:
     """What a user gives for one kernel."""
 
     target: str  # as on the command line
@@ -33,7 +33,7 @@ class Given:
         return ("--kernel", self.target, *declared, *(() if self.plan is None else ("--plan", self.plan)))
 
 
-def external_kernels(given: Given) -> list[Kernel]:
+def external_kernels(given: KernelTarget) -> list[Kernel]:
     """The kernels that a target names: one, or all of a TOML file.
 
     Raises:
@@ -60,13 +60,13 @@ def external_kernel(target: str, plan: str | None = None, flags: Sequence[str] =
     Raises:
         LoadError: it can't be found, imported or called as it is, or the target names several.
     """
-    found = external_kernels(Given(target, tuple(flags), plan))
+    found = external_kernels(KernelTarget(target, tuple(flags), plan))
     if len(found) > 1:
         raise LoadError(f"--kernel {target}: it has {', '.join(kernel.name for kernel in found)}; name one")
     return found[0]
 
 
-def _said(given: Given) -> list[tuple[str, str, Mapping[str, Any]]]:
+def _said(given: KernelTarget) -> list[tuple[str, str, Mapping[str, Any]]]:
     """Targets as the command line names them, the functions that they stand for, and what a file says of these."""
     path, _, name = given.target.partition(".toml")
     if not path or ".toml" not in given.target:
@@ -88,7 +88,7 @@ def _beside(file: Path, target: str) -> str:
     return f"{file.parent / place}.py:{name}" if separator else target
 
 
-def _kernel(given: Given, target: str, words: Mapping[str, Any], plan: Declaration | None) -> Kernel:
+def _kernel(given: KernelTarget, target: str, words: Mapping[str, Any], plan: Declaration | None) -> Kernel:
     function = load(target)
     told = {word: value for word, value in words.items() if word != "target"}
     said = of_flags(given.flags, of_mapping(told, target, said_of(function)))
@@ -101,15 +101,17 @@ def _kernel(given: Given, target: str, words: Mapping[str, Any], plan: Declarati
         plan,
         has_backward=said.backward != NO_BACKWARD,  # what autograd knows of shows when it is called
         takes=caller.how.takes,
-        lacks=partial(_lacks, needs_of(function), caller),
+        missing_requirement=partial(_missing_requirement, needs_of(function), caller),
         external=True,
         origin=given.options,
     )
 
 
-def _lacks(needed: tuple[Foreign, ...], caller: Caller, inputs: AttentionInputs) -> str | None:
+def _missing_requirement(needed: tuple[Foreign, ...], caller: Caller, inputs: AttentionInputs) -> str | None:
     """None, or what of other packages is not here as an adapter knows it, and what the function itself can't take."""
-    told = dict.fromkeys([*(one.lacks(inputs) for one in needed), caller.lacks(inputs)])  # of one package once
+    told = dict.fromkeys(
+        [*(one.missing_requirement(inputs) for one in needed), caller.missing_requirement(inputs)]
+    )  # of one package once
     return "; ".join(one for one in told if one) or None
 
 

@@ -62,7 +62,7 @@ def triton_kernels(*, interpreted: bool) -> tuple[Kernel, ...]:
             declaration,
             has_backward=declaration.plan.p_bar.fmt != FP8_E4M3,  # nobody trains with a V of 8 bits
             takes=COMMON | {OWN_SCALE},
-            lacks=partial(refusal, declaration=declaration, interpreted=interpreted),
+            missing_requirement=partial(refusal, declaration=declaration, interpreted=interpreted),
             unsuited=partial(unsuited, declaration.plan),
             o_first=True,
         )

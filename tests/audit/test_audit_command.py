@@ -8,10 +8,10 @@ import pytest
 from tiebreak.programs.audit import command
 from tiebreak.programs.audit.compiling import NotCompiledError
 from tiebreak.programs.audit.targets import Target
-from tiebreak.reports import audit as records
 from tiebreak.reports import cli
+from tiebreak.reports.audit import record as records
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.store import UnreadableRecordsError
+from tiebreak.reports.records.store import UnreadableRecordsError
 
 CAST = "cvt.rn.bf16x2.f32 %r1, %r2, %r3;"
 

@@ -13,7 +13,7 @@ from tiebreak.programs.audit.command import audited
 from tiebreak.programs.audit.compiling import compiler
 from tiebreak.programs.audit.sources import sources
 from tiebreak.programs.audit.targets import TARGETS
-from tiebreak.reports.audit import differences, read
+from tiebreak.reports.audit.record import differences, read
 
 if (reason := compiling.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)

@@ -17,7 +17,7 @@ from tiebreak.programs.audit.compiling import NotCompiledError, compile_for
 from tiebreak.programs.audit.reading import read
 from tiebreak.programs.audit.sources import sources
 from tiebreak.programs.audit.targets import TARGETS, Target
-from tiebreak.reports.audit import Audit
+from tiebreak.reports.audit.record import Audit
 
 if (reason := compiling.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from tiebreak.reports import store
 from tiebreak.reports.cli import main
-from tiebreak.reports.records import CaseRecord, Estimate, HistogramRecord, TraceRecord
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import CaseRecord, Estimate, HistogramRecord, TraceRecord
 
 FILES, KERNELS, CASES = 10, 50, 100
 SAMPLE = Path(__file__).parents[1] / "reports" / "data" / "schema1.json"

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tiebreak.defects.tiled import Asked, Sums, Tiled, by_group
+from tiebreak.defects.tiled import CallRequest, Sums, Tiled, by_group
 
 _LOG2_E = math.log2(math.e)
 
@@ -15,7 +15,7 @@ _LOG2_E = math.log2(math.e)
 class UpperLeftCausal(Tiled):
     """Query i sees keys 0 .. i, however many keys there are."""
 
-    def hidden(self, asked: Asked) -> Tensor | None:
+    def hidden(self, asked: CallRequest) -> Tensor | None:
         if not asked.causal:
             return super().hidden(asked)
         return torch.ones(asked.queries, asked.keys, dtype=torch.bool).triu(1)
@@ -24,7 +24,7 @@ class UpperLeftCausal(Tiled):
 class StrictCausal(Tiled):
     """A query does not see its own key."""
 
-    def hidden(self, asked: Asked) -> Tensor | None:
+    def hidden(self, asked: CallRequest) -> Tensor | None:
         if not asked.causal:
             return super().hidden(asked)
         return torch.ones(asked.queries, asked.keys, dtype=torch.bool).triu(asked.keys - asked.queries)
@@ -33,14 +33,14 @@ class StrictCausal(Tiled):
 class CausalWithoutMaskSkipped(Tiled):
     """The causal mask is merged into a given mask, and there is none."""
 
-    def hidden(self, asked: Asked) -> Tensor | None:
+    def hidden(self, asked: CallRequest) -> Tensor | None:
         return None if asked.seen is None else super().hidden(asked)
 
 
 class PaddingIgnored(Tiled):
     """The mask is not passed on."""
 
-    def hidden(self, asked: Asked) -> Tensor | None:
+    def hidden(self, asked: CallRequest) -> Tensor | None:
         return super().hidden(replace(asked, seen=None))
 
 
@@ -49,7 +49,7 @@ class TinyMaskValue(Tiled):
 
     fill = -1e-9
 
-    def scores(self, asked: Asked, keys: slice) -> Tensor:
+    def scores(self, asked: CallRequest, keys: slice) -> Tensor:
         s, hidden = self.product(asked, keys), self.hidden(asked)
         return s if hidden is None else s.masked_fill(hidden[..., keys], self.fill)
 
@@ -63,7 +63,7 @@ class FiniteMaskValue(TinyMaskValue):
 class AddedMask(Tiled):
     """The mask is added to the scores: what is NaN at a masked key stays NaN."""
 
-    def scores(self, asked: Asked, keys: slice) -> Tensor:
+    def scores(self, asked: CallRequest, keys: slice) -> Tensor:
         s, hidden = self.product(asked, keys), self.hidden(asked)
         return s if hidden is None else s + torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[..., keys]
 
@@ -78,7 +78,7 @@ class BlindRowsNan(Tiled):
 class BlindRowsMean(Tiled):
     """Softmax of a row of equal, very low scores: the mean of V."""
 
-    def output(self, asked: Asked) -> Tensor:
+    def output(self, asked: CallRequest) -> Tensor:
         o, hidden = super().output(asked), self.hidden(asked)
         if hidden is None:
             return o
@@ -96,42 +96,42 @@ class BlindRowsUnwritten(Tiled):
 class ScaleIgnored(Tiled):
     """1 / sqrt(d), whatever the caller says."""
 
-    def product(self, asked: Asked, keys: slice) -> Tensor:
+    def product(self, asked: CallRequest, keys: slice) -> Tensor:
         return super().product(replace(asked, scale=asked.q.shape[-1] ** -0.5), keys)
 
 
 class ScaledTwice(Tiled):
     """Q is scaled, and the scores once more."""
 
-    def product(self, asked: Asked, keys: slice) -> Tensor:
+    def product(self, asked: CallRequest, keys: slice) -> Tensor:
         return super().product(asked, keys) * asked.scale
 
 
 class ScaleDivides(Tiled):
     """Scores are divided by what they are to be multiplied by."""
 
-    def product(self, asked: Asked, keys: slice) -> Tensor:
+    def product(self, asked: CallRequest, keys: slice) -> Tensor:
         return super().product(replace(asked, scale=1.0 / asked.scale), keys)
 
 
 class ScaledAfterSoftmax(Tiled):
     """The softmax is scaled, not the scores."""
 
-    def product(self, asked: Asked, keys: slice) -> Tensor:
+    def product(self, asked: CallRequest, keys: slice) -> Tensor:
         return super().product(replace(asked, scale=1.0), keys)
 
-    def output(self, asked: Asked) -> Tensor:
+    def output(self, asked: CallRequest) -> Tensor:
         return self.stored(self.normalised(self.sums(asked)) * asked.scale, asked)
 
 
 class ScaleGrows(Tiled):
     """log2(e) is multiplied into the scale in every tile anew."""
 
-    def product(self, asked: Asked, keys: slice) -> Tensor:
+    def product(self, asked: CallRequest, keys: slice) -> Tensor:
         return super().product(asked, keys) * math.pow(_LOG2_E, keys.start // self.tile)
 
 
-class _TiledHeads(Asked):
+class _TiledHeads(CallRequest):
     """A call whose key heads are taken in turn, not in groups."""
 
     @cached_property
@@ -146,25 +146,27 @@ class _TiledHeads(Asked):
 class HeadsTiled(Tiled):
     """Key heads are tiled over the query heads, not repeated."""
 
-    def asked(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seen: Tensor | None) -> Asked:
+    def asked(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seen: Tensor | None
+    ) -> CallRequest:
         sound = super().asked(q, k, v, causal, scale, seen)
         return _TiledHeads(q, k, v, causal, sound.scale, seen)
 
-    def summed(self, gradient: Tensor, asked: Asked) -> Tensor:
+    def summed(self, gradient: Tensor, asked: CallRequest) -> Tensor:
         return by_group(gradient, gradient.shape[1] // asked.groups).sum(1)
 
 
 class SixtyFourDimensions(Tiled):
     """The head dimension is written into the kernel."""
 
-    def product(self, asked: Asked, keys: slice) -> Tensor:
+    def product(self, asked: CallRequest, keys: slice) -> Tensor:
         return super().product(replace(asked, q=asked.q[..., :64], k=asked.k[..., :64]), keys)
 
 
 class OddDimensionsDropped(Tiled):
     """Q K^T takes the head dimension in steps of 16, and leaves what is left over."""
 
-    def product(self, asked: Asked, keys: slice) -> Tensor:
+    def product(self, asked: CallRequest, keys: slice) -> Tensor:
         whole = asked.q.shape[-1] // 16 * 16
         return super().product(replace(asked, q=asked.q[..., :whole], k=asked.k[..., :whole]), keys)
 
@@ -172,7 +174,7 @@ class OddDimensionsDropped(Tiled):
 class LastTileFilledUp(Tiled):
     """Keys past the end are zeros with a score of 0, and are not masked."""
 
-    def step(self, asked: Asked, sums: Sums, keys: slice) -> Sums:
+    def step(self, asked: CallRequest, sums: Sums, keys: slice) -> Sums:
         found = super().step(asked, sums, keys)
         past = self.tile - (keys.stop - keys.start)
         return found if not past else replace(found, l=found.l + past * self.exp(torch.zeros_like(found.m), found.m))
@@ -181,14 +183,16 @@ class LastTileFilledUp(Tiled):
 class LastTileDropped(Tiled):
     """Keys past the last whole tile are left out."""
 
-    def tiles(self, asked: Asked) -> list[slice]:
+    def tiles(self, asked: CallRequest) -> list[slice]:
         return [keys for keys in super().tiles(asked) if keys.stop - keys.start == self.tile]
 
 
 class StridesOfVIgnored(Tiled):
     """V is read as if it were contiguous."""
 
-    def asked(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seen: Tensor | None) -> Asked:
+    def asked(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seen: Tensor | None
+    ) -> CallRequest:
         read = v.as_strided(v.shape, torch.empty(v.shape, device="meta").stride())
         return super().asked(q, k, read, causal, scale, seen)
 
@@ -196,7 +200,7 @@ class StridesOfVIgnored(Tiled):
 class BatchStrideZero(Tiled):
     """What is combined for every batch entry is written to the first."""
 
-    def output(self, asked: Asked) -> Tensor:
+    def output(self, asked: CallRequest) -> Tensor:
         o = super().output(asked)
         return torch.cat([o[-1:], torch.zeros_like(o[1:])])
 
@@ -208,7 +212,7 @@ class Split(Tiled):
         """Of one part, up to a factor that all have."""
         return torch.exp(lse - largest)
 
-    def sums(self, asked: Asked) -> Sums:
+    def sums(self, asked: CallRequest) -> Sums:
         parts = [self.step(asked, self.start(asked), keys) for keys in self.tiles(asked)]
         largest = torch.stack([part.lse for part in parts]).amax(0)
         # A row without a visible key has parts of no weight.
@@ -239,7 +243,7 @@ class MaximumFromZero(Tiled):
 
     first = 0.0
 
-    def start(self, asked: Asked) -> Sums:
+    def start(self, asked: CallRequest) -> Sums:
         sums = super().start(asked)
         return replace(sums, m=torch.full_like(sums.m, self.first))
 
@@ -272,7 +276,7 @@ class ConstantShift(MaximumFromZero):
 class PInTheOtherFrame(Tiled):
     """Where the maximum rises by little the old one is kept, but P was computed with the new one."""
 
-    def step(self, asked: Asked, sums: Sums, keys: slice) -> Sums:
+    def step(self, asked: CallRequest, sums: Sums, keys: slice) -> Sums:
         found = super().step(asked, sums, keys)
         alpha = self.exp(sums.m, found.m)
         kept = found.m - sums.m <= 8.0 * math.log(2.0)
@@ -287,7 +291,7 @@ def _parts(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
 class RescaledTheOtherWay(Tiled):
     """O is multiplied by exp(m' - m), as printed with an exponent of -1 too many."""
 
-    def step(self, asked: Asked, sums: Sums, keys: slice) -> Sums:
+    def step(self, asked: CallRequest, sums: Sums, keys: slice) -> Sums:
         found = super().step(asked, sums, keys)
         alpha = self.exp(sums.m, found.m)
         inverse = torch.where(alpha > 0.0, 1.0 / alpha, 0.0)
@@ -307,7 +311,7 @@ class NanDropped(Tiled):
 class NarrowProduct(Tiled):
     """Q K^T is stored in the format of the call, and scaled afterwards: in fp16 it overflows."""
 
-    def product(self, asked: Asked, keys: slice) -> Tensor:
+    def product(self, asked: CallRequest, keys: slice) -> Tensor:
         raw = super().product(replace(asked, scale=1.0), keys)
         return raw.to(asked.q.dtype).float() * asked.scale
 
@@ -322,7 +326,7 @@ class NarrowSoftmax(Tiled):
 class NarrowRowSum(Tiled):
     """l is summed in bf16, key after key."""
 
-    def step(self, asked: Asked, sums: Sums, keys: slice) -> Sums:
+    def step(self, asked: CallRequest, sums: Sums, keys: slice) -> Sums:
         s = self.scores(asked, keys)
         m = self.largest(sums, s)
         total = (self.exp(sums.m, m) * sums.l).bfloat16()
@@ -335,7 +339,7 @@ class NarrowRowSum(Tiled):
 class NarrowBetweenTiles(Tiled):
     """O of every tile is stored in the format of the call, and added up from there."""
 
-    def step(self, asked: Asked, sums: Sums, keys: slice) -> Sums:
+    def step(self, asked: CallRequest, sums: Sums, keys: slice) -> Sums:
         found = super().step(asked, sums, keys)
         return replace(found, o_bar=found.o_bar.to(asked.q.dtype).float())
 
@@ -343,7 +347,7 @@ class NarrowBetweenTiles(Tiled):
 class NarrowAccumulation(Tiled):
     """P V is added up in bf16, key after key."""
 
-    def step(self, asked: Asked, sums: Sums, keys: slice) -> Sums:
+    def step(self, asked: CallRequest, sums: Sums, keys: slice) -> Sums:
         found = super().step(asked, sums, keys)
         p = self.p_bar(self.exp(self.scores(asked, keys), found.m), asked)
         total = (self.exp(sums.m, found.m) * sums.o_bar).bfloat16()
@@ -355,14 +359,14 @@ class NarrowAccumulation(Tiled):
 class EightBitP(Tiled):
     """P is cast to e4m3 without a scale of its own."""
 
-    def p_bar(self, p: Tensor, asked: Asked) -> Tensor:
+    def p_bar(self, p: Tensor, asked: CallRequest) -> Tensor:
         return p.to(torch.float8_e4m3fn).float()
 
 
 class TruncatedStore(Tiled):
     """O is stored by cutting its last 16 bits off."""
 
-    def stored(self, o: Tensor, asked: Asked) -> Tensor:
+    def stored(self, o: Tensor, asked: CallRequest) -> Tensor:
         if asked.q.dtype != torch.bfloat16:
             return super().stored(o, asked)
         return o.view(torch.int32).bitwise_and(-65536).view(torch.float32).bfloat16()
@@ -371,14 +375,14 @@ class TruncatedStore(Tiled):
 class StoredInFp32(Tiled):
     """O is returned in fp32, whatever the inputs are in."""
 
-    def stored(self, o: Tensor, asked: Asked) -> Tensor:
+    def stored(self, o: Tensor, asked: CallRequest) -> Tensor:
         return o
 
 
 class QueryOverwritten(Tiled):
     """Q is scaled where it lies."""
 
-    def output(self, asked: Asked) -> Tensor:
+    def output(self, asked: CallRequest) -> Tensor:
         with torch.no_grad():
             asked.q.mul_(asked.scale)
         return super().output(replace(asked, scale=1.0))
@@ -387,7 +391,7 @@ class QueryOverwritten(Tiled):
 class SwitchLeftOn(Tiled):
     """A global switch is set for speed and stays set."""
 
-    def output(self, asked: Asked) -> Tensor:
+    def output(self, asked: CallRequest) -> Tensor:
         torch.set_float32_matmul_precision("medium")
         return super().output(asked)
 
@@ -398,13 +402,13 @@ class SumNotReset(Tiled):
     def __init__(self) -> None:
         self.left: Tensor | None = None
 
-    def start(self, asked: Asked) -> Sums:
+    def start(self, asked: CallRequest) -> Sums:
         sums = super().start(asked)
         if self.left is None or self.left.shape != sums.o_bar.shape:
             return sums
         return replace(sums, m=torch.zeros_like(sums.m), o_bar=self.left)
 
-    def sums(self, asked: Asked) -> Sums:
+    def sums(self, asked: CallRequest) -> Sums:
         found = super().sums(asked)
         self.left = found.o_bar * 2.0**-6
         return found

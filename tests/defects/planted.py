@@ -21,7 +21,7 @@ from tiebreak.defects.tiled import Tiled
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.external.calling import Caller
 from tiebreak.kernels.external.conventions import convention
-from tiebreak.kernels.external.declaring import Said
+from tiebreak.kernels.external.declaring import KernelOptions
 from tiebreak.kernels.formats import BF16, FP16, Format, Rounding
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
@@ -66,8 +66,15 @@ def _run(caller: Caller, inputs: AttentionInputs, arithmetic: Arithmetic, gradie
 def users(function: Callable[[], Tiled], name: str) -> Kernel:
     """A user's kernel that declares no plan, called and held to its contract as `--kernel` does."""
     made = function()
-    caller = Caller(made, convention(made, Said(backward=made.backward)))
-    return Kernel(name, partial(_run, caller), None, takes=caller.how.takes, lacks=caller.lacks, external=True)
+    caller = Caller(made, convention(made, KernelOptions(backward=made.backward)))
+    return Kernel(
+        name,
+        partial(_run, caller),
+        None,
+        takes=caller.how.takes,
+        missing_requirement=caller.missing_requirement,
+        external=True,
+    )
 
 
 def _of(name: str, function: Callable[[], Tiled], where: str, twin: str = "tiled", **told: object) -> Defect:

@@ -29,10 +29,10 @@ from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.programs.alarms import at_most
-from tiebreak.programs.resuming import add_options, expected, read_parts, renewed, run_parts
+from tiebreak.programs.resumable import add_options, expected, read_parts, renewed, run_parts
 from tiebreak.reports.cli import Parser
-from tiebreak.reports.records import CRASHED, FELL, HELD, MEASURED, SKIPPED, Record
-from tiebreak.reports.tables import counted
+from tiebreak.reports.records.record import CRASHED, FELL, HELD, MEASURED, SKIPPED, Record
+from tiebreak.reports.tables.run import counted
 
 PAGE = CHECKOUT / "docs" / "power.md"
 BEGIN, END = "<!-- written by make power -->\n", "<!-- end -->"
@@ -45,7 +45,7 @@ _BLAMED = (FELL, CRASHED)
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlantedCell:
     """One cell: a planted kernel or a twin, a case, a format."""
 
     kernel: str
@@ -64,7 +64,7 @@ class Task:
 
     seed: int
     heads: int  # that a cell draws at first
-    cells: tuple[Asked, ...]
+    cells: tuple[PlantedCell, ...]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def run_task(task: Task) -> Part:
     return Part(task.seed, task.heads, commit(), found, round(time.monotonic() - started, 1))
 
 
-def run_one(asked: Asked, bench: Workbench) -> Record:
+def run_one(asked: PlantedCell, bench: Workbench) -> Record:
     """Run one planted kernel, or one twin, in one case."""
     defect = DEFECTS.get(asked.kernel)
     kernel: Kernel = defect.kernel if defect else twin(asked.kernel)
@@ -115,7 +115,7 @@ def run_one(asked: Asked, bench: Workbench) -> Record:
 def everywhere(defects: Iterable[Defect], heads: int) -> list[Task]:
     """Some defects in every case at the first seed, a task for each case."""
     chosen = list(defects)
-    return [Task(1, heads, tuple(Asked(one.name, case, one.fmt.name) for one in chosen)) for case in CASES]
+    return [Task(1, heads, tuple(PlantedCell(one.name, case, one.fmt.name) for one in chosen)) for case in CASES]
 
 
 def catches(parts: Iterable[Part]) -> dict[str, Caught]:
@@ -140,10 +140,12 @@ def _caught(at_first: int, cases: Mapping[str, list[str]]) -> Caught:
     return Caught(at_first, tuple(order), int(first), tuple(by), tuple(checks))
 
 
-def sound_cells(caught: Mapping[str, Caught]) -> tuple[Asked, ...]:
+def sound_cells(caught: Mapping[str, Caught]) -> tuple[PlantedCell, ...]:
     """Every twin in the cases that catch its defects first, ordered by case."""
     cells = {
-        Asked(defect.twin, caught[name].cases[0], defect.fmt.name) for name, defect in DEFECTS.items() if name in caught
+        PlantedCell(defect.twin, caught[name].cases[0], defect.fmt.name)
+        for name, defect in DEFECTS.items()
+        if name in caught
     }
     return tuple(sorted(cells, key=lambda cell: (cell.case, cell.fmt, cell.kernel)))
 
@@ -200,7 +202,7 @@ def _short(link: str) -> str:
     return f"{parts[0]}/{parts[1]}#{parts[3]}" if len(parts) == 4 and parts[2] in ("issues", "pull") else parts[-1]
 
 
-def twins_table(parts: Iterable[Part], cells: Sequence[Asked]) -> str:
+def twins_table(parts: Iterable[Part], cells: Sequence[PlantedCell]) -> str:
     """A row for every sound twin: cells over all seeds, and how they came out."""
     wanted = {cell.id: cell for cell in cells}
     outcomes: dict[tuple[str, int], Counter[str]] = {}
@@ -266,7 +268,7 @@ def stages(levels: Sequence[int], seeds: int, parts: Sequence[Part]) -> Iterator
     yield left(twin_tasks(cells, levels, seeds), parts)
 
 
-def twin_tasks(cells: Sequence[Asked], levels: Sequence[int], seeds: int) -> list[Task]:
+def twin_tasks(cells: Sequence[PlantedCell], levels: Sequence[int], seeds: int) -> list[Task]:
     """Sound twins at every seed: users' kernels, which are asked nothing that takes many heads, with the fewest."""
     split = [[cell for cell in cells if (cell.kernel in USERS) == few] for few in (True, False)]
     return [

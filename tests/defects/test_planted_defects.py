@@ -8,14 +8,14 @@ import pytest
 
 from tiebreak.defects.declared import honest
 from tiebreak.defects.planted import DEFECTS, USERS, Defect, on
-from tiebreak.defects.power import BEGIN, CASES, END, PAGE, Asked, run_one
+from tiebreak.defects.power import BEGIN, CASES, END, PAGE, PlantedCell, run_one
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records import FELL, HELD, PREDICTION, Record
+from tiebreak.reports.records.record import FELL, HELD, PREDICTION, Record
 
 _HEADS = 16  # of users' kernels in which nothing is to fall
 _ROW = re.compile(r"\| `(\w+)` +\|(.+)\|$", re.MULTILINE)
@@ -60,7 +60,7 @@ def _bench(case: str, fmt: str, heads: int) -> Workbench:
 
 
 def _run(kernel: str, case: str, fmt: str = BF16.name, heads: int = _HEADS) -> Record:
-    return run_one(Asked(kernel, case, fmt), _bench(case, fmt, heads))
+    return run_one(PlantedCell(kernel, case, fmt), _bench(case, fmt, heads))
 
 
 def test_there_are_forty_defects_and_the_page_has_them_all() -> None:

@@ -7,9 +7,9 @@ import pytest
 from tiebreak.defects import power
 from tiebreak.defects.planted import DEFECTS
 from tiebreak.defects.power import (
-    Asked,
     Caught,
     Part,
+    PlantedCell,
     Task,
     catches,
     left,
@@ -19,7 +19,7 @@ from tiebreak.defects.power import (
     twin_tasks,
     twins_table,
 )
-from tiebreak.programs.resuming import read_parts
+from tiebreak.programs.resumable import read_parts
 
 FELL_AT_16 = Part(1, 16, None, {"scaled_twice random bf16": ["fell", "64", "bound"]}, 1.0)
 FELL_SOONER = Part(1, 16, None, {"scaled_twice padded bf16": ["fell", "16", "bound", "range"]}, 1.0)
@@ -42,17 +42,17 @@ def test_a_twin_that_falls_is_no_defect_that_is_caught() -> None:
 
 def test_a_twin_goes_through_the_first_cases_of_its_defects_in_their_format() -> None:
     caught = {name: Caught(16, ("padded", "random"), 16, (), ()) for name in ("narrow_product", "split_unweighted")}
-    assert set(sound_cells(caught)) == {Asked("tiled", "padded", "fp16"), Asked("split", "padded", "bf16")}
+    assert set(sound_cells(caught)) == {PlantedCell("tiled", "padded", "fp16"), PlantedCell("split", "padded", "bf16")}
 
 
 def test_users_twins_get_by_with_the_fewest_heads() -> None:
-    few, many = Asked("tiled", "random", "bf16"), Asked("fair", "sink_tie", "bf16")
+    few, many = PlantedCell("tiled", "random", "bf16"), PlantedCell("fair", "sink_tie", "bf16")
     expected = [Task(seed, heads, (cell,)) for seed in (1, 2) for heads, cell in ((16, few), (256, many))]
     assert twin_tasks([few, many], [16, 256], 2) == expected
 
 
 def test_what_has_been_run_is_left_out() -> None:
-    cells = (Asked("scaled_twice", "random", "bf16"), Asked("scaled_twice", "padded", "bf16"))
+    cells = (PlantedCell("scaled_twice", "random", "bf16"), PlantedCell("scaled_twice", "padded", "bf16"))
     assert left([Task(1, 16, cells)], [FELL_AT_16]) == [Task(1, 16, cells[1:])]
     assert left([Task(2, 16, cells)], [FELL_AT_16]) == [Task(2, 16, cells)], "another seed"
     assert left([Task(1, 32, cells)], [FELL_AT_16]) == [Task(1, 32, cells)], "other heads"
@@ -60,7 +60,7 @@ def test_what_has_been_run_is_left_out() -> None:
 
 
 def test_a_twin_that_is_blamed_is_counted() -> None:
-    cells = [Asked("tiled", "random", "bf16")]
+    cells = [PlantedCell("tiled", "random", "bf16")]
     outcomes = ["measured", "fell", "inconclusive", "held", "crashed"]
     parts = [Part(seed, 16, None, {cells[0].id: [outcome, "16"]}, 1.0) for seed, outcome in enumerate(outcomes)]
     counts = [cell.strip() for cell in twins_table(parts, cells).splitlines()[-1].strip("|").split("|")]

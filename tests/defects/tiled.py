@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Asked:
+class CallRequest:
     """One call, in the format of its inputs."""
 
     q: Tensor  # (batch, heads, queries, d)
@@ -106,15 +106,17 @@ class Tiled:
         del enable_gqa
         return self.gradients(self.asked(q, k, v, causal, scale, attn_mask), do, o)
 
-    def asked(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seen: Tensor | None) -> Asked:
+    def asked(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seen: Tensor | None
+    ) -> CallRequest:
         """The call."""
-        return Asked(q, k, v, causal, 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, seen)
+        return CallRequest(q, k, v, causal, 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, seen)
 
-    def tiles(self, asked: Asked) -> list[slice]:
+    def tiles(self, asked: CallRequest) -> list[slice]:
         """The keys of each tile."""
         return [slice(at, min(at + self.tile, asked.keys)) for at in range(0, asked.keys, self.tile)]
 
-    def hidden(self, asked: Asked) -> Tensor | None:
+    def hidden(self, asked: CallRequest) -> Tensor | None:
         """Bool, broadcastable to S: True where a score is masked; None if nowhere."""
         mask = None if asked.seen is None else ~asked.seen
         if asked.causal:
@@ -122,11 +124,11 @@ class Tiled:
             mask = later if mask is None else mask | later
         return mask
 
-    def product(self, asked: Asked, keys: slice) -> Tensor:
+    def product(self, asked: CallRequest, keys: slice) -> Tensor:
         """A tile of Q K^T, (batch, heads, queries, keys), scaled."""
         return asked.wide_q @ asked.wide_k[:, :, keys].transpose(-1, -2) * asked.scale
 
-    def scores(self, asked: Asked, keys: slice) -> Tensor:
+    def scores(self, asked: CallRequest, keys: slice) -> Tensor:
         """A tile of S, masked."""
         s, hidden = self.product(asked, keys), self.hidden(asked)
         return s if hidden is None else s.masked_fill(hidden[..., keys], -torch.inf)
@@ -139,11 +141,11 @@ class Tiled:
         """The row maximum, a tile further."""
         return torch.maximum(sums.m, s.amax(-1, keepdim=True))
 
-    def p_bar(self, p: Tensor, asked: Asked) -> Tensor:
+    def p_bar(self, p: Tensor, asked: CallRequest) -> Tensor:
         """P as it enters the product with V."""
         return _narrow(p, asked)
 
-    def step(self, asked: Asked, sums: Sums, keys: slice) -> Sums:
+    def step(self, asked: CallRequest, sums: Sums, keys: slice) -> Sums:
         """The sums, a tile further."""
         s = self.scores(asked, keys)
         m = self.largest(sums, s)
@@ -151,14 +153,14 @@ class Tiled:
         added = self.p_bar(p, asked) @ asked.wide_v[:, :, keys]
         return Sums(m, alpha * sums.l + p.sum(-1, keepdim=True), alpha * sums.o_bar + added)
 
-    def sums(self, asked: Asked) -> Sums:
+    def sums(self, asked: CallRequest) -> Sums:
         """Those of all tiles."""
         found = self.start(asked)
         for keys in self.tiles(asked):
             found = self.step(asked, found, keys)
         return found
 
-    def start(self, asked: Asked) -> Sums:
+    def start(self, asked: CallRequest) -> Sums:
         """Those before the first tile."""
         return Sums.none(asked.wide_q)
 
@@ -166,23 +168,23 @@ class Tiled:
         """O in fp32; a row that has seen no key gives zeros."""
         return (sums.o_bar / sums.l).masked_fill(sums.m == -torch.inf, 0.0)
 
-    def output(self, asked: Asked) -> Tensor:
+    def output(self, asked: CallRequest) -> Tensor:
         """O."""
         return self.stored(self.normalised(self.sums(asked)), asked)
 
-    def stored(self, o: Tensor, asked: Asked) -> Tensor:
+    def stored(self, o: Tensor, asked: CallRequest) -> Tensor:
         """O in the format of the call."""
         return o.to(asked.q.dtype)
 
-    def recomputed(self, asked: Asked, keys: slice, lse: Tensor) -> Tensor:
+    def recomputed(self, asked: CallRequest, keys: slice, lse: Tensor) -> Tensor:
         """A tile of P in the backward pass."""
         return torch.exp(self.scores(asked, keys) - lse).masked_fill(lse == -torch.inf, 0.0)
 
-    def lse(self, asked: Asked) -> Tensor:
+    def lse(self, asked: CallRequest) -> Tensor:
         """The log-sum-exp that the backward pass is given."""
         return self.sums(asked).lse
 
-    def gradients(self, asked: Asked, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, asked: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV in the shapes and the format of q, k and v."""
         lse, wide = self.lse(asked), do.float()
         delta = (wide * o.float()).sum(-1, keepdim=True)
@@ -196,20 +198,20 @@ class Tiled:
         dk, dv = self.summed(dk, asked), self.summed(dv, asked)
         return dq.to(asked.q.dtype), dk.to(asked.q.dtype), dv.to(asked.q.dtype)
 
-    def dk(self, asked: Asked, ds: Tensor) -> Tensor:
+    def dk(self, asked: CallRequest, ds: Tensor) -> Tensor:
         """A tile of dK."""
         return asked.scale * ds.transpose(-1, -2) @ asked.wide_q
 
-    def dq(self, asked: Asked, dq: Tensor, ds: Tensor, keys: slice) -> Tensor:
+    def dq(self, asked: CallRequest, dq: Tensor, ds: Tensor, keys: slice) -> Tensor:
         """dQ, a tile further."""
         return dq + asked.scale * ds @ asked.wide_k[:, :, keys]
 
-    def summed(self, gradient: Tensor, asked: Asked) -> Tensor:
+    def summed(self, gradient: Tensor, asked: CallRequest) -> Tensor:
         """The gradient of a key head: the sum over its query heads."""
         return by_group(gradient, asked.groups).sum(2)
 
 
-def _narrow(x: Tensor, asked: Asked) -> Tensor:
+def _narrow(x: Tensor, asked: CallRequest) -> Tensor:
     """Cast for a product, in the format of the call."""
     return x.to(asked.q.dtype).float()
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tiebreak.cases.gpt2.divergence import EXPLODED, LARGEST_LOGIT, LOGITS, NOT_FINITE, Watch
+from tiebreak.laboratory.divergence import EXPLODED, LARGEST_LOGIT, LOGITS, NOT_FINITE, Watch
 
 
 def test_the_watch_waits_for_a_loss_that_stays_high() -> None:

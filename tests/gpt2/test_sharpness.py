@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiebreak.cases.gpt2.sharpness import sharpness
-from tiebreak.programs import sharpness as program
-from tiebreak.programs.sharpness import BACK, ON, TRAINED, Point, Run, Settings, Task, run_one, summary
+from tiebreak.laboratory import sharpness_command as program
+from tiebreak.laboratory.sharpness import sharpness
+from tiebreak.laboratory.sharpness_command import BACK, ON, TRAINED, Point, Run, Settings, Task, run_one, summary
 from tiebreak.reports.cli import main
 
 SETTINGS = Settings("flash@fused", 2, 2, "E8M7", 1, 1e-2, 2, 4, [5e-4, 1e-2])

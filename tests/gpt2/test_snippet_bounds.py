@@ -12,9 +12,9 @@ from tiebreak.cases.gpt2.bounds import (
     EMULATION,
     LEAST,
     SPREADS,
+    BoundRule,
     Ran,
     Spread,
-    Statement,
     bounded,
     read_spreads,
     said,
@@ -26,8 +26,8 @@ from tiebreak.cases.gpt2.bounds import (
 from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS
 from tiebreak.programs import spread as program
 
-ABOVE = Statement(("flash@train",), "row_max_rise", "a test", "above", "fair@train")
-BELOW = Statement(("fair@train",), "row_max_rise", "a test", "below", "flash@train")
+ABOVE = BoundRule(("flash@train",), "row_max_rise", "a test", "above", "fair@train")
+BELOW = BoundRule(("fair@train",), "row_max_rise", "a test", "below", "flash@train")
 WITHIN = replace(BELOW, side="within")
 FLASH, FAIR = (Spread(101, mean, 0.1, mean - 0.3, mean + 0.3) for mean in (3.0, -1.0))
 

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from tiebreak.backends.backend import CPU
 from tiebreak.cases.gpt2.attention import Call, HeadKernel, Observation, attend
-from tiebreak.cases.gpt2.captures import KEPT_STEPS, Captures
-from tiebreak.cases.gpt2.checkpoints import CHECKPOINT
-from tiebreak.cases.gpt2.divergence import EXPLOSION_STEPS
 from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.monitors import View
-from tiebreak.cases.gpt2.progress import COLLAPSED_REPORTS, LOG, EarlyWarning, Progress
 from tiebreak.kernels.roster import composed_kernel
-from tiebreak.programs.train import main
+from tiebreak.laboratory.captures import KEPT_STEPS, Captures
+from tiebreak.laboratory.checkpoints import CHECKPOINT
+from tiebreak.laboratory.divergence import EXPLOSION_STEPS
+from tiebreak.laboratory.progress import COLLAPSED_REPORTS, LOG, EarlyWarning, Progress
+from tiebreak.laboratory.train_command import main
 
 TOY = ["--sequences", "2", "--report-every", "2", "--checkpoint-every", "2", "--warm-up", "2", "--kernel", "fair"]
-PROGRESS = "tiebreak.cases.gpt2.progress"
+PROGRESS = "tiebreak.laboratory.progress"
 
 
 def _train(out: Path, *arguments: str, steps: int = 6) -> int:
@@ -103,7 +103,7 @@ def test_an_interrupted_run_resumes_to_the_bit(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from tiebreak.cases.gpt2.model import GPT2
-from tiebreak.programs.train import main
+from tiebreak.laboratory.train_command import main
 loss = GPT2.loss
 def until(self, tokens, targets, now):
     if now == int(sys.argv[1]):

@@ -18,7 +18,7 @@ from tiebreak.backends.interpreter.errors import UnfaithfulError
 from tiebreak.backends.interpreter.session import interpreting
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.matrix.selection import Selection, SelectionError, cells
-from tiebreak.reports.records import Run
+from tiebreak.reports.records.record import Run
 
 N = 64
 

@@ -1,4 +1,4 @@
-"""Kernels of packages, as docs/public_kernels.py runs them: two small packages, and what their imports get."""
+"""Kernels of packages, as the examples run them: two small packages, and what their imports get."""
 
 import importlib.util
 import sys
@@ -18,9 +18,9 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records import BIASED, MEASURED, SKIPPED, UNBIASED, Record
+from tiebreak.reports.records.record import BIASED, MEASURED, SKIPPED, UNBIASED, Record
 
-DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "public-kernels"
 CASES = {case.name: case for case in SCRIPTED}
 NAMES = {"sageattention": "sageattention==1.0.6", "conch": "conch-triton-kernels==1.3"}
 FILE = """
@@ -60,8 +60,8 @@ def doubled(x):
 
 @pytest.fixture
 def sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The loader of docs/, with a folder of sources of its own."""
-    spec = importlib.util.spec_from_file_location("public_sources", DOCS / "public_sources.py")
+    """The loader of examples/public-kernels/, with a folder of sources of its own."""
+    spec = importlib.util.spec_from_file_location("public_sources", EXAMPLES / "public_sources.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -86,7 +86,7 @@ def package(tmp_path: Path) -> Callable[[str, str], None]:
 def _cell(kernel: str, package: str, case: str) -> Record:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install --no-deps {NAMES[package]}")
-    target = external_kernel(f"{DOCS / 'public_kernels.py'}:{kernel}")
+    target = external_kernel(f"{EXAMPLES / 'public_kernels.py'}:{kernel}")
     return run_cell(Cell(INTERPRETER, target, Call(CASES[case]), BF16), Workbench(Settings(heads=32)))
 
 
@@ -106,7 +106,7 @@ def test_a_kernel_whose_file_is_not_here_is_skipped_and_told_where_it_is_looked_
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TIEBREAK_SOURCES", str(tmp_path))
-    target = external_kernel(f"{DOCS / 'public_kernels.py'}:aiter_mha")
+    target = external_kernel(f"{EXAMPLES / 'public_kernels.py'}:aiter_mha")
     found = run_cell(Cell(INTERPRETER, target, Call(CASES["no_tail"]), BF16), Workbench(Settings(heads=2)))
     assert found.outcome == SKIPPED
     assert "there is no aiter/ops/triton/attention/mha.py" in str(found.skipped)

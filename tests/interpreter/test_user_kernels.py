@@ -15,7 +15,7 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records import CRASHED, MEASURED, SKIPPED, UNBIASED, Record
+from tiebreak.reports.records.record import CRASHED, MEASURED, SKIPPED, UNBIASED, Record
 
 CASES = {case.name: case for case in SCRIPTED}
 BENCH = Workbench(Settings(heads=32))

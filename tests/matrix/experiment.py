@@ -11,7 +11,7 @@ from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.result import Result
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records import CaseRecord
+from tiebreak.reports.records.record import CaseRecord
 
 Pair = tuple[Backend, Kernel]
 
@@ -21,7 +21,7 @@ class UnusableExperimentError(ValueError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class SelectionContext:
     """What the command line says of kernels and formats."""
 
     pairs: Sequence[Pair]  # backends with the kernels that are named, or their default ones
@@ -66,7 +66,7 @@ class Experiment(ABC):
         """What it is, for the file of records."""
 
     @abstractmethod
-    def pairs(self, asked: Asked) -> Sequence[Pair]:
+    def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
         """The backends and kernels that it is for, of those asked for; none in a format that it does not come in."""
 
     @abstractmethod

@@ -10,7 +10,7 @@ from tiebreak.kernels.flash import ONE_TILE
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.matrix.attribution import drawn
 from tiebreak.matrix.candidates import nameless
-from tiebreak.reports.records import FitRecord, Record
+from tiebreak.reports.records.record import FitRecord, Record
 
 FOLLOWED = 0.98  # share of equal bits, in every cell, from which on a plan is followed
 EQUAL = 1e-3  # difference of shares, in every cell, up to which plans are not told apart

@@ -1,4 +1,4 @@
-"""The pytest side of the matrix: options, workers and cells as tests; the records' way is `keeper`'s."""
+"""The pytest side of the matrix: options, workers and cells as tests; the records' way is `collector`'s."""
 
 import os
 import re
@@ -16,19 +16,20 @@ from tiebreak.cases.case import HEADS_PER_BATCH
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
-from tiebreak.matrix.gating import Gatekeeper, add_options
-from tiebreak.matrix.keeper import NARROWING, POISONED, Keeper, backends_of, measures
+from tiebreak.matrix.gatekeeper import Gatekeeper, add_options
 from tiebreak.matrix.memory import keep_memory
+from tiebreak.matrix.record_collector import NARROWING, POISONED, RecordCollector, backends_of, measures
 from tiebreak.matrix.scheduling import CaseScheduling
 from tiebreak.matrix.selection import Selection, SelectionError, cells, check_usable, matching_backends
 from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.stopping import Stopping
+from tiebreak.matrix.sigterm import SigtermHandler
 from tiebreak.matrix.watch import Watch
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports import expected, store
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.expected import Excuses
+from tiebreak.reports.gate import expected
+from tiebreak.reports.gate.expected import Excuses
 from tiebreak.reports.names import split
+from tiebreak.reports.records import store
 
 _USAGE = 2
 _WORKER_GIB = 2.0
@@ -251,13 +252,15 @@ def _excused_before(config: pytest.Config) -> dict[tuple[str, str], str]:
 def _keep(config: pytest.Config, found: Sequence[Cell], unavailable: Mapping[str, str]) -> None:
     """Set up what keeps the records and what judges them as a whole."""
     missing = _missing(config, unavailable)
-    keeper = Keeper(config, found, config.stash[_bench].settings, unavailable, config.stash[_excuses], missing)
-    _check_path(config, keeper.file.path)
-    config.pluginmanager.register(keeper, "tiebreak-keeper")
-    config.pluginmanager.register(Stopping(), "tiebreak-stopping")
+    collector = RecordCollector(
+        config, found, config.stash[_bench].settings, unavailable, config.stash[_excuses], missing
+    )
+    _check_path(config, collector.file.path)
+    config.pluginmanager.register(collector, "tiebreak-collector")
+    config.pluginmanager.register(SigtermHandler(), "tiebreak-sigterm")
     cases = {cell.experiment.name for cell in found}
-    gatekeeper = Gatekeeper(config, keeper.options(), keeper.platform(), lambda: keeper.run, measures(), cases)
-    gatekeeper.refuse_to_overwrite(keeper.file.path)
+    gatekeeper = Gatekeeper(config, collector.options(), collector.platform(), lambda: collector.run, measures(), cases)
+    gatekeeper.refuse_to_overwrite(collector.file.path)
     config.pluginmanager.register(gatekeeper, "tiebreak-gatekeeper")
     if getattr(config.option, "maxworkerrestart", "") is None:
         # A kernel may kill the worker of each of its cells, and every other cell still has its turn.
@@ -309,7 +312,7 @@ def pytest_configure_node(node: Any) -> None:
     worker = int(number[0]) if number else 0
     spread = [backend.worker_environment(worker) for backend in backends_of(node.config.stash[_cells].values())]
     node.workerinput[_ENVIRONMENT] = {name: value for each in spread for name, value in each.items()}
-    node.workerinput |= node.config.pluginmanager.get_plugin("tiebreak-keeper").watched(node.gateway.id)
+    node.workerinput |= node.config.pluginmanager.get_plugin("tiebreak-collector").watched(node.gateway.id)
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 
-from tiebreak.reports import store
-from tiebreak.reports.records import Run
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import Run
 
 _EVERY = 10.0  # seconds between two copies on the way
 
@@ -43,7 +43,7 @@ class RecordFile:
         """Write the records; beside those of another run that has written to the same file since this one began.
 
         Raises:
-            tiebreak.reports.store.UnwritableFolderError: they can't be written; the older file is left as it was.
+            tiebreak.reports.records.store.UnwritableFolderError: they can't be written; the older file is left.
         """
         if _stamp(self.path) != self._seen:
             self.aside = self.aside or self.path

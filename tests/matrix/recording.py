@@ -8,7 +8,7 @@ from tiebreak.cases.verdicts import Interval
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.result import Result
 from tiebreak.matrix.settings import Settings
-from tiebreak.reports.records import SKIPPED, Answer, Estimate, Record, Value, finite
+from tiebreak.reports.records.record import SKIPPED, Answer, Estimate, Record, Value, finite
 
 
 def command(cell: Cell, settings: Settings) -> str:

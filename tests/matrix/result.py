@@ -45,7 +45,7 @@ class Result:
     heads: int = 0  # that were drawn
     remedy: str = ""  # what to do where the data do not tell
     digest: str | None = None  # of what was computed
-    evidence: Mapping[str, Any] = field(default_factory=dict)  # for records: see tiebreak.reports.records
+    evidence: Mapping[str, Any] = field(default_factory=dict)  # for records: see tiebreak.reports.records.record
 
     def number(self, name: str) -> float | None:
         """The number of a measure, of an interval its mean; None where there is none."""

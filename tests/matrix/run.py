@@ -13,7 +13,7 @@ from tiebreak.matrix.checks.contract import broken
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.recording import blank_record, place, result_record, skipped_record
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records import RUNS, Answer, Record, outcome_of
+from tiebreak.reports.records.record import RUNS, Answer, Record, outcome_of
 
 
 def run_cell(cell: Cell, bench: Workbench) -> Record:

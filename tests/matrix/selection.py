@@ -6,11 +6,11 @@ from typing import TypeVar
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.registry import BACKENDS
-from tiebreak.kernels.external import Given, LoadError, external_kernels, told_apart
+from tiebreak.kernels.external import KernelTarget, LoadError, external_kernels, told_apart
 from tiebreak.kernels.formats import FP32, Format
 from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel
-from tiebreak.matrix.experiment import Asked, Cell, Experiment, Pair, UnusableExperimentError
+from tiebreak.matrix.experiment import Cell, Experiment, Pair, SelectionContext, UnusableExperimentError
 from tiebreak.matrix.experiments import kinds
 from tiebreak.reports.names import matching, none_named, split, unknown
 
@@ -63,7 +63,7 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
     found: list[Cell] = []
     for fmt in formats:
         named = bool(selection.kernel) or selection.kernels is not None
-        asked = Asked(pairs, running, named, selection.cases is not None, fmt, selection.emulated_backward)
+        asked = SelectionContext(pairs, running, named, selection.cases is not None, fmt, selection.emulated_backward)
         for experiment in experiments:
             found += [Cell(*pair, experiment, fmt) for pair in experiment.pairs(asked)]
     if not found:
@@ -159,7 +159,7 @@ def _external(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
             [
                 kernel
                 for target in selection.kernel
-                for kernel in external_kernels(Given(target, selection.declare, selection.plan))
+                for kernel in external_kernels(KernelTarget(target, selection.declare, selection.plan))
             ]
         )
     except LoadError as error:

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.keeper import PROPERTY
 from tiebreak.matrix.plugin import ACCOUNT, WATCH, poison
+from tiebreak.matrix.record_collector import PROPERTY
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.expected import Excuses
-from tiebreak.reports.records import CRASHED, SKIPPED
-from tiebreak.reports.rerun import runnable
+from tiebreak.reports.gate.expected import Excuses
+from tiebreak.reports.records.record import CRASHED, SKIPPED
+from tiebreak.reports.tables.rerun import runnable
 
 
 def test_cell(cell: Cell, bench: Workbench, excuses: Excuses, request: pytest.FixtureRequest) -> None:

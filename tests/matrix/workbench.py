@@ -107,7 +107,7 @@ class Workbench:
             measure(o, delta, batch.inputs, batch.ref, batch.bounds.of(declaration), batch.yardstick),
             outside_values=batch.outside_values(o, declaration),
         )
-        return found if case.stock is None else without_cancelled(found, o, batch.inputs, batch.ref)
+        return found if case.fixed_heads is None else without_cancelled(found, o, batch.inputs, batch.ref)
 
     def emulated(self, case: Case, fmt: Format, index: int, declaration: Declaration) -> tuple[AttentionOutput, Errors]:
         """What the emulation makes of a declaration on one batch."""

@@ -22,10 +22,10 @@ from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.programs.resuming import add_options, expected, read_parts, run_parts
+from tiebreak.programs.resumable import add_options, expected, read_parts, run_parts
 from tiebreak.reports.cli import Parser
-from tiebreak.reports.records import SKIPPED
-from tiebreak.reports.tables import counted
+from tiebreak.reports.records.record import SKIPPED
+from tiebreak.reports.tables.run import counted
 
 _USAGE = 2
 _WORKER_GIB = 2.0

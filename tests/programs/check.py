@@ -13,12 +13,13 @@ import pytest
 
 from tiebreak.kernels.external.adapters import ADAPTERS
 from tiebreak.kernels.external.loading import EXPECTED
-from tiebreak.matrix.gating import Gatekeeper
-from tiebreak.matrix.keeper import Keeper
+from tiebreak.matrix.gatekeeper import Gatekeeper
+from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.scheduling import cell_id
-from tiebreak.reports import tables, terminal
+from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, USAGE, Parser
-from tiebreak.reports.records import Run
+from tiebreak.reports.records.record import Run
+from tiebreak.reports.tables import run as tables
 from tiebreak.reports.verdict import verdicts
 
 _EXIT = "Exit: "  # before the reason for which pytest was told to end
@@ -57,12 +58,12 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     teller = _Teller(sys.stderr)
     code, printed = _run(_words(options), teller)
-    if teller.keeper is None or teller.keeper.run is None:
+    if teller.collector is None or teller.collector.run is None:
         if teller.interrupted:
             return INTERRUPTED
         print(_refusal(printed), file=sys.stderr)
         return USAGE
-    terminal.show(_report(teller.keeper.run, teller))
+    terminal.show(_report(teller.collector.run, teller))
     if teller.interrupted:
         return INTERRUPTED
     return {int(pytest.ExitCode.OK): HELD, USAGE: USAGE}.get(code, FELL)
@@ -165,11 +166,11 @@ def _refusal(printed: str) -> str:
 
 def _report(run: Run, teller: "_Teller") -> str:
     """The verdicts, then the tables, every cell that fell, and what else made the run fall."""
-    assert teller.keeper is not None
+    assert teller.collector is not None
     parts = [verdict.text for verdict in verdicts(run)]
     parts += [tables.tables(run, terminal.width()), tables.fallen(run.records), tables.summary(run)]
-    parts += [*teller.keeper.fallen, *(teller.gate.lines if teller.gate else ())]
-    parts.append(teller.keeper.failure or teller.keeper.file.told)
+    parts += [*teller.collector.fallen, *(teller.gate.lines if teller.gate else ())]
+    parts.append(teller.collector.failure or teller.collector.file.told)
     return "\n\n".join(part for part in parts if part)
 
 
@@ -178,7 +179,7 @@ class _Teller:
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.began, self.told = stream, time.monotonic(), 0.0
-        self.keeper: Keeper | None = None
+        self.collector: RecordCollector | None = None
         self.gate: Gatekeeper | None = None
         self.interrupted = False
         self.ended: set[str] = set()
@@ -186,9 +187,9 @@ class _Teller:
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Get hold of what keeps the records, and of what judges them as a whole."""
         plugins = session.config.pluginmanager
-        self.keeper, self.gate = plugins.get_plugin("tiebreak-keeper"), plugins.get_plugin("tiebreak-gatekeeper")
-        if self.keeper is not None:
-            for line in self.keeper.warnings():
+        self.collector, self.gate = plugins.get_plugin("tiebreak-collector"), plugins.get_plugin("tiebreak-gatekeeper")
+        if self.collector is not None:
+            for line in self.collector.warnings():
                 print(f"tiebreak check: {line}", file=self.stream)
         self._tell("starting the workers")
 
@@ -198,12 +199,12 @@ class _Teller:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count a cell."""
-        if self.keeper is None or cell_id(report.nodeid) not in self.keeper.expected:
+        if self.collector is None or cell_id(report.nodeid) not in self.collector.expected:
             return
         if report.when == "teardown" or report.failed:
             self.ended.add(report.nodeid)
         if time.monotonic() > self.told + _TELL_EVERY:
-            done, cells = len(self.ended), len(self.keeper.expected)
+            done, cells = len(self.ended), len(self.collector.expected)
             left = (time.monotonic() - self.began) * (cells - done) / max(done, 1)
             self._tell(f"{done} of {cells} cells" + (f", about {left:.0f} s to go" if done > 3 else ""))
 

@@ -9,12 +9,12 @@ from tiebreak.backends.backend import Backend
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.case import Case
 from tiebreak.kernels.formats import BF16, Formats
-from tiebreak.matrix.experiment import Asked, Cell, Experiment
+from tiebreak.matrix.experiment import Cell, Experiment, SelectionContext
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.experiments.training import TrainingRun
 from tiebreak.matrix.settings import Settings
-from tiebreak.reports.statement import Profile
+from tiebreak.reports.statement.folder import Profile
 
 _MAIN = ("standard", "flash@paper", "flash@fused", "stabilized@paper", "dithered@fused", "fair")
 _TRAINING = "training runs"
@@ -82,7 +82,7 @@ def _of_the_suite(
     """The suite's own kernels of a default run, each with its cases; none where a backend runs its own alone."""
     bare = replace(backend, vendor_kernels=lambda: ())  # which the device alone can list
     pairs = [(bare, kernel) for kernel in bare.kernels()]
-    asked = Asked(pairs, [bare], kernels_named=False, cases_named=False, fmt=BF16)
+    asked = SelectionContext(pairs, [bare], kernels_named=False, cases_named=False, fmt=BF16)
     cells = [Cell(*pair, experiment, BF16) for experiment in experiments for pair in experiment.pairs(asked)]
     found: dict[str, tuple[str, ...]] = {}
     for cell in cells:

@@ -19,11 +19,11 @@ from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.programs.shrink_script import Origin, script
-from tiebreak.programs.shrinking import BOUND, FINITE, Finding, Seen, Shrinker, mean_error
-from tiebreak.reports import store
+from tiebreak.programs.shrink_search import BOUND, FINITE, Finding, Seen, Shrinker, mean_error
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown
+from tiebreak.reports.records import store
 
 _FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 _CHECKS = ("finite", "bound", "bias")
@@ -101,7 +101,9 @@ def _kernel(spec: str) -> tuple[Kernel, Spelling]:
         kernel, spelling = external_kernel(spec, None), Spelling.of(spec)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return replace(kernel, lacks=lambda inputs: kernel.lacks(inputs) or spelling.refusal(inputs)), spelling
+    return replace(
+        kernel, missing_requirement=lambda inputs: kernel.missing_requirement(inputs) or spelling.refusal(inputs)
+    ), spelling
 
 
 def _case(options: argparse.Namespace) -> Case:
@@ -117,8 +119,8 @@ def _case(options: argparse.Namespace) -> Case:
 
 def _inputs(options: argparse.Namespace, case: Case) -> AttentionInputs:
     fmt = _FORMATS[options.dtype]
-    if case.stock is not None and fmt not in case.stock.formats:
-        raise UsageError(f"--dtype {options.dtype}: {case.name} is in {case.stock.formats[0].name}")
+    if case.fixed_heads is not None and fmt not in case.fixed_heads.formats:
+        raise UsageError(f"--dtype {options.dtype}: {case.name} is in {case.fixed_heads.formats[0].name}")
     try:
         inputs = case.make(options.seed, 0, options.heads, fmt)
     except CapturedError as error:

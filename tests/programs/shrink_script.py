@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tiebreak.kernels.external.spelling import Spelling
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
-from tiebreak.programs.shrinking import BOUND, FINITE, Finding, Seen, over_bound
+from tiebreak.programs.shrink_search import BOUND, FINITE, Finding, Seen, over_bound
 
 _LINE = 120
 

@@ -38,7 +38,7 @@ from tiebreak.cases.gpt2.bounds import (
 from tiebreak.cases.gpt2.snippets import SNIPPETS, Snippet, run_snippet
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.matrix.memory import keep_memory
-from tiebreak.programs.resuming import add_options, expected, renewed
+from tiebreak.programs.resumable import add_options, expected, renewed
 from tiebreak.reports.cli import Parser
 
 PAGE = Path(__file__).parents[2] / "docs" / "snippet-bounds.md"

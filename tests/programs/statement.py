@@ -19,16 +19,19 @@ from tiebreak.matrix.memory import keep_memory
 from tiebreak.matrix.run import judging
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.programs import rejudging
+from tiebreak.programs import rejudgement as rejudging
 from tiebreak.programs.profiles import PROFILES, profile
-from tiebreak.reports import expected, statement_findings, statement_summary, store
-from tiebreak.reports import statement as statements
 from tiebreak.reports.cli import FELL, HELD, Parser
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.gate import expected
 from tiebreak.reports.names import unknown
-from tiebreak.reports.records import Record, Run
-from tiebreak.reports.statement import FILE, SUMMARIES, OtherVersionError, Profile, Statement
-from tiebreak.reports.tables import counted
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import Record, Run
+from tiebreak.reports.statement import findings as statement_findings
+from tiebreak.reports.statement import folder as statements
+from tiebreak.reports.statement import summary as statement_summary
+from tiebreak.reports.statement.folder import FILE, SUMMARIES, OtherVersionError, Profile, Statement
+from tiebreak.reports.tables.run import counted
 
 _COPY = re.compile(r"records-[0-9]+\.json")  # name of a copy of a file of records
 _SAMPLE = 20  # records that the emulation is run for again, by default
@@ -125,8 +128,8 @@ def write(
     Raises:
         UsageError: the records are no statement of the profile, a waiver does not hold, or there is something else in
             the folder.
-        tiebreak.reports.store.UnreadableRecordsError: a file can't be read.
-        tiebreak.reports.store.UnwritableFolderError: the folder can't be written.
+        tiebreak.reports.records.store.UnreadableRecordsError: a file can't be read.
+        tiebreak.reports.records.store.UnwritableFolderError: the folder can't be written.
     """
     _check_free(folder)
     contents = [store.content_of(path) for path in files]
@@ -214,7 +217,7 @@ class Verification:
         """What is wrong with it, a line each; what makes all else senseless stands alone.
 
         Raises:
-            tiebreak.reports.store.UnreadableRecordsError: `statement.json` can't be read.
+            tiebreak.reports.records.store.UnreadableRecordsError: `statement.json` can't be read.
         """
         try:
             found = statements.read(self.folder)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tiebreak.reports import audit as records
-from tiebreak.reports import store
-from tiebreak.reports.audit import Audit, Audits
-from tiebreak.reports.records import (
+from tiebreak.reports.audit import record as records
+from tiebreak.reports.audit.record import Audit, Audits
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import (
     CLAIM,
     PREDICTION,
     Answer,

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tiebreak.reports import audit as records
-from tiebreak.reports.audit import Audit, Audits, check_update, differences
+from tiebreak.reports.audit import record as records
+from tiebreak.reports.audit.record import Audit, Audits, check_update, differences
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.records import Run
-from tiebreak.reports.store import UnreadableRecordsError, UnwritableFolderError
+from tiebreak.reports.records.record import Run
+from tiebreak.reports.records.store import UnreadableRecordsError, UnwritableFolderError
 
 Make = Callable[..., Audit]
 KeepAudits = Callable[[Audits, str], Path]

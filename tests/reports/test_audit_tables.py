@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 import tiebreak.reports
-from tiebreak.reports import audit as records
-from tiebreak.reports import store
-from tiebreak.reports.audit import Audit, Audits
-from tiebreak.reports.audit_tables import HEADERS, LEGEND, about, audit_tables
+from tiebreak.reports.audit import record as records
+from tiebreak.reports.audit.record import Audit, Audits
+from tiebreak.reports.audit.tables import HEADERS, LEGEND, about, audit_tables
 from tiebreak.reports.cli import main
-from tiebreak.reports.page import page
-from tiebreak.reports.records import Run
+from tiebreak.reports.page.command import page
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import Run
 
 Keep = Callable[[Run, str], Path]
 KeepAudits = Callable[[Audits, str], Path]

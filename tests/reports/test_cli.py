@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tiebreak.reports import cli, terminal
-from tiebreak.reports.audit import Audits
-from tiebreak.reports.records import Run
+from tiebreak.reports.audit.record import Audits
+from tiebreak.reports.records.record import Run
 
 Keep = Callable[[Run, str], Path]
 
@@ -74,7 +74,7 @@ def test_the_command_loads_neither_torch_nor_numpy_nor_matplotlib(
 def test_verbs_are_loaded_when_called() -> None:
     script = (
         "import sys; from tiebreak.reports.cli import main; main(['--help'])\n"
-        "sys.exit(str({'tiebreak.reports.show', 'tabulate'} & set(sys.modules) or ''))"
+        "sys.exit(str({'tiebreak.reports.tables.show', 'tabulate'} & set(sys.modules) or ''))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stderr.strip() == ""

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from tiebreak.reports.cli import main
-from tiebreak.reports.compare import cell_texts, render
-from tiebreak.reports.comparison import Agreement, Row, compare, platform_labels
-from tiebreak.reports.order import case_places
-from tiebreak.reports.records import CaseRecord, Estimate, Record, Run
+from tiebreak.reports.records.order import case_places
+from tiebreak.reports.records.record import CaseRecord, Estimate, Record, Run
+from tiebreak.reports.tables.compare import cell_texts, render
+from tiebreak.reports.tables.comparison import Agreement, Row, compare, platform_labels
 
 Keep = Callable[[Run, str], Path]
 Make = Callable[..., Record]

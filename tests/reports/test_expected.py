@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.reports import store
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.expected import Excuses, Expected, check_used, of_baseline, read
-from tiebreak.reports.records import Answer, Record, Run
+from tiebreak.reports.gate.expected import Excuses, Expected, check_used, of_baseline, read
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import Answer, Record, Run
 
 Make = Callable[..., Record]
 MakeRun = Callable[..., Run]

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from tiebreak.reports.findings import findings
-from tiebreak.reports.order import cases_of
-from tiebreak.reports.records import Answer, CaseRecord, Estimate, Record, Run
+from tiebreak.reports.page.findings import findings
+from tiebreak.reports.records.order import cases_of
+from tiebreak.reports.records.record import Answer, CaseRecord, Estimate, Record, Run
 
 Make = Callable[..., Record]
 MakeRun = Callable[..., Run]

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from tiebreak.reports import store
 from tiebreak.reports.cli import main
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.gate import gate, update
-from tiebreak.reports.limits import Limits, limits
-from tiebreak.reports.records import CLAIM, PREDICTION, Answer, Estimate, MeasureRecord, Record, Run
-from tiebreak.reports.rerun import runnable
+from tiebreak.reports.gate.gate import gate, update
+from tiebreak.reports.gate.limits import Limits, limits
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import CLAIM, PREDICTION, Answer, Estimate, MeasureRecord, Record, Run
+from tiebreak.reports.tables.rerun import runnable
 
 Keep = Callable[[Run, str], Path]
 Make = Callable[..., Record]

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from tiebreak.reports.cli import main
-from tiebreak.reports.figures import figures
-from tiebreak.reports.page import page
-from tiebreak.reports.records import (
+from tiebreak.reports.page.command import page
+from tiebreak.reports.page.figures import figures
+from tiebreak.reports.page.svg import draw, ticks
+from tiebreak.reports.records.record import (
     Answer,
     CaseRecord,
     Estimate,
@@ -26,7 +27,6 @@ from tiebreak.reports.records import (
     SeriesRecord,
     TraceRecord,
 )
-from tiebreak.reports.svg import draw, ticks
 
 Keep = Callable[[Run, str], Path]
 Make = Callable[..., Record]

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tiebreak.reports.audit import Audit, Audits
-from tiebreak.reports.figures import figures
-from tiebreak.reports.page import page
-from tiebreak.reports.records import (
+from tiebreak.reports.audit.record import Audit, Audits
+from tiebreak.reports.page.command import page
+from tiebreak.reports.page.figures import figures
+from tiebreak.reports.records.record import (
     Answer,
     CaseRecord,
     Estimate,

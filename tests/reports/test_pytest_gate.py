@@ -14,11 +14,11 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from tiebreak.backends.registry import BACKENDS
-from tiebreak.matrix.gating import Gatekeeper
-from tiebreak.matrix.keeper import measures
-from tiebreak.reports import store
+from tiebreak.matrix.gatekeeper import Gatekeeper
+from tiebreak.matrix.record_collector import measures
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.records import Estimate, Run
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import Estimate, Run
 
 MATRIX = Path(__file__).parents[1] / "matrix" / "test_cells.py"
 QUICK = ["--backend", "cpu", "--kernels", "flash@paper", "--heads", "16", "--out", "out"]
@@ -344,7 +344,7 @@ def test_every_file_that_the_matrix_writes_fits_the_published_schema(matrix: Mat
 
     import tiebreak.reports
 
-    schema = Path(tiebreak.reports.__file__).with_name("schema.json")
+    schema = Path(tiebreak.reports.__file__).parent / "records" / "schema.json"
     cells = ["--backend", "emulation", "--kernels", "flash@paper,flash@fused", *CASES, "--heads", "16", "--out", "out"]
     assert matrix(cells=cells).ret == 0
     plain = json.loads(Path("out/last.json").read_text(encoding="utf-8"))

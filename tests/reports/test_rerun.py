@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.reports import rerun
-from tiebreak.reports.rerun import runnable
+from tiebreak.reports.tables import rerun
+from tiebreak.reports.tables.rerun import runnable
 
 COMMAND = "pytest tests/matrix --cases 'tied_maxima[k=2]'"
 

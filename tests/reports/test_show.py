@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.reports import store, tables
 from tiebreak.reports.cli import main
-from tiebreak.reports.records import OUTCOMES, CaseRecord, Record, Run
-from tiebreak.reports.rerun import runnable
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import OUTCOMES, CaseRecord, Record, Run
+from tiebreak.reports.tables import run as tables
+from tiebreak.reports.tables.rerun import runnable
 
 Keep = Callable[[Run, str], Path]
 Make = Callable[..., Record]

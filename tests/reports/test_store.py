@@ -10,20 +10,21 @@ from typing import Any
 import jsonschema
 import pytest
 
-import tiebreak.reports
-from tiebreak.reports import records, store, tables
-from tiebreak.reports.compare import render
-from tiebreak.reports.comparison import Agreement, compare, platform_labels
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.figures import figures
-from tiebreak.reports.gate import gate, report
-from tiebreak.reports.limits import Limits
-from tiebreak.reports.page import page
-from tiebreak.reports.records import SCHEMA, Estimate, Record, Run
-from tiebreak.reports.show import as_csv
-from tiebreak.reports.store import MAX_BYTES, UnreadableRecordsError, UnwritableFolderError
+from tiebreak.reports.gate.gate import gate, report
+from tiebreak.reports.gate.limits import Limits
+from tiebreak.reports.page.command import page
+from tiebreak.reports.page.figures import figures
+from tiebreak.reports.records import record as records
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import SCHEMA, Estimate, Record, Run
+from tiebreak.reports.records.store import MAX_BYTES, UnreadableRecordsError, UnwritableFolderError
+from tiebreak.reports.tables import run as tables
+from tiebreak.reports.tables.compare import render
+from tiebreak.reports.tables.comparison import Agreement, compare, platform_labels
+from tiebreak.reports.tables.show import as_csv
 
-SCHEMA_FILE = Path(tiebreak.reports.__file__).with_name("schema.json")
+SCHEMA_FILE = Path(store.__file__).with_name("schema.json")
 OLD = Path(__file__).with_name("data") / "schema1.json"
 OLD3 = Path(__file__).with_name("data") / "schema3.json"  # every outcome, a training run and a skip among them
 OLDER = (OLD, OLD3)

@@ -11,9 +11,8 @@ import pytest
 
 from tiebreak.reports.cli import main
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.store import UnreadableRecordsError
-from tiebreak.reports.sweep_tables import as_csv, grids, legend, sweep_figures
-from tiebreak.reports.sweeps import (
+from tiebreak.reports.records.store import UnreadableRecordsError
+from tiebreak.reports.sweeps.store import (
     RUNS,
     SCHEMA,
     SETTINGS,
@@ -25,6 +24,7 @@ from tiebreak.reports.sweeps import (
     open_store,
     read_sweep,
 )
+from tiebreak.reports.sweeps.tables import as_csv, grids, legend, sweep_figures
 
 SETTINGS_OF = Settings(SCHEMA, {"steps": 100}, "in words", 20, (0.01, 0.1), ("E8M7",), ("plain", "mine"), ("none",))
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tiebreak.reports.cli import main
-from tiebreak.reports.records import Record, Run
-from tiebreak.reports.training import training_tables
+from tiebreak.reports.records.record import Record, Run
+from tiebreak.reports.tables.training import training_tables
 
 Keep = Callable[[Run, str], Path]
 Make = Callable[..., Record]

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import tiebreak.reports
-from tiebreak.matrix.keeper import properties
-from tiebreak.reports import store
+from tiebreak.matrix.record_collector import properties
 from tiebreak.reports.cli import main
-from tiebreak.reports.records import (
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import (
     Answer,
     CaseRecord,
     CheckRecord,
@@ -84,7 +84,7 @@ Capture = pytest.CaptureFixture[str]
 
 def test_nothing_in_reports_knows_their_names() -> None:
     folder = Path(tiebreak.reports.__file__).parent
-    for path in (*folder.glob("*.py"), *folder.glob("*.js"), folder / "schema.json"):
+    for path in (*folder.rglob("*.py"), *folder.rglob("*.js"), folder / "records" / "schema.json"):
         assert not re.search(r"wobble|flips\b|pendulum|fast_swing", path.read_text(encoding="utf-8")), path
 
 
@@ -92,7 +92,7 @@ def test_a_file_keeps_them_and_fits_the_published_schema(kept: Kept) -> None:
     import jsonschema
 
     plain = json.loads(kept("a", swing()).read_text(encoding="utf-8"))
-    schema = json.loads((Path(tiebreak.reports.__file__).with_name("schema.json")).read_text(encoding="utf-8"))
+    schema = json.loads((Path(tiebreak.reports.__file__).parent / "records/schema.json").read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator(schema).validate(plain)
     (record,) = store.read(kept("a", swing())).records
     assert record == swing()

@@ -7,14 +7,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from tiebreak.reports import store
-from tiebreak.reports.records import Run
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import Run
 
 CELLS = Path(__file__).parents[1] / "matrix" / "test_cells.py"
 # Plug-ins that take longer to import than a cell to run, and a cache that would be the repository's own.
@@ -35,26 +33,6 @@ SHAPES = {
     "fewer_queries_causal": (19, 150, 16, 2, 2, True),
     "fewer_keys_causal": (150, 19, 16, 2, 2, True),  # the first 131 queries see no key
 }
-
-
-@pytest.fixture(scope="session")
-def docs_script() -> Callable[[str], ModuleType]:
-    """Loads a script by its path below docs/, with the folder that it stands in on Python's path meanwhile."""
-
-    def load(name: str) -> ModuleType:
-        path = Path(__file__).parents[2] / "docs" / name
-        spec = spec_from_file_location(f"tiebreak_docs_{path.stem}", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = module_from_spec(spec)
-        sys.path.insert(0, str(path.parent))
-        try:
-            spec.loader.exec_module(module)
-        finally:
-            sys.path.remove(str(path.parent))
-        return module
-
-    return load
 
 
 @pytest.fixture(params=SHAPES.values(), ids=list(SHAPES))

@@ -1,28 +1,22 @@
 """The table of bias against the number of bits: right where the matrix knows the answer, and what the page shows."""
 
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from tiebreak.reports import store
+from tiebreak.programs.pages import bits
+from tiebreak.reports.records import store
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def bits(docs_script: Callable[[str], ModuleType]) -> ModuleType:
-    return docs_script("bits.py")
-
-
-def test_page_and_picture_are_what_the_table_makes(bits: ModuleType) -> None:
+def test_page_and_picture_are_what_the_table_makes() -> None:
     found, text = bits.read(), bits.PAGE.read_text(encoding="utf-8")
     assert bits.renewed(text, found) == text
     assert bits.PICTURE.read_text(encoding="utf-8") == bits.picture(found)
 
 
-def test_table_is_whole(bits: ModuleType) -> None:
+def test_table_is_whole() -> None:
     found = [(row.format, row.case, row.kernel) for row in bits.read()]
     wanted = [
         (fmt, case, kernel) for fmt in (*bits.MANTISSAS, *bits.OTHERS) for case in bits.CASES for kernel in bits.KERNELS
@@ -30,7 +24,7 @@ def test_table_is_whole(bits: ModuleType) -> None:
     assert found == wanted
 
 
-def test_seven_bits_are_bf16(bits: ModuleType) -> None:
+def test_seven_bits_are_bf16() -> None:
     # Another way to the same numbers: there q, k and V are drawn in bf16, and the plan names it.
     baseline = store.read(ROOT / "reports" / "baselines" / "emulation.json").records
     known = {(one.case, one.kernel): one for one in baseline if one.heads == bits.HEADS and one.verdict != "nonfinite"}
@@ -40,7 +34,7 @@ def test_seven_bits_are_bf16(bits: ModuleType) -> None:
         assert row.bias == pytest.approx(known[row.case, row.kernel].number("bias"), rel=1e-4), row
 
 
-def test_rows_are_what_a_run_gives(bits: ModuleType) -> None:
+def test_rows_are_what_a_run_gives() -> None:
     kernels = ("flash@paper", "flash@fused", "fair")
     wanted = {(row.format, row.case, row.kernel): row for row in bits.read()}
     for row in bits.rows(("fp8_e4m3",), ("tied_maxima[k=2]",), kernels):

@@ -26,11 +26,11 @@ from tiebreak.kernels.reference import reference
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
-from tiebreak.matrix.looks import Looks
 from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.sampling import SequentialSampler
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records import CRASHED, FELL, HELD, INCONCLUSIVE, MEASURED, Run
+from tiebreak.reports.records.record import CRASHED, FELL, HELD, INCONCLUSIVE, MEASURED, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]
@@ -76,8 +76,8 @@ def scripted(name: str, heads: int) -> Tensors:
     return {part: getattr(inputs, part).bfloat16().contiguous() for part in ("q", "k", "v", "do")}
 
 
-def looked(case: Case, kernel: Kernel, heads: int = 256, fmt: Format = BF16) -> Looks:
-    looks = Looks(Cell(CPU, kernel, Call(case), fmt), case, Workbench(Settings(heads=heads)))
+def looked(case: Case, kernel: Kernel, heads: int = 256, fmt: Format = BF16) -> SequentialSampler:
+    looks = SequentialSampler(Cell(CPU, kernel, Call(case), fmt), case, Workbench(Settings(heads=heads)))
     looks.look()
     return looks
 
@@ -304,8 +304,8 @@ class TestFormats:
     def test_16_bits_run_as_they_are(self, tmp_path: Path) -> None:
         layer = {part: tensor.half() for part, tensor in normal((1, 2, 4, 8)).items()}
         case = only_case(tmp_path, layer)
-        assert case.stock is not None
-        assert case.stock.formats == (FP16,)
+        assert case.fixed_heads is not None
+        assert case.fixed_heads.formats == (FP16,)
         assert torch.equal(case.make(1, 0, 2, FP16).q[0], layer["q"][0].float())
 
     @pytest.mark.parametrize("fmt", [BF16, FP16], ids=["bf16", "fp16"])

@@ -12,8 +12,9 @@ from tiebreak.kernels.algorithms import FLASH_ATTENTION, FLASH_ATTENTION_1, STAN
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.explain import Explanation, Standing
 from tiebreak.programs import check
-from tiebreak.reports import cli, store
-from tiebreak.reports.records import (
+from tiebreak.reports import cli
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import (
     BIASED,
     CRASHED,
     NONFINITE,

@@ -15,7 +15,7 @@ from tiebreak.matrix.checks import ask_all, checks
 from tiebreak.matrix.checks.contract import broken
 from tiebreak.matrix.result import Claimed, Predicted, Result
 from tiebreak.matrix.run import judging
-from tiebreak.reports.records import (
+from tiebreak.reports.records.record import (
     CRASHED,
     FELL,
     HELD,
@@ -42,7 +42,7 @@ def measured(**measures: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     """What a check is to answer: results as the fields that differ from a result of nothing."""
 
     met: list[dict[str, Any]]
@@ -51,9 +51,9 @@ class Asked:
     not_asked: list[dict[str, Any]] = field(default_factory=list)  # beside a result of nothing
 
 
-def at_most_one(measure: str, words: str) -> Asked:
+def at_most_one(measure: str, words: str) -> Question:
     """A check that a measure is at most 1."""
-    return Asked(
+    return Question(
         met=[measured(**{measure: value}) for value in (0.0, 1.0, Interval(1.0, 9.0))],
         fell=[
             (measured(**{measure: math.nextafter(1.0, 2.0)}), words.format("1")),
@@ -70,10 +70,10 @@ def missing(measures: Mapping[str, float]) -> list[tuple[dict[str, Any], str]]:
     ]
 
 
-CHECKS: Mapping[str, Asked] = {
+CHECKS: Mapping[str, Question] = {
     "bound": at_most_one("error_over_bound", "^largest error is {} times the bound of plan p$"),
     "range": at_most_one("outside_values", "lies outside its range by {} times what rounding allows$"),
-    "finite": Asked(
+    "finite": Question(
         met=[measured(**FINITE)],
         fell=[
             (measured(**FINITE | {"nonfinite": 1.0}), "^1 of 64 elements are NaN or Inf, the reference is not$"),
@@ -82,7 +82,7 @@ CHECKS: Mapping[str, Asked] = {
             *missing(FINITE),
         ],
     ),
-    "loss": Asked(
+    "loss": Question(
         met=[measured(**STEPS)],
         fell=[
             (measured(**STEPS | {"finite_steps": 2.0}), "^the loss is not a number at step 3 of 4$"),
@@ -90,7 +90,7 @@ CHECKS: Mapping[str, Asked] = {
             *missing(STEPS),
         ],
     ),
-    "claim": Asked(
+    "claim": Question(
         met=[{"claims": (claimed(True),)}, {"claims": (claimed(True), claimed(True, "small"))}],
         fell=[
             ({"claims": (claimed(False),)}, r"^claim fell: unbiased \(who says unbiased\); bias of unbiased$"),
@@ -104,7 +104,7 @@ CHECKS: Mapping[str, Asked] = {
             )
         ],
     ),
-    "prediction": Asked(
+    "prediction": Question(
         met=[{"prediction": Predicted("flash@fused", True, "found")}],
         fell=[({"prediction": Predicted("flash@fused", False, "found")}, "^not what flash@fused predicts: found$")],
         untold=[
@@ -114,7 +114,7 @@ CHECKS: Mapping[str, Asked] = {
             )
         ],
     ),
-    "gradients": Asked(
+    "gradients": Question(
         met=[measured(gradients_nonfinite=0.0, gradient_error_over_bound=share) for share in (0.0, 1.0)],
         fell=[
             (
@@ -129,12 +129,12 @@ CHECKS: Mapping[str, Asked] = {
         ],
         not_asked=[measured(gradients_nonfinite=None, gradient_error_over_bound=None)],
     ),
-    "repeatable": Asked(
+    "repeatable": Question(
         met=[{"repeatable": True}],
         fell=[({"repeatable": False}, "^not repeatable: two runs on the same input differ in bits$")],
     ),
     # One that breaks it gives no result to ask: `run_cell` answers, see below.
-    "contract": Asked(met=[{"contract": True}], fell=[]),
+    "contract": Question(met=[{"contract": True}], fell=[]),
 }
 # What a claim may take a check's place in, and a result that the check would not be met by.
 SPOKEN_FOR = {

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tiebreak.backends.backend import CPU
 from tiebreak.kernels.external import LoadError, external_kernel, external_kernels
-from tiebreak.kernels.external.kernels import Given
+from tiebreak.kernels.external.kernels import KernelTarget
 from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, KEY_PADDING, OBLONG_CAUSAL, OWN_SCALE, Feature
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
@@ -308,12 +308,12 @@ def test_a_toml_file_declares_kernels(tmp_path: Path) -> None:
     file.write_text(
         f'[old]\ntarget = "{target}:plain"\nplan = "paper"\n[new]\ntarget = "{target}:plain"\nhead_dims = [16]\n'
     )
-    old, new = external_kernels(Given(str(file)))
+    old, new = external_kernels(KernelTarget(str(file)))
     assert (old.name, new.name) == ("old", "new")
     assert old.declaration is not None
     assert old.declaration.label == "flash@paper"
     assert_right(run(new, inputs()), inputs())
-    (alone,) = external_kernels(Given(f"{file}:new"))
+    (alone,) = external_kernels(KernelTarget(f"{file}:new"))
     assert alone.origin == ("--kernel", f"{file}:new")
 
 
@@ -331,9 +331,9 @@ def test_a_toml_file_that_says_nothing_is_refused(tmp_path: Path, text: str, tol
     file = tmp_path / "kernels.toml"
     file.write_text(text)
     with pytest.raises(LoadError, match=re.escape(told)):
-        external_kernels(Given(str(file)))
+        external_kernels(KernelTarget(str(file)))
     with pytest.raises(LoadError, match=r"cannot read .*absent\.toml"):
-        external_kernels(Given(str(tmp_path / "absent.toml")))
+        external_kernels(KernelTarget(str(tmp_path / "absent.toml")))
 
 
 def test_modules_beside_a_file_and_packages_are_found(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from tiebreak.backends import cuda, gpu_timing
+from tiebreak.backends import cuda
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.scripted import SCRIPTED
@@ -29,7 +29,8 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records import CRASHED, HELD, INCONCLUSIVE, SKIPPED, Record
+from tiebreak.programs import gpu_timing
+from tiebreak.reports.records.record import CRASHED, HELD, INCONCLUSIVE, SKIPPED, Record
 
 CASES = {case.name: case for case in SCRIPTED}
 ARITHMETIC = cuda.CudaArithmetic()

@@ -1,34 +1,27 @@
 """docs/eight-bits.md: its tables are what the script makes."""
 
-from collections.abc import Callable
-from types import ModuleType
-
 import pytest
 
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.reference import reference
-from tiebreak.programs.resuming import renewed
+from tiebreak.programs.pages import eight_bits as script
+from tiebreak.programs.resumable import renewed
 
 
 @pytest.fixture(scope="module")
-def script(docs_script: Callable[[str], ModuleType]) -> ModuleType:
-    return docs_script("eight_bits.py")
-
-
-@pytest.fixture(scope="module")
-def page(script: ModuleType) -> str:
+def page() -> str:
     text: str = script.PAGE.read_text(encoding="utf-8")
     return text
 
 
 @pytest.mark.parametrize("name", ["sink", "scales"])
-def test_a_table_is_what_the_script_makes(script: ModuleType, page: str, name: str) -> None:
+def test_a_table_is_what_the_script_makes(page: str, name: str) -> None:
     begin, end = script.marks(name)
     assert renewed(page, begin, end, "\n".join(script.TABLES[name]())) == page
 
 
-def test_a_column_of_the_fixes_is_what_a_run_gives(script: ModuleType, page: str) -> None:
+def test_a_column_of_the_fixes_is_what_a_run_gives(page: str) -> None:
     name = "fp8_random"
     inputs = next(case for case in SCRIPTED if case.name == name).make(script.SEED, 0, script.HEADS, BF16)
     ref = reference(inputs).o

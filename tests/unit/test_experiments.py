@@ -10,7 +10,7 @@ import pytest
 
 from tiebreak.matrix import experiments
 from tiebreak.reports import cli
-from tiebreak.reports.records import CLAIM, FELL, HELD, Run
+from tiebreak.reports.records.record import CLAIM, FELL, HELD, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]
@@ -29,10 +29,10 @@ from tiebreak.backends.backend import to_device
 from tiebreak.cases.case import Case
 from tiebreak.cases.measures import Measure
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.matrix.experiment import Asked, Cell, Experiment, Kind, Pair
+from tiebreak.matrix.experiment import SelectionContext, Cell, Experiment, Kind, Pair
 from tiebreak.matrix.result import Claimed, Result
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports import records
+from tiebreak.reports.records import record as records
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Alone(Experiment):
     def described(self) -> records.CaseRecord:
         return records.CaseRecord(f"{self.case.about}; every head alone", self.case.source)
 
-    def pairs(self, asked: Asked) -> Sequence[Pair]:
+    def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
         return asked.pairs if asked.cases_named else []
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:

@@ -17,7 +17,7 @@ from tiebreak.matrix.attribution import fits
 from tiebreak.matrix.candidates import candidates, nameless, tilings
 from tiebreak.matrix.explain import FOLLOWED, Explanation, explain
 from tiebreak.matrix.workbench import SharedBatch
-from tiebreak.reports.records import FitRecord, Record
+from tiebreak.reports.records.record import FitRecord, Record
 
 
 def fit(bits: float | None, mean: float | None = 0.0, half_width: float | None = 0.01) -> FitRecord:

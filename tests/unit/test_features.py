@@ -86,10 +86,12 @@ def test_a_kernel_that_says_nothing_of_a_feature_is_refused_it(case: str) -> Non
 
 
 def test_what_a_kernel_takes_is_asked_before_what_it_lacks() -> None:
-    kernel = Kernel("mine", _nothing_taken, None, takes=frozenset({CAUSAL}), lacks=lambda inputs: "no such card")
+    kernel = Kernel(
+        "mine", _nothing_taken, None, takes=frozenset({CAUSAL}), missing_requirement=lambda inputs: "no such card"
+    )
     assert kernel.refusal(_inputs("padded")) == "mine takes no key padding mask"
     assert kernel.refusal(_inputs("random_causal")) == "no such card"
-    assert replace(kernel, lacks=lambda inputs: None).refusal(_inputs("random_causal")) is None
+    assert replace(kernel, missing_requirement=lambda inputs: None).refusal(_inputs("random_causal")) is None
 
 
 def test_every_kernel_that_takes_a_feature_takes_a_known_one() -> None:

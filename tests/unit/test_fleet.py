@@ -14,15 +14,17 @@ import pytest
 
 from tiebreak.backends.levels import LEVELS
 from tiebreak.backends.platform import cpu_features
-from tiebreak.programs import fleet, on_ray, sweeping
-from tiebreak.programs import sweep as program
-from tiebreak.programs.fleet import LEVEL_LABEL, kinds, level_of
-from tiebreak.programs.on_ray import Node
-from tiebreak.programs.sweep_options import parse, tasks
-from tiebreak.reports import store
+from tiebreak.laboratory import fleet_command as fleet
+from tiebreak.laboratory import ray_cluster as on_ray
+from tiebreak.laboratory import sweep_command as program
+from tiebreak.laboratory import sweep_run as sweeping
+from tiebreak.laboratory.fleet_command import LEVEL_LABEL, kinds, level_of
+from tiebreak.laboratory.ray_cluster import Node
+from tiebreak.laboratory.sweep_options import parse, tasks
 from tiebreak.reports.cli import main
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.sweeps import Place, SweepRun, keep, read_sweep
+from tiebreak.reports.records import store
+from tiebreak.reports.sweeps.store import Place, SweepRun, keep, read_sweep
 
 LOWEST = LEVELS[-1]
 RECORDS = Path(__file__).parents[2] / "examples" / "my-kernel" / "baseline.json"
@@ -177,9 +179,9 @@ class _Cluster:
 def test_ctrl_c_keeps_the_records_that_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def until_stopped(*arguments: object) -> Iterator[tuple[fleet.Kind, fleet.Came]]:
+    def until_stopped(*arguments: object) -> Iterator[tuple[fleet.MachineGroup, fleet.Came]]:
         del arguments
-        yield fleet.Kind("cpu", ()), fleet.Came(0, RECORDS.read_bytes(), "")
+        yield fleet.MachineGroup("cpu", ()), fleet.Came(0, RECORDS.read_bytes(), "")
         raise KeyboardInterrupt
 
     nodes = SimpleNamespace(nodes=[node("1"), node("2", "H100")])
@@ -196,7 +198,7 @@ def test_a_kind_without_records_is_told_and_fails(
 ) -> None:
     came = fleet.Came(4, b"", "ERROR: unrecognized arguments: --casse")
     monkeypatch.setattr(fleet, "connected", lambda address: nullcontext(SimpleNamespace(nodes=[node("1")])))
-    monkeypatch.setattr(fleet, "_each", lambda *arguments: iter([(fleet.Kind("cpu", ()), came)]))
+    monkeypatch.setattr(fleet, "_each", lambda *arguments: iter([(fleet.MachineGroup("cpu", ()), came)]))
     assert main(["fleet", "--on", "h:1", "--out", str(tmp_path), "--", "--casse", "x"]) == 1
     told = capsys.readouterr()
     assert "cpu: no records (pytest's exit code 4)" in told.out

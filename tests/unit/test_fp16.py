@@ -28,7 +28,7 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records import CLAIM, FELL, HELD, Record
+from tiebreak.reports.records.record import CLAIM, FELL, HELD, Record
 
 CASES = {case.name: case for case in SCRIPTED}
 LOST = 25 * math.log(2.0)  # exp(-LOST) is half of fp16's smallest number: from here on P-bar is 0

@@ -42,9 +42,9 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports import store
-from tiebreak.reports.records import FELL, Record
-from tiebreak.reports.rerun import runnable
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import FELL, Record
+from tiebreak.reports.tables.rerun import runnable
 
 FORMATS = {"bf16": BF16, "fp16": FP16}
 FROM_ANYWHERE = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix")

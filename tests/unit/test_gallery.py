@@ -1,22 +1,16 @@
 """The gallery's page is what its records make, and the records say what a whole run said."""
 
 import gzip
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from tiebreak.reports import store
-from tiebreak.reports.records import CaseRecord, Estimate, ExperimentRecord, MeasureRecord, Record, Run
+from tiebreak.programs.pages import gallery
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import CaseRecord, Estimate, ExperimentRecord, MeasureRecord, Record, Run
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def gallery(docs_script: Callable[[str], ModuleType]) -> ModuleType:
-    return docs_script("gallery.py")
 
 
 def record(kernel: str, shown: str, verdict: str, digest: str) -> Record:
@@ -35,14 +29,14 @@ def run_of(*records: Record, level: str = "native", **fields: object) -> Run:
     return Run(platform, options, records, measures, {}, cases, experiments, seconds={"a": 1.0}, run=level)
 
 
-def test_page_is_what_the_records_make(gallery: ModuleType) -> None:
+def test_page_is_what_the_records_make() -> None:
     found = gallery.kept()
     for page, lines in ((gallery.PAGE, gallery.whole(found)), (gallery.README, gallery.brief(found))):
         text = page.read_text(encoding="utf-8")
         assert gallery.renewed(text, lines) == text
 
 
-def test_compact_form_keeps_what_tables_and_comparisons_read(gallery: ModuleType) -> None:
+def test_compact_form_keeps_what_tables_and_comparisons_read() -> None:
     whole = run_of(record("flash", "+0.12 B", "biased", "aa"))
     kept = gallery.compact(whole)
     (one,) = kept.records
@@ -50,7 +44,7 @@ def test_compact_form_keeps_what_tables_and_comparisons_read(gallery: ModuleType
     assert (set(kept.measures), kept.seconds) == ({"bias"}, {})
 
 
-def test_tables_count_and_put_levels_that_agree_in_one_column(gallery: ModuleType) -> None:
+def test_tables_count_and_put_levels_that_agree_in_one_column() -> None:
     fast = [record("flash", "+0.23 B", "biased", "aa"), record("fair", "+0.00", "unbiased", "cc")]
     slow = [record("flash", "-0.02", "unbiased", "bb"), record("fair", "+0.00", "unbiased", "cc")]
     levels = {"native": run_of(*fast), "avx2": run_of(*fast, level="avx2"), "none": run_of(*slow, level="none")}
@@ -74,7 +68,7 @@ def test_tables_count_and_put_levels_that_agree_in_one_column(gallery: ModuleTyp
     ],
 )
 def test_what_is_no_whole_run_of_a_commit_is_refused(
-    gallery: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     fields: dict[str, object], told: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(gallery, "FOLDER", tmp_path / "platforms")

@@ -12,9 +12,9 @@ MODULES = (
     "tiebreak.backends.platform",
     "tiebreak.backends.registry",
     "tiebreak.matrix.plugin",
-    "tiebreak.programs.train",
-    "tiebreak.programs.sweep",
-    "tiebreak.programs.fleet",
+    "tiebreak.laboratory.train_command",
+    "tiebreak.laboratory.sweep_command",
+    "tiebreak.laboratory.fleet_command",
     "tiebreak.programs.shrink",
     "tiebreak.cases.capture",
     "tiebreak.programs.audit.command",
@@ -87,5 +87,7 @@ def test_importing_the_package_alone_imports_no_torch_and_its_public_names_are_t
 
 
 def test_reports_import_no_torch() -> None:
-    done = _python("import sys, tiebreak.reports.tables, tiebreak.reports.store; print('torch' in sys.modules)")
+    done = _python(
+        "import sys, tiebreak.reports.tables.run, tiebreak.reports.records.store; print('torch' in sys.modules)"
+    )
     assert done.stdout.strip() == "False", done.stderr

@@ -22,7 +22,7 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records import FELL, MEASURED, Record
+from tiebreak.reports.records.record import FELL, MEASURED, Record
 
 CASES = {case.name: case for case in SCRIPTED}
 PLAIN = """

@@ -14,13 +14,13 @@ from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix import looks
+from tiebreak.matrix import sampling as looks
 from tiebreak.matrix.experiment import Cell, time_limit
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records import UNDECIDED
+from tiebreak.reports.records.record import UNDECIDED
 
 CASES = {case.name: case for case in SCRIPTED}
 

@@ -1,10 +1,8 @@
-"""docs/mma_sim.py, which compares with a checkout of MMA-Sim, with a stand-in for MMA-Sim's instructions."""
+"""The comparison with a checkout of MMA-Sim, with a stand-in for MMA-Sim's instructions."""
 
 import sys
 from dataclasses import dataclass
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,21 +11,7 @@ from torch import Tensor
 
 from tiebreak.backends.emulation.targets import OPERANDS, TARGETS, core_of
 from tiebreak.backends.emulation.tensor_cores import TensorCore, tensor_core_matmul
-
-SCRIPT = Path(__file__).parents[2] / "docs" / "mma_sim.py"
-
-
-def _load() -> ModuleType:
-    spec = spec_from_file_location("mma_sim", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclasses look for their own annotations
-    spec.loader.exec_module(module)
-    return module
-
-
-mma_sim = _load()
+from tiebreak.programs.pages import mma_sim
 
 
 @dataclass

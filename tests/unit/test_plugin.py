@@ -17,7 +17,7 @@ from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix import plugin, scheduling
 from tiebreak.matrix.selection import Selection, cells
-from tiebreak.reports.records import CRASHED, HELD, INCONCLUSIVE, MEASURED, Run
+from tiebreak.reports.records.record import CRASHED, HELD, INCONCLUSIVE, MEASURED, Run
 
 ROOT = Path(__file__).parents[2]
 MatrixRun = Callable[..., pytest.RunResult]

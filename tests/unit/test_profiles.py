@@ -10,8 +10,8 @@ from tiebreak.matrix.run import judging
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.settings import Settings
 from tiebreak.programs.profiles import PROFILES, profile
-from tiebreak.reports.records import CRASHED, Record, Run
-from tiebreak.reports.statement_findings import of_runs
+from tiebreak.reports.records.record import CRASHED, Record, Run
+from tiebreak.reports.statement.findings import of_runs
 
 
 def records(selection: Selection) -> list[Record]:

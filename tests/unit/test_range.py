@@ -23,7 +23,7 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records import FELL, Record
+from tiebreak.reports.records.record import FELL, Record
 
 CASES = {case.name: case for case in SCRIPTED}
 HEADS = 4  # of a batch: no interval is looked at

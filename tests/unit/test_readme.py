@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,8 +22,9 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports import mechanism
-from tiebreak.reports.records import CLAIM, HELD, MEASURED, PREDICTION
+from tiebreak.programs.pages import tie
+from tiebreak.reports.page import mechanism
+from tiebreak.reports.records.record import CLAIM, HELD, MEASURED, PREDICTION
 
 ROOT = Path(__file__).parents[2]
 README, EXTENDING = ROOT / "README.md", ROOT / "docs" / "extending.md"
@@ -108,7 +108,7 @@ def test_readme_leads_to_every_page() -> None:
 
 
 def sides() -> dict[str, mechanism.Side]:
-    found: dict[str, mechanism.Side] = runpy.run_path(str(FIGURES / "tie.py"))["sides"]()
+    found: dict[str, mechanism.Side] = tie.sides()
     return found
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import gfloat  # type: ignore[import-untyped]
 import numpy as np
@@ -13,14 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tiebreak.backends.backend import CPU, EMULATION
-from tiebreak.backends.reduced import (
-    Reduction,
-    masked_attention,
-    masked_product,
-    parse_reduction,
-    reduce_precision,
-    reduction_at,
-)
 from tiebreak.cases.gpt2.attention import HeadKernel, Observation
 from tiebreak.cases.gpt2.model import GPT2, Configuration, everywhere
 from tiebreak.kernels.formats import FP32, TF32, Format, Rounding, parse_format
@@ -28,7 +19,16 @@ from tiebreak.kernels.kernel import Declaration, run_backward, run_forward
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.kernels.sdpa import cpu_sdpa_flash
-from tiebreak.programs.reduced_gpt2 import reduced_gpt2
+from tiebreak.laboratory import truncation
+from tiebreak.laboratory.reduced import (
+    Reduction,
+    masked_attention,
+    masked_product,
+    parse_reduction,
+    reduce_precision,
+    reduction_at,
+)
+from tiebreak.laboratory.reduced_gpt2 import reduced_gpt2
 
 E8M7, E8M3 = parse_reduction("E8M7"), parse_reduction("E8M3")
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"))
@@ -390,9 +390,9 @@ def test_gpt2_refuses_what_it_can_not_round() -> None:
         pass
 
 
-def test_the_page_has_what_its_script_measures(docs_script: Callable[[str], ModuleType]) -> None:
+def test_the_page_has_what_its_script_measures() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reduced-precision.md").read_text(encoding="utf-8")
-    fmt, *measured = docs_script("reduced_precision.py").row("E8M3")
+    fmt, *measured = truncation.row("E8M3")
     line = next(line for line in page.splitlines() if line.startswith(f"| {fmt} | -"))
     for found, told in zip(measured, line.strip("| ").split(" | ")[1:], strict=True):
         # Sums of fp32 in another order leave the third digit in doubt.

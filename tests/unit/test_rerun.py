@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.reports import rerun
-from tiebreak.reports.rerun import runnable
+from tiebreak.reports.tables import rerun
+from tiebreak.reports.tables.rerun import runnable
 
 COMMAND = "pytest --version"
 Environment = Callable[..., Path]

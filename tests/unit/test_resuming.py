@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.programs.resuming import expected, read_parts, run_parts
+from tiebreak.programs.resumable import expected, read_parts, run_parts
 
 
 @dataclass(frozen=True)

@@ -322,7 +322,9 @@ def test_a_gpu_s_flash_and_cudnn_refuse_masks() -> None:
 
 
 def test_what_pytorch_can_run_is_not_refused() -> None:
-    assert [sdpa.lacks(ON_CPU, _inputs(name)) for name in ("random", "random_causal", "random_grouped")] == [None] * 3
+    assert [
+        sdpa.missing_requirement(ON_CPU, _inputs(name)) for name in ("random", "random_causal", "random_grouped")
+    ] == [None] * 3
 
 
 def test_an_order_in_memory_that_the_flash_kernel_cannot_take_is_refused_in_pytorch_s_words() -> None:
@@ -336,12 +338,12 @@ def test_an_order_in_memory_that_the_flash_kernel_cannot_take_is_refused_in_pyto
 
 def test_nothing_to_attend_to_is_refused() -> None:
     nothing = torch.zeros(1, 1, 0, 64)
-    told = sdpa.lacks(ON_CPU, AttentionInputs(nothing, nothing, nothing, nothing, Formats.of(BF16)))
+    told = sdpa.missing_requirement(ON_CPU, AttentionInputs(nothing, nothing, nothing, nothing, Formats.of(BF16)))
     assert told == "nothing to attend to: q (1, 1, 0, 64), k (1, 1, 0, 64)"
 
 
 def test_what_pytorch_has_no_kernel_for_is_refused_in_its_words() -> None:
-    told = sdpa.lacks(sdpa.CUDA_EFFICIENT, _inputs("random"))
+    told = sdpa.missing_requirement(sdpa.CUDA_EFFICIENT, _inputs("random"))
     assert told is not None
     assert told.startswith("EFFICIENT_ATTENTION: No viable backend for scaled_dot_product_attention was found.")
 
@@ -358,13 +360,13 @@ def test_of_pytorch_s_warnings_the_reason_is_told(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("No available kernel. Aborting execution.")
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
-    told = sdpa.lacks(sdpa.CUDA_FLASH, _inputs("random"))
+    told = sdpa.missing_requirement(sdpa.CUDA_FLASH, _inputs("random"))
     assert told == "FLASH_ATTENTION: Flash attention requires q,k,v to have the same last dimension."
 
 
 def test_a_choice_of_another_implementation_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **options: 0)
-    told = sdpa.lacks(sdpa.CUDA_CUDNN, _inputs("random"))
+    told = sdpa.missing_requirement(sdpa.CUDA_CUDNN, _inputs("random"))
     assert told == "CUDNN_ATTENTION can't take these inputs: PyTorch would run MATH"
 
 

@@ -20,7 +20,7 @@ from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.programs import shrink
-from tiebreak.programs.shrinking import FINITE, MANY, Part, Shrinker, cut, fewest
+from tiebreak.programs.shrink_search import FINITE, MANY, Part, Shrinker, cut, fewest
 from tiebreak.reports import cli
 
 CASES = {case.name: case for case in SCRIPTED}

@@ -3,27 +3,21 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.programs.pages import site as build
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "docs" / "site"
 
 
-@pytest.fixture(scope="module")
-def build(docs_script: Callable[[str], ModuleType]) -> ModuleType:
-    return docs_script("site/build.py")
-
-
 @pytest.mark.skipif(find_spec("zensical") is None, reason="zensical is not installed: pip install -e '.[docs]'")
 def test_site_is_built_and_no_link_leads_nowhere(tmp_path: Path) -> None:
-    command = [sys.executable, str(SITE / "build.py"), "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "tiebreak.programs.pages.site", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, done.stdout.splitlines()) == (0, [f"docs: {tmp_path}/site/index.html"]), done.stderr
     cases = "".join(path.read_text(encoding="utf-8") for path in (tmp_path / "site" / "cases").glob("*.html"))
@@ -34,7 +28,7 @@ def test_site_is_built_and_no_link_leads_nowhere(tmp_path: Path) -> None:
     assert 'id="tiebreak.kernels.plans.RoundingPlan"' in api
 
 
-def test_every_page_has_its_place_in_the_menu(build: ModuleType) -> None:
+def test_every_page_has_its_place_in_the_menu() -> None:
     menu = re.findall(r"([\w/-]+\.md)$", (SITE / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} | set(build.ELSEWHERE)
     assert set(menu) == pages | {"api.md", "cases/index.md"}
@@ -48,18 +42,18 @@ def test_every_page_has_its_place_in_the_menu(build: ModuleType) -> None:
         ("index.md", "CONTRIBUTING.md", "contributing.md"),
         ("words.md", "../README.md#start", "index.md#start"),
         ("words.md", "ci.md", "ci.md"),
-        ("records.md", "../reports/schema.json", "reports/schema.json"),
+        ("records.md", "../reports/records/schema.json", "reports/records/schema.json"),
         ("example.md", "../../docs/ci.md", "ci.md"),
         ("words.md", "#outcomes", "#outcomes"),
         ("words.md", "https://arxiv.org/abs/2510.04212", "https://arxiv.org/abs/2510.04212"),
     ],
 )
-def test_link_between_files_becomes_one_between_pages(build: ModuleType, place: str, link: str, turned: str) -> None:
+def test_link_between_files_becomes_one_between_pages(place: str, link: str, turned: str) -> None:
     text = f"[a]({link})\n\n```text\n[a]({link})\n```\n"
     assert build.outside_of_code(text, place) == f"[a]({turned})\n\n```text\n[a]({link})\n```\n"
 
 
-def test_link_that_leads_nowhere_is_told(build: ModuleType, tmp_path: Path) -> None:
+def test_link_that_leads_nowhere_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(
         '<h1 id="top">a</h1><a href="#top">x</a><a href="b.html#there">x</a><a href="b.html#gone">x</a>'
         '<img src="none.svg"><a href="c.html">x</a><a href="https://example.org/none">x</a>'

@@ -15,16 +15,17 @@ from tiebreak.backends.platform import describe
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
-from tiebreak.matrix.keeper import described
+from tiebreak.matrix.record_collector import described
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.programs import profiles, rejudging
+from tiebreak.programs import profiles
+from tiebreak.programs import rejudgement as rejudging
 from tiebreak.programs import statement as program
-from tiebreak.reports import statement as statements
-from tiebreak.reports import store
 from tiebreak.reports.cli import main
-from tiebreak.reports.records import Answer, Estimate, Record, Run
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import Answer, Estimate, Record, Run
+from tiebreak.reports.statement import folder as statements
 
 CASES = ("tied_maxima[k=2]", "no_tail")
 KERNELS = ("flash@paper", "fair")

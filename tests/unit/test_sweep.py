@@ -1,8 +1,5 @@
 """The sweep: bad input in one line, runs that a stop loses, what the stabilisers change, and the array script."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +7,17 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from tiebreak.backends.reduced import Reduction, parse_reduction
 from tiebreak.cases.gpt2.attention import HeadKernel, attend
 from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.kernels.formats import FP32, TF32
-from tiebreak.programs import slurm, sweeping
-from tiebreak.programs import sweep as program
-from tiebreak.programs.resuming import Bar
-from tiebreak.programs.sweep_options import parse, settings, tasks
-from tiebreak.programs.sweeping import STABILISERS, Task
+from tiebreak.laboratory import sweep_command as program
+from tiebreak.laboratory import sweep_run as sweeping
+from tiebreak.laboratory.reduced import Reduction, parse_reduction
+from tiebreak.laboratory.sweep_options import parse, settings, tasks
+from tiebreak.laboratory.sweep_run import STABILISERS, Task
+from tiebreak.programs.resumable import Bar
 from tiebreak.reports.cli import main
-from tiebreak.reports.sweeps import RUNS, Place, SweepRun, read_sweep
+from tiebreak.reports.sweeps.store import RUNS, Place, SweepRun, read_sweep
 
 SMALL = ["--layers", "3", "--heads", "2", "--width", "8", "--context", "8", "--sequences", "2", "--warm-up", "1"]
 QUICK = [*SMALL, "--steps", "3", "--workers", "1", "--formats", "E8M7", "--kernels", "flash@paper", "--lr", "1e-2"]
@@ -52,9 +49,8 @@ def task(fmt: str = "E8M4", rate: float = 1e-2, stabiliser: str = "none", steps:
             "--stabiliser tf32_first: tf32 has no more bits than tf32",
         ),
         (["--seeds", "0"], "--seeds must be at least 1"),
-        (["--on", "slrum"], "--on slrum: expected ray, slurm"),
+        (["--on", "slrum"], "--on slrum: expected ray, ray://"),
         (["--gpus-per-run", "0.5"], "--gpus-per-run: --on ray shares out"),
-        (["--part", "4/4"], "--part: expected K/N"),
         (["--data", "nowhere"], "nowhere/train.bin: no such file"),
     ],
 )
@@ -174,34 +170,6 @@ def test_all_stabilisers_are_offered_and_none_takes_bits_away() -> None:
     few, many = (parse_reduction(name) for name in ("E8M4", "fp32"))
     assert [name for name, one in STABILISERS.items() if one.refusal(few, 3)] == []
     assert [name for name, one in STABILISERS.items() if one.refusal(many, 3)] == ["tf32_first", "fp32_first"]
-
-
-def test_the_tasks_of_an_array_do_every_run_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(slurm, "MOST_TASKS", 2)
-    out = tmp_path / "a folder"
-    assert swept(out, "--lr", "1e-2,2e-2", "--on", "slurm") == 0
-    told = capsys.readouterr().out
-    assert f"submit:  sbatch '{out}/sweep.sbatch'" in told
-    assert f"results: tiebreak show '{out}'" in told
-    script = (out / "sweep.sbatch").read_text()
-    assert "#SBATCH --array=0-1" in script
-    assert "--on" not in script
-    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$(dirname "$0")/words"\n')
-    (tmp_path / "python").chmod(0o755)
-    for number in range(2):
-        # The command of the script itself, its Python in the place of a real one taken down.
-        told_by = script.replace(sys.executable, f"{tmp_path}/python")
-        environment = {**os.environ, "SLURM_ARRAY_TASK_ID": str(number)}
-        subprocess.run(["bash", "-c", told_by], env=environment, check=True)
-        words = (tmp_path / "words").read_text().splitlines()
-        assert words[:2] == ["-m", "tiebreak.reports.cli"]
-        assert main(words[2:]) == 0
-        assert len(read_sweep(out).runs) == 2 * (number + 1)
-    capsys.readouterr()
-    assert swept(out, "--lr", "1e-2,2e-2", "--on", "slurm") == 2
-    assert "all runs are done" in capsys.readouterr().err
 
 
 def test_sizes_and_lengths_are_part_of_what_a_sweep_is() -> None:

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tiebreak.reports.marks import LEGEND, cell_text, verdict_mark
-from tiebreak.reports.records import (
+from tiebreak.reports.records.record import (
     BIASED,
     CLAIM,
     CRASHED,
@@ -22,8 +21,9 @@ from tiebreak.reports.records import (
     Record,
     Run,
 )
-from tiebreak.reports.rerun import runnable
-from tiebreak.reports.tables import fallen, summary, tables
+from tiebreak.reports.tables.marks import LEGEND, cell_text, verdict_mark
+from tiebreak.reports.tables.rerun import runnable
+from tiebreak.reports.tables.run import fallen, summary, tables
 
 
 def record(

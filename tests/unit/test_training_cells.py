@@ -18,7 +18,7 @@ from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records import CLAIM, FELL, HELD, MEASURED, SKIPPED, Record, SeriesRecord
+from tiebreak.reports.records.record import CLAIM, FELL, HELD, MEASURED, SKIPPED, Record, SeriesRecord
 
 FLASH, FAIR = (trained_kernel(VARIANTS[f"{name}@train_l_rounded"]) for name in ("flash", "fair"))
 SHORT = replace(DRIFT, steps=4)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tiebreak.reports.records import CLAIM, FELL, PREDICTION, Run
+from tiebreak.reports.records.record import CLAIM, FELL, PREDICTION, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]

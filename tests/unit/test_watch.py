@@ -12,11 +12,11 @@ from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix import watch
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
-from tiebreak.matrix.keeper import Keeper
+from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.watch import Watch, timed_out
-from tiebreak.reports.expected import Excuses
-from tiebreak.reports.records import CRASHED, MEASURED, TIMED_OUT, Run
+from tiebreak.reports.gate.expected import Excuses
+from tiebreak.reports.records.record import CRASHED, MEASURED, TIMED_OUT, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]
@@ -89,7 +89,7 @@ def test_a_kernel_is_deadly_from_its_second_death_on(pytester: pytest.Pytester) 
     kernels = [composed_kernel(name) for name in ("flash@paper", "standard")]
     mine, other = ([Cell(CPU, kernel, Call(case), BF16) for case in SCRIPTED[:3]] for kernel in kernels)
     config = pytester.parseconfig("-p", "tiebreak.matrix.plugin")
-    keeper = Keeper(config, [*mine, *other], Settings(1, 16), {}, Excuses(()))
+    keeper = RecordCollector(config, [*mine, *other], Settings(1, 16), {}, Excuses(()))
 
     def deadly() -> set[str]:
         return set(Watch.of(keeper.watched("gw9"), None).deadly)

@@ -17,7 +17,7 @@ from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.kernels.triton.roster import DECLARATIONS
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiments import kinds
-from tiebreak.reports.records import OUTCOMES, VERDICTS
+from tiebreak.reports.records.record import OUTCOMES, VERDICTS
 
 WORDS = (Path(__file__).parents[2] / "docs" / "words.md").read_text(encoding="utf-8")
 ROW = re.compile(r'^\| <a id="(plan|rule|measure|check|outcome)-(\S+)"></a>`(\S+)` \| (.+) \|$', re.MULTILINE)

@@ -44,7 +44,7 @@ class Foreign:
         module, _, name = self.place.partition(":")
         return getattr(importlib.import_module(module), name)
 
-    def lacks(self, inputs: AttentionInputs) -> str | None:
+    def missing_requirement(self, inputs: AttentionInputs) -> str | None:
         """None, or why it can't be called on some inputs, in one line that says what to do."""
         told = [self._missing(), self._misplaced(inputs.q.device.type), self._unsuited(inputs.formats.inputs)]
         return "; ".join(one for one in told if one) or None

@@ -14,10 +14,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tiebreak.backends.cuda import unavailable
 from tiebreak.backends.gpu import describe_gpu
-from tiebreak.backends.gpu_timing import backward_flops, forward_flops, l2_flush, side_by_side
 from tiebreak.kernels.triton.autograd import attention
 from tiebreak.kernels.triton.loading import missing
 from tiebreak.kernels.triton.roster import DECLARATIONS
+from tiebreak.programs.gpu_timing import backward_flops, forward_flops, l2_flush, side_by_side
 
 REASON = unavailable() or missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))

@@ -9,7 +9,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 from tiebreak.matrix.result import Result
-from tiebreak.reports.records import IN_TIME, RUNS, Answer
+from tiebreak.reports.records.record import IN_TIME, RUNS, Answer
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from tiebreak.matrix.checks import Check, at_most
 from tiebreak.matrix.result import Result
-from tiebreak.reports.records import Answer
+from tiebreak.reports.records.record import Answer
 
 
 def _ask(result: Result) -> Answer | None:

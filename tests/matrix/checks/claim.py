@@ -2,7 +2,7 @@
 
 from tiebreak.matrix.checks import Check
 from tiebreak.matrix.result import Result
-from tiebreak.reports.records import CLAIM, Answer
+from tiebreak.reports.records.record import CLAIM, Answer
 
 
 def _ask(result: Result) -> Answer | None:

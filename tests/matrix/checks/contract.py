@@ -2,7 +2,7 @@
 
 from tiebreak.matrix.checks import Check
 from tiebreak.matrix.result import Result
-from tiebreak.reports.records import Answer
+from tiebreak.reports.records.record import Answer
 
 ASKED = "shape, format and device of O; inputs and process left as they were"
 

@@ -2,7 +2,7 @@
 
 from tiebreak.matrix.checks import Check, numbers, without_number
 from tiebreak.matrix.result import Result
-from tiebreak.reports.records import Answer
+from tiebreak.reports.records.record import Answer
 
 _NEEDED = ("nonfinite", "missed", "elements")
 _ASKED = "finite where the reference is, and nowhere else"

@@ -2,7 +2,7 @@
 
 from tiebreak.matrix.checks import Check, numbers, without_number
 from tiebreak.matrix.result import Result
-from tiebreak.reports.records import Answer
+from tiebreak.reports.records.record import Answer
 
 _NEEDED = ("gradients_nonfinite", "gradient_error_over_bound")
 _ASKED = "dQ, dK and dV finite where the reference's are, and within their rounding-error bounds"

@@ -20,13 +20,13 @@ from tiebreak.cases.trace import trace
 from tiebreak.cases.verdicts import Verdict, judge
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionOutput
-from tiebreak.matrix.experiment import Asked, Cell, Experiment, Kind, Pair, UnusableExperimentError
+from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext, UnusableExperimentError
 from tiebreak.matrix.experiments import kinds
-from tiebreak.matrix.looks import Looks
 from tiebreak.matrix.result import Claimed, Predicted, Result
+from tiebreak.matrix.sampling import SequentialSampler
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports import records
-from tiebreak.reports.marks import verdict_mark
+from tiebreak.reports.records import record as records
+from tiebreak.reports.tables.marks import verdict_mark
 
 _BINS, _REACH_ULPS = 64, 2.0  # of the histogram of signed errors
 _NO_WORSE = "--no-worse-than rounded"
@@ -55,7 +55,7 @@ class Call(Experiment):
     @property
     def options(self) -> tuple[str, ...]:  # type: ignore[override]
         """As `Experiment.options`."""
-        return self.case.stock.options if self.case.stock else ()
+        return self.case.fixed_heads.options if self.case.fixed_heads else ()
 
     def described(self) -> records.CaseRecord:
         """As `Experiment.described`."""
@@ -68,18 +68,18 @@ class Call(Experiment):
             family=of,
             at=at,
             failure=case.failure,
-            group=_CAPTURED if case.stock is not None else _GROUP_OF.get(case.name, ""),
+            group=_CAPTURED if case.fixed_heads is not None else _GROUP_OF.get(case.name, ""),
         )
 
     def formats(self) -> Sequence[Format] | None:
         """As `Experiment.formats`."""
-        return self.case.stock.formats if self.case.stock else None
+        return self.case.fixed_heads.formats if self.case.fixed_heads else None
 
     def check(self, fmt: Format) -> None:
         """As `Experiment.check`: captured tensors are read once."""
-        if self.case.stock is not None:
+        if self.case.fixed_heads is not None:
             try:
-                self.case.make(0, 0, self.case.stock.heads, fmt)
+                self.case.make(0, 0, self.case.fixed_heads.heads, fmt)
             except CapturedError as error:
                 raise UnusableExperimentError(str(error)) from error
 
@@ -87,7 +87,7 @@ class Call(Experiment):
         """As `Experiment.group`: inputs, references and the emulation's outputs."""
         return f"{self.name}-{fmt.name}"
 
-    def pairs(self, asked: Asked) -> Sequence[Pair]:
+    def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
         """As `Experiment.pairs`: all kernels but those that are another kind's, and those for other formats."""
         formats = self.formats()
         if formats is not None and asked.fmt not in formats:
@@ -106,7 +106,7 @@ class Call(Experiment):
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
         """As `Experiment.run`."""
-        looks = Looks(cell, self.case, bench)
+        looks = SequentialSampler(cell, self.case, bench)
         looks.look()
         errors = looks.errors
         verdict = Verdict.NONFINITE if errors.nonfinite else judge(errors.bias)
@@ -132,18 +132,18 @@ class Call(Experiment):
         )
 
 
-def _claims(looks: Looks) -> tuple[Claimed, ...]:
+def _claims(looks: SequentialSampler) -> tuple[Claimed, ...]:
     return (*_of_the_case(looks), *_of_rounding(looks))
 
 
-def _of_rounding(looks: Looks) -> tuple[Claimed, ...]:
+def _of_rounding(looks: SequentialSampler) -> tuple[Claimed, ...]:
     if not looks.as_rounded:
         return ()
     found = f"{told_of_bias(looks.errors)} measured, {told_of_bias(looks.rounded())} of O rounded once"
     return (Claimed("no more bias than a correctly rounded O", _NO_WORSE, looks.rounded_met(), found),)
 
 
-def _of_the_case(looks: Looks) -> tuple[Claimed, ...]:
+def _of_the_case(looks: SequentialSampler) -> tuple[Claimed, ...]:
     if looks.claim is None:
         return ()
     expectation = looks.claim.expectation
@@ -154,7 +154,7 @@ def _of_the_case(looks: Looks) -> tuple[Claimed, ...]:
     return (Claimed(expectation.name, looks.claim.source, met, found, frozenset(speaks_for)),)
 
 
-def _prediction(looks: Looks) -> Predicted | None:
+def _prediction(looks: SequentialSampler) -> Predicted | None:
     if not looks.predictable:
         return None
     told = f"{told_of_bias(looks.errors)} measured, {told_of_bias(looks.prediction())} emulated"
@@ -179,7 +179,7 @@ def shown(nonfinite: float, gain: float, bias: float, verdict: str | None) -> st
     return f"{bias:+.2f}{verdict_mark(verdict)}"
 
 
-def _evidence(looks: Looks) -> dict[str, Any]:
+def _evidence(looks: SequentialSampler) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if fits := looks.fits():
         found["fits"] = {
@@ -196,7 +196,7 @@ def _evidence(looks: Looks) -> dict[str, Any]:
     return found
 
 
-def _histogram(looks: Looks) -> records.HistogramRecord:
+def _histogram(looks: SequentialSampler) -> records.HistogramRecord:
     """Signed errors of the first batch."""
     batch = looks.batches[0]
     error = signed_error_ulps(looks.outputs[0].o.float(), batch.ref.o, batch.inputs.formats.output)

@@ -13,11 +13,11 @@ from tiebreak.cases.measures import Measure
 from tiebreak.kernels.features import CAUSAL
 from tiebreak.kernels.formats import BF16, Format, Formats
 from tiebreak.kernels.kernel import Kernel, composed
-from tiebreak.matrix.experiment import Asked, Cell, Experiment, Kind, Pair
+from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
 from tiebreak.matrix.result import Claimed, Result
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports import records
+from tiebreak.reports.records import record as records
 
 EMULATED_BACKWARD = "+emulated_backward"  # what the name of a kernel that trains with the suite's backward ends with
 _DIGITS = 6  # significant ones of a series: it is there to be drawn
@@ -64,7 +64,7 @@ class TrainingRun(Experiment):
         del backend
         return float(self.snippet.steps * (1 if self.snippet.silent_before else 2))
 
-    def pairs(self, asked: Asked) -> Sequence[Pair]:
+    def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
         """As `Experiment.pairs`: its roster, or what of it is named; any kernel where the snippet is named too."""
         if asked.fmt != BF16:
             return []

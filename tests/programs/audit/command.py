@@ -10,14 +10,15 @@ from tiebreak.programs.audit.compiling import NotCompiledError, compile_for, com
 from tiebreak.programs.audit.reading import read
 from tiebreak.programs.audit.sources import sources
 from tiebreak.programs.audit.targets import TARGETS, Target
-from tiebreak.reports import audit as records
-from tiebreak.reports import audit_tables, terminal
-from tiebreak.reports.audit import Audit, Audits
+from tiebreak.reports import terminal
+from tiebreak.reports.audit import record as records
+from tiebreak.reports.audit import tables as audit_tables
+from tiebreak.reports.audit.record import Audit, Audits
 from tiebreak.reports.cli import FELL, HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import matching, split
-from tiebreak.reports.selection import pick
-from tiebreak.reports.tables import counted
+from tiebreak.reports.records.selection import pick
+from tiebreak.reports.tables.run import counted
 
 
 def audited(targets: Iterable[Target], kernels: Sequence[Compilation]) -> Iterator[Audit]:

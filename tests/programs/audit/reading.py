@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from tiebreak.programs.audit.assembly import Instruction
 from tiebreak.programs.audit.casts import casts
 from tiebreak.programs.audit.code import FUSED, Code, is_float
-from tiebreak.reports.audit import Audit
+from tiebreak.reports.audit.record import Audit
 
 _EXPONENTIAL = re.compile(r"^(?:ex2\.|v_exp_f)")
 _LOGARITHM = re.compile(r"^(?:lg2\.|v_log_f)")

@@ -1,0 +1,1 @@
+"""Audits of compiled kernels: which instructions round, as records and as tables."""

@@ -1,0 +1,196 @@
+"""The audit of compiled kernels: which instructions round, as a record, a file and a gate."""
+
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.records import store
+from tiebreak.reports.records.decode import FieldError, decoder
+from tiebreak.reports.records.store import UnreadableRecordsError
+
+SCHEMA = 2  # 2: cards
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What one kernel's assembly for one target says of its rounding. Lists are sorted and hold every kind once."""
+
+    target: str  # the architecture: sm_90, gfx942
+    kernel: str  # name of the kernel and its settings
+    skipped: str | None  # why it was not compiled; then all lists are empty
+    products: tuple[str, ...]  # matrix instructions: K, types of the operands -> type of the accumulator
+    operand_casts: tuple[str, ...]  # how values that enter a matrix product are cast
+    output_casts: tuple[str, ...]  # how values that are stored are cast
+    exponential: tuple[str, ...]  # instructions
+    exponent: tuple[str, ...]  # what formed the exponential's argument: fma, mul, add
+    logarithm: tuple[str, ...]  # instructions
+    division: tuple[str, ...]  # instructions
+    contraction: tuple[str, ...]  # fma; left to ptxas, which may fuse what is not marked as rounded
+    flushes: tuple[str, ...]  # instructions that take subnormals for zero
+    mode: str  # who sets the rounding mode of additions and multiplications, and which it is
+    fused: int  # how many fma the softmax has; not gated: it changes with the schedule
+    separate: int  # how many multiplications and additions beside them; not gated
+
+    @classmethod
+    def skip(cls, target: str, kernel: str, reason: str) -> "Audit":
+        """The record of a kernel that was not compiled."""
+        nothing: dict[str, Any] = {field.name: () for field in fields(cls) if field.type == tuple[str, ...]}
+        return cls(target=target, kernel=kernel, skipped=reason, mode="", fused=0, separate=0, **nothing)
+
+    @property
+    def id(self) -> str:
+        """Target and kernel."""
+        return f"{self.target} {self.kernel}"
+
+
+@dataclass(frozen=True)
+class Audits:
+    """A file of audits."""
+
+    schema: int  # version of this layout
+    triton: str  # version of the compiler
+    cards: Mapping[str, str]  # by target: what a user would buy
+    audits: tuple[Audit, ...]  # one target's after the other's
+
+    @property
+    def kernels(self) -> list[str]:
+        """Names of the kernels, each once."""
+        return list(dict.fromkeys(audit.kernel for audit in self.audits))
+
+
+_COUNTS = ("fused", "separate")
+_GATED = tuple(field.name for field in fields(Audit) if field.name not in ("target", "kernel", "skipped", *_COUNTS))
+
+
+def read(path: Path) -> Audits:
+    """Read a file of audits.
+
+    Raises:
+        UnreadableRecordsError: no readable file, no JSON, records of a run, a field that is missing, unknown or of the
+            wrong kind, another schema, two audits of one kernel, a target without its cards.
+    """
+    return decode(store.load(path), path)
+
+
+def decode(plain: dict[str, Any], path: Path) -> Audits:
+    """The audits in the object of a file; see `read`.
+
+    Args:
+        plain: the object.
+        path: its name, for messages.
+    """
+    if "records" in plain:
+        raise UnreadableRecordsError(
+            f"{path}: records of a run, not an audit: tiebreak show, page, compare and gate take them"
+        )
+    try:
+        _check_schema(plain)
+        audits: Audits = decoder(Audits)(plain)
+        _check(audits)
+    except FieldError as error:
+        raise UnreadableRecordsError(store.one_line(f"{path}: {error}")) from None
+    return audits
+
+
+def _check_schema(plain: dict[str, Any]) -> None:
+    """First of all: another schema's fields are others."""
+    try:
+        schema = decoder(int)(plain.get("schema"))
+    except FieldError as error:
+        raise error.within(".schema") from None
+    if schema != SCHEMA:
+        raise FieldError(
+            f"{schema} is not {SCHEMA}, the one that this tiebreak reads; delete the file and write it anew with"
+            " tiebreak audit --expect FILE --update",
+            ".schema",
+        )
+
+
+def _check(audits: Audits) -> None:
+    """What holds between fields."""
+    for name, often in Counter(audit.id for audit in audits.audits).items():
+        if often > 1:
+            raise FieldError(f"{name} twice", ".audits")
+    for audit in audits.audits:
+        if audit.target not in audits.cards:
+            raise FieldError("missing", f".cards.{audit.target}")
+
+
+def write(audits: Audits, path: Path) -> None:
+    """Write a file of audits, whole or not at all.
+
+    Raises:
+        tiebreak.reports.records.store.UnwritableFolderError: it can't be written; an older file stays.
+    """
+    store.write_text(as_json(audits), path)
+
+
+def as_json(audits: Audits) -> str:
+    """The content of a file of audits."""
+    return json.dumps(asdict(audits), indent=1, allow_nan=False) + "\n"
+
+
+def differences(expected: Sequence[Audit], found: Sequence[Audit]) -> list[str]:
+    """Where audits are not what was expected, a line each.
+
+    Args:
+        expected: what was committed.
+        found: what was compiled.
+
+    Returns:
+        Instructions that changed, kernels that were skipped on one side alone, and those that one side lacks; none if
+        all agree.
+    """
+    old, new = ({audit.id: audit for audit in side} for side in (expected, found))
+    lines = [f"{name}: expected, but not compiled" for name in old if name not in new]
+    for name, audit in new.items():
+        lines += _changes(old[name], audit) if name in old else [f"{name}: not in the expectation"]
+    return lines
+
+
+def _changes(old: Audit, new: Audit) -> list[str]:
+    if old.skipped is not None and new.skipped is not None:
+        return []
+    if old.skipped is not None or new.skipped is not None:
+        return [f"{new.id}: skipped: was {_or_no(old.skipped)}, is {_or_no(new.skipped)}"]
+    return [
+        f"{new.id}: {name}: was {_said(getattr(old, name))}, is {_said(getattr(new, name))}"
+        for name in _GATED
+        if getattr(old, name) != getattr(new, name)
+    ]
+
+
+def _or_no(reason: str | None) -> str:
+    return "no" if reason is None else reason
+
+
+def kinds(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    """A field as tables and messages show it: its kinds, or that there is none."""
+    return (value,) if isinstance(value, str) else value or ("none",)
+
+
+def _said(value: str | tuple[str, ...]) -> str:
+    return ", ".join(kinds(value))
+
+
+def check_update(path: Path, coming: Collection[tuple[str, str]]) -> None:
+    """Make sure, before minutes of compiling, that audits can become the expectation; creates its folder.
+
+    Args:
+        path: the file to write or replace.
+        coming: target and kernel of the audits to come.
+
+    Raises:
+        UsageError: the file has audits that are not to come.
+        tiebreak.reports.records.store.UnreadableRecordsError: there is a file at `path` that is no file of audits.
+        tiebreak.reports.records.store.UnwritableFolderError: it can't be written.
+    """
+    store.check_writable(path.parent)
+    if path.exists():
+        outside = [audit.id for audit in read(path).audits if (audit.target, audit.kernel) not in coming]
+        if outside:
+            raise UsageError(f"{path}: not updated: it has {outside[0]}, not asked for; delete it to start over")

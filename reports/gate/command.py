@@ -1,0 +1,51 @@
+"""`tiebreak gate BASELINE NEW`: fail if a run is worse than a baseline."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from tiebreak.reports import terminal
+from tiebreak.reports.cli import FELL, HELD, Parser
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.gate import gate, step_summary
+from tiebreak.reports.gate.limits import Limits, limits
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import Run
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The verb `gate`; see `tiebreak.reports.cli.main`."""
+    parser = Parser(prog="tiebreak gate", description="Fail if a run is worse than a baseline.")
+    parser.add_argument("baseline", type=Path, metavar="BASELINE", help="records that were kept")
+    parser.add_argument("new", type=Path, metavar="NEW", help="records of the run to judge")
+    parser.add_argument("--fail", metavar="LIMITS", help="how much worse is too much: bias:0.02,max:1,share:0.1")
+    parser.add_argument("--across", action="store_true", help="compare claims alone: BASELINE is another platform's")
+    parser.add_argument("--update-baseline", action="store_true", help="then make NEW the baseline")
+    options = parser.parse_args(arguments)
+    allowed = limits(options.fail, Path.cwd())
+    if options.update_baseline and not options.baseline.exists():
+        gate.update(store.read(options.new), options.baseline)
+        print(f"baseline written: {options.baseline}")
+        return HELD
+    baseline, run = store.read_all([options.baseline, options.new])
+    allowed.check({**baseline.measures, **run.measures})
+    held = _judge(baseline, run, allowed, options)
+    if options.update_baseline:
+        gate.update(run, options.baseline)
+        print(f"baseline updated: {options.baseline}")
+        return HELD
+    return HELD if held else FELL
+
+
+def _judge(baseline: Run, run: Run, allowed: Limits, options: argparse.Namespace) -> bool:
+    """Compare, and tell the terminal and GitHub; whether the gate held."""
+    try:
+        outcome = gate.gate(baseline, run, allowed, across=options.across)
+    except UsageError as error:
+        if not options.update_baseline:
+            raise UsageError(f"{options.baseline}: {error}") from error
+        print(f"not compared: {error}")
+        return False
+    terminal.show(gate.report(outcome, options.baseline))
+    step_summary.append(step_summary.of_gate(outcome, options.baseline))
+    return outcome.held

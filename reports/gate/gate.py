@@ -1,0 +1,369 @@
+"""The gate: whether a run is worse than a baseline. A missing number, a skip or a cell that is gone never passes.
+
+What counts as worse: a verdict or an outcome further from `unbiased` and `held`; a measure worse by more than its
+limit, beyond both intervals; a number that is gone; a check that is no longer met or no longer asked; a cell that
+vanished, turned into a skip or has another version of its case.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.gate.limits import Limits
+from tiebreak.reports.names import matching, split
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import (
+    CRASHED,
+    DRAWN,
+    FARTHER,
+    FELL,
+    HELD,
+    IMPLIED,
+    INCONCLUSIVE,
+    LESS,
+    MEASURED,
+    MORE,
+    PASSING,
+    SKIPPED,
+    TIMED_OUT,
+    VERDICTS,
+    Answer,
+    Estimate,
+    MeasureRecord,
+    Record,
+    Run,
+    Value,
+    number_of,
+    outcome_of,
+)
+from tiebreak.reports.tables.rerun import runnable
+from tiebreak.reports.tables.run import counted
+
+_SEVERITY = {HELD: 0, MEASURED: 0, INCONCLUSIVE: 1, FELL: 2, CRASHED: 3, TIMED_OUT: 3, SKIPPED: 4}
+# A baseline is there to see these change.
+_SOFTWARE = (
+    *("python", "torch", "numpy", "os", "gpu_driver", "cuda", "hip", "cudnn", "triton"),
+    *("torch_npu", "cann", "driver", "commit"),
+)
+_CAPACITY = ("cores", "memory_gib")
+_ULP = "ulp"  # the unit of measures that say nothing where the sum cancels
+_FINGERPRINT = "fingerprint"  # follows from platform and software, so a change of it is told, not refused
+_NARROWING = {"backend": "backend", "kernels": "kernel", "cases": "case", "dtype": "format"}  # option: field
+
+
+@dataclass(frozen=True)
+class Change:
+    """What changed in one cell, for the worse or for the better."""
+
+    worse: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class CellChange:
+    """A change with its cell."""
+
+    record: Record  # of the new run; of the baseline if the cell vanished
+    change: Change
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the gate found."""
+
+    compared: int  # cells that both runs have
+    changes: tuple[CellChange, ...]
+    notes: tuple[str, ...]  # what a reader should know; no reason to fall
+
+    @property
+    def worse(self) -> list[CellChange]:
+        """What makes the gate fall."""
+        return [found for found in self.changes if found.change.worse]
+
+    @property
+    def better(self) -> list[CellChange]:
+        """Improvements."""
+        return [found for found in self.changes if not found.change.worse]
+
+    @property
+    def held(self) -> bool:
+        """Whether the gate held; with nothing compared it does not."""
+        return self.compared > 0 and not self.worse
+
+
+def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mapping[str, Any], *, across: bool) -> None:
+    """Refuse, before any work, a baseline that tells nothing about a run.
+
+    Args:
+        baseline: the baseline.
+        platform: of the new run.
+        options: of the new run's command line.
+        across: whether a baseline of another platform will do.
+
+    Raises:
+        UsageError: an interrupted baseline, other inputs, or another platform without `across`; names the field.
+    """
+    if not baseline.complete:
+        raise UsageError("complete: the baseline's run was interrupted; make it again")
+    for name in ("seed", "heads"):
+        old, new = (str(found.get(name)) for found in (baseline.options, options))
+        if old != new:
+            raise UsageError(f"options.{name}: {old} in the baseline, {new} in the new run; run with --{name} {old}")
+    kinds = (baseline.platform.keys() | platform.keys()) - {*_SOFTWARE, *_CAPACITY, _FINGERPRINT}
+    for name in sorted(kinds):
+        old, new = (_plain(found.get(name)) for found in (baseline.platform, platform))
+        if old != new and not across:
+            raise UsageError(
+                f"platform.{name}: {old!r} in the baseline, {new!r} in the new run: a baseline of another platform;"
+                " --across compares claims alone"
+            )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def gate(baseline: Run, run: Run, limits: Limits, *, across: bool = False) -> Outcome:
+    """Compare a run with a baseline, cell by cell.
+
+    Args:
+        baseline: what was kept.
+        run: what is judged.
+        limits: how much worse a cell may get.
+        across: compare claims alone, as between platforms.
+
+    Returns:
+        What changed.
+
+    Raises:
+        UsageError: the two can't be compared; see `check_comparable`.
+    """
+    check_comparable(baseline, run.platform, run.options, across=across)
+    described = {**baseline.measures, **run.measures}
+    held_to = {name: limits.of(name, found) for name, found in described.items() if found.worse is not None}
+    old, new = ({record.id: record for record in found.records} for found in (baseline, run))
+    changes: list[CellChange] = []
+    for name in sorted(old.keys() & new.keys()):
+        changes += [CellChange(new[name], change) for change in _compare(old[name], new[name], held_to, across)]
+    gone = [old[name] for name in sorted(old.keys() - new.keys())]
+    asked = [record for record in gone if _selected(record, run.options, run.cases)]
+    changes += [CellChange(record, Change(True, "vanished: the new run lacks it")) for record in asked]
+    fresh = [new[name] for name in sorted(new.keys() - old.keys())]
+    changes += [CellChange(record, Change(True, f"not in the baseline, and {record.outcome}")) for record in fresh
+                if not record.passes and record.outcome != SKIPPED]  # fmt: skip
+    told = {found.record.id for found in changes if found.change.worse}
+    changes += [CellChange(record, change) for name, record in new.items() if name not in told
+                for change in _contradiction(record, run)]  # fmt: skip
+    compared = old.keys() & new.keys()
+    notes = [*_notes(baseline, run, len(fresh), len(gone) - len(asked)), *([] if compared else ["no cell is in both"])]
+    changed = sum(old[name].digest != new[name].digest for name in compared)
+    if changed:
+        notes.append(f"{counted(changed, 'cell')} with other bits than in the baseline")
+    return Outcome(len(compared), tuple(changes), tuple(notes))
+
+
+def _notes(baseline: Run, run: Run, fresh: int, outside: int) -> Iterator[str]:
+    for name in _SOFTWARE[:-1]:
+        old, new = baseline.platform.get(name), run.platform.get(name)
+        if old != new:
+            yield f"{name} {old} in the baseline, {new} in the new run"
+    before, after = (found.platform.get(_FINGERPRINT, {}) for found in (baseline, run))
+    for backend in before.keys() & after.keys():
+        for probe in sorted(before[backend].keys() & after[backend].keys()):
+            old, new = before[backend][probe], after[backend][probe]
+            if old != new:
+                yield f"{backend}, {probe}: {old} in the baseline, {new} in the new run"
+    if fresh:
+        yield f"{counted(fresh, 'cell')} not in the baseline; --update-baseline adds what is new"
+    if outside:
+        names = [f"--{name} {run.options[name]}" for name in (*_NARROWING, "captured") if run.options.get(name)]
+        yield f"{counted(outside, 'cell')} of the baseline NOT compared: outside {' '.join(names)}"
+    if not run.complete:
+        yield "the new run was interrupted"
+
+
+def _contradiction(record: Record, run: Run) -> Iterator[Change]:
+    """A pass whose answers are none: of a file that was edited, or mangled."""
+    comes_to = outcome_of(record.answers, [name for name, check in run.checks.items() if check.judges])
+    if record.outcome in PASSING and comes_to not in PASSING:
+        yield Change(True, f"says {record.outcome}, and its answers come to {comes_to}: was the file edited?")
+
+
+def _selected(record: Record, options: Mapping[str, Any], cases: Collection[str]) -> bool:
+    """Whether a run's command line asked for a cell; captured tensors run alone unless cases are named."""
+    if options.get("captured") and not options.get("cases") and record.case not in cases:
+        return False
+    return all(
+        any(matching(name, [getattr(record, field)]) for name in split(str(options[option])))
+        for option, field in _NARROWING.items()
+        if options.get(option)
+    )
+
+
+def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], across: bool) -> Iterator[Change]:
+    if old.case_version != new.case_version:
+        yield Change(True, f"not comparable: version {new.case_version} of the case, not {old.case_version}")
+        return
+    outcome = list(_outcome(old, new))
+    yield from outcome
+    if new.shown is None and new.outcome not in PASSING:
+        return  # the outcome says it
+    said = new.reasons if outcome else ()
+    for name, asked in old.answers.items():
+        found = new.answers.get(name)
+        if found is None or found.met is True or found.why not in said:
+            yield from _answer(name, asked, found, replanned=across and old.plan != new.plan)
+    if not across:
+        yield from _verdict(old.verdict, new.verdict)
+    lost = [text for name in old.measures for text in _lost(name, old.measures[name], new.measures.get(name))]
+    if lost:
+        yield Change(True, f"NaN or missing: {', '.join(lost)}; a number in the baseline")
+    # A case without a verdict cancels: its errors in ulps are of any size.
+    told = old.verdict is not None or new.verdict is not None
+    for name, measure in held_to.items():
+        if measure.portable or (not across and (told or measure.unit != _ULP)):
+            yield from _measure(name, measure, old, new)
+
+
+def _lost(name: str, old: Value, new: Value) -> Iterator[str]:
+    """The numbers of a measure that the baseline has alone."""
+    if number_of(old) is not None and number_of(new) is None:
+        yield name
+    width = new.half_width if isinstance(new, Estimate) else None
+    if isinstance(old, Estimate) and old.half_width is not None and width is None:
+        yield f"interval of {name}"
+
+
+def _outcome(old: Record, new: Record) -> Iterator[Change]:
+    if new.outcome == SKIPPED and old.outcome != SKIPPED:
+        yield Change(True, f"turned into a skip ({new.skipped}), {old.outcome} in the baseline")
+    elif old.outcome == SKIPPED and new.outcome != SKIPPED and not new.passes:
+        yield Change(True, f"{new.outcome}, skipped in the baseline")
+    elif _SEVERITY[old.outcome] != _SEVERITY[new.outcome]:
+        worse = _SEVERITY[new.outcome] > _SEVERITY[old.outcome]
+        why = f": {'; '.join(new.reasons)}" if new.reasons else ""
+        yield Change(worse, f"{new.outcome}, {old.outcome} in the baseline{why}")
+
+
+def _answer(name: str, old: Answer, new: Answer | None, *, replanned: bool) -> Iterator[Change]:
+    """A check: no longer asked, of other words, or no longer met.
+
+    Args:
+        name: of the check.
+        old: the baseline's answer.
+        new: the new run's; None if it did not ask.
+        replanned: whether the kernels differ: a vendor's may declare another plan on another platform, a case claims
+            other things of another plan, and what is met there is no worse.
+    """
+    if new is None:
+        if name not in IMPLIED:
+            yield Change(True, f"{name} no longer asked: {old.asked}, in the baseline")
+    elif old.asked != new.asked and old.source is not None and not (replanned and new.met is True):
+        yield Change(True, f"{name}: asks {new.asked}, {old.asked} in the baseline")
+    elif old.met is True and new.met is not True:
+        yield Change(True, f"{name} no longer met: {new.why or new.asked}")
+    elif old.met is False and new.met is True:
+        yield Change(False, f"{name} is met now: {new.asked}")
+
+
+def _verdict(old: str | None, new: str | None) -> Iterator[Change]:
+    if old == new or old is None:
+        return
+    worse = new is None or VERDICTS.index(new) > VERDICTS.index(old)
+    yield Change(worse, f"verdict {new or 'none'}, {old} in the baseline")
+
+
+def _measure(name: str, measure: MeasureRecord, old: Record, new: Record) -> Iterator[Change]:
+    """Whether a measure got worse, or better, by more than its limits; a number that is missing `_compare` has told."""
+    before, after = old.number(name), new.number(name)
+    if before is None or after is None or measure.limit is None:
+        return
+    was, now = _badness(measure, before) / _whole(measure, old), _badness(measure, after) / _whole(measure, new)
+    widths = sum(_half_width(one.measures[name]) / _whole(measure, one) for one in (old, new))
+    if abs(now - was) - widths > measure.limit and abs(now - was) > measure.share * min(abs(was), abs(now)):
+        texts = [_text(one.measures[name]) + _of_whole(measure, one) for one in (new, old)]
+        unit = f" {measure.unit}" if measure.unit else ""
+        yield Change(now > was, f"{name} {texts[0]}{unit}, {texts[1]} in the baseline")
+
+
+def _whole(measure: MeasureRecord, record: Record) -> float:
+    """What a measure is held as a share of."""
+    return (record.number(measure.per) if measure.per else None) or 1.0
+
+
+def _of_whole(measure: MeasureRecord, record: Record) -> str:
+    return f" of {_whole(measure, record):.15g} {measure.per}" if measure.per else ""
+
+
+def _badness(measure: MeasureRecord, value: float) -> float:
+    """A number that is larger where the measure is worse."""
+    return {MORE: value, LESS: -value, FARTHER: abs(value)}[measure.worse or MORE]
+
+
+def _half_width(value: Value) -> float:
+    """Of an interval that is not known, Inf: nothing lies beyond it."""
+    if not isinstance(value, Estimate):
+        return 0.0
+    return math.inf if value.half_width is None else value.half_width
+
+
+def _text(value: Value) -> str:
+    if isinstance(value, Estimate):
+        return f"{value.mean:+.4f} ±{value.half_width:.4f}"
+    return f"{value:.4g}"
+
+
+def report(outcome: Outcome, baseline: Path) -> str:
+    """What the gate found, as text: a line for the whole, then what is worse, what is better, and notes."""
+    word = "held" if outcome.held else "FELL"
+    lines = [
+        f"gate {word}: {counted(outcome.compared, 'cell')} compared with {baseline}:"
+        f" {len(outcome.worse)} worse, {len(outcome.better)} better"
+    ]
+    for name, found in groupby(outcome.worse, lambda change: change.record.id):
+        cell = list(found)
+        lines += [f"worse   {name}: {'; '.join(one.change.text for one in cell)}"]
+        lines += [f"        rerun: {runnable(cell[0].record.command)}"]
+    lines += [f"better  {found.record.id}: {found.change.text}" for found in outcome.better]
+    return "\n".join([*lines, *(f"note    {note}" for note in outcome.notes)])
+
+
+def update(run: Run, path: Path) -> None:
+    """Make a run the baseline: what differs from run to run is left out, so that its diff shows what changed.
+
+    Raises:
+        UsageError: the run was interrupted, or is narrower than the baseline that it would replace.
+        tiebreak.reports.records.store.UnreadableRecordsError: there is a file at `path` that is no file of records.
+        tiebreak.reports.records.store.UnwritableFolderError: it can't be written; the old one stays.
+    """
+    if not run.complete:
+        raise UsageError(f"{path}: not updated: the run was interrupted")
+    if path.exists():
+        check_update(store.read(path), path, run.options, run.cases)
+    store.write(replace(run, records=tuple(map(_compact, run.records)), run=None, seconds={}), path)
+
+
+def check_update(baseline: Run, path: Path, options: Mapping[str, Any], cases: Collection[str]) -> None:
+    """Refuse to replace a baseline by the records of a narrower run.
+
+    Args:
+        baseline: the one that there is.
+        path: its file.
+        options: of the command line of the run that would replace it.
+        cases: names of those that the run has.
+
+    Raises:
+        UsageError: some of its cells were not asked for.
+    """
+    outside = [record for record in baseline.records if not _selected(record, options, cases)]
+    if outside:
+        raise UsageError(f"{path}: not updated: {len(outside)} of its cells lie outside this run's options")
+
+
+def _compact(record: Record) -> Record:
+    """Without what is there to be drawn alone."""
+    return replace(record, evidence={name: part for name, part in record.evidence.items() if name not in DRAWN})

@@ -1,0 +1,102 @@
+"""How much worse a cell may get before the gate falls: as measures say, by pyproject.toml, by the flag, which wins."""
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.names import split
+from tiebreak.reports.records.record import MeasureRecord
+
+#: Names from before measures had limits of their own.
+_ALIASES = {"max": ("max_ulps", "limit"), "share": ("max_ulps", "share")}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much worse measures may get, where the command line or a file says otherwise than the measures do."""
+
+    limit: Mapping[str, float] = field(default_factory=dict)  # by measure, in its unit
+    share: Mapping[str, float] = field(default_factory=dict)  # by measure, of itself
+    told: Mapping[str, str] = field(default_factory=dict)  # where each name was given, for a message
+
+    def of(self, name: str, found: MeasureRecord) -> MeasureRecord:
+        """A measure's description with the limits in force."""
+        return replace(found, limit=self.limit.get(name, found.limit), share=self.share.get(name, found.share))
+
+    def check(self, known: Mapping[str, MeasureRecord]) -> None:
+        """Make sure that every measure named is one that a gate holds.
+
+        Raises:
+            UsageError: one is not; lists those that are.
+        """
+        held = [name for name, found in known.items() if found.worse is not None]
+        for name, where in self.told.items():
+            if _ALIASES.get(name, (name, ""))[0] not in held:
+                listed = ", ".join([*held, *(alias for alias, (one, _) in _ALIASES.items() if one in held)])
+                raise UsageError(f"{where}: unknown limit {name!r}: known are {listed}")
+
+
+def limits(flag: str | None, folder: Path) -> Limits:
+    """The limits in force.
+
+    Args:
+        flag: the words of `--fail`, such as "bias:0.02,max:1"; None without it.
+        folder: where to look for a pyproject.toml, there or in the nearest folder above.
+
+    Raises:
+        UsageError: a value that is no number of at least 0, in the flag or in the file.
+    """
+    path, table = settings(folder)
+    given = table.get("fail", {})
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{path}: [tool.tiebreak]: expected a table fail = {{ bias = 0.02, max = 1 }}")
+    return _with(_with(Limits(), given, f"{path}: [tool.tiebreak.fail]"), _pairs(flag or ""), "--fail")
+
+
+def _pairs(text: str) -> dict[str, Any]:
+    pairs = {}
+    for word in split(text):
+        name, _, value = word.partition(":")
+        try:
+            pairs[name] = float(value)
+        except ValueError:
+            raise UsageError(f"--fail: {word!r}: expected NAME:NUMBER, such as bias:0.02,max:1") from None
+    return pairs
+
+
+_TABLE = ("fail", "expected")  # what [tool.tiebreak] may have
+
+
+def settings(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
+    """The table [tool.tiebreak] of the pyproject.toml in a folder or in the nearest one above, and the file's path.
+
+    Raises:
+        UsageError: the file can't be read, or the table has what nothing here knows.
+    """
+    here = folder.resolve()
+    path = next((at / "pyproject.toml" for at in (here, *here.parents) if (at / "pyproject.toml").is_file()), None)
+    if path is None:
+        return None, {}
+    try:
+        tool = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {})
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {error}") from error
+    table = tool.get("tiebreak", {}) if isinstance(tool, Mapping) else None
+    if not isinstance(table, Mapping) or set(table) - set(_TABLE):
+        raise UsageError(f"{path}: [tool.tiebreak]: expected {' and '.join(_TABLE)} and no more")
+    return path, table
+
+
+def _with(base: Limits, pairs: Mapping[str, Any], where: str) -> Limits:
+    limit, share, told = dict(base.limit), dict(base.share), dict(base.told)
+    for name, value in pairs.items():
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise UsageError(f"{where}: {name}: expected a number of at least 0, found {value!r}")
+        measure, kind = _ALIASES.get(name, (name, "limit"))
+        {"limit": limit, "share": share}[kind][measure] = float(value)
+        told[name] = where
+    return Limits(limit, share, told)

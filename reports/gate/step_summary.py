@@ -1,0 +1,52 @@
+"""The short report that GitHub shows on the page of a workflow's run."""
+
+import os
+from pathlib import Path
+
+from tiebreak.reports.gate.gate import Outcome
+from tiebreak.reports.records.record import SKIPPED, Run
+from tiebreak.reports.tables import grids
+from tiebreak.reports.tables import run as tables
+
+_MOST = 20  # lines of a list: the page is for a glance, the log has them all
+
+
+def append(text: str) -> None:
+    """Append Markdown to the file that GitHub names in GITHUB_STEP_SUMMARY; without the variable, do nothing.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    if name := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(name).open("a", encoding="utf-8") as file:
+            file.write(text + "\n\n")
+
+
+def of_run(run: Run) -> str:
+    """A run in short: cells by backend and outcome, then what did not hold."""
+    rows = []
+    for backend in dict.fromkeys(record.backend for record in run.records):
+        records = [record for record in run.records if record.backend == backend]
+        rows.append([backend, tables.counts(records)])
+    fallen = [record for record in run.records if not record.passes and record.outcome != SKIPPED]
+    lines = [f"- {record.outcome} {record.id}: {'; '.join(record.reasons)}" for record in fallen]
+    note = [] if run.complete else ["The run was interrupted: these are the cells that were done."]
+    title = f"### tiebreak: {tables.counts(run.records)}"
+    return "\n\n".join([title, *note, grids.grid_text(rows, ["backend", "cells"], "github"), *_listed(lines)])
+
+
+def of_gate(outcome: Outcome, baseline: Path) -> str:
+    """What the gate found, in short."""
+    word = "held" if outcome.held else "fell"
+    title = f"### tiebreak: the gate {word} ({outcome.compared} cells compared with {baseline})"
+    lines = [f"- worse: {found.record.id}: {found.change.text}" for found in outcome.worse]
+    lines += [f"- better: {found.record.id}: {found.change.text}" for found in outcome.better]
+    lines += [f"- note: {note}" for note in outcome.notes]
+    return "\n\n".join([title, *_listed(lines)])
+
+
+def _listed(lines: list[str]) -> list[str]:
+    """A Markdown list of one paragraph, cut short."""
+    more = [f"- and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
+    shown = "\n".join([*lines[:_MOST], *more])
+    return [grids.aside(shown, "github")] if shown else []

@@ -1,0 +1,215 @@
+"""`tiebreak page FILE... -o DIR`: one HTML file that needs no network, to look at runs, audits and sweeps."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from types import MappingProxyType
+
+from tiebreak.reports.audit.record import Audits
+from tiebreak.reports.cli import HELD, Parser
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.page import tables as page_tables
+from tiebreak.reports.page.data import page_data
+from tiebreak.reports.page.document import document
+from tiebreak.reports.page.figures import Figure, figures, mechanism
+from tiebreak.reports.page.findings import findings
+from tiebreak.reports.page.mechanism import drawing
+from tiebreak.reports.page.svg import draw
+from tiebreak.reports.records import files, store
+from tiebreak.reports.records.record import Run
+from tiebreak.reports.sweeps.store import Sweep
+from tiebreak.reports.sweeps.tables import sweep_figures
+from tiebreak.reports.tables import run as tables
+from tiebreak.reports.tables.comparison import distinct, platform_labels
+from tiebreak.reports.tables.training import TRAINING, training_legend
+
+_HERE = Path(__file__).parent
+_SCRIPTS = ("page.js", "page_map.js", "page_about.js")
+_DIGEST = 8  # findings that stand open
+_KEY = (
+    ("toward-5", "-0.35", "toward zero"),
+    ("", "-0.02", "unbiased: the whole interval lies within 0.05 ulp"),
+    ("away-5", "+0.35 B", "biased, away from zero"),
+    ("", "+0.04 ?", "neither is known"),
+    ("nan", "NaN", "NaN or Inf where the reference is finite"),
+    ("plain", "x0.28", "the output keeps 28 % of its size"),
+    ("plain", "+1.73", "no verdict: the sum cancels, and an error in ulps is of any size"),
+    ("", "-0.02 ·", "held: as claimed or predicted; no mark: measured, nothing was asked"),
+    ("fell", "!+0.23 B!", "fell: a check was not met; (..): that is excused"),
+    ("inconclusive", "?+0.04 ??", "inconclusive: too few heads. Not a pass"),
+    ("none", "skip", "the kernel does not take this input; missing: the run lacks the cell. Neither is a pass"),
+    ("ended", "!crash!", "crashed; !time!: timed out"),
+    ("differs", "≠", "platforms differ in verdict or outcome: each is shown, with its number"),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The verb `page`; see `tiebreak.reports.cli.main`."""
+    parser = Parser(prog="tiebreak page", description="One HTML file of runs, audits and sweeps.")
+    parser.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help="records of runs, audits, folders of sweeps"
+    )
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder for index.html")
+    parser.add_argument("--figures", action="store_true", help="also every figure as SVG and PNG (needs matplotlib)")
+    options = parser.parse_args(arguments)
+    by_file, audited, swept = files.read_all(options.files)
+    if options.figures and not by_file and not swept:
+        raise UsageError("--figures: an audit has none; name records of a run, too")
+    runs = list(by_file.values())
+    labels = platform_labels(runs, list(by_file))
+    found = figures(runs, labels)
+    path = options.output / "index.html"
+    sweeps = dict(zip(distinct([folder.name for folder in swept], list(swept)), swept.values(), strict=True))
+    store.write_text(page(runs, labels, found, _by_compiler(audited), sweeps), path)
+    print(f"page: {path}")
+    if options.figures:
+        from tiebreak.reports.page import plots
+
+        drawn = [*found, *(one for label, sweep in sweeps.items() for one in sweep_figures(sweep, label))]
+        print("\n".join(f"figure: {file}" for file in plots.save(drawn, runs, labels, options.output / "figures")))
+    return HELD
+
+
+def _by_compiler(audited: Mapping[Path, Audits]) -> dict[str, Audits]:
+    labels = distinct([f"Triton {one.triton}" for one in audited.values()], list(audited))
+    return dict(zip(labels, audited.values(), strict=True))
+
+
+def page(
+    runs: Sequence[Run],
+    labels: Sequence[str],
+    found: Sequence[Figure],
+    audits: Mapping[str, Audits] = MappingProxyType({}),
+    sweeps: Mapping[str, Sweep] = MappingProxyType({}),
+) -> str:
+    """The page as HTML. Every string of the records is escaped or is data that the script shows as text.
+
+    Args:
+        runs: what to show.
+        labels: of their platforms.
+        found: the figures.
+        audits: of compiled kernels, by what tells them apart.
+        sweeps: by what tells them apart.
+
+    Returns:
+        The whole file.
+    """
+    style, *scripts = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", *_SCRIPTS))
+    script = "".join(scripts)
+    sections = [_figures(found), page_tables.audits(audits), *map(_swept, sweeps, sweeps.values())]
+    if runs:
+        data = f'<script type="application/json" id="data">{page_data(runs, labels)}</script>'
+        cells = [_CELLS, page_tables.words(runs), _DIALOG, data, f"<script>{script}</script>"]
+        sections = [
+            _mechanism(runs),
+            _said(findings(runs, labels)),
+            _platforms(runs, labels),
+            _map(runs),
+            _trained(runs),
+            *sections,
+            *cells,
+        ]
+    heading = "<h1>tiebreak: does this kernel round fairly?</h1>"
+    return document("tiebreak", style, "\n".join([heading, *filter(None, sections)]), script if runs else "")
+
+
+def _mechanism(runs: Sequence[Run]) -> str:
+    """The picture of what goes wrong, with the runs' own errors in it."""
+    sides = mechanism(runs)
+    return "" if sides is None else f'<figure class="mechanism">{drawing(*sides)}</figure>'
+
+
+def _said(found: Sequence[str]) -> str:
+    """The findings, the first of them open."""
+    items = [f"<li>{_marked(line)}</li>" for line in found]
+    first, rest = (items[:_DIGEST], items[_DIGEST:]) if len(items) > _DIGEST + 1 else (items, [])
+    more = f"<details><summary>{len(rest)} more</summary><ul>{''.join(rest)}</ul></details>" if rest else ""
+    return f'<h2 id="findings">Findings</h2>\n<ul class="findings">{"".join(first)}</ul>{more}'
+
+
+def _marked(line: str) -> str:
+    """A sentence with what stands between backticks as code."""
+    parts = map(escape, line.split("`"))
+    return "".join(f"<code>{part}</code>" if number % 2 else part for number, part in enumerate(parts))
+
+
+def _map(runs: Sequence[Run]) -> str:
+    kinds = {name: about for run in reversed(runs) for name, about in run.experiments.items() if name != TRAINING}
+    legends = [f"<p>{escape(name)}: {escape(about.legend or about.about)}</p>" for name, about in kinds.items()]
+    return f"""<h2 id="map">Kernels and cases</h2>
+{"".join(legends)}
+<p>A click on a cell, or Enter, opens all that is known of it; on the name of a case or a kernel, what it is.</p>
+<details><summary>Marks</summary>{_key()}</details>
+<noscript><p>The map and the table of all cells need JavaScript; the rest does not.</p></noscript>
+{_FORM}
+<div id="cells-map"></div>
+<div id="paper"></div>"""
+
+
+def _trained(runs: Sequence[Run]) -> str:
+    if not any(record.experiment == TRAINING for run in runs for record in run.records):
+        return ""
+    return f"""<h2 id="training">Short training runs</h2>
+{page_tables.lines(training_legend(runs))}
+<div id="training-map"></div>"""
+
+
+_FORM = """<form id="filters">
+<label>Words in kernel, case, group, backend, format, verdict, outcome<input id="words" type="search"></label>
+<label>Platform<select id="platform"><option value="">all platforms</option></select></label>
+<label>Outcome<select id="outcome"><option value="">all</option></select></label>
+<label class="tick"><input id="differing" type="checkbox"> only what differs</label>
+<label class="tick"><input id="failures" type="checkbox"> only failure inputs</label>
+</form>"""
+
+_CELLS = """<h2 id="all">All cells</h2>
+<p id="count" role="status"></p>
+<div class="wide" tabindex="0" role="region" aria-label="all cells">
+<table id="cells"><thead><tr></tr></thead><tbody></tbody></table>
+</div>
+<button id="more" type="button">Show more</button>"""
+
+_DIALOG = """<dialog id="about" aria-labelledby="about-title">
+<button id="close" type="button" aria-label="close">×</button>
+<h2 id="about-title"></h2>
+<div id="about-body"></div>
+</dialog>"""
+
+
+def _platforms(runs: Sequence[Run], labels: Sequence[str]) -> str:
+    items = []
+    for run, label in zip(runs, labels, strict=True):
+        told = [f"{name} {run.platform[name]}" for name in ("torch", "os") if run.platform.get(name)]
+        told += [f"commit {_commit(str(run.platform['commit']))}"] if run.platform.get("commit") else []
+        told += [f"{name} {run.options[name]}" for name in ("seed", "heads") if run.options.get(name)]
+        note = "" if run.complete else ". Interrupted: these are the cells that were done"
+        items.append(f"<li><b>{escape(label)}</b> ({escape(', '.join(told))}): {tables.counts(run.records)}{note}</li>")
+    return "\n".join(['<ol id="platforms">', *items, "</ol>"])
+
+
+def _commit(name: str) -> str:
+    """As short as people write it; "-dirty" stays."""
+    number, dash, rest = name.partition("-")
+    return f"{number[:12]}{dash}{rest}"
+
+
+def _key() -> str:
+    items = [f'<li><span class="{kind}">{escape(text)}</span> {escape(words)}</li>' for kind, text, words in _KEY]
+    return "\n".join(['<ul class="key">', *items, "</ul>"])
+
+
+def _figures(found: Sequence[Figure]) -> str:
+    return "\n".join(['<h2 id="figures">Where it comes from</h2>', _drawn(found)]) if found else ""
+
+
+def _drawn(found: Sequence[Figure]) -> str:
+    parts = [
+        f"<figure>\n<figcaption><b>{escape(one.title)}</b>. {escape(one.note)}</figcaption>\n{draw(one)}\n</figure>"
+        for one in found
+    ]
+    return "\n".join(['<div class="figures">', *parts, "</div>"])
+
+
+def _swept(label: str, sweep: Sweep) -> str:
+    """A sweep: its tables, and what becomes of its runs as the learning rate grows."""
+    return "\n".join([page_tables.sweep(label, sweep), _drawn(sweep_figures(sweep, label))])

@@ -1,0 +1,179 @@
+"""What the page's script shows, as JSON: every cell once for all platforms, every string once."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tiebreak.reports.records.order import cases_of
+from tiebreak.reports.records.record import (
+    NONFINITE,
+    Estimate,
+    FitRecord,
+    HistogramRecord,
+    MeasureRecord,
+    Record,
+    Run,
+    number_of,
+)
+from tiebreak.reports.tables import marks
+from tiebreak.reports.tables.comparison import Row, compare
+from tiebreak.reports.tables.training import TRAINING
+
+_DIGITS = 5  # significant ones of a number on the page: the files have them all
+_FITS = 3  # plans that are named of those that a kernel's bits were held against
+_KERNEL, _CASE = "\x01", "\x02"  # in the place of names in a command: all commands of a run are alike then
+_DRAWN = frozenset({"trace", "series"})  # evidence that the figures draw
+
+
+def page_data(runs: Sequence[Run], labels: Sequence[str]) -> str:
+    """The cells of all runs as JSON that can stand inside a script element.
+
+    Args:
+        runs: what to show.
+        labels: of their platforms.
+
+    Returns:
+        One object: tables of strings, measures, checks' answers and cases; and a row for every cell, with what each
+        platform says of it. A platform that says what an earlier one says has that one's number.
+    """
+    text = json.dumps(_Tables(runs).plain(labels), separators=(",", ":"), allow_nan=False)
+    return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
+
+
+class _Table:
+    """Values by number, each there once."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, int] = {}
+
+    def number(self, value: Any) -> int:
+        """The value's number; a new one for a new value."""
+        return self.numbers.setdefault(value, len(self.numbers))
+
+    @property
+    def values(self) -> list[Any]:
+        """By number."""
+        return list(self.numbers)
+
+
+class _Tables:
+    """The tables that rows refer to by number."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = runs
+        self.strings, self.shapes, self.answers, self.asked = _Table(), _Table(), _Table(), _Table()
+        self.headlines = {name: about.headline for run in reversed(runs) for name, about in run.experiments.items()}
+        self.measures: dict[str, MeasureRecord] = {
+            name: about for run in reversed(runs) for name, about in run.measures.items()
+        }
+        self.places = {name: place for place, name in enumerate(self.measures)}
+
+    def plain(self, labels: Sequence[str]) -> dict[str, Any]:
+        """Everything."""
+        cases = cases_of(self.runs)
+        order = {name: place for place, name in enumerate(cases)}
+        rows = [self._row(row, order) for row in compare(self.runs, labels).rows]
+        return {
+            "platforms": [_platform(run, label) for run, label in zip(self.runs, labels, strict=True)],
+            "training": TRAINING,
+            "cases": [
+                [name, one.about, one.source, one.group, int(one.failure), one.unclaimed or "", one.headline or ""]
+                for name, one in cases.items()
+            ],
+            "measures": [[name, one.unit, one.about, int(self._column(name))] for name, one in self.measures.items()],
+            "strings": self.strings.values,
+            "shapes": self.shapes.values,
+            "answers": self.answers.values,
+            "asked": self.asked.values,
+            "rows": rows,
+        }
+
+    def _column(self, name: str) -> bool:
+        return self.measures[name].column or name in self.headlines.values()
+
+    def _row(self, row: Row, order: dict[str, int]) -> list[Any]:
+        first = row.record
+        names = (first.backend, first.format, first.kernel, first.experiment)
+        said: list[Any] = []
+        for number, record in enumerate(row.records):
+            # Records that are equal as they are need no second writing down: most are.
+            alike = row.records.index(record)
+            if record is None:
+                said.append(None)
+            elif alike < number:
+                said.append(alike if isinstance(said[alike], list) else said[alike])
+            else:
+                told = self._record(record)
+                said.append(said.index(told) if told in said else told)
+        return [*map(self.strings.number, names), order[first.case], row.agreement.value, ",".join(row.letters), said]
+
+    def _record(self, one: Record) -> list[Any]:
+        string = self.strings.number
+        texts = (one.outcome, one.verdict or "", marks.cell_text(one), one.plan or "", one.excused or "")
+        told = (one.skipped or "", _template(one), one.digest or "")
+        numbers: list[float | None] = []
+        shape: list[int] = []
+        for name, value in one.measures.items():
+            estimated = isinstance(value, Estimate)
+            shape.append(~self.places[name] if estimated else self.places[name])
+            numbers += [_short(number_of(value)), *([_short(value.half_width)] if isinstance(value, Estimate) else [])]
+        asked = tuple(map(self._answer, one.answers, one.answers.values()))
+        return [
+            *map(string, texts),
+            *map(string, told),
+            one.seed,
+            one.heads,
+            one.case_version,
+            self._tone(one),
+            self.asked.number(asked),
+            self._evidence(one),
+            self.shapes.number(tuple(shape)),
+            *numbers,
+        ]
+
+    def _answer(self, check: str, answer: Any) -> int:
+        string = self.strings.number
+        met = {True: 1, False: 0, None: -1}[answer.met]
+        return self.answers.number(
+            (string(check), met, string(answer.asked), string(answer.why), string(answer.source or ""))
+        )
+
+    def _tone(self, one: Record) -> float | None:
+        """The number that colours a cell: where it is shown, and has a verdict; what cancels or shrank has none."""
+        headline = self.headlines.get(one.experiment)
+        if headline is None or one.verdict in (None, NONFINITE) or marks.shrank(one):
+            return None
+        return _short(one.number(headline))
+
+    def _evidence(self, one: Record) -> dict[str, Any] | int:
+        """The histogram, the plans whose bits the kernel's were held against, and what else a record carries."""
+        found: dict[str, Any] = {}
+        for name, value in one.evidence.items():
+            if isinstance(value, HistogramRecord):
+                found["histogram"] = [value.low, value.width, value.outside, value.counts]
+            elif name == "fits":
+                found[name] = _fits(value)
+            elif name not in _DRAWN:
+                found.setdefault("more", []).append([name, value if isinstance(value, str) else json.dumps(value)])
+        return found or 0
+
+
+def _platform(run: Run, label: str) -> dict[str, Any]:
+    """What the page says of a platform beside its label."""
+    facts = {name: str(value) for name, value in run.platform.items() if isinstance(value, str | int | float)}
+    facts |= {f"backend {name}": told for name, told in run.platform.get("assumed", {}).items()}
+    return {"label": label, "facts": facts, "explanations": dict(run.explanations)}
+
+
+def _template(one: Record) -> str:
+    return one.command.replace(one.kernel, _KERNEL).replace(one.case, _CASE)
+
+
+def _fits(fits: Any) -> list[list[Any]]:
+    """The plans with the most equal bits, with the share of them."""
+    told = [(plan, fit.bits) for plan, fit in fits.items() if isinstance(fit, FitRecord) and fit.bits is not None]
+    return [[plan, _short(bits)] for plan, bits in sorted(told, key=lambda pair: -pair[1])[:_FITS]]
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.{_DIGITS}g}")

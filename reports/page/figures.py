@@ -1,0 +1,299 @@
+"""What the figures of a page show, as plain data: drawn into the page as SVG, or to files by matplotlib."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from tiebreak.reports.page.mechanism import Side
+from tiebreak.reports.records.order import cases_of
+from tiebreak.reports.records.record import CaseRecord, HistogramRecord, Record, Run, SeriesRecord, TraceRecord
+
+_EACH = 2  # kernels of each kind in a figure: more lines than four can't be told apart
+_WELL_KNOWN = ("flash@paper", "stabilized@paper")  # the paper's own, which come first where they were run
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a figure."""
+
+    label: str
+    points: tuple[tuple[float, float], ...]
+    marked: tuple[tuple[float, float], ...] = ()  # drawn as dots on the line
+    dashed: bool = False  # a theory, not a measurement
+    bars: tuple[tuple[float, float, float], ...] = ()  # x, and from where to where an interval goes
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure."""
+
+    name: str  # of its file
+    title: str
+    note: str  # what to see in it
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    x_ticks: tuple[tuple[float, str], ...] = ()  # places and labels; none: even steps
+
+
+def figures(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
+    """The figures that the runs have data for.
+
+    The kernels are the paper's own, then the most biased of those whose P-bar reaches 1, where ties break, and the
+    least biased of the others, under emulation, where the trace is known. They come from the first run that traced any.
+    Training runs come from all runs, and are those that err most and least.
+
+    Args:
+        runs: the runs.
+        labels: of their platforms.
+
+    Returns:
+        Up to five figures: error trace, histogram of signed errors, bias against the number of maxima; delta's error
+        summed up over a training run, and the growth of W_Q.
+    """
+    return [*_scripted(runs, labels), *_trained(runs, labels)]
+
+
+def _scripted(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
+    for run, label in zip(runs, labels, strict=True):
+        chosen = _chosen(run.records)
+        if chosen:
+            found = [_trace(chosen), _histogram(chosen), _fall(run, chosen)]
+            return [_from(figure, label) for figure in found if figure is not None]
+    return []
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A training run to draw."""
+
+    record: Record
+    platform: int  # its number on the page
+    size: float  # |headline|
+    steps: tuple[tuple[int, float | None], ...]  # readings by step
+
+    @property
+    def place(self) -> str:
+        """Where it ran."""
+        return f"{self.record.backend}, platform {self.platform}"
+
+
+def _trained(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
+    """Of every file, whatever its kernels are called: those that err most, and those that err least."""
+    cases = cases_of(runs)
+    drift = _runs_of("delta_error", "delta_error_mean", runs, cases)
+    growth = _runs_of("wq_norm", "wq_norm_growth", runs, cases)
+    return [figure for figure in (_running_sum(drift, labels), _growth(growth, labels)) if figure is not None]
+
+
+def _runs_of(series: str, headline: str, runs: Sequence[Run], cases: Mapping[str, CaseRecord]) -> list[_Trained]:
+    """The training runs to draw: of the first snippet that has this headline, the worst and the best."""
+    shown = {name: about.label or name for name, about in cases.items() if about.headline == headline}
+    found = [
+        _Trained(one, number, size, steps)
+        for number, run in enumerate(runs, start=1)
+        for one in run.records
+        if one.case in shown and (steps := _series(one, series)) and (size := _headline(one, headline)) is not None
+    ]
+    if not found:
+        return []
+    case = min((one.record.case for one in found), key=lambda case: shown[case])
+    worst: dict[str, _Trained] = {}  # of each kernel, wherever it ran: other kernels tell more than other platforms
+    for one in sorted((one for one in found if one.record.case == case), key=lambda one: -one.size):
+        worst.setdefault(one.record.kernel, one)
+    alike = {one.steps: one for one in reversed(worst.values())}
+    told = [one for one in worst.values() if alike[one.steps] is one]
+    return told if len(told) <= 2 * _EACH else [*told[:_EACH], *told[-_EACH:]]
+
+
+def _headline(record: Record, name: str) -> float | None:
+    value = record.number(name)
+    return None if value is None else abs(value)
+
+
+def _named(chosen: Sequence[_Trained]) -> list[str]:
+    """Labels of lines: the kernel, and where it ran if they ran in several places."""
+    several = len({one.place for one in chosen}) > 1
+    return [f"{one.record.kernel} ({one.place})" if several else one.record.kernel for one in chosen]
+
+
+def _from_where(note: str, chosen: Sequence[_Trained], labels: Sequence[str]) -> str:
+    """The note, and which platforms it is from."""
+    numbers = sorted({one.platform for one in chosen})
+    if len(numbers) == 1:
+        return f"{note} From {labels[numbers[0] - 1]}."
+    return f"{note} {'; '.join(f'Platform {number}: {labels[number - 1]}' for number in numbers)}."
+
+
+def _series(record: Record, name: str) -> tuple[tuple[int, float | None], ...]:
+    """A series of a training run with its steps; none where it was not kept."""
+    found = record.evidence.get("series")
+    if not isinstance(found, SeriesRecord):
+        return ()
+    return tuple(zip(found.steps, found.values.get(name, ()), strict=False))
+
+
+def _running_sum(chosen: Sequence[_Trained], labels: Sequence[str]) -> Figure | None:
+    series = []
+    for name, one in zip(_named(chosen), chosen, strict=True):
+        totals = accumulate(value or 0.0 for _, value in one.steps)
+        points = tuple((float(step), total) for (step, _), total in zip(one.steps, totals, strict=True))
+        series.append(Series(name, points))
+    if not series:
+        return None
+    note = (
+        "delta as the kernel has it less delta in fp64, summed over the rows of the scripted head and over the steps. A"
+        " straight line is a bias: the query weights are pushed one way in every step. The kernels that err most and"
+        " least."
+    )
+    return Figure(
+        name="drift",
+        title="Training: delta's error summed up",
+        note=_from_where(note, chosen, labels),
+        x_label="step",
+        y_label="sum of delta's error",
+        series=tuple(series),
+    )
+
+
+def _growth(chosen: Sequence[_Trained], labels: Sequence[str]) -> Figure | None:
+    series = [
+        Series(name, tuple((float(step), norm) for step, norm in one.steps if norm is not None))
+        for name, one in zip(_named(chosen), chosen, strict=True)
+    ]
+    if not series:
+        return None
+    note = "Spectral norm of the scripted head's query weights while they alone train. The most growth and the least."
+    return Figure(
+        name="growth",
+        title="Training: W_Q's norm",
+        note=_from_where(note, chosen, labels),
+        x_label="step",
+        y_label="spectral norm",
+        series=tuple(series),
+    )
+
+
+def _from(figure: Figure, label: str) -> Figure:
+    return Figure(**{**vars(figure), "note": f"{figure.note} From {label}."})
+
+
+def mechanism(runs: Sequence[Run]) -> tuple[Side, Side] | None:
+    """A kernel whose ties are broken to one side and one whose are not, each with its errors; None where none has any.
+
+    Both are of the first run that has them, by the order in which `figures` chooses kernels.
+
+    Args:
+        runs: the runs.
+    """
+    for run in runs:
+        stepping, smooth = map(_sides, _traced(run.records))
+        if stepping and smooth:
+            return stepping[0], smooth[0]
+    return None
+
+
+def _sides(records: Sequence[Record]) -> list[Side]:
+    found = ((one, one.evidence.get("histogram"), one.number("bias")) for one in records)
+    return [
+        Side(one.kernel, errors, bias)
+        for one, errors, bias in found
+        if isinstance(errors, HistogramRecord) and bias is not None
+    ]
+
+
+def _chosen(records: Sequence[Record]) -> list[Record]:
+    stepping, smooth = _traced(records)
+    return [*stepping, *smooth]
+
+
+def _traced(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """The kernels to draw: those whose P-bar reaches 1, where ties break, and the others."""
+    traced = [(record, trace) for record in records if isinstance(trace := record.evidence.get("trace"), TraceRecord)]
+    stepping = [pair for pair in traced if pair[1].at_one]
+    smooth = [pair for pair in traced if not pair[1].at_one]
+    stepping.sort(key=lambda pair: (pair[0].kernel not in _WELL_KNOWN, -_size(pair[0])))
+    smooth.sort(key=lambda pair: (pair[0].kernel not in _WELL_KNOWN, _size(pair[0])))
+    return _different(stepping), _different(smooth)
+
+
+def _different(traced: Sequence[tuple[Record, TraceRecord]]) -> list[Record]:
+    """The first few that don't lie on top of each other: kernels that share a plan share their trace."""
+    found = {trace: record for record, trace in reversed(traced)}
+    return [record for record, trace in traced if found[trace] is record][:_EACH]
+
+
+def _size(record: Record) -> float:
+    """|bias|; without one a kernel is the last to be called fair."""
+    mean = record.number("bias")
+    return math.inf if mean is None else abs(mean)
+
+
+def _trace(chosen: Sequence[Record]) -> Figure:
+    series = []
+    for record in chosen:
+        trace: TraceRecord = record.evidence["trace"]
+        points = tuple((float(key), error) for key, error in enumerate(trace.error) if error is not None)
+        at_one = set(trace.at_one)
+        series.append(Series(record.kernel, points, tuple(point for point in points if int(point[0]) in at_one)))
+    return Figure(
+        name="trace",
+        title="Error of Ō as its sum over the keys proceeds",
+        note="Dots: keys whose P̄ is 1. Where two of them meet, their sum is a tie, and the error steps.",
+        x_label="key",
+        y_label="error of Ō",
+        series=tuple(series),
+    )
+
+
+def _histogram(chosen: Sequence[Record]) -> Figure | None:
+    series = []
+    for record in chosen:
+        found = record.evidence.get("histogram")
+        if not isinstance(found, HistogramRecord) or not (total := sum(found.counts) + found.outside):
+            continue
+        steps = []
+        for number, count in enumerate(found.counts):
+            left = found.low + number * found.width
+            steps += [(left, count / total), (left + found.width, count / total)]
+        series.append(Series(record.kernel, tuple(steps)))
+    if not series:
+        return None
+    return Figure(
+        name="histogram",
+        title="Signed errors of O",
+        note="Share of elements in each bin. A fair kernel is even around 0; + is away from zero.",
+        x_label="signed error, ulps",
+        y_label="share",
+        series=tuple(series),
+    )
+
+
+def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
+    """Bias over the cases of the family that the traced case belongs to."""
+    family = next((about.family for one in chosen if (about := run.cases.get(one.case)) and about.family), None)
+    places = {name: about.at for name, about in run.cases.items() if about.family == family and about.at is not None}
+    points: dict[tuple[str, str], dict[float, float]] = {(one.backend, one.kernel): {} for one in chosen}
+    for record in run.records:
+        line, place, bias = points.get((record.backend, record.kernel)), places.get(record.case), record.number("bias")
+        if family and line is not None and place is not None and place > 0 and bias is not None:
+            line[place] = bias
+    maxima = sorted({k for line in points.values() for k in line})
+    if len(maxima) < 2:
+        return None
+    lines = {
+        kernel: tuple((math.log2(k), bias) for k, bias in sorted(found.items()))
+        for (_, kernel), found in points.items()
+    }
+    series = [Series(kernel, line, marked=line) for kernel, line in lines.items()]
+    theory = Series("1/(2k): every tie to one side", tuple((math.log2(k), 0.5 / k) for k in maxima), dashed=True)
+    return Figure(
+        name="maxima",
+        title=f"Bias against the {family} k",
+        note="A tie that always breaks to one side costs half an ulp of one product in k.",
+        x_label="k",
+        y_label="bias of O, ulps",
+        series=(*series, theory),
+        x_ticks=tuple((math.log2(k), f"{k:g}") for k in maxima),
+    )

@@ -1,0 +1,301 @@
+"""What runs say, in sentences: what fell, what differs between platforms, which kernels are biased, lost or fair."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tiebreak.reports.records.order import case_places
+from tiebreak.reports.records.record import (
+    BIASED,
+    CRASHED,
+    FELL,
+    HELD,
+    INCONCLUSIVE,
+    MEASURED,
+    NONFINITE,
+    PREDICTION,
+    SKIPPED,
+    TIMED_OUT,
+    UNBIASED,
+    Record,
+    Run,
+)
+from tiebreak.reports.tables.comparison import Agreement, Row, compare
+from tiebreak.reports.tables.marks import shrank
+from tiebreak.reports.tables.run import counted
+
+_NAMED = 3  # names of a list that are said; the map has them all
+_ALONE = 3  # biased kernels that have a sentence of their own
+_SHRUNK = "shrunk"  # in the place of a verdict: of an output that lost its size, a bias in ulps tells nothing
+
+
+def findings(runs: Sequence[Run], labels: Sequence[str]) -> tuple[str, ...]:
+    """The findings of runs, the most urgent first.
+
+    In order: runs that were interrupted; what fell; what differs between the platforms; biased kernels, those in the
+    most failure inputs first; NaN and outputs that shrink; kernels without a bias; what did not run where it was to.
+    Where no file says which inputs are known to fail (older schemas), all inputs count.
+
+    Args:
+        runs: one or several.
+        labels: of their platforms.
+
+    Returns:
+        A dozen sentences at most, plain text; names of kernels, cases and platforms stand between backticks.
+    """
+    standings = _standings(runs)
+    noun = "failure input" if _failures(runs) else "input"
+    found = [*_interrupted(runs, labels), *_fallen(runs), *_different(runs, labels)]
+    return (*found, *_biased(standings, noun), *_lost(standings), *_fair(standings, noun), *_absent(runs))
+
+
+def _interrupted(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
+    for run, label in zip(runs, labels, strict=True):
+        if not run.complete:
+            left = len(run.not_run) + len(run.running)
+            more = f": {counted(left, 'cell')} came to no end" if left else ""
+            yield f"The run on {_name(label)} was interrupted{more}."
+
+
+def _fallen(runs: Sequence[Run]) -> Iterator[str]:
+    order = case_places(runs)
+    records = sorted((record for run in runs for record in run.records), key=lambda record: order[record.case])
+    ran = [record for record in records if record.outcome != SKIPPED]
+    if not ran:
+        yield f"No cell ran: {counted(len(records), 'cell')} skipped."
+        return
+    said = {FELL: "fell", CRASHED: "crashed", TIMED_OUT: "timed out", INCONCLUSIVE: "drew too few heads to tell"}
+    failed = False
+    for outcome, words in said.items():
+        those = [record for record in ran if record.outcome == outcome and record.excused is None]
+        failed = failed or bool(those)
+        if those:
+            yield f"{len(those):,} of {counted(len(ran), 'cell')} {words}: {_where(those)}."
+    if not failed:
+        found = Counter(record.outcome for record in ran)
+        yield f"No cell fell: {found[HELD]:,} held, {found[MEASURED]:,} measured without a claim."
+    if excused := sum(record.excused is not None for record in ran):
+        yield f"{counted(excused, 'cell')} fell and {'is' if excused == 1 else 'are'} excused."
+
+
+def _different(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
+    if len(runs) < 2:
+        return
+    rows = [row for row in compare(runs, labels).rows if _ran(row) > 1]
+    shared = [row for row in rows if row.agreement is not Agreement.NOT_COMPARABLE]
+    differing = [row.record for row in shared if row.agreement is Agreement.DISAGREE]
+    same = sum(row.letters.count("a") == _ran(row) for row in shared)
+    bits = f"{same:,} agree{'s' if same == 1 else ''} to the bit"
+    who = "both platforms" if len(runs) == 2 else f"at least two of the {len(runs)} platforms"
+    if not shared:
+        yield f"No cell can be compared: {who} ran none with the same inputs."
+    elif differing:
+        yield (
+            f"{len(differing):,} of the {counted(len(shared), 'cell')} that {who} ran"
+            f" {'differs' if len(differing) == 1 else 'differ'} in verdict or outcome, {bits}: {_where(differing)}."
+        )
+    else:
+        yield f"None of the {counted(len(shared), 'cell')} that {who} ran differs in verdict or outcome; {bits}."
+    if others := len(rows) - len(shared):
+        yield f"{counted(others, 'cell')} can't be compared: the platforms drew other inputs."
+
+
+def _ran(row: Row) -> int:
+    return sum(record is not None and record.outcome != SKIPPED for record in row.records)
+
+
+@dataclass
+class _Standing:
+    """One kernel on one backend, over all platforms."""
+
+    kernel: str
+    backend: str
+    biased: list[int] = field(default_factory=list)  # inputs, one number a platform
+    asked: list[int] = field(default_factory=list)  # inputs with a verdict, one number a platform
+    up: bool = False  # whether some bias is away from zero
+    down: bool = False  # whether some is toward zero
+    fair: bool = True  # whether every input is unbiased on every platform
+    lost: dict[str, list[str]] = field(default_factory=dict)  # NONFINITE or _SHRUNK: cases, failure inputs or not
+    sizes: list[float] = field(default_factory=list)  # shares of its size that a shrunk output keeps
+    follows: str = ""  # the plan
+
+    def add(self, records: Sequence[Record], failures: frozenset[str]) -> None:
+        """Take in what a platform says."""
+        states = [(record, _state(record)) for record in records if record.outcome != SKIPPED]
+        judged = [(record, state) for record, state in states if state is not None]
+        known = [(record, state) for record, state in judged if not failures or record.case in failures]
+        means = [record.number("bias") or 0.0 for record, state in known if state == BIASED]
+        self.biased.append(len(means))
+        self.asked.append(len(known))
+        self.up, self.down = self.up or any(x > 0 for x in means), self.down or any(x < 0 for x in means)
+        # Also what crashed is no sign of health.
+        due = {state for record, state in states if record.case in failures} if failures else {one for _, one in known}
+        self.fair = self.fair and bool(known) and due == {UNBIASED}
+        for record, state in judged:
+            if state in (NONFINITE, _SHRUNK) and record.case not in self.lost.setdefault(state, []):
+                self.lost[state].append(record.case)
+            if state == _SHRUNK:
+                self.sizes.append(float((record.shown or "x0")[1:]))
+
+    @property
+    def share(self) -> str:
+        """In how many inputs it is biased: 14 of 24, or 13 to 14 of 24 where platforms differ."""
+        return f"{_range(self.biased)} of {_range(self.asked)}"
+
+    @property
+    def named_for_plan(self) -> bool:
+        """Whether its name is that of a plan: rule@plan."""
+        return "@" in self.kernel
+
+
+def _standings(runs: Sequence[Run]) -> list[_Standing]:
+    failures = _failures(runs)
+    found: dict[tuple[str, str], _Standing] = {}
+    order = case_places(runs)
+    for run in runs:
+        groups: dict[tuple[str, str], list[Record]] = {}
+        for record in run.records:
+            groups.setdefault((record.kernel, record.backend), []).append(record)
+        for (kernel, backend), records in groups.items():
+            records.sort(key=lambda record: order[record.case])
+            one = found.setdefault((kernel, backend), _Standing(kernel, backend))
+            one.add(records, failures)
+            one.follows = one.follows or _follows(run, records)
+    return list(found.values())
+
+
+def _state(record: Record) -> str | None:
+    return _SHRUNK if record.verdict is not None and shrank(record) else record.verdict
+
+
+def _failures(runs: Sequence[Run]) -> frozenset[str]:
+    return frozenset(name for run in runs for name, about in run.cases.items() if about.failure)
+
+
+def _follows(run: Run, records: Sequence[Record]) -> str:
+    """What is known of a kernel's plan beyond its name: the one its bits follow, or the one it declares."""
+    first = records[0]
+    if told := run.explanations.get(f"{first.backend}-{first.kernel}"):
+        return f"; it {told}" if told.startswith("follows") else f"; its plan: {told}"
+    predicted = [record for record in records if PREDICTION in record.answers]
+    if first.plan is None or first.plan == first.kernel or not predicted:
+        return ""
+    met = sum(record.met(PREDICTION) is True for record in predicted)
+    cells = "every cell" if met == len(predicted) else f"{met} of {counted(len(predicted), 'cell')}"
+    return f"; its declared plan {_name(first.plan)} predicts {cells}"
+
+
+def _biased(standings: Sequence[_Standing], noun: str) -> Iterator[str]:
+    """The worst in sentences of their own, the others in one.
+
+    A kernel that is named for its rounding plan is there to be compared with: kernels of other names come first.
+    """
+    groups: dict[str, list[_Standing]] = {}
+    for one in sorted(standings, key=lambda one: (-max(one.biased), one.kernel)):
+        if any(one.biased):
+            groups.setdefault(one.kernel, []).append(one)
+    said = sorted(groups.items(), key=lambda pair: all(one.named_for_plan for one in pair[1]))
+    for kernel, those in said[:_ALONE]:
+        counts = [f"{one.share}{'' if at else f' {noun}s'} on {one.backend}" for at, one in enumerate(those)]
+        follows = "".join(dict.fromkeys(one.follows for one in those))
+        yield f"{_name(kernel)} is biased {_way(those)} in {_and(dict.fromkeys(counts))}{follows}."
+    if rest := [
+        f"{_name(kernel)} ({_and(dict.fromkeys(one.share for one in those))})" for kernel, those in said[_ALONE:]
+    ]:
+        yield f"Biased in some {noun}s: {_list(rest, 'kernel')}."
+
+
+def _way(standings: Sequence[_Standing]) -> str:
+    """Which way biases go."""
+    up, down = any(one.up for one in standings), any(one.down for one in standings)
+    return "both ways" if up and down else "away from zero" if up else "toward zero"
+
+
+def _lost(standings: Sequence[_Standing]) -> Iterator[str]:
+    for state, words in ((NONFINITE, "NaN or Inf where the reference is finite"), (_SHRUNK, "The output shrinks")):
+        groups: dict[tuple[str, ...], list[_Standing]] = {}
+        for one in standings:
+            if cases := one.lost.get(state):
+                groups.setdefault(tuple(cases), []).append(one)
+        told = [f"{_kernels(those)} in {_list(map(_name, cases), 'case')}" for cases, those in groups.items()]
+        if told:
+            sizes = [size for those in groups.values() for one in those for size in one.sizes]
+            least = f", to x{min(sizes):.2g} at the least" if state == _SHRUNK else ""
+            yield f"{words}{least}: {_list(told, 'group of kernels', '; ', 'groups of kernels', longest=2)}."
+
+
+def _fair(standings: Sequence[_Standing], noun: str) -> Iterator[str]:
+    fair = [one for one in standings if one.fair]
+    groups: dict[str, list[_Standing]] = {}
+    for one in sorted(fair, key=lambda one: -max(one.asked)):
+        groups.setdefault(_range(one.asked), []).append(one)
+    if told := [
+        f"{_kernels(those, 2 * _NAMED)} ({number} {noun}{'' if number == '1' else 's'})"
+        for number, those in groups.items()
+    ]:
+        yield f"Fair, unbiased on every {noun}: {_list(told, 'group of kernels', '; ', 'groups of kernels')}."
+    elif any(any(one.asked) for one in standings):
+        yield f"No kernel is unbiased on every {noun}."
+
+
+def _absent(runs: Sequence[Run]) -> Iterator[str]:
+    """What was only assumed, and what was to run and did not."""
+    yield from dict.fromkeys(
+        f"The backend {_name(name)} computed {told}."
+        for run in runs
+        for name, told in run.platform.get("assumed", {}).items()
+    )
+    yield from dict.fromkeys(
+        f"The backend {_name(name)} did not run: {reason}." for run in runs for name, reason in run.unavailable.items()
+    )
+
+
+def _where(records: Sequence[Record]) -> str:
+    """Records as few groups: of a kernel on a backend, or of a case."""
+    kernels: dict[str, list[str]] = {}
+    cases: dict[str, list[str]] = {}
+    for record in records:
+        kernel = f"{_name(record.kernel)} on {record.backend}"
+        kernels.setdefault(kernel, []).append(_name(record.case))
+        cases.setdefault(_name(record.case), []).append(kernel)
+    by_case = len(cases) < len(kernels)
+    groups = cases if by_case else kernels
+    told = [
+        f"{name} ({_list(dict.fromkeys(those), 'kernel' if by_case else 'case')})" for name, those in groups.items()
+    ]
+    return _list(told, "case" if by_case else "kernel")
+
+
+def _kernels(standings: Sequence[_Standing], longest: int = _NAMED) -> str:
+    """Kernels with their backends, those of the same backends together."""
+    backends: dict[str, list[str]] = {}
+    for one in standings:
+        backends.setdefault(one.kernel, []).append(one.backend)
+    together: dict[str, list[str]] = {}
+    for kernel, those in backends.items():
+        together.setdefault(_and(dict.fromkeys(those)), []).append(_name(kernel))
+    return ", ".join(f"{_list(those, 'kernel', longest=longest)} on {where}" for where, those in together.items())
+
+
+def _and(names: Mapping[str, None]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _list(names: Iterable[str], noun: str, between: str = ", ", nouns: str = "", *, longest: int = _NAMED) -> str:
+    """The first few names, and how many more there are."""
+    found = list(names)
+    if len(found) <= longest + 1:
+        return between.join(found)
+    more = len(found) - longest
+    return f"{between.join(found[:longest])}{between}and {more} more {nouns or noun + 's'}"
+
+
+def _range(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _name(text: str) -> str:
+    """Between backticks, which no name may end early."""
+    return f"`{text.replace('`', chr(39))}`"

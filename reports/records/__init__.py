@@ -1,0 +1,1 @@
+"""Records: what a run measured, the file that keeps it, and which of them are read."""

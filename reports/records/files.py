@@ -1,0 +1,55 @@
+"""What there is to read: records of a run, audits of compiled kernels, and folders of sweeps."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tiebreak.reports.audit import record as audit
+from tiebreak.reports.audit.record import Audits
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import Run
+from tiebreak.reports.records.store import UnreadableRecordsError
+from tiebreak.reports.sweeps.store import Sweep, read_sweep
+
+
+def read(path: Path) -> Run | Audits | Sweep:
+    """Read a file, or a sweep's folder.
+
+    Raises:
+        UnreadableRecordsError: as `tiebreak.reports.records.store.read`, `tiebreak.reports.audit.record.read` and
+            `tiebreak.reports.sweeps.store.read_sweep`.
+    """
+    if path.is_dir():
+        return read_sweep(path)
+    plain = store.load(path)
+    return audit.decode(plain, path) if store.is_audit(plain) else store.decode(plain, path)
+
+
+def read_all(paths: Sequence[Path]) -> tuple[dict[Path, Run], dict[Path, Audits], dict[Path, Sweep]]:
+    """Read several files.
+
+    Raises:
+        UnreadableRecordsError: as `read`; or two of the files hold the same.
+
+    Returns:
+        The runs, the audits and the sweeps by file, in the order they come in.
+    """
+    sweeps: dict[Path, Sweep] = {}
+    runs: dict[Path, Run] = {}
+    audits: dict[Path, Audits] = {}
+    for path in paths:
+        found = read(path)
+        if isinstance(found, Run):
+            store.refuse_repeated(found, path, runs.items())
+            runs[path] = found
+        elif isinstance(found, Sweep):
+            sweeps[path] = found
+        else:
+            _refuse_repeated(found, path, audits)
+            audits[path] = found
+    return runs, audits, sweeps
+
+
+def _refuse_repeated(found: Audits, path: Path, audits: Mapping[Path, Audits]) -> None:
+    for other, earlier in audits.items():
+        if found == earlier:
+            raise UnreadableRecordsError(f"{path}: audits: the same as in {other}; give each audit once")

@@ -1,0 +1,32 @@
+"""The order of cases in tables: groups stay together, as the files of records describe them."""
+
+from collections.abc import Iterable
+
+from tiebreak.reports.records.record import CaseRecord, Run
+
+
+def cases_of(runs: Iterable[Run]) -> dict[str, CaseRecord]:
+    """The cases of several runs in display order, each as the first run describes it that says its group.
+
+    A narrowed run describes some of the cases and an old file knows no groups, so the run that describes most decides.
+
+    Args:
+        runs: one or more; a run describes its cases in the order in which they are shown.
+
+    Returns:
+        What the cases are: group after group, cases of no group last.
+    """
+    found: dict[str, CaseRecord] = {}
+    for run in sorted(runs, key=lambda run: -sum(bool(about.group) for about in run.cases.values())):
+        for name, about in run.cases.items():
+            known = found.setdefault(name, about)
+            if about.group and not known.group:
+                found[name] = about
+    groups = list(dict.fromkeys(about.group for about in found.values() if about.group))
+    place_of = {group: place for place, group in enumerate(groups)}
+    return dict(sorted(found.items(), key=lambda pair: place_of.get(pair[1].group, len(groups))))
+
+
+def case_places(runs: Iterable[Run]) -> dict[str, int]:
+    """Where each case stands in that order, from 0."""
+    return {name: place for place, name in enumerate(cases_of(runs))}

@@ -1,0 +1,332 @@
+"""Records: the measured result of every cell of a run, and the file that keeps them.
+
+A record is a cell's identity, its measures, the answers to the checks that were asked of it, and evidence to look at.
+What a measure, a check, a case or a kind of experiment is, the file says itself, once: nothing here knows their names.
+Numbers that are NaN or infinite are written as null, which no comparison takes for a pass.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Annotated, Any
+
+from tiebreak.reports.records.decode import FieldError, decoder
+
+SCHEMA = 6  # see tiebreak.reports.records.migrations for what changed
+
+HELD, MEASURED, FELL, INCONCLUSIVE, SKIPPED = "held", "measured", "fell", "inconclusive", "skipped"
+CRASHED, TIMED_OUT = "crashed", "timed_out"
+OUTCOMES = (HELD, MEASURED, FELL, INCONCLUSIVE, CRASHED, TIMED_OUT, SKIPPED)
+PASSING = frozenset({HELD, MEASURED})
+
+RUNS, IN_TIME = "runs", "in_time"  # the checks of every cell: that the kernel ran to its end, and in its time
+CLAIM, PREDICTION = "claim", "prediction"  # the checks about a cell's rounding that files of older schemas have
+WHOLE = "outcome"  # what a file of an older schema says of a cell without saying which check it did not meet
+IMPLIED = frozenset({RUNS, IN_TIME, WHOLE})  # checks that a cell with a result has met, and is not asked
+
+UNBIASED, UNDECIDED, BIASED, NONFINITE = "unbiased", "inconclusive", "biased", "nonfinite"
+VERDICTS = (UNBIASED, UNDECIDED, BIASED, NONFINITE)  # from the best to the worst
+
+MORE, LESS, FARTHER = "more", "less", "farther"  # which way a measure is worse; farther: from 0
+WORSE = (MORE, LESS, FARTHER)
+
+OutcomeName = Annotated[str, frozenset(OUTCOMES)]
+VerdictName = Annotated[str, frozenset(VERDICTS)]
+Count = Annotated[int, 0]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with the half width of its confidence interval; None where there is no such number."""
+
+    mean: float | None
+    half_width: Annotated[float, 0] | None
+
+    @classmethod
+    def of(cls, mean: float, half_width: float) -> "Estimate":
+        """NaN and Inf become None."""
+        return cls(finite(mean), finite(half_width))
+
+
+@dataclass(frozen=True)
+class FitRecord(Estimate):
+    """What a known plan has in common with a kernel that declares none: its bias less the plan's, and equal bits."""
+
+    bits: Annotated[float, 0] | None = None  # share of elements of O that agree to the bit; older files don't tell
+
+    @classmethod
+    def told(cls, bits: float, mean: float, half_width: float) -> "FitRecord":
+        """NaN and Inf become None."""
+        return cls(finite(mean), finite(half_width), finite(bits))
+
+
+Value = Estimate | float | None  # of a measure
+
+
+def finite(number: float) -> float | None:
+    """The number, or None if it is NaN or infinite."""
+    return number if math.isfinite(number) else None
+
+
+def number_of(value: Value) -> float | None:
+    """The number of a value: of an estimate its mean."""
+    return value.mean if isinstance(value, Estimate) else value
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a check was told of a cell."""
+
+    met: bool | None  # None: the data do not tell
+    asked: str  # what had to hold
+    why: str = ""  # what was found instead, in one line; empty where it was met
+    source: str | None = None  # who claims it, of a claim
+
+
+@dataclass(frozen=True)
+class MeasureRecord:
+    """What a measure is, and how the gate holds it."""
+
+    about: str  # one line
+    unit: str = ""  # ulp; empty: a plain number
+    worse: Annotated[str, frozenset(WORSE)] | None = None  # None: neither way is
+    limit: Annotated[float, 0] | None = None  # how much worse it may get; None: the gate looks at its being there alone
+    share: Annotated[float, 0] = 0.0  # of itself, that it may get worse by; both have to be passed
+    per: str | None = None  # the measure that it is a share of
+    portable: bool = False  # whether the gate holds it between platforms too
+    column: bool = False  # whether the page's table of all cells has a column of it
+
+
+@dataclass(frozen=True)
+class CheckRecord:
+    """What a check asks."""
+
+    about: str  # one line
+    judges: bool = False  # whether it is about the cell's rounding: what is held has met such a one
+
+
+@dataclass(frozen=True)
+class CaseRecord:
+    """What a case is."""
+
+    about: str  # one line
+    source: str = ""  # where the input or the claims come from
+    label: str | None = None  # a letter or two for headings
+    headline: str | None = None  # the measure that tables show
+    unclaimed: str | None = None  # why nothing is claimed of the kernels that no claim speaks of
+    family: str | None = None  # what varies between cases that belong together
+    at: float | None = None  # where the case stands in its family
+    failure: bool = False  # whether it is an input on which rounding is known to fail
+    group: str = ""  # what the cases that stand beside it are about; empty: not told
+
+
+@dataclass(frozen=True)
+class ExperimentRecord:
+    """What a kind of experiment is."""
+
+    about: str  # one line
+    legend: str = ""  # what its tables show
+    headline: str | None = None  # the measure, in ulps, that heat maps colour
+
+
+@dataclass(frozen=True)
+class TraceRecord:
+    """The error of one element of O-bar as its sum over the keys proceeds (paper, equation 5)."""
+
+    error: tuple[float | None, ...]  # after each key
+    at_one: tuple[Count, ...]  # keys whose P-bar is exactly 1
+
+
+@dataclass(frozen=True)
+class HistogramRecord:
+    """Signed errors of O in ulps, counted in bins of one width."""
+
+    low: float  # lower edge of the first bin
+    width: float  # of a bin
+    counts: tuple[Count, ...]
+    outside: Count  # elements beyond the bins
+
+
+@dataclass(frozen=True)
+class SeriesRecord:
+    """Readings over the steps of a training run."""
+
+    steps: tuple[Count, ...]  # at which monitors were read
+    values: Mapping[str, tuple[float | None, ...]]  # by name, one number a reading
+
+
+# Evidence that something here draws or reads; of any other kind a record carries what JSON has.
+EVIDENCE: Mapping[str, Any] = {
+    "trace": TraceRecord,
+    "histogram": HistogramRecord,
+    "series": SeriesRecord,
+    "fits": Mapping[str, FitRecord],  # of a kernel that declares nothing, by known plan
+    "paper": str,  # what the paper says of training with the kernel: stable, fails
+}
+DRAWN = frozenset({"trace", "histogram", "series"})  # evidence that is there to be drawn alone
+
+
+@dataclass(frozen=True)
+class Record:
+    """The result of one cell: backend x kernel x case x format."""
+
+    id: str
+    backend: str
+    kernel: str
+    case: str
+    case_version: Count
+    format: str
+    seed: Count
+    heads: Count  # drawn in all
+    experiment: str  # the kind of experiment that the case is
+    outcome: OutcomeName
+    command: str  # reruns this one cell
+    plan: str | None = None  # rule@plan the kernel declares
+    verdict: VerdictName | None = None  # on the bias
+    shown: str | None = None  # what tables show; None: there is no result
+    measures: Mapping[str, Value] = field(default_factory=dict)
+    answers: Mapping[str, Answer] = field(default_factory=dict)  # by the name of the check
+    excused: str | None = None  # the reason why what fell does not fail the run
+    skipped: str | None = None  # why it was skipped
+    digest: str | None = None  # of the bits of the first batch's O; of a training run, of its losses
+    evidence: Mapping[str, Any] = field(default_factory=dict)  # see EVIDENCE
+
+    @property
+    def passes(self) -> bool:
+        """Whether it does not fail a run: a skip is no pass, and fails none."""
+        return self.outcome in PASSING or self.excused is not None
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it did not hold, or was not run."""
+        if self.skipped is not None:
+            return (self.skipped,)
+        fell = tuple(answer.why for answer in self.answers.values() if answer.met is False)
+        return fell or tuple(answer.why for answer in self.answers.values() if answer.met is None)
+
+    def number(self, name: str) -> float | None:
+        """The number of a measure; None where there is none."""
+        return number_of(self.measures.get(name))
+
+    def met(self, check: str) -> bool | None:
+        """Whether a check was asked and met; None: not asked, or the data do not tell."""
+        answer = self.answers.get(check)
+        return None if answer is None else answer.met
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values that JSON has (tuples are written as lists), without fields that say nothing."""
+        return _plain(self)
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    """A data class' fields, those at their defaults left out, here and within."""
+    found = {}
+    for one in fields(value):
+        part = getattr(value, one.name)
+        default = one.default_factory() if one.default_factory is not MISSING else one.default
+        if part != default:
+            found[one.name] = _within(part)
+    return found
+
+
+def _within(part: Any) -> Any:
+    if isinstance(part, Mapping):
+        return {name: _within(value) for name, value in part.items()}
+    return _plain(part) if hasattr(part, "__dataclass_fields__") else part
+
+
+def from_dict(plain: Mapping[str, Any]) -> Record:
+    """The record that `as_dict` wrote, after its way through JSON.
+
+    Raises:
+        tiebreak.reports.records.decode.FieldError: a field is missing, unknown or of the wrong kind.
+    """
+    record: Record = decoder(Record)(plain)
+    return with_evidence(record)
+
+
+def with_evidence(record: Record) -> Record:
+    """The record with the evidence that is known here in the classes that stand for it.
+
+    Raises:
+        tiebreak.reports.records.decode.FieldError: some is not of its kind.
+    """
+    if not record.evidence.keys() & EVIDENCE.keys():
+        return record
+    known = {}
+    for name, value in record.evidence.items():
+        try:
+            known[name] = decoder(EVIDENCE[name])(value) if name in EVIDENCE else value
+        except FieldError as error:
+            raise error.within(f".evidence.{name}") from None
+    made = object.__new__(Record)
+    vars(made).update(vars(record) | {"evidence": known})
+    return made
+
+
+def outcome_of(answers: Mapping[str, Answer], judging: Collection[str]) -> str:
+    """What became of a cell that was not skipped.
+
+    Args:
+        answers: to all checks that were asked of it.
+        judging: names of the checks that are about its rounding.
+
+    Returns:
+        `fell` if a check was not met, `inconclusive` if one was not told, `held` if one about the cell's rounding was
+        met, `measured` where none of that kind was asked.
+    """
+    if (runs := answers.get(RUNS)) is not None and runs.met is False:
+        return CRASHED
+    if (in_time := answers.get(IN_TIME)) is not None and in_time.met is False:
+        return TIMED_OUT
+    told = {answer.met for answer in answers.values()}
+    if False in told:
+        return FELL
+    if None in told:
+        return INCONCLUSIVE
+    return HELD if answers.keys() & set(judging) else MEASURED
+
+
+@dataclass(frozen=True)
+class Run:
+    """All records of one run, with what is needed to run it again."""
+
+    platform: Mapping[str, Any]  # tiebreak.backends.platform
+    options: Mapping[str, Any]  # of the command line
+    records: tuple[Record, ...]
+    measures: Mapping[str, MeasureRecord] = field(default_factory=dict)  # those that the records have
+    checks: Mapping[str, CheckRecord] = field(default_factory=dict)  # those that were asked
+    cases: Mapping[str, CaseRecord] = field(default_factory=dict)  # those that were run
+    experiments: Mapping[str, ExperimentRecord] = field(default_factory=dict)  # kinds of them
+    unavailable: Mapping[str, str] = field(default_factory=dict)  # backends that could not run, and why
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by cell; this and `run` alone don't repeat to the bit
+    explanations: Mapping[str, str] = field(default_factory=dict)  # undeclared kernels: the plan that fits best
+    not_run: tuple[str, ...] = ()  # cells that were asked for and never came to their turn: the run was interrupted
+    running: tuple[str, ...] = ()  # cells that were in the middle of it then
+    complete: bool = True  # False: the run was interrupted
+    schema: int = SCHEMA
+    run: str | None = None  # tells this run from every other; None in a baseline
+
+    def told_of(self, backend: str) -> str:
+        """A backend's name, with what was assumed of a device that was not there."""
+        return " ".join(
+            [backend, *(told for name, told in self.platform.get("assumed", {}).items() if name == backend)]
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values that JSON has, records in order of their ids."""
+        described = ("measures", "checks", "cases", "experiments")
+        return {
+            "schema": self.schema,
+            "run": self.run,
+            "complete": self.complete,
+            "platform": dict(self.platform),
+            "options": dict(self.options),
+            "unavailable": dict(self.unavailable),
+            "explanations": dict(self.explanations),
+            "not_run": list(self.not_run),
+            "running": list(self.running),
+            **{name: {one: _plain(found) for one, found in getattr(self, name).items()} for name in described},
+            "records": [record.as_dict() for record in sorted(self.records, key=lambda record: record.id)],
+            "seconds": {name: self.seconds[name] for name in sorted(self.seconds)},
+        }

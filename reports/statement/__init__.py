@@ -1,0 +1,1 @@
+"""Statements: records that a lab hands in, and what is wrong with them."""

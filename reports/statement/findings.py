@@ -1,0 +1,143 @@
+"""What is wrong with the records of a statement, a line each: no device is needed to tell, and no kernel is run.
+
+What takes cases or kernels to tell, such as a verdict that does not follow from its bias:
+`tiebreak.programs.rejudgement`.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import date
+
+from tiebreak.reports.records.record import SKIPPED, Record, Run, outcome_of
+from tiebreak.reports.statement.folder import Profile, Waiver, fell, users_kernels, waived
+
+_OF_THE_MOMENT = frozenset({"fingerprint", "memory_gib", "cores"})  # what may differ between runs of one platform
+
+
+def of_runs(runs: Mapping[str, Run], profile: Profile, judging: Collection[str]) -> Iterator[str]:
+    """Why some runs are no statement of a profile.
+
+    Args:
+        runs: by the name of their file.
+        profile: what they are held to.
+        judging: names of the checks that are about a cell's rounding.
+
+    Returns:
+        A line each: an interrupted run, a dirty checkout, another platform, other inputs, a cell that is missing or
+        there twice, an outcome that its answers do not come to.
+    """
+    yield from _of_one_platform(runs)
+    for name, run in runs.items():
+        if not run.complete:
+            yield f"{name}: complete: the run was interrupted"
+        yield from (f"{name}: {text}" for text in _of_inputs(run, profile))
+        for record in run.records:
+            yield from (f"{name}: {record.id}: {text}" for text in _of_record(record, profile, judging))
+    yield from _twice(runs)
+    yield from _missing(list(runs.values()), profile)
+
+
+def _of_one_platform(runs: Mapping[str, Run]) -> Iterator[str]:
+    first_name, first = next(iter(runs.items()))
+    for name, run in runs.items():
+        commit = run.platform.get("commit")
+        if not isinstance(commit, str):
+            yield f"{name}: platform.commit: not told: run the suite from a git checkout"
+        elif commit.endswith("-dirty"):
+            yield f"{name}: platform.commit: {commit}: files differ from the commit; commit them and run again"
+        for field in sorted((run.platform.keys() & first.platform.keys()) - _OF_THE_MOMENT):
+            ours, theirs = run.platform[field], first.platform[field]
+            if ours != theirs:
+                yield f"{name}: platform.{field}: {ours!r}, {theirs!r} in {first_name}: give one platform's files"
+
+
+def _of_inputs(run: Run, profile: Profile) -> Iterator[str]:
+    for option, asked in (("seed", profile.seed), ("heads", profile.heads)):
+        if str(run.options.get(option)) != str(asked):
+            yield f"options.{option}: {run.options.get(option)}, profile {profile.name} asks for {asked}"
+
+
+def _of_record(record: Record, profile: Profile, judging: Collection[str]) -> Iterator[str]:
+    if record.skipped is not None or record.outcome == SKIPPED:
+        comes_to = SKIPPED if record.skipped is not None and not record.answers else "no outcome"
+    else:
+        comes_to = outcome_of(record.answers, judging)
+    if comes_to != record.outcome:
+        yield f"outcome: {record.outcome}, and its answers come to {comes_to}: was the file edited?"
+    asked = profile.versions.get(record.case, record.case_version)
+    if record.case_version != asked:
+        yield f"case_version: {record.case_version}, profile {profile.name} asks for {asked}"
+    if record.seed != profile.seed:
+        yield f"seed: {record.seed}, profile {profile.name} asks for {profile.seed}"
+
+
+def _twice(runs: Mapping[str, Run]) -> Iterator[str]:
+    seen: dict[str, str] = {}
+    for name, run in runs.items():
+        for record in run.records:
+            if record.id in seen:
+                yield f"{name}: {record.id}: a second record of this cell, the first is in {seen[record.id]}"
+            seen.setdefault(record.id, name)
+
+
+def _missing(runs: Sequence[Run], profile: Profile) -> Iterator[str]:
+    """Cells that must be there: of the suite's kernels, and of every other kernel that has a record."""
+    there = {record.id for run in runs for record in run.records}
+    for backend, kernel, case in _asked(runs, profile):
+        name = f"{backend}-{kernel}-{case}-{profile.format}"
+        if name not in there:
+            yield f"missing: {name}, which profile {profile.name} asks for"
+
+
+def _asked(runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str, str]]:
+    """Backend, kernel and case of each cell that must be there.
+
+    The suite's kernels have to be there on every backend that a run without --kernel has used. A user's kernel has
+    every kind of input; one of the backend's own, which may be for one format alone, every input of each kind that it
+    has.
+    """
+    users = set(users_kernels(runs, profile))
+    whole = {record.backend for run in runs if not run.options.get("kernel") for record in run.records}
+    for backend in sorted(whole):
+        for kernel, cases in profile.suite.get(backend, {}).items():
+            yield from ((backend, kernel, case) for case in cases)
+    tried: dict[tuple[str, str], set[str]] = {}
+    for record in (record for run in runs for record in run.records):
+        if record.kernel not in profile.suite.get(record.backend, {}):
+            tried.setdefault((record.backend, record.kernel), set()).add(record.case)
+    for (backend, kernel), cases_of in tried.items():
+        for cases in profile.own.values():
+            if kernel in users or cases_of & set(cases):
+                yield from ((backend, kernel, case) for case in cases)
+
+
+def nothing_of(runs: Sequence[Run], profile: Profile) -> bool:
+    """Whether the runs have no cell that the profile asks for: an empty statement holds nothing."""
+    return not any(True for _ in _asked(runs, profile))
+
+
+def of_waivers(runs: Sequence[Run], waivers: Sequence[Waiver], checks: Collection[str], today: date) -> Iterator[str]:
+    """Why waivers do not hold, a line each: expired, about an unknown check, or covering nothing.
+
+    Args:
+        runs: of the statement.
+        waivers: of the statement.
+        checks: names of all checks that there are.
+        today: the day on which they have to hold.
+    """
+    records = [record for run in runs for record in run.records]
+    for one in waivers:
+        told = f"waiver {one.cells}, {one.check}"
+        entry = one.entry
+        if entry.expired(today):
+            yield f"{told}: expired on {one.expires}"
+        if one.check not in checks:
+            yield f"{told}: unknown check"
+        elif not any(map(entry.excuses, records)):
+            yield f"{told}: covers nothing: every cell that it names meets the check, or it names none"
+
+
+def of_outcomes(runs: Sequence[Run], waivers: Sequence[Waiver]) -> Iterator[str]:
+    """The cells that fell, or are not settled, without a waiver, a line each."""
+    for record in waived(runs, waivers):
+        if fell(record):
+            yield f"{record.outcome}, and no waiver: {record.id}: {'; '.join(record.reasons)}"

@@ -1,0 +1,215 @@
+"""A statement: what a vendor or a lab hands in. Its file, and what follows from the records that it lists.
+
+A folder with `statement.json`, copies of the files of records, and a summary of one page (docs/statement.md). All in
+`statement.json` but the waivers follows from the records and the profile, so that `tiebreak verify` derives it anew.
+The model is Khronos' submission package: logs, state of the checkout, statement, waivers.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+from tiebreak.reports.gate.expected import Excuses, Expected
+from tiebreak.reports.records import store
+from tiebreak.reports.records.decode import FieldError, decoder
+from tiebreak.reports.records.record import OUTCOMES, SKIPPED, Count, Record, Run
+
+SCHEMA = 1
+FILE = "statement.json"
+SUMMARIES = ("summary.md", "summary.html")
+WAIVED = "waived"  # in the place of an outcome
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Cells that must be there. Plain data: `tiebreak.programs.profiles` knows cases and kernels."""
+
+    name: str
+    about: str  # one line
+    format: str  # of q, k, v and O
+    seed: int  # of all inputs
+    heads: int  # that a cell draws at first
+    versions: Mapping[str, int]  # of its cases
+    suite: Mapping[str, Mapping[str, tuple[str, ...]]]  # by backend: the suite's own kernels, each with its cases
+    own: Mapping[str, tuple[str, ...]]  # kinds of input: the cases of any other kernel
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of all that it asks for."""
+        plain = {name: value for name, value in asdict(self).items() if name != "about"}
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class StatedFile:
+    """A copy of a file of records."""
+
+    name: str  # in the folder
+    sha256: str  # of its bytes
+    cells: Count  # records in it
+
+
+@dataclass(frozen=True)
+class Waiver:
+    """An expected failure with a last day, as in `tiebreak.reports.gate.expected`."""
+
+    cells: str  # pattern of ids
+    check: str  # that they do not meet
+    reason: str
+    expires: str  # the last day, as 2027-06-30
+
+    @property
+    def entry(self) -> Expected:
+        """As what excuses records.
+
+        Raises:
+            ValueError: the last day is none.
+        """
+        return Expected(
+            self.cells, self.check, self.reason, f"{FILE}: waiver {self.cells}", date.fromisoformat(self.expires)
+        )
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What `statement.json` has."""
+
+    schema: int  # version of this layout
+    profile: str  # its name
+    profile_hash: str  # of the list of its cells
+    commit: str  # of the suite
+    platform: Mapping[str, Any]  # machine, devices, versions, fingerprint
+    kernels: Mapping[str, tuple[str, ...]]  # by backend: what the statement is given for
+    users: tuple[str, ...]  # those of them that --kernel brought in
+    files: tuple[StatedFile, ...]
+    waivers: tuple[Waiver, ...]
+    counts: Mapping[str, Count]  # cells by outcome; those that are waived count as waived alone
+    result: Annotated[
+        str, frozenset({"held", "fell"})
+    ]  # held: nothing fell, and nothing is inconclusive, but waived cells
+
+
+def waiver(entry: Expected) -> Waiver:
+    """An entry that expires, as a statement has it."""
+    assert entry.expires is not None
+    return Waiver(entry.cells, entry.check, entry.reason, entry.expires.isoformat())
+
+
+def digest(content: bytes) -> str:
+    """SHA-256 of a file."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def waived(runs: Iterable[Run], waivers: Sequence[Waiver]) -> list[Record]:
+    """All records; excused by the waivers alone, whatever excused them in their runs.
+
+    Raises:
+        ValueError: a waiver's last day is none.
+    """
+    excuses = Excuses([one.entry for one in waivers])
+    return [excuses.excuse(replace(record, excused=None)) for run in runs for record in run.records]
+
+
+def fell(record: Record) -> bool:
+    """Whether a record, as `waived` has it, makes its statement fall. A skip is no pass, and makes none fall."""
+    return not record.passes and record.outcome != SKIPPED
+
+
+def users_kernels(runs: Iterable[Run], profile: Profile) -> list[str]:
+    """Names of the kernels that --kernel has brought in: in its runs, those that the suite does not have."""
+    found = [
+        record.kernel
+        for run in runs
+        if run.options.get("kernel")
+        for record in run.records
+        if record.kernel not in profile.suite.get(record.backend, {})
+    ]
+    return sorted(set(found))
+
+
+def derive(
+    runs: Sequence[Run], contents: Sequence[bytes], names: Sequence[str], profile: Profile, waivers: Sequence[Waiver]
+) -> Statement:
+    """The statement that some runs make.
+
+    Args:
+        runs: one or more, of one platform and commit; see `tiebreak.reports.statement.findings`.
+        contents: of their files.
+        names: of their copies in the folder.
+        profile: what it is held to.
+        waivers: what excuses cells.
+
+    Returns:
+        The statement.
+    """
+    records = waived(runs, waivers)
+    counted = Counter(WAIVED if record.excused is not None else record.outcome for record in records)
+    kernels: dict[str, dict[str, None]] = {}
+    for record in records:
+        kernels.setdefault(record.backend, {})[record.kernel] = None
+    return Statement(
+        SCHEMA,
+        profile.name,
+        profile.hash,
+        str(runs[0].platform.get("commit")),
+        platform_of(runs),
+        {backend: tuple(sorted(found)) for backend, found in sorted(kernels.items())},
+        tuple(users_kernels(runs, profile)),
+        tuple(
+            StatedFile(name, digest(content), len(run.records))
+            for name, content, run in zip(names, contents, runs, strict=True)
+        ),
+        tuple(waivers),
+        {name: counted[name] for name in (*OUTCOMES, WAIVED) if counted[name]},
+        "fell" if any(map(fell, records)) else "held",
+    )
+
+
+def platform_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """The platform of the first run, with the fingerprints of all; the commit stands elsewhere."""
+    probed = {name: found for run in runs for name, found in run.platform.get("fingerprint", {}).items()}
+    devices = {name: value for run in runs for name, value in run.platform.items()}
+    return {name: value for name, value in devices.items() if name != "commit"} | {"fingerprint": probed}
+
+
+def as_text(statement: Statement) -> str:
+    """The content of `statement.json`."""
+    return json.dumps(asdict(statement), indent=1, allow_nan=False) + "\n"
+
+
+def read(folder: Path) -> Statement:
+    """Read a statement's file.
+
+    Raises:
+        UnreadableRecordsError: no readable file, no JSON, a field that is missing, unknown or of the wrong kind.
+        OtherVersionError: a statement of another version.
+    """
+    path = folder / FILE
+    plain = store.load(path)
+    if plain.get("schema") != SCHEMA:
+        raise OtherVersionError(
+            f"{FILE}: schema: {plain.get('schema')!r} is not {SCHEMA}, which this tiebreak verifies"
+        )
+    try:
+        found: Statement = decoder(Statement)(plain)
+        for number, one in enumerate(found.waivers):
+            _check_day(one.expires, f".waivers[{number}].expires")
+    except FieldError as error:
+        raise store.UnreadableRecordsError(store.one_line(f"{path}: {error}")) from None
+    return found
+
+
+def _check_day(text: str, field: str) -> None:
+    try:
+        date.fromisoformat(text)
+    except ValueError:
+        raise FieldError(f"expected a day such as 2027-06-30, found {text!r}", field) from None
+
+
+class OtherVersionError(Exception):
+    """A statement of another version; one line."""

@@ -1,0 +1,146 @@
+"""The summary of a statement: one page, written once and rendered as Markdown and as HTML."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from tiebreak.reports.page.document import document
+from tiebreak.reports.records.record import BIASED, NONFINITE, SKIPPED, Record, Run
+from tiebreak.reports.records.store import one_line
+from tiebreak.reports.statement.folder import Profile, Statement, fell, waived
+from tiebreak.reports.tables.grids import grid_text
+from tiebreak.reports.tables.marks import plain_text
+from tiebreak.reports.tables.run import counted
+
+_LISTED = 20  # cells of a list that the page has; the records have them all
+_NAMED = 3  # inputs of a kernel that the page names
+_SHOWN = 16  # digits of a digest
+_STYLE = (
+    "body{font:1rem/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "table{border-collapse:collapse;display:block;overflow-x:auto}"
+    "th,td{border:1px solid #8c8c8c;padding:.2rem .5rem;text-align:left;overflow-wrap:anywhere}"
+    ":root{color-scheme:light dark}"
+)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A heading with what stands below it."""
+
+    heading: str
+    text: str = ""
+    headers: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+
+
+def markdown(statement: Statement, runs: Sequence[Run], profile: Profile) -> str:
+    """The page as Markdown.
+
+    Args:
+        statement: what is summed up.
+        runs: those of its files.
+        profile: that it is held to.
+    """
+    lines = [f"# {_escaped(_title(statement))}"]
+    for part in _parts(statement, runs, profile):
+        lines += [f"## {part.heading}"] if part.heading else []
+        lines += [_escaped(part.text)] if part.text else []
+        lines += [grid_text(part.rows, part.headers, "github")] if part.rows else []
+    return "\n\n".join(lines) + "\n"
+
+
+def html(statement: Statement, runs: Sequence[Run], profile: Profile) -> str:
+    """The page as HTML that needs no script and no network; see `markdown`."""
+    body = [f"<h1>{escape(_title(statement))}</h1>"]
+    for part in _parts(statement, runs, profile):
+        body += [f"<h2>{escape(part.heading)}</h2>"] if part.heading else []
+        body += [f"<p>{escape(part.text)}</p>"] if part.text else []
+        if part.rows:
+            heads = "".join(f'<th scope="col">{escape(one)}</th>' for one in part.headers)
+            rows = "\n".join(f"<tr>{''.join(f'<td>{escape(one)}</td>' for one in row)}</tr>" for row in part.rows)
+            body.append(f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>")
+    return document(_title(statement), _STYLE, "\n".join(body))
+
+
+def _escaped(text: str) -> str:
+    return "".join(f"\\{one}" if one in "<>&*_`[]" else one for one in text)
+
+
+def _title(statement: Statement) -> str:
+    where = ", ".join(statement.kernels)
+    return f"tiebreak statement, profile {statement.profile}, on {one_line(where)}: {statement.result}"
+
+
+def _parts(statement: Statement, runs: Sequence[Run], profile: Profile) -> Iterator[_Part]:
+    records = waived(runs, statement.waivers)
+    yield _Part("", _counts(statement, records))
+    yield _Part("Platform", "", ("what", "is"), tuple(_platform(statement, profile)))
+    yield _listed("Fell, without a waiver", ("cell", "why"), [_cell(one) for one in records if fell(one)])
+    covered = [(*_cell(one)[:1], one.excused or "") for one in records if one.excused is not None]
+    yield _listed("Waived", ("cell", "reason"), covered)
+    rows = tuple((one.cells, one.check, one.reason, one.expires) for one in statement.waivers)
+    yield _Part("Waivers", "" if rows else "None.", ("cells", "check", "reason", "last day"), _clean(rows))
+    yield _Part(
+        "Biased or lost",
+        "Of the inputs on which rounding is known to fail: bias of O beyond 0.05 ulp at 99.9 % confidence, or NaN.",
+        ("backend", "kernel", "inputs", "such as"),
+        _clean(tuple(_biased(records, runs))),
+    )
+
+
+def _counts(statement: Statement, records: Sequence[Record]) -> str:
+    told = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in statement.counts.items())
+    return f"{counted(len(records), 'cell')}: {told}."
+
+
+def _platform(statement: Statement, profile: Profile) -> Iterator[tuple[str, str]]:
+    yield "profile", f"{profile.name} ({profile.about}), {statement.profile_hash[:_SHOWN]}"
+    yield "suite", f"commit {one_line(statement.commit)}"
+    for backend, kernels in statement.kernels.items():
+        own = [name for name in kernels if name not in profile.suite.get(backend, {})]
+        names = [f"{name} (given by --kernel)" if name in statement.users else name for name in own]
+        suite = len(kernels) - len(own)
+        told = [f"{counted(suite, 'kernel')} of the suite"] if suite else []
+        yield f"on {one_line(backend)}", one_line(", ".join([*told, *names]))
+    for name, value in statement.platform.items():
+        if value is not None and value != [] and name != "fingerprint":
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            yield one_line(name), one_line(text)
+    for backend, probes in statement.platform.get("fingerprint", {}).items():
+        yield (
+            one_line(f"fingerprint of {backend}"),
+            one_line(", ".join(f"{name} {found}" for name, found in probes.items())),
+        )
+    for one in statement.files:
+        yield one_line(one.name), f"{counted(one.cells, 'cell')}, SHA-256 {one.sha256}"
+
+
+def _cell(record: Record) -> tuple[str, str]:
+    return record.id, "; ".join(record.reasons)
+
+
+def _listed(heading: str, headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> _Part:
+    if not rows:
+        return _Part(heading, "None.")
+    more = len(rows) - _LISTED
+    text = f"{counted(len(rows), 'cell')}" + (f", of which {_LISTED} are shown." if more > 0 else ".")
+    return _Part(heading, text, headers, _clean(tuple(rows[:_LISTED])))
+
+
+def _clean(rows: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+    """Without control characters, which a file may carry in its names."""
+    return tuple(tuple(map(one_line, row)) for row in rows)
+
+
+def _biased(records: Sequence[Record], runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
+    """A row a backend and kernel that failure inputs were run with: of how many it is biased, or lost, on which."""
+    failure = {name for run in runs for name, about in run.cases.items() if about.failure}
+    found: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if record.case in failure and record.outcome != SKIPPED:
+            found.setdefault((record.backend, record.kernel), []).append(record)
+    for (backend, kernel), asked in found.items():
+        failing = [record for record in asked if record.verdict in (BIASED, NONFINITE)]
+        texts = [f"{record.case} {plain_text(record)}" for record in failing]
+        more = f", and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
+        yield backend, kernel, f"{len(failing)} of {len(asked)}", ", ".join(texts[:_NAMED]) + more

@@ -1,0 +1,1 @@
+"""Sweeps: the store of training runs over seeds and learning rates, and its tables."""

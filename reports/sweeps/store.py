@@ -1,0 +1,191 @@
+"""The store of a sweep: a folder with what all its runs share, and a file for each run that is done."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.records import store
+from tiebreak.reports.records.decode import FieldError, decoder
+from tiebreak.reports.records.store import UnreadableRecordsError
+
+SCHEMA = 1
+SETTINGS = "settings.json"
+RUNS = "runs"
+_SHORT = 60  # characters of a value that a message quotes
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where a run stands in its sweep."""
+
+    format: str  # of the masked products
+    rate: float  # learning rate, the highest of its schedule
+    kernel: str  # of attention
+    stabiliser: str  # the one switch that is on
+    seed: int  # of weights, batches and noise
+
+    @property
+    def text(self) -> str:
+        """As lines of progress and messages name it."""
+        return f"{self.kernel} {self.format} lr {self.rate:g} {self.stabiliser} seed {self.seed}"
+
+    @property
+    def file(self) -> str:
+        """The name of its file: no sweep has two places of one name."""
+        named = f"{self.kernel},{self.format},lr{self.rate!r},{self.stabiliser},seed{self.seed}"
+        return re.sub(r"[^\w.,@+=-]", "_", named) + ".json"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a sweep is: the recipe of all runs, and what varies between them."""
+
+    schema: int  # version of this layout
+    recipe: Mapping[str, Any]  # what all runs share, by name
+    diverged: str  # when a run counts as diverged, in words
+    seeds: Annotated[int, 1]  # from 1
+    rates: tuple[float, ...]
+    formats: tuple[str, ...]
+    kernels: tuple[str, ...]
+    stabilisers: tuple[str, ...]
+
+    def places(self) -> Iterator[Place]:
+        """Every run; all of one seed before the next, so that at any stop each setting has been run equally often."""
+        for seed in range(1, self.seeds + 1):
+            for fmt, rate, kernel, stabiliser in product(self.formats, self.rates, self.kernels, self.stabilisers):
+                yield Place(fmt, rate, kernel, stabiliser, seed)
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """What a run came to."""
+
+    format: str  # these five: see `Place`
+    rate: float
+    kernel: str
+    stabiliser: str
+    seed: int
+    diverged: str | None  # how; null: it has not
+    steps: int  # that it took
+    loss: float | None  # mean over the last tenth of its steps, in nats; null where that is no number
+    lowest: float | None  # loss of a step
+    max_logit: float | None  # the largest of all steps looked at
+    seconds: float  # that it took, of one core
+    platform: Mapping[str, str | None]  # where it ran
+
+    @property
+    def place(self) -> Place:
+        """Where it stands."""
+        return Place(**{one.name: getattr(self, one.name) for one in fields(Place)})
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep, as far as it is done."""
+
+    settings: Settings
+    runs: tuple[SweepRun, ...]  # in the order of the settings
+
+    @property
+    def left(self) -> list[Place]:
+        """Runs that are still to be done, in their order."""
+        done = {run.place for run in self.runs}
+        return [place for place in self.settings.places() if place not in done]
+
+
+def open_store(folder: Path, settings: Settings) -> Sweep:
+    """Begin a sweep in a folder, or go on with the same one; it may have got more seeds.
+
+    Raises:
+        UsageError: the folder has another sweep, or is not a sweep's; nothing is changed.
+        UnreadableRecordsError: a file that is not whole; nothing is changed.
+        UnwritableFolderError: the folder can't be written to.
+    """
+    path = folder / SETTINGS
+    if not path.exists():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(
+                f"{folder}: has no {SETTINGS}, so it is no sweep's, but it is not empty: name another --out"
+            )
+        _write_settings(settings, path)
+        return Sweep(settings, ())
+    found = read_sweep(folder)
+    _check_same(found.settings, settings, path)
+    if settings.seeds > found.settings.seeds:
+        _write_settings(settings, path)
+    return Sweep(settings, tuple(run for run in found.runs if run.seed <= settings.seeds))
+
+
+def _check_same(found: Settings, asked: Settings, path: Path) -> None:
+    there, here = map(_told, (found, asked))
+    for name in dict.fromkeys([*here, *there]):
+        if there.get(name) != here.get(name):
+            raise UsageError(
+                f"{path}: another sweep: its {name} is {_quoted(there.get(name))}, not {_quoted(here.get(name))}; name"
+                " another --out"
+            )
+
+
+def _told(settings: Settings) -> dict[str, Any]:
+    """All by which sweeps are told apart."""
+    own = {one.name: getattr(settings, one.name) for one in fields(settings) if one.name not in ("recipe", "seeds")}
+    return {**settings.recipe, **own}
+
+
+def _quoted(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+    return text if len(text) <= _SHORT else f"{text[:_SHORT]}..."
+
+
+def _write_settings(settings: Settings, path: Path) -> None:
+    store.write_text(json.dumps(asdict(settings), indent=1, allow_nan=False) + "\n", path)
+
+
+def keep(run: SweepRun, folder: Path) -> None:
+    """Put a run into its sweep's folder, whole or not at all.
+
+    Raises:
+        tiebreak.reports.records.store.UnwritableFolderError: it can't be written.
+    """
+    store.write_text(as_line(run), folder / RUNS / run.place.file)
+
+
+def as_line(run: SweepRun) -> str:
+    """A run as a line of JSON."""
+    return json.dumps(asdict(run), allow_nan=False) + "\n"
+
+
+def read_sweep(folder: Path) -> Sweep:
+    """The sweep in a folder.
+
+    Raises:
+        UnreadableRecordsError: a file that is missing, cut short, not this program's or of another sweep; one line.
+    """
+    settings: Settings = _read(folder / SETTINGS, Settings, "name another --out")
+    if settings.schema != SCHEMA:
+        raise UnreadableRecordsError(
+            f"{folder / SETTINGS}: schema: {settings.schema} is not {SCHEMA}, the one that this tiebreak reads"
+        )
+    paths = {place: folder / RUNS / place.file for place in settings.places()}
+    cure = "delete it, and its run is run again"
+    runs = {place: _read(path, SweepRun, cure) for place, path in paths.items() if path.exists()}
+    for place, run in runs.items():
+        if run.place != place:
+            raise UnreadableRecordsError(f"{folder / RUNS / place.file}: holds another run: {run.place.text}")
+    return Sweep(settings, tuple(runs.values()))
+
+
+def _read(path: Path, kind: Any, cure: str) -> Any:
+    try:
+        return decoder(kind)(store.load(path))
+    except FieldError as error:
+        raise UnreadableRecordsError(store.one_line(f"{path}: {error}")) from None
+    except UnreadableRecordsError as error:
+        if not path.exists():
+            raise UnreadableRecordsError(f"{path}: no such file: no sweep's folder?") from None
+        raise UnreadableRecordsError(f"{error}; {cure}") from None

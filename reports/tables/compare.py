@@ -1,0 +1,142 @@
+"""`tiebreak compare FILE FILE...`: platforms across, kernels and cases down; what differs is marked."""
+
+import argparse
+import textwrap
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tiebreak.reports import terminal
+from tiebreak.reports.cli import HELD, Parser
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.records import selection, store
+from tiebreak.reports.records.record import PASSING, Estimate, Record, Run
+from tiebreak.reports.tables import grids, marks
+from tiebreak.reports.tables import run as tables
+from tiebreak.reports.tables.comparison import NAMES, WORDS, Agreement, Comparison, Row, compare, platform_labels
+
+DIFFERING = frozenset(Agreement) - {Agreement.BITS}  # the rows that are shown unless others are asked for
+_COLUMN = 26  # characters of a platform's column
+_LEGEND = (
+    "Bias of O in ulps with the half width of its 99.9 % interval, B: biased, ?: not known yet; max: largest error in"
+    " ulps;\nof other experiments what tiebreak show shows. The same letter: the same bits. !..!: the cell fell there;"
+    " (..): that is excused. Rows: "
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The verb `compare`; see `tiebreak.reports.cli.main`."""
+    parser = Parser(prog="tiebreak compare", description="Several runs side by side.")
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="records of two or more runs")
+    parser.add_argument("--format", choices=("simple", "github", "latex"), default="simple", help="default: simple")
+    parser.add_argument("--all", action="store_true", help="show rows that agree to the bit everywhere, too")
+    parser.add_argument(
+        "--only",
+        choices=NAMES,
+        help="show these rows alone; " + ", ".join(f"{name}: {WORDS[agreement]}" for name, agreement in NAMES.items()),
+    )
+    selection.add_options(parser)
+    options = parser.parse_args(arguments)
+    if options.all and options.only:
+        raise UsageError("--all and --only exclude one another: give one of them")
+    if len(options.files) < 2:
+        raise UsageError("one file alone has nothing to compare with; name two or more")
+    runs = store.read_all(options.files)
+    labels = platform_labels(runs, options.files)
+    chosen = _select(runs, selection.Selection(options.backend, options.kernels, options.cases))
+    comparison = compare(chosen, labels)
+    terminal.show(_platforms(runs, options.files, labels, options.format))
+    terminal.show(render(comparison, options.format, _shown(options)))
+    return HELD
+
+
+def _shown(options: argparse.Namespace) -> Collection[Agreement]:
+    if options.only:
+        return {NAMES[options.only]}
+    return set(Agreement) if options.all else DIFFERING
+
+
+def _select(runs: Sequence[Run], wanted: selection.Selection) -> list[Run]:
+    """The runs with the selected records alone; a name has to be known to one of them."""
+    kept = {record.id for record in wanted.apply([record for run in runs for record in run.records])}
+    return [replace(run, records=tuple(record for record in run.records if record.id in kept)) for run in runs]
+
+
+def _platforms(runs: Sequence[Run], paths: Sequence[Path], labels: Sequence[str], tablefmt: str) -> str:
+    lines = []
+    for run, path, label in zip(runs, paths, labels, strict=True):
+        software = ", ".join(f"{name} {run.platform[name]}" for name in ("torch", "numpy") if name in run.platform)
+        note = "" if run.complete else ", INCOMPLETE: the run was interrupted"
+        lines.append(f"{label}: {path}, {tables.counted(len(run.records), 'cell')}, {software}{note}")
+    if tablefmt == "github":
+        lines = [f"- {line}" for line in lines]
+    return grids.aside("\n".join(lines), tablefmt) + "\n"
+
+
+def render(comparison: Comparison, tablefmt: str = "simple", shown: Collection[Agreement] = DIFFERING) -> str:
+    """A comparison as text: counts, then a table for every backend and format.
+
+    Args:
+        comparison: what to show.
+        tablefmt: simple (split to the terminal's width), github or latex.
+        shown: the rows that are shown.
+
+    Returns:
+        The text.
+    """
+    rows = [row for row in comparison.rows if row.agreement in shown]
+    parts = [grids.aside(_summary(comparison), tablefmt)]
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(f"{row.record.backend}, {row.record.format}", []).append(row)
+    for title, found in groups.items():
+        parts += [grids.aside(title, tablefmt), *_tables(comparison.labels, found, tablefmt)]
+    if hidden := len(comparison.rows) - len(rows):
+        why = " with the same bits everywhere" if shown is DIFFERING else ""
+        parts.append(grids.aside(f"left out: {tables.counted(hidden, 'row')}{why}; --all shows all", tablefmt))
+    if rows:
+        rows_marks = ", ".join(f"{agreement.value} {words}" for agreement, words in WORDS.items())
+        parts.append(grids.aside(_LEGEND + rows_marks, tablefmt))
+    return "\n\n".join(parts)
+
+
+def _summary(comparison: Comparison) -> str:
+    counts = [f"{count} {WORDS[agreement]}" for agreement, count in comparison.counts.items() if count]
+    head = f"{tables.counted(len(comparison.rows), 'cell')} on {len(comparison.labels)} platforms"
+    return f"{head}: {', '.join(counts)}" if counts else head
+
+
+def _tables(labels: Sequence[str], rows: Sequence[Row], tablefmt: str) -> list[str]:
+    names = [f"{row.agreement.value} {row.record.kernel} {row.record.case}" for row in rows]
+    columns = len(labels)
+    if tablefmt == "simple":
+        columns = max(1, (terminal.width() - max(map(len, names))) // (_COLUMN + 2))
+    texts = [cell_texts(row) for row in rows]
+    found = []
+    for start in range(0, len(labels), columns):
+        part = slice(start, start + columns)
+        heads = [label if tablefmt != "simple" else textwrap.fill(label, _COLUMN) for label in labels[part]]
+        body = [[name, *text[part]] for name, text in zip(names, texts, strict=True)]
+        found.append(grids.grid_text(body, ["kernel, case", *heads], tablefmt))
+    return found
+
+
+def cell_texts(row: Row) -> list[str]:
+    """One text a platform: letter of the bits (or what makes the inputs others), bias, interval, verdict, max error."""
+    keys = row.inputs if row.agreement is Agreement.NOT_COMPARABLE else row.letters
+    return [f"{key} {_text(record)}".strip() for key, record in zip(keys, row.records, strict=True)]
+
+
+def _text(record: Record | None) -> str:
+    if record is None:
+        return "missing"
+    text = marks.plain_text(record)
+    bias, largest = record.measures.get("bias"), record.number("max_ulps")
+    # Where a bias is shown, not what stands in its place: with one digit more, and its interval.
+    if isinstance(bias, Estimate) and bias.mean is not None and text.startswith(f"{bias.mean:+.2f}"):
+        width = "" if bias.half_width is None else f"±{bias.half_width:.3f}"
+        text = f"{bias.mean:+.3f}{width}{marks.verdict_mark(record.verdict)}"
+    if largest is not None:
+        text += f" max {largest:.3g}"
+    # Whether anything was asked hangs on the backend: what passes has no mark.
+    return text if record.outcome in PASSING else marks.marked(text, marks.mark_of(record))

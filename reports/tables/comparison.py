@@ -1,0 +1,145 @@
+"""Several runs side by side: for every cell, what the platforms agree on. No printing."""
+
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiebreak.reports.records.order import case_places
+from tiebreak.reports.records.record import HELD, PASSING, SKIPPED, Record, Run
+
+
+class Agreement(enum.Enum):
+    """What the runs agree on in one cell; the value marks its row."""
+
+    BITS = "="  # every run gives the same bits
+    VERDICT = "~"  # bits differ; verdict and outcome are the same
+    DISAGREE = "!"  # verdict or outcome differ
+    LACKING = "-"  # some run lacks the cell or skipped it; those that ran it agree in verdict
+    NOT_COMPARABLE = "/"  # other inputs: another version of the case, another seed or number of heads
+
+
+#: What --only takes for each.
+NAMES = {
+    "agree": Agreement.BITS,
+    "bits": Agreement.VERDICT,
+    "different": Agreement.DISAGREE,
+    "missing": Agreement.LACKING,
+    "incomparable": Agreement.NOT_COMPARABLE,
+}
+#: How a summary counts each, and a legend explains it.
+WORDS = {
+    Agreement.BITS: "agree to the bit",
+    Agreement.VERDICT: "agree in verdict, not in bits",
+    Agreement.DISAGREE: "disagree in verdict or outcome",
+    Agreement.LACKING: "missing or skipped somewhere",
+    Agreement.NOT_COMPARABLE: "not comparable (other inputs)",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell in every run."""
+
+    records: tuple[Record | None, ...]  # one a run; None: the run lacks the cell
+    inputs: tuple[str, ...]  # one a run: what decides the inputs; "" where it lacks the cell
+    agreement: Agreement
+
+    @property
+    def record(self) -> Record:
+        """That of the first run that has the cell: all agree in the cell's names."""
+        return next(record for record in self.records if record is not None)
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        """One a run: the same letter for the same bits, "" where there are none."""
+        seen: dict[str, str] = {}
+        digests = [record.digest if record else None for record in self.records]
+        return tuple("" if digest is None else seen.setdefault(digest, _letter(len(seen))) for digest in digests)
+
+
+def _letter(number: int) -> str:
+    """a to z, then a1, b1 and so on."""
+    turns, place = divmod(number, 26)
+    return chr(ord("a") + place) + (str(turns) if turns else "")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs side by side."""
+
+    labels: tuple[str, ...]  # of the platforms
+    rows: tuple[Row, ...]  # by backend and format, then in the order of the cases' groups, then by kernel
+
+    @property
+    def counts(self) -> dict[Agreement, int]:
+        """Rows of each agreement."""
+        found = Counter(row.agreement for row in self.rows)
+        return {agreement: found[agreement] for agreement in Agreement}
+
+
+def compare(runs: Sequence[Run], labels: Sequence[str]) -> Comparison:
+    """Put runs side by side.
+
+    Args:
+        runs: two or more.
+        labels: of their platforms.
+
+    Returns:
+        A row for every cell that any run has.
+    """
+    by_id = [{record.id: record for record in run.records} for run in runs]
+    heads = [str(run.options.get("heads", "")) for run in runs]
+    known = {record.id: record for run in runs for record in run.records}
+    place = case_places(runs)
+    order = sorted(known.values(), key=lambda one: (one.backend, one.format, place[one.case], one.kernel))
+    rows = (_row([run.get(record.id) for run in by_id], heads) for record in order)
+    return Comparison(tuple(labels), tuple(rows))
+
+
+def _row(records: Sequence[Record | None], heads: Sequence[str]) -> Row:
+    inputs = tuple(
+        f"case v{record.case_version}, seed {record.seed}, {heads} heads" if record else ""
+        for record, heads in zip(records, heads, strict=True)
+    )
+    return Row(tuple(records), inputs, _agreement(records, inputs))
+
+
+def _agreement(records: Sequence[Record | None], inputs: Sequence[str]) -> Agreement:
+    if len(set(inputs) - {""}) > 1:
+        return Agreement.NOT_COMPARABLE
+    ran = [record for record in records if record is not None and record.outcome != SKIPPED]
+    if len({(record.verdict, _passed(record)) for record in ran}) > 1:
+        return Agreement.DISAGREE
+    if len(ran) < len(records):
+        return Agreement.LACKING
+    digests = {record.digest for record in ran}
+    # Without a digest (a crash everywhere) nothing is known of the bits.
+    return Agreement.BITS if len(digests) == 1 and None not in digests else Agreement.VERDICT
+
+
+def _passed(record: Record) -> str:
+    """The outcome; whether anything was asked of what passes hangs on the backend, not on the result."""
+    return HELD if record.outcome in PASSING else record.outcome
+
+
+def platform_labels(runs: Sequence[Run], paths: Sequence[Path]) -> list[str]:
+    """A label for every run's platform: level and processor, the file's name where those are alike.
+
+    Args:
+        runs: the runs.
+        paths: their files.
+
+    Returns:
+        Labels that differ from each other.
+    """
+    return distinct([f"{run.platform['level']} {run.platform['cpu']}" for run in runs], paths)
+
+
+def distinct(labels: Sequence[str], paths: Sequence[Path]) -> list[str]:
+    """The labels; where some are alike, the names of their files, as short as tells them apart."""
+    for names in ([path.stem for path in paths], [str(path) for path in paths]):
+        often = Counter(labels)
+        labels = [name if often[label] > 1 else label for label, name in zip(labels, names, strict=True)]
+    return list(labels)

@@ -1,0 +1,125 @@
+"""Tables of short training runs: kernels down, snippets across, over the seeds of one run or several."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tiebreak.reports.records.record import (
+    CRASHED,
+    FELL,
+    HELD,
+    INCONCLUSIVE,
+    MEASURED,
+    SKIPPED,
+    TIMED_OUT,
+    CaseRecord,
+    Record,
+    Run,
+)
+from tiebreak.reports.tables.grids import aside, broken, grid_text
+from tiebreak.reports.tables.marks import EXCUSED, mark_of, marked, plain_text
+
+TRAINING = "training"  # the kind of experiment that the tables here are of
+_UNKNOWN = CaseRecord(about="")
+_WORST_FIRST = (FELL, CRASHED, TIMED_OUT, INCONCLUSIVE, EXCUSED, MEASURED, HELD, SKIPPED)
+
+
+@dataclass(frozen=True)
+class TrainingGrid:
+    """The training runs of one backend: every seed of a kernel in a snippet in one place."""
+
+    backend: str
+    described: Mapping[str, CaseRecord]  # what the snippets are
+    cells: dict[tuple[str, str], list[Record]] = field(default_factory=dict)  # by kernel and case
+
+    @property
+    def kernels(self) -> list[str]:
+        """In the order of their first records."""
+        return list(dict.fromkeys(kernel for kernel, _ in self.cells))
+
+    @property
+    def cases(self) -> list[str]:
+        """In the order of their labels."""
+        return sorted(dict.fromkeys(case for _, case in self.cells), key=lambda case: self.heading(case).split(":"))
+
+    def headline(self, case: str) -> str | None:
+        """The measure that is shown of a case."""
+        return self.described.get(case, _UNKNOWN).headline
+
+    def heading(self, case: str) -> str:
+        """Of the case's column: its label and measure."""
+        about = self.described.get(case, _UNKNOWN)
+        return case if about.label is None else f"{about.label}: {about.headline}"
+
+    def said(self, kernel: str) -> str:
+        """What the paper says of training with a kernel; empty where it says nothing."""
+        found = [one for (name, _), records in self.cells.items() if name == kernel for one in records]
+        return next((str(one.evidence["paper"]) for one in found if "paper" in one.evidence), "")
+
+    def values(self, kernel: str, case: str) -> list[float]:
+        """The headline of every seed that has a number, lowest first."""
+        found = (self._value(one) for one in self.cells.get((kernel, case), []))
+        return sorted(value for value in found if value is not None)
+
+    def _value(self, record: Record) -> float | None:
+        headline = self.headline(record.case)
+        return None if headline is None else record.number(headline)
+
+    def text(self, kernel: str, case: str) -> str:
+        """One place of the table: the headline, lowest to highest, with the mark of the worst of it."""
+        found = self.cells.get((kernel, case), [])
+        if not found:
+            return ""
+        texts = list(dict.fromkeys(map(plain_text, sorted(found, key=self._order))))
+        text = texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}"
+        marks = [mark_of(one) for one in found]
+        return marked(text, min(marks, key=_WORST_FIRST.index))
+
+    def _order(self, record: Record) -> float:
+        value = self._value(record)
+        return float("inf") if value is None else value
+
+
+def training_grids(runs: Sequence[Run]) -> list[TrainingGrid]:
+    """Training runs by backend.
+
+    Args:
+        runs: one, or several of different seeds.
+
+    Returns:
+        A grid a backend, in the order of the records; none without training runs.
+    """
+    described = {name: about for run in reversed(runs) for name, about in run.cases.items()}
+    grids: dict[str, TrainingGrid] = {}
+    for record in (record for run in runs for record in run.records if record.experiment == TRAINING):
+        grid = grids.setdefault(record.backend, TrainingGrid(record.backend, described))
+        grid.cells.setdefault((record.kernel, record.case), []).append(record)
+    return list(grids.values())
+
+
+def training_tables(runs: Sequence[Run], tablefmt: str = "simple") -> str:
+    """Tables of the runs' training runs, one a backend, with their legend; empty without any."""
+    parts = []
+    for grid in training_grids(runs):
+        seeds = sorted({one.seed for found in grid.cells.values() for one in found})
+        said = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
+        parts += [aside(f"training, {grid.backend}, {said}", tablefmt), _table(grid, tablefmt)]
+    if parts:
+        parts.append(aside(training_legend(runs), tablefmt))
+    return "\n\n".join(parts)
+
+
+def _table(grid: TrainingGrid, tablefmt: str) -> str:
+    headings = [grid.heading(case) for case in grid.cases]
+    headers = ["kernel", *(map(broken, headings) if tablefmt == "simple" else headings), "paper"]
+    rows = [[kernel, *(grid.text(kernel, case) for case in grid.cases), grid.said(kernel)] for kernel in grid.kernels]
+    return grid_text(rows, headers, tablefmt)
+
+
+def training_legend(runs: Sequence[Run]) -> str:
+    """What the rows and columns of the tables stand for."""
+    legends = [run.experiments[TRAINING].legend for run in runs if TRAINING in run.experiments]
+    lines = list(dict.fromkeys(legend for legend in legends if legend))
+    for grid in training_grids(runs):
+        lines += [f"{about.label}, {case}: {about.about}" for case in grid.cases
+                  if (about := grid.described.get(case, _UNKNOWN)).label is not None]  # fmt: skip
+    return "\n".join(dict.fromkeys(lines))

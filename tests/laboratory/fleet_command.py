@@ -1,0 +1,207 @@
+"""The verb `tiebreak fleet`: the matrix once on each kind of machine of a Ray cluster, then a comparison and a page."""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiebreak.backends.levels import LEVELS
+from tiebreak.laboratory.ray_cluster import RAY, Cluster, Node, connected, first_line, is_address
+from tiebreak.programs.levels import environment
+from tiebreak.programs.resumable import Bar
+from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, Parser
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.names import split
+from tiebreak.reports.page import command as page
+from tiebreak.reports.records import store
+from tiebreak.reports.records.store import UnreadableRecordsError
+from tiebreak.reports.tables import compare
+from tiebreak.reports.tables.run import counted, counts
+
+LEVEL_LABEL = "tiebreak-level"  # a node's label: the instruction-set level that its runs are forced to
+_NAME = "records"  # of the file that a node writes
+_MATRIX = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix.test_cells")
+_LAST_LINES = 20  # of what pytest said, that come home
+_OF_A_RUN = ("--save", "--out")  # what the fleet says itself
+
+
+@dataclass(frozen=True)
+class MachineGroup:
+    """Machines that are alike."""
+
+    name: str  # of its file of records
+    nodes: tuple[Node, ...]  # one of them runs the matrix; where it dies, the next
+
+
+@dataclass(frozen=True)
+class Came:
+    """What came home from a node."""
+
+    code: int  # pytest's exit code
+    records: bytes  # the file; empty: there is none
+    told: str  # the last lines that pytest said
+
+
+def main(argv: Sequence[str]) -> int:
+    """The verb `fleet`; see `tiebreak.reports.cli.main`.
+
+    Returns:
+        0 if every kind held, 1 if something fell or a kind came to no records, 130 after Ctrl-C.
+
+    Raises:
+        UsageError: bad usage, or a cluster that does not answer; one line.
+    """
+    given = list(argv)
+    at = given.index("--") if "--" in given else len(given)
+    options, matrix = _parse(given[:at]), given[at + 1 :]
+    for word in matrix:
+        if word.split("=")[0] in _OF_A_RUN:
+            raise UsageError(f"{word.split('=')[0]} goes before --: the fleet names the records after the machines")
+    store.check_writable(options.out)
+    home: dict[str, Path] = {}
+    try:
+        with connected(None if options.on == RAY else options.on) as cluster:
+            found = kinds(cluster.nodes, split(options.labels))
+            if not found:
+                raise UsageError(f"--on {options.on}: the cluster has no node with a core")
+            code = _run(cluster, found, matrix, options.out, home)
+    except KeyboardInterrupt:
+        print(f"\nstopped; {options.out} has the records of {counted(len(home), 'kind')}", file=sys.stderr)
+        return INTERRUPTED
+    return max(code, _show(list(home.values()), options.out))
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="tiebreak fleet",
+        usage="%(prog)s --on WHERE [--labels NAMES] [--out DIR] [-- PYTEST_ARGUMENT ...]",
+        description="The matrix once on each kind of machine of a Ray cluster, with each machine's own PyTorch.",
+        epilog=f"A node's label {LEVEL_LABEL} forces an instruction-set level. Exit codes: 0 all held, 1 something"
+        " fell or a kind came to no records, 2 bad usage or no cluster, 130 stopped: records that came are kept.",
+    )
+    parser.add_argument("--on", required=True, metavar="WHERE", help="ray://HOST:PORT, HOST:PORT, or ray: here alone")
+    parser.add_argument("--labels", default="", metavar="NAMES", help="labels that make a kind (default: all of them)")
+    parser.add_argument("--out", type=Path, default=Path("out", "fleet"), metavar="DIR", help="default: out/fleet")
+    options = parser.parse_args(argv)
+    if options.on != RAY and not is_address(options.on):
+        raise UsageError(f"--on {options.on}: expected ray://HOST:PORT, HOST:PORT or ray")
+    return options
+
+
+def kinds(nodes: Sequence[Node], labels: Sequence[str] = ()) -> list[MachineGroup]:
+    """Which machines of a cluster are alike: those with one type of accelerator and the same labels.
+
+    Args:
+        nodes: of the cluster.
+        labels: the names of those that count; none: all that Ray has not set itself.
+
+    Raises:
+        UsageError: a label that no node has.
+    """
+    for name in labels:
+        if not any(name in node.labels for node in nodes):
+            known = sorted({one for node in nodes for one in node.labels})
+            raise UsageError(f"--labels {name}: no node has it; they have {', '.join(known) or 'none'}")
+    found: dict[str, list[Node]] = {}
+    for node in nodes:
+        told = [value for name, value in sorted(node.labels.items()) if not labels or name in labels]
+        accelerator = node.accelerator or ("gpu" if node.gpus else "cpu")
+        found.setdefault(re.sub(r"[^\w.+-]", "_", "-".join([accelerator, *told])), []).append(node)
+    return [MachineGroup(name, tuple(alike)) for name, alike in sorted(found.items())]
+
+
+def _run(
+    cluster: Cluster, found: Sequence[MachineGroup], matrix: Sequence[str], out: Path, home: dict[str, Path]
+) -> int:
+    """Run the matrix on each kind, its records brought home as it ends; 0, or 1 if something fell."""
+    for kind in found:
+        told = f" on {kind.nodes[0].labels[LEVEL_LABEL]}" if LEVEL_LABEL in kind.nodes[0].labels else ""
+        print(f"{kind.name}{told}: {counted(len(kind.nodes), 'node')}, one of them runs the matrix", flush=True)
+    bar, code = Bar(len(found), "kind"), HELD
+    for kind, came in _each(cluster, found, matrix):
+        problem = str(came) if isinstance(came, Exception) else _bring(came, out / f"{kind.name}.json", kind, home)
+        if isinstance(came, Exception) or came.code:
+            code = FELL
+        bar.tell(f"{kind.name}: {problem}")
+    return code
+
+
+def _each(
+    cluster: Cluster, found: Sequence[MachineGroup], matrix: Sequence[str]
+) -> Iterator[tuple[MachineGroup, Came | Exception]]:
+    """What came of each kind, as it ends; where a node dies, the kind's next has a try."""
+    waiting = {
+        cluster.start(on_node, kind.nodes[0], list(matrix), level_of(kind.nodes[0])): (kind, 0) for kind in found
+    }
+    while waiting:
+        for reference, came in cluster.finished(list(waiting)):
+            kind, at = waiting.pop(reference)
+            if isinstance(came, Exception) and at + 1 < len(kind.nodes):
+                node = kind.nodes[at + 1]
+                waiting[cluster.start(on_node, node, list(matrix), level_of(node))] = (kind, at + 1)
+                continue
+            yield kind, UsageError(f"no records: {first_line(came)}") if isinstance(came, Exception) else came
+
+
+def level_of(node: Node) -> str | None:
+    """The instruction-set level that a node's label asks for.
+
+    Raises:
+        UsageError: there is no such level.
+    """
+    name = node.labels.get(LEVEL_LABEL)
+    if name is not None and name not in {level.name for level in LEVELS}:
+        raise UsageError(f"a node's label {LEVEL_LABEL}={name}: known are {', '.join(level.name for level in LEVELS)}")
+    return name
+
+
+def _bring(came: Came, path: Path, kind: MachineGroup, home: dict[str, Path]) -> str:
+    """Keep what came; what to say of it."""
+    if not came.records:
+        print(came.told, file=sys.stderr)
+        return f"no records (pytest's exit code {came.code})"
+    try:
+        run = store.parse(came.records, path)
+    except UnreadableRecordsError as error:
+        return f"no records: {error}"
+    store.write_text(came.records.decode("utf-8"), path)
+    home[kind.name] = path
+    return f"{counts(run.records)}, PyTorch {run.platform.get('torch')}"
+
+
+def on_node(matrix: Sequence[str], level: str | None) -> Came:
+    """Run the matrix in a process of its own, with this machine's Python and PyTorch: what a node does.
+
+    Args:
+        matrix: arguments for pytest.
+        level: the instruction-set level to force; None: as the machine is.
+    """
+    own = next((one for one in LEVELS if one.name == level), None)
+    given = dict(os.environ) if own is None else environment(own)
+    # What Ray told its worker is not the matrix' own.
+    given = {name: value for name, value in given.items() if name not in ("OMP_NUM_THREADS", "PYTEST_ADDOPTS")}
+    with tempfile.TemporaryDirectory(prefix="tiebreak-fleet-") as folder:
+        words = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", folder, "--import-mode=importlib"]
+        words += ["-p", "no:cacheprovider", *_MATRIX, "--save", _NAME, "--out", folder, *matrix]
+        done = subprocess.run(words, env=given, cwd=folder, capture_output=True, text=True, check=False)
+        path = Path(folder, f"{_NAME}.json")
+        records = path.read_bytes() if path.exists() else b""
+    told = "\n".join([*done.stdout.splitlines()[-_LAST_LINES:], *done.stderr.splitlines()[-_LAST_LINES:]])
+    return Came(done.returncode, records, told)
+
+
+def _show(records: Sequence[Path], out: Path) -> int:
+    """Show what came: compared, and as a page."""
+    if not records:
+        print("no records came home", file=sys.stderr)
+        return FELL
+    files = list(map(str, records))
+    if len(files) > 1:
+        compare.main(files)
+    page.main([*files, "-o", str(out)])
+    return HELD

@@ -1,0 +1,190 @@
+"""Work on a Ray cluster: Ray finds the machines, places the work and runs it again where a node dies."""
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, TypeVar
+
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.tables.run import counted
+
+RAY = "ray"  # what --on says of this machine alone
+_ADDRESS = re.compile(r"(?:ray://)?[\w.-]+:[0-9]{1,5}")
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
+
+ANSWER_SECONDS = 10.0  # for a cluster to answer; Ray itself would try for two minutes
+RETRIES = 5  # of a task whose node or process has died
+_TOLD_EVERY = 1.0  # seconds in which Ctrl-C is heard
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of a cluster."""
+
+    id: str  # Ray's
+    cpus: float
+    gpus: float
+    accelerator: str | None  # its type, by Ray's name
+    labels: Mapping[str, str] = field(hash=False)  # as its owner gave them
+
+
+class Cluster:
+    """A cluster that this process is connected to."""
+
+    def __init__(self, ray: ModuleType) -> None:
+        """Made by `connected`."""
+        self._ray = ray
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The machines that are alive and have cores, in the order of their ids."""
+        found = [_node(told) for told in self._ray.nodes() if told["Alive"]]
+        return sorted((node for node in found if node.cpus >= 1), key=lambda node: node.id)
+
+    @property
+    def about(self) -> str:
+        """How large it is, in words."""
+        nodes = self.nodes
+        gpus = sum(node.gpus for node in nodes)
+        told = f", {counted(int(gpus), 'GPU')}" if gpus else ""
+        return f"{counted(len(nodes), 'node')}, {counted(int(sum(node.cpus for node in nodes)), 'core')}{told}"
+
+    def slots(self, gpus: float) -> int:
+        """How many tasks of one core and this share of GPUs it runs at a time.
+
+        Raises:
+            UsageError: none; they would wait for ever.
+        """
+        each = [min(int(node.cpus), int(node.gpus / gpus)) if gpus else int(node.cpus) for node in self.nodes]
+        if not sum(each):
+            raise UsageError(f"the cluster ({self.about}) has no node with a core and {gpus:g} of a GPU for a run")
+        return sum(each)
+
+    def run(self, one: Callable[[_Task], _Result], tasks: Sequence[_Task], *, gpus: float) -> Iterator[_Result]:
+        """Run tasks wherever there is room, and give each result as it comes; one whose node dies is run again.
+
+        Args:
+            one: runs one task; imported by the nodes, which need the same tiebreak.
+            tasks: what to run.
+            gpus: share of GPUs of each.
+
+        Raises:
+            UsageError: in the end, if some did not come to a result; those that did have been given.
+        """
+        remote = self._ray.remote(one).options(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)
+        lost = []
+        for reference in self._ended([remote.remote(task) for task in tasks]):
+            try:
+                yield self._ray.get(reference)
+            except self._ray.exceptions.RayError as error:
+                lost.append(first_line(error))
+        if lost:
+            raise UsageError(f"{counted(len(lost), 'run')} came to no result: {lost[0]}; the same command tries again")
+
+    def _ended(self, waiting: list[Any]) -> Iterator[Any]:
+        """References as they end."""
+        while waiting:
+            ended, waiting = self._ray.wait(waiting, timeout=_TOLD_EVERY)
+            yield from ended
+
+    def start(self, one: Callable[..., Any], node: Node, *words: Any) -> Any:
+        """Run a function on one machine with all its cores and GPUs, and nowhere else.
+
+        Returns:
+            A reference to the result, for `finished`.
+        """
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        pinned = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
+        options = {"num_cpus": node.cpus, "num_gpus": node.gpus, "max_retries": 0, "scheduling_strategy": pinned}
+        return self._ray.remote(one).options(**options).remote(*words)
+
+    def finished(self, waiting: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        """References as they end, each with its result or with the error that it ended in."""
+        for reference in self._ended(list(waiting)):
+            try:
+                yield reference, self._ray.get(reference)
+            except self._ray.exceptions.RayError as error:
+                yield reference, error
+
+
+def is_address(text: str) -> bool:
+    """Whether it can be that of a Ray cluster."""
+    return _ADDRESS.fullmatch(text) is not None
+
+
+@contextlib.contextmanager
+def connected(address: str | None, cpus: int | None = None) -> Iterator[Cluster]:
+    """Be connected to a cluster.
+
+    Args:
+        address: `HOST:PORT` of one that this machine is part of, `ray://HOST:PORT` of one elsewhere; None: Ray on this
+            machine alone, for as long as this lasts.
+        cpus: tasks at a time on this machine alone; None: as many as it has cores.
+
+    Raises:
+        UsageError: Ray is not installed, or no cluster answers there; one line.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is imported: it would report to its makers
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError(f"--on: Ray is not installed: pip install 'tiebreak[ray]' ({error})") from None
+    if address is not None:
+        _check_answers(address)
+    # Without "local" Ray would join whatever cluster was started here before.
+    own: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False} if address is None else {}
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that it does not answer is told once, below
+            ray.init(address or "local", **own, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        token = "" if "RAY_AUTH_MODE" in os.environ else "; a cluster that asks for a token wants RAY_AUTH_MODE=token"
+        raise UsageError(f"--on {address or 'ray'}: no connection: {first_line(error)}{token}") from None
+    try:
+        yield Cluster(ray)
+    finally:
+        ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Make sure that something answers which can be Ray: it speaks HTTP/2, as gRPC does."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    refusal = f"--on {address}: no Ray cluster answers there"
+    try:
+        with socket.create_connection((host, int(port)), ANSWER_SECONDS):
+            pass
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"{refusal}: {first_line(error)}") from None
+    try:
+        import grpc
+    except ImportError as error:
+        raise UsageError(f"--on {address}: pip install 'ray[client]' ({error})") from None
+    with grpc.insecure_channel(f"{host}:{port}") as channel:
+        try:
+            grpc.channel_ready_future(channel).result(ANSWER_SECONDS)
+        except grpc.FutureTimeoutError:
+            raise UsageError(f"{refusal}: what listens there is no Ray") from None
+
+
+def _node(told: Mapping[str, Any]) -> Node:
+    resources: Mapping[str, float] = told["Resources"]
+    types = [name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")]
+    labels = {name: value for name, value in told.get("Labels", {}).items() if not name.startswith("ray.io/")}
+    return Node(
+        told["NodeID"], resources.get("CPU", 0.0), resources.get("GPU", 0.0), types[0] if types else None, labels
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line; Ray's own end with what their cause said."""
+    cause = getattr(error, "cause", None)
+    told = str(cause if isinstance(cause, BaseException) else error).strip()
+    return told.splitlines()[0] if told else type(error).__name__

@@ -1,0 +1,76 @@
+"""What truncation does to one masked product, beside rounding to even: a table of docs/reduced-precision.md.
+
+python -m tiebreak.laboratory.truncation
+"""
+
+import statistics
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tabulate import tabulate
+
+from tiebreak.kernels.formats import ulp
+from tiebreak.laboratory.reduced import masked_product, parse_reduction
+
+DRAWS, ROWS, INNER, COLUMNS = 16, 128, 256, 64
+FORMATS = tuple(f"E8M{bits}" for bits in (7, 6, 5, 4, 3))
+
+
+@dataclass(frozen=True)
+class Found:
+    """Means over the draws, and standard errors."""
+
+    bias: float  # mean signed error over mean ulp, away from zero positive
+    error: float  # of the bias
+    gain: float  # sum |Y| / sum |Y without masks|
+
+    @property
+    def told(self) -> str:
+        """The bias, with two standard errors."""
+        return f"{self.bias:+.3f} ± {2 * self.error:.3f}"
+
+
+def measure(name: str) -> tuple[Found, Found]:
+    """Of Y = A B and of dA = dY B^T, against the same products in fp64 without masks.
+
+    The mean error is divided by the mean ulp: elements near 0, whose terms cancel, have errors of hundreds of ulps.
+    """
+    reduction = parse_reduction(name)
+    errors: tuple[list[float], list[float]] = ([], [])
+    gains: tuple[list[float], list[float]] = ([], [])
+    for draw in range(DRAWS):
+        rng = np.random.default_rng([draw, 15])
+        shapes = ((ROWS, INNER), (INNER, COLUMNS), (ROWS, COLUMNS))
+        a, b, dy = (torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)) for shape in shapes)
+        a.requires_grad_()
+        y = masked_product(torch.matmul, reduction, a, b)
+        y.backward(dy)  # type: ignore[no-untyped-call]
+        assert a.grad is not None
+        exact = (a.detach().double() @ b.double(), dy.double() @ b.double().mT)
+        for at, (found, reference) in enumerate(zip((y.detach(), a.grad), exact, strict=True)):
+            signed = (found.double() - reference) * reference.sign()
+            errors[at].append((signed.mean() / ulp(reference, reduction.fmt).mean()).item())
+            gains[at].append((found.abs().sum() / reference.abs().sum()).item())
+    forward, backward = (
+        Found(statistics.fmean(each), statistics.stdev(each) / DRAWS**0.5, statistics.fmean(gain))
+        for each, gain in zip(errors, gains, strict=True)
+    )
+    return forward, backward
+
+
+def row(fmt: str) -> tuple[str, ...]:
+    """Of the table."""
+    (y, _), (cut_y, cut_da) = (measure(fmt + mode) for mode in ("", ":zero"))
+    return fmt, y.told, cut_y.told, cut_da.told, f"{y.gain:.4f}", f"{cut_y.gain:.4f}"
+
+
+def main() -> None:
+    """Print the table."""
+    head = ("format", *(f"{place}: ulp" for place in ("Y, even", "Y, truncated", "dA, truncated")))
+    sizes = ("Y, even: size", "Y, truncated: size")
+    print(tabulate(map(row, FORMATS), (*head, *sizes), tablefmt="pipe", disable_numparse=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""The way of the records: collected on the controller as tests report, written when the session ends, anyhow."""
+
+import functools
+import json
+import re
+import shutil
+import tempfile
+import uuid
+from collections import Counter
+from collections.abc import Collection, Generator, Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiebreak.backends.backend import Backend
+from tiebreak.backends.platform import describe
+from tiebreak.matrix import watch
+from tiebreak.matrix.checks import checks
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments import kinds
+from tiebreak.matrix.explain import explain
+from tiebreak.matrix.record_file import RecordFile
+from tiebreak.matrix.recording import blank_record, place
+from tiebreak.matrix.scheduling import CaseScheduling, cell_id
+from tiebreak.matrix.settings import Settings
+from tiebreak.reports.gate.expected import Excuses
+from tiebreak.reports.records import record as records
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import Answer
+from tiebreak.reports.tables import run as tables
+
+_USAGE = 2
+_WORKER_DIED = re.compile(r"worker '(\w+)' crashed while running")  # xdist's words; which worker is chance
+_DEATHS = 2  # of workers by one kernel: from then on each of its cells has a process of its own
+PROPERTY = "tiebreak"  # name of the property that carries a cell's record from its worker to the controller
+_DIED = "its process died: killed by a signal, out of memory, or ended by the kernel itself"
+POISONED = "tiebreak.poisoned"  # name of the property that says that a cell has left its worker's device unusable
+_OPTIONS = (
+    "backend",
+    "as",
+    "kernels",
+    "cases",
+    "dtype",
+    "seed",
+    "heads",
+    "kernel",
+    "declare",
+    "plan",
+    "captured",
+    "fair",
+)
+_IN_PART = ("kernels", "cases", "captured")  # what leaves out cells of the backends and kernels that run
+NARROWING = ("backend", "kernels", "cases", "kernel", "captured")  # without them a run is a whole one
+
+
+class RecordCollector:
+    """Collects records, writes them, and says what they are."""
+
+    def __init__(
+        self,
+        config: pytest.Config,
+        cells: Iterable[Cell],
+        settings: Settings,
+        unavailable: Mapping[str, str],
+        excuses: Excuses,
+        missing: Collection[str] = (),
+    ) -> None:
+        """Begin with nothing.
+
+        Args:
+            config: pytest's.
+            cells: of the run.
+            settings: of every cell.
+            unavailable: backends that can't run, and why.
+            excuses: for failures.
+            missing: those of the unavailable backends that were asked for by name, and must not be missing.
+        """
+        self.config, self.settings, self.unavailable, self.excuses = config, settings, unavailable, excuses
+        self.missing = missing
+        self.expected = {cell.id: cell for cell in cells}
+        self.records: dict[str, records.Record] = {}
+        self.seconds: dict[str, float] = {}
+        self.collected: set[str] = set()
+        self.begun: set[str] = set()
+        self.run_again: set[str] = set()  # cells of which a second report came: something has rerun what failed
+        self.name = uuid.uuid4().hex
+        path = Path(str(config.getoption("out"))) / f"{config.getoption('save') or 'last'}.json"
+        self.file = RecordFile(path, self.name)
+        self.run: records.Run | None = None
+        self.failure: str | None = None
+        self.deaths = Counter[str]()  # of workers, by the kernel that they ran
+        self.fallen: list[str] = []  # what fails the session though no single cell fell
+
+    def options(self) -> dict[str, Any]:
+        """Those of the command line that decide what runs."""
+        given = {name: self.config.getoption(name) for name in _OPTIONS}
+        return {name: " ".join(value) or None if isinstance(value, list) else value for name, value in given.items()}
+
+    def platform(self) -> dict[str, Any]:
+        """This machine, with the devices that cells run on."""
+        described = describe().as_dict()
+        for backend in backends_of(self.expected.values()):
+            described |= backend.describe()
+        return described
+
+    def pytest_report_header(self) -> list[str]:
+        """What runs here, what doesn't and why."""
+        lines = [f"tiebreak: {len(self.expected)} cells in the matrix; records go to {self.file.path}"]
+        platform = describe()
+        lines.append(f"platform: {platform.cpu}, level {platform.level}, torch {platform.torch}")
+        told = {backend.name: backend.told() for backend in backends_of(self.expected.values())}
+        lines += [f"backend {name}: {words}" for name, words in told.items() if words is not None]
+        lines += [f"backend {name} can't run: {reason}" for name, reason in self.unavailable.items()]
+        return [*lines, *self.warnings()]
+
+    def warnings(self) -> list[str]:
+        """What was asked for and has no effect, one line each."""
+        if self.config.getoption("cell_timeout") is None or self.config.getoption("dist", "no") != "no":
+            return []
+        return ["--cell-timeout has no effect without workers: it would end the only process that there is; give -n 1"]
+
+    @functools.cached_property
+    def _fingerprints(self) -> dict[str, Mapping[str, str | float]]:
+        """What the arithmetic of every backend that ran does, by backend."""
+        return {backend.name: backend.fingerprint() for backend in backends_of(self.expected.values())}
+
+    @pytest.hookimpl(wrapper=True)  # before JUnit's XML takes the properties, and pytest counts what failed
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, None, None]:
+        """Take the record that a cell's report carries; a cell whose worker died has none and is marked crashed."""
+        self._take(report)
+        yield
+
+    def _take(self, report: pytest.TestReport) -> None:
+        if any(key == POISONED for key, _ in report.user_properties):
+            self._expect_to_leave(getattr(report, "node", None))
+        name = cell_id(report.nodeid)
+        if name not in self.expected:
+            return
+        carried = [value for key, value in report.user_properties if key == PROPERTY]
+        if name in self.records and carried:
+            self.run_again.add(name)
+        if name not in self.records and (carried or report.failed):
+            if carried:
+                self.records[name] = records.from_dict(json.loads(str(carried[0])))
+            else:
+                self.records[name] = self.excuses.excuse(self._without_record(name, report))
+                if (reason := self.records[name].excused) is not None:
+                    report.outcome, report.wasxfail = "skipped", reason
+            self.seconds[name] = round(report.duration, 3)
+            self.file.now_and_then(lambda: self._as_run(complete=False))
+        if carried:
+            # The whole record was for the way here; a report in JUnit's XML gets the numbers.
+            report.user_properties = [pair for pair in report.user_properties if pair[0] != PROPERTY]
+            report.user_properties += properties(self.records[name])
+
+    def _expect_to_leave(self, worker: Any) -> None:
+        """Tell the scheduler, if there is one, that a worker will end itself, and not by fault of its next cell."""
+        session = self.config.pluginmanager.get_plugin("dsession")
+        if session is not None and isinstance(session.sched, CaseScheduling):
+            session.sched.leaving.add(worker)
+
+    @functools.cached_property
+    def _watches(self) -> Path:
+        """Where workers leave word before their watch ends them."""
+        return Path(tempfile.mkdtemp(prefix="tiebreak-"))
+
+    def watched(self, worker: str) -> dict[str, Any]:
+        """What a worker, which is about to start, is told of its watch."""
+        return watch.watched(self._watches / worker, [name for name, n in self.deaths.items() if n >= _DEATHS])
+
+    def pytest_unconfigure(self) -> None:
+        """Leave nothing behind."""
+        if "_watches" in vars(self):
+            shutil.rmtree(self._watches, ignore_errors=True)
+
+    def _without_record(self, name: str, report: pytest.TestReport) -> records.Record:
+        """The record of a cell whose test failed before it gave one: mostly its process has ended."""
+        why = _why(report)
+        died = _WORKER_DIED.match(why)
+        if died is None:
+            return self._crashed(name, why, in_time=not why.startswith("Failed: Timeout"))
+        self.deaths[self.expected[name].kernel.name] += 1
+        late = watch.timed_out(self._watches / died[1])
+        return self._crashed(name, late or _DIED, in_time=late is None)
+
+    def _crashed(self, name: str, why: str, *, in_time: bool = True) -> records.Record:
+        check, outcome = (records.RUNS, records.CRASHED) if in_time else (records.IN_TIME, records.TIMED_OUT)
+        cell = self.expected[name]
+        answer = Answer(False, checks()[check].about, f"{place(cell, self.settings)}: {why}")
+        return blank_record(cell, self.settings, outcome, {check: answer})
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Remember which cells have begun."""
+        self.begun.add(cell_id(nodeid))
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Remember which cells were to run (without workers; with them the controller collects nothing)."""
+        self.collected = {cell_id(item.nodeid) for item in session.items} & set(self.expected)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        """The same, as a worker tells it."""
+        self.collected = {cell_id(nodeid) for nodeid in ids} & set(self.expected)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write the records. A run of skips fails the session, and so does an excuse that excuses nothing any more."""
+        if not (self.records or self.collected) or self.config.getoption("collectonly"):
+            return
+        whole = (
+            not any(self.config.getoption(name) for name in _IN_PART) and self.expected.keys() <= self.records.keys()
+        )
+        self.fallen = self.excuses.stale(self.records.values(), whole=whole)
+        self.fallen += [
+            f"fell: {name} was asked for and can't run here: {self.unavailable[name]}; --allow-missing {name} lets the"
+            " rest pass"
+            for name in self.missing
+        ]
+        if all(record.outcome == records.SKIPPED for record in self.records.values()):
+            self.fallen.append("fell: no cell ran, and what did not run does not pass")
+        interrupted = bool(session.shouldstop) or session.exitstatus == pytest.ExitCode.INTERRUPTED
+        if not interrupted and not self.config.getoption("maxfail"):
+            self._account_for_lost()
+        explanations = explain(list(self.records.values()))
+        self.run = replace(
+            self._as_run(complete=set(self.records) >= self.collected and not session.shouldstop),
+            explanations={f"{found.backend}-{found.kernel}": found.text for found in explanations},
+        )
+        try:
+            self.file.write(self.run)
+        except store.UnwritableFolderError as error:
+            self.failure = str(error)
+            session.exitstatus = _USAGE
+            return
+        self.fallen += self._hidden(session)
+        if self.fallen and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _hidden(self, session: pytest.Session) -> list[str]:
+        """What a record says and the session would pass over, as with a plug-in that runs again what failed."""
+        if session.exitstatus != pytest.ExitCode.OK:
+            return []
+        failed = {
+            name: record.outcome
+            for name, record in self.records.items()
+            if not record.passes and record.outcome != records.SKIPPED
+        }
+        again = dict.fromkeys(self.run_again, " at first, whatever came of it when it was run again")
+        return [f"fell: {name} {outcome}{again.get(name, '')}" for name, outcome in failed.items()]
+
+    def _account_for_lost(self) -> None:
+        """A cell that was asked for is in the records, also where all workers died before its turn."""
+        lost = [name for name in self.expected if name in self.collected - self.records.keys()]
+        for name in lost:
+            self.records[name] = self._crashed(name, "never run: too many of the workers died before its turn")
+        if lost:
+            self.fallen.append(f"fell: {tables.counted(len(lost), 'cell')} never ran: too many workers died")
+
+    def _as_run(self, *, complete: bool) -> records.Run:
+        found = tuple(self.records[name] for name in self.expected if name in self.records)
+        left = self.collected - self.records.keys()
+        return described(
+            records.Run(
+                platform=self.platform() | {"fingerprint": self._fingerprints},
+                options=self.options(),
+                records=found,
+                unavailable=self.unavailable,
+                seconds=self.seconds,
+                not_run=tuple(name for name in self.expected if name in left - self.begun),
+                running=tuple(name for name in self.expected if name in left & self.begun),
+                complete=complete,
+                run=self.name,
+            ),
+            self.expected,
+        )
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """The table, then what fell with the commands that rerun it."""
+        if self.failure:
+            terminalreporter.write_line(self.failure, red=True)
+        if self.run is None:
+            return
+        width = terminalreporter._tw.fullwidth
+        terminalreporter.section("tiebreak")
+        for text in (tables.tables(self.run, width), tables.fallen(self.run.records), tables.summary(self.run)):
+            if text:
+                terminalreporter.write_line("")
+                terminalreporter.write_line(text)
+        terminalreporter.write_line("")
+        for text in self.fallen:
+            terminalreporter.write_line(text, red=True)
+        if not self.failure:
+            terminalreporter.write_line(self.file.told)
+
+
+def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
+    """A run with the descriptions of what its records have, each once."""
+    ran = {record.experiment for record in run.records}
+    measured = {name for record in run.records for name in record.measures}
+    asked = {name for record in run.records for name in record.answers}
+    cases = {record.case: cells[record.id].experiment for record in run.records}
+    return replace(
+        run,
+        measures={name: found for name, found in measures().items() if name in measured},
+        checks={name: records.CheckRecord(one.about, one.judges) for name, one in checks().items() if name in asked},
+        cases={name: experiment.described() for name, experiment in cases.items()},
+        experiments={
+            name: records.ExperimentRecord(kind.about, kind.legend, kind.headline)
+            for name, kind in kinds().items()
+            if name in ran
+        },
+    )
+
+
+def measures() -> dict[str, records.MeasureRecord]:
+    """Every measure of every kind of experiment, for the file of records."""
+    return {
+        name: records.MeasureRecord(**{key: value for key, value in asdict(found).items() if key != "name"})
+        for kind in kinds().values()
+        for name, found in kind.measures().items()
+    }
+
+
+def backends_of(cells: Iterable[Cell]) -> list[Backend]:
+    """Every backend that cells run on, once."""
+    return list({cell.backend.name: cell.backend for cell in cells}.values())
+
+
+def properties(record: records.Record) -> list[tuple[str, object]]:
+    """What a cell's entry in JUnit's XML carries: its outcome, measures and answers."""
+    found: dict[str, object] = {"outcome": record.outcome, "verdict": record.verdict, "plan": record.plan}
+    for name, value in record.measures.items():
+        found[name] = record.number(name)
+        if isinstance(value, records.Estimate):
+            found[f"{name}_half_width"] = value.half_width
+    found |= {f"{name}_met": answer.met for name, answer in record.answers.items()}
+    return [(f"tiebreak.{name}", value) for name, value in found.items() if value is not None]
+
+
+def _why(report: pytest.TestReport) -> str:
+    """Why a test failed that gave no record, in one line."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    lines = str(crash.message if crash else report.longrepr).strip().splitlines()
+    if lines and _WORKER_DIED.match(lines[-1]):
+        return lines[-1]
+    return (lines[0] if crash else lines[-1]) if lines else "no report"

@@ -1,0 +1,1 @@
+"""Programs that make the pages under docs/: their tables, their figures, and the site."""

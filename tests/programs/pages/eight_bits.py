@@ -1,0 +1,212 @@
+"""Attention in 8 bits, emulated: the tables of docs/eight-bits.md.
+
+    python -m tiebreak.programs.pages.eight_bits            # all four, into the page
+    python -m tiebreak.programs.pages.eight_bits stale      # one: stale, sink, fix or scales
+
+Everything is emulated, and so the same on every machine.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.formats import BF16, FP8_E4M3, Formats, ulp
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import run_forward
+from tiebreak.kernels.plans import Cast
+from tiebreak.kernels.reference import reference
+from tiebreak.programs.resumable import renewed
+
+PAGE = Path(__file__).parents[3] / "docs" / "eight-bits.md"
+ARITHMETIC = EmulatedArithmetic()
+SEED, HEADS = 1, 256
+_SATURATING = Cast(FP8_E4M3, saturates=True)
+
+
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(SEED + sum(shape)))
+
+
+def _attend(kernel: str, inputs: AttentionInputs) -> Tensor:
+    return run_forward(parse_declaration(kernel), inputs, ARITHMETIC).o.double()
+
+
+def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|---|" + "---:|" * (len(head) - 1)
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+# FlashAttention-4 on a B300, as #2694 tells it: relative error beside the bf16 kernel, by the logits' deviation.
+_ON_A_B300 = {0.25: (0.027, 0.027), 0.5: (0.031, 0.028), 1.0: (0.136, 0.027), 1.5: (0.305, 0.024), 2.0: (0.361, 0.022)}
+_STALE = {
+    "e4m3, 2^8, lag 4": "lazy_4@fused_fp8_offset",
+    "e5m2, 2^8, lag 4": "lazy_4@fused_e5m2_offset",
+    "e4m3, 2^4, lag 4": "lazy_4@fused_fp8_offset_4",
+    "e4m3, 2^8, no lag": "flash@fused_fp8_offset",
+    "l clamped, 2^8, lag 4": "lazy_4@fused_fp8_clamped",
+    "no lag, l rounded": "flash@fused_fp8_offset,l_from=rounded",
+}
+
+
+def stale(keys: int = 8192, queries: int = 256, d: int = 128) -> Iterator[str]:
+    """Relative error of O where the running maximum lags, by the deviation of the logits."""
+
+    def rows() -> Iterator[Sequence[str]]:
+        q, k, v = (
+            x.clamp(-3, 3).to(torch.float8_e4m3fn).float()[None, None]
+            for x in (_normal(queries, d), _normal(keys, d), _normal(keys, d + 1)[:, 1:])
+        )
+        for deviation, (before, after) in _ON_A_B300.items():
+            scale = deviation / math.sqrt(d)
+            inputs = AttentionInputs(q, k, v, torch.zeros_like(q), Formats.of(BF16, v=FP8_E4M3), softmax_scale=scale)
+            plain = _attend("flash@fused,base=2", inputs)
+            found = [(_attend(f"{kernel},base=2", inputs) - plain).norm() / plain.norm() for kernel in _STALE.values()]
+            yield f"{deviation:g}", f"{before:.3f}", f"{after:.3f}", *(f"{one.item():.3f}" for one in found)
+
+    yield from _table(("logits' deviation", "B300, before", "B300, 2^4", *_STALE), rows())
+
+
+def sink(heads: int = 64, keys: int = 4096) -> Iterator[str]:
+    """From which height of a sink on half of the other P-bar are 0, beside the closed form."""
+    scores, places = _normal(heads, keys), slice(0, 4)
+    above = scores[:, places].amax(-1).mean().item()  # delta_k of arXiv 2606.06521
+
+    def lost(height: float, factor: float) -> float:
+        s = scores.clone()
+        s[:, places] += height
+        p_bar = ARITHMETIC.cast(torch.exp(s - s.amax(-1, keepdim=True)) * factor, _SATURATING)
+        return (p_bar[:, places.stop :] == 0).float().mean().item()
+
+    def half(factor: float) -> float:
+        low, high = 0.0, 40.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (low, middle) if lost(middle, factor) >= 0.5 else (middle, high)
+        return low
+
+    def rows() -> Iterator[Sequence[str]]:
+        for power in (0, 4, 8):
+            found = half(2.0**power)
+            lifted = 10 * math.log(2) + power * math.log(2)
+            own, theirs = lifted - above, lifted - 1.03
+            apart = (f"{found / one - 1:+.1%}" for one in (own, theirs))
+            yield f"2^{power}", f"{found:.2f}", f"{own:.2f}", f"{theirs:.2f}", *apart
+
+    of_these = f"closed form, delta_k = {above:.2f} of these scores"
+    yield from _table(("S", "half is lost from", of_these, "delta_k = 1.03", "apart", "apart"), rows())
+
+
+_SUMS = MappingProxyType({"before": "fused_fp8_offset", "after": "fused_fp8_offset,l_from=rounded"})
+FIX = {
+    **{f"{rule}, l {when} the cast": f"{rule}@{plan}" for rule in ("flash", "stabilized", "dithered")
+       for when, plan in _SUMS.items()},
+    "dithered, l after, O stochastic": "dithered@fused_fp8_fair",
+    "flash, l after, O stochastic": "flash@fused_fp8_fair",
+}  # fmt: skip
+FIX_CASES = ("fp8_ties", "fp8_flat_tail", "fp8_stale_maximum", "fp8_sink_collapse", "fp8_random")
+
+
+def fix_row(kernel: str, inputs: AttentionInputs, ref: Tensor) -> str:
+    """Bias, row coherence and root mean square of one kernel's errors, in ulps of bf16."""
+    errors = ref.sign() * (_attend(kernel, inputs) - ref) / ulp(ref, BF16)
+    return f"{errors.mean():+.2f}, {errors.mean(-1).abs().mean():.2f}, {errors.square().mean().sqrt():.2f}"
+
+
+def fix() -> Iterator[str]:
+    """What the fixes make of P-bar in e4m3."""
+    cases = {case.name: case.make(SEED, 0, HEADS, BF16) for case in SCRIPTED if case.name in FIX_CASES}
+    refs = {name: reference(inputs).o for name, inputs in cases.items()}
+
+    def rows() -> Iterator[Sequence[str]]:
+        for told, kernel in {"flash, P-bar in bf16": "flash@fused", **FIX}.items():
+            yield told, *(fix_row(kernel, cases[name], refs[name]) for name in FIX_CASES)
+
+    yield from _table(("kernel", *(f"`{name}`" for name in FIX_CASES)), rows())
+
+
+_PLANS = ("fp8_tensor", "fp8", "fp8_block", "fp8_e5m2_v", "fp8_ada", "fp8_hopper", "mxfp8", "sage", "sage,smooth_k=no")
+
+
+@dataclass(frozen=True)
+class Made:
+    """One kind of input for the table of scales."""
+
+    about: str  # its column
+    make: Callable[[AttentionInputs], AttentionInputs]  # from normal q, k and v
+
+
+def _uneven(inputs: AttentionInputs) -> AttentionInputs:
+    sizes = torch.exp2(-3.0 * torch.arange(inputs.v.shape[1])).view(1, -1, 1, 1)
+    return replace(inputs, v=(inputs.v * sizes).bfloat16().float())
+
+
+def _falling(inputs: AttentionInputs) -> AttentionInputs:
+    blocks = torch.exp2(-8.0 * (torch.arange(inputs.k.shape[2]) // 128)).view(1, 1, -1, 1)
+    return replace(inputs, v=(inputs.v * blocks).bfloat16().float())
+
+
+def _one_channel(inputs: AttentionInputs) -> AttentionInputs:
+    return replace(inputs, k=(inputs.k + 30.0 * (torch.arange(inputs.k.shape[3]) == 5)).bfloat16().float())
+
+
+_INPUTS = (
+    Made("normal", lambda inputs: inputs),
+    Made("V of each head 1/8 of the last", _uneven),
+    Made("V of each 128 keys 2^-8 of the last", _falling),
+    Made("a channel of K is 30", _one_channel),
+)
+
+
+def scales(heads: int = 8, keys: int = 512, queries: int = 64, d: int = 64) -> Iterator[str]:
+    """Relative error of O by who shares a scale: the mean over heads, each by its own size."""
+    q, k, v = (_normal(1, heads, n, d + i)[..., :d].bfloat16().float() for i, n in enumerate((queries, keys, keys)))
+    plain = AttentionInputs(q, k, v, torch.zeros_like(q), Formats.of(BF16))
+    made = [each.make(plain) for each in _INPUTS]
+    refs = [reference(inputs).o for inputs in made]
+
+    def apart(plan: str, inputs: AttentionInputs, ref: Tensor) -> str:
+        lost = (_attend(plan, inputs) - ref).norm(dim=(-2, -1)) / ref.norm(dim=(-2, -1))
+        return f"{lost.mean():.3f}"
+
+    def rows() -> Iterator[Sequence[str]]:
+        for plan in ("fused", *_PLANS):
+            yield f"`{plan}`", *(apart(plan, *pair) for pair in zip(made, refs, strict=True))
+
+    yield from _table(("plan", *(each.about for each in _INPUTS)), rows())
+
+
+TABLES: Mapping[str, Callable[[], Iterator[str]]] = MappingProxyType(
+    {"stale": stale, "sink": sink, "fix": fix, "scales": scales}
+)
+
+
+def marks(name: str) -> tuple[str, str]:
+    """What a table of the page stands between."""
+    return f"<!-- {name} -->", f"<!-- end of {name} -->"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Make the tables that are named, or all."""
+    if not set(arguments) <= TABLES.keys():
+        print((__doc__ or "").strip(), file=sys.stderr)
+        return 2
+    for name in arguments or TABLES:
+        told = "\n".join(TABLES[name]())
+        PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), *marks(name), told), encoding="utf-8")
+        print(name, file=sys.stderr, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,302 @@
+"""Judging a record anew, without its device: by its own numbers, and by what the emulation makes of its cell.
+
+Of a record someone may have changed a number, an answer, or taken an answer out. A cell of the emulation can be run
+again anywhere. Of a device's cell that was held to a prediction, the prediction can.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+import torch
+
+from tiebreak.backends.backend import EMULATION
+from tiebreak.backends.registry import BACKENDS
+from tiebreak.cases.case import Case
+from tiebreak.cases.claims import ROWS_ERR_APART, ROWS_ERR_TOGETHER, Claim, predicted
+from tiebreak.cases.errors import Errors, merge
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.verdicts import LOOKS, Interval, Verdict, judge
+from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.formats import parse_format
+from tiebreak.kernels.inputs import TORCH_DTYPES
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.roster import composed_kernel
+from tiebreak.matrix.checks import checks
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call, digest, shown
+from tiebreak.matrix.result import Result
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.records.record import CLAIM, PREDICTION, Estimate, Record, Value
+
+_CASES = {case.name: case for case in SCRIPTED}
+_FORMATS = frozenset(fmt.name for fmt in TORCH_DTYPES)
+_MEASURED = ("finite", "bound", "range", "gradients", "loss")  # checks that ask a result for its measures alone
+_CLOSE = 1e-6  # as a share, and in ulps: what another order of summation in fp64 may change of a mean
+
+
+def contradictions(record: Record) -> Iterator[str]:
+    """What of a record does not follow from its own numbers, or from what its case is, a line each.
+
+    Args:
+        record: one with a result; of any other nothing is told.
+
+    Returns:
+        A verdict that its bias does not come to, a text that tables do not show of it, a check that its measures answer
+        otherwise, a check that was not asked and should have been.
+    """
+    if record.shown is None:
+        return
+    if record.format not in _FORMATS:
+        yield f"format: {record.format}: no kernel is run in it"
+        return
+    case = _CASES.get(record.case)
+    try:
+        spoken = spoken_for(record, case)
+    except ValueError as error:
+        yield f"plan: {error}"
+        return
+    if case is not None:
+        yield from _of_a_call(record, case)
+    yield from _of_measures(record, spoken)
+
+
+def spoken_for(record: Record, case: Case | None) -> frozenset[str]:
+    """Checks that need not be met, since the case claims of such a kernel that they are not.
+
+    Raises:
+        ValueError: the plan that it declares is none.
+    """
+    if case is None:
+        return frozenset(_MEASURED)  # a training run's claims say how soon the loss breaks down: not known here
+    declaration = declaration_of(record)
+    if declaration is None and record.plan is not None:
+        declaration = parse_declaration(record.plan)
+    claim = case.claim_about(declaration, parse_format(record.format))
+    if claim is None:
+        return frozenset()
+    expectation = claim.expectation
+    lost = set() if expectation.accurate else {"bound", "range", "gradients"}
+    return frozenset(lost | (set() if expectation.finite else {"finite"}))
+
+
+def declaration_of(record: Record) -> Declaration | None:
+    """What a kernel of the suite declares; None of any other."""
+    try:
+        return composed_kernel(record.kernel).declaration
+    except ValueError:
+        return None
+
+
+def _of_a_call(record: Record, case: Case) -> Iterator[str]:
+    nonfinite = record.number("nonfinite")
+    bias, gain = _interval(record.measures.get("bias")), record.number("gain")
+    verdict = Verdict.NONFINITE if nonfinite else judge(bias)
+    comes_to = None if case.cancels else verdict.value
+    if record.verdict != comes_to:
+        yield f"verdict: {record.verdict}, and its bias comes to {comes_to}"
+    text = shown(nonfinite or 0.0, math.nan if gain is None else gain, bias.mean, comes_to)
+    if record.shown != text:
+        yield f"shown: {record.shown!r}, and its measures come to {text!r}"
+    expected, difference = (
+        _interval(record.measures.get(name)) for name in ("predicted_bias", "prediction_difference")
+    )
+    answer = record.answers.get(PREDICTION)
+    if not nonfinite and abs(bias.mean - expected.mean - difference.mean) > _CLOSE:
+        yield "measures: bias less predicted_bias is not prediction_difference"
+    elif not nonfinite and answer is not None and answer.met is not predicted(difference):
+        yield f"answers.prediction: {_told(answer.met)}, and its measures say {_told(predicted(difference))}"
+    declaration = declaration_of(record)
+    if declaration is None:
+        return
+    if record.plan != declaration.label:
+        yield f"plan: {record.plan}, and {record.kernel} declares {declaration.label}"
+    yield from _of_the_claim(record, case.claim_about(declaration, parse_format(record.format)))
+    backend = BACKENDS.get(record.backend)
+    predicts = backend is None or backend.predicts
+    if not predicts and not case.cancels and not case.chaotic and PREDICTION not in record.answers:
+        yield "answers.prediction: not asked, and the kernel's plan predicts this case"
+
+
+def _of_the_claim(record: Record, claim: Claim | None) -> Iterator[str]:
+    answer = record.answers.get(CLAIM)
+    if (claim and claim.expectation.name) != (answer and answer.asked):
+        yield f"answers.claim: {answer and answer.asked}, and the case claims {claim and claim.expectation.name}"
+    elif claim is not None and answer is not None and claim.expectation not in (ROWS_ERR_TOGETHER, ROWS_ERR_APART):
+        # Of rows a record has the means alone, without their interval.
+        met = claim.expectation.met(_as_recorded(record))
+        if met is not answer.met:
+            yield f"answers.claim: {_told(answer.met)}, and its measures say {_told(met)}"
+
+
+@dataclass(frozen=True)
+class _Recorded(Errors):
+    """Errors as a record has them: their means and intervals, not the samples that those are of."""
+
+    told_bias: Interval | None = None
+    told_gain: float = math.nan
+
+    @property
+    def bias(self) -> Interval:
+        """As recorded."""
+        return self.told_bias or _interval(None)
+
+    @property
+    def gain(self) -> float:
+        """As recorded."""
+        return self.told_gain
+
+
+def _as_recorded(record: Record) -> Errors:
+    def number(name: str) -> float:
+        found = record.number(name)
+        return math.nan if found is None else found
+
+    def count(name: str) -> int:
+        return int(record.number(name) or 0)
+
+    nothing = torch.zeros(0)
+    return _Recorded(
+        head_bias=nothing,
+        head_square=nothing,
+        head_coherence=nothing,
+        head_delta=nothing,
+        head_delta_size=nothing,
+        max_ulps=number("max_ulps"),
+        error_over_bound=number("error_over_bound"),
+        output_size=number("gain"),  # of a reference of size 1: claims ask whether it is 0
+        reference_size=1.0,
+        left_out=count("left_out"),
+        nonfinite=count("nonfinite"),
+        missed=count("missed"),
+        elements=count("elements"),
+        outside_values=number("outside_values"),
+        told_bias=_interval(record.measures.get("bias")),
+        told_gain=number("gain"),
+    )
+
+
+def _of_measures(record: Record, spoken: frozenset[str]) -> Iterator[str]:
+    """Checks that its measures answer otherwise than it says."""
+    result = Result({name: _value(value) for name, value in record.measures.items()}, "", bound_of=record.plan)
+    for name in _MEASURED:
+        found, said = checks()[name].ask(result), record.answers.get(name)
+        if found is None:
+            continue
+        if said is None:
+            if name not in spoken and found.met is not True:
+                yield f"answers.{name}: not asked, and its measures do not meet it: {found.why}"
+        elif said.met is not found.met and not (name == "gradients" and said.met is False):
+            yield f"answers.{name}: {_told(said.met)}, and its measures say {_told(found.met)}"
+
+
+def _told(met: bool | None) -> str:
+    return {True: "met", False: "not met", None: "not told"}[met]
+
+
+def _value(value: Value) -> Interval | float | None:
+    return _interval(value) if isinstance(value, Estimate) else value
+
+
+def _interval(value: Value) -> Interval:
+    mean, width = (value.mean, value.half_width) if isinstance(value, Estimate) else (None, None)
+    return Interval(math.nan if mean is None else mean, math.inf if width is None else width)
+
+
+def recomputable(record: Record) -> bool:
+    """Whether the emulation can say anything of a record: a call of a kernel of the suite, with a result."""
+    if record.shown is None or record.case not in _CASES or declaration_of(record) is None:
+        return False
+    if record.format not in _FORMATS:
+        return False
+    return record.backend == EMULATION.name or "predicted_bias" in record.measures
+
+
+def sample(records: list[Record], size: int, seed: int) -> list[Record]:
+    """Some of the records that the emulation can say anything of, case by case.
+
+    Args:
+        records: of a statement.
+        size: how many at most.
+        seed: another one draws others.
+    """
+    known = sorted((record for record in records if recomputable(record)), key=lambda record: record.id)
+    chosen = Random(seed).sample(known, min(size, len(known)))
+    return sorted(chosen, key=lambda record: (record.case, record.id))
+
+
+def recomputed(record: Record, heads: int, bench: Workbench | None = None) -> Iterator[str]:
+    """Where the emulation does not come to what a record says, a line each.
+
+    Args:
+        record: one that is `recomputable`.
+        heads: that a batch of the run had.
+        bench: shares inputs with other records of the seed; None: a new one.
+    """
+    bench = bench or Workbench(Settings(record.seed, heads))
+    if record.backend == EMULATION.name:
+        cell = Cell(EMULATION, composed_kernel(record.kernel), Call(_CASES[record.case]), parse_format(record.format))
+        yield from _differences(record, run_cell(cell, bench))
+        return
+    yield from _prediction(record, bench)
+
+
+def _differences(record: Record, again: Record) -> Iterator[str]:
+    for name in ("digest", "heads", "outcome", "verdict", "shown"):
+        ours, theirs = getattr(again, name), getattr(record, name)
+        if ours != theirs:
+            yield f"{name}: {theirs}, recomputed {ours}"
+    for name, value in again.measures.items():
+        if not _same(value, record.measures.get(name)):
+            yield f"measures.{name}: {_number(record.measures.get(name))}, recomputed {_number(value)}"
+    met = {name: answer.met for name, answer in again.answers.items()}
+    if met != {name: answer.met for name, answer in record.answers.items()}:
+        yield f"answers: recomputed {', '.join(f'{name} {_told(told)}' for name, told in met.items())}"
+
+
+def _prediction(record: Record, bench: Workbench) -> Iterator[str]:
+    """Of a device's cell: what its plan predicts on as many heads; where all bits are equal, the device's bits too."""
+    case, declaration = _CASES[record.case], declaration_of(record)
+    assert declaration is not None
+    fmt = parse_format(record.format)
+    most = bench.settings.heads * 2 ** (LOOKS - 1)
+    if not 0 < record.heads <= most:
+        yield f"heads: {record.heads}, and a cell draws at most {most}"
+        return
+    found: list[Errors] = []
+    drawn, first = 0, ""
+    while drawn < record.heads:
+        output, errors = bench.emulated(case, fmt, len(found), declaration)
+        first = first or digest(output)
+        found.append(errors)
+        drawn += output.o.shape[0] * output.o.shape[1]
+    bias = merge(found).bias
+    value = Estimate.of(bias.mean, bias.half_width)
+    if not _same(value, record.measures.get("predicted_bias")):
+        said = _number(record.measures.get("predicted_bias"))
+        yield f"measures.predicted_bias: {said}, recomputed {_number(value)}"
+    # The sign and the payload of a NaN are the device's own; a NaN equals any other.
+    if record.number("equal_bits") == 1.0 and not record.number("nonfinite") and record.digest != first:
+        yield f"digest: {record.digest}, and equal_bits says that it is the emulation's, recomputed {first}"
+
+
+def _same(one: Value, other: Value) -> bool:
+    if isinstance(one, Estimate) and isinstance(other, Estimate):
+        return _near(one.mean, other.mean) and _near(one.half_width, other.half_width)
+    if isinstance(one, Estimate) or isinstance(other, Estimate):
+        return False
+    return _near(one, other)
+
+
+def _near(one: float | None, other: float | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return math.isclose(one, other, rel_tol=_CLOSE, abs_tol=_CLOSE)
+
+
+def _number(value: Value) -> str:
+    mean = value.mean if isinstance(value, Estimate) else value
+    return "none" if mean is None else f"{mean:.6g}"
