@@ -49,7 +49,7 @@ def parse_declaration(text: str) -> Declaration:
     `q8`, `k8`, `v8` and `p8`, 8 bits with scales (`k8=int8/block64:away`, or `none`); `smooth_k=yes`; `tile=64`,
     `tile=64x32` (queries by keys) or `tile=one`. `input` is the call's format, whichever it is; any other is that very
     format.
-    Where no tile is told, the kernel's own are not known.
+    Without `tile`, the kernel's own tiles are unknown.
 
     Args:
         text: as `Declaration.label` has it.
@@ -62,17 +62,17 @@ def parse_declaration(text: str) -> Declaration:
     """
     head, *changes = (part.strip() for part in text.split(","))
     named = declaration = _named(head)
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for change in changes:
         key, equals, value = (part.strip() for part in change.partition("="))
         if not equals:
             raise ValueError(f"{change!r} in {text!r}: expected KEY=VALUE, such as s=input; {_known_keys()}")
-        if key in found:
-            raise ValueError(f"{key} is told twice in {text!r}")
-        found[key] = value
+        if key in values:
+            raise ValueError(f"{key} stands twice in {text!r}")
+        values[key] = value
     # Contraction and a rounded S - m exclude one another, and so do two roundings of q: what goes goes first.
     turns = {(_KEYS[_CONTRACTED], "no"): -1, ("q8", _NONE): -1, ("q", FP32.name): -1, (_KEYS[_CONTRACTED], "yes"): 1}
-    for key, value in sorted(found.items(), key=lambda change: turns.get(change, 0)):
+    for key, value in sorted(values.items(), key=lambda change: turns.get(change, 0)):
         try:
             declaration = _changed(declaration, key, value)
         except ValueError as error:
@@ -90,8 +90,8 @@ def _named(head: str) -> Declaration:
         declaration = composed_kernel(name).declaration
     except ValueError:
         names = (*PLANS, "fair", *(f"{rule}@{plan}" for rule in rule_names() for plan in PLANS))
-        told = _nearest(head, names) or ": `tiebreak plans` lists them, and the rules that stand before a plan and @"
-        raise ValueError(f"unknown plan {head!r}{told}") from None
+        hint = _nearest(head, names) or ": `tiebreak plans` lists them, and the rules that stand before a plan and @"
+        raise ValueError(f"unknown plan {head!r}{hint}") from None
     assert declaration is not None
     return declaration
 
@@ -122,9 +122,9 @@ def _changed(declaration: Declaration, key: str, value: str) -> Declaration:
 
 
 def _cast(key: str, value: str) -> Cast:
-    name, *said = value.split(":")
-    saturates = _SATURATES in said
-    mode = ":".join(word for word in said if word != _SATURATES)
+    name, *modifiers = value.split(":")
+    saturates = _SATURATES in modifiers
+    mode = ":".join(word for word in modifiers if word != _SATURATES)
     if mode and mode not in _MODES:
         raise ValueError(f"{key}={value}: {mode!r} is none of the modes {', '.join(_MODES)}")
     rounding = _MODES[mode] if mode else Rounding.TO_EVEN
@@ -143,12 +143,12 @@ def _cast(key: str, value: str) -> Cast:
 
 def _quantization(key: str, value: str) -> Quantization | None:
     try:
-        found = None if value == _NONE else parse_quantization(value)
+        quantization = None if value == _NONE else parse_quantization(value)
     except ValueError as error:
         raise ValueError(f"{key}={value}: {error}") from None
-    if found is not None and found.takes_scale and key != "q8":
+    if quantization is not None and quantization.takes_scale and key != "q8":
         raise ValueError(f"{key}={value}: q8 alone takes the scale")
-    return found
+    return quantization
 
 
 def _whole(key: str, value: str) -> int:
@@ -201,5 +201,5 @@ def _known_keys() -> str:
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     """`: did you mean ...?`, or nothing where nothing is near."""
-    found = get_close_matches(name, list(known), n=3, cutoff=0.6)
-    return f": did you mean {' or '.join(found)}?" if found else ""
+    matches = get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f": did you mean {' or '.join(matches)}?" if matches else ""

@@ -31,8 +31,8 @@ def missing() -> str | None:
 
 
 def _function() -> Callable[..., Tensor]:
-    found: Callable[..., Tensor] = importlib.import_module("flash_attn").flash_attn_func
-    return found
+    function: Callable[..., Tensor] = importlib.import_module("flash_attn").flash_attn_func
+    return function
 
 
 def flash_attn() -> Kernel:

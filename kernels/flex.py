@@ -58,28 +58,28 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, fullgraph=True, dynamic=False)  # type: ignore[no-any-return, unused-ignore]
 
 
-def _seen(inputs: AttentionInputs) -> Mask | None:
+def _mask(inputs: AttentionInputs) -> Mask | None:
     """The mask as a function; None where every key is seen."""
     if not inputs.causal and inputs.key_padding is None:
         return None
     ahead, causal, padding = inputs.k.shape[2] - inputs.q.shape[2], inputs.causal, inputs.key_padding
 
-    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def visible_key(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         del head
         visible = key <= query + ahead if causal else key >= 0
         return visible if padding is None else visible & padding[batch, key]
 
-    return seen
+    return visible_key
 
 
 def _block_mask(inputs: AttentionInputs) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    seen, queries, keys = _seen(inputs), inputs.q.shape[2], inputs.k.shape[2]
-    if seen is None:
+    mask, queries, keys = _mask(inputs), inputs.q.shape[2], inputs.k.shape[2]
+    if mask is None:
         return None
     batch = None if inputs.key_padding is None else inputs.q.shape[0]
-    return create_block_mask(seen, batch, None, queries, keys, device=str(inputs.q.device))
+    return create_block_mask(mask, batch, None, queries, keys, device=str(inputs.q.device))
 
 
 def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

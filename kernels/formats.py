@@ -99,7 +99,7 @@ class Formats:
     #: Format of q, k and dO
     inputs: Format
 
-    #: Format of V: narrower than q's where it fits one that some products take; whoever takes no such V widens it
+    #: Format of V: narrower than q's where it fits one that some products take; kernels without such a V widen it
     v: Format
 
     #: What a plan rounds to on the way that follows the call: P-bar, P and dS and, if it is narrow, S, l and O-bar

@@ -71,7 +71,7 @@ class AttentionInputs:
 
     def asks(self) -> tuple[Feature, ...]:
         """What a kernel has to take to run these inputs; one that doesn't would leave it out and answer wrongly."""
-        asked = {
+        needed = {
             GROUPED: self.groups > 1,
             CAUSAL: self.causal,
             OBLONG_CAUSAL: self.causal and self.q.shape[2] != self.k.shape[2],
@@ -80,7 +80,7 @@ class AttentionInputs:
             OWN_SCALE: self.softmax_scale not in (None, 1.0 / math.sqrt(self.q.shape[-1])),
             MIXED_FORMATS: {self.formats.operands, self.formats.output} != {self.formats.inputs},
         }
-        return tuple(feature for feature, needed in asked.items() if needed)
+        return tuple(feature for feature, needed in needed.items() if needed)
 
     def _blind(self) -> bool:
         hidden = self.hidden()
@@ -120,16 +120,16 @@ class Gradients:
 class Tiles:
     """Intermediates of one call, such as S, that its two passes share, tile by tile, as far as they are small."""
 
-    kept: dict[tuple[str, int, int, int, int], Tensor] = field(default_factory=dict)  # by name, rows and keys
+    tensors: dict[tuple[str, int, int, int, int], Tensor] = field(default_factory=dict)  # by name, rows and keys
 
     def shared(self, name: str, rows: slice, keys: slice, make: Callable[[], Tensor]) -> Tensor:
         """One tile, made if it is not kept; nobody may write to it."""
         at = (name, rows.start, rows.stop, keys.start, keys.stop)
-        if at in self.kept:
-            return self.kept[at]
+        if at in self.tensors:
+            return self.tensors[at]
         tile = make()
-        if tile.numel() + sum(other.numel() for other in self.kept.values()) <= _KEPT:
-            self.kept[at] = tile
+        if tile.numel() + sum(other.numel() for other in self.tensors.values()) <= _KEPT:
+            self.tensors[at] = tile
         return tile
 
 

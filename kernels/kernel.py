@@ -18,13 +18,13 @@ PLAIN = FLASH_ATTENTION.name  # what tables call flash attention with the shift 
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a kernel says of itself: enough for the emulation to predict its output."""
+    """What a kernel declares: enough for the emulation to predict its output."""
 
     algorithm: Algorithm  # how it goes over a row, and where it normalises
     plan: RoundingPlan  # where it rounds
     shift_rule: ShiftRule  # how it chooses a row's shift
     block: Block = BLOCK  # its tile sizes
-    tile_named: bool = field(default=False, compare=False)  # whether its label tells them, where someone asked for them
+    tile_named: bool = field(default=False, compare=False)  # whether its label names them: where they were chosen
 
     @property
     def label(self) -> str:
@@ -44,7 +44,7 @@ class Declaration:
         return self.algorithm.claimed_as or self.shift_rule.name
 
 
-# (inputs on the backend's device, its arithmetic, whether gradients are wanted) -> output
+# (inputs on the backend's device, its arithmetic, whether to compute gradients) -> output
 Compute = Callable[[AttentionInputs, Arithmetic, bool], AttentionOutput]
 # inputs whose every feature the kernel takes, on their device -> None, or what keeps it from running them there
 MissingRequirement = Callable[[AttentionInputs], str | None]
@@ -53,11 +53,11 @@ Unsuited = Callable[[Formats], str | None]
 
 
 class CannotRunError(Exception):
-    """A kernel says, when it is called, that it can't take what it was given; one line. Its cell is skipped."""
+    """A kernel refuses the inputs of a call, in one line. The cell is skipped."""
 
 
-def _nothing(given: object) -> None:
-    del given
+def _nothing(inputs: object) -> None:
+    del inputs
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,15 @@ class Kernel:
     name: str  # how tables and --kernels call it
     compute: Compute  # runs it
     declaration: Declaration | None  # what it claims to do; None where nobody knows
-    has_backward: bool = True  # whether it returns gradients when asked
-    takes: frozenset[Feature] = frozenset()  # what inputs may ask of it: what it was never told of, it is refused
+    has_backward: bool = True  # whether it can return gradients
+    takes: frozenset[Feature] = frozenset()  # what inputs may ask of it: inputs that ask for more are skipped
     missing_requirement: MissingRequirement = (
         _nothing  # what it misses here: a package, a head dimension, a format, PyTorch's consent
     )
     external: bool = False  # a user's own: held to the contract of `tiebreak.kernels.external`
     origin: tuple[str, ...] = ()  # of a user's own: the words of the command line that bring it in
     unsuited: Unsuited = _nothing  # which formats it is not for, such as a V of 16 bits for a product of 8
-    composed: bool = False  # whether it is its declaration, run on whatever arithmetic it is given
+    composed: bool = False  # whether it is its declaration, run on the arithmetic of any backend
     o_first: bool = False  # whether O is computed before it matters whether gradients follow: run for O, it needs none
 
     def refusal(self, inputs: AttentionInputs) -> str | None:
@@ -130,8 +130,8 @@ def run_declared(
         O, the log-sum-exp and, if asked for, the gradients.
     """
     output = run_forward(declaration, inputs, arithmetic)
-    found = run_backward(declaration, inputs, output, arithmetic, wanted) if gradients else None
-    return replace(output, gradients=found, tiles=None)
+    backward = run_backward(declaration, inputs, output, arithmetic, wanted) if gradients else None
+    return replace(output, gradients=backward, tiles=None)
 
 
 def delta_alone(kernel: Kernel) -> Kernel:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 CALLS = 8
 _PAGE = 4096  # bytes: a call of a few numbers returns less than the process itself may keep meanwhile
-_COUNTED = {"threads": "/proc/self/task", "open files": "/proc/self/fd"}  # where Linux tells, one entry each
+_COUNTED = {"threads": "/proc/self/task", "open files": "/proc/self/fd"}  # on Linux, one entry each
 _SIZE = ctypes.c_size_t
 _Returned = TypeVar("_Returned")
 
@@ -41,22 +41,22 @@ def _mallinfo() -> Callable[[], _Mallinfo] | None:
     if function is None:
         return None
     function.restype = _Mallinfo
-    told: Callable[[], _Mallinfo] = function
-    return told
+    mallinfo: Callable[[], _Mallinfo] = function
+    return mallinfo
 
 
-def _held() -> Mapping[str, int]:
-    """What the process holds of each kind, as far as this system tells."""
-    found = {name: len(os.listdir(folder)) for name, folder in _COUNTED.items() if os.path.isdir(folder)}
+def _resources() -> Mapping[str, int]:
+    """Amounts that the process holds of each kind, as far as this system reports them."""
+    counts = {name: len(os.listdir(folder)) for name, folder in _COUNTED.items() if os.path.isdir(folder)}
     mallinfo = _mallinfo()
     if mallinfo is not None:
-        told = mallinfo()
-        found["bytes"] = int(told.uordblks) + int(told.hblkhd)  # in use within the heaps, and mapped on their own
-    return found
+        info = mallinfo()
+        counts["bytes"] = int(info.uordblks) + int(info.hblkhd)  # in use within the heaps, and mapped on their own
+    return counts
 
 
 def left_behind(call: Callable[[], _Returned], returned: int) -> tuple[_Returned, str | None]:
-    """Make a call, and if it leaves something behind make it again, to see whether it always does.
+    """Make a call; if it leaves something behind, repeat it to see whether it always does.
 
     Args:
         call: of the same kernel and input, which have met before; what it returns must hold no tensor.
@@ -66,17 +66,19 @@ def left_behind(call: Callable[[], _Returned], returned: int) -> tuple[_Returned
         What the first call returned; and what each of `CALLS` calls left behind, in words, None where there is nothing.
     """
     limits = {"bytes": max(returned, _PAGE), **dict.fromkeys(_COUNTED, 1)}
-    found, grown = _grown(call)
-    kept = {name: least for name, least in grown.items() if least >= limits[name]}
-    if kept:
+    first, growth = _growth(call)
+    leaks = {name: least for name, least in growth.items() if least >= limits[name]}
+    if leaks:
         with _young_heap():
             for _ in range(CALLS - 1):
-                _, grown = _grown(lambda: (call(), gc.collect()))  # garbage that nobody has collected yet is no leak
-                kept = {name: min(least, grown[name]) for name, least in kept.items() if grown[name] >= limits[name]}
-                if not kept:
+                _, growth = _growth(lambda: (call(), gc.collect()))  # garbage that nobody has collected yet is no leak
+                leaks = {
+                    name: min(least, growth[name]) for name, least in leaks.items() if growth[name] >= limits[name]
+                }
+                if not leaks:
                     break
-    told = ", ".join(f"{least:,} {name}" for name, least in kept.items())
-    return found, f"each of {CALLS} calls in a row left at least {told} behind" if kept else None
+    text = ", ".join(f"{least:,} {name}" for name, least in leaks.items())
+    return first, f"each of {CALLS} calls in a row left at least {text} behind" if leaks else None
 
 
 @contextmanager
@@ -90,8 +92,8 @@ def _young_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _grown(call: Callable[[], _Returned]) -> tuple[_Returned, Mapping[str, int]]:
-    before = _held()
-    found = call()
-    after = _held()
-    return found, {name: after[name] - held for name, held in before.items() if name in after}
+def _growth(call: Callable[[], _Returned]) -> tuple[_Returned, Mapping[str, int]]:
+    before = _resources()
+    result = call()
+    after = _resources()
+    return result, {name: after[name] - count for name, count in before.items() if name in after}

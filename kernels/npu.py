@@ -1,7 +1,7 @@
 """The vendor's attention on an Ascend NPU: torch-npu's operators, each called in one way.
 
-What an operator rounds where, nobody outside says: no kernel here declares a plan, and the matrix finds out which known
-one it follows. The meaning of `inner_precise` has changed between releases of CANN, so its value is part of a kernel's
+What an operator rounds where is not documented: no kernel here declares a plan, and the matrix finds which known one it
+follows. The meaning of `inner_precise` has changed between releases of CANN, so its value is part of a kernel's
 name, the versions are in the backend's fingerprint, and nothing is concluded from either. Importing this imports no
 torch_npu.
 """
@@ -40,8 +40,8 @@ class Operators(Protocol):
 
 def torch_npu_operators(name: str) -> Operator | None:
     """torch-npu's operator called `name`, None before it is imported or where its release has none."""
-    found: Operator | None = getattr(torch.ops.npu, name, None)
-    return found
+    operator: Operator | None = getattr(torch.ops.npu, name, None)
+    return operator
 
 
 def pack(x: Tensor, layout: str) -> Tensor:
@@ -128,7 +128,7 @@ class FusionAttention:
         q, k, v = self._packed(inputs, inputs.q, inputs.k, inputs.v)
         common = masking(inputs) | {"scale": inputs.scale, "inner_precise": self.inner_precise}
         heads = inputs.q.shape[1]
-        return Forward(*_found(self.operators, "npu_fusion_attention")(q, k, v, heads, self.layout, **common))
+        return Forward(*_operator(self.operators, "npu_fusion_attention")(q, k, v, heads, self.layout, **common))
 
     def backward(self, inputs: AttentionInputs, forward: Forward) -> Gradients:
         """Run the backward operator.
@@ -143,7 +143,7 @@ class FusionAttention:
         q, k, v, do = self._packed(inputs, inputs.q, inputs.k, inputs.v, inputs.do)
         heads, key_heads = inputs.q.shape[1], inputs.k.shape[1]
         # Newer releases return gradients of arguments that are not used here, too.
-        dq, dk, dv, *_ = _found(self.operators, "npu_fusion_attention_grad")(
+        dq, dk, dv, *_ = _operator(self.operators, "npu_fusion_attention_grad")(
             q,
             k,
             v,
@@ -182,7 +182,7 @@ def _infer(
 ) -> AttentionOutput:
     """npu_fused_infer_attention_score."""
     del arithmetic, gradients
-    o, lse = _found(operators, "npu_fused_infer_attention_score")(
+    o, lse = _operator(operators, "npu_fused_infer_attention_score")(
         *_narrow(inputs),
         num_heads=inputs.q.shape[1],
         num_key_value_heads=inputs.k.shape[1],
@@ -200,7 +200,7 @@ def _infer(
 def _prompt(operators: Operators, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
     """npu_prompt_flash_attention."""
     del arithmetic, gradients
-    o = _found(operators, "npu_prompt_flash_attention")(
+    o = _operator(operators, "npu_prompt_flash_attention")(
         *_narrow(inputs),
         num_heads=inputs.q.shape[1],
         num_key_value_heads=inputs.k.shape[1],
@@ -219,7 +219,7 @@ def _narrow(inputs: AttentionInputs) -> tuple[Tensor, ...]:
     )
 
 
-def _found(operators: Operators, name: str) -> Operator:
+def _operator(operators: Operators, name: str) -> Operator:
     operator = operators(name)
     if operator is None:
         raise NotImplementedError(_absent(operators, (name,)))

@@ -99,8 +99,7 @@ class Operands:
             _quantized(small_k, plan.k8, arithmetic),
             _quantized(v, plan.v8, arithmetic, _ROWS),
         )
-        kept = Tiles() if tiles is None else tiles
-        return cls(q, k, v, inputs.do, hidden, inputs.scale, kept, plan, arithmetic, taken)
+        return cls(q, k, v, inputs.do, hidden, inputs.scale, tiles or Tiles(), plan, arithmetic, taken)
 
     def query_tiles(self, size: int) -> list[slice]:
         """Rows of q, `size` at a time."""

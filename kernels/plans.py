@@ -139,7 +139,7 @@ class RoundingPlan:
     @property
     def quantizes(self) -> bool:
         """Whether an operand is put into 8 bits with scales."""
-        return any(each is not None for each in (self.q8, self.k8, self.v8, self.p8))
+        return any(quantization is not None for quantization in (self.q8, self.k8, self.v8, self.p8))
 
     @property
     def stochastic(self) -> bool:

@@ -83,7 +83,7 @@ def _wide_v(formats: Formats) -> str | None:
     return None if formats.v in (FP8_E4M3, FP8_E5M2) else f"of attention in 8 bits: V is in {formats.v.name}"
 
 
-# What the matrix runs unless told otherwise. Every shift rule at the plan its authors had in mind, every plan with
+# What the matrix runs by default. Every shift rule at the plan its authors had in mind, every plan with
 # plain flash attention.
 DEFAULT_ROSTER = (
     "standard",

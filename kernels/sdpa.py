@@ -1,6 +1,6 @@
 """PyTorch's own scaled_dot_product_attention, one implementation forced at a time.
 
-What is told here of the implementations on a GPU is from PyTorch's source; none of them has been run on one yet.
+The statements about implementations on a GPU are from PyTorch's source; none of them has been run on one yet.
 """
 
 import math
@@ -28,11 +28,11 @@ from tiebreak.kernels.vendor import empty, fused_on_gpu, through_autograd
 # Key block of PyTorch's CPU flash kernel (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
 _CPU_FLASH_BLOCK = Block(queries=32, keys=512)
 # At a head dimension of 64: FlashAttention-2's flash_fwd_launch_template.h (run_mha_fwd_hdim64), which PyTorch carries,
-# and the kernel fmha_cutlassF_bf16_aligned_64x64_rf_sm80 of PyTorch's mem_eff_attention. cuDNN does not tell its own.
+# and the kernel fmha_cutlassF_bf16_aligned_64x64_rf_sm80 of PyTorch's mem_eff_attention. cuDNN does not publish its own
 FLASH_2_BLOCK = Block(queries=128, keys=128)
 _EFFICIENT_BLOCK = Block(queries=64, keys=64)
 
-# Of a causal mask it is told by is_causal alone, which is another mask where queries and keys are not as many.
+# is_causal alone gives it a causal mask, which is another mask where queries and keys are not as many.
 _WITHOUT_MASK = frozenset({CAUSAL, GROUPED, OWN_SCALE})
 _FUSED_OPERATORS = "aten::_scaled_dot_product_"
 _COMPOSED_OPERATOR = "aten::_scaled_dot_product_attention_math"
@@ -50,7 +50,7 @@ class Implementation:
     operator: str | None  # the one operator that PyTorch calls where it runs; None: it is composed of many
     # What inputs may ask of it; without a tensor that masks scores, not all.
     takes: frozenset[Feature] = COMMON | {OWN_SCALE}
-    causal_flag: bool = False  # whether it is told of a causal mask by is_causal, where queries and keys are as many
+    causal_flag: bool = False  # whether is_causal gives it a causal mask, where queries and keys are as many
 
 
 CPU_FLASH = Implementation(SDPBackend.FLASH_ATTENTION, "aten::_scaled_dot_product_flash_attention_for_cpu")
@@ -67,7 +67,7 @@ CUDA_EFFICIENT = Implementation(
 
 
 def _flagged(implementation: Implementation, inputs: AttentionInputs) -> bool:
-    """Whether is_causal says it all.
+    """Whether is_causal describes the whole mask.
 
     PyTorch's flag lets query i see keys 0 .. i, this suite's inputs keys 0 .. i + keys - queries.
     """
@@ -76,7 +76,7 @@ def _flagged(implementation: Implementation, inputs: AttentionInputs) -> bool:
 
 
 def _mask(implementation: Implementation, inputs: AttentionInputs) -> Tensor | None:
-    """The mask to pass, True where a key is seen; None where there is nothing to say, or is_causal says it."""
+    """The mask to pass, True where a key is seen; None where no mask is needed, or is_causal describes it."""
     hidden = None if _flagged(implementation, inputs) else inputs.hidden()
     return None if hidden is None else ~hidden.to(inputs.q.device)
 
@@ -86,7 +86,7 @@ def _options(inputs: AttentionInputs) -> dict[str, Any]:
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Notes the names of the operators that PyTorch calls, below autograd: what runs, not what was asked for."""
+    """Notes the names of the operators that PyTorch calls, below autograd: what runs, not what was requested."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
@@ -113,8 +113,8 @@ def _call(implementation: Implementation, inputs: AttentionInputs, q: Tensor, k:
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=flag, **_options(inputs))
     fused = {name for name in ran.names if name.startswith(_FUSED_OPERATORS) and name != _COMPOSED_OPERATOR}
     if fused != {implementation.operator} - {None}:
-        told = ", ".join(sorted(fused)) or "the composed implementation"
-        raise NotTheOneForcedError(f"{implementation.backend.name} was forced, but PyTorch ran {told}")
+        names = ", ".join(sorted(fused)) or "the composed implementation"
+        raise NotTheOneForcedError(f"{implementation.backend.name} was forced, but PyTorch ran {names}")
     return out
 
 
@@ -143,7 +143,7 @@ def compute(
 def missing_requirement(implementation: Implementation, inputs: AttentionInputs) -> str | None:
     """None, or what keeps an implementation from running some inputs on their device, in one line.
 
-    PyTorch tells, in its own words: head dimensions, formats and grouped heads that an implementation takes differ
+    The reason is PyTorch's: head dimensions, formats and grouped heads that an implementation takes differ
     between releases and cards. Nothing is computed.
     """
     if (nothing := empty(inputs)) is not None:
@@ -152,20 +152,20 @@ def missing_requirement(implementation: Implementation, inputs: AttentionInputs)
     dtype = TORCH_DTYPES[inputs.formats.inputs]
     # As for a backward pass: some implementations take more without one.
     q, k, v = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
-    with warnings.catch_warnings(record=True) as told, sdpa_kernel([implementation.backend]):
+    with warnings.catch_warnings(record=True) as caught, sdpa_kernel([implementation.backend]):
         warnings.simplefilter("always")
         try:
             chosen = torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=flag, **_options(inputs))
         except RuntimeError as error:
-            return f"{implementation.backend.name}: {_reason([str(warning.message) for warning in told], error)}"
+            return f"{implementation.backend.name}: {_reason([str(warning.message) for warning in caught], error)}"
     if chosen == implementation.backend.value:
         return None
     return f"{implementation.backend.name} can't take these inputs: PyTorch would run {SDPBackend(chosen).name}"
 
 
-def _reason(told: list[str], error: RuntimeError) -> str:
+def _reason(messages: list[str], error: RuntimeError) -> str:
     """Of PyTorch's warnings the one that is about the implementation that was left on, or else its error."""
-    reasons = [text for text in told if "kernel not used because" not in text and "runtime disabled" not in text]
+    reasons = [text for text in messages if "kernel not used because" not in text and "runtime disabled" not in text]
     text = (reasons or [str(error)])[0]
     return " ".join(text.partition("(Triggered internally")[0].split())
 
@@ -217,11 +217,11 @@ def gpu_sdpa_kernels() -> tuple[Kernel, ...]:
     kernels = (
         Kernel(
             name,
-            partial(compute, one),
+            partial(compute, implementation),
             fused_on_gpu(block),
-            takes=one.takes,
-            missing_requirement=partial(missing_requirement, one),
+            takes=implementation.takes,
+            missing_requirement=partial(missing_requirement, implementation),
         )
-        for name, one, block in fused
+        for name, implementation, block in fused
     )
     return (*kernels, sdpa_math())

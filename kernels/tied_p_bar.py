@@ -1,4 +1,4 @@
-"""Inputs whose P-bar are ties in bf16: they tell how a kernel casts P-bar, which scores drawn at random do not.
+"""Inputs whose P-bar are ties in bf16: they show how a kernel casts P-bar, which random scores do not.
 
 A case and a probe are made of them. Cases and backends don't know each other, so they lie here, where both may look.
 """

@@ -22,7 +22,7 @@ def fused_on_gpu(block: Block = BLOCK, *, contracted: bool = False) -> Declarati
     """What fused kernels on GPUs do by their source: `fused`, its exponential in base two with the scale folded in.
 
     Args:
-        block: the kernel's tiles at a head dimension of 64; the suite's own where nobody tells.
+        block: the kernel's tiles at a head dimension of 64; the suite's own where they are not documented.
         contracted: whether its source leaves the exponential's argument to a fused multiply-add.
     """
     plan = FUSED_CONTRACTED if contracted else replace(FUSED, exponential=Exponential(base_two=True))
@@ -77,7 +77,7 @@ def _switches() -> Mapping[str, object]:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """PyTorch's switches that let a GPU compute a matrix product in less than was asked for, all off for a while.
+    """Switch off, for a while, all that lets a GPU compute a matrix product in less than the requested precision.
 
     Products of fp32 operands are fp32's, not tf32's, and those of bf16 and fp16 are summed in fp32 from end to end: by
     default cuBLAS may add up the parts of a split one in the narrow format. The switches are the process's, and a

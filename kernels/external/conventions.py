@@ -1,4 +1,4 @@
-"""How a kernel that someone else wrote is called: what of it follows from its signature, and what was said."""
+"""How a kernel that someone else wrote is called: what its signature shows, and what its options say."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from tiebreak.kernels.external.declaring import KernelOptions
 from tiebreak.kernels.external.errors import LoadError
+from tiebreak.kernels.external.options import KernelOptions
 from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, KEY_PADDING, OBLONG_CAUSAL, OWN_SCALE, Feature
 
-ALWAYS = "always"  # of a causal mask: whether asked for or not
+ALWAYS = "always"  # of a causal mask: in every call
 _CAUSAL = ("causal", "is_causal")
 _SCALE = ("scale", "sm_scale", "softmax_scale", "scaling")
 _MASK = ("attn_mask",)  # PyTorch's: bool, True where a key takes part
@@ -39,7 +39,7 @@ class _Signature:
 class Convention:
     """How to call a kernel, and what it takes."""
 
-    said: KernelOptions
+    options: KernelOptions
     causal: str | None  # keyword of the causal mask, or ALWAYS; None: it has none
     scale: str | None  # keyword of the scores' scale; None: it is 1/sqrt(d)
     mask: str | None  # keyword of a mask of the scores
@@ -49,82 +49,82 @@ class Convention:
     @property
     def takes(self) -> frozenset[Feature]:
         """What inputs may ask of it."""
-        found = set(self.said.features)
+        features = set(self.options.features)
         if self.causal is not None or self.mask is not None:
-            found |= {CAUSAL, OBLONG_CAUSAL}
+            features |= {CAUSAL, OBLONG_CAUSAL}
         if self.mask is not None:
-            found |= {KEY_PADDING, BLIND_ROWS}
+            features |= {KEY_PADDING, BLIND_ROWS}
         elif self.causal is not None and not self.causal_where_square:
-            found.add(BLIND_ROWS)
+            features.add(BLIND_ROWS)
         if self.scale is not None:
-            found.add(OWN_SCALE)
+            features.add(OWN_SCALE)
         if self.grouped is not None:
-            found.add(GROUPED)
-        return frozenset(found) - self.said.refused
+            features.add(GROUPED)
+        return frozenset(features) - self.options.refused
 
     @property
     def causal_where_square(self) -> bool:
         """Whether its causal mask is this suite's only where queries and keys are as many."""
         return self.causal in (*_UPPER_LEFT, ALWAYS)
 
-    def arguments(self, given: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, keywords: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """What follows q, k and v in a call: by position, and by keyword.
 
         Args:
             given: values by keyword.
         """
-        given = {**self.said.options, **given}
+        keywords = {**self.options.options, **keywords}
         if not self.positions:
-            return [], given
+            return [], keywords
         names = list(self.positions)
-        last = max((names.index(name) for name in given), default=-1)
-        return [given.get(name, self.positions[name]) for name in names[: last + 1]], {}
+        last = max((names.index(name) for name in keywords), default=-1)
+        return [keywords.get(name, self.positions[name]) for name in names[: last + 1]], {}
 
 
-def convention(function: Callable[..., Any], said: KernelOptions) -> Convention:
-    """How to call a function, from its signature and from what was said of it.
+def convention(function: Callable[..., Any], options: KernelOptions) -> Convention:
+    """How to call a function, from its signature and its options.
 
     Args:
         function: its first three parameters are q, k and v, whatever they are called.
-        said: by its author; goes before what its signature tells.
+        options: of its author; they take precedence over the signature.
 
     Raises:
-        LoadError: the signature asks for what nobody has said.
+        LoadError: the signature has a parameter that no option explains, or an option names one that it lacks.
     """
     signature = _signature(function)
     names, anything = signature.names, signature.anything
-    found = Convention(
-        said,
-        causal=_named(said.causal, _CAUSAL, names, anything),
-        scale=_named(said.scale, _SCALE, names, anything),
-        mask=_named(said.mask, _MASK, names, anything=False),
+    called = Convention(
+        options,
+        causal=_named(options.causal, _CAUSAL, names, anything),
+        scale=_named(options.scale, _SCALE, names, anything),
+        mask=_named(options.mask, _MASK, names, anything=False),
         grouped=_named("", _GROUPED, names, anything=False),
         positions=signature.positions,
     )
-    understood = {found.causal, found.scale, found.mask, found.grouped, *said.options}
-    untold = [name for name in signature.required if name not in understood]
-    if untold:
-        word = untold[0]
+    understood = {called.causal, called.scale, called.mask, called.grouped, *options.options}
+    unexplained = [name for name in signature.required if name not in understood]
+    if unexplained:
+        word = unexplained[0]
         raise LoadError(
-            f"its parameter {word!r} has no default, and nobody has said what it means: say options.{word}=VALUE,"
+            f"its parameter {word!r} has no default, and nothing says what it means: give options.{word}=VALUE,"
             " causal=NAME, scale=NAME or mask=NAME, or write a function around it"
         )
     if not anything:
-        for word in (said.causal, said.scale, said.mask, *said.options):
+        for word in (options.causal, options.scale, options.mask, *options.options):
             if word and word != ALWAYS and word not in names:
                 raise LoadError(f"it has no parameter {word!r}; after q, k and v it has {', '.join(names) or 'none'}")
-    return found
+    return called
 
 
-def _named(said: str, known: tuple[str, ...], names: tuple[str, ...], anything: bool) -> str | None:
-    """The keyword that was said, or that the signature has; of a function that takes any, the first that is known."""
-    if said:
-        return said
-    return next((name for name in known if name in names), known[0] if anything else None)
+def _named(option: str, common: tuple[str, ...], names: tuple[str, ...], anything: bool) -> str | None:
+    """The keyword that an option names, else the signature; of a function that takes any, the first common one."""
+    if option:
+        return option
+    return next((name for name in common if name in names), common[0] if anything else None)
 
 
 def _signature(function: Callable[..., Any]) -> _Signature:
-    """What Python tells of a function.
+    """What Python knows of a function.
 
     Raises:
         LoadError: no signature, or fewer than three parameters that go by position.
@@ -139,15 +139,19 @@ def _signature(function: Callable[..., Any]) -> _Signature:
     if applied and applied.setup_context is torch.autograd.Function.setup_context:
         parameters = parameters[1:]  # ctx
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    spread = any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters)
-    first = [one for one in parameters[:3] if one.kind in by_place]
+    spread = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
+    first = [parameter for parameter in parameters[:3] if parameter.kind in by_place]
     if len(first) < 3 and not spread:
         raise LoadError(f"expected a function of (q, k, v, ...), this one has {len(first)} parameters by position")
-    rest = {one.name: one.default for one in parameters[3:] if one.kind in (*by_place, inspect.Parameter.KEYWORD_ONLY)}
+    rest = {
+        parameter.name: parameter.default
+        for parameter in parameters[3:]
+        if parameter.kind in (*by_place, inspect.Parameter.KEYWORD_ONLY)
+    }
     return _Signature(
         tuple(rest),
         required=tuple(name for name, default in rest.items() if default is inspect.Parameter.empty),
-        anything=any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters),
+        anything=any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters),
         positions=rest if applied else {},
     )
 

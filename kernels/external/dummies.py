@@ -80,12 +80,12 @@ class Needs:
         if places[0] < 0:
             raise ValueError("a row without a visible key is no row of a causal sequence")
         length = self._up(keys)
-        q, do = (_spread(one, places, length) for one in (inputs.q, inputs.do))
-        k, v = (_to(one, length).repeat_interleave(queries, 0) for one in (inputs.k, inputs.v))
+        q, do = (_spread(tensor, places, length) for tensor in (inputs.q, inputs.do))
+        k, v = (_to(tensor, length).repeat_interleave(queries, 0) for tensor in (inputs.k, inputs.v))
 
         def rows(o: Tensor) -> Tensor:
-            each = o.reshape(batch, queries, *o.shape[1:])
-            return torch.stack([each[:, row, :, place] for row, place in enumerate(places)], 2)
+            rows = o.reshape(batch, queries, *o.shape[1:])
+            return torch.stack([rows[:, row, :, place] for row, place in enumerate(places)], 2)
 
         return Arranged(replace(inputs, q=q, k=k, v=v, do=do, causal=True), rows, None)
 
@@ -105,8 +105,8 @@ def _to(x: Tensor, length: int) -> Tensor:
 def _longer(inputs: AttentionInputs, rows: int, columns: int) -> Arranged:
     """Dummy rows and keys at the end."""
     queries, keys = inputs.q.shape[2], inputs.k.shape[2]
-    q, do = (_to(one, rows) for one in (inputs.q, inputs.do))
-    k, v = (_to(one, columns) for one in (inputs.k, inputs.v))
+    q, do = (_to(tensor, rows) for tensor in (inputs.q, inputs.do))
+    k, v = (_to(tensor, columns) for tensor in (inputs.k, inputs.v))
     made = replace(inputs, q=q, k=k, v=v, do=do)
     return Arranged(made, lambda o: o[:, :, :queries], lambda dk: dk[:, :, :keys])
 
@@ -114,8 +114,8 @@ def _longer(inputs: AttentionInputs, rows: int, columns: int) -> Arranged:
 def _at_the_end(inputs: AttentionInputs, length: int) -> Arranged:
     """As many dummy rows before the rows as they lack keys to be square; a dummy row's dO is 0, and all it adds is."""
     queries, keys = inputs.q.shape[2], inputs.k.shape[2]
-    q, do = (pad(one, (0, 0, keys - queries, length - keys)) for one in (inputs.q, inputs.do))
-    k, v = (_to(one, length) for one in (inputs.k, inputs.v))
+    q, do = (pad(tensor, (0, 0, keys - queries, length - keys)) for tensor in (inputs.q, inputs.do))
+    k, v = (_to(tensor, length) for tensor in (inputs.k, inputs.v))
     made = replace(inputs, q=q, k=k, v=v, do=do)
     return Arranged(made, lambda o: o[:, :, keys - queries : keys], lambda dk: dk[:, :, :keys])
 
@@ -125,10 +125,10 @@ def _hiding(inputs: AttentionInputs, columns: int) -> AttentionInputs:
     batch, _, keys, _ = inputs.k.shape
     if columns == keys:
         return inputs
-    seen = inputs.key_padding
-    if seen is None:
-        seen = torch.ones(batch, keys, dtype=torch.bool, device=inputs.k.device)
-    return replace(inputs, key_padding=pad(seen, (0, columns - keys)))
+    mask = inputs.key_padding
+    if mask is None:
+        mask = torch.ones(batch, keys, dtype=torch.bool, device=inputs.k.device)
+    return replace(inputs, key_padding=pad(mask, (0, columns - keys)))
 
 
 def _spread(x: Tensor, places: list[int], length: int) -> Tensor:

@@ -9,11 +9,11 @@ from typing import Any
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.adapters.foreign import Foreign, needs_of
-from tiebreak.kernels.external.calling import Caller
+from tiebreak.kernels.external.caller import Caller
 from tiebreak.kernels.external.conventions import convention
-from tiebreak.kernels.external.declaring import NO_BACKWARD, of_flags, of_mapping, read_toml, said_of
 from tiebreak.kernels.external.errors import LoadError
 from tiebreak.kernels.external.loading import load
+from tiebreak.kernels.external.options import NO_BACKWARD, decorator_options, flag_options, mapped_options, read_toml
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel
 
@@ -33,20 +33,17 @@ class KernelTarget:
         return ("--kernel", self.target, *declared, *(() if self.plan is None else ("--plan", self.plan)))
 
 
-def external_kernels(given: KernelTarget) -> list[Kernel]:
+def external_kernels(target: KernelTarget) -> list[Kernel]:
     """The kernels that a target names: one, or all of a TOML file.
 
     Raises:
         LoadError: it can't be found, imported or called as it is; one line that names the flag.
     """
-    plan = None if given.plan is None else _declaration(f"--plan {given.plan}", given.plan)
+    plan = None if target.plan is None else _declaration(f"--plan {target.plan}", target.plan)
     try:
-        return [
-            _kernel(replace(given, target=target), function_target, words, plan)
-            for target, function_target, words in _said(given)
-        ]
+        return [_kernel(replace(target, target=name), place, words, plan) for name, place, words in _places(target)]
     except LoadError as error:
-        raise LoadError(f"--kernel {given.target}: {error}", error.own_traceback) from error
+        raise LoadError(f"--kernel {target.target}: {error}", error.own_traceback) from error
 
 
 def external_kernel(target: str, plan: str | None = None, flags: Sequence[str] = ()) -> Kernel:
@@ -60,25 +57,25 @@ def external_kernel(target: str, plan: str | None = None, flags: Sequence[str] =
     Raises:
         LoadError: it can't be found, imported or called as it is, or the target names several.
     """
-    found = external_kernels(KernelTarget(target, tuple(flags), plan))
-    if len(found) > 1:
-        raise LoadError(f"--kernel {target}: it has {', '.join(kernel.name for kernel in found)}; name one")
-    return found[0]
+    kernels = external_kernels(KernelTarget(target, tuple(flags), plan))
+    if len(kernels) > 1:
+        raise LoadError(f"--kernel {target}: it has {', '.join(kernel.name for kernel in kernels)}; name one")
+    return kernels[0]
 
 
-def _said(given: KernelTarget) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Targets as the command line names them, the functions that they stand for, and what a file says of these."""
-    path, _, name = given.target.partition(".toml")
-    if not path or ".toml" not in given.target:
-        return [(given.target, given.target, {})]
-    file, wanted = Path(f"{path}.toml"), name.removeprefix(":")
-    found = read_toml(file)
-    if wanted and wanted not in found:
-        raise LoadError(f"{file} has no [{wanted}]; it has {', '.join(found)}")
+def _places(target: KernelTarget) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """Of each kernel: its target on the command line, that of its function, and its table in a TOML file."""
+    path, _, name = target.target.partition(".toml")
+    if not path or ".toml" not in target.target:
+        return [(target.target, target.target, {})]
+    file, table = Path(f"{path}.toml"), name.removeprefix(":")
+    tables = read_toml(file)
+    if table and table not in tables:
+        raise LoadError(f"{file} has no [{table}]; it has {', '.join(tables)}")
     return [
         (f"{file}:{key}", _beside(file, str(words["target"])), words)
-        for key, words in found.items()
-        if wanted in ("", key)
+        for key, words in tables.items()
+        if table in ("", key)
     ]
 
 
@@ -88,31 +85,29 @@ def _beside(file: Path, target: str) -> str:
     return f"{file.parent / place}.py:{name}" if separator else target
 
 
-def _kernel(given: KernelTarget, target: str, words: Mapping[str, Any], plan: Declaration | None) -> Kernel:
-    function = load(target)
-    told = {word: value for word, value in words.items() if word != "target"}
-    said = of_flags(given.flags, of_mapping(told, target, said_of(function)))
-    caller = Caller(function, convention(function, said))
-    if plan is None and said.plan:
-        plan = _declaration(f"plan {said.plan}", said.plan)
+def _kernel(target: KernelTarget, place: str, words: Mapping[str, Any], plan: Declaration | None) -> Kernel:
+    function = load(place)
+    table = {word: value for word, value in words.items() if word != "target"}
+    options = flag_options(target.flags, mapped_options(table, place, decorator_options(function)))
+    caller = Caller(function, convention(function, options))
+    if plan is None and options.plan:
+        plan = _declaration(f"plan {options.plan}", options.plan)
     return Kernel(
-        said.name or (target.rpartition(":")[2] if ":" in target else getattr(function, "__name__", target)),
+        options.name or (place.rpartition(":")[2] if ":" in place else getattr(function, "__name__", place)),
         partial(_compute, caller),
         plan,
-        has_backward=said.backward != NO_BACKWARD,  # what autograd knows of shows when it is called
-        takes=caller.how.takes,
+        has_backward=options.backward != NO_BACKWARD,  # what autograd knows of shows when it is called
+        takes=caller.convention.takes,
         missing_requirement=partial(_missing_requirement, needs_of(function), caller),
         external=True,
-        origin=given.options,
+        origin=target.options,
     )
 
 
 def _missing_requirement(needed: tuple[Foreign, ...], caller: Caller, inputs: AttentionInputs) -> str | None:
     """None, or what of other packages is not here as an adapter knows it, and what the function itself can't take."""
-    told = dict.fromkeys(
-        [*(one.missing_requirement(inputs) for one in needed), caller.missing_requirement(inputs)]
-    )  # of one package once
-    return "; ".join(one for one in told if one) or None
+    reasons = (*(part.missing_requirement(inputs) for part in needed), caller.missing_requirement(inputs))
+    return "; ".join(dict.fromkeys(reason for reason in reasons if reason)) or None  # a package is named once
 
 
 def _declaration(where: str, text: str) -> Declaration:
@@ -127,8 +122,8 @@ def _compute(caller: Caller, inputs: AttentionInputs, arithmetic: Arithmetic, gr
     return caller.run(inputs, gradients=gradients)
 
 
-def told_apart(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """The same kernels under names of their own: those of one name are told apart by their files or modules.
+def distinct_names(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """The same kernels under distinct names: those of one name have their file's or module's name in front.
 
     Raises:
         LoadError: two are the same.

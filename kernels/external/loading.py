@@ -47,29 +47,29 @@ def _imported(place: str) -> ModuleType:
     except LoadError:
         raise
     except (Exception, SystemExit) as error:  # whatever the module raises while it is imported
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        asks = "; it asks for a GPU while it is imported (docs/triton.md says what to do)" if "CUDA" in told else ""
-        raise LoadError(f"cannot import {place}: {told}{asks}", _own_traceback(error)) from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        asks = "; it asks for a GPU while it is imported (docs/triton.md says what to do)" if "CUDA" in reason else ""
+        raise LoadError(f"cannot import {place}: {reason}{asks}", _own_traceback(error)) from error
 
 
 def _own_traceback(error: BaseException) -> str:
     """The traceback from the imported code on, without the suite's and the import system's frames."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [one for one in frames if one.filename != __file__ and "importlib" not in one.filename]
+    own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
     return "".join(traceback.format_list(own) + traceback.format_exception_only(error))
 
 
 def _attribute(module: ModuleType, place: str, name: str) -> Callable[..., Any]:
-    found: Any = module
+    value: Any = module
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
+        value = getattr(value, part, None)
+    if not callable(value):
         raise LoadError(
             f"{place} has no function {name!r}; its functions are {', '.join(_functions(module)) or 'none'}"
         )
-    if type(found).__module__.startswith("triton."):
+    if type(value).__module__.startswith("triton."):
         raise LoadError(f"{place}:{name} is a Triton kernel; name the Python function of (q, k, v) that launches it")
-    called: Callable[..., Any] = found
+    called: Callable[..., Any] = value
     return called
 
 

@@ -96,9 +96,9 @@ class Call:
             padded=inputs.key_padding is not None,
             softmax_scale=inputs.softmax_scale,
         )
-        held = (inputs.formats.inputs, inputs.formats.inputs, format_of_v(plan, inputs.formats))
+        formats = (inputs.formats.inputs, inputs.formats.inputs, format_of_v(plan, inputs.formats))
         q, k, v = (
-            _flat(tensor, _DTYPES[fmt]) for tensor, fmt in zip((inputs.q, inputs.k, inputs.v), held, strict=True)
+            _flat(tensor, _DTYPES[fmt]) for tensor, fmt in zip((inputs.q, inputs.k, inputs.v), formats, strict=True)
         )
         padding = None
         if inputs.key_padding is not None:
@@ -197,10 +197,10 @@ def format_of_v(plan: RoundingPlan, formats: Formats) -> Format:
 
 def unsuited(plan: RoundingPlan, formats: Formats) -> str | None:
     """None, or that V would have to be rounded first: it is held as it comes, or in a wider format."""
-    held = format_of_v(plan, formats)
-    if held in (formats.v, formats.inputs):
+    held_format = format_of_v(plan, formats)
+    if held_format in (formats.v, formats.inputs):
         return None
-    return f"plan {plan.name} multiplies a V in {held.name}, not in {formats.v.name}: round it first"
+    return f"plan {plan.name} multiplies a V in {held_format.name}, not in {formats.v.name}: round it first"
 
 
 def lacking(formats: Formats, plan: RoundingPlan, device: torch.device) -> str | None:
@@ -301,13 +301,13 @@ def run(inputs: AttentionInputs, declaration: Declaration, *, gradients: bool) -
     """
     call = Call.of(inputs, declaration)
     o, lse = forward(call)
-    found = None
+    backward_pass = None
     if gradients:
         dq, dk, dv, delta = backward(call, o, lse, inputs.do)
-        found = Gradients(
+        backward_pass = Gradients(
             dq.view(inputs.q.shape),
             dk.view(inputs.k.shape),
             dv.view(inputs.v.shape),
             delta.view(*call.shape[:3], 1),
         )
-    return AttentionOutput(o.view(call.shape), lse.view(*call.shape[:3], 1), found)
+    return AttentionOutput(o.view(call.shape), lse.view(*call.shape[:3], 1), backward_pass)

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from packaging.version import Version
 
-OLDEST = "3.6"  # the first whose language has all that the kernels say: tl.mul, for one
+OLDEST = "3.6"  # the first whose language has all that the kernels use: tl.mul, for one
 # Packages that bring the module.
 _PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "triton-ascend")
 _SWITCH = "TRITON_INTERPRET"  # triton.jit reads it as it decorates
@@ -19,7 +19,7 @@ _DEVICE = "tiebreak.kernels.triton.device"
 
 
 def installed() -> str | None:
-    """Version of Triton, without importing it; None where no package says that it brings it."""
+    """Version of Triton, without importing it; None where no installed package provides it."""
     for name in _PACKAGES:
         try:
             return importlib.metadata.version(name)
@@ -32,9 +32,9 @@ def missing() -> str | None:
     """None, or why there is no triton here that the kernels can use, in one line. It is not imported."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install 'tiebreak[triton]'"
-    found = installed()
-    if found is not None and Version(found) < Version(OLDEST):
-        return f"triton {found} is too old: the kernels need {OLDEST} or newer"
+    version = installed()
+    if version is not None and Version(version) < Version(OLDEST):
+        return f"triton {version} is too old: the kernels need {OLDEST} or newer"
     return None
 
 
@@ -44,10 +44,10 @@ def not_interpreting() -> str | None:
         return reason
     if importlib.util.find_spec("ml_dtypes") is None:
         return "ml_dtypes is not installed: pip install 'tiebreak[triton]'"
-    found, numpy = installed(), importlib.metadata.version("numpy")
+    version, numpy = installed(), importlib.metadata.version("numpy")
     # Its loops take an array of one element for a number, which numpy has deprecated since 1.25 and refuses since 2.4.
-    if found is not None and Version(found) < Version("3.7") and Version(numpy) >= Version("2.4"):
-        return f"the interpreter of triton {found} does not work with numpy {numpy}: pip install 'numpy<2.4'"
+    if version is not None and Version(version) < Version("3.7") and Version(numpy) >= Version("2.4"):
+        return f"the interpreter of triton {version} does not work with numpy {numpy}: pip install 'numpy<2.4'"
     return None
 
 

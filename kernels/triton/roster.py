@@ -79,7 +79,7 @@ def _compute(
 
 @dataclass(frozen=True)
 class Compilation:
-    """One kernel to compile: all that triton.compile asks for."""
+    """One kernel to compile: all that triton.compile needs."""
 
     name: str  # of the roster's kernel and, after a slash, of the function
     function: Any  # triton's JITFunction

@@ -19,9 +19,9 @@ from tiebreak.defects.declared import (
 )
 from tiebreak.defects.tiled import Tiled
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.external.calling import Caller
+from tiebreak.kernels.external.caller import Caller
 from tiebreak.kernels.external.conventions import convention
-from tiebreak.kernels.external.declaring import KernelOptions
+from tiebreak.kernels.external.options import KernelOptions
 from tiebreak.kernels.formats import BF16, FP16, Format, Rounding
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
@@ -71,7 +71,7 @@ def users(function: Callable[[], Tiled], name: str) -> Kernel:
         name,
         partial(_run, caller),
         None,
-        takes=caller.how.takes,
+        takes=caller.convention.takes,
         missing_requirement=caller.missing_requirement,
         external=True,
     )

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.registry import BACKENDS
-from tiebreak.kernels.external import KernelTarget, LoadError, external_kernels, told_apart
+from tiebreak.kernels.external import KernelTarget, LoadError, distinct_names, external_kernels
 from tiebreak.kernels.formats import FP32, Format
 from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel
@@ -155,7 +155,7 @@ def _external(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
         known = ", ".join(backend.name for backend in BACKENDS.values() if not backend.predicts)
         raise SelectionError(f"--kernel runs on a device, not in the emulation: give --backend one of {known}")
     try:
-        kernels = told_apart(
+        kernels = distinct_names(
             [
                 kernel
                 for target in selection.kernel

@@ -14,7 +14,7 @@ from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import Case
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
-from tiebreak.kernels.external.spelling import Spelling
+from tiebreak.kernels.external.script_call import ScriptCall
 from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     """The verb `shrink`; see `tiebreak.reports.cli.main`. 130 after Ctrl-C, the best so far written."""
     options = _parser().parse_args(arguments)
     _check(options)
-    backend, (kernel, spelling), case = _backend(options.backend), _kernel(options.kernel), _case(options)
+    backend, (kernel, script_call), case = _backend(options.backend), _kernel(options.kernel), _case(options)
     inputs = _inputs(options, case)
     _refuse(options, kernel, to_device(inputs, backend.device))
     shrinker = Shrinker(backend, kernel, inputs, lambda line: print(f"shrink: {line}", file=sys.stderr, flush=True))
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     check, sign, told = _found(options, whole)
     print(f"{options.case}, {shrinker.part.size}: {told}", flush=True)
     interrupted = not _shrunk(shrinker, check, sign)
-    origin = Origin(spelling, backend.device, options.case, options.seed, told)
+    origin = Origin(script_call, backend.device, options.case, options.seed, told)
     store.write_text(script(shrinker.seen(shrinker.part), shrinker.finding, sign, origin), options.output)
     print(f"left after {shrinker.trials} trials: {shrinker.part.size}; written: {options.output}; it says:", flush=True)
     shown = _rechecked(options.output)
@@ -95,15 +95,15 @@ def _backend(name: str) -> Backend:
     return BACKENDS[name]
 
 
-def _kernel(spec: str) -> tuple[Kernel, Spelling]:
+def _kernel(spec: str) -> tuple[Kernel, ScriptCall]:
     """The kernel, which is refused what a script can't write, and how a script writes it."""
     try:
-        kernel, spelling = external_kernel(spec, None), Spelling.of(spec)
+        kernel, script_call = external_kernel(spec, None), ScriptCall.of(spec)
     except ValueError as error:
         raise UsageError(str(error)) from error
     return replace(
-        kernel, missing_requirement=lambda inputs: kernel.missing_requirement(inputs) or spelling.refusal(inputs)
-    ), spelling
+        kernel, missing_requirement=lambda inputs: kernel.missing_requirement(inputs) or script_call.refusal(inputs)
+    ), script_call
 
 
 def _case(options: argparse.Namespace) -> Case:

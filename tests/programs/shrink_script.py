@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.external.spelling import Spelling
+from tiebreak.kernels.external.script_call import ScriptCall
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.programs.shrink_search import BOUND, FINITE, Finding, Seen, over_bound
 
@@ -18,7 +18,7 @@ _LINE = 120
 class Origin:
     """Where what the script shows comes from."""
 
-    kernel: Spelling  # how the script imports and calls it
+    kernel: ScriptCall  # how the script imports and calls it
     device: str  # torch's name of it
     case: str
     seed: int
@@ -34,22 +34,24 @@ def script(seen: Seen, finding: Finding, sign: float, origin: Origin) -> str:
         sign: of the bias, if it is one.
         origin: what the script is about.
     """
-    inputs, spelling = seen.inputs, origin.kernel
+    inputs, script_call = seen.inputs, origin.kernel
     fmt, dtype = inputs.formats.inputs, str(TORCH_DTYPES[inputs.formats.inputs])
     wrong, said = _verdict(seen, finding, sign)
     grouped = "" if inputs.groups == 1 else f".repeat_interleave({inputs.groups}, 1)"
     k, v = (f"{x}.cpu().double(){grouped}" for x in "kv")
     found = "" if origin.found == finding.about else f": {origin.found}"
-    about = f"{spelling.function}: {finding.about}. By tiebreak shrink from {origin.case}, seed {origin.seed}{found}."
+    about = (
+        f"{script_call.function}: {finding.about}. By tiebreak shrink from {origin.case}, seed {origin.seed}{found}."
+    )
     lines = [
         *textwrap.wrap(f'"""{about} Ends with 1 if it is wrong."""', _LINE, break_long_words=False),
         "import importlib, sys, torch",
-        f"sys.path.insert(0, {json.dumps(spelling.folder)})",
-        f"kernel = importlib.import_module({json.dumps(spelling.module)})",
+        f"sys.path.insert(0, {json.dumps(script_call.folder)})",
+        f"kernel = importlib.import_module({json.dumps(script_call.module)})",
         "def bits(shape, text):",
         f'    return torch.frombuffer(bytearray.fromhex(text), dtype={dtype}).reshape(shape).to("{origin.device}")',
         *(f"{name} = {_bits(getattr(inputs, name), TORCH_DTYPES[fmt])}" for name in "qkv"),
-        f"o = {spelling.call(inputs)}.cpu()",
+        f"o = {script_call.call(inputs)}.cpu()",
         f"s = q.cpu().double() @ {k}.mT * {inputs.scale!r}{_mask(inputs)}",
         f"reference = s.softmax(-1) @ {v}",
         f"exponent = (torch.frexp(reference).exponent - 1).clamp_min({fmt.min_exponent}) - {fmt.mantissa_bits}",

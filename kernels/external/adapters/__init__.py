@@ -52,5 +52,5 @@ def adapter(name: str) -> Callable[..., Any]:
         meant = f"did you mean {near[0]}? " if near else ""
         raise LoadError(f"no adapter {name!r}: {meant}known are {', '.join(ADAPTERS)}; {_OWN}")
     module, _, function = ADAPTERS[name].partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{module}"), function)
-    return found
+    implementation: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{module}"), function)
+    return implementation

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from tiebreak.kernels.external.adapters.foreign import Foreign, needs
-from tiebreak.kernels.external.declaring import kernel
+from tiebreak.kernels.external.options import kernel
 
 JAX = Foreign("jax.nn:dot_product_attention", "jax", "0.4.31 to 0.10", ("mask", "scale", "is_causal", "implementation"))
 
@@ -48,8 +48,8 @@ def _gradients(
 def jax(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool, scale: float) -> Tensor:
     """Its dot_product_attention, jitted, by XLA and not cuDNN; its backward pass is jax.vjp's.
 
-    Its mask is aligned at the upper left. A row without a key is a mean of all. Whether P is rounded hangs on the shape
-    of the call, unless XLA_FLAGS has --xla_allow_excess_precision=false.
+    Its mask is aligned at the upper left. A row without a key is a mean of all. Whether P is rounded depends on the
+    shape of the call, unless XLA_FLAGS has --xla_allow_excess_precision=false.
     """
     if q.dtype == torch.float16 and q.device.type == "cpu":
         raise NotImplementedError("jax.jit finds no product of fp16 with a sum in fp32 on a CPU")

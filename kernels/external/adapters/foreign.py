@@ -1,4 +1,4 @@
-"""Functions of other packages: whether they are here, and as an adapter knows them."""
+"""Functions of other packages: whether they are installed, in a release that an adapter knows."""
 
 import importlib
 import inspect
@@ -23,7 +23,7 @@ class Foreign:
 
     place: str  # module:function
     distribution: str  # what pip calls the package
-    known: str  # release that the adapter was written for
+    releases: str  # those that the adapter was written for
     keywords: tuple[str, ...] = ()  # that the adapter calls it with
     install: str = ""  # how to install it; "": pip install and the distribution
     devices: tuple[str, ...] = ()  # types of devices that it has kernels for; none: all
@@ -46,8 +46,8 @@ class Foreign:
 
     def missing_requirement(self, inputs: AttentionInputs) -> str | None:
         """None, or why it can't be called on some inputs, in one line that says what to do."""
-        told = [self._missing(), self._misplaced(inputs.q.device.type), self._unsuited(inputs.formats.inputs)]
-        return "; ".join(one for one in told if one) or None
+        reasons = [self._missing(), self._misplaced(inputs.q.device.type), self._unsuited(inputs.formats.inputs)]
+        return "; ".join(filter(None, reasons)) or None
 
     def _missing(self) -> str | None:
         module, _, name = self.place.partition(":")
@@ -58,25 +58,27 @@ class Foreign:
             absent = isinstance(error, ModuleNotFoundError) and error.name == top
             if absent or (self._version is None and not hasattr(_module(top), "__version__")):
                 return f"{self.distribution} is not installed: {self.install or f'pip install {self.distribution}'}"
-            return f"{self._release} has no {module}.{name}; this adapter knows {self.known}"
+            return f"{self._release} has no {module}.{name}; this adapter knows {self.releases}"
         except Exception as error:  # whatever it raises as it is imported, such as a library built for another torch
             return f"{self._release} can't be imported: {type(error).__name__}: {' '.join(str(error).split())}"
         unknown = [keyword for keyword in self.keywords if not _takes(function, keyword)]
         if unknown:
-            return f"{name} of {self._release} has no parameter {', '.join(unknown)}; this adapter knows {self.known}"
+            return (
+                f"{name} of {self._release} has no parameter {', '.join(unknown)}; this adapter knows {self.releases}"
+            )
         return None
 
     def _misplaced(self, device: str) -> str | None:
         if not self.devices or device in self.devices:
             return None
-        backends = " or ".join(_BACKENDS[one] for one in self.devices)
+        backends = " or ".join(_BACKENDS[device] for device in self.devices)
         return f"{self.distribution} has no kernel for {device}: give --backend {backends}"
 
-    def _unsuited(self, given: Format) -> str | None:
-        if not self.formats or given in self.formats:
+    def _unsuited(self, inputs: Format) -> str | None:
+        if not self.formats or inputs in self.formats:
             return None
-        taken = " and ".join(one.name for one in self.formats)
-        return f"{self.distribution} takes {taken}, not {given.name}: give --dtype {self.formats[0].name}"
+        taken = " and ".join(fmt.name for fmt in self.formats)
+        return f"{self.distribution} takes {taken}, not {inputs.name}: give --dtype {self.formats[0].name}"
 
     @property
     def _version(self) -> str | None:
@@ -87,14 +89,14 @@ class Foreign:
 
     @property
     def _release(self) -> str:
-        told = self._version or getattr(_module(self.place.partition(":")[0].partition(".")[0]), "__version__", None)
-        return f"{self.distribution} {told or 'of an unknown version'}"
+        release = self._version or getattr(_module(self.place.partition(":")[0].partition(".")[0]), "__version__", None)
+        return f"{self.distribution} {release or 'of an unknown version'}"
 
 
 def _module(name: str) -> Any:
     try:
         return importlib.import_module(name)
-    except Exception:  # its version is then not to be had
+    except Exception:  # its version is then unknown
         return None
 
 
@@ -103,7 +105,9 @@ def _takes(function: Callable[..., Any], keyword: str) -> bool:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # written in C: it will say so itself
         return True
-    return keyword in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return keyword in parameters or any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
 
 def needs(*foreign: Foreign) -> Callable[[_F], _F]:
@@ -118,19 +122,19 @@ def needs(*foreign: Foreign) -> Callable[[_F], _F]:
 
 def needs_of(function: object) -> tuple[Foreign, ...]:
     """Which functions of other packages an adapter calls; none of any other function."""
-    found = getattr(function, _ATTRIBUTE, ())
-    return found if isinstance(found, tuple) else ()
+    foreign = getattr(function, _ATTRIBUTE, ())
+    return foreign if isinstance(foreign, tuple) else ()
 
 
 @contextmanager
 def environment(**variables: str) -> Iterator[None]:
     """Environment variables for a while."""
-    kept = {name: os.environ.get(name) for name in variables}
+    values = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, before in kept.items():
+        for name, before in values.items():
             if before is None:
                 del os.environ[name]
             else:

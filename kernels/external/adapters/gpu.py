@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from tiebreak.kernels.external.adapters.foreign import Foreign, environment, needs
-from tiebreak.kernels.external.declaring import NO_BACKWARD, kernel
+from tiebreak.kernels.external.options import NO_BACKWARD, kernel
 
 FLASH_ATTN = Foreign(
     "flash_attn:flash_attn_func",
@@ -114,7 +114,7 @@ def flashinfer(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, sm_scale: float
 @needs(SAGEATTENTION)
 @kernel(takes="gqa", backward=NO_BACKWARD)
 def sageattention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, sm_scale: float) -> Any:
-    """Its sageattn, Q K^T in int8. Which of its kernels runs, it chooses by the GPU, and nobody can say.
+    """Its sageattn, Q K^T in int8. It chooses its kernel by the GPU, and does not report which.
 
     To have one for certain, name it: `--kernel sageattention:sageattn_qk_int8_pv_fp16_triton --declare takes=gqa
     --declare backward=none`. The mask is for as many queries as keys.
@@ -127,13 +127,13 @@ def sageattention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, sm_scale:
 def aiter(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float, how_v3_bf16_cvt: int = 1) -> Any:
     """AMD's flash_attn_func. Its mask is aligned at the lower right; a row without a key is 0.
 
-    `--declare options.how_v3_bf16_cvt=0` rounds P-bar to even, 1 away from zero, 2 toward it. Whether it runs its
-    assembly or its Composable Kernel goes by shape and GPU, and nobody can say.
+    `--declare options.how_v3_bf16_cvt=0` rounds P-bar to even, 1 away from zero, 2 toward it. The shape and
+    the GPU decide whether its assembly or its Composable Kernel runs; it does not report which.
     """
     if not importlib.import_module("aiter.ops.mha").ENABLE_CK:
         raise NotImplementedError("aiter runs Triton in its place: unset ENABLE_CK")
-    given = {"causal": causal, "softmax_scale": softmax_scale, "how_v3_bf16_cvt": how_v3_bf16_cvt}
-    return AITER(q, k, v, deterministic=True, **given)
+    keywords = {"causal": causal, "softmax_scale": softmax_scale, "how_v3_bf16_cvt": how_v3_bf16_cvt}
+    return AITER(q, k, v, deterministic=True, **keywords)
 
 
 @needs(TRANSFORMER_ENGINE)
@@ -174,5 +174,5 @@ def liger(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Any:
 @needs(FLA)
 @kernel(layout="bnhd", takes="gqa", causal="always")
 def fla(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Any:
-    """flash-linear-attention's parallel_attn, softmax attention, causal whether asked or not."""
+    """flash-linear-attention's parallel_attn, softmax attention, always causal."""
     return FLA(q, k, v, scale=scale)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.external.adapters.foreign import Foreign, needs
-from tiebreak.kernels.external.declaring import NO_BACKWARD, kernel
+from tiebreak.kernels.external.options import NO_BACKWARD, kernel
 from tiebreak.kernels.formats import FP16, FP32
 
 ONNXRUNTIME = Foreign("onnxruntime:InferenceSession", "onnxruntime", "1.23 to 1.31", formats=(FP16, FP32))
@@ -45,9 +45,9 @@ def onnxruntime(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool, scale: float
 ) -> Tensor:
     """ONNX Runtime's Attention on a CPU, which has none in bf16. Its causal mask is aligned at the upper left."""
-    given = {"q": q, "k": k, "v": v} | ({} if attn_mask is None else {"mask": attn_mask})
+    tensors = {"q": q, "k": k, "v": v} | ({} if attn_mask is None else {"mask": attn_mask})
     session = _session(q.dtype, scale, is_causal, attn_mask is not None)
-    (o,) = session.run(None, {name: one.contiguous().numpy() for name, one in given.items()})
+    (o,) = session.run(None, {name: tensor.contiguous().numpy() for name, tensor in tensors.items()})
     return torch.from_numpy(o)
 
 
@@ -56,14 +56,14 @@ def _compiled(dtype: torch.dtype, d: int, scale: float | None, is_causal: bool, 
     """A model that is one ScaledDotProductAttention, told to compute in the format of its inputs."""
     library = importlib.import_module("openvino")
     operators, kind = library.opset13, getattr(library.Type, _ELEMENTS[dtype])
-    given = [operators.parameter([-1, -1, -1, d], kind) for _ in "qkv"]
+    parameters = [operators.parameter([-1, -1, -1, d], kind) for _ in "qkv"]
     if masked:
-        given.append(operators.parameter([-1] * 4, library.Type.boolean))
-    factor = None if scale is None else operators.convert_like(operators.constant(scale), given[0])
-    mask = given[3] if masked else None
-    node = OPENVINO(*given[:3], attention_mask=mask, scale=factor, causal=is_causal)
+        parameters.append(operators.parameter([-1] * 4, library.Type.boolean))
+    factor = None if scale is None else operators.convert_like(operators.constant(scale), parameters[0])
+    mask = parameters[3] if masked else None
+    node = OPENVINO(*parameters[:3], attention_mask=mask, scale=factor, causal=is_causal)
     settings = {"INFERENCE_PRECISION_HINT": kind}
-    return library.Core().compile_model(library.Model([node], given, "attention"), "CPU", settings)
+    return library.Core().compile_model(library.Model([node], parameters, "attention"), "CPU", settings)
 
 
 @needs(OPENVINO)
@@ -81,7 +81,7 @@ def openvino(
     attend = _compiled(q.dtype, q.shape[3], None if default else scale, is_causal, attn_mask is not None)
     # NumPy knows no bf16: the bits go over as they are.
     kind = getattr(library.Type, _ELEMENTS[q.dtype])
-    given = [library.Tensor(one.view(_BITS[q.dtype]).numpy(), list(one.shape), kind) for one in (q, k, v)]
+    tensors = [library.Tensor(tensor.view(_BITS[q.dtype]).numpy(), list(tensor.shape), kind) for tensor in (q, k, v)]
     masks = [] if attn_mask is None else [library.Tensor(attn_mask.contiguous().numpy())]
-    o = attend([*given, *masks])[0]
+    o = attend([*tensors, *masks])[0]
     return torch.from_numpy(o.view(_NUMPY[q.element_size()])).view(q.dtype).clone()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.external.adapters.foreign import Foreign, needs
-from tiebreak.kernels.external.declaring import kernel
+from tiebreak.kernels.external.options import kernel
 
 HF_EAGER = Foreign(
     "transformers.models.llama.modeling_llama:eager_attention_forward", "transformers", "4.48 to 5.23", ("scaling",)

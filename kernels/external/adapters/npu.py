@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from tiebreak.kernels.external.adapters.foreign import Foreign, needs
-from tiebreak.kernels.external.declaring import kernel
+from tiebreak.kernels.external.options import kernel
 from tiebreak.kernels.npu import causal_mask
 
 NPU_FUSION_ATTENTION = Foreign(

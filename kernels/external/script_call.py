@@ -1,4 +1,4 @@
-"""How a script that knows nothing of this suite imports and calls a kernel that someone else wrote."""
+"""How a script without this suite imports and calls a kernel that someone else wrote."""
 
 import os
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from pathlib import Path
 from torch import Tensor
 
 from tiebreak.kernels.external.adapters import is_adapter
-from tiebreak.kernels.external.calling import Caller
+from tiebreak.kernels.external.caller import Caller
 from tiebreak.kernels.external.conventions import convention
-from tiebreak.kernels.external.declaring import said_of
 from tiebreak.kernels.external.errors import LoadError
 from tiebreak.kernels.external.loading import load, package_of
+from tiebreak.kernels.external.options import decorator_options
 from tiebreak.kernels.inputs import AttentionInputs
 
 _FULL = "bhnd"
 
 
 @dataclass(frozen=True)
-class Spelling:
-    """A kernel by the words of a script."""
+class ScriptCall:
+    """The import and the call of a kernel, as a script writes them."""
 
     folder: str  # what its module is found in
     module: str  # to import
@@ -27,17 +27,17 @@ class Spelling:
     caller: Caller  # how it is called
 
     @classmethod
-    def of(cls, target: str) -> "Spelling":
-        """How the function that a target names is written.
+    def of(cls, target: str) -> "ScriptCall":
+        """The script's call of the function that a target names.
 
         Raises:
-            LoadError: it can't be found or called as it is, or is one that a script has no words for; one line.
+            LoadError: it can't be found or called as it is, or lies in a TOML file; one line.
         """
         if ".toml" in target:
             raise LoadError(f"--kernel {target}: name its function, a script reads no TOML file")
         try:
             function = load(target)
-            caller = Caller(function, convention(function, said_of(function)))
+            caller = Caller(function, convention(function, decorator_options(function)))
         except LoadError as error:
             raise LoadError(f"--kernel {target}: {error}", error.own_traceback) from error
         place, _, name = (target, "", "") if target.endswith(".py") else target.rpartition(":")
@@ -50,7 +50,7 @@ class Spelling:
         """None, or why a script can't write the call of these inputs, in one line."""
         if self.caller.needs.arrange(inputs).inputs is not inputs:
             return "the script has no words for dummy rows or keys"
-        if len(self.caller.how.said.layout) < len(_FULL):
+        if len(self.caller.convention.options.layout) < len(_FULL):
             return "the script has no words for a call for each sequence"
         if any(isinstance(value, Tensor) for value in self.caller.keywords(inputs).values()):
             return "the script has no words for a mask as a tensor"
@@ -58,16 +58,16 @@ class Spelling:
 
     def call(self, inputs: AttentionInputs) -> str:
         """An expression: O, (batch, heads, N, d), from q, k and v of that shape and a module `kernel`."""
-        layout = self.caller.how.said.layout
-        given, back = "q, k, v", ""
+        layout = self.caller.convention.options.layout
+        arguments, restored = "q, k, v", ""
         if layout != _FULL:
-            there = ", ".join(str(_FULL.index(letter)) for letter in layout)
-            given = f"*(x.permute({there}).contiguous() for x in (q, k, v))"
-            back = f".permute({', '.join(str(layout.index(letter)) for letter in _FULL)})"
-        after, keywords = self.caller.how.arguments(self.caller.keywords(inputs))
-        words = [given, *map(repr, after), *(f"{name}={value!r}" for name, value in keywords.items())]
+            order = ", ".join(str(_FULL.index(letter)) for letter in layout)
+            arguments = f"*(x.permute({order}).contiguous() for x in (q, k, v))"
+            restored = f".permute({', '.join(str(layout.index(letter)) for letter in _FULL)})"
+        after, keywords = self.caller.convention.arguments(self.caller.keywords(inputs))
+        words = [arguments, *map(repr, after), *(f"{name}={value!r}" for name, value in keywords.items())]
         first = "[0]" if self.caller.returns_several(inputs) else ""
-        return f"kernel.{self.function}({', '.join(words)}){first}{back}"
+        return f"kernel.{self.function}({', '.join(words)}){first}{restored}"
 
 
 def _file(path: Path) -> tuple[str, str]:

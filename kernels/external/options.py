@@ -1,4 +1,4 @@
-"""What the author of a kernel says of it: by a decorator, in a TOML file or by flags, all with the same words."""
+"""Options of a kernel, given by its author: by a decorator, in a TOML file or by flags, all with the same words."""
 
 import ast
 import tomllib
@@ -31,14 +31,14 @@ AUTOGRAD, NO_BACKWARD = "autograd", "none"
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """What was said of a kernel. What was not follows from the function's signature.
+    """How a kernel is called and what it takes. What its author leaves out follows from the function's signature.
 
     Attributes:
         layout: order of the dimensions of q, k, v and O: b batch, h heads, n tokens, d head dimension. Without b (and
             h) the kernel is called once for every sequence (and head).
-        takes: what inputs may ask of it, beside what its keywords tell: words of `TAKEN`.
-        refuses: what inputs may not ask of it, though its keywords tell that they may: words of `TAKEN`.
-        causal: keyword of the causal mask; "always": it has one whether asked or not.
+        takes: what inputs may ask of it, beside what its keywords show: words of `TAKEN`.
+        refuses: what inputs may not ask of it, though its keywords suggest that they may: words of `TAKEN`.
+        causal: keyword of the causal mask; "always": every call has it.
         scale: keyword of the scores' scale.
         mask: keyword of a bool mask of the scores, (batch, 1, queries, keys), True where a key takes part.
         square: whether it needs as many queries as keys.
@@ -65,17 +65,17 @@ class KernelOptions:
     name: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what no kernel can mean.
+        """Refuse values that make no sense.
 
         Raises:
             LoadError: one line that names the word and what it may be.
         """
         if sorted(self.layout) not in (sorted("bhnd"), sorted("hnd"), sorted("nd")):
             raise LoadError(f"layout {self.layout!r}: expected the letters b, h, n and d, as in bnhd, hnd or nd")
-        for said, words in (("takes", self.takes), ("refuses", self.refuses)):
+        for option, words in (("takes", self.takes), ("refuses", self.refuses)):
             unknown = [word for word in _split(words) if word not in TAKEN]
             if unknown:
-                raise LoadError(f"{said} {unknown[0]!r}: known are {', '.join(TAKEN)}")
+                raise LoadError(f"{option} {unknown[0]!r}: known are {', '.join(TAKEN)}")
         if not _is_count(self.multiple_of):
             raise LoadError(f"multiple_of {self.multiple_of!r}: expected a positive integer")
         if not all(map(_is_count, self.head_dims)):
@@ -102,11 +102,11 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def kernel(**said: Any) -> Callable[[_F], _F]:
-    """Say of an attention function what its signature does not tell; the function itself is left as it is.
+def kernel(**options: Any) -> Callable[[_F], _F]:
+    """Declare what the signature of an attention function does not show; the function itself stays as it is.
 
     Args:
-        said: any of the attributes of `KernelOptions`.
+        options: any of the attributes of `KernelOptions`.
 
     Returns:
         A decorator.
@@ -114,7 +114,7 @@ def kernel(**said: Any) -> Callable[[_F], _F]:
     Raises:
         LoadError: a word that is unknown, or a value that it can't have.
     """
-    declared = of_mapping(said, "@kernel")
+    declared = mapped_options(options, "@kernel")
 
     def mark(function: _F) -> _F:
         setattr(function, _ATTRIBUTE, declared)
@@ -123,24 +123,24 @@ def kernel(**said: Any) -> Callable[[_F], _F]:
     return mark
 
 
-def said_of(function: object) -> KernelOptions:
-    """What the decorator says of a function; nothing where it has none."""
-    found = getattr(function, _ATTRIBUTE, None)
-    return found if isinstance(found, KernelOptions) else KernelOptions()
+def decorator_options(function: object) -> KernelOptions:
+    """The options that the decorator gave a function; the default ones where it has none."""
+    options = getattr(function, _ATTRIBUTE, None)
+    return options if isinstance(options, KernelOptions) else KernelOptions()
 
 
-def of_mapping(values: Mapping[str, Any], where: str, base: KernelOptions | None = None) -> KernelOptions:
-    """What is said by a mapping of words, added to what was said before.
+def mapped_options(values: Mapping[str, Any], where: str, base: KernelOptions | None = None) -> KernelOptions:
+    """The options that a mapping holds, in the place of those of `base`.
 
     Args:
         values: attributes of `KernelOptions`, by name.
-        where: what has them, for messages.
-        base: what was said before; None: nothing.
+        where: the place of the mapping, for messages.
+        base: the options so far; None: the default ones.
 
     Raises:
         LoadError: a word that is unknown, or a value that it can't have.
     """
-    types: dict[str, tuple[type, ...]] = {each.name: (str,) for each in fields(KernelOptions)}
+    types: dict[str, tuple[type, ...]] = {field.name: (str,) for field in fields(KernelOptions)}
     types |= {"square": (bool,), "multiple_of": (int,), "head_dims": (list, tuple), "options": (dict,)}
     for word, value in values.items():
         if word not in types:
@@ -156,8 +156,8 @@ def of_mapping(values: Mapping[str, Any], where: str, base: KernelOptions | None
         raise LoadError(f"{where}: {error}") from error
 
 
-def of_flags(words: tuple[str, ...], base: KernelOptions) -> KernelOptions:
-    """What `--declare WORD=VALUE` says, each on its own; `options.NAME=VALUE` is one more keyword.
+def flag_options(words: tuple[str, ...], base: KernelOptions) -> KernelOptions:
+    """The options that `--declare WORD=VALUE` gives; `options.NAME=VALUE` is one more keyword.
 
     Raises:
         LoadError: no WORD=VALUE, a word that is unknown, or a value that it can't have.
@@ -172,7 +172,7 @@ def of_flags(words: tuple[str, ...], base: KernelOptions) -> KernelOptions:
             values["options"] = {**base.options, **values.get("options", {}), inner: _literal(value)}
         else:
             values[word] = value if word in ("layout", "takes", "refuses", "plan", "name") else _literal(value)
-    return of_mapping(values, "--declare", base)
+    return mapped_options(values, "--declare", base)
 
 
 def _literal(text: str) -> Any:
@@ -201,12 +201,12 @@ def read_toml(path: Path) -> dict[str, dict[str, Any]]:
         raise LoadError(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise LoadError(f"{path}: no TOML: {error}") from error
-    found: dict[str, dict[str, Any]] = {}
+    kernels: dict[str, dict[str, Any]] = {}
     for name, table in tables.items():
         if not isinstance(table, dict) or not isinstance(table.get("target"), str):
             raise LoadError(f'{path}: [{name}] has no target = "FILE.py:FUNCTION"')
-        found[name] = {"name": name, **table}
-        of_mapping({word: value for word, value in found[name].items() if word != "target"}, f"{path}: [{name}]")
-    if not found:
+        kernels[name] = {"name": name, **table}
+        mapped_options({word: value for word, value in kernels[name].items() if word != "target"}, f"{path}: [{name}]")
+    if not kernels:
         raise LoadError(f'{path}: no kernel in it: expected a table such as [mine] with target = "FILE.py:FUNCTION"')
-    return found
+    return kernels
