@@ -1,4 +1,4 @@
-"""Captured tensors as cases: q, k, v and dO as a training run has kept them (docs/captured.md).
+"""Captured tensors as cases: q, k, v and dO as a training run has kept them (docs/your-kernel.md).
 
 A case claims nothing, but it is a failure input: `--fair` asks for no bias on it.
 

@@ -1,4 +1,4 @@
-"""Attention of packages that have no adapter, as docs/foreign-kernels.md calls it: a few lines each.
+"""Attention of packages that have no adapter, as docs/other-kernels.md calls it: a few lines each.
 
     tiebreak check examples/foreign_kernels.py:sdpa_flash
 

@@ -1,4 +1,4 @@
-"""Capture the attention calls of any torch model as it trains, as cases for the matrix (docs/captured.md)."""
+"""Capture the attention calls of any torch model as it trains, as cases for the matrix (docs/your-kernel.md)."""
 
 from tiebreak.cases.capture.folder import CaptureError
 from tiebreak.cases.capture.session import Capture, capture

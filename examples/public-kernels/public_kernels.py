@@ -8,7 +8,7 @@ card, it is told of an sm_80.
 
     python examples/public-kernels/public_kernels.py --sources FOLDER
 
-puts all of them through the matrix and prints the table of docs/public-kernels.md.
+puts all of them through the matrix and prints the table of docs/other-kernels.md.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Source files of packages, executed on their own: what is around them is not imported, and they are not changed.
 
 A kernel's file often imports a server, a driver or a compiled extension. Here such imports get stand-ins that do
-nothing. docs/public-kernels.md says why each is there.
+nothing. docs/other-kernels.md says why each is there.
 """
 
 import builtins

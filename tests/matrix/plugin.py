@@ -97,8 +97,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--captured",
         metavar="DIR",
-        help="add the q, k, v, dO in DIR/inputs-STEP.safetensors (docs/captured.md) as cases, in the format that they"
-        " are in, fp32 rounded to --dtype; they run alone unless --cases is given",
+        help="add the q, k, v, dO in DIR/inputs-STEP.safetensors (docs/your-kernel.md) as cases, in the format that"
+        " they are in, fp32 rounded to --dtype; they run alone unless --cases is given",
     )
     group.addoption(
         "--fair",

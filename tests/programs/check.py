@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         "--as", metavar="CARD", help="with --backend interpreter: the card to compute as (docs/triton.md)"
     )
     parser.add_argument("--dtype", metavar="NAMES", help="bf16, fp16 (default: bf16)")
-    parser.add_argument("--captured", metavar="DIR", help="tensors of your own as inputs (docs/captured.md)")
+    parser.add_argument("--captured", metavar="DIR", help="tensors of your own as inputs (docs/your-kernel.md)")
     parser.add_argument("--seed", metavar="N", help="seed of all inputs (default: 1)")
     parser.add_argument("--heads", metavar="N", help="heads a cell draws at first (default: 256)")
     parser.add_argument("--cell-timeout", metavar="S", help="seconds that a cell may take (default: 60, training 600)")

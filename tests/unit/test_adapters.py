@@ -30,7 +30,7 @@ from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.programs.check import main
 
-FOREIGN = Path(__file__).parents[2] / "examples" / "foreign_kernels.py"  # what docs/foreign-kernels.md calls
+FOREIGN = Path(__file__).parents[2] / "examples" / "foreign_kernels.py"  # what docs/other-kernels.md calls
 HERE = ("hf:eager", "hf:sdpa", "x_transformers", "jax", "onnxruntime", "openvino")  # run on a CPU
 
 

@@ -191,7 +191,7 @@ def open_to_reading(batch: Batch, kernel: Kernel) -> set[str]:
     A row that sees nothing but -Inf is NaN to some, and zeros, as a masked one, to others (FlashAttention-1, the
     authors' code, which clamps its sum). A P of 0 times an Inf in V that is hidden is NaN in whatever adds it up.
     PyTorch's own kernels lower what a mask hides by -Inf, give NaN in a row without a key where V has Inf, and lose the
-    NaN of scores of +Inf (docs/foreign-kernels.md): where a score, or a V that is hidden, is not finite, nothing is
+    NaN of scores of +Inf (docs/other-kernels.md): where a score, or a V that is hidden, is not finite, nothing is
     asked of them.
     """
     inputs, hidden = batch.inputs, batch.inputs.hidden()
