@@ -18,14 +18,17 @@ def told_of_bias(measures: Errors) -> str:
     return f"bias {measures.bias.mean:+.3f} +- {measures.bias.half_width:.3f} ulp"
 
 
+_ACCURACY = frozenset({"bound", "range", "gradients"})  # checks that errors keep within what rounding allows
+_FINITE = frozenset({"finite"})
+
+
 @dataclass(frozen=True)
 class Expectation:
     """One thing that can be expected of a cell's measures."""
 
     name: str  # how reports call it
     met: Callable[[Errors], bool | None]  # True, False, or None while the data do not tell yet
-    accurate: bool = True  # whether the output must keep within its plan's rounding-error bound
-    finite: bool = True  # whether the output must be finite where the reference is
+    waives: frozenset[str] = frozenset()  # names of checks that need not be met: that they are not is what is expected
     told: Callable[[Errors], str] = told_of_bias  # what was measured of it, in words
 
 
@@ -76,34 +79,33 @@ ROWS_ERR_APART = Expectation("the errors of a row are independent", _rows(Verdic
 ACCURATE = Expectation("accurate", lambda measures: measures.nonfinite == 0)
 # Harm that a rule does: nothing else is asked of such a cell.
 BREAKS_DOWN = Expectation(
-    "NaN or Inf where the reference is finite", lambda measures: measures.nonfinite > 0, accurate=False, finite=False
+    "NaN or Inf where the reference is finite", lambda measures: measures.nonfinite > 0, waives=_ACCURACY | _FINITE
 )
 INACCURATE = Expectation(
     "beyond the plan's error bound",
     lambda measures: measures.nonfinite == 0 and measures.error_over_bound > 1.0,
-    accurate=False,
+    waives=_ACCURACY,
 )
 INACCURATE_OR_BREAKS_DOWN = Expectation(
     "beyond the plan's error bound, NaN or Inf",
     lambda measures: measures.nonfinite > 0 or measures.error_over_bound > 1.0,
-    accurate=False,
-    finite=False,
+    waives=_ACCURACY | _FINITE,
 )
 OUTSIDE = Expectation(
     "some of O outside the range of V",
     lambda measures: measures.nonfinite == 0 and measures.outside_values > 1.0,
-    accurate=False,
+    waives=_ACCURACY,
 )
 FLUSHED_OR_ACCURATE = Expectation(
     "accurate, or subnormals flushed to zero",
     lambda measures: measures.error_over_bound <= 1.0 or measures.output_size == 0.0,
-    accurate=False,
+    waives=_ACCURACY,
 )
 
 
 def shrinks(low: float, high: float) -> Expectation:
     """The output keeps only a share of its size, between `low` and `high`, without a NaN."""
-    return Expectation(f"output shrinks to {low:g} .. {high:g}", _gain(low, high), accurate=False)
+    return Expectation(f"output shrinks to {low:g} .. {high:g}", _gain(low, high), waives=_ACCURACY)
 
 
 def within(times: float) -> Expectation:
@@ -111,7 +113,7 @@ def within(times: float) -> Expectation:
     return Expectation(
         f"within {times:g} times the plan's error bound",
         lambda measures: measures.nonfinite == 0 and measures.error_over_bound <= times,
-        accurate=False,
+        waives=_ACCURACY,
     )
 
 
@@ -122,7 +124,7 @@ def breaks_down_in(most: float) -> Expectation:
         share = measures.nonfinite / measures.elements
         return share <= most if share else None
 
-    return Expectation(f"NaN or Inf in at most {most:.0%} of the output", met, finite=False)
+    return Expectation(f"NaN or Inf in at most {most:.0%} of the output", met, waives=_FINITE)
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ class SnippetClaim:
     source: str  # who claims it
     low: float = -math.inf  # the measure must be above
     high: float = math.inf  # the measure must be below
+    waives: frozenset[str] = frozenset()  # names of checks that need not be met: that they are not is what is claimed
 
     def held(self, measures: Mapping[str, float]) -> bool:
         """Whether the measure lies between the bounds; NaN does not."""

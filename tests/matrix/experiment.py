@@ -24,7 +24,7 @@ class UnusableExperimentError(ValueError):
 class SelectionContext:
     """What the command line says of kernels and formats."""
 
-    pairs: Sequence[Pair]  # backends with the kernels that are named, or their default ones
+    pairs: Sequence[Pair]  # backends with the kernels that are named, or their default ones, for any kind of experiment
     backends: Sequence[Backend]  # chosen, and able to run
     kernels_named: bool  # whether --kernels or --kernel was given
     cases_named: bool  # whether --cases was given
@@ -61,13 +61,21 @@ class Experiment(ABC):
     def version(self) -> int:
         """Records of other versions are not comparable."""
 
+    @property
+    def tags(self) -> frozenset[str]:
+        """By which profiles of statements choose; an experiment without any is in none."""
+        return frozenset()
+
     @abstractmethod
     def described(self) -> CaseRecord:
         """What it is, for the file of records."""
 
     @abstractmethod
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        """The backends and kernels that it is for, of those asked for; none in a format that it does not come in."""
+        """The backends and kernels that it is for, of those asked for; none in a format that it does not come in.
+
+        Kernels that are another kind's alone are not among those asked for.
+        """
 
     @abstractmethod
     def refusal(self, cell: "Cell", bench: Workbench) -> str | None:
@@ -83,6 +91,11 @@ class Experiment(ABC):
 
     def formats(self) -> Sequence[Format] | None:
         """The formats that it comes in; None: any."""
+        return None
+
+    def input_kind(self, fmt: Format) -> str | None:
+        """What a kernel that is not the suite's must take to be held to it by a profile; None: no profile does."""
+        del fmt
         return None
 
     def check(self, fmt: Format) -> None:

@@ -16,7 +16,7 @@ class Claimed:
     source: str  # who claims it
     met: bool | None  # None: the data do not tell
     found: str  # what was measured, in words
-    speaks_for: frozenset[str] = frozenset()  # checks that need not be met where it is: it claims that they are not
+    waives: frozenset[str] = frozenset()  # checks that need not be met: it claims that they are not
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,6 @@ class Result:
         value = self.measures.get(name)
         return value.mean if isinstance(value, Interval) else value
 
-    def claimed(self, check: str) -> bool:
-        """Whether a claim speaks for a check: that it is not met is what is expected."""
-        return any(check in claim.speaks_for for claim in self.claims)
+    def waived(self, check: str) -> bool:
+        """Whether a claim takes a check's place: that it is not met is what is expected."""
+        return any(check in claim.waives for claim in self.claims)

@@ -1,7 +1,8 @@
 """Which cells a run has: the names on the command line, checked, and what they stand for."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tiebreak.backends.backend import Backend
@@ -64,12 +65,28 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
     for fmt in formats:
         named = bool(selection.kernel) or selection.kernels is not None
         asked = SelectionContext(pairs, running, named, selection.cases is not None, fmt, selection.emulated_backward)
-        for experiment in experiments:
-            found += [Cell(*pair, experiment, fmt) for pair in experiment.pairs(asked)]
+        found += cells_of(experiments, asked)
     if not found:
         hints = "; ".join(kind.hint() for kind in kinds().values() if kind.hint())
         raise SelectionError(f"no cell is left: {hints}")
     return found, reasons
+
+
+def cells_of(experiments: Iterable[Experiment], asked: SelectionContext) -> list[Cell]:
+    """The cells of experiments: to each go kernels of its own kind and those of none."""
+    owners: dict[tuple[str, str], set[str]] = {}
+    for kind, backend in itertools.product(kinds(), asked.backends):
+        for name in kinds()[kind].kernels(backend):
+            owners.setdefault((backend.name, name), set()).add(kind)
+    contexts: dict[str, SelectionContext] = {}
+    for kind in kinds():
+        pairs = [pair for pair in asked.pairs if kind in owners.get((pair[0].name, pair[1].name), {kind})]
+        contexts[kind] = replace(asked, pairs=pairs)
+    return [
+        Cell(*pair, experiment, asked.fmt)
+        for experiment in experiments
+        for pair in experiment.pairs(contexts[experiment.kind])
+    ]
 
 
 def check_usable(found: Iterable[Cell]) -> None:

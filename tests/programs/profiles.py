@@ -1,54 +1,41 @@
 """Profiles of a statement: which cells must be there, derived from cases and kernels without a device."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.registry import BACKENDS
-from tiebreak.cases.case import Case
-from tiebreak.kernels.formats import BF16, Formats
-from tiebreak.matrix.experiment import Cell, Experiment, SelectionContext
+from tiebreak.kernels.formats import BF16
+from tiebreak.matrix.experiment import Experiment, SelectionContext
 from tiebreak.matrix.experiments import kinds
-from tiebreak.matrix.experiments.call import Call
-from tiebreak.matrix.experiments.training import TrainingRun
+from tiebreak.matrix.selection import cells_of
 from tiebreak.matrix.settings import Settings
 from tiebreak.reports.statement.folder import Profile
 
 _MAIN = ("standard", "flash@paper", "flash@fused", "stabilized@paper", "dithered@fused", "fair")
-_TRAINING = "training runs"
 
 
 @dataclass(frozen=True)
-class _Asks:
-    """What a profile asks for."""
+class Selector:
+    """What a profile asks for. An experiment is in it by a tag that both name: a new kind is in none."""
 
     about: str  # one line
-    experiment: Callable[[Experiment], bool]  # which of them
+    tags: frozenset[str]  # of the experiments that are in it: one of these is enough
     kernels: Sequence[str] | None = None  # of the suite's own; None: all of a default run
 
 
-def _case(experiment: Experiment) -> Case | None:
-    return experiment.case if isinstance(experiment, Call) else None
-
-
-def _fails(experiment: Experiment) -> bool:
-    case = _case(experiment)
-    return case is not None and case.failure
-
-
-def _trains(experiment: Experiment) -> bool:
-    case = _case(experiment)
-    return case is None or case.gradients
-
-
-PROFILES: Mapping[str, _Asks] = MappingProxyType(
+PROFILES: Mapping[str, Selector] = MappingProxyType(
     {
-        "quick": _Asks("the inputs on which rounding is known to fail, the main kernels", _fails, _MAIN),
-        "full": _Asks("every cell of a default run", lambda experiment: True),
-        "training": _Asks("the short training runs, and calls whose backward pass is measured", _trains),
-        "inference": _Asks("every single call", lambda experiment: _case(experiment) is not None),
+        "quick": Selector(
+            "the inputs on which rounding is known to fail, the main kernels", frozenset({"failure"}), _MAIN
+        ),
+        "full": Selector("every cell of a default run", frozenset({"call", "training"})),
+        "training": Selector(
+            "the short training runs, and calls whose backward pass is measured", frozenset({"training", "backward"})
+        ),
+        "inference": Selector("every single call", frozenset({"call"})),
     }
 )
 
@@ -61,7 +48,7 @@ def profile(name: str) -> Profile:
         experiment
         for kind in kinds().values()
         for experiment in kind.offered(None, cases_named=False)
-        if asks.experiment(experiment)
+        if experiment.tags & asks.tags
     ]
     settings = Settings()
     return Profile(
@@ -83,25 +70,18 @@ def _of_the_suite(
     bare = replace(backend, vendor_kernels=lambda: ())  # which the device alone can list
     pairs = [(bare, kernel) for kernel in bare.kernels()]
     asked = SelectionContext(pairs, [bare], kernels_named=False, cases_named=False, fmt=BF16)
-    cells = [Cell(*pair, experiment, BF16) for experiment in experiments for pair in experiment.pairs(asked)]
-    found: dict[str, tuple[str, ...]] = {}
-    for cell in cells:
+    cases: dict[str, tuple[str, ...]] = {}
+    for cell in cells_of(experiments, asked):
         if kernels is None or cell.kernel.name in kernels:
-            found[cell.kernel.name] = (*found.get(cell.kernel.name, ()), cell.experiment.name)
-    return found
+            cases[cell.kernel.name] = (*cases.get(cell.kernel.name, ()), cell.experiment.name)
+    return cases
 
 
 def _of_other_kernels(experiments: Sequence[Experiment]) -> dict[str, tuple[str, ...]]:
     """By kind of input, the cases that a kernel with a backward pass has in a default run."""
-    found: dict[str, tuple[str, ...]] = {}
+    cases: dict[str, tuple[str, ...]] = {}
     for experiment in experiments:
-        case = _case(experiment)
-        if case is not None:
-            formats = case.formats(BF16)
-            kind = "calls" if formats == Formats.of(BF16) else f"calls with V in {formats.v.name}"
-        elif isinstance(experiment, TrainingRun) and not experiment.snippet.amplified:
-            kind = _TRAINING
-        else:
-            continue  # in a format that no device has
-        found[kind] = (*found.get(kind, ()), experiment.name)
-    return found
+        kind = experiment.input_kind(BF16)
+        if kind is not None:
+            cases[kind] = (*cases.get(kind, ()), experiment.name)
+    return cases

@@ -16,6 +16,8 @@ from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.case import Case
 from tiebreak.cases.claims import ROWS_ERR_APART, ROWS_ERR_TOGETHER, Claim, predicted
 from tiebreak.cases.errors import Errors, merge
+from tiebreak.cases.gpt2.snippets import SNIPPETS
+from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import LOOKS, Interval, Verdict, judge
 from tiebreak.kernels.declarations import parse_declaration
@@ -55,32 +57,35 @@ def contradictions(record: Record) -> Iterator[str]:
         return
     case = _CASES.get(record.case)
     try:
-        spoken = spoken_for(record, case)
+        waived = waived_checks(record, case)
     except ValueError as error:
         yield f"plan: {error}"
         return
     if case is not None:
         yield from _of_a_call(record, case)
-    yield from _of_measures(record, spoken)
+    yield from _of_measures(record, waived)
 
 
-def spoken_for(record: Record, case: Case | None) -> frozenset[str]:
+def waived_checks(record: Record, case: Case | None) -> frozenset[str]:
     """Checks that need not be met, since the case claims of such a kernel that they are not.
 
     Raises:
         ValueError: the plan that it declares is none.
     """
     if case is None:
-        return frozenset(_MEASURED)  # a training run's claims say how soon the loss breaks down: not known here
+        return _waived_in_training(record)
     declaration = declaration_of(record)
     if declaration is None and record.plan is not None:
         declaration = parse_declaration(record.plan)
     claim = case.claim_about(declaration, parse_format(record.format))
-    if claim is None:
-        return frozenset()
-    expectation = claim.expectation
-    lost = set() if expectation.accurate else {"bound", "range", "gradients"}
-    return frozenset(lost | (set() if expectation.finite else {"finite"}))
+    return frozenset() if claim is None else claim.expectation.waives
+
+
+def _waived_in_training(record: Record) -> frozenset[str]:
+    snippet, variant = SNIPPETS.get(record.case), VARIANTS.get(record.kernel)
+    if snippet is None or variant is None:
+        return frozenset(_MEASURED)  # a user's kernel may be held to what is claimed of another: not known here
+    return frozenset().union(*(claim.waives for claim in snippet.claims_about(variant)))
 
 
 def declaration_of(record: Record) -> Declaration | None:
@@ -179,7 +184,7 @@ def _as_recorded(record: Record) -> Errors:
     )
 
 
-def _of_measures(record: Record, spoken: frozenset[str]) -> Iterator[str]:
+def _of_measures(record: Record, waived: frozenset[str]) -> Iterator[str]:
     """Checks that its measures answer otherwise than it says."""
     result = Result({name: _value(value) for name, value in record.measures.items()}, "", bound_of=record.plan)
     for name in _MEASURED:
@@ -187,7 +192,7 @@ def _of_measures(record: Record, spoken: frozenset[str]) -> Iterator[str]:
         if found is None:
             continue
         if said is None:
-            if name not in spoken and found.met is not True:
+            if name not in waived and found.met is not True:
                 yield f"answers.{name}: not asked, and its measures do not meet it: {found.why}"
         elif said.met is not found.met and not (name == "gradients" and said.met is False):
             yield f"answers.{name}: {_told(said.met)}, and its measures say {_told(found.met)}"

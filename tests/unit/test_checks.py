@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tiebreak.cases.gpt2.snippets import SNIPPETS
+from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import Interval
 from tiebreak.matrix import checks as folder
 from tiebreak.matrix.checks import ask_all, checks
@@ -33,8 +35,8 @@ STEPS = {"finite_steps": 4.0, "steps": 4.0}
 NO_NUMBERS = (None, math.nan, Interval(math.nan, math.inf))
 
 
-def claimed(met: bool | None, asked: str = "unbiased", *speaks_for: str) -> Claimed:
-    return Claimed(asked, f"who says {asked}", met, f"bias of {asked}", frozenset(speaks_for))
+def claimed(met: bool | None, asked: str = "unbiased", *waives: str) -> Claimed:
+    return Claimed(asked, f"who says {asked}", met, f"bias of {asked}", frozenset(waives))
 
 
 def measured(**measures: Any) -> dict[str, Any]:
@@ -137,10 +139,11 @@ CHECKS: Mapping[str, Question] = {
     "contract": Question(met=[{"contract": True}], fell=[]),
 }
 # What a claim may take a check's place in, and a result that the check would not be met by.
-SPOKEN_FOR = {
+WAIVED = {
     "bound": measured(error_over_bound=2.0),
     "range": measured(outside_values=2.0),
     "finite": measured(**FINITE | {"nonfinite": 1.0}),
+    "gradients": measured(gradients_nonfinite=3.0, gradient_error_over_bound=2.0),
     "loss": measured(**STEPS | {"finite_steps": 2.0}),
 }
 
@@ -191,13 +194,20 @@ class TestEach:
             assert set(ask_all(result(**fields))) == {name}
 
 
-@pytest.mark.parametrize("name", SPOKEN_FOR)
-def test_a_claim_that_speaks_for_a_check_takes_its_place_whether_it_is_met_or_not(name: str) -> None:
+@pytest.mark.parametrize("name", WAIVED)
+def test_a_claim_that_waives_a_check_takes_its_place_whether_it_is_met_or_not(name: str) -> None:
     for met in (True, False, None):
-        assert ask(name, SPOKEN_FOR[name] | {"claims": (claimed(met, "harm", name),)}) is None
-        other = ask(name, SPOKEN_FOR[name] | {"claims": (claimed(met, "harm", "another"),)})
+        assert ask(name, WAIVED[name] | {"claims": (claimed(met, "harm", name),)}) is None
+        other = ask(name, WAIVED[name] | {"claims": (claimed(met, "harm", "another"),)})
         assert other is not None
         assert other.met is False
+
+
+def test_claims_of_cases_waive_these_and_no_other() -> None:
+    expectations = {claim.expectation for case in SCRIPTED for claim in case.claims}
+    claims = [claim for snippet in SNIPPETS.values() for claim in snippet.claims]
+    waived = [*(expectation.waives for expectation in expectations), *(claim.waives for claim in claims)]
+    assert frozenset[str]().union(*waived) == set(WAIVED)
 
 
 def test_a_claim_is_told_with_its_sources() -> None:

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tiebreak.matrix import experiments
+from tiebreak.matrix.selection import Selection, cells
+from tiebreak.programs import profiles
+from tiebreak.programs.profiles import PROFILES, Selector, profile
 from tiebreak.reports import cli
 from tiebreak.reports.records.record import CLAIM, FELL, HELD, Run
 
@@ -48,11 +51,15 @@ class Alone(Experiment):
     def version(self) -> int:
         return self.case.version
 
+    @property
+    def tags(self) -> frozenset[str]:
+        return frozenset({"alone"})
+
     def described(self) -> records.CaseRecord:
         return records.CaseRecord(f"{self.case.about}; every head alone", self.case.source)
 
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        return asked.pairs if asked.cases_named else []
+        return asked.pairs
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
         return cell.kernel.refusal(to_device(bench.batch(self.case, cell.fmt, 0).inputs, cell.backend.device))
@@ -93,7 +100,36 @@ def invariance(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     experiments.kinds.cache_clear()
     yield
     experiments.kinds.cache_clear()
+    profile.cache_clear()
     sys.modules.pop(f"{experiments.__name__}.invariance", None)
+
+
+def hashes() -> dict[str, str]:
+    """Of what every profile asks for."""
+    profile.cache_clear()
+    return {name: profile(name).hash for name in PROFILES}
+
+
+def test_no_profile_asks_for_it_but_one_that_names_its_tag(request: pytest.FixtureRequest) -> None:
+    before = hashes()
+    request.getfixturevalue("invariance")
+    assert hashes() == before
+    selector = Selector("heads alone", frozenset({"alone"}), ("flash@fused",))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiles, "PROFILES", {**PROFILES, "alone": selector})
+        asked = profile("alone")
+    assert set(asked.versions) == {"alone[random]", "alone[no_tail]"}
+    assert asked.suite["cpu"] == {"flash@fused": ("alone[no_tail]", "alone[random]")}
+    assert asked.own == {}
+
+
+@pytest.mark.usefixtures("invariance")
+def test_kernels_of_another_kind_are_not_for_it() -> None:
+    named = Selection(backends="emulation", kernels="flash@train,fair", experiments="invariance,training")
+    assert {(cell.experiment.kind, cell.kernel.name) for cell in cells(named)[0]} == {
+        ("invariance", "fair"),
+        ("training", "flash@train"),
+    }
 
 
 @pytest.mark.usefixtures("invariance")

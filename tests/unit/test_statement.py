@@ -15,6 +15,7 @@ from tiebreak.backends.platform import describe
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
+from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.record_collector import described
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
@@ -56,7 +57,8 @@ def ran() -> Run:
 @pytest.fixture(autouse=True)
 def small_profile(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A profile of those cells."""
-    asks = {"small": profiles._Asks("two cases", lambda one: one.name in CASES, KERNELS)}
+    monkeypatch.setattr(Call, "tags", property(lambda call: frozenset({call.name})))
+    asks = {"small": profiles.Selector("two cases", frozenset(CASES), KERNELS)}
     for module in (profiles, program):
         monkeypatch.setattr(module, "PROFILES", asks)
     profiles.profile.cache_clear()
@@ -316,7 +318,7 @@ def test_a_file_elsewhere_is_not_read(name: str, stated: Path, verified: Callabl
 def test_a_statement_of_another_profile_than_the_wanted_one_is_refused(
     stated: Path, verified: Callable[..., tuple[int, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = {**profiles.PROFILES, "other": profiles._Asks("one case", lambda one: one.name == "no_tail", KERNELS)}
+    both = {**profiles.PROFILES, "other": profiles.Selector("one case", frozenset({"no_tail"}), KERNELS)}
     for module in (profiles, program):
         monkeypatch.setattr(module, "PROFILES", both)
     assert verified(stated, "--profile", "small", "--sample", "0")[0] == 0

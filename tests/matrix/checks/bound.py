@@ -6,7 +6,7 @@ from tiebreak.reports.records.record import Answer
 
 
 def _ask(result: Result) -> Answer | None:
-    if result.claimed(CHECK.name):
+    if result.waived(CHECK.name):
         return None
     asked = f"largest error within the bound of plan {result.bound_of}"
     return at_most(

@@ -9,7 +9,7 @@ _ASKED = "a loss that is a number, to the last step"
 
 
 def _ask(result: Result) -> Answer | None:
-    if "finite_steps" not in result.measures or result.claimed(CHECK.name):
+    if "finite_steps" not in result.measures or result.waived(CHECK.name):
         return None
     counted = numbers(result, *_NEEDED)
     if counted is None:

@@ -6,7 +6,7 @@ from tiebreak.reports.records.record import Answer
 
 
 def _ask(result: Result) -> Answer | None:
-    if result.claimed(CHECK.name):
+    if result.waived(CHECK.name):
         return None
     why = "O is a weighted mean of V, but lies outside its range by {} times what rounding allows"
     return at_most(result, "outside_values", 1.0, "O within the range of V", why)

@@ -18,10 +18,9 @@ from tiebreak.cases.measures import Measure, Observed, call_measures
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
 from tiebreak.cases.trace import trace
 from tiebreak.cases.verdicts import Verdict, judge
-from tiebreak.kernels.formats import Format
+from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext, UnusableExperimentError
-from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.result import Claimed, Predicted, Result
 from tiebreak.matrix.sampling import SequentialSampler
 from tiebreak.matrix.workbench import Workbench
@@ -57,6 +56,12 @@ class Call(Experiment):
         """As `Experiment.options`."""
         return self.case.fixed_heads.options if self.case.fixed_heads else ()
 
+    @property
+    def tags(self) -> frozenset[str]:
+        """As `Experiment.tags`."""
+        told = {"call": True, "failure": self.case.failure, "backward": self.case.gradients}
+        return frozenset(tag for tag, applies in told.items() if applies)
+
     def described(self) -> records.CaseRecord:
         """As `Experiment.described`."""
         case, family = self.case, self.case.family
@@ -87,17 +92,17 @@ class Call(Experiment):
         """As `Experiment.group`: inputs, references and the emulation's outputs."""
         return f"{self.name}-{fmt.name}"
 
+    def input_kind(self, fmt: Format) -> str | None:
+        """As `Experiment.input_kind`: by the case's formats."""
+        formats = self.case.formats(fmt)
+        return "calls" if formats == Formats.of(fmt) else f"calls with V in {formats.v.name}"
+
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        """As `Experiment.pairs`: all kernels but those that are another kind's, and those for other formats."""
+        """As `Experiment.pairs`: all kernels but those for other formats."""
         formats = self.formats()
         if formats is not None and asked.fmt not in formats:
             return []
-        elsewhere = {name for backend in asked.backends for kind in kinds().values() for name in kind.kernels(backend)}
-        return [
-            (backend, kernel)
-            for backend, kernel in asked.pairs
-            if kernel.name not in elsewhere and kernel.unsuited(self.case.formats(asked.fmt)) is None
-        ]
+        return [pair for pair in asked.pairs if pair[1].unsuited(self.case.formats(asked.fmt)) is None]
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
         """As `Experiment.refusal`: what the kernel takes decides."""
@@ -147,11 +152,8 @@ def _of_the_case(looks: SequentialSampler) -> tuple[Claimed, ...]:
     if looks.claim is None:
         return ()
     expectation = looks.claim.expectation
-    speaks_for = set() if expectation.accurate else {"bound", "range"}
-    speaks_for |= set() if expectation.finite else {"finite"}
-    met = expectation.met(looks.errors)
-    found = expectation.told(looks.errors)
-    return (Claimed(expectation.name, looks.claim.source, met, found, frozenset(speaks_for)),)
+    met, measured = expectation.met(looks.errors), expectation.told(looks.errors)
+    return (Claimed(expectation.name, looks.claim.source, met, measured, expectation.waives),)
 
 
 def _prediction(looks: SequentialSampler) -> Predicted | None:

@@ -1,7 +1,6 @@
 """A short training run: one of the snippets of a small GPT-2."""
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -48,6 +47,11 @@ class TrainingRun(Experiment):
         """As `Experiment.version`."""
         return self.snippet.version
 
+    @property
+    def tags(self) -> frozenset[str]:
+        """As `Experiment.tags`."""
+        return frozenset({"training"})
+
     def described(self) -> records.CaseRecord:
         """As `Experiment.described`."""
         snippet = self.snippet
@@ -58,6 +62,11 @@ class TrainingRun(Experiment):
     def formats(self) -> Sequence[Format]:
         """As `Experiment.formats`."""
         return (BF16,)
+
+    def input_kind(self, fmt: Format) -> str | None:
+        """As `Experiment.input_kind`: none where S is in a format that no device has."""
+        del fmt
+        return None if self.snippet.amplified else "training runs"
 
     def cost(self, backend: Backend) -> float:
         """As `Experiment.cost`: one layer of the two where the other writes nothing."""
@@ -109,14 +118,14 @@ class TrainingRun(Experiment):
         snippet, settings = self.snippet, bench.settings
         variant = _variant(cell.kernel, settings)
         with cell.backend.in_use():
-            found = run_snippet(snippet, variant, cell.backend.arithmetic, settings.seed, cell.backend.device)
+            outcome = run_snippet(snippet, variant, cell.backend.arithmetic, settings.seed, cell.backend.device)
         return Result(
-            measures={**found.measures, "steps": float(snippet.steps)},
-            shown=format(found.measures[snippet.headline], snippet.spec),
-            claims=_claims(found),
+            measures={**outcome.measures, "steps": float(snippet.steps)},
+            shown=format(outcome.measures[snippet.headline], snippet.spec),
+            claims=_claims(outcome),
             contract=cell.kernel.external,
-            digest=hashlib.sha256(repr(found.losses).encode()).hexdigest()[:16],
-            evidence=_evidence(found),
+            digest=hashlib.sha256(repr(outcome.losses).encode()).hexdigest()[:16],
+            evidence=_evidence(outcome),
         )
 
 
@@ -145,25 +154,24 @@ def _untrainable(kernel: Kernel) -> str | None:
     return f"{kernel.name} has no backward pass: --backward emulated trains it with the suite's"
 
 
-def _claims(found: SnippetResult) -> tuple[Claimed, ...]:
+def _claims(result: SnippetResult) -> tuple[Claimed, ...]:
     return tuple(
         Claimed(
-            one.claim.text,
-            one.claim.source,
-            one.held,
-            f"{one.claim.measure} = {found.measures[one.claim.measure]:.3g}",
-            # Where a claim says how soon the loss breaks down, that it does is what is claimed.
-            frozenset({"loss"} if one.claim.measure == "finite_steps" and one.claim.high < math.inf else ()),
+            judged.claim.text,
+            judged.claim.source,
+            judged.held,
+            f"{judged.claim.measure} = {result.measures[judged.claim.measure]:.3g}",
+            judged.claim.waives,
         )
-        for one in found.verdicts
+        for judged in result.verdicts
     )
 
 
-def _evidence(found: SnippetResult) -> dict[str, Any]:
-    values = {name: tuple(map(_short, series)) for name, series in found.series.items()}
-    evidence: dict[str, Any] = {"series": records.SeriesRecord(found.steps, values)}
-    if found.variant.stable is not None:
-        evidence["paper"] = _SAID[found.variant.stable]
+def _evidence(result: SnippetResult) -> dict[str, Any]:
+    values = {name: tuple(map(_short, series)) for name, series in result.series.items()}
+    evidence: dict[str, Any] = {"series": records.SeriesRecord(result.steps, values)}
+    if result.variant.stable is not None:
+        evidence["paper"] = _SAID[result.variant.stable]
     return evidence
 
 
