@@ -50,7 +50,7 @@ training: $(STAMP)  ## the short training runs at three seeds: table and figure
 	  $(PY) -m pytest -n auto tests/matrix/test_cells.py --cases 'train_*' --seed $$seed --save training-$$seed $(ARGS) \
 	    || status=$$?; \
 	done; \
-	$(VENV)/bin/tiebreak training out/training-1.json out/training-2.json out/training-3.json \
+	$(VENV)/bin/tiebreak show out/training-1.json out/training-2.json out/training-3.json \
 	  --figure out/training.svg || status=$$?; \
 	exit $$status
 

@@ -90,7 +90,9 @@ def _named(head: str) -> Declaration:
         declaration = composed_kernel(name).declaration
     except ValueError:
         names = (*PLANS, "fair", *(f"{rule}@{plan}" for rule in rule_names() for plan in PLANS))
-        hint = _nearest(head, names) or ": `tiebreak plans` lists them, and the rules that stand before a plan and @"
+        hint = (
+            _nearest(head, names) or ": `tiebreak list plans` names them, and the rules that stand before a plan and @"
+        )
         raise ValueError(f"unknown plan {head!r}{hint}") from None
     assert declaration is not None
     return declaration

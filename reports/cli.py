@@ -5,7 +5,7 @@ import gc
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import NoReturn
@@ -33,9 +33,40 @@ class Verb:
     function: str = "main"  # of the module
 
 
-VERBS = {
+@dataclass(frozen=True)
+class Group:
+    """A verb that has verbs of its own."""
+
+    help: str
+    verbs: Mapping[str, Verb]
+
+
+_LIST = Group(
+    "what there is: cases, kernels, plans",
+    {
+        "cases": Verb("tiebreak.programs.listing", "inputs and training runs, a line each; all of one", "cases"),
+        "kernels": Verb("tiebreak.programs.listing", "of every backend, and adapters of packages", "kernels"),
+        "plans": Verb("tiebreak.programs.listing", "rounding plans and shift rules: what --plan takes", "plans"),
+    },
+)
+_LAB = Group(
+    "the training laboratory: train, sweep, sharpness, fleet",
+    {
+        "train": Verb("tiebreak.laboratory.train_command", "a GPT-2 with any attention kernel, watched by monitors"),
+        "sweep": Verb(
+            "tiebreak.laboratory.sweep_command", "how often training diverges: seeds, learning rates, formats, kernels"
+        ),
+        "sharpness": Verb(
+            "tiebreak.laboratory.sharpness_command", "how sharp a GPT-2's loss is, against the bits of its products"
+        ),
+        "fleet": Verb(
+            "tiebreak.laboratory.fleet_command", "the matrix on each kind of machine of a Ray cluster, compared"
+        ),
+    },
+)
+VERBS: Mapping[str, Verb | Group] = {
     "check": Verb("tiebreak.programs.check", "a kernel of your own: the verdict, and what it rests on"),
-    "show": Verb("tiebreak.reports.tables.show", "the table of one run, audit or sweep"),
+    "show": Verb("tiebreak.reports.tables.show", "the table of one run, audit or sweep, or of training over seeds"),
     "compare": Verb(
         "tiebreak.reports.tables.compare", "several runs side by side: what agrees to the bit, what does not"
     ),
@@ -43,26 +74,15 @@ VERBS = {
     "page": Verb(
         "tiebreak.reports.page.command", "one HTML file of runs, audits and sweeps: heat maps, figures, tables"
     ),
-    "training": Verb(
-        "tiebreak.reports.tables.training_command", "the short training runs of several seeds: table and figure"
-    ),
     "audit": Verb("tiebreak.programs.audit.command", "what rounds in the Triton kernels, compiled for GPUs not here"),
-    "statement": Verb("tiebreak.programs.statement", "a folder of records to hand in, held to a profile", "state"),
-    "verify": Verb("tiebreak.programs.statement", "whether a statement holds; needs no device", "verify"),
+    "statement": Verb(
+        "tiebreak.programs.statement", "a folder of records to hand in, held to a profile; --verify: whether one holds"
+    ),
     "shrink": Verb(
         "tiebreak.programs.shrink", "the smallest input on which a kernel goes wrong, as a script to report"
     ),
-    "cases": Verb("tiebreak.programs.listing", "what there is to run: inputs and training runs, a line each", "cases"),
-    "kernels": Verb("tiebreak.programs.listing", "the kernels of every backend, and adapters of packages", "kernels"),
-    "plans": Verb("tiebreak.programs.listing", "rounding plans and shift rules: what --plan takes", "plans"),
-    "train": Verb("tiebreak.laboratory.train_command", "train a GPT-2 with any attention kernel, watched by monitors"),
-    "sharpness": Verb(
-        "tiebreak.laboratory.sharpness_command", "how sharp a GPT-2's loss is, against the bits of its products"
-    ),
-    "sweep": Verb(
-        "tiebreak.laboratory.sweep_command", "how often training diverges: seeds, learning rates, formats, kernels"
-    ),
-    "fleet": Verb("tiebreak.laboratory.fleet_command", "the matrix on each kind of machine of a Ray cluster, compared"),
+    "list": _LIST,
+    "lab": _LAB,
 }
 _CODES = "exit codes: 0 all held, 1 a claim or the gate fell, 2 bad usage or unreadable input"
 
@@ -78,36 +98,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks is no error
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    verb = arguments[0] if arguments else ""
-    if verb in ("-h", "--help"):
-        print(_help())
-        return HELD
-    if verb not in VERBS:
-        problem = f"unknown verb {verb!r}" if verb else "a verb is missing"
-        print(f"tiebreak: {problem}: known are {', '.join(VERBS)}; --help says more", file=sys.stderr)
-        return USAGE
     collecting = gc.isenabled()
     gc.disable()  # a command makes hundreds of thousands of objects and no garbage; looking for some takes a third
     try:
-        return _call(verb, arguments[1:])
+        return _choose("tiebreak", VERBS, list(sys.argv[1:] if argv is None else argv))
     finally:
         if collecting:
             gc.enable()
 
 
-def _help() -> str:
-    width = max(map(len, VERBS)) + 2
-    lines = [f"  {name:{width}}{verb.help}" for name, verb in VERBS.items()]
-    return "\n".join(["usage: tiebreak VERB ...; tiebreak VERB --help says more", "", *lines, "", _CODES])
+def _choose(command: str, verbs: Mapping[str, Verb | Group], arguments: Sequence[str]) -> int:
+    """Call the verb that the first argument names."""
+    name = arguments[0] if arguments else ""
+    if name in ("-h", "--help"):
+        print(_help(command, verbs))
+        return HELD
+    if name not in verbs:
+        problem = f"unknown verb {name!r}" if name else "a verb is missing"
+        print(f"{command}: {problem}: known are {', '.join(verbs)}; --help says more", file=sys.stderr)
+        return USAGE
+    verb, rest = verbs[name], arguments[1:]
+    if isinstance(verb, Group):
+        return _choose(f"{command} {name}", verb.verbs, rest or ["--help"])
+    return _call(f"{command} {name}", verb, rest)
 
 
-def _call(verb: str, arguments: Sequence[str]) -> int:
+def _help(command: str, verbs: Mapping[str, Verb | Group]) -> str:
+    width = max(map(len, verbs)) + 2
+    lines = [f"  {name:{width}}{verb.help}" for name, verb in verbs.items()]
+    return "\n".join([f"usage: {command} VERB ...; {command} VERB --help says more", "", *lines, "", _CODES])
+
+
+def _call(command: str, verb: Verb, arguments: Sequence[str]) -> int:
     try:
-        code: int = getattr(import_module(VERBS[verb].module), VERBS[verb].function)(arguments)
+        code: int = getattr(import_module(verb.module), verb.function)(arguments)
         sys.stdout.flush()
     except (UsageError, UnreadableRecordsError, UnwritableFolderError) as error:
-        print(f"tiebreak {verb}: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         return USAGE
     except SystemExit as request:  # argparse ends the process; a function returns
         return request.code if isinstance(request.code, int) else HELD

@@ -26,7 +26,7 @@ def unknown(kind: str, name: str, known: Collection[str], listed: str) -> str:
         kind: what it is a name of.
         name: the name, or a glob.
         known: the names that there are.
-        listed: what shows them where they are many, as in "`tiebreak cases` lists".
+        listed: what shows them where they are many, as in "`tiebreak list cases` names".
 
     Returns:
         One line: the names that may be meant; without such the known ones if they are few, else where they are listed.

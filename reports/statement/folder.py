@@ -1,7 +1,7 @@
 """A statement: what a vendor or a lab hands in. Its file, and what follows from the records that it lists.
 
 A folder with `statement.json`, copies of the files of records, and a summary of one page (docs/ci.md). All in
-`statement.json` but the waivers follows from the records and the profile, so that `tiebreak verify` derives it anew.
+`statement.json` but the waivers follows from records and profile: `tiebreak statement --verify` derives it anew.
 The model is Khronos' submission package: logs, state of the checkout, statement, waivers.
 """
 

@@ -1,4 +1,4 @@
-"""`tiebreak show FILE`: the table of one run, audit or sweep, on the terminal or in a format for elsewhere."""
+"""`tiebreak show FILE...`: the table of one run, audit or sweep, or of training over seeds, in a format of choice."""
 
 import argparse
 import csv
@@ -20,31 +20,74 @@ from tiebreak.reports.records.record import Estimate, Record, Run
 from tiebreak.reports.sweeps import tables as sweep_tables
 from tiebreak.reports.sweeps.store import Sweep
 from tiebreak.reports.tables import run as tables
+from tiebreak.reports.tables.training import TRAINING, training_grids, training_tables
 
 FORMATS = ("simple", "github", "csv", "json", "latex")
 
 
 def main(arguments: Sequence[str]) -> int:
     """The verb `show`; see `tiebreak.reports.cli.main`."""
-    parser = Parser(prog="tiebreak show", description="The table of one run, audit or sweep.")
-    parser.add_argument("file", type=Path, metavar="FILE", help="records of a run, an audit, or a sweep's folder")
+    parser = Parser(
+        prog="tiebreak show",
+        description="The table of one run, audit or sweep; of several files, their short training runs over the seeds.",
+    )
+    parser.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help="records of a run, an audit, or a sweep's folder"
+    )
     parser.add_argument("--format", choices=FORMATS, default="simple", help="default: simple, for the terminal")
     selection.add_options(parser)
     selection.add_only(parser)
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the short training runs: .svg, .png or .pdf")
     options = parser.parse_args(arguments)
-    found = files.read(options.file)
-    if isinstance(found, Run):
-        _show_run(found, options)
-    elif isinstance(found, Sweep):
-        _show_sweep(found, options)
+    if len(options.files) > 1 or options.figure is not None:
+        _show_training(store.read_all(options.files), options)
+        return HELD
+    content = files.read(options.files[0])
+    if isinstance(content, Run):
+        _show_run(content, options)
+    elif isinstance(content, Sweep):
+        _show_sweep(content, options)
     else:
-        _show_audits(found, options)
+        _show_audits(content, options)
     return HELD
+
+
+def _show_training(runs: Sequence[Run], options: argparse.Namespace) -> None:
+    """Training runs of several seeds as one table, lowest to highest, and as a figure."""
+    if options.format in ("csv", "json"):
+        raise UsageError(f"--format {options.format}: the table over seeds is simple, github or latex")
+    _check_one_platform(runs, options.files)
+    records = [record for run in runs for record in run.records if record.experiment == TRAINING]
+    if not records:
+        raise UsageError(f"{options.files[0]}: no training runs in there, and compare puts calls side by side")
+    wanted = {record.id for record in _selection(options).apply(records)}
+    chosen = [replace(run, records=tuple(record for record in run.records if record.id in wanted)) for run in runs]
+    terminal.show(training_tables(chosen, options.format))
+    if options.figure is not None:
+        from tiebreak.reports.page import plots
+
+        plots.save_training(training_grids(chosen), options.figure)
+        print(f"figure: {options.figure}")
+
+
+def _check_one_platform(runs: Sequence[Run], paths: Sequence[Path]) -> None:
+    """Refuse a mixture: its ranges would be those of platforms, not of seeds."""
+    for run, path in zip(runs, paths, strict=True):
+        for name in ("cpu", "level"):
+            first, other = runs[0].platform[name], run.platform[name]
+            if first != other:
+                raise UsageError(
+                    f"{path}: platform.{name} is {other!r}, {first!r} in {paths[0]}; compare puts them side by side"
+                )
+
+
+def _selection(options: argparse.Namespace) -> selection.Selection:
+    return selection.Selection(options.backend, options.kernels, options.cases, options.only)
 
 
 def _show_run(run: Run, options: argparse.Namespace) -> None:
     place = case_places([run])
-    chosen = selection.Selection(options.backend, options.kernels, options.cases, options.only).apply(run.records)
+    chosen = _selection(options).apply(run.records)
     run = replace(run, records=tuple(sorted(chosen, key=lambda record: place[record.case])))
     if options.format == "json":
         print(store.as_text(run), end="")
@@ -73,7 +116,7 @@ def _show_sweep(sweep: Sweep, options: argparse.Namespace) -> None:
 def _narrowed_by_kernels_alone(options: argparse.Namespace, what: str) -> None:
     for flag in ("backend", "cases", "only"):
         if getattr(options, flag) is not None:
-            raise UsageError(f"--{flag}: {options.file} is {what}; --kernels alone narrows it")
+            raise UsageError(f"--{flag}: {options.files[0]} is {what}; --kernels alone narrows it")
 
 
 def _show_audits(audits: Audits, options: argparse.Namespace) -> None:

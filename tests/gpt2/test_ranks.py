@@ -14,7 +14,7 @@ from tiebreak.laboratory.ranks import Ranks
 from tiebreak.laboratory.train_command import main
 
 TOY = ["--sequences", "4", "--report-every", "2", "--checkpoint-every", "2", "--warm-up", "2", "--kernel", "fair"]
-# As `tiebreak train`, but for a SIGKILL of the second process in the middle of step 5.
+# As `tiebreak lab train`, but for a SIGKILL of the second process in the middle of step 5.
 KILLED = """
 import os, signal, sys
 from tiebreak.cases.gpt2.model import GPT2
@@ -28,7 +28,7 @@ def until(self, tokens, targets, now):
 GPT2.loss = until
 sys.exit(main(sys.argv[1:]))
 """
-TRAIN = ("-m", "tiebreak.reports.cli", "train")
+TRAIN = ("-m", "tiebreak.reports.cli", "lab", "train")
 
 
 def _torchrun(*words: str) -> subprocess.CompletedProcess[str]:
@@ -41,7 +41,7 @@ def _torchrun(*words: str) -> subprocess.CompletedProcess[str]:
 def test_two_processes_tell_once_what_is_wrong_and_leave_no_folder(tmp_path: Path) -> None:
     told = _torchrun(*TRAIN, *TOY, "--sequences", "3", "--out", str(tmp_path / "wrong"))
     assert told.returncode != 0
-    assert told.stderr.count("tiebreak train: --sequences 3 must be a multiple of the 2 processes") == 1
+    assert told.stderr.count("tiebreak lab train: --sequences 3 must be a multiple of the 2 processes") == 1
     assert not (tmp_path / "wrong").exists()
 
 
@@ -74,6 +74,6 @@ def test_an_environment_that_torchrun_did_not_make_is_told(
     monkeypatch.delenv("RANK", raising=False)
     assert main(TOY) == 2
     error = capsys.readouterr().err
-    assert error.startswith("tiebreak train: ")
+    assert error.startswith("tiebreak lab train: ")
     assert "RANK" in error
     assert error.count("\n") == 1

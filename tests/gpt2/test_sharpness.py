@@ -125,7 +125,7 @@ def _json(run: Run) -> str:
 
 def _argv(path: Path, *more: str) -> list[str]:
     told = f"--steps 2 --more 2 --every 1 --rate 1e-2 --sequences 2 --held-out 4 --eps 5e-4,1e-2 --out {path}"
-    return ["sharpness", *told.split(), *more]
+    return ["lab", "sharpness", *told.split(), *more]
 
 
 def test_runs_that_are_kept_are_not_run_again(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,12 +177,12 @@ def test_without_scipy_it_says_what_to_install(
 
 def test_a_run_of_train_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
-    assert main(["train", *f"--steps 1 --sequences 2 --kernel flash@fp32 --out {folder}".split()]) == 0
+    assert main(["lab", "train", *f"--steps 1 --sequences 2 --kernel flash@fp32 --out {folder}".split()]) == 0
     capsys.readouterr()
-    assert main(["sharpness", str(folder), "--eps", "5e-4", "--held-out", "8"]) == 0
+    assert main(["lab", "sharpness", str(folder), "--eps", "5e-4", "--held-out", "8"]) == 0
     told = capsys.readouterr().out
     assert f"{folder} after 1 step: loss of the last tokens of 8 sequences 4." in told
     # At the start all of 128 tokens are about as likely, ln 128 = 4.85: the rise is about 2 epsilon of 5.85.
     assert 0.015 < float(told.splitlines()[-1].split("|")[2]) < 0.03
-    assert main(["sharpness", str(tmp_path / "other")]) == 2
+    assert main(["lab", "sharpness", str(tmp_path / "other")]) == 2
     assert "no checkpoint.pt in it" in capsys.readouterr().err

@@ -99,7 +99,7 @@ def test_an_interrupted_run_resumes_to_the_bit(tmp_path: Path) -> None:
     assert _same_end(tmp_path / "straight", tmp_path / "killed")
 
 
-# As `tiebreak train`, but for a SIGKILL in the middle of the step that comes first.
+# As `tiebreak lab train`, but for a SIGKILL in the middle of the step that comes first.
 KILLED = """
 import os, signal, sys
 from tiebreak.cases.gpt2.model import GPT2
@@ -365,7 +365,7 @@ def test_a_layer_or_head_that_is_not_there_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str, said: str
 ) -> None:
     assert _train(tmp_path / "run", "--in-layers", value) == 2
-    assert capsys.readouterr().err == f"tiebreak train: --in-layers {value}: {said}\n"
+    assert capsys.readouterr().err == f"tiebreak lab train: --in-layers {value}: {said}\n"
 
 
 def test_heads_of_several_kernels_are_kept_in_their_order(tmp_path: Path) -> None:
@@ -433,7 +433,7 @@ def test_bad_usage_is_one_clear_line_and_leaves_nothing(
 ) -> None:
     assert _train(tmp_path / "run", *arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith("tiebreak train: ")
+    assert error.startswith("tiebreak lab train: ")
     assert told in error
     assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()

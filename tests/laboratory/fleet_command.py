@@ -1,4 +1,4 @@
-"""The verb `tiebreak fleet`: the matrix once on each kind of machine of a Ray cluster, then a comparison and a page."""
+"""The verb `tiebreak lab fleet`: the matrix on each kind of machine of a Ray cluster, compared, and a page."""
 
 import argparse
 import os
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
-        prog="tiebreak fleet",
+        prog="tiebreak lab fleet",
         usage="%(prog)s --on WHERE [--labels NAMES] [--out DIR] [-- PYTEST_ARGUMENT ...]",
         description="The matrix once on each kind of machine of a Ray cluster, with each machine's own PyTorch.",
         epilog=f"A node's label {LEVEL_LABEL} forces an instruction-set level. Exit codes: 0 all held, 1 something"

@@ -1,4 +1,4 @@
-"""The verb `tiebreak sharpness`: how sharp the loss is around a GPT-2's logits, against the bits it was trained with.
+"""The verb `tiebreak lab sharpness`: how sharp the loss is around a GPT-2's logits, by the bits it was trained with.
 
 Every run trains the small GPT-2 in one format, from one seed, and then goes on twice from the same state: in its format
 and in another. Each run is a line in a file, and a program that is stopped goes on where it was.
@@ -376,16 +376,16 @@ def _order(group: Mapping[str, Mapping[int, float]]) -> str:
 
 
 def _of_folder(folder: Path, data: Path | None, epsilons: list[float], sequences: int) -> str:
-    """The sharpness of a run of `tiebreak train`, its logits computed in fp32."""
+    """The sharpness of a run of `tiebreak lab train`, its logits computed in fp32."""
     if not (folder / CHECKPOINT).is_file():
-        raise UsageError(f"{folder}: no {CHECKPOINT} in it; tiebreak train --out DIR writes one")
+        raise UsageError(f"{folder}: no {CHECKPOINT} in it; tiebreak lab train --out DIR writes one")
     checkpoint = load(folder, {})
     try:
         sizes = Configuration(**{each.name: checkpoint.run[each.name] for each in fields(Configuration)})  # type: ignore[arg-type]
         model = _model("flash@fp32", sizes, 0)
         model.load_state_dict(checkpoint.model)
     except (KeyError, TypeError, RuntimeError) as error:
-        raise UsageError(f"{folder / CHECKPOINT}: none of tiebreak train's ({type(error).__name__})") from error
+        raise UsageError(f"{folder / CHECKPOINT}: none of tiebreak lab train's ({type(error).__name__})") from error
     tokens = corpus().tokens if data is None else read_bin(data, sizes.vocabulary, sizes.context)
     text = _texts(tokens, sizes, sequences)[1]
     with torch.no_grad(), reduced_gpt2(model, Reduction(FP32)):
@@ -435,12 +435,12 @@ def _epsilons(text: str) -> list[float]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="tiebreak sharpness",
+        prog="tiebreak lab sharpness",
         description="Train the small GPT-2 in several formats and measure how sharp the loss is around its logits; or"
-        " measure a run of tiebreak train.",
+        " measure a run of tiebreak lab train.",
         epilog=_EPILOG,
     )
-    parser.add_argument("folder", nargs="?", type=Path, help="of a run of tiebreak train; its logits are fp32's")
+    parser.add_argument("folder", nargs="?", type=Path, help="of a run of tiebreak lab train; its logits are fp32's")
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="with a folder: the run's; default: the text that ships"
     )

@@ -1,4 +1,4 @@
-"""The verb `tiebreak sweep`: how often training diverges, over seeds, learning rates, formats and kernels; resumes."""
+"""The verb `tiebreak lab sweep`: how often training diverges, over seeds, rates, formats and kernels; resumes."""
 
 import argparse
 import gc

@@ -1,4 +1,4 @@
-"""The options of `tiebreak sweep`."""
+"""The options of `tiebreak lab sweep`."""
 
 import argparse
 import math
@@ -107,7 +107,7 @@ def _stabilisers(text: str) -> tuple[str, ...]:
     names = list(dict.fromkeys(split(text)))
     for name in names:
         if name not in STABILISERS:
-            raise UsageError(f"--stabiliser: {unknown('stabiliser', name, STABILISERS, 'tiebreak sweep --help lists')}")
+            raise UsageError(f"--stabiliser: {unknown('stabiliser', name, STABILISERS, '--help lists')}")
     if not names:
         raise UsageError(f"--stabiliser: {none_named('stabiliser', STABILISERS, '--help lists')}")
     return tuple(names)
@@ -149,7 +149,7 @@ def tasks(options: argparse.Namespace, places: Sequence[Place]) -> list[Task]:
 def parser() -> Parser:
     """The command line."""
     made = Parser(
-        prog="tiebreak sweep",
+        prog="tiebreak lab sweep",
         description="How often training diverges: a small GPT-2 over seeds, learning rates, formats and kernels.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

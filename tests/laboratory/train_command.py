@@ -1,4 +1,4 @@
-"""The verb `tiebreak train`: train a GPT-2 with any attention kernel, with monitors, checkpoints and a resume.
+"""The verb `tiebreak lab train`: train a GPT-2 with any attention kernel, with monitors, checkpoints and a resume.
 
 Here the cases meet a backend: this module puts the parts together, and nothing imports it but the command.
 """
@@ -136,7 +136,7 @@ def _agreed(ranks: Ranks, make: Callable[[], _Made]) -> _Made:
 
 
 def _tell(problem: object) -> None:
-    print(f"tiebreak train: {problem}", file=sys.stderr, flush=True)
+    print(f"tiebreak lab train: {problem}", file=sys.stderr, flush=True)
 
 
 def _training(options: argparse.Namespace, ranks: Ranks) -> Training:

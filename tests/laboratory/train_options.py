@@ -1,4 +1,4 @@
-"""The options of `tiebreak train`, with the defaults of each preset."""
+"""The options of `tiebreak lab train`, with the defaults of each preset."""
 
 import argparse
 import math
@@ -52,7 +52,7 @@ class _Parser(Parser):
         raise UsageError(f"{message}; --help says more")
 
 
-_EPILOG = """several GPUs: torchrun --nproc-per-node N --no-python tiebreak train ...
+_EPILOG = """several GPUs: torchrun --nproc-per-node N --no-python tiebreak lab train ...
 exit codes: 0 done, 1 the loss exploded, 2 bad usage, data or checkpoint, 130 interrupted"""
 
 
@@ -157,7 +157,7 @@ def _by_preset(name: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="tiebreak train",
+        prog="tiebreak lab train",
         description="Train a GPT-2 with any attention kernel of the suite, watched by monitors.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -208,7 +208,7 @@ def _all_used(names: str, used: Iterable[str], backends: Sequence[Backend]) -> N
     own = [kernel.name for backend in backends for kernel in backend.kernels()]
     trained = [name for backend in backends for kind in kinds().values() for name in kind.kernels(backend)]
     known = list(dict.fromkeys([*own, *trained]))
-    listed = "any rule@plan is one, and `tiebreak kernels` lists"
+    listed = "any rule@plan is one, and `tiebreak list kernels` names"
     for name in split(names):
         if not matching(name, used):
             raise SelectionError(f"--kernels: {unknown('kernel', name, known, listed)}")
@@ -220,7 +220,7 @@ def _pick(flag: str, kind: str, names: str | None, known: Mapping[str, _T]) -> l
     """The values whose names are listed, all without a list."""
     if names is None:
         return list(known.values())
-    listed = f"`tiebreak {kind}s` lists"
+    listed = f"`tiebreak list {kind}s` names"
     found: dict[str, _T] = {}
     for name in split(names):
         matches = matching(name, known)

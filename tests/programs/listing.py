@@ -1,4 +1,4 @@
-"""`tiebreak cases`, `tiebreak kernels`, `tiebreak plans`: what there is, a line each; of a case that is named, all."""
+"""`tiebreak list cases`, `kernels`, `plans`: what there is, a line each; of a case that is named, all."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -34,7 +34,7 @@ def cases(arguments: Sequence[str]) -> int:
         return HELD
     _print(
         {about: {name: _line(one) for name, one in group.items()} for about, group in groups.items()},
-        f"{_FAILURE}: an input on which rounding is known to fail. `tiebreak cases NAME` tells all of one.",
+        f"{_FAILURE}: an input on which rounding is known to fail. `tiebreak list cases NAME` tells all of one.",
     )
     return HELD
 
@@ -46,7 +46,7 @@ def kernels(arguments: Sequence[str]) -> int:
     )
     groups = {_heading(backend): dict(_kernels_of(backend)) for backend in BACKENDS.values()}
     groups["adapters: attention of packages, by --kernel NAME or tiebreak check NAME"] = dict.fromkeys(ADAPTERS, "")
-    _print(groups, "--kernels takes any rule@plan too (`tiebreak plans`), --kernel one of your own.")
+    _print(groups, "--kernels takes any rule@plan too (`tiebreak list plans`), --kernel one of your own.")
     return HELD
 
 
@@ -68,7 +68,7 @@ def plans(arguments: Sequence[str]) -> int:
 
 
 def _parser(verb: str, about: str, names: str | None = None) -> Parser:
-    parser = Parser(prog=f"tiebreak {verb}", description=about)
+    parser = Parser(prog=f"tiebreak list {verb}", description=about)
     if names is not None:
         parser.add_argument("names", nargs="*", metavar=names, help="tell all of these alone; globs allowed")
     return parser
@@ -82,7 +82,7 @@ def _named(name: str, known: Collection[str]) -> list[str]:
     """
     found = matching(name, known)
     if not found:
-        raise UsageError(unknown("case", name, known, "`tiebreak cases` lists"))
+        raise UsageError(unknown("case", name, known, "`tiebreak list cases` names"))
     return found
 
 

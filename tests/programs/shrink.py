@@ -113,7 +113,7 @@ def _case(options: argparse.Namespace) -> Case:
         raise UsageError(str(error)) from error
     known = {case.name: case for case in (*captured, *SCRIPTED)}
     if options.case not in known:
-        raise UsageError(f"--case: {unknown('case', options.case, known, '`tiebreak cases` lists')}")
+        raise UsageError(f"--case: {unknown('case', options.case, known, '`tiebreak list cases` names')}")
     return known[options.case]
 
 

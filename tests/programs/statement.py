@@ -1,4 +1,4 @@
-"""`tiebreak statement FILE... -o DIR` and `tiebreak verify DIR`: what a lab hands in, and whether it holds."""
+"""`tiebreak statement FILE... -o DIR`: what a lab hands in; `tiebreak statement --verify DIR`: whether it holds."""
 
 import argparse
 import itertools
@@ -37,13 +37,23 @@ _COPY = re.compile(r"records-[0-9]+\.json")  # name of a copy of a file of recor
 _SAMPLE = 20  # records that the emulation is run for again, by default
 
 
+def main(arguments: Sequence[str]) -> int:
+    """The verb `statement`; see `tiebreak.reports.cli.main`."""
+    rest = [word for word in arguments if word != "--verify"]
+    return state(rest) if len(rest) == len(arguments) else verify(rest)
+
+
 def state(arguments: Sequence[str]) -> int:
-    """The verb `statement`; see `tiebreak.reports.cli.main`.
+    """Write a statement.
 
     Returns:
         0 if every cell holds or is waived, 1 if the statement says that it fell.
     """
-    parser = Parser(prog="tiebreak statement", description="A folder to hand in: records, digests, waivers, a summary.")
+    parser = Parser(
+        prog="tiebreak statement",
+        description="A folder to hand in: records, digests, waivers, a summary.",
+        epilog="tiebreak statement --verify DIR: whether one holds; --verify --help says more",
+    )
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="records of one platform's runs")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write")
     told = "; ".join(f"{name}: {one.about}" for name, one in PROFILES.items())
@@ -60,12 +70,12 @@ def state(arguments: Sequence[str]) -> int:
 
 
 def verify(arguments: Sequence[str]) -> int:
-    """The verb `verify`; see `tiebreak.reports.cli.main`.
+    """Say whether a statement holds.
 
     Returns:
         0 if nothing is wrong with the statement, 1 otherwise.
     """
-    parser = Parser(prog="tiebreak verify", description="Whether a statement holds. No device is needed.")
+    parser = Parser(prog="tiebreak statement --verify", description="Whether a statement holds. No device is needed.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="what `tiebreak statement` has written")
     parser.add_argument(
         "--profile", metavar="NAME", help="the profile that it has to be of (default: that which it names)"

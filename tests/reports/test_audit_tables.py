@@ -219,7 +219,6 @@ def test_the_same_audit_or_run_twice_is_refused(
         ["gate", "AUDIT", "RUN"],
         ["gate", "RUN", "AUDIT"],
         ["gate", "new.json", "AUDIT", "--update-baseline"],
-        ["training", "AUDIT"],
     ],
 )
 def test_verbs_of_runs_say_what_an_audit_is_and_which_take_it(

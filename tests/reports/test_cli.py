@@ -18,10 +18,23 @@ def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in out for name in cli.VERBS)
 
 
-@pytest.mark.parametrize("verb", cli.VERBS)
-def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([verb, "--help"]) == 0
-    assert f"usage: tiebreak {verb}" in capsys.readouterr().out
+GROUPS = {name: verb for name, verb in cli.VERBS.items() if isinstance(verb, cli.Group)}
+OWN = [(name,) for name in cli.VERBS if name not in GROUPS]
+OF_GROUPS = [(name, verb) for name, group in GROUPS.items() for verb in group.verbs]
+
+
+@pytest.mark.parametrize("words", [*OWN, *OF_GROUPS, ("statement", "--verify")], ids=" ".join)
+def test_every_verb_has_help(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*words, "--help"]) == 0
+    assert f"usage: tiebreak {' '.join(words)}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_group_alone_says_what_there_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"usage: tiebreak {name} VERB")
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == list(GROUPS[name].verbs)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +42,7 @@ def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> N
     [
         ([], "tiebreak: a verb is missing: known are check, show, compare, gate, page"),
         (["shew"], "tiebreak: unknown verb 'shew': known are check, show"),
+        (["list", "case"], "tiebreak list: unknown verb 'case': known are cases, kernels, plans"),
         (["show"], "tiebreak show: the following arguments are required: FILE"),
         (["show", "none.json"], "tiebreak show: none.json: No such file or directory"),
         (["show", "none.json", "--format", "xml"], "tiebreak show: argument --format: invalid choice: 'xml'"),

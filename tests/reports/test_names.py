@@ -13,7 +13,7 @@ CASES = (
     "flat",
     "one_key",
 )
-LISTED = "`tiebreak cases` lists"
+LISTED = "`tiebreak list cases` names"
 
 
 @pytest.mark.parametrize(
@@ -23,9 +23,9 @@ LISTED = "`tiebreak cases` lists"
         ("tide*", "did you mean tied_maxima[k=2] or tied_maxima[k=3]?"),
         ("tide_maxima", "did you mean tied_maxima[k=2] or tied_maxima[k=3]?"),
         ("*KEY*", "did you mean one_key?"),
-        ("qqqq", "`tiebreak cases` lists them"),
-        ("*", "`tiebreak cases` lists them"),
-        ("", "`tiebreak cases` lists them"),
+        ("qqqq", "`tiebreak list cases` names them"),
+        ("*", "`tiebreak list cases` names them"),
+        ("", "`tiebreak list cases` names them"),
     ],
 )
 def test_an_unknown_name_is_told_what_may_be_meant_and_never_all_of_many(name: str, told: str) -> None:
@@ -39,4 +39,4 @@ def test_few_names_are_listed_where_none_is_alike() -> None:
 
 def test_an_empty_list_is_told_the_names_or_where_they_are() -> None:
     assert none_named("backend", ["cpu", "cuda"], LISTED) == "no backend named: known are cpu, cuda"
-    assert none_named("case", CASES, LISTED) == "no case named: `tiebreak cases` lists them"
+    assert none_named("case", CASES, LISTED) == "no case named: `tiebreak list cases` names them"

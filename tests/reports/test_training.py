@@ -84,7 +84,7 @@ def test_the_command_takes_several_files_and_draws(
         for seed, name in ((1, "a"), (2, "b"))
     ]
     figure = tmp_path / "new" / "figure.svg"
-    assert main(["training", *files, "--figure", str(figure), "--kernels", "flash*"]) == 0
+    assert main(["show", *files, "--figure", str(figure), "--kernels", "flash*"]) == 0
     assert rows(capsys.readouterr().out) == {"flash@train": ["+1.0e-03 to +2.0e-03 ·", "fails"]}
     assert figure.stat().st_size > 1000
 
@@ -93,16 +93,17 @@ def test_files_of_two_platforms_are_no_seeds(
     run: MakeRun, trained: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, other = keep(run(trained()), "a"), keep(run(trained(), platform={"cpu": "Another"}, run="b" * 32), "b")
-    assert main(["training", str(one), str(other)]) == 2
+    assert main(["show", str(one), str(other)]) == 2
     error = capsys.readouterr().err
     said = f"platform.cpu is 'Another', 'Made-up 9000' in {one}; compare puts them side by side"
-    assert error == f"tiebreak training: {other}: {said}\n"
+    assert error == f"tiebreak show: {other}: {said}\n"
 
 
-def test_a_file_without_training_runs_is_refused(
+def test_files_without_training_runs_are_refused(
     run: MakeRun, record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["training", str(keep(run(record()), "a"))]) == 2
+    files = [str(keep(run(record(), run=name * 32), name)) for name in "ab"]
+    assert main(["show", *files]) == 2
     assert "no training runs in there" in capsys.readouterr().err
 
 
@@ -110,9 +111,9 @@ def test_an_unknown_kind_of_figure_is_refused_in_one_line(
     run: MakeRun, trained: Make, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib", reason="the extra plots is not installed")
-    assert main(["training", str(keep(run(trained()), "a")), "--figure", str(tmp_path / "x.docx")]) == 2
+    assert main(["show", str(keep(run(trained()), "a")), "--figure", str(tmp_path / "x.docx")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"tiebreak training: --figure {tmp_path / 'x.docx'}: ")
+    assert error.startswith(f"tiebreak show: --figure {tmp_path / 'x.docx'}: ")
     assert len(error.splitlines()) == 1
     assert not (tmp_path / "x.docx").exists()
 

@@ -151,7 +151,7 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("nosuch", "unknown plan 'nosuch': `tiebreak plans` lists them"),
+        ("nosuch", "unknown plan 'nosuch': `tiebreak list plans` names them"),
         ("fusd", "unknown plan 'fusd': did you mean fused or "),
         ("flsh@paper", "unknown plan 'flsh@paper': did you mean flash@paper or "),
         ("flash@standard", "unknown plan 'flash@standard'"),

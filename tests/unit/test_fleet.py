@@ -78,7 +78,7 @@ def test_the_matrix_runs_once_on_each_kind_and_a_node_that_dies_costs_no_run(
 
 def _fleet(local: Local, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # 1: PyTorch's flash kernel is biased, which the case does not claim of it, or is not.
-    assert main(["fleet", "--on", local.address, "--labels", "kind", "--out", str(out), "--", *CELLS]) in (0, 1)
+    assert main(["lab", "fleet", "--on", local.address, "--labels", "kind", "--out", str(out), "--", *CELLS]) in (0, 1)
     told = capsys.readouterr().out
     assert "2 of 2 kinds" in told
     runs = {path.stem: store.read(path) for path in sorted(out.glob("*.json"))}
@@ -100,7 +100,7 @@ def _sweep(local: Local, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             local.kill()
 
     monkeypatch.setattr(program, "keep", then_kill)
-    assert main(["sweep", *SWEEP, "--out", str(out), "--on", local.address]) == 0
+    assert main(["lab", "sweep", *SWEEP, "--out", str(out), "--on", local.address]) == 0
     found = read_sweep(out)
     assert found.left == []
     assert sorted(kept) == sorted(found.settings.places())  # each once
@@ -126,7 +126,7 @@ def test_a_label_that_is_no_level_is_refused() -> None:
         level_of(node("1", **{LEVEL_LABEL: "avx9"}))
 
 
-@pytest.mark.parametrize("verb", [["fleet"], ["sweep", *SWEEP]])
+@pytest.mark.parametrize("verb", [["lab", "fleet"], ["lab", "sweep", *SWEEP]])
 @pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
 def test_no_cluster_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: list[str], form: str
@@ -139,7 +139,9 @@ def test_no_cluster_is_one_line(
         for why in ("", "what listens there is no Ray"):
             assert main([*verb, "--on", address, "--out", str(tmp_path / "out")]) == 2
             said = capsys.readouterr().err
-            assert said.startswith(f"tiebreak {verb[0]}: --on {address}: no Ray cluster answers there: {why}")
+            assert said.startswith(
+                f"tiebreak {' '.join(verb[:2])}: --on {address}: no Ray cluster answers there: {why}"
+            )
             assert said.count("\n") == 1
             silent.listen()
     assert not [path for path in tmp_path.rglob("*.json") if path.name != "settings.json"]
@@ -153,7 +155,7 @@ def test_no_cluster_is_one_line(
     ],
 )
 def test_bad_usage_of_a_fleet_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
-    assert main(["fleet", *arguments]) == 2
+    assert main(["lab", "fleet", *arguments]) == 2
     said = capsys.readouterr().err
     assert told in said
     assert said.count("\n") == 1
@@ -187,7 +189,7 @@ def test_ctrl_c_keeps_the_records_that_came(
     nodes = SimpleNamespace(nodes=[node("1"), node("2", "H100")])
     monkeypatch.setattr(fleet, "connected", lambda address: nullcontext(nodes))
     monkeypatch.setattr(fleet, "_each", until_stopped)
-    assert main(["fleet", "--on", "h:1", "--out", str(tmp_path)]) == 130
+    assert main(["lab", "fleet", "--on", "h:1", "--out", str(tmp_path)]) == 130
     assert f"stopped; {tmp_path} has the records of 1 kind" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["cpu.json"]
     assert store.read(tmp_path / "cpu.json") == store.read(RECORDS)
@@ -199,7 +201,7 @@ def test_a_kind_without_records_is_told_and_fails(
     came = fleet.Came(4, b"", "ERROR: unrecognized arguments: --casse")
     monkeypatch.setattr(fleet, "connected", lambda address: nullcontext(SimpleNamespace(nodes=[node("1")])))
     monkeypatch.setattr(fleet, "_each", lambda *arguments: iter([(fleet.MachineGroup("cpu", ()), came)]))
-    assert main(["fleet", "--on", "h:1", "--out", str(tmp_path), "--", "--casse", "x"]) == 1
+    assert main(["lab", "fleet", "--on", "h:1", "--out", str(tmp_path), "--", "--casse", "x"]) == 1
     told = capsys.readouterr()
     assert "cpu: no records (pytest's exit code 4)" in told.out
     assert "unrecognized arguments: --casse" in told.err

@@ -1,4 +1,4 @@
-"""`tiebreak cases`, `tiebreak kernels` and `tiebreak plans` list what there is, and what they list can be run."""
+"""`tiebreak list` lists what there is, and what they list can be run."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 
 
 def test_every_case_and_training_run_is_listed_with_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = told(capsys, "cases")
+    lines = told(capsys, "list", "cases")
     assert names(lines) == [case.name for case in SCRIPTED] + list(SNIPPETS)
     marked = [line.split()[0] for line in lines if line.startswith("  ") and line.split()[1] == "!"]
     assert marked == [case.name for case in SCRIPTED if case.failure]
@@ -31,7 +31,7 @@ def test_every_case_and_training_run_is_listed_with_what_it_is(capsys: pytest.Ca
 
 
 def test_of_a_case_that_is_named_all_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = told(capsys, "cases", "sink_tie", "train_d*")
+    lines = told(capsys, "list", "cases", "sink_tie", "train_d*")
     assert [line for line in lines if line and not line.startswith(" ")] == ["sink_tie", "train_drift"]
     sink = next(case for case in SCRIPTED if case.name == "sink_tie")
     of_sink = lines[: lines.index("")]
@@ -43,19 +43,19 @@ def test_of_a_case_that_is_named_all_is_told(capsys: pytest.CaptureFixture[str])
 
 
 def test_of_many_that_are_named_all_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:
-    heads = [line for line in told(capsys, "cases", "*", "random") if line and not line.startswith(" ")]
+    heads = [line for line in told(capsys, "list", "cases", "*", "random") if line and not line.startswith(" ")]
     assert heads == [case.name for case in SCRIPTED] + list(SNIPPETS)
 
 
 def test_an_unknown_case_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["cases", "none"]) == 2
+    assert cli.main(["list", "cases", "none"]) == 2
     found = capsys.readouterr()
     assert found.out == ""
-    assert found.err == "tiebreak cases: unknown case 'none': `tiebreak cases` lists them\n"
+    assert found.err == "tiebreak list cases: unknown case 'none': `tiebreak list cases` names them\n"
 
 
 def test_the_kernels_of_a_backend_are_listed_and_why_one_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = told(capsys, "kernels")
+    lines = told(capsys, "list", "kernels")
     at = next(number for number, line in enumerate(lines) if line.startswith("cpu: "))
     assert names(lines[at : lines.index("", at)]) == [kernel.name for kernel in CPU.kernels()]
     assert any(line.startswith("ascend: ") and "; can't run here: " in line for line in lines)
@@ -63,7 +63,7 @@ def test_the_kernels_of_a_backend_are_listed_and_why_one_cannot_run(capsys: pyte
 
 
 def test_every_plan_and_rule_is_listed_and_plan_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = told(capsys, "plans")
+    lines = told(capsys, "list", "plans")
     assert names(lines) == [*PLANS, *SHIFT_RULES]
     for name in PLANS:
         assert parse_declaration(name).plan.name == name

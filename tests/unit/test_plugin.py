@@ -157,19 +157,22 @@ class TestBadInput:
 
     KNOWN: Mapping[str, tuple[tuple[str, ...], str]] = {
         "backend": (("--backend", "nosuch"), r"--backend: unknown backend 'nosuch': known are .*emulation.*cpu"),
-        "kernel": (("--kernels", "nosuch"), r"--kernels: unknown kernel 'nosuch': any rule@plan .*`tiebreak kernels`"),
+        "kernel": (
+            ("--kernels", "nosuch"),
+            r"--kernels: unknown kernel 'nosuch': any rule@plan .*`tiebreak list kernels",
+        ),
         "rule": (
             ("--kernels", "nosuch@paper"),
             r"--kernels: unknown kernel 'nosuch@paper': did you mean .*flash@paper",
         ),
-        "no kernel": (("--kernels", ""), r"--kernels: no kernel named: any rule@plan .*`tiebreak kernels` lists"),
-        "case": (("--cases", "nosuch*"), r"--cases: unknown case 'nosuch\*': `tiebreak cases` lists them"),
-        "no case": (("--cases", ","), r"--cases: no case named: `tiebreak cases` lists them"),
+        "no kernel": (("--kernels", ""), r"--kernels: no kernel named: any rule@plan .*`tiebreak list kernels` names"),
+        "case": (("--cases", "nosuch*"), r"--cases: unknown case 'nosuch\*': `tiebreak list cases` names them"),
+        "no case": (("--cases", ","), r"--cases: no case named: `tiebreak list cases` names them"),
         "dtype": (("--dtype", "bf17"), r"--dtype: unknown format 'bf17': did you mean bf16"),
         "dtype of no device": (("--dtype", "E4M3"), r"--dtype: unknown format 'E4M3': known are bf16, fp16"),
         "plan": (
             ("--plan", "nosuch", "--kernel", "mine.py:mine"),
-            r"--plan nosuch: unknown plan 'nosuch': `tiebreak plans` lists them",
+            r"--plan nosuch: unknown plan 'nosuch': `tiebreak list plans` names them",
         ),
         "plan alone": (("--plan", "fused"), "--plan .*needs --kernel"),
         "fair alone": (("--fair",), "--fair .*needs --kernel"),

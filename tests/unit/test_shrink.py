@@ -310,7 +310,7 @@ class TestRefusals:
         [
             ("--kernel none.py:f --case random", "--kernel none.py:f: cannot import none.py: "),
             ("--kernel mine.py:none --case random", "--kernel mine.py:none: mine.py has no function 'none'"),
-            ("--kernel mine.py:exact --case none", "--case: unknown case 'none': `tiebreak cases` lists them"),
+            ("--kernel mine.py:exact --case none", "--case: unknown case 'none': `tiebreak list cases` names them"),
             ("--kernel mine.py:exact --case x --captured nosuch", "--captured nosuch: no such folder"),
             ("--kernel mine.py:exact --case random --backend emulation", "--backend emulation: a kernel of yours"),
             ("--kernel mine.py:exact --case random --heads 0", "--heads 0: expected a positive number"),

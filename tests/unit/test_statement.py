@@ -94,7 +94,7 @@ def verified(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, lis
 
     def verify(folder: Path, *words: str) -> tuple[int, list[str]]:
         capsys.readouterr()
-        code = main(["verify", str(folder), *words])
+        code = main(["statement", "--verify", str(folder), *words])
         told = capsys.readouterr()
         assert not told.err
         return code, told.out.splitlines()
@@ -350,7 +350,7 @@ def test_a_statement_that_is_none_is_one_line_and_exit_code_2(
 ) -> None:
     if content is not None:
         (tmp_path / "statement.json").write_text(content)
-    assert main(["verify", str(tmp_path)]) == 2
+    assert main(["statement", "--verify", str(tmp_path)]) == 2
     found = capsys.readouterr()
     assert found.err.count("\n") == 1
     assert told in found.err
@@ -524,5 +524,5 @@ def test_the_sample_is_drawn_by_its_seed(ran: Run) -> None:
 def test_a_day_can_be_named(stated: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check = program.Verification(stated, None, date(2026, 1, 1), 0, 1)
     assert check.findings() == []
-    assert main(["verify", str(stated), "--as-of", "soon"]) == 2
+    assert main(["statement", "--verify", str(stated), "--as-of", "soon"]) == 2
     assert "expected a day such as 2027-06-30" in capsys.readouterr().err

@@ -24,7 +24,7 @@ QUICK = [*SMALL, "--steps", "3", "--workers", "1", "--formats", "E8M7", "--kerne
 
 
 def swept(out: Path, *more: str) -> int:
-    return main(["sweep", *QUICK, "--seeds", "2", "--out", str(out), *more])
+    return main(["lab", "sweep", *QUICK, "--seeds", "2", "--out", str(out), *more])
 
 
 def task(fmt: str = "E8M4", rate: float = 1e-2, stabiliser: str = "none", steps: int = 2, seed: int = 1) -> Task:
@@ -59,7 +59,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 ) -> None:
     assert swept(tmp_path / "out", *arguments) == 2
     said = capsys.readouterr().err
-    assert said.startswith("tiebreak sweep: ")
+    assert said.startswith("tiebreak lab sweep: ")
     assert told in said
     assert said.count("\n") == 1
     assert not (tmp_path / "out").exists()

@@ -47,7 +47,7 @@ def _index(groups: dict[str, Sequence[Case | Snippet]]) -> str:
         "# Cases",
         "",
         "A case is one input of attention, made from a seed, with claims about what rounding does to it. The groups",
-        "are the mechanisms that the cases try. `tiebreak cases NAME` tells the same on a terminal.",
+        "are the mechanisms that the cases try. `tiebreak list cases NAME` tells the same on a terminal.",
         "",
         f"**!** {_FAILURE}",
     ]
