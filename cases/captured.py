@@ -79,7 +79,7 @@ def captured_cases(folder: Path) -> tuple[Case, ...]:
     if not folder.is_dir():
         raise CapturedError(f"--captured {folder}: no such folder")
     files = [
-        (int(found[1]), int(found[2] or 0), path) for path in folder.iterdir() if (found := FILE.fullmatch(path.name))
+        (int(match[1]), int(match[2] or 0), path) for path in folder.iterdir() if (match := FILE.fullmatch(path.name))
     ]
     if not files:
         raise CapturedError(f"--captured {folder}: no file in it is called inputs-STEP.safetensors, STEP a number")
@@ -92,7 +92,7 @@ def layer_checksum(tensors: Mapping[str, Tensor], causal: bool, scale: float | N
     Args:
         tensors: q, k, v and do, and o where it is kept, by these names, on the host.
         causal: as the file says.
-        scale: as the file says; None where it says nothing.
+        scale: as in the file; None where the file has none.
     """
     crc = zlib.crc32(f"causal={causal} scale={scale!r}".encode())
     for name, tensor in sorted(tensors.items()):
@@ -101,16 +101,16 @@ def layer_checksum(tensors: Mapping[str, Tensor], causal: bool, scale: float | N
     return f"{crc:08x}"
 
 
-def without_cancelled(found: Errors, output: Tensor, inputs: AttentionInputs, ref: Reference) -> Errors:
+def without_cancelled(errors: Errors, output: Tensor, inputs: AttentionInputs, ref: Reference) -> Errors:
     """The same measures, errors in ulps without the elements of O that have cancelled.
 
     V of a real model is of both signs. Where its terms cancel, |O| is far below sum P |V|, to which rounding errors are
-    in proportion, and an error in ulps of O tells by how much they cancelled, not how the kernel rounds.
+    in proportion, and an error in ulps of O shows by how much they cancelled, not how the kernel rounds.
 
     Args:
-        found: measures of `output`, with all elements.
+        errors: measures of `output`, with all elements.
         output: O as the kernel returned it, (batch, heads, queries, d).
-        inputs: what the kernel was given.
+        inputs: of the kernel.
         ref: the fp64 reference.
 
     Returns:
@@ -120,7 +120,7 @@ def without_cancelled(found: Errors, output: Tensor, inputs: AttentionInputs, re
     cancelled = ref.o.abs() < CANCELLED * ref.magnitude
     error = signed_error_ulps(output, ref.o, inputs.formats.output).masked_fill(cancelled, torch.nan)
     return replace(
-        found,
+        errors,
         head_bias=by_key_head(error, inputs.groups),
         head_square=by_key_head(error.square(), inputs.groups),
         max_ulps=torch.nan_to_num(error.abs(), nan=0.0).max().item(),
@@ -129,9 +129,9 @@ def without_cancelled(found: Errors, output: Tensor, inputs: AttentionInputs, re
 
 
 def _case(layer: _Layer, folder: Path) -> Case:
-    found = FILE.fullmatch(layer.path.name)
-    assert found is not None
-    rank = "" if found[2] is None else f".rank={found[2]}"
+    match = FILE.fullmatch(layer.path.name)
+    assert match is not None
+    rank = "" if match[2] is None else f".rank={match[2]}"
     fixed_heads = FixedHeads(
         heads=layer.heads,
         groups=layer.groups,
@@ -140,8 +140,8 @@ def _case(layer: _Layer, folder: Path) -> Case:
         checksum=partial(_checksum, layer),
     )
     return Case(
-        f"captured[step={found[1]}{rank}.layer={layer.number}]",  # no comma: --cases takes lists
-        f"layer {layer.number} as captured in step {found[1]}",
+        f"captured[step={match[1]}{rank}.layer={layer.number}]",  # no comma: --cases takes lists
+        f"layer {layer.number} as captured in step {match[1]}",
         layer.path.name,
         partial(_inputs, layer=layer, fixed_heads=fixed_heads),
         failure=True,
@@ -167,7 +167,7 @@ def _opened(path: Path) -> Iterator[Any]:
 def _layers(path: Path) -> list[_Layer]:
     with _opened(path) as file:
         keys: list[str] = list(file.keys())
-        numbers = {found[1] for key in keys if (found := _KEY.fullmatch(key))}
+        numbers = {match[1] for key in keys if (match := _KEY.fullmatch(key))}
         if not numbers:
             raise CapturedError(f"{path}: no layers; expected keys such as layer0.q")
         return [_layer(path, file, number, file.metadata() or {}) for number in sorted(numbers, key=int)]
@@ -181,15 +181,15 @@ def _causal(path: Path, metadata: Mapping[str, str], number: str) -> bool:
 
 
 def _scale(path: Path, metadata: Mapping[str, str], number: str) -> float | None:
-    told = metadata.get(f"layer{number}.scale", metadata.get("scale"))
-    if told is None:
+    text = metadata.get(f"layer{number}.scale", metadata.get("scale"))
+    if text is None:
         return None
     try:
-        scale = float(told)
+        scale = float(text)
     except ValueError:
         scale = math.nan
     if not 0 < scale < math.inf:
-        raise CapturedError(f"{path}: metadata scale is {told}; expected a positive number, or none for 1/sqrt(d)")
+        raise CapturedError(f"{path}: metadata scale is {text}; expected a positive number, or none for 1/sqrt(d)")
     return scale
 
 
@@ -199,26 +199,28 @@ def _layer(path: Path, file: Any, number: str, metadata: Mapping[str, str]) -> _
     if missing := sorted(set(names.values()) - set(file.keys())):
         raise CapturedError(f"{path}: {', '.join(missing)} is missing")
     slices = {part: file.get_slice(name) for part, name in names.items()}
-    dtypes = {names[part]: found.get_dtype() for part, found in slices.items()}
+    dtypes = {names[part]: tensor.get_dtype() for part, tensor in slices.items()}
     ours, *others, do = dtypes.values()
     # Training may leave dO in fp32: it is rounded like any fp32 tensor.
     if ours not in _FORMATS or set(others) != {ours} or do not in {ours, "F32"}:
-        told = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise CapturedError(f"{path}: {told}; expected one of {', '.join(_FORMATS)} for all four, or F32 for do alone")
-    q, k = _shapes(path, number, causal and not made, {part: tuple(one.get_shape()) for part, one in slices.items()})
+        shown = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise CapturedError(f"{path}: {shown}; expected one of {', '.join(_FORMATS)} for all four, or F32 for do alone")
+    q, k = _shapes(
+        path, number, causal and not made, {part: tuple(tensor.get_shape()) for part, tensor in slices.items()}
+    )
     heads, groups = q[0] * q[1], q[1] // k[1]
     checksum = metadata.get(f"layer{number}.crc32")
-    known = path, number, causal, scale, checksum, _FORMATS[ours], groups
+    common = path, number, causal, scale, checksum, _FORMATS[ours], groups
     if made:  # small, and all of it matters
-        return _Layer(*known, heads, q[2], k[2], *_told_of_made(path, file, number, metadata))
-    return _Layer(*known, *_used(heads, groups, queries=q[2], keys=k[2], causal=causal))
+        return _Layer(*common, heads, q[2], k[2], *_made_layout(path, file, number, metadata))
+    return _Layer(*common, *_used(heads, groups, queries=q[2], keys=k[2], causal=causal))
 
 
 def _made(metadata: Mapping[str, str], number: str) -> bool:
     return metadata.get(f"layer{number}.made") == "true"
 
 
-def _told_of_made(path: Path, file: Any, number: str, metadata: Mapping[str, str]) -> tuple[bool, bool, str]:
+def _made_layout(path: Path, file: Any, number: str, metadata: Mapping[str, str]) -> tuple[bool, bool, str]:
     """That a layer is made, whether its keys are padded, and its order in memory."""
     name, order = f"layer{number}.key_padding", metadata.get(f"layer{number}.order", _ORDERS[0])
     padded = name in set(file.keys())
@@ -233,18 +235,18 @@ def _told_of_made(path: Path, file: Any, number: str, metadata: Mapping[str, str
 def _shapes(
     path: Path, number: str, causal: bool, shapes: dict[str, tuple[int, ...]]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of q and k, of a layer whose four shapes fit."""
-    told = ", ".join(f"layer{number}.{part} {shape}" for part, shape in shapes.items())
+    """The shapes of q and k, of a layer whose four shapes go together."""
+    shown = ", ".join(f"layer{number}.{part} {shape}" for part, shape in shapes.items())
     if any(len(shape) != 4 or 0 in shape for shape in shapes.values()):
-        raise CapturedError(f"{path}: {told}; expected (batch, heads, tokens, d), none of them 0")
+        raise CapturedError(f"{path}: {shown}; expected (batch, heads, tokens, d), none of them 0")
     # The inputs' own check, on tensors without data.
     q, k, v, do = (torch.empty(shapes[part], device="meta") for part in _PARTS)
     try:
         AttentionInputs(q, k, v, do, Formats.of(BF16))
     except ValueError as error:
-        raise CapturedError(f"{path}: {told}: {error}") from error
+        raise CapturedError(f"{path}: {shown}: {error}") from error
     if causal and q.shape[2] > k.shape[2]:
-        raise CapturedError(f"{path}: {told}: a causal mask leaves the first of more queries than keys without a key")
+        raise CapturedError(f"{path}: {shown}: a causal mask leaves the first of more queries than keys without a key")
     return shapes["q"], shapes["k"]
 
 
@@ -255,14 +257,14 @@ def _used(heads: int, groups: int, *, queries: int, keys: int, causal: bool) -> 
     rows would need all keys, and kernels do not agree on what a causal mask means for fewer queries than keys.
     """
 
-    def seen(rows: int) -> int:
+    def visible(rows: int) -> int:
         return keys - queries + rows if causal else keys
 
     rows = queries
-    while rows > _FEWEST_ROWS and heads * rows * seen(rows) > _SCORES:
+    while rows > _FEWEST_ROWS and heads * rows * visible(rows) > _SCORES:
         rows = max(_FEWEST_ROWS, rows // 2)
-    most = _SCORES // (rows * seen(rows)) // groups * groups
-    return min(heads, max(most, groups)), rows, seen(rows)
+    most = _SCORES // (rows * visible(rows)) // groups * groups
+    return min(heads, max(most, groups)), rows, visible(rows)
 
 
 @dataclass(frozen=True)
@@ -279,20 +281,20 @@ class _Tensors:
 @lru_cache(maxsize=1)  # the cells of one case follow each other on a worker
 def _load(layer: _Layer) -> _Tensors:
     with _opened(layer.path) as file:
-        _hold_to_checksum(layer, file)
+        _verify_checksum(layer, file)
         padding = file.get_tensor(layer.key("key_padding")).bool()[None] if layer.padded else None
         q, k, v, do = (_part(layer, file, part) for part in _PARTS)
         return _Tensors(q, k, v, do, padding)
 
 
-def _hold_to_checksum(layer: _Layer, file: Any) -> None:
+def _verify_checksum(layer: _Layer, file: Any) -> None:
     if layer.checksum is None:
         return
-    here = set(file.keys())
-    tensors = {part: file.get_tensor(layer.key(part)) for part in (*_PARTS, "o") if layer.key(part) in here}
+    names = set(file.keys())
+    tensors = {part: file.get_tensor(layer.key(part)) for part in (*_PARTS, "o") if layer.key(part) in names}
     if layer_checksum(tensors, layer.causal, layer.scale) != layer.checksum:
-        told = f"layer{layer.number} is not what was captured: its checksum differs"
-        raise CapturedError(f"{layer.path}: {told}; capture it anew, or leave its case out with --cases")
+        reason = f"layer{layer.number} is not what was captured: its checksum differs"
+        raise CapturedError(f"{layer.path}: {reason}; capture it anew, or leave its case out with --cases")
 
 
 def _part(layer: _Layer, file: Any, part: str) -> Tensor:
@@ -327,9 +329,9 @@ def _inputs(draw: Draw, layer: _Layer, fixed_heads: FixedHeads) -> AttentionInpu
     rounded = {part: draw.rounded(tensor)[None] for part, tensor in parts.items()}
     for part, tensor in rounded.items():
         if not layer.made and not bool(torch.isfinite(tensor).all()):
-            told = f"holds values beyond {draw.formats.inputs.name}"
-            told += "; give another --dtype, or leave its case out with --cases"
-            raise CapturedError(f"{layer.path}: {layer.key(part)} {told}")
+            reason = f"holds values beyond {draw.formats.inputs.name}"
+            reason += "; give another --dtype, or leave its case out with --cases"
+            raise CapturedError(f"{layer.path}: {layer.key(part)} {reason}")
     q, k, v, do = (_laid(rounded[part], layer.order) for part in _PARTS)
     return AttentionInputs(
         q,

@@ -60,7 +60,7 @@ Recipe = Callable[[Draw], AttentionInputs]
 
 @dataclass(frozen=True)
 class FixedHeads:
-    """What a case has to give whose heads are not made but at hand."""
+    """The heads of a case that are not generated but exist, such as captured ones."""
 
     heads: int  # query heads in all
     groups: int  # query heads per key head: they stay together
@@ -70,8 +70,8 @@ class FixedHeads:
 
     def part(self, batch: int, heads: int) -> slice:
         """The key heads of batch `batch`, of whole groups and about `heads` query heads; empty past the last."""
-        size, held = max(1, heads // self.groups), self.heads // self.groups
-        return slice(min(batch * size, held), min((batch + 1) * size, held))
+        size, key_heads = max(1, heads // self.groups), self.heads // self.groups
+        return slice(min(batch * size, key_heads), min((batch + 1) * size, key_heads))
 
 
 @dataclass(frozen=True)

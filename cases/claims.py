@@ -11,8 +11,8 @@ from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
 
 
-def told_of_bias(measures: Errors) -> str:
-    """The bias in words, or what there is in its place."""
+def bias_text(measures: Errors) -> str:
+    """The bias in words, or the count of NaN and Inf in its place."""
     if measures.nonfinite:
         return f"{measures.nonfinite} elements NaN or Inf"
     return f"bias {measures.bias.mean:+.3f} +- {measures.bias.half_width:.3f} ulp"
@@ -27,9 +27,9 @@ class Expectation:
     """One thing that can be expected of a cell's measures."""
 
     name: str  # how reports call it
-    met: Callable[[Errors], bool | None]  # True, False, or None while the data do not tell yet
+    met: Callable[[Errors], bool | None]  # True, False, or None while the data do not decide it yet
     waives: frozenset[str] = frozenset()  # names of checks that need not be met: that they are not is what is expected
-    told: Callable[[Errors], str] = told_of_bias  # what was measured of it, in words
+    text: Callable[[Errors], str] = bias_text  # the measured number, in words
 
 
 def _bias_is(verdict: Verdict, sign: int = 0) -> Callable[[Errors], bool | None]:
@@ -39,10 +39,10 @@ def _bias_is(verdict: Verdict, sign: int = 0) -> Callable[[Errors], bool | None]
         bias = measures.bias
         if math.isnan(bias.mean):  # nothing could be compared
             return False
-        found = judge(bias)
-        if found is Verdict.INCONCLUSIVE:
+        judgement = judge(bias)
+        if judgement is Verdict.INCONCLUSIVE:
             return None
-        return found is verdict and (sign == 0 or bias.mean * sign > 0)
+        return judgement is verdict and (sign == 0 or bias.mean * sign > 0)
 
     return met
 
@@ -58,15 +58,15 @@ def _rows(verdict: Verdict) -> Callable[[Errors], bool | None]:
     def met(measures: Errors) -> bool | None:
         if measures.nonfinite:
             return False
-        found = judge(measures.coherence_excess)
-        return None if found is Verdict.INCONCLUSIVE else found is verdict
+        judgement = judge(measures.coherence_excess)
+        return None if judgement is Verdict.INCONCLUSIVE else judgement is verdict
 
     return met
 
 
-def _told_of_rows(measures: Errors) -> str:
-    found = measures.coherence_excess
-    return f"row coherence {found.mean:+.3f} +- {found.half_width:.3f} ulp from that of independent errors"
+def _rows_text(measures: Errors) -> str:
+    excess = measures.coherence_excess
+    return f"row coherence {excess.mean:+.3f} +- {excess.half_width:.3f} ulp from that of independent errors"
 
 
 UNBIASED = Expectation("unbiased", _bias_is(Verdict.UNBIASED))
@@ -74,10 +74,10 @@ BIASED = Expectation("biased", _bias_is(Verdict.BIASED))
 BIASED_AWAY = Expectation("biased away from zero", _bias_is(Verdict.BIASED, +1))
 BIASED_TOWARD = Expectation("biased toward zero", _bias_is(Verdict.BIASED, -1))
 # Held to a bias' own margin: what a row's errors have in common is a bias, of that row.
-ROWS_ERR_TOGETHER = Expectation("the errors of a row agree in sign", _rows(Verdict.BIASED), told=_told_of_rows)
-ROWS_ERR_APART = Expectation("the errors of a row are independent", _rows(Verdict.UNBIASED), told=_told_of_rows)
+ROWS_ERR_TOGETHER = Expectation("the errors of a row agree in sign", _rows(Verdict.BIASED), text=_rows_text)
+ROWS_ERR_APART = Expectation("the errors of a row are independent", _rows(Verdict.UNBIASED), text=_rows_text)
 ACCURATE = Expectation("accurate", lambda measures: measures.nonfinite == 0)
-# Harm that a rule does: nothing else is asked of such a cell.
+# Harm that a rule does: such a cell is held to nothing else.
 BREAKS_DOWN = Expectation(
     "NaN or Inf where the reference is finite", lambda measures: measures.nonfinite > 0, waives=_ACCURACY | _FINITE
 )
@@ -118,7 +118,7 @@ def within(times: float) -> Expectation:
 
 
 def breaks_down_in(most: float) -> Expectation:
-    """NaN or Inf in some of the output, but in no more than a share `most` of it; none seen tells nothing yet."""
+    """NaN or Inf in some of the output, but in no more than a share `most` of it; none decides nothing yet."""
 
     def met(measures: Errors) -> bool | None:
         share = measures.nonfinite / measures.elements
@@ -132,14 +132,14 @@ class Claim:
     """An expectation, for the kernels it is about."""
 
     expectation: Expectation
-    rules: frozenset[str]  # shift rules it speaks of; empty: all
-    plans: frozenset[str]  # plans it speaks of, by name; empty: all
-    formats: frozenset[str]  # formats it speaks of, by name
-    source: str  # who claims it, and where
+    rules: frozenset[str]  # shift rules it is about; empty: all
+    plans: frozenset[str]  # plans it is about, by name; empty: all
+    formats: frozenset[str]  # formats it is about, by name
+    source: str  # author and place of the claim
     tiled: bool | None = None  # whether of kernels whose tiles cut the scripted rows alone, of the others alone, or all
 
     def concerns(self, declaration: Declaration | None, fmt: Format) -> bool:
-        """Whether it speaks of a kernel that declares this, in this format.
+        """Whether it is about a kernel that declares this, in this format.
 
         Of a kernel that declares nothing only a claim about all kernels does.
         """
@@ -164,7 +164,7 @@ def claim(
 ) -> Claim:
     """A claim about the shift rules, plans and formats named, space-separated.
 
-    No rules or no plans named means all. Formats are bf16 unless said: that is what the papers speak of. In fp16 some
+    No rules or no plans named means all. Formats are bf16 by default: that is what the papers speak of. In fp16 some
     of it is otherwise (docs/expected-values.md).
     """
     return Claim(expectation, _words(rules), _words(plans), _words(formats), source, tiled)
@@ -192,7 +192,7 @@ def no_worse(ours: Errors, theirs: Errors) -> bool | None:
         theirs: errors of what it is compared with.
 
     Returns:
-        True, False, or None where the heads do not tell.
+        True, False, or None where the heads do not decide it.
     """
     if ours.nonfinite > theirs.nonfinite:
         return False

@@ -56,8 +56,8 @@ def _case(
     failure: bool = False,
     unclaimed: str | None = None,
 ) -> Case:
-    held = partial(Formats.of, v=FP8_E4M3)
-    return Case(name, about, source, recipe, claims, formats=held, failure=failure, unclaimed=unclaimed)
+    formats = partial(Formats.of, v=FP8_E4M3)
+    return Case(name, about, source, recipe, claims, formats=formats, failure=failure, unclaimed=unclaimed)
 
 
 def _ties() -> Case:
@@ -108,7 +108,7 @@ def _stale_maximum() -> Case:
     Times 2^8, P-bar of the two is 256 e^g, from 516 to 3809, and e4m3 ends at 448. With the one key of the first
     block, (2 448 + 256) / (512 e^g + 256) of a row's weight is left: from 0.895 down to 0.146.
     """
-    kept = "safe stabilized dithered lazy_4"
+    rules = "safe stabilized dithered lazy_4"
     return _case(
         "fp8_stale_maximum",
         "2 equal maxima 0.7 to 2.7 above the first block's: where m lags P-bar reaches 3809, and e4m3 ends at 448",
@@ -121,7 +121,7 @@ def _stale_maximum() -> Case:
         claim(within(2.0), f"{OWN}: l counts what is left", rules="lazy_4", plans="fused_fp8_clamped"),
         _CURE,
         _SHIFTED_ERRS,
-        claim(ACCURATE, f"{OWN}: nothing is lost that l counts", rules=kept, plans="fused_fp8 fused_fp8_offset"),
+        claim(ACCURATE, f"{OWN}: nothing is lost that l counts", rules=rules, plans="fused_fp8 fused_fp8_offset"),
         _WITHIN_SCALES,
         source=f"{OWN}, {_STALE}",
         failure=True,

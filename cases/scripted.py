@@ -79,7 +79,7 @@ _TILE_OVERSHOOTS = claim(
 )
 _SAFE_BLIND_FIXES = "safe as_printed_v1 as_printed_v2 stabilized stabilized_v1 stabilized_authors gamma"
 _ROUNDS_BACK = f"{OWN}: P-bar rounds back to 1"
-_ON_THE_MARGIN = "sits on the margin: which side of it the interval ends hangs on the few row maxima drawn"
+_ON_THE_MARGIN = "sits on the margin: which side of it the interval ends depends on the few row maxima drawn"
 
 
 def _tied(
@@ -378,7 +378,7 @@ def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> l
 
     Contracted, P-bar of the maxima is 2^e, e the rounding error of m c: up to half an ulp of it, 2^-22, 2^-18 and 2^-15
     here. The cast makes P-bar 1, l has it as it is, and all ties of a row break to the side of -e. Which side that is
-    hangs on r_m, so rows err together and heads do not. A row with one maximum has no tie: O is one row of V.
+    depends on r_m, so rows err together and heads do not. A row with one maximum has no tie: O is one row of V.
 
     Args:
         at_60: what scaled shifts come to at repeated maxima of about 60.

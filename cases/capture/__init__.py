@@ -2,6 +2,6 @@
 
 from tiebreak.cases.capture.folder import CaptureError
 from tiebreak.cases.capture.session import Capture, capture
-from tiebreak.cases.capture.watching import AttentionModule
+from tiebreak.cases.capture.watch import AttentionModule
 
 __all__ = ["AttentionModule", "Capture", "CaptureError", "capture"]

@@ -98,7 +98,7 @@ def sdpa_call(
     q, k, v = _tensors(query, key, value)
     causal = is_causal
     if attn_mask is not None:
-        causal = _told(masks, attn_mask, q.shape[2], k.shape[2])
+        causal = _is_causal(masks, attn_mask, q.shape[2], k.shape[2])
     elif is_causal:  # PyTorch's flag lets query i see keys 0 .. i: the later ones take no part
         k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
     return replace(_call(q, k, v, causal, scale), sure=True)
@@ -120,22 +120,22 @@ def hugging_face_call(
     """A call of one of Hugging Face's attention functions, by the arguments that they share.
 
     Args:
-        name: of the function: `eager` is told of a causal mask by the mask alone, all others by a flag too.
+        name: of the function: `eager` gets a causal mask as a mask alone, all others a flag too.
         masks: of this step.
-        module: the attention module, whose `is_causal` counts where the call says nothing.
+        module: the attention module, whose `is_causal` counts where the call has no flag.
         query, key, value: (batch, heads, tokens, d), key and value perhaps of fewer heads.
         attention_mask: None, (batch, keys), or to be broadcast to the scores.
         dropout: of P.
         scaling: alpha.
         is_causal: the call's flag.
-        more: what else the function was told.
+        more: further keyword arguments of the function.
 
     Raises:
         NotHeldError: the format can't hold it.
     """
-    for word, told in _UNHELD_WORDS.items():
+    for word, reason in _UNHELD_WORDS.items():
         if more.get(word) is not None:
-            raise NotHeldError(told)
+            raise NotHeldError(reason)
     if dropout > 0:
         raise NotHeldError("dropout")
     q, k, v = _tensors(query, key, value)
@@ -152,7 +152,7 @@ def hugging_face_call(
             raise NotHeldError("padding")
         causal = flag
     else:
-        causal = _told(masks, attention_mask, q.shape[2], k.shape[2])
+        causal = _is_causal(masks, attention_mask, q.shape[2], k.shape[2])
     return _call(q, k, v, causal, scaling)
 
 
@@ -165,7 +165,7 @@ def plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | Non
     return _call(*_tensors(q, k, v), causal, scale)
 
 
-def _told(masks: Masks, mask: Tensor, queries: int, keys: int) -> bool:
+def _is_causal(masks: Masks, mask: Tensor, queries: int, keys: int) -> bool:
     causal = masks.causal(mask, queries, keys)
     if causal is None:
         raise NotHeldError("a mask that is not causal")
@@ -179,13 +179,13 @@ def _tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             raise NotHeldError("nested tensors" if tensor.is_nested else f"tensors of class {type(tensor).__name__}")
         if tensor.dim() not in (3, 4):
             raise NotHeldError(f"tensors of {tensor.dim()} dimensions")
-    given = [tensor.detach() for tensor in (q, k, v)]
+    tensors = [tensor.detach() for tensor in (q, k, v)]
     device = q.device.type
     if torch.is_autocast_enabled(device):
-        given = [tensor.to(torch.get_autocast_dtype(device)) for tensor in given]
-    if len({tensor.dtype for tensor in given}) > 1 or given[0].dtype not in _DTYPES:
-        raise NotHeldError(f"tensors in {', '.join(str(tensor.dtype).removeprefix('torch.') for tensor in given)}")
-    ours, keys, values = (tensor if tensor.dim() == 4 else tensor[:, None] for tensor in given)
+        tensors = [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+    if len({tensor.dtype for tensor in tensors}) > 1 or tensors[0].dtype not in _DTYPES:
+        raise NotHeldError(f"tensors in {', '.join(str(tensor.dtype).removeprefix('torch.') for tensor in tensors)}")
+    ours, keys, values = (tensor if tensor.dim() == 4 else tensor[:, None] for tensor in tensors)
     return ours, keys, values
 
 

@@ -31,14 +31,14 @@ class Kept:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a capture, and what its statistics say."""
+    """One layer of a capture, and its statistics."""
 
     candidate: Candidate
-    found: Findings
+    findings: Findings
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
+def _write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -66,36 +66,36 @@ class Folder:
         except ImportError as error:
             raise CaptureError("capture writes safetensors files: pip install safetensors") from error
         self.path, self._suffix = path, f"-rank{rank}" if ranks > 1 else ""
-        with _told(path):
+        with _write_errors(path):
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path, prefix=".writable-"):
                 pass
             for left in path.glob(f".inputs-*{self._suffix or '[0-9]'}.partial"):
                 left.unlink(missing_ok=True)  # of a run that was killed
-            sizes = {each: each.stat().st_size for each in path.iterdir() if FILE.fullmatch(each.name)}
-        told = {each: _telling(each) for each in sizes}
+            sizes = {file: file.stat().st_size for file in path.iterdir() if FILE.fullmatch(file.name)}
+        telling = {file: _telling(file) for file in sizes}
         others = {f"-rank{other}" for other in range(ranks)} if ranks > 1 else {""}
-        ours = {each: found for each in sizes if (found := told[each]) is not None and _rank(each) in others}
-        foreign = sum(size for each, size in sizes.items() if each not in ours)
+        ours = {file: value for file in sizes if (value := telling[file]) is not None and _rank(file) in others}
+        foreign = sum(size for file, size in sizes.items() if file not in ours)
         self.budget = (budget - foreign) // ranks
         if self.budget <= 0:
             raise CaptureError(
                 f"budget_mb={budget / MB:g}: {path} has {foreign / MB:.1f} MB of captures that are not this run's to"
                 " replace; raise it, or name another folder"
             )
-        self.kept = {each: Kept(sizes[each], telling) for each, telling in ours.items() if _rank(each) == self._suffix}
+        self.kept = {file: Kept(sizes[file], value) for file, value in ours.items() if _rank(file) == self._suffix}
         self._make_room(0)
 
     @property
     def last_step(self) -> int | None:
         """The highest step that any file in the folder is of."""
-        found = [int(each[1]) for path in self.path.iterdir() if (each := FILE.fullmatch(path.name))]
-        return max(found, default=None)
+        steps = [int(match[1]) for path in self.path.iterdir() if (match := FILE.fullmatch(path.name))]
+        return max(steps, default=None)
 
     @property
     def bytes(self) -> int:
-        """What this process's files take."""
-        return sum(kept.bytes for kept in self.kept.values())
+        """Size of this process's files."""
+        return sum(file.bytes for file in self.kept.values())
 
     def file(self, step: int) -> Path:
         """Where a step's capture of this process goes."""
@@ -111,7 +111,7 @@ class Folder:
 
     def wants(self, size: int, telling: float) -> bool:
         """Whether a capture of this size is more telling than what has to give way to it."""
-        weaker = sum(kept.bytes for kept in self.kept.values() if kept.telling < telling)
+        weaker = sum(file.bytes for file in self.kept.values() if file.telling < telling)
         return self.bytes - weaker + size + _HEADER <= self.budget
 
     def write(self, step: int, layers: Sequence[Layer]) -> Path | None:
@@ -128,7 +128,7 @@ class Folder:
             return None
         partial = path.with_name(f".{path.stem}.partial")
         tensors, metadata = _content(step, layers)
-        with _told(self.path):
+        with _write_errors(self.path):
             try:
                 self._save(tensors, partial, metadata)
                 size = partial.stat().st_size
@@ -136,7 +136,7 @@ class Folder:
             finally:
                 partial.unlink(missing_ok=True)
         self._make_room(size)
-        self.kept[path] = Kept(size, max(layer.found.telling for layer in layers))
+        self.kept[path] = Kept(size, max(layer.findings.telling for layer in layers))
         return path
 
     def _make_room(self, size: int) -> None:
@@ -148,13 +148,13 @@ class Folder:
 
 
 def _rank(path: Path) -> str:
-    found = FILE.fullmatch(path.name)
-    assert found is not None
-    return "" if found[2] is None else f"-rank{found[2]}"
+    match = FILE.fullmatch(path.name)
+    assert match is not None
+    return "" if match[2] is None else f"-rank{match[2]}"
 
 
 def _telling(path: Path) -> float | None:
-    """What a file says of how telling it is; None where it is not one of `capture`'s, which then never touches it."""
+    """How telling a file is by its metadata; None where it is not one of `capture`'s, which then never touches it."""
     safetensors = import_module("safetensors")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
@@ -166,28 +166,28 @@ def _telling(path: Path) -> float | None:
 def _content(step: int, layers: Iterable[Layer]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of a file."""
     tensors: dict[str, Tensor] = {}
-    each: dict[str, str] = {}
+    details: dict[str, str] = {}
     masks: set[bool] = set()
     for layer in layers:
-        one, found = layer.candidate, layer.found
-        assert one.do is not None
-        key, call = f"layer{one.layer}", one.call
-        parts = {"q": call.q, "k": call.k, "v": call.v, "o": one.o, "do": one.do}
+        candidate, findings = layer.candidate, layer.findings
+        assert candidate.do is not None
+        key, call = f"layer{candidate.layer}", candidate.call
+        parts = {"q": call.q, "k": call.k, "v": call.v, "o": candidate.o, "do": candidate.do}
         host = {name: part.cpu().contiguous() for name, part in parts.items()}
-        tensors |= {f"{key}.{name}": part for name, part in host.items()} | {f"{key}.heads": one.heads.cpu()}
+        tensors |= {f"{key}.{name}": part for name, part in host.items()} | {f"{key}.heads": candidate.heads.cpu()}
         masks.add(call.causal)
-        each |= {f"{key}.causal": _word(call.causal), f"{key}.name": one.name}
-        each |= {} if call.scale is None else {f"{key}.scale": repr(call.scale)}
-        each[f"{key}.crc32"] = layer_checksum(host, call.causal, call.scale)
-        each |= _numbers(key, found)
-    telling = max(layer.found.telling for layer in layers)
+        details |= {f"{key}.causal": _word(call.causal), f"{key}.name": candidate.name}
+        details |= {} if call.scale is None else {f"{key}.scale": repr(call.scale)}
+        details[f"{key}.crc32"] = layer_checksum(host, call.causal, call.scale)
+        details |= _numbers(key, findings)
+    telling = max(layer.findings.telling for layer in layers)
     whole = {"step": str(step), "telling": f"{telling:.6g}", "causal": _word(masks == {True})}
-    return tensors, whole | each
+    return tensors, whole | details
 
 
-def _numbers(key: str, found: Findings) -> Mapping[str, str]:
-    told = {"telling": found.telling, "repeated": found.repeated, "delta_bias": found.delta_bias}
-    return {f"{key}.{name}": f"{value:.6g}" for name, value in {**told, "largest": found.largest}.items()}
+def _numbers(key: str, findings: Findings) -> Mapping[str, str]:
+    values = {"telling": findings.telling, "repeated": findings.repeated, "delta_bias": findings.delta_bias}
+    return {f"{key}.{name}": f"{value:.6g}" for name, value in {**values, "largest": findings.largest}.items()}
 
 
 def _word(value: bool) -> str:

@@ -20,7 +20,7 @@ _HARMFUL_LOGIT = 88.0  # from here on exp underflows where a shift doubles the m
 
 @dataclass(frozen=True)
 class Findings:
-    """What the sampled rows of one layer say, numbers of the host."""
+    """Statistics of the sampled rows of one layer, numbers of the host."""
 
     repeated: float  # share of rows whose maximum repeats
     delta_bias: float  # mean of delta_lp - delta_hp over mean |delta_hp|, averaged over heads, of rowsum(dO * O)
@@ -55,13 +55,13 @@ class Candidate:
     o: Tensor  # (pairs, groups, queries, d)
     heads: Tensor  # batch entry and key head of every pair, (pairs, 2)
     rows: slice  # of the queries that were looked at
-    found: Tensor  # repeated and largest by pair, and unlike: (2 pairs + 1,)
+    statistics: Tensor  # repeated and largest by pair, and unlike: (2 pairs + 1,)
     error: Tensor  # O - softmax(scale q k^T) v of these rows, fp32, (pairs, groups, rows, d)
     do: Tensor | None = field(default=None)  # as o
 
     @property
     def bytes(self) -> int:
-        """What it takes to keep it, on the device or in a file."""
+        """Its size, on the device or in a file."""
         parts = (self.call.q, self.call.k, self.call.v, self.o, self.o if self.do is None else self.do)
         return sum(part.numel() * part.element_size() for part in parts)
 
@@ -87,14 +87,20 @@ class Candidate:
         parts = (self.call.q, self.call.k, self.call.v, self.o, self.do)
         finite = torch.stack([torch.isfinite(part).all() for part in parts]).all()
         delta = torch.stack([(biased / size).mean(), (biased.abs() / wrong.abs().sum(-1)).mean()])
-        repeated, largest = self.found[:-1].reshape(2, -1)
+        (repeated, largest), unlike = self.statistics[:-1].reshape(2, -1), self.statistics[-1:]
         return torch.cat(
-            [repeated.mean()[None], delta.nan_to_num(), largest.amax()[None], self.found[-1:], finite.float()[None]]
+            [
+                repeated.mean()[None],
+                delta.nan_to_num(),
+                largest.amax()[None],
+                unlike,
+                finite.float()[None],
+            ]
         )
 
 
 def findings(numbers: list[float]) -> Findings:
-    """What `Candidate.summary` says, once it is on the host."""
+    """The numbers of `Candidate.summary`, once they are on the host, by name."""
     repeated, delta_bias, drift, largest, unlike, finite = numbers
     return Findings(repeated, delta_bias, drift, largest, unlike, finite > 0 and all(map(math.isfinite, numbers)))
 
@@ -126,14 +132,14 @@ def candidate(name: str, layer: int, call: AttentionCall, o: Tensor, pairs: int,
     chosen = score.flatten().nan_to_num().topk(min(pairs, score.numel())).indices
     where = torch.stack([chosen // score.shape[1], chosen % score.shape[1]], 1)
     groups = heads // call.k.shape[1]
-    kept = _pick(o[batch, :, :queries], where, groups).clone()
-    error = kept[:, :, at].float() - _pick(exact, where, groups)
-    unlike = error.norm(dim=-1) / kept[:, :, at].float().norm(dim=-1)
+    outputs = _pick(o[batch, :, :queries], where, groups).clone()
+    error = outputs[:, :, at].float() - _pick(exact, where, groups)
+    unlike = error.norm(dim=-1) / outputs[:, :, at].float().norm(dim=-1)
     unlike = unlike.nan_to_num().flatten().median()
-    told = torch.cat([repeated.flatten()[chosen], largest.flatten()[chosen], unlike[None]])
+    statistics = torch.cat([repeated.flatten()[chosen], largest.flatten()[chosen], unlike[None]])
     q = _pick(cut.q, where, groups)
     mine = replace(cut, q=q * cut.factor, k=_pick(cut.k, where, 1), v=_pick(cut.v, where, 1), factor=1.0)
-    return Candidate(name, layer, mine, kept, where, at, told, error)
+    return Candidate(name, layer, mine, outputs, where, at, statistics, error)
 
 
 def _pick(x: Tensor, where: Tensor, groups: int) -> Tensor:

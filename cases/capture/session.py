@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tiebreak.cases.capture.calls import AttentionCall, NotHeldError
 from tiebreak.cases.capture.folder import MB, CaptureError, Folder, Layer
 from tiebreak.cases.capture.interest import Candidate, aside, candidate, findings
-from tiebreak.cases.capture.watching import AttentionModule, Place, Watch, named_modules
+from tiebreak.cases.capture.watch import AttentionModule, Place, Watch, named_modules
 
 _UNLIKE = 0.1  # an O further from softmax(scale q k^T) v than this is that of another function
 _NOTHING: Mapping[str, AttentionModule] = MappingProxyType({})
@@ -34,7 +34,7 @@ def capture(
     modules: Mapping[str, AttentionModule] = _NOTHING,
     quiet: bool = False,
 ) -> "Capture":
-    """Keep q, k, v, O and dO of the calls of attention that have most to tell, as a model trains.
+    """Keep q, k, v, O and dO of the calls of attention that show most, as a model trains.
 
     Use it as a context manager around the loop, and call its `step()` at the end of every optimiser step::
 
@@ -44,7 +44,7 @@ def capture(
                 captured.step()
 
     Seen are calls of `torch.nn.functional.scaled_dot_product_attention`, Hugging Face's attention functions, and the
-    modules that are named. Every `every`-th step is looked at: a few rows of every head tell how many repeat their
+    modules that are named. Every `every`-th step is looked at: a few rows of every head show how many repeat their
     maximum, how biased delta = rowsum(dO * O) is, and the largest logit. The first forward pass of such a step counts,
     not what gradient accumulation or activation checkpointing repeats. Calls that the captured format can't hold
     (dropout, masks that are not causal, biases) are counted and named, not kept. The model's numbers stay the same to
@@ -118,8 +118,8 @@ class Capture:
         """
         for name, module in self._model.named_modules():
             if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-                told = f"{name or 'model'} is compiled, which hides its calls"
-                raise CaptureError(f"{told}; give capture the model before torch.compile")
+                reason = f"{name or 'model'} is compiled, which hides its calls"
+                raise CaptureError(f"{reason}; give capture the model before torch.compile")
         named = named_modules(self._model, self._patterns)
         self._folder = Folder(self._path, self._settings["budget"], *_ranks())
         last = self._folder.last_step
@@ -163,7 +163,7 @@ class Capture:
     def _seen(
         self, place: Place, call: Callable[[], AttentionCall], out: Tensor, to_heads: Callable[[Tensor], Tensor]
     ) -> None:
-        """Look at one call; what repeats it in this step is none."""
+        """Look at one call; a repetition of it in this step does not count."""
         layer = self._layers.setdefault(place, len(self._layers))
         # Without a gradient: an evaluation, or the first pass of a checkpoint whose second pass has one.
         if place in self._done or not out.requires_grad:
@@ -175,48 +175,48 @@ class Capture:
             self.calls["left for another step (memory_mb)"] += 1
             return
         try:
-            asked = call()
-            if out.dtype not in (asked.q.dtype, torch.float32):
+            attention_call = call()
+            if out.dtype not in (attention_call.q.dtype, torch.float32):
                 raise NotHeldError("O in another format than q")
             with aside(out.device):
                 size, turn = (
                     (self._settings["heads"], self._settings["tokens"]),
                     self._number // self._settings["every"],
                 )
-                found = candidate(place.module, layer, asked, to_heads(out.detach()), *size, turn)
+                copied = candidate(place.module, layer, attention_call, to_heads(out.detach()), *size, turn)
         except NotHeldError as reason:
             self.calls[f"with {reason}"] += 1
             return
-        self._held += found.bytes
-        self._candidates.append(found)
+        self._held += copied.bytes
+        self._candidates.append(copied)
 
         def hook(gradient: Tensor) -> None:
             with aside(gradient.device):
-                found.take(to_heads(gradient.detach()))
+                copied.take(to_heads(gradient.detach()))
 
         out.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _keep(self) -> None:
         """Write the most telling layers of the step that ends, if they beat what is kept."""
         self._first = min(self._left, default=0)
-        ended = [each for each in self._candidates if each.do is not None]
+        ended = [part for part in self._candidates if part.do is not None]
         self.calls["without a gradient of O"] += len(self._candidates) - len(ended)
         if not ended:
             return
         with aside(ended[0].o.device):
-            told = [each.summary() for each in ended]
-            numbers = torch.stack([each.to(told[0].device) for each in told]).tolist()
-        found = [Layer(each, findings(each_told)) for each, each_told in zip(ended, numbers, strict=True)]
-        good = [layer for layer in found if self._usable(layer)]
-        good.sort(key=lambda layer: -layer.found.telling)
+            summaries = [part.summary() for part in ended]
+            numbers = torch.stack([summary.to(summaries[0].device) for summary in summaries]).tolist()
+        layers = [Layer(part, findings(row)) for part, row in zip(ended, numbers, strict=True)]
+        good = [layer for layer in layers if self._usable(layer)]
+        good.sort(key=lambda layer: -layer.findings.telling)
         self._write(good[: self._settings["layers"]])
 
     def _usable(self, layer: Layer) -> bool:
         self.calls["looked at"] += 1
-        if not layer.found.finite:
+        if not layer.findings.finite:
             self.calls["with NaN or Inf"] += 1
-        elif layer.found.unlike > _UNLIKE and not layer.candidate.call.sure:
-            self.calls["whose O is not softmax(scale q k^T) v of what they were told"] += 1
+        elif layer.findings.unlike > _UNLIKE and not layer.candidate.call.sure:
+            self.calls["whose O is not softmax(scale q k^T) v of their arguments"] += 1
         else:
             return True
         return False
@@ -226,7 +226,7 @@ class Capture:
             return
         fitting = self._folder.fits([layer.candidate.bytes for layer in layers])
         chosen = layers[:fitting] or [self._narrowed(layers[0])]
-        if self._folder.wants(sum(layer.candidate.bytes for layer in chosen), chosen[0].found.telling):
+        if self._folder.wants(sum(layer.candidate.bytes for layer in chosen), chosen[0].findings.telling):
             path = self._folder.write(self._number, chosen)
             if path is None:
                 self.calls["of a step that the folder has already"] += len(chosen)
@@ -235,29 +235,29 @@ class Capture:
 
     def _narrowed(self, layer: Layer) -> Layer:
         """Fewer heads of a layer that does not fit whole."""
-        one = layer.candidate
-        while not self._folder.fits([one.bytes]):
-            if one.o.shape[0] == 1:
-                told = f"one head of {one.name} takes {one.bytes / MB:.2f} MB, and the budget is"
-                raise CaptureError(f"budget_mb: {told} {self._folder.budget / MB:.2f} MB of this process; raise it")
-            one = one.narrowed()
-        return Layer(one, layer.found)
+        chosen = layer.candidate
+        while not self._folder.fits([chosen.bytes]):
+            if chosen.o.shape[0] == 1:
+                reason = f"one head of {chosen.name} takes {chosen.bytes / MB:.2f} MB, and the budget is"
+                raise CaptureError(f"budget_mb: {reason} {self._folder.budget / MB:.2f} MB of this process; raise it")
+            chosen = chosen.narrowed()
+        return Layer(chosen, layer.findings)
 
     def summary(self) -> str:
-        """What was seen and kept, and the command to run next; several lines."""
+        """Counts of calls and files, and the command to run next; several lines."""
         folder = self._folder
         lines = [
             f"capture: looked at {self.looked} of {self.steps} steps, {self.calls['looked at']} calls of attention"
         ]
         if not self._layers and self.looked:
-            told = "torch's scaled_dot_product_attention, Hugging Face's attention functions and modules=... are seen"
-            lines.append(f"no call was seen: {told}")
+            seen = "torch's scaled_dot_product_attention, Hugging Face's attention functions and modules=... are seen"
+            lines.append(f"no call was seen: {seen}")
         lines += [f"not kept: {count} calls {why}" for why, count in self.calls.items() if count and why != "looked at"]
         lines.append(
             f"{len(folder.kept)} files, {folder.bytes / MB:.1f} of {folder.budget / MB:.1f} MB, in {folder.path}"
         )
         ranked = sorted(folder.kept.items(), key=lambda item: -item[1].telling)
-        lines += [f"  {path.name}  telling {kept.telling:.2f} of 3" for path, kept in ranked[:_SHOWN]]
+        lines += [f"  {path.name}  telling {file.telling:.2f} of 3" for path, file in ranked[:_SHOWN]]
         if folder.kept:
             lines.append(f"next: python -m pytest -n auto tests/matrix --captured {folder.path}")
         return "\n".join(lines)

@@ -92,7 +92,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: Call) -> Tenso
         return _apply(q, k, v, kernels[0], tuple(range(len(kernels))), call)
     out = torch.zeros_like(q)
     for kernel in dict.fromkeys(kernels):
-        heads = tuple(index for index, each in enumerate(kernels) if each == kernel)
+        heads = tuple(index for index, other in enumerate(kernels) if other == kernel)
         at = torch.tensor(heads, device=q.device)
         q_part, k_part, v_part = (tensor.index_select(1, at) for tensor in (q, k, v))
         out = out.index_copy(1, at, _apply(q_part, k_part, v_part, kernel, heads, call))
@@ -133,12 +133,12 @@ class _Attention(torch.autograd.Function):
             lse = run_forward(FP32_ATTENTION, inputs, call.arithmetic).lse
         wanted = ctx.needs_input_grad[:3]
         output = AttentionOutput(o, lse, tiles=ctx.tiles)
-        found = _backward(kernel.implementation, inputs, output, call.arithmetic, wanted)
+        computed = _backward(kernel.implementation, inputs, output, call.arithmetic, wanted)
         if call.observer is not None:
-            output = AttentionOutput(o, lse, found)
+            output = AttentionOutput(o, lse, computed)
             call.observer(Observation(call.layer, ctx.heads, kernel, call.arithmetic, inputs, output, call.x))
-        gradients = zip((found.dq, found.dk, found.dv), wanted, strict=True)
-        return (*(gradient if asked else None for gradient, asked in gradients), None, None, None)
+        gradients = zip((computed.dq, computed.dk, computed.dv), wanted, strict=True)
+        return (*(gradient if needed else None for gradient, needed in gradients), None, None, None)
 
 
 def _own_backward(kernel: HeadKernel) -> bool:
@@ -160,10 +160,10 @@ def _backward(
     arithmetic: Arithmetic,
     wanted: Wanted,
 ) -> Gradients:
-    """Gradients by the kernel's own backward pass; one said to have none gets fp32 flash attention's, from its O.
+    """Gradients by the kernel's own backward pass; one declared to have none gets fp32 flash attention's, from its O.
 
     Raises:
-        CannotRunError: it turns out to have none.
+        CannotRunError: it has none, though it is not declared so.
     """
     if isinstance(implementation, Declaration):
         return run_backward(implementation, inputs, output, arithmetic, wanted)
@@ -173,13 +173,13 @@ def _backward(
         computed = implementation.compute(inputs, arithmetic, True)
     if computed.backward_error is not None:
         raise RuntimeError(f"the backward pass of {implementation.name} raised {computed.backward_error}")
-    found = computed.gradients
-    if found is None:
+    gradients = computed.gradients
+    if gradients is None:
         raise CannotRunError(
             f"{implementation.name} has no backward pass that autograd knows; declare backward, or train it with"
             " --backward emulated"
         )
-    return Gradients(found.dq.float(), found.dk.float(), found.dv.float(), found.delta)
+    return Gradients(gradients.dq.float(), gradients.dk.float(), gradients.dv.float(), gradients.delta)
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, do: Tensor, noise_seed: int, kernel: HeadKernel) -> AttentionInputs:

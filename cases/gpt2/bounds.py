@@ -197,9 +197,9 @@ def write_spreads(spreads: Mapping[Ran, Spread], path: Path = FILE) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         lines = csv.writer(file, lineterminator="\n")
         lines.writerow([*Ran._fields, *(field.name for field in fields(Spread))])
-        for ran, found in sorted(spreads.items()):
-            figures = (f"{value:.6g}" for value in (found.mean, found.sd, found.lowest, found.highest))
-            lines.writerow([*ran, found.n, *figures])
+        for ran, spread in sorted(spreads.items()):
+            figures = (f"{value:.6g}" for value in (spread.mean, spread.sd, spread.lowest, spread.highest))
+            lines.writerow([*ran, spread.n, *figures])
 
 
 #: The committed runs.
@@ -210,15 +210,15 @@ def weighed(
     snippet: str, version: int, statements: Iterable[BoundRule], spreads: Mapping[Ran, Spread] = SPREADS
 ) -> tuple[Weighed, ...]:
     """Every statement about every variant, with its bound if it separates."""
-    said = tuple(statements)
-    shares = Counter(variant for each in said for variant in each.variants for _ in range(each.bounds))
+    rules = tuple(statements)
+    shares = Counter(variant for rule in rules for variant in rule.variants for _ in range(rule.bounds))
 
-    def found(variant: str, measure: str) -> Spread | None:
+    def spread(variant: str, measure: str) -> Spread | None:
         return spreads.get(Ran(snippet, version, EMULATION, variant, measure))
 
     def weigh(statement: BoundRule) -> list[Weighed]:
         measure = statement.measure
-        rows = [(name, found(name, measure), found(statement.against, measure)) for name in statement.variants]
+        rows = [(name, spread(name, measure), spread(statement.against, measure)) for name in statement.variants]
         edges = {
             name: edge
             for name, own, other in rows
@@ -231,7 +231,7 @@ def weighed(
         apart = {name for name, (_, other) in edges.items() if reach < other}
         return [Weighed(statement, name, own, other, bound if name in apart else None) for name, own, other in rows]
 
-    return tuple(row for statement in said for row in weigh(statement))
+    return tuple(row for statement in rules for row in weigh(statement))
 
 
 def _edges(statement: BoundRule, own: Spread, other: Spread, p: float) -> tuple[float, float]:
@@ -250,12 +250,12 @@ def _bound(statement: BoundRule, edges: Iterable[float]) -> float:
 def bounded(
     snippet: str, version: int, statements: Iterable[BoundRule], spreads: Mapping[Ran, Spread] = SPREADS
 ) -> tuple[SnippetClaim, ...]:
-    """The claims that statements come to: those that do not separate are left out."""
-    found: dict[BoundRule, dict[str, float]] = {}
+    """The claims that statements amount to: those that do not separate are left out."""
+    bounds_by_rule: dict[BoundRule, dict[str, float]] = {}
     for row in weighed(snippet, version, statements, spreads):
         if row.bound is not None:
-            found.setdefault(row.statement, {})[row.variant] = row.bound
-    return tuple(_claim(statement, bounds) for statement, bounds in found.items())
+            bounds_by_rule.setdefault(row.statement, {})[row.variant] = row.bound
+    return tuple(_claim(statement, bounds) for statement, bounds in bounds_by_rule.items())
 
 
 def _claim(statement: BoundRule, bounds: Mapping[str, float]) -> SnippetClaim:
@@ -265,7 +265,7 @@ def _claim(statement: BoundRule, bounds: Mapping[str, float]) -> SnippetClaim:
     return SnippetClaim(frozenset(bounds), statement.measure, statement.source, low, high)
 
 
-def said(
+def rule(
     side: Side, variants: str, measure: str, source: str, *, against: str, rounded: bool | None = None
 ) -> BoundRule:
     """A statement about variants by their short names, space-separated.
@@ -274,7 +274,7 @@ def said(
         side: where the measure lies.
         variants: short names; with l from rounded P-bar, unrounded, or both.
         measure: a name of SnippetResult.measures.
-        source: who says it.
+        source: of the statement.
         against: the variant that it must catch, by full name.
         rounded: which l; None: both.
     """

@@ -108,8 +108,8 @@ class Batches:
 
     def digest(self, steps: int) -> str:
         """SHA-256 of the first batches: equal digests mean equal training data."""
-        found = hashlib.sha256()
+        sha256 = hashlib.sha256()
         for step in range(steps):
             for part in self.batch(step):
-                found.update(part.numpy().astype("<i8").tobytes())
-        return found.hexdigest()
+                sha256.update(part.numpy().astype("<i8").tobytes())
+        return sha256.hexdigest()

@@ -47,10 +47,10 @@ class QKClip:
 
     def after_step(self, model: GPT2) -> None:
         """Clip what the step just done, of the optimiser, had too large; forget its logits."""
-        for (layer, heads), found in self._largest.items():
+        for (layer, heads), logits in self._largest.items():
             block = model.block(layer)
-            largest = torch.zeros(block.heads, dtype=found.dtype)
-            largest[list(heads)] = found.cpu()
+            largest = torch.zeros(block.heads, dtype=logits.dtype)
+            largest[list(heads)] = logits.cpu()
             clip(block, largest, self._tau)
         self._largest.clear()
 
@@ -79,8 +79,8 @@ def match_scores(block: Block, queries: Tensor, keys: Tensor) -> None:
         q_gain = _ratio((unit_q * q).sum(1), unit_q.square().sum(1))
         unit_q = unit_q * q_gain[:, None]
         normal = (unit_q.mT @ unit_q) * (unit_k.mT @ unit_k)
-        wanted = torch.einsum("hqt,hqk,hkt->ht", unit_q, q @ k.mT, unit_k)
-        solved = (torch.linalg.pinv(normal, hermitian=True) @ wanted[..., None])[..., 0]
+        target = torch.einsum("hqt,hqk,hkt->ht", unit_q, q @ k.mT, unit_k)
+        solved = (torch.linalg.pinv(normal, hermitian=True) @ target[..., None])[..., 0]
         k_gain = torch.where(normal.diagonal(dim1=-2, dim2=-1) > 0, solved, 1.0)
         block.q_norm.gain.copy_(q_gain.flatten())
         block.k_norm.gain.copy_(k_gain.flatten())

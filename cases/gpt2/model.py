@@ -175,9 +175,9 @@ class GPT2(nn.Module):
 
     def block(self, layer: int) -> Block:
         """The block of a layer, from 0."""
-        found = self.blocks[layer]
-        assert isinstance(found, Block)
-        return found
+        module = self.blocks[layer]
+        assert isinstance(module, Block)
+        return module
 
     def forward(self, tokens: Tensor, step: int) -> Tensor:
         """Logits (batch, tokens, vocabulary) of int64 tokens (batch, tokens); `step` seeds the kernels' noise."""

@@ -48,18 +48,18 @@ class View:
 
     @cached_property
     def inputs(self) -> AttentionInputs:
-        """What the heads looked at were given."""
-        given = self.observation.inputs
-        q, k, v, do = (self._of(tensor) for tensor in (given.q, given.k, given.v, given.do))
-        return replace(given, q=q, k=k, v=v, do=do)
+        """What the heads looked at were inputs."""
+        inputs = self.observation.inputs
+        q, k, v, do = (self._of(tensor) for tensor in (inputs.q, inputs.k, inputs.v, inputs.do))
+        return replace(inputs, q=q, k=k, v=v, do=do)
 
     @property
     def gradients(self) -> Gradients:
         """What the backward pass returned for them."""
-        found = self.observation.output.gradients
-        assert found is not None
-        dq, dk, dv = (self._of(tensor) for tensor in (found.dq, found.dk, found.dv))
-        return Gradients(dq, dk, dv, None if found.delta is None else self._of(found.delta))
+        gradients = self.observation.output.gradients
+        assert gradients is not None
+        dq, dk, dv = (self._of(tensor) for tensor in (gradients.dq, gradients.dk, gradients.dv))
+        return Gradients(dq, dk, dv, None if gradients.delta is None else self._of(gradients.delta))
 
     @cached_property
     def s(self) -> Tensor:
@@ -152,7 +152,7 @@ def _total(x: Tensor) -> Tensor:
     """Sum of (n, heads, ...) over all but the heads: within each of the n, then one after the other.
 
     A head's number is so the same to the bit whichever heads are looked at beside it. The order of torch's own sum over
-    several dimensions hangs on all sizes, and that of a running sum on a GPU on chance.
+    several dimensions depends on all sizes, and that of a running sum on a GPU on chance.
     """
     return x.flatten(2).sum(-1).cpu().cumsum(0)[-1]
 

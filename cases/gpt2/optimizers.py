@@ -86,12 +86,12 @@ class LightAdamW:
 
     def step(self) -> None:
         """Update the weights that have a gradient."""
-        given: list[tuple[Tensor, ...]] = [
+        state: list[tuple[Tensor, ...]] = [
             (weight, weight.grad, first, second, steps)
             for weight, first, second, steps in zip(self._weights, self._first, self._second, self._steps, strict=True)
             if weight.grad is not None
         ]
-        weights, gradients, firsts, seconds, counts = ([one[at] for one in given] for at in range(5))
+        weights, gradients, firsts, seconds, counts = ([entry[at] for entry in state] for at in range(5))
         with torch.no_grad():
             adamw_update(
                 weights,

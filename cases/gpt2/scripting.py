@@ -127,8 +127,8 @@ def _set_values(script: Script, model: GPT2, typical: _Typical, rng: Generator) 
     if script.sink_value != script.value:
         # What the constant features give the sinks too has to be made up for by their mark.
         common = (typical.x[: script.sinks, :_CONSTANT] @ wv[:, :_CONSTANT].T).mean(0)
-        wanted = script.sink_value * (1 + _COLUMN_SPREAD * _normal(rng, d))
-        wv[:, _SINK] = (wanted - common) / typical.x[0, _SINK]
+        target = script.sink_value * (1 + _COLUMN_SPREAD * _normal(rng, d))
+        wv[:, _SINK] = (target - common) / typical.x[0, _SINK]
 
 
 def _set_output(script: Script, model: GPT2) -> None:

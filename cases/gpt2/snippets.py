@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tiebreak.cases.gpt2 import scripting
 from tiebreak.cases.gpt2.attention import HeadKernel, Heads, Kernels, Observation, Observer
-from tiebreak.cases.gpt2.bounds import BoundRule, SnippetClaim, bounded, said
+from tiebreak.cases.gpt2.bounds import BoundRule, SnippetClaim, bounded, rule
 from tiebreak.cases.gpt2.data import Batches, corpus
 from tiebreak.cases.gpt2.mitigations import QKClip
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, Configuration
@@ -58,7 +58,7 @@ class Snippet:
     script: Script  # of the failing head
     trained: tuple[str, ...]  # parameters that train, beside those that a mitigation adds; empty: all
     every: int  # steps between two readings of the monitors
-    said: tuple[BoundRule, ...]  # which variants do what, by the rule of `tiebreak.cases.gpt2.bounds`
+    rules: tuple[BoundRule, ...]  # which variants do what, by the rule of `tiebreak.cases.gpt2.bounds`
     roster: tuple[str, ...]  # variants of a default run, by full name
     on_devices: tuple[str, ...]  # those of them that a device runs by default, beside its own kernels
     silent_before: bool = False  # whether the layer before the scripted one, which writes nothing, is left out
@@ -71,7 +71,7 @@ class Snippet:
     @cached_property
     def claims(self) -> tuple[SnippetClaim, ...]:
         """What must hold, by variant."""
-        return (*self.own_claims, *bounded(self.name, self.version, self.said))
+        return (*self.own_claims, *bounded(self.name, self.version, self.rules))
 
     @property
     def amplified(self) -> bool:
@@ -134,22 +134,22 @@ DRIFT = Snippet(
     script=Script(),
     trained=(),
     every=1,
-    said=(
-        said("above", "flash", "delta_error_mean", _PAPER, against=_FAIR_UNROUNDED),
-        said("within", _FIXED, "delta_error_mean", _PAPER, against=_FLASH, rounded=True),
+    rules=(
+        rule("above", "flash", "delta_error_mean", _PAPER, against=_FAIR_UNROUNDED),
+        rule("within", _FIXED, "delta_error_mean", _PAPER, against=_FLASH, rounded=True),
         # Its O errs as flash's does.
-        said("above", "standard", "output_delta_error_mean", _SUITE, against="o_fp32@train_l_rounded"),
+        rule("above", "standard", "output_delta_error_mean", _SUITE, against="o_fp32@train_l_rounded"),
         # Beyond the paper.
-        said("above", "flash_fused", "delta_error_mean", _SUITE, against=_FAIR_UNROUNDED),
-        said("above", "dithered_fused", "delta_error_mean", _SUITE, against=_FAIR_UNROUNDED, rounded=True),
-        said(
+        rule("above", "flash_fused", "delta_error_mean", _SUITE, against=_FAIR_UNROUNDED),
+        rule("above", "dithered_fused", "delta_error_mean", _SUITE, against=_FAIR_UNROUNDED, rounded=True),
+        rule(
             "below", "stabilized stabilized_fused", "delta_error_mean", _SUITE, against=_FAIR_UNROUNDED, rounded=False
         ),
-        said("within", "dithered dithered_fused", "delta_error_mean", _SUITE, against=_FLASH, rounded=False),
-        said("within", "dithered stochastic_fused", "delta_error_mean", _SUITE, against=_FLASH, rounded=True),
-        said("within", "fair", "delta_error_mean", _SUITE, against=_FUSED),
+        rule("within", "dithered dithered_fused", "delta_error_mean", _SUITE, against=_FLASH, rounded=False),
+        rule("within", "dithered stochastic_fused", "delta_error_mean", _SUITE, against=_FLASH, rounded=True),
+        rule("within", "fair", "delta_error_mean", _SUITE, against=_FUSED),
         # What acts on logits and sinks leaves the rounding as it is.
-        said("above", _MITIGATED, "delta_error_mean", _SUITE, against=_FAIR_UNROUNDED),
+        rule("above", _MITIGATED, "delta_error_mean", _SUITE, against=_FAIR_UNROUNDED),
     ),
     roster=(
         *_SHORT_ROSTER,
@@ -175,24 +175,24 @@ RUNAWAY = Snippet(
     script=_RUNAWAY,
     trained=_QUERIES,
     every=10,
-    said=(
-        said("above", "flash", "wq_norm_growth", _PAPER, against=_FAIR),
-        said("below", _FIXED, "wq_norm_growth", _PAPER, against=_FLASH, rounded=True),
-        said("above", "flash_fused", "wq_norm_growth", _SUITE, against=_FAIR),
-        said("above", "dithered_fused", "wq_norm_growth", _SUITE, against=_FAIR, rounded=True),
-        said("below", "dithered_fused", "wq_norm_growth", _SUITE, against=_FUSED, rounded=False),
-        said("below", "dithered", "wq_norm_growth", _SUITE, against=_FLASH),
-        said("below", "stochastic_fused fair", "wq_norm_growth", _SUITE, against=_FUSED),
-        said("above", "flash_in_layer_2", "wq_norm_growth", _PAPER, against=_FAIR),
-        said("above", "flash_tiled", "wq_norm_growth", _PAPER, against=_FAIR),
-        said("below", _SECTION_3_2, "wq_norm_growth", _PAPER, against=_FLASH),
+    rules=(
+        rule("above", "flash", "wq_norm_growth", _PAPER, against=_FAIR),
+        rule("below", _FIXED, "wq_norm_growth", _PAPER, against=_FLASH, rounded=True),
+        rule("above", "flash_fused", "wq_norm_growth", _SUITE, against=_FAIR),
+        rule("above", "dithered_fused", "wq_norm_growth", _SUITE, against=_FAIR, rounded=True),
+        rule("below", "dithered_fused", "wq_norm_growth", _SUITE, against=_FUSED, rounded=False),
+        rule("below", "dithered", "wq_norm_growth", _SUITE, against=_FLASH),
+        rule("below", "stochastic_fused fair", "wq_norm_growth", _SUITE, against=_FUSED),
+        rule("above", "flash_in_layer_2", "wq_norm_growth", _PAPER, against=_FAIR),
+        rule("above", "flash_tiled", "wq_norm_growth", _PAPER, against=_FAIR),
+        rule("below", _SECTION_3_2, "wq_norm_growth", _PAPER, against=_FLASH),
         # The paper says that it is stable: see docs/science.md.
-        said("above", "pv_fp32", "wq_norm_growth", _SUITE, against=_FAIR),
+        rule("above", "pv_fp32", "wq_norm_growth", _SUITE, against=_FAIR),
         # QK-norm's gains grow instead of W_Q; QK-clip caps the logits and W_Q grows; the gate shuts the head.
-        said("above", "flash_qk_norm", "row_max_rise", _SUITE, against=_FAIR),
-        said("above", "flash_qk_clip", "wq_norm_growth", _SUITE, against=_FAIR),
-        said("below", "flash_qk_clip", "row_max_rise", _SUITE, against=_FLASH),
-        said("below", "flash_gated", "wq_norm_growth", _SUITE, against=_FLASH),
+        rule("above", "flash_qk_norm", "row_max_rise", _SUITE, against=_FAIR),
+        rule("above", "flash_qk_clip", "wq_norm_growth", _SUITE, against=_FAIR),
+        rule("below", "flash_qk_clip", "row_max_rise", _SUITE, against=_FLASH),
+        rule("below", "flash_gated", "wq_norm_growth", _SUITE, against=_FLASH),
     ),
     roster=(*_SHORT_ROSTER, *variant_names("standard"), *variant_names("flash_fused", rounded=False)),
     on_devices=(_SHORT_ROSTER[0], _SHORT_ROSTER[-1]),
@@ -210,10 +210,10 @@ LANGUAGE_MODEL = replace(
     rate=3e-3,
     epsilon=EPSILON,
     trained=_SECOND_LAYER,
-    said=(
-        said("above", "flash", "row_max_rise", _PAPER, against=_FAIR),
-        said("below", _FIXED, "row_max_rise", _PAPER, against=_FLASH, rounded=True),
-        said("below", "dithered stochastic_fused fair", "row_max_rise", _SUITE, against=_FLASH),
+    rules=(
+        rule("above", "flash", "row_max_rise", _PAPER, against=_FAIR),
+        rule("below", _FIXED, "row_max_rise", _PAPER, against=_FLASH, rounded=True),
+        rule("below", "dithered stochastic_fused fair", "row_max_rise", _SUITE, against=_FLASH),
     ),
     roster=_SHORT_ROSTER,
     on_devices=_SHORT_ROSTER[:1],
@@ -227,10 +227,10 @@ AMPLIFIED = replace(
     spec="+.2f",
     script=replace(_RUNAWAY, value=-24.0, dead_weight=3.0),
     steps=221,
-    said=(
-        said("above", "flash", "loss_rise", _PAPER, against=_FAIR, rounded=True),
-        said("below", _FIXED, "loss_rise", _PAPER, against=_FLASH, rounded=True),
-        said("below", "dithered stochastic_fused fair", "loss_rise", _SUITE, against=_FLASH, rounded=True),
+    rules=(
+        rule("above", "flash", "loss_rise", _PAPER, against=_FAIR, rounded=True),
+        rule("below", _FIXED, "loss_rise", _PAPER, against=_FLASH, rounded=True),
+        rule("below", "dithered stochastic_fused fair", "loss_rise", _SUITE, against=_FLASH, rounded=True),
     ),
     roster=_SHORT_ROSTER,
     on_devices=(),  # none has the format
@@ -243,10 +243,10 @@ GAP_11 = replace(
     label="A11",
     about="as A, the sinks 11 above the rest: the fix errs more than plain flash",
     script=Script(gap=11.0),
-    said=(
-        said("above", "flash", "delta_error_mean", _SUITE, against=_FAIR_UNROUNDED, rounded=False),
-        said("below", "stabilized", "delta_error_mean", _SUITE, against=_FAIR_UNROUNDED, rounded=False),
-        said("within", "fair", "delta_error_mean", _SUITE, against=_FLASH_UNROUNDED),
+    rules=(
+        rule("above", "flash", "delta_error_mean", _SUITE, against=_FAIR_UNROUNDED, rounded=False),
+        rule("below", "stabilized", "delta_error_mean", _SUITE, against=_FAIR_UNROUNDED, rounded=False),
+        rule("within", "fair", "delta_error_mean", _SUITE, against=_FLASH_UNROUNDED),
     ),
     roster=_SHORT_UNROUNDED,
     on_devices=_SHORT_UNROUNDED,
@@ -257,9 +257,9 @@ ONE_SINK = replace(
     label="A1",
     about="as A with one sink: nothing repeats, flash drifts a little, and with the fix as much",
     script=Script(sinks=1),
-    said=(
-        said("below", "flash stabilized", "delta_error_mean", _SUITE, against=_FAIR),
-        said("within", "fair", "delta_error_mean", _SUITE, against=_FLASH, rounded=True),
+    rules=(
+        rule("below", "flash stabilized", "delta_error_mean", _SUITE, against=_FAIR),
+        rule("within", "fair", "delta_error_mean", _SUITE, against=_FLASH, rounded=True),
     ),
     roster=_SHORT_ROSTER,
     on_devices=_SHORT_ROSTER,
@@ -273,11 +273,11 @@ NO_TAIL = replace(
     about="as A, the sinks 30 above the rest: contraction alone breaks the ties, and delta errs to one side",
     version=1,
     script=Script(gap=30.0),
-    said=(
-        said("above", "flash_contracted", "delta_error_mean", _SUITE, against=_BASE_2, rounded=False),
-        said("within", "flash_base_2", "delta_error_mean", _SUITE, against=_CONTRACTED),
+    rules=(
+        rule("above", "flash_contracted", "delta_error_mean", _SUITE, against=_BASE_2, rounded=False),
+        rule("within", "flash_base_2", "delta_error_mean", _SUITE, against=_CONTRACTED),
         # l sums what the cast has made 1 again.
-        said("within", "flash_contracted", "delta_error_mean", _SUITE, against=_CONTRACTED, rounded=True),
+        rule("within", "flash_contracted", "delta_error_mean", _SUITE, against=_CONTRACTED, rounded=True),
     ),
     roster=(_BASE_2, _CONTRACTED, *variant_names("flash_contracted", rounded=True)),
     on_devices=(_BASE_2, _CONTRACTED),
@@ -301,7 +301,7 @@ LARGE_LOGITS = replace(
     steps=_LONG,
     version=1,
     script=replace(_RUNAWAY, key=120.0),
-    said=(),
+    rules=(),
     # Halfway between the steps that a run can have: all of them, or fewer. There is no spread to derive a bound from.
     own_claims=(
         # With l from unrounded P-bar 9 of 64 runs get through: those are claimed nothing of.
@@ -424,7 +424,7 @@ def _train(
     norms: list[float] = []
     for step in range(snippet.steps):
         reading = step % snippet.every == 0 or step == snippet.steps - 1
-        model.observer = _together([each for each in (recorder if reading else None, clipper) if each is not None])
+        model.observer = _together([look for look in (recorder if reading else None, clipper) if look is not None])
         batch = _batch(model.configuration.context, step)
         losses.append(_step(model, batch, step, optimizer, weights))
         if clipper is not None:
@@ -447,8 +447,8 @@ def _together(observers: Sequence[Observer]) -> Observer | None:
     """Several observers as one; None for none, so that nothing is kept for them."""
 
     def look(observation: Observation) -> None:
-        for each in observers:
-            each(observation)
+        for observer in observers:
+            observer(observation)
 
     return look if observers else None
 

@@ -67,7 +67,7 @@ def _family(*, rounded: bool) -> Mapping[str, Variant]:
     contracted = replace(base_two, name=fused.name.replace("fused", "contracted"), contracted=True)
     changed = {plan.name: _flash(_base(f"train_{plan.name}", plan, rounded=rounded)) for plan in ISOLATION}
     plain, tiled = _flash(unfused), replace(_flash(unfused), block=_TILES)
-    found = (
+    family = (
         Variant("flash", plain, stable=False),  # tiling off: one tile holds a whole row
         Variant("flash_fused", _flash(fused)),
         Variant("flash_base_2", _flash(base_two)),
@@ -92,7 +92,7 @@ def _family(*, rounded: bool) -> Mapping[str, Variant]:
         Variant("flash_qk_clip", plain, mitigation=QK_CLIP),
         Variant("flash_gated", plain, mitigation=GATED),
     )
-    return {each.name: replace(each, name=variant_names(each.name, rounded=rounded)[0]) for each in found}
+    return {variant.name: replace(variant, name=variant_names(variant.name, rounded=rounded)[0]) for variant in family}
 
 
 def variants(*, rounded: bool) -> Mapping[str, Variant]:
@@ -107,5 +107,5 @@ def variants(*, rounded: bool) -> Mapping[str, Variant]:
 
 #: Every variant by its full name, `short@train` or `short@train_l_rounded`.
 VARIANTS: Mapping[str, Variant] = MappingProxyType(
-    {each.name: each for rounded in (False, True) for each in variants(rounded=rounded).values()}
+    {variant.name: variant for rounded in (False, True) for variant in variants(rounded=rounded).values()}
 )

@@ -1,4 +1,4 @@
-"""What is measured of one call of attention: a number each, described once.
+"""The measures of one call of attention: a number each, described once.
 
 A measure is a module of this folder, or an entry in one: it is found by being here. Records, tables, gate, CSV, JUnit's
 XML, the page and the JSON Schema read its description and know no measure by name.
@@ -41,7 +41,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Observed:
-    """What a kernel made of a case's heads, batch by batch, and what was predicted of it."""
+    """A kernel's outputs for a case's heads, batch by batch, and the prediction of them."""
 
     errors: Errors  # of all batches
     outputs: Sequence[AttentionOutput]  # one a batch
@@ -59,13 +59,13 @@ class Observed:
 
     @cached_property
     def gradient_differences(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Errors of dQ, dK and dV of the first batch, element by element, fp64. None where none were asked for."""
-        found, batch = self.outputs[0].gradients, self.batches[0]
-        return None if found is None else batch.gradients.errors(found)
+        """Errors of dQ, dK and dV of the first batch, element by element, fp64. None where there are no gradients."""
+        gradients, batch = self.outputs[0].gradients, self.batches[0]
+        return None if gradients is None else batch.gradients.errors(gradients)
 
     @cached_property
     def gradient_errors(self) -> Mapping[str, float]:
-        """Of the first batch; see `tiebreak.cases.gradients`. Empty where no gradients were asked for."""
+        """Of the first batch; see `tiebreak.cases.gradients`. Empty where there are no gradients."""
         output, batch = self.outputs[0], self.batches[0]
         if output.gradients is None:
             return {}
@@ -73,13 +73,13 @@ class Observed:
 
     @cached_property
     def gradient_faults(self) -> Mapping[str, float]:
-        """What is wrong with the gradients of the first batch, at worst. Empty where none were asked for."""
-        found, batch = self.outputs[0].gradients, self.batches[0]
+        """What is wrong with the gradients of the first batch, at worst. Empty where there are none."""
+        gradients, batch = self.outputs[0].gradients, self.batches[0]
         errors = self.gradient_differences
-        if found is None or errors is None:
+        if gradients is None or errors is None:
             return {}
         bounds = batch.gradient_bounds.of(self.declaration)
-        return gradient_faults((found.dq, found.dk, found.dv), errors, batch.gradients.gradients, bounds)
+        return gradient_faults((gradients.dq, gradients.dk, gradients.dv), errors, batch.gradients.gradients, bounds)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class CallMeasure:
 @cache
 def call_measures() -> Mapping[str, CallMeasure]:
     """Every measure of a call by name: those of `core`, then module after module."""
-    names = sorted((one.name for one in pkgutil.iter_modules(__path__)), key=lambda name: (name != "core", name))
+    names = sorted((module.name for module in pkgutil.iter_modules(__path__)), key=lambda name: (name != "core", name))
     modules = [import_module(f"{__name__}.{name}") for name in names]
-    found: list[CallMeasure] = [measure for module in modules for measure in module.MEASURES]
-    return MappingProxyType({measure.described.name: measure for measure in found})
+    measures: list[CallMeasure] = [measure for module in modules for measure in module.MEASURES]
+    return MappingProxyType({measure.described.name: measure for measure in measures})

@@ -12,23 +12,23 @@ MEASURES = (
             limit=0.02,
             column=True,
         ),
-        lambda seen: seen.errors.bias,
+        lambda observed: observed.errors.bias,
     ),
     CallMeasure(
         Measure("rms_ulps", "root mean square error of O", "ulp", worse="more", column=True),
-        lambda seen: seen.errors.rms_ulps,
+        lambda observed: observed.errors.rms_ulps,
     ),
     CallMeasure(
         Measure("max_ulps", "largest error of O", "ulp", worse="more", limit=1.0, share=0.1, column=True),
-        lambda seen: seen.errors.max_ulps,
+        lambda observed: observed.errors.max_ulps,
     ),
     CallMeasure(
         Measure("error_over_bound", "largest error of O as a share of its plan's rounding-error bound", worse="more"),
-        lambda seen: seen.errors.error_over_bound,
+        lambda observed: observed.errors.error_over_bound,
     ),
     CallMeasure(
         Measure("gain", "sum |O| / sum |reference|: below 1 the output shrinks", column=True),
-        lambda seen: seen.errors.gain,
+        lambda observed: observed.errors.gain,
     ),
     CallMeasure(
         Measure(
@@ -37,11 +37,11 @@ MEASURES = (
             worse="farther",
             column=True,
         ),
-        lambda seen: seen.errors.delta_bias,
+        lambda observed: observed.errors.delta_bias,
     ),
     CallMeasure(
         Measure("left_out", "elements of O left out of the errors: the reference is 0, or the sum has cancelled"),
-        lambda seen: seen.errors.left_out,
+        lambda observed: observed.errors.left_out,
     ),
     CallMeasure(
         Measure(
@@ -53,7 +53,7 @@ MEASURES = (
             portable=True,
             column=True,
         ),
-        lambda seen: seen.errors.nonfinite,
+        lambda observed: observed.errors.nonfinite,
     ),
     CallMeasure(
         Measure(
@@ -64,7 +64,7 @@ MEASURES = (
             per="elements",
             portable=True,
         ),
-        lambda seen: seen.errors.missed,
+        lambda observed: observed.errors.missed,
     ),
-    CallMeasure(Measure("elements", "elements of O"), lambda seen: seen.errors.elements),
+    CallMeasure(Measure("elements", "elements of O"), lambda observed: observed.errors.elements),
 )

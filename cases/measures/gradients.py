@@ -17,25 +17,25 @@ _ABOUT = {
 _NAMES = ("dq", "dk", "dv")
 
 
-def _ulps(at: int, seen: Observed) -> Value:
-    errors = seen.gradient_differences
-    return None if errors is None else ulps_of_rows(errors[at], seen.batches[0].gradients.units[at])
+def _ulps(at: int, observed: Observed) -> Value:
+    errors = observed.gradient_differences
+    return None if errors is None else ulps_of_rows(errors[at], observed.batches[0].gradients.units[at])
 
 
-def _delta(seen: Observed) -> Value:
-    gradients, batch = seen.outputs[0].gradients, seen.batches[0]
+def _delta(observed: Observed) -> Value:
+    gradients, batch = observed.outputs[0].gradients, observed.batches[0]
     if gradients is None or gradients.delta is not None:
         return None
     return delta_error_of(gradients.dq, batch.inputs, batch.ref, batch.gradients.gradients[0])
 
 
-def _one(name: str, seen: Observed) -> Value:
-    return seen.gradient_errors.get(name)
+def _error_of(name: str, observed: Observed) -> Value:
+    return observed.gradient_errors.get(name)
 
 
 MEASURES = (
     *(
-        CallMeasure(Measure(name, about, worse="more" if name.endswith("error") else None), partial(_one, name))
+        CallMeasure(Measure(name, about, worse="more" if name.endswith("error") else None), partial(_error_of, name))
         for name, about in _ABOUT.items()
     ),
     *(
@@ -64,7 +64,7 @@ MEASURES = (
             "elements of dQ, dK, dV that are NaN or Inf, the reference's are finite",
             worse="more",
         ),
-        lambda seen: seen.gradient_faults.get("nonfinite"),
+        lambda observed: observed.gradient_faults.get("nonfinite"),
     ),
     CallMeasure(
         # No check and no limit: most kernels add up dQ by atomics, and then the share itself is chance.
@@ -73,7 +73,7 @@ MEASURES = (
             "share of elements of dQ, dK, dV that a second run on the same input gives to the bit",
             worse="less",
         ),
-        lambda seen: seen.equal_gradients,
+        lambda observed: observed.equal_gradients,
     ),
     CallMeasure(
         Measure(
@@ -81,6 +81,6 @@ MEASURES = (
             "largest error of dQ, dK and dV as a share of its rounding-error bound",
             worse="more",
         ),
-        lambda seen: seen.gradient_faults.get("over_bound"),
+        lambda observed: observed.gradient_faults.get("over_bound"),
     ),
 )

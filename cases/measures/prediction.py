@@ -6,14 +6,14 @@ from tiebreak.cases.measures import CallMeasure, Measure
 MEASURES = (
     CallMeasure(
         Measure("predicted_bias", "bias of the emulation of the declared plan on the same inputs", "ulp"),
-        lambda seen: None if seen.predicted is None else seen.predicted.bias,
+        lambda observed: None if observed.predicted is None else observed.predicted.bias,
     ),
     CallMeasure(
         Measure("prediction_difference", "bias less the predicted one, paired head by head", "ulp", worse="farther"),
-        lambda seen: None if seen.predicted is None else difference(seen.errors, seen.predicted),
+        lambda observed: None if observed.predicted is None else difference(observed.errors, observed.predicted),
     ),
     CallMeasure(
         Measure("equal_bits", "share of elements of O that agree with the prediction to the bit", worse="less"),
-        lambda seen: seen.equal_bits,
+        lambda observed: observed.equal_bits,
     ),
 )

@@ -13,6 +13,6 @@ MEASURES = (
             "largest distance of O from the range of V, as a share of what the plan's rounding allows",
             worse="more",
         ),
-        lambda seen: seen.errors.outside_values,
+        lambda observed: observed.errors.outside_values,
     ),
 )

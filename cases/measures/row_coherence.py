@@ -6,10 +6,10 @@ from tiebreak.cases.measures import CallMeasure, Measure
 MEASURES = (
     CallMeasure(
         Measure("row_coherence", "mean over rows of the absolute mean signed error of a row", "ulp", worse="more"),
-        lambda seen: coherence(seen.row_errors).nanmean().item(),
+        lambda observed: coherence(observed.row_errors).nanmean().item(),
     ),
     CallMeasure(
         Measure("row_coherence_independent", "the same if a row's errors, of that size, were independent", "ulp"),
-        lambda seen: independent_coherence(seen.row_errors).nanmean().item(),
+        lambda observed: independent_coherence(observed.row_errors).nanmean().item(),
     ),
 )

@@ -17,7 +17,7 @@ from tiebreak.cases.gpt2.bounds import (
     Spread,
     bounded,
     read_spreads,
-    said,
+    rule,
     spread,
     student,
     weighed,
@@ -62,7 +62,7 @@ def test_a_bound_is_the_limit_of_one_more_run_rounded_outwards() -> None:
 
 
 def test_the_bounds_of_a_cell_share_its_alarms() -> None:
-    alone, shared = (bounded("a", 1, said, of(flash=FLASH, fair=FAIR))[0].low for said in ([ABOVE], [ABOVE, ABOVE]))
+    alone, shared = (bounded("a", 1, rules, of(flash=FLASH, fair=FAIR))[0].low for rules in ([ABOVE], [ABOVE, ABOVE]))
     assert shared < alone
 
 
@@ -102,9 +102,9 @@ def test_nothing_is_claimed_of_a_recipe_without_runs_or_of_runs_without_a_number
     assert replace(DRIFT, version=99).claims == ()
 
 
-def test_variants_are_told_by_their_short_names() -> None:
-    told = said("above", "flash standard", "row_max_rise", "a test", against="fair@train", rounded=True)
-    assert told.variants == ("flash@train_l_rounded", "standard@train")
+def test_variants_go_by_their_short_names() -> None:
+    named = rule("above", "flash standard", "row_max_rise", "a test", against="fair@train", rounded=True)
+    assert named.variants == ("flash@train_l_rounded", "standard@train")
 
 
 def test_data_come_back_as_written(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_every_seed_has_all_that_statements_speak_of() -> None:
     asked = list(program.tasks(2))
     assert len(set(asked)) == len(asked)
     first = {(each.snippet, each.variant) for each in asked if (each.backend, each.seed) == ("emulation", 1)}
-    named = {(each.name, name) for each in SNIPPETS.values() for one in each.said for name in one.variants}
+    named = {(each.name, name) for each in SNIPPETS.values() for one in each.rules for name in one.variants}
     assert first >= named | {(each.name, name) for each in SNIPPETS.values() for name in each.roster}
 
 
@@ -160,7 +160,7 @@ def test_what_bounds_of_a_default_run_rest_on_is_run_at_all_seeds_first() -> Non
     for snippet in SNIPPETS.values():
         ran = {seed: {each.variant for each in first if (each.snippet, each.seed) == (snippet.name, seed)}
                for seed in (1, 2)}  # fmt: skip
-        caught = {each.against for each in snippet.said if not set(snippet.roster).isdisjoint(each.variants)}
+        caught = {each.against for each in snippet.rules if not set(snippet.roster).isdisjoint(each.variants)}
         assert ran[1] == ran[2] == caught | set(snippet.roster)
 
 

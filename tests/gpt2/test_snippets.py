@@ -62,7 +62,7 @@ def fell(result: SnippetResult) -> list[str]:
 # That the claims hold is what the cells of the matrix test.
 def test_every_snippet_of_the_papers_chain_says_something_of_flash_and_of_every_fix() -> None:
     for snippet in (DRIFT, RUNAWAY, LANGUAGE_MODEL, AMPLIFIED):
-        named = {name for statement in snippet.said for name in statement.variants}
+        named = {name for statement in snippet.rules for name in statement.variants}
         assert named <= set(VARIANTS)
         for short in ("flash", "stabilized", "o_fp32", "standard", "fair"):
             assert named.issuperset(variant_names(short, rounded=True))
@@ -183,7 +183,7 @@ def test_the_script_puts_two_sinks_a_gap_above_the_rest() -> None:
 
 def test_a_claim_speaks_of_its_variants_alone_and_a_user_s_kernel_can_be_held_to_it() -> None:
     claim = SnippetClaim(frozenset({"fair@train"}), "loss_rise", "a test", high=1.0)
-    snippet = replace(DRIFT, said=(), own_claims=(claim,))
+    snippet = replace(DRIFT, rules=(), own_claims=(claim,))
     assert snippet.claims_about(UNROUNDED["fair"]) == (claim,)
     assert snippet.claims_about(ROUNDED["fair"]) == ()
     assert snippet.claims_about(Variant("mine", ROUNDED["flash"].scripted)) == ()
@@ -198,7 +198,7 @@ def test_a_claim_is_not_met_by_nan() -> None:
 
 def test_a_claim_that_falls_is_named() -> None:
     claim = SnippetClaim(frozenset({ROUNDED["o_fp32"].name}), "delta_error_mean", "a test", low=1.0)
-    result = _run(replace(SHORT, steps=1, said=(), own_claims=(claim,)), ROUNDED["o_fp32"])
+    result = _run(replace(SHORT, steps=1, rules=(), own_claims=(claim,)), ROUNDED["o_fp32"])
     assert fell(result) == ["1 < delta_error_mean"]
 
 
@@ -245,16 +245,16 @@ def test_every_single_change_of_section_3_2_is_a_change() -> None:
 def test_a_loss_that_is_no_number_ends_the_run_and_is_counted() -> None:
     # Logits beyond what fp32 holds.
     script = Script(key=1e30, query=1e30)
-    result = _run(replace(SHORT, said=(), script=script), ROUNDED["o_fp32"])
+    result = _run(replace(SHORT, rules=(), script=script), ROUNDED["o_fp32"])
     assert (len(result.losses), result.measures["finite_steps"]) == (1, 0.0)
 
 
 def test_a_loss_that_breaks_down_as_claimed_holds_and_one_that_does_not_falls() -> None:
     """The claim of the large logits, on a loss that is NaN at once and on one that never is."""
     claim = SnippetClaim(frozenset({ROUNDED["o_fp32"].name}), "finite_steps", "a test", high=3.5)
-    broken = replace(SHORT, said=(), own_claims=(claim,), script=Script(key=1e30, query=1e30))
+    broken = replace(SHORT, rules=(), own_claims=(claim,), script=Script(key=1e30, query=1e30))
     assert fell(_run(broken, ROUNDED["o_fp32"])) == []
-    assert fell(_run(replace(SHORT, said=(), own_claims=(claim,), steps=4), ROUNDED["o_fp32"])) == [
+    assert fell(_run(replace(SHORT, rules=(), own_claims=(claim,), steps=4), ROUNDED["o_fp32"])) == [
         "finite_steps < 3.5"
     ]
 

@@ -73,7 +73,7 @@ class Line:
 
 def variants_of(snippet: Snippet) -> Sequence[str]:
     """Those of a default run first; then all others that a statement is about or must catch."""
-    named = (name for each in snippet.said for name in (*each.variants, each.against))
+    named = (name for each in snippet.rules for name in (*each.variants, each.against))
     own = (name for claim in snippet.own_claims for name in sorted(claim.variants))
     return list(dict.fromkeys([*snippet.roster, *named, *own]))
 
@@ -94,7 +94,7 @@ def tasks(seeds: int) -> Iterator[Task]:
 
 
 def _of_default(snippet: Snippet) -> frozenset[str]:
-    caught = (each.against for each in snippet.said if set(each.variants) & set(snippet.roster))
+    caught = (each.against for each in snippet.rules if set(each.variants) & set(snippet.roster))
     return frozenset((*snippet.roster, *caught))
 
 
@@ -137,7 +137,7 @@ def spreads(lines: Iterable[Line]) -> dict[Ran, Spread]:
 
 def _asked(snippet: Snippet, variant: str) -> set[str]:
     own = {claim.measure for claim in snippet.own_claims if variant in claim.variants}
-    return own | {each.measure for each in snippet.said if variant in (*each.variants, each.against)}
+    return own | {each.measure for each in snippet.rules if variant in (*each.variants, each.against)}
 
 
 def tables(found: Mapping[Ran, Spread]) -> str:
@@ -162,7 +162,7 @@ def _range(counts: Sequence[int]) -> str:
 
 
 def _tables(snippet: Snippet, found: Mapping[Ran, Spread]) -> Iterator[str]:
-    rows = weighed(snippet.name, snippet.version, snippet.said, found)
+    rows = weighed(snippet.name, snippet.version, snippet.rules, found)
     kept = [_row(row) for row in rows if row.bound is not None]
     if kept:
         yield (
@@ -237,7 +237,7 @@ def page(text: str, found: Mapping[Ran, Spread]) -> str:
 def alarms(lines: Iterable[Line], found: Mapping[Ran, Spread]) -> tuple[int, list[str]]:
     """How many runs claims speak of, and those that would have fallen at the bounds that follow from `found`."""
     claims = {
-        snippet.name: (*snippet.own_claims, *bounded(snippet.name, snippet.version, snippet.said, found))
+        snippet.name: (*snippet.own_claims, *bounded(snippet.name, snippet.version, snippet.rules, found))
         for snippet in SNIPPETS.values()
     }
     count, fallen = 0, []

@@ -373,7 +373,7 @@ def test_what_errors_of_a_row_have_in_common_is_held_to_the_margin(size: float, 
     assert abs(found.bias.mean) < 0.05  # heads average out
     assert ROWS_ERR_TOGETHER.met(found) is together
     assert ROWS_ERR_APART.met(found) is not together
-    assert "row coherence" in ROWS_ERR_APART.told(found)
+    assert "row coherence" in ROWS_ERR_APART.text(found)
 
 
 def test_too_few_heads_or_nan_tell_nothing_of_rows() -> None:

@@ -12,7 +12,7 @@ import torch
 from tiebreak.backends.backend import to_device
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import Case
-from tiebreak.cases.claims import told_of_bias
+from tiebreak.cases.claims import bias_text
 from tiebreak.cases.errors import signed_error_ulps
 from tiebreak.cases.measures import Measure, Observed, call_measures
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
@@ -144,7 +144,7 @@ def _claims(looks: SequentialSampler) -> tuple[Claimed, ...]:
 def _of_rounding(looks: SequentialSampler) -> tuple[Claimed, ...]:
     if not looks.as_rounded:
         return ()
-    found = f"{told_of_bias(looks.errors)} measured, {told_of_bias(looks.rounded())} of O rounded once"
+    found = f"{bias_text(looks.errors)} measured, {bias_text(looks.rounded())} of O rounded once"
     return (Claimed("no more bias than a correctly rounded O", _NO_WORSE, looks.rounded_met(), found),)
 
 
@@ -152,14 +152,14 @@ def _of_the_case(looks: SequentialSampler) -> tuple[Claimed, ...]:
     if looks.claim is None:
         return ()
     expectation = looks.claim.expectation
-    met, measured = expectation.met(looks.errors), expectation.told(looks.errors)
+    met, measured = expectation.met(looks.errors), expectation.text(looks.errors)
     return (Claimed(expectation.name, looks.claim.source, met, measured, expectation.waives),)
 
 
 def _prediction(looks: SequentialSampler) -> Predicted | None:
     if not looks.predictable:
         return None
-    told = f"{told_of_bias(looks.errors)} measured, {told_of_bias(looks.prediction())} emulated"
+    told = f"{bias_text(looks.errors)} measured, {bias_text(looks.prediction())} emulated"
     return Predicted(looks.declaration.label, looks.prediction_met(), told)
 
 

@@ -18,8 +18,8 @@ from tiebreak.cases.capture.folder import CaptureError
 
 _EAGER = "eager_attention_forward"  # what Hugging Face's models call their own attention, each in its module
 _NAMES = tuple(
-    (f"{one}", word, f"{word}_states", f"{word}_layer")
-    for one, word in zip("qkv", ("query", "key", "value"), strict=True)
+    (letter, word, f"{word}_states", f"{word}_layer")
+    for letter, word in zip("qkv", ("query", "key", "value"), strict=True)
 )
 
 
@@ -41,7 +41,7 @@ class Place:
 
 
 # (place, a function that makes the call of it, O, O as (batch, heads, queries, d))
-Seen = Callable[[Place, Callable[[], AttentionCall], Tensor, Callable[[Tensor], Tensor]], None]
+OnCall = Callable[[Place, Callable[[], AttentionCall], Tensor, Callable[[Tensor], Tensor]], None]
 
 
 @dataclass
@@ -53,11 +53,11 @@ class _Frame:
 
 @dataclass
 class Watch:
-    """Tells of every call of attention of a model while it is `looking`; else it only passes calls on."""
+    """Reports every call of attention of a model while it is `looking`; otherwise it only passes calls on."""
 
     model: nn.Module
     named: Mapping[nn.Module, AttentionModule]
-    seen: Seen
+    on_call: OnCall
     masks: Masks = field(default_factory=Masks)
     looking: bool = False
     _local: threading.local = field(default_factory=threading.local)  # a checkpoint's second pass has its own thread
@@ -111,7 +111,7 @@ class Watch:
     ) -> Callable[..., Any]:
         @wraps(original)
         def attention(*args: Any, **kwargs: Any) -> Any:
-            # What is traced is compiled: no eye for it.
+            # What is traced is compiled: it can't be watched.
             if not self.looking or torch.compiler.is_compiling() or getattr(self._local, "inside", False):
                 return original(*args, **kwargs)
             self._local.inside = True
@@ -122,7 +122,7 @@ class Watch:
             out = result[0] if isinstance(result, tuple) else result
             place = self._place()
             if place is not None and isinstance(out, Tensor):
-                self.seen(place, lambda: call(self.masks, *args, **kwargs), out, to_heads)
+                self.on_call(place, lambda: call(self.masks, *args, **kwargs), out, to_heads)
             return result
 
         return attention
@@ -131,8 +131,8 @@ class Watch:
     def _frames(self) -> list[_Frame]:
         if not hasattr(self._local, "frames"):
             self._local.frames = []
-        found: list[_Frame] = self._local.frames
-        return found
+        frames: list[_Frame] = self._local.frames
+        return frames
 
     def _place(self) -> Place | None:
         """Where the call that was made just now stands; None where it is a part of another one, or a repetition."""
@@ -140,7 +140,7 @@ class Watch:
         if any(frame.named for frame in frames):
             return None
         if not frames:
-            # A function of no module: its repetition in the backward pass can't be told by its name.
+            # A function of no module: its repetition in the backward pass can't be recognised by its name.
             return None if _in_backward() else Place("", 0)
         frames[-1].calls += 1
         return Place(frames[-1].name, frames[-1].calls - 1)
@@ -159,7 +159,7 @@ class Watch:
         if isinstance(out, Tensor):
             how = self.named[module]
             to_heads = _as_it_is if how.heads_first else _tokens_first
-            self.seen(Place(frame.name, 0), lambda: _module_call(module, how, args, kwargs), out, to_heads)
+            self.on_call(Place(frame.name, 0), lambda: _module_call(module, how, args, kwargs), out, to_heads)
 
 
 def named_modules(model: nn.Module, patterns: Mapping[str, AttentionModule]) -> dict[nn.Module, AttentionModule]:
@@ -168,9 +168,11 @@ def named_modules(model: nn.Module, patterns: Mapping[str, AttentionModule]) -> 
     Raises:
         CaptureError: one stands for none, or for a module whose forward takes no q, k and v.
     """
-    found: dict[nn.Module, AttentionModule] = {}
+    modules: dict[nn.Module, AttentionModule] = {}
     for pattern, how in patterns.items():
-        fitting = {name: each for name, each in model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)}
+        fitting = {
+            name: module for name, module in model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)
+        }
         if not fitting:
             raise CaptureError(
                 f"modules={pattern!r}: the model has no module of that name; print model.named_modules()"
@@ -178,15 +180,15 @@ def named_modules(model: nn.Module, patterns: Mapping[str, AttentionModule]) -> 
         for name, module in fitting.items():
             parameters = inspect.signature(module.forward).parameters
             if any(not set(words) & set(parameters) for words in _NAMES):
-                told = ", ".join(parameters)
-                raise CaptureError(f"modules={pattern!r}: {name}.forward takes {told}, not q, k and v (or query, ...)")
-            found[module] = how
-    return found
+                names = ", ".join(parameters)
+                raise CaptureError(f"modules={pattern!r}: {name}.forward takes {names}, not q, k and v (or query, ...)")
+            modules[module] = how
+    return modules
 
 
 def _module_call(module: nn.Module, how: AttentionModule, args: Any, kwargs: Any) -> AttentionCall:
-    given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-    q, k, v = (next(given[word] for word in words if word in given) for words in _NAMES)
+    arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    q, k, v = (next(arguments[word] for word in words if word in arguments) for words in _NAMES)
     if not how.heads_first:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     return plain_call(q, k, v, how.causal, how.scale)
@@ -200,7 +202,7 @@ def _replace(undo: ExitStack, owner: Any, name: str, value: object) -> None:
 def _sources(model: nn.Module) -> list[Any]:
     """The Python modules that a model's classes and their bases come from: FSDP derives a class of its own from one."""
     classes = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
-    names = dict.fromkeys(each.__module__ for each in classes)
+    names = dict.fromkeys(cls.__module__ for cls in classes)
     return [sys.modules[name] for name in names if name in sys.modules and sys.modules[name] is not torch.nn.functional]
 
 
@@ -213,5 +215,5 @@ def _tokens_first(out: Tensor) -> Tensor:
 
 
 def _in_backward() -> bool:
-    current = getattr(torch._C, "_current_graph_task_id", None)  # as torch.utils.checkpoint itself asks
+    current = getattr(torch._C, "_current_graph_task_id", None)  # as in torch.utils.checkpoint
     return current is not None and current() != -1
