@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tiebreak.programs.pages import gallery
+from tiebreak.programs.pages.tables import renewed
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import CaseRecord, Estimate, ExperimentRecord, MeasureRecord, Record, Run
 
@@ -30,10 +31,10 @@ def run_of(*records: Record, level: str = "native", **fields: object) -> Run:
 
 
 def test_page_is_what_the_records_make() -> None:
-    found = gallery.kept()
-    for page, lines in ((gallery.PAGE, gallery.whole(found)), (gallery.README, gallery.brief(found))):
+    runs = gallery.kept()
+    for page, lines in ((gallery.PAGE, gallery.whole(runs)), (gallery.README, gallery.brief(runs))):
         text = page.read_text(encoding="utf-8")
-        assert gallery.renewed(text, lines) == text
+        assert renewed(text, gallery.SOURCE, lines) == text
 
 
 def test_compact_form_keeps_what_tables_and_comparisons_read() -> None:
@@ -48,15 +49,29 @@ def test_tables_count_and_put_levels_that_agree_in_one_column() -> None:
     fast = [record("flash", "+0.23 B", "biased", "aa"), record("fair", "+0.00", "unbiased", "cc")]
     slow = [record("flash", "-0.02", "unbiased", "bb"), record("fair", "+0.00", "unbiased", "cc")]
     levels = {"native": run_of(*fast), "avx2": run_of(*fast, level="avx2"), "none": run_of(*slow, level="none")}
-    page = "# Gallery\n\n<!-- from reports/platforms -->\nold\n<!-- end -->\nrest\n"
-    text = gallery.renewed(page, gallery.whole({"made-up": levels}))
-    assert "old" not in text
-    assert text.endswith("<!-- end -->\nrest\n")
-    assert "| `none` | 2 | 0 | 0 |" in text
-    assert "Of 2 cells that all have, 1 agree to the bit, 0 in verdict alone, 1 disagree." in text
-    assert "| kernel, case | `native`<br>`avx2` | `none` |" in text
-    assert "| `flash` `ties` | +0.23 B | -0.02 |" in text
+    lines = list(gallery.whole({"made-up": levels}))
+    assert "| `none` | 2 | 0 | 0 |" in lines
+    assert "Of 2 cells that all have, 1 agree to the bit, 0 in verdict alone, 1 disagree." in lines
+    assert "| kernel, case | `native`<br>`avx2` | `none` |" in lines
+    assert "| `flash` `ties` | +0.23 B | -0.02 |" in lines
     assert list(gallery.brief({"made-up": levels}))[2:] == ["| Made-up 9000 | 3 | 2 | 1 |"]
+
+
+def test_cells_that_show_the_same_share_a_row() -> None:
+    shown = {"fast": ("+0.23 B", "biased", "a"), "slow": ("-0.02", "unbiased", "b")}
+    levels = {
+        level: run_of(*(record(kernel, text, verdict, digest) for kernel in ("one", "two", "three")), level=level)
+        for level, (text, verdict, digest) in shown.items()
+    }
+    rows = [line for line in gallery.whole({"made-up": levels}) if line.startswith("| `one`")]
+    assert rows == ["| `one` `ties`, 2 more | +0.23 B | -0.02 |"]
+
+
+def test_a_table_stands_between_its_marks_and_nothing_else_changes() -> None:
+    page = "before\n<!-- from a -->\nold\n<!-- end -->\nrest <!-- end -->\n"
+    assert renewed(page, "a", ["new"]) == "before\n<!-- from a -->\n\nnew\n\n<!-- end -->\nrest <!-- end -->\n"
+    with pytest.raises(ValueError, match="from b"):
+        renewed(page, "b", ["new"])
 
 
 @pytest.mark.parametrize(

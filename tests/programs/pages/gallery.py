@@ -1,7 +1,7 @@
 """The gallery: what this suite found on every machine that it has run on, from the records in reports/platforms/.
 
     python -m tiebreak.programs.pages.gallery add MACHINE FILE...    # keep records of `make platforms`, in compact form
-    python -m tiebreak.programs.pages.gallery                        # renew the tables of docs/gallery.md and README.md
+    python -m tiebreak.programs.pages.gallery                        # renew docs/platforms.md and README.md
 
 `make gallery` makes the page of all of them. Not a line is written by hand.
 """
@@ -12,21 +12,21 @@ import itertools
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tiebreak.programs import resumable as resuming
+from tiebreak.programs.pages.tables import renew, table
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import OUTCOMES, Estimate, Record, Run, Value
 from tiebreak.reports.tables.comparison import Agreement, compare
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "reports" / "platforms"
-PAGE, README = ROOT / "docs" / "gallery.md", ROOT / "README.md"
+PAGE, README = ROOT / "docs" / "platforms.md", ROOT / "README.md"
+SOURCE = "reports/platforms"
 NATIVE = "native"
 _DIGITS = 5  # significant ones of a measure: verdicts and digests stand beside them
-_BEGIN, _END = "<!-- from reports/platforms -->", "<!-- end -->"
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -45,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _keep(options.machine, store.read_all(options.files))
         except (store.UnreadableRecordsError, ValueError) as error:
             parser.error(str(error))
-    found = kept()
-    for page, lines in ((PAGE, whole(found)), (README, brief(found))):
-        page.write_text(renewed(page.read_text(encoding="utf-8"), lines), encoding="utf-8")
+    runs = kept()
+    for page, lines in ((PAGE, whole(runs)), (README, brief(runs))):
+        renew(page, SOURCE, lines)
     return 0
 
 
@@ -102,40 +102,26 @@ def kept() -> dict[str, dict[str, Run]]:
     return found
 
 
-def renewed(text: str, lines: Iterable[str]) -> str:
-    """A page with its tables made anew.
-
-    Args:
-        text: of the page.
-        lines: of the tables.
-    """
-    return resuming.renewed(text, _BEGIN, _END, "\n".join(["", *lines, ""]))
-
-
 def brief(found: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
     """The table of the README."""
-    yield "| [ran on](docs/gallery.md) | levels | cells | differ between levels |"
-    yield "|---|---:|---:|---:|"
+    rows = []
     for levels in found.values():
         first = next(iter(levels.values()))
         apart = compare(list(levels.values()), list(levels)).counts[Agreement.DISAGREE]
-        yield f"| {_processor(first)} | {len(levels)} | {len(first.records):,} | {apart} |"
+        rows.append((_processor(first), str(len(levels)), f"{len(first.records):,}", str(apart)))
+    return table(("[ran on](docs/platforms.md#gallery)", "levels", "cells", "differ between levels"), rows)
 
 
 def whole(found: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
-    """The tables of docs/gallery.md."""
-    yield "| machine | processor | levels | cells | torch | commit |"
-    yield "|---|---|---:|---:|---|---|"
+    """The tables of docs/platforms.md."""
     for machine, levels in found.items():
         first = next(iter(levels.values()))
         torch, commit = first.platform["torch"], str(first.platform["commit"])[:7]
-        sizes = f"{len(levels)} | {len(first.records)}"
-        yield f"| [{machine}](#{machine}) | {_processor(first)} | {sizes} | {torch} | `{commit}` |"
-    for machine, levels in found.items():
-        yield from _machine(machine, levels)
+        yield from [f"### {machine}", "", f"{_processor(first)}, torch {torch}, commit `{commit}`.", ""]
+        yield from [*_machine(levels), ""]
     natives = {machine: levels[NATIVE] for machine, levels in found.items() if NATIVE in levels}
     for (one, left), (other, right) in itertools.combinations(natives.items(), 2):
-        yield from ["", f"## {one} beside {other}", "", *_agreement({one: left, other: right})]
+        yield from [f"### {one} beside {other}", "", *_agreement({one: left, other: right})]
 
 
 def _processor(run: Run) -> str:
@@ -145,42 +131,43 @@ def _processor(run: Run) -> str:
     return f"{run.platform['cpu']}{f' ({known[0]})' if known else ''}"
 
 
-def _machine(machine: str, levels: Mapping[str, Run]) -> Iterator[str]:
-    yield from ["", f"## {machine}", ""]
+def _machine(levels: Mapping[str, Run]) -> Iterator[str]:
     outcomes = [
         name for name in OUTCOMES if any(record.outcome == name for run in levels.values() for record in run.records)
     ]
-    yield f"| level | {' | '.join(outcomes)} | biased | NaN |"
-    yield "|---|" + "---:|" * (len(outcomes) + 2)
+    rows = []
     for level, run in levels.items():
         counted = Counter(record.outcome for record in run.records)
         verdicts = Counter(record.verdict for record in run.records)
         numbers = [*(counted[name] for name in outcomes), verdicts["biased"], verdicts["nonfinite"]]
-        yield f"| `{level}` | {' | '.join(map(str, numbers))} |"
+        rows.append((f"`{level}`", *map(str, numbers)))
+    yield from table(("level", *outcomes, "biased", "NaN"), rows)
     if len(levels) > 1:
         yield from ["", *_agreement(levels)]
 
 
 def _agreement(runs: Mapping[str, Run]) -> Iterator[str]:
-    """How many cells agree, and those that do not."""
-    found = compare(list(runs.values()), list(runs))
-    counts = found.counts
-    shared = sum(counts[one] for one in (Agreement.BITS, Agreement.VERDICT, Agreement.DISAGREE))
+    """How many cells agree, and the first of those that do not and show the same."""
+    compared = compare(list(runs.values()), list(runs))
+    counts = compared.counts
+    shared = sum(counts[kind] for kind in (Agreement.BITS, Agreement.VERDICT, Agreement.DISAGREE))
     yield (
         f"Of {shared} cells that all have, {counts[Agreement.BITS]} agree to the bit, {counts[Agreement.VERDICT]} in"
         f" verdict alone, {counts[Agreement.DISAGREE]} disagree."
     )
-    rows = [row for row in found.rows if row.agreement is Agreement.DISAGREE]
+    rows = [row for row in compared.rows if row.agreement is Agreement.DISAGREE]
     if not rows:
         return
     shown = [tuple(_shown(row.records[place]) for row in rows) for place in range(len(runs))]
     alike: dict[tuple[str, ...], list[str]] = {}  # platforms that show the same in all of these cells share a column
     for name, column in zip(runs, shown, strict=True):
         alike.setdefault(column, []).append(name)
+    cells: dict[tuple[str, ...], list[str]] = {}
+    for row, *texts in zip(rows, *alike, strict=True):
+        cells.setdefault(tuple(texts), []).append(f"`{row.record.kernel}` `{row.record.case}`")
     headings = ["<br>".join(f"`{name}`" for name in names) for names in alike.values()]
-    yield from ["", f"| kernel, case | {' | '.join(headings)} |", "|---|" + "---:|" * len(alike)]
-    for row, *cells in zip(rows, *alike, strict=True):
-        yield f"| `{row.record.kernel}` `{row.record.case}` | {' | '.join(cells)} |"
+    first = ((names[0] + (f", {len(names) - 1} more" if names[1:] else ""), *texts) for texts, names in cells.items())
+    yield from ["", *table(("kernel, case", *headings), first)]
 
 
 def _shown(record: Record | None) -> str:
