@@ -47,7 +47,7 @@ from tiebreak.cases.eight_bits import eight_bits
 from tiebreak.cases.recipes import growing, normal_numbers
 from tiebreak.cases.shared_claims import FAIR, FUSED, OFFSET_HARMS, OWN, PAPER, V1_IN_FP16
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.tied_p_bar import tied_p_bar
+from tiebreak.kernels.probe_inputs import tied_p_bar
 
 _COMMENTARY = "kexue.fm 11371"
 

@@ -13,8 +13,8 @@ from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import BF16, FP32, Formats, ulp
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
+from tiebreak.kernels.probe_inputs import tied_p_bar
 from tiebreak.kernels.reference import reference
-from tiebreak.kernels.tied_p_bar import tied_p_bar
 
 _SIZE = 64  # of the products that are probed
 _TERMS = 32  # of the sum whose order is probed

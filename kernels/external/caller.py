@@ -11,9 +11,9 @@ from torch import Tensor
 from tiebreak.kernels.external.conventions import ALWAYS, Convention
 from tiebreak.kernels.external.dummies import Needs
 from tiebreak.kernels.external.errors import ContractError
+from tiebreak.kernels.external.isolation import kept_state
 from tiebreak.kernels.external.options import AUTOGRAD
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
-from tiebreak.kernels.isolation import kept_state
 from tiebreak.kernels.kernel import CannotRunError
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}

@@ -18,9 +18,9 @@ from tiebreak.kernels.formats import BF16, FP32, Format, Rounding
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, composed
 from tiebreak.kernels.plans import FUSED, Accumulator, Cast, Exponential, RoundingPlan, SumOf
+from tiebreak.kernels.probe_inputs import tied_p_bar
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
-from tiebreak.kernels.tied_p_bar import tied_p_bar
 
 HF32 = Format("hf32", exponent_bits=8, mantissa_bits=11)
 MODES = [Rounding.TO_EVEN, Rounding.TIES_AWAY, Rounding.TOWARD_ZERO]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tiebreak.kernels.external import ContractError
-from tiebreak.kernels.isolation import own_randomness
+from tiebreak.kernels.external.isolation import own_randomness
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.matrix.checks import ask_all, checks
 from tiebreak.matrix.checks.contract import CHECK as CONTRACT

@@ -15,12 +15,12 @@ from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.flash import BLOCK
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, delta_alone
-from tiebreak.kernels.leaks import left_behind
 from tiebreak.kernels.plans import FP32_INSIDE
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.attribution import Fit, equal_bits, fits
 from tiebreak.matrix.candidates import candidates, tilings
 from tiebreak.matrix.experiment import Cell, time_limit
+from tiebreak.matrix.leaks import left_behind
 from tiebreak.matrix.workbench import SharedBatch, Workbench
 
 #: O in fp32 throughout, rounded once: what no deterministic kernel of that output format does better.

@@ -12,10 +12,9 @@ import torch
 
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels import isolation
-from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.external import external_kernel, isolation
+from tiebreak.kernels.external.isolation import kept_state, own_randomness
 from tiebreak.kernels.formats import BF16
-from tiebreak.kernels.isolation import kept_state, own_randomness
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call

@@ -8,13 +8,13 @@ import torch
 
 from tiebreak.backends.backend import CPU
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels import leaks
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import TORCH_DTYPES
-from tiebreak.kernels.leaks import CALLS, left_behind
+from tiebreak.matrix import leaks
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.leaks import CALLS, left_behind
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench

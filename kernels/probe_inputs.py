@@ -1,7 +1,4 @@
-"""Inputs whose P-bar are ties in bf16: they show how a kernel casts P-bar, which random scores do not.
-
-A case and a probe are made of them. Cases and backends don't know each other, so they lie here, where both may look.
-"""
+"""Inputs that both a case and a probe are made of: cases and backends don't know each other, and both may look here."""
 
 import numpy as np
 import torch
@@ -18,7 +15,7 @@ _GRID = 256  # between 1/2 and 1 bf16 has steps of 1/256
 
 
 def tied_p_bar(rng: Generator, odd: Tensor, noise_seed: int = 0) -> AttentionInputs:
-    """One maximum and two ties a row.
+    """One maximum and two ties of P-bar a row, in bf16: how a kernel casts P-bar shows in them, not in random scores.
 
     Every score is the fp32 number next to a tie's logarithm, which lies above -0.5: closer to it than the exponential,
     rounded to fp32, can tell. Three products of bf16 numbers add up to it exactly in any order.
