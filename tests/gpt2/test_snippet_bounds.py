@@ -25,6 +25,7 @@ from tiebreak.cases.gpt2.bounds import (
 )
 from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS
 from tiebreak.programs import spread as program
+from tiebreak.programs.pages.tables import renewed
 
 ABOVE = BoundRule(("flash@train",), "row_max_rise", "a test", "above", "fair@train")
 BELOW = BoundRule(("fair@train",), "row_max_rise", "a test", "below", "flash@train")
@@ -131,7 +132,8 @@ def test_no_run_that_the_data_have_is_beyond_a_bound() -> None:
 
 def test_the_page_has_what_the_data_say() -> None:
     text = program.PAGE.read_text(encoding="utf-8")
-    assert program.page(text, SPREADS) == text, "make bounds SEEDS=0 renews it"
+    assert renewed(text, program.SOURCE, program.tables(SPREADS)) == text, "make bounds SEEDS=0 renews it"
+    assert "| `fair@train_l_rounded` | -2.99e-05 to 3.22e-05 |" in text
 
 
 def test_what_a_stop_cut_short_is_left_out_and_run_again(tmp_path: Path) -> None:

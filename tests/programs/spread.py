@@ -4,7 +4,7 @@ Every run is a line in a file, and a program that is stopped goes on where it wa
 a default run before the next begins, so that at any stop all have been run equally often; the others follow.
 
 `--write` puts n, mean and sd into cases/gpt2/spread.csv, from which `tiebreak.cases.gpt2.bounds` derives the bounds,
-and the tables into docs/snippet-bounds.md.
+and the table into docs/training.md.
 """
 
 import argparse
@@ -17,37 +17,30 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.backends.platform import worker_count
 from tiebreak.cases.gpt2.bounds import (
     FILE,
-    LEAST,
-    SCALES,
     Ran,
     Spread,
-    Weighed,
     bounded,
     read_spreads,
-    scale_of,
     spread,
-    weighed,
     write_spreads,
 )
 from tiebreak.cases.gpt2.snippets import SNIPPETS, Snippet, run_snippet
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.matrix.memory import keep_memory
-from tiebreak.programs.resumable import add_options, expected, renewed
+from tiebreak.programs.pages.tables import renew, table
+from tiebreak.programs.resumable import add_options, expected
 from tiebreak.reports.cli import Parser
 
-PAGE = Path(__file__).parents[2] / "docs" / "snippet-bounds.md"
-BEGIN, END = "<!-- made by `make bounds` -->\n", "<!-- end of what `make bounds` makes -->\n"
-_USAGE = 2
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+SOURCE = "cases/gpt2/spread.csv"
 _WORKER_GIB = 1.0
 _BACKENDS = {backend.name: backend for backend in (EMULATION, CPU)}
 _STEP_SECONDS = 0.03  # about, until runs have told
-_FAR = 1000  # standard deviations that nobody needs to know more exactly
 _EVERY = 20  # runs between two words on how long it takes
 
 
@@ -140,98 +133,22 @@ def _asked(snippet: Snippet, variant: str) -> set[str]:
     return own | {each.measure for each in snippet.rules if variant in (*each.variants, each.against)}
 
 
-def tables(found: Mapping[Ran, Spread]) -> str:
-    """What the page has of every snippet."""
-    return "\n".join(_section(snippet, found) for snippet in SNIPPETS.values())
+def tables(found: Mapping[Ran, Spread]) -> Iterator[str]:
+    """A row for each variant: lowest to highest over the seeds, on the emulation."""
+    snippets = list(SNIPPETS.values())
+    rows = []
+    for variant in VARIANTS:
+        spreads = [found.get(Ran(each.name, each.version, "emulation", variant, each.headline)) for each in snippets]
+        if any(spreads):
+            rows.append((f"`{variant}`", *map(_range, spreads)))
+    return table(("variant", *(each.label for each in snippets)), rows, right=False)
 
 
-def _section(snippet: Snippet, found: Mapping[Ran, Spread]) -> str:
-    counts: dict[str, list[int]] = {}
-    for ran, each in found.items():
-        if ran.snippet == snippet.name:
-            other = "of a default run" if ran.variant in snippet.roster else "of other variants"
-            counts.setdefault("on this CPU's arithmetic" if ran.backend == "cpu" else other, []).append(each.n)
-    told = ", ".join(f"{which} {_range(each)}" for which, each in counts.items())
-    head = f"### {snippet.name}, version {snippet.version}\n\n{snippet.steps} steps. Seeds: {told}.\n"
-    return "\n".join([head, *_tables(snippet, found)])
-
-
-def _range(counts: Sequence[int]) -> str:
-    low, high = min(counts), max(counts)
-    return f"{low}" if low == high else f"{low} to {high}"
-
-
-def _tables(snippet: Snippet, found: Mapping[Ran, Spread]) -> Iterator[str]:
-    rows = weighed(snippet.name, snippet.version, snippet.rules, found)
-    kept = [_row(row) for row in rows if row.bound is not None]
-    if kept:
-        yield (
-            tabulate(
-                kept,
-                ("variant", "measure", "n", "mean", "sd", "must be", "to catch", "sds away"),
-                tablefmt="pipe",
-                disable_numparse=True,
-            )
-            + "\n"
-        )
-    dropped: dict[str, list[str]] = {}
-    for row in rows:
-        if row.bound is None:
-            named = f"`{row.variant}` ({row.statement.measure} {row.statement.side})"
-            dropped.setdefault(_why(row), []).append(named)
-    for why, names in dropped.items():
-        yield f"Not claimed, {why}: {', '.join(names)}.\n"
-    if snippet.own_claims:
-        yield (
-            tabulate(
-                [
-                    (
-                        f"`{ran.variant}`",
-                        f"`{ran.measure}`",
-                        each.n,
-                        f"{each.lowest:g}",
-                        f"{each.highest:g}",
-                        claim.text,
-                    )
-                    for claim in snippet.own_claims
-                    for ran, each in sorted(found.items())
-                    if (ran.snippet, ran.backend, ran.measure) == (snippet.name, "emulation", claim.measure)
-                    and ran.variant in claim.variants
-                ],
-                ("variant", "measure", "n", "lowest", "highest", "claim"),
-                tablefmt="pipe",
-                disable_numparse=True,
-            )
-            + "\n"
-        )
-
-
-def _row(row: Weighed) -> tuple[str, ...]:
-    assert row.own is not None
-    assert row.bound is not None
-    mean = scale_of(row.statement.measure).back(row.own.mean)
-    bound = f"{row.bound:g}"
-    return (
-        f"`{row.variant}`",
-        f"`{row.statement.measure}`",
-        str(row.own.n),
-        f"{mean:.3f}" if row.statement.measure in SCALES else f"{mean:.2e}",
-        f"{row.own.sd:.1e}",
-        f"within {bound}" if row.statement.side == "within" else f"{row.statement.side} {bound}",
-        f"`{row.statement.against}`",
-        f"{row.distance:.0f}" if row.distance < _FAR else f"over {_FAR}",
-    )
-
-
-def _why(row: Weighed) -> str:
-    if row.own is None or row.other is None or min(row.own.n, row.other.n) < LEAST:
-        return f"since fewer than {LEAST} seeds have run"
-    return f"since the limits overlap with those of `{row.statement.against}`"
-
-
-def page(text: str, found: Mapping[Ran, Spread]) -> str:
-    """A page with its tables renewed."""
-    return renewed(text, BEGIN, END, tables(found))
+def _range(spread: Spread | None) -> str:
+    if spread is None:
+        return ""
+    low, high = (f"{value:.3g}" for value in (spread.lowest, spread.highest))
+    return low if low == high else f"{low} to {high}"
 
 
 def alarms(lines: Iterable[Line], found: Mapping[Ran, Spread]) -> tuple[int, list[str]]:
@@ -297,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = list(read_lines(options.out))
     if options.write:
         write_spreads(spreads(lines))
-        PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), read_spreads()), encoding="utf-8")
+        renew(PAGE, SOURCE, tables(read_spreads()))
         print(f"{FILE} and {PAGE} are renewed")
     count, fallen = alarms(lines, read_spreads())
     print("\n".join([f"{count} runs that claims speak of, {len(fallen)} beyond a bound", *fallen]))
