@@ -3,19 +3,19 @@
 import ctypes
 import sys
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt (malloc.h)
-_KEPT = 2**29  # bytes that a process may hold free
-_MAPPED = 2**25  # bytes of a piece that is mapped on its own: the largest that every glibc takes
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's mallopt (malloc.h)
+_KEPT = 2**29  # bytes that a process may hold free at the end of its heap
 
 
 def keep_memory() -> None:
     """Let glibc hold on to freed memory.
 
     Every operation on a large tensor makes another one. As glibc comes, each is mapped and unmapped on its own, and the
-    kernel clears every page of it: a tenth of the time of all cells. Other C libraries have no such switch.
+    kernel clears every page of it: up to half of a cell's time. No threshold is above the largest of them (glibc takes
+    32 MiB at most), so none is mapped. Other C libraries have no such switch.
     """
     if sys.platform.startswith("linux"):
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
             mallopt(_TRIM_THRESHOLD, _KEPT)
-            mallopt(_MMAP_THRESHOLD, _MAPPED)
+            mallopt(_MMAP_MAX, 0)

@@ -9,7 +9,8 @@ from time import monotonic
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Run
 
-_EVERY = 10.0  # seconds between two copies on the way
+_EVERY = 10.0  # seconds between two copies on the way, at least
+_SHARE = 30.0  # times as long as the last one took: of a large file they are no load
 
 
 class RecordFile:
@@ -25,7 +26,7 @@ class RecordFile:
         self.path, self._name = path, name
         self.aside: Path | None = None  # where the records would have gone, had another run not written there
         self._seen = _stamp(path)
-        self._written = monotonic()
+        self._written, self._pause = monotonic(), _EVERY
 
     def now_and_then(self, run: Callable[[], Run]) -> None:
         """Keep what is done, if that was long ago: not even a killed process or a full disk shall cost hours of work.
@@ -33,11 +34,13 @@ class RecordFile:
         Args:
             run: makes what there is.
         """
-        if monotonic() - self._written < _EVERY:
+        began = monotonic()
+        if began - self._written < self._pause:
             return
         with contextlib.suppress(store.UnwritableFolderError):  # said when the session ends
             self.write(run())
         self._written = monotonic()
+        self._pause = max(_EVERY, _SHARE * (self._written - began))
 
     def write(self, run: Run) -> None:
         """Write the records; beside those of another run that has written to the same file since this one began.
