@@ -14,7 +14,6 @@ from typing import Any
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.limits import Limits
-from tiebreak.reports.names import matching, split
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import (
     CRASHED,
@@ -34,6 +33,7 @@ from tiebreak.reports.records.record import (
     Answer,
     Estimate,
     MeasureRecord,
+    Narrowing,
     Record,
     Run,
     Value,
@@ -52,7 +52,6 @@ _SOFTWARE = (
 _CAPACITY = ("cores", "memory_gib")
 _ULP = "ulp"  # the unit of measures that say nothing where the sum cancels
 _FINGERPRINT = "fingerprint"  # follows from platform and software, so a change of it is told, not refused
-_NARROWING = {"backend": "backend", "kernels": "kernel", "cases": "case", "dtype": "format"}  # option: field
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def gate(baseline: Run, run: Run, limits: Limits, *, across: bool = False) -> Ou
     for name in sorted(old.keys() & new.keys()):
         changes += [CellChange(new[name], change) for change in _compare(old[name], new[name], held_to, across)]
     gone = [old[name] for name in sorted(old.keys() - new.keys())]
-    asked = [record for record in gone if _selected(record, run.options, run.cases)]
+    asked = [record for record in gone if _asked_for(record, run.narrowing)]
     changes += [CellChange(record, Change(True, "vanished: the new run lacks it")) for record in asked]
     fresh = [new[name] for name in sorted(new.keys() - old.keys())]
     changes += [CellChange(record, Change(True, f"not in the baseline, and {record.outcome}")) for record in fresh
@@ -180,8 +179,7 @@ def _notes(baseline: Run, run: Run, fresh: int, outside: int) -> Iterator[str]:
     if fresh:
         yield f"{counted(fresh, 'cell')} not in the baseline; --update-baseline adds what is new"
     if outside:
-        names = [f"--{name} {run.options[name]}" for name in (*_NARROWING, "captured") if run.options.get(name)]
-        yield f"{counted(outside, 'cell')} of the baseline NOT compared: outside {' '.join(names)}"
+        yield f"{counted(outside, 'cell')} of the baseline NOT compared: outside {_words(run.narrowing)}"
     if not run.complete:
         yield "the new run was interrupted"
 
@@ -193,15 +191,13 @@ def _contradiction(record: Record, run: Run) -> Iterator[Change]:
         yield Change(True, f"says {record.outcome}, and its answers come to {comes_to}: was the file edited?")
 
 
-def _selected(record: Record, options: Mapping[str, Any], cases: Collection[str]) -> bool:
-    """Whether a run's command line asked for a cell; captured tensors run alone unless cases are named."""
-    if options.get("captured") and not options.get("cases") and record.case not in cases:
-        return False
-    return all(
-        any(matching(name, [getattr(record, field)]) for name in split(str(options[option])))
-        for option, field in _NARROWING.items()
-        if options.get(option)
-    )
+def _asked_for(record: Record, narrowing: Collection[Narrowing]) -> bool:
+    """Whether a run's command line asked for a cell."""
+    return all(each.leaves_in(record) for each in narrowing)
+
+
+def _words(narrowing: Collection[Narrowing]) -> str:
+    return " ".join(dict.fromkeys(words for each in narrowing for words in each.given))
 
 
 def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], across: bool) -> Iterator[Change]:
@@ -343,25 +339,25 @@ def update(run: Run, path: Path) -> None:
     if not run.complete:
         raise UsageError(f"{path}: not updated: the run was interrupted")
     if path.exists():
-        check_update(store.read(path), path, run.options, run.cases)
+        check_update(store.read(path), path, run.narrowing)
     store.write(replace(run, records=tuple(map(_compact, run.records)), run=None, seconds={}), path)
 
 
-def check_update(baseline: Run, path: Path, options: Mapping[str, Any], cases: Collection[str]) -> None:
+def check_update(baseline: Run, path: Path, narrowing: Collection[Narrowing]) -> None:
     """Refuse to replace a baseline by the records of a narrower run.
 
     Args:
         baseline: the one that there is.
         path: its file.
-        options: of the command line of the run that would replace it.
-        cases: names of those that the run has.
+        narrowing: what the command line leaves out of the run that would replace it.
 
     Raises:
         UsageError: some of its cells were not asked for.
     """
-    outside = [record for record in baseline.records if not _selected(record, options, cases)]
+    outside = [record for record in baseline.records if not _asked_for(record, narrowing)]
     if outside:
-        raise UsageError(f"{path}: not updated: {len(outside)} of its cells lie outside this run's options")
+        lost = f"{len(outside)} of its cells lie outside this run's {_words(narrowing)}"
+        raise UsageError(f"{path}: not updated: {lost}; run all of them, or delete the file to begin anew")
 
 
 def _compact(record: Record) -> Record:

@@ -13,12 +13,15 @@ one mapping, and the file says what they are. A cell that held although nothing 
 4 -> 5: an interrupted run says which cells were `running`.
 
 5 -> 6: a case says which `group` of cases it belongs to.
+
+6 -> 7: `narrowing` says which cells the options left out.
 """
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from tiebreak.reports.names import split
 from tiebreak.reports.records.record import (
     BIASED,
     CLAIM,
@@ -238,4 +241,22 @@ def _to_6(plain: dict[str, Any]) -> None:
     """Nothing to do: what an older file does not tell is empty."""
 
 
-_STEPS: dict[int, Callable[[dict[str, Any]], None]] = {1: _to_2, 2: _to_3, 3: _to_4, 4: _to_5, 5: _to_6}
+_NARROWING = {"backend": "backend", "kernels": "kernel", "cases": "case", "dtype": "format"}  # option: field, then
+
+
+def _to_7(plain: dict[str, Any]) -> None:
+    options = plain.get("options")
+    words = {name: str(value) for name, value in options.items() if value} if isinstance(options, dict) else {}
+    plain["narrowing"] = [
+        {"given": [f"--{name} {words[name]}"], "field": field, "names": split(words[name])}
+        for name, field in _NARROWING.items()
+        if name in words
+    ]
+    if "captured" in words and "cases" not in words:  # they ran alone
+        cases = list(dict.fromkeys(str(record.get("case")) for record in _records(plain)))
+        plain["narrowing"] += [{"given": [f"--captured {words['captured']}"], "field": "case", "names": cases}]
+
+
+_STEPS: dict[int, Callable[[dict[str, Any]], None]] = {
+    1: _to_2, 2: _to_3, 3: _to_4, 4: _to_5, 5: _to_6, 6: _to_7
+}  # fmt: skip

@@ -10,9 +10,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any
 
+from tiebreak.reports.names import matching
 from tiebreak.reports.records.decode import FieldError, decoder
 
-SCHEMA = 6  # see tiebreak.reports.records.migrations for what changed
+SCHEMA = 7  # see tiebreak.reports.records.migrations for what changed
 
 HELD, MEASURED, FELL, INCONCLUSIVE, SKIPPED = "held", "measured", "fell", "inconclusive", "skipped"
 CRASHED, TIMED_OUT = "crashed", "timed_out"
@@ -287,6 +288,23 @@ def outcome_of(answers: Mapping[str, Answer], judging: Collection[str]) -> str:
     return HELD if answers.keys() & set(judging) else MEASURED
 
 
+NARROWED = frozenset({"backend", "kernel", "case", "format", "experiment"})  # fields that options narrow a run by
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """What the command line left out of a run: cells of which a field has none of these names."""
+
+    given: tuple[str, ...]  # the options that did, with their values
+    field: Annotated[str, NARROWED]  # of a record
+    names: tuple[str, ...]  # left in; globs are allowed
+
+    def leaves_in(self, record: Record) -> bool:
+        """Whether a record is of a cell that was asked for."""
+        value: str = getattr(record, self.field)
+        return any(matching(name, [value]) for name in self.names)
+
+
 @dataclass(frozen=True)
 class Run:
     """All records of one run, with what is needed to run it again."""
@@ -298,6 +316,7 @@ class Run:
     checks: Mapping[str, CheckRecord] = field(default_factory=dict)  # those that were asked
     cases: Mapping[str, CaseRecord] = field(default_factory=dict)  # those that were run
     experiments: Mapping[str, ExperimentRecord] = field(default_factory=dict)  # kinds of them
+    narrowing: tuple[Narrowing, ...] = ()  # by its options; a cell that all of them leave in was asked for
     unavailable: Mapping[str, str] = field(default_factory=dict)  # backends that could not run, and why
     seconds: Mapping[str, float] = field(default_factory=dict)  # by cell; this and `run` alone don't repeat to the bit
     explanations: Mapping[str, str] = field(default_factory=dict)  # undeclared kernels: the plan that fits best
@@ -322,6 +341,7 @@ class Run:
             "complete": self.complete,
             "platform": dict(self.platform),
             "options": dict(self.options),
+            "narrowing": [_plain(each) for each in self.narrowing],
             "unavailable": dict(self.unavailable),
             "explanations": dict(self.explanations),
             "not_run": list(self.not_run),

@@ -11,14 +11,14 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from tiebreak.backends.platform import worker_count
-from tiebreak.backends.registry import BACKENDS, CARDS
 from tiebreak.cases.case import HEADS_PER_BATCH
+from tiebreak.matrix import options
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments import kinds
-from tiebreak.matrix.gatekeeper import Gatekeeper, add_options
+from tiebreak.matrix.gatekeeper import Gatekeeper
 from tiebreak.matrix.memory import keep_memory
-from tiebreak.matrix.record_collector import NARROWING, POISONED, RecordCollector, backends_of, measures
+from tiebreak.matrix.options import OPTIONS
+from tiebreak.matrix.record_collector import POISONED, RecordCollector, backends_of
 from tiebreak.matrix.scheduling import CaseScheduling
 from tiebreak.matrix.selection import Selection, SelectionError, cells, check_usable, matching_backends
 from tiebreak.matrix.settings import Settings
@@ -49,106 +49,14 @@ _excuses = pytest.StashKey[Excuses]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the matrix."""
     group = parser.getgroup("tiebreak", "tiebreak: the matrix (lists are comma-separated, globs allowed)")
-    group.addoption("--backend", metavar="NAMES", help=f"backends to run: {', '.join(BACKENDS)}")
-    group.addoption(
-        "--allow-missing",
-        metavar="NAMES",
-        help="backends that may be missing although --backend names them; without it the run falls",
-    )
-    group.addoption(
-        "--as",
-        metavar="CARD",
-        help=f"with --backend interpreter, compute as one of {', '.join(CARDS)} would; nothing runs on it",
-    )
-    group.addoption("--kernels", metavar="NAMES", help="kernels to run, also any rule@plan such as dithered@all_bf16")
-    group.addoption("--cases", metavar="NAMES", help="cases to run, such as 'tied_maxima*'")
-    group.addoption("--experiments", metavar="KINDS", help=f"kinds of experiment to run: {', '.join(kinds())}")
-    group.addoption(
-        "--dtype", metavar="NAMES", default="bf16", help="formats of q, k, v and O: bf16, fp16 (default: bf16)"
-    )
-    group.addoption("--seed", default="1", metavar="N", help="seed of all inputs (default: 1)")
-    group.addoption(
-        "--heads", default="256", metavar="N", help="heads a cell draws at first; up to 8 times as many (default: 256)"
-    )
-    group.addoption(
-        "--kernel",
-        action="append",
-        default=[],
-        metavar="TARGET",
-        help="add your own kernel: FILE.py:FUNCTION, package.module:function, or a TOML file that declares kernels; a"
-        " function of (q, k, v, *, causal, scale) in (batch, heads, N, d) that returns O (docs/your-kernel.md says what"
-        " else it may be); may be given several times; they run alone unless --kernels names others",
-    )
-    group.addoption(
-        "--declare",
-        action="append",
-        default=[],
-        metavar="WORD=VALUE",
-        help="say of --kernel what its signature does not, such as layout=bnhd, takes=gqa, square=true, multiple_of=64",
-    )
-    group.addoption("--plan", metavar="NAME", help="hold --kernel to what this rounding plan predicts, case by case")
-    group.addoption(
-        "--backward",
-        choices=("own", "emulated"),
-        default="own",
-        help="what --kernel trains with in the training runs: its own backward pass (default; one that has none is"
-        " skipped), or the suite's, behind its forward pass; such runs are labelled so and nothing is claimed of them",
-    )
-    group.addoption(
-        "--captured",
-        metavar="DIR",
-        help="add the q, k, v, dO in DIR/inputs-STEP.safetensors (docs/your-kernel.md) as cases, in the format that"
-        " they are in, fp32 rounded to --dtype; they run alone unless --cases is given",
-    )
-    group.addoption(
-        "--fair",
-        action="store_true",
-        help="hold --kernel to no bias on every failure input; no deterministic cast of O can pass where O itself ties",
-    )
-    group.addoption(
-        "--no-worse-than",
-        choices=("rounded",),
-        help="hold --kernel, on every failure input, to no more bias than O has that is rounded once, from fp32",
-    )
-    group.addoption(
-        "--cell-timeout",
-        metavar="S",
-        help="seconds that a cell may take before its process is ended, with -n (default: 60 for a cell of --kernel,"
-        " 600 for a training run of it; 15 times that in the interpreter); a look at more heads for which the time is"
-        " too short is left out",
-    )
-    group.addoption(
-        "--expected",
-        metavar="FILE",
-        help="TOML file of excused failures: [[expected]] with cells, check, reason and perhaps expires; one that no"
-        " longer fails, or has expired, is an error (default: [tool.tiebreak] in pyproject.toml)",
-    )
-    group.addoption("--save", metavar="NAME", help="keep the records as OUT/NAME.json")
-    group.addoption("--out", default="out", metavar="DIR", help="folder for records (default: out)")
-    add_options(group)
+    for option in OPTIONS:
+        group.addoption(option.flag, **option.parsing)
 
 
 def _refuse(message: str, own_traceback: str = "") -> NoReturn:
     """End with one line and exit code 2, before any work; below it the traceback of a user's own code, if any."""
     told = " ".join(message.split())
     pytest.exit(f"{told}\n{own_traceback}" if own_traceback else told, returncode=_USAGE)
-
-
-_ONCE = (
-    *("backend", "as", "kernels", "cases", "dtype", "seed", "heads", "plan", "captured", "expected", "save", "out"),
-    *("allow-missing", "backward", "experiments", "cell-timeout", "no-worse-than"),
-    *("baseline", "fail"),
-)
-
-
-def _refuse_twice(config: pytest.Config) -> None:
-    """Refuse an option that stands twice on the command line: the last would win, and the first go without a word."""
-    words = config.invocation_params.args
-    for flag in (f"--{name}" for name in _ONCE):
-        given = [number for number, word in enumerate(words) if word == flag or word.startswith(f"{flag}=")]
-        if len(given) > 1:
-            values = [words[at].partition("=")[2] or words[min(at + 1, len(words) - 1)] for at in given]
-            _refuse(f"{flag}: given {len(given)} times ({'; '.join(values)}); give it once, lists are comma-separated")
 
 
 def _positive(config: pytest.Config, option: str) -> int:
@@ -211,14 +119,14 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     keep_memory()
     on_controller = not hasattr(config, "workerinput")
-    if on_controller:
-        _refuse_twice(config)
-    given = getattr(config, "workerinput", {})
-    os.environ.update(given.get(_ENVIRONMENT, {}))
-    config.stash[WATCH] = Watch.of(given, _seconds(config))
-    for option in ("fair", "no_worse_than"):
-        if config.getoption(option) and not config.getoption("kernel"):
-            _refuse(f"--{option.replace('_', '-')} is what your own kernel is held to: it needs --kernel")
+    try:
+        options.refuse_twice(config.invocation_params.args if on_controller else ())
+        options.refuse_lonely(config.getoption)
+    except UsageError as error:
+        _refuse(str(error))
+    worker_input = getattr(config, "workerinput", {})
+    os.environ.update(worker_input.get(_ENVIRONMENT, {}))
+    config.stash[WATCH] = Watch.of(worker_input, _seconds(config))
     settings = _settings(config)
     config.stash[_bench] = Workbench(settings)
     try:
@@ -233,7 +141,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_cells] = named
     try:
         entries = expected.read(config.getoption("expected"), Path.cwd(), checks())
-        if on_controller and not any(config.getoption(name) for name in NARROWING):
+        if on_controller and options.is_whole(config.getoption):
             expected.check_used(entries, named, unavailable)
         config.stash[_excuses] = Excuses(entries, _excused_before(config))
         if on_controller:
@@ -258,9 +166,7 @@ def _keep(config: pytest.Config, found: Sequence[Cell], unavailable: Mapping[str
     _check_path(config, collector.file.path)
     config.pluginmanager.register(collector, "tiebreak-collector")
     config.pluginmanager.register(SigtermHandler(), "tiebreak-sigterm")
-    cases = {cell.experiment.name for cell in found}
-    gatekeeper = Gatekeeper(config, collector.options(), collector.platform(), lambda: collector.run, measures(), cases)
-    gatekeeper.refuse_to_overwrite(collector.file.path)
+    gatekeeper = Gatekeeper(config, collector)
     config.pluginmanager.register(gatekeeper, "tiebreak-gatekeeper")
     if getattr(config.option, "maxworkerrestart", "") is None:
         # A kernel may kill the worker of each of its cells, and every other cell still has its turn.
@@ -334,7 +240,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the worked examples out of a run of some cells: they are about every backend, and a whole run has them."""
     left = [item for item in items if item.path == _WORKED_EXAMPLES]
-    if left and len(left) < len(items) and any(config.getoption(name) for name in (*NARROWING, "experiments")):
+    if left and len(left) < len(items) and not options.is_whole(config.getoption):
         items[:] = [item for item in items if item.path != _WORKED_EXAMPLES]
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.platform import describe
-from tiebreak.matrix import watch
+from tiebreak.matrix import options, watch
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
@@ -37,22 +37,6 @@ _DEATHS = 2  # of workers by one kernel: from then on each of its cells has a pr
 PROPERTY = "tiebreak"  # name of the property that carries a cell's record from its worker to the controller
 _DIED = "its process died: killed by a signal, out of memory, or ended by the kernel itself"
 POISONED = "tiebreak.poisoned"  # name of the property that says that a cell has left its worker's device unusable
-_OPTIONS = (
-    "backend",
-    "as",
-    "kernels",
-    "cases",
-    "dtype",
-    "seed",
-    "heads",
-    "kernel",
-    "declare",
-    "plan",
-    "captured",
-    "fair",
-)
-_IN_PART = ("kernels", "cases", "captured")  # what leaves out cells of the backends and kernels that run
-NARROWING = ("backend", "kernels", "cases", "kernel", "captured")  # without them a run is a whole one
 
 
 class RecordCollector:
@@ -95,8 +79,11 @@ class RecordCollector:
 
     def options(self) -> dict[str, Any]:
         """Those of the command line that decide what runs."""
-        given = {name: self.config.getoption(name) for name in _OPTIONS}
-        return {name: " ".join(value) or None if isinstance(value, list) else value for name, value in given.items()}
+        return options.recorded(self.config.getoption)
+
+    def narrowing(self) -> tuple[records.Narrowing, ...]:
+        """What they leave out."""
+        return options.narrowing(self.config.getoption, self.expected.values())
 
     def platform(self) -> dict[str, Any]:
         """This machine, with the devices that cells run on."""
@@ -209,9 +196,7 @@ class RecordCollector:
         """Write the records. A run of skips fails the session, and so does an excuse that excuses nothing any more."""
         if not (self.records or self.collected) or self.config.getoption("collectonly"):
             return
-        whole = (
-            not any(self.config.getoption(name) for name in _IN_PART) and self.expected.keys() <= self.records.keys()
-        )
+        whole = options.is_whole_of_subject(self.config.getoption) and self.expected.keys() <= self.records.keys()
         self.fallen = self.excuses.stale(self.records.values(), whole=whole)
         self.fallen += [
             f"fell: {name} was asked for and can't run here: {self.unavailable[name]}; --allow-missing {name} lets the"
@@ -265,6 +250,7 @@ class RecordCollector:
             records.Run(
                 platform=self.platform() | {"fingerprint": self._fingerprints},
                 options=self.options(),
+                narrowing=self.narrowing(),
                 records=found,
                 unavailable=self.unavailable,
                 seconds=self.seconds,

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from tiebreak.cases.verdicts import Interval
 from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.options import rerun
 from tiebreak.matrix.result import Result
 from tiebreak.matrix.settings import Settings
 from tiebreak.reports.records.record import SKIPPED, Answer, Estimate, Record, Value, finite
@@ -13,20 +14,7 @@ from tiebreak.reports.records.record import SKIPPED, Answer, Estimate, Record, V
 
 def command(cell: Cell, settings: Settings) -> str:
     """The command that reruns one cell, as pytest's own name runs it."""
-    kernel: tuple[str, ...] = ("--kernels", cell.kernel.name)
-    if cell.kernel.external:
-        kernel = (*cell.kernel.origin, *settings.held_to)
-    where = [
-        "--backend",
-        cell.backend.name,
-        *cell.backend.options,
-        *kernel,
-        *cell.experiment.options,
-        "--cases",
-        cell.experiment.name,
-    ]
-    draw = ["--dtype", cell.fmt.name, "--seed", str(settings.seed), "--heads", str(settings.heads)]
-    return shlex.join(["pytest", *settings.matrix, *where, *draw])
+    return shlex.join(["pytest", *settings.matrix, *rerun(cell, settings)])
 
 
 def blank_record(cell: Cell, settings: Settings, outcome: str, answers: Mapping[str, Answer] | None = None) -> Record:

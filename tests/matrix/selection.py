@@ -147,9 +147,6 @@ def _formats(names: str) -> list[Format]:
 
 
 def _kernels(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
-    for flag, given in (("--plan", selection.plan), ("--declare", selection.declare)):
-        if given and not selection.kernel:
-            raise SelectionError(f"{flag} is about your own kernel: it needs --kernel")
     external = _external(selection, backends) if selection.kernel else []
     if external and selection.kernels is None:
         return external

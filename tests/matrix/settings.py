@@ -13,8 +13,3 @@ class Settings:
     as_rounded: bool = False  # hold them to no more bias than a correctly rounded O has
     cell_timeout: float | None = None  # seconds that a cell may take; None: as its experiment and its backend say
     matrix: tuple[str, ...] = ("tests/matrix",)  # how pytest finds the cells from where it was called, for that command
-
-    @property
-    def held_to(self) -> tuple[str, ...]:
-        """The words of the command line that say what users' kernels are held to."""
-        return (*(("--fair",) if self.fair else ()), *(("--no-worse-than", "rounded") if self.as_rounded else ()))

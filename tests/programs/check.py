@@ -14,6 +14,7 @@ import pytest
 from tiebreak.kernels.external.adapters import ADAPTERS
 from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.matrix.gatekeeper import Gatekeeper
+from tiebreak.matrix.options import OPTIONS, refuse_twice
 from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.scheduling import cell_id
 from tiebreak.reports import terminal
@@ -30,23 +31,7 @@ _ALONE = (
     *("-p", "no:randomly", "-p", "no:cov", "-p", "no:rerunfailures", "-p", "no:timeout"),
 )
 _CELLS = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix.test_cells")
-_PASSED = (
-    *(
-        "backend",
-        "allow-missing",
-        "as",
-        "kernels",
-        "cases",
-        "experiments",
-        "dtype",
-        "seed",
-        "heads",
-        "captured",
-        "expected",
-        "baseline",
-    ),
-    *("plan", "backward", "no-worse-than", "cell-timeout", "save", "out"),
-)
+_FORWARDED = [option for option in OPTIONS if option.forwarded]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,6 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         0 if nothing fell, 1 if something fell or is inconclusive, 2 on bad usage, 130 after Ctrl-C.
     """
     options = _parser().parse_args(arguments)
+    refuse_twice(arguments)
     teller = _Teller(sys.stderr)
     code, printed = _run(_words(options), teller)
     if teller.collector is None or teller.collector.run is None:
@@ -75,43 +61,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Run attention kernels of your own through the matrix: bias on inputs where rounding is known to"
         " fail, accuracy, gradients, repeatability, short training runs; and the rounding plan that explains them.",
         epilog=f"Adapters by name: {', '.join(ADAPTERS)}.",
+        allow_abbrev=False,  # so that an option that stands twice is seen
     )
     parser.add_argument("targets", nargs="+", metavar="TARGET", help=EXPECTED.removeprefix("expected "))
-    parser.add_argument(
-        "--declare",
-        action="append",
-        default=[],
-        metavar="WORD=VALUE",
-        help="what a signature does not tell: layout=bnhd, takes=gqa, square=true, multiple_of=64, head_dims=[64,128],"
-        " causal=NAME, scale=NAME, options.NAME=VALUE, backward=none (docs/your-kernel.md)",
-    )
-    parser.add_argument(
-        "--plan", metavar="PLAN", help="hold it to what a rounding plan predicts, as `rounding` names it"
-    )
-    parser.add_argument("--fair", action="store_true", help="fail if it is biased on any failure input")
-    parser.add_argument(
-        "--no-worse-than", choices=("rounded",), help="fail if it is more biased than O is that is rounded once"
-    )
-    parser.add_argument("--cases", metavar="NAMES", help="inputs to run: a list, globs allowed (default: all)")
-    parser.add_argument("--experiments", metavar="KINDS", help="call, training (default: both)")
-    parser.add_argument("--backward", choices=("own", "emulated"), help="what it trains with (default: own)")
-    parser.add_argument("--kernels", metavar="NAMES", help="kernels of the suite to run beside it, such as flash@fused")
-    parser.add_argument("--backend", metavar="NAMES", help="where it runs (default: cpu)")
-    parser.add_argument("--allow-missing", metavar="NAMES", help="backends that --backend names and may be missing")
-    parser.add_argument(
-        "--as", metavar="CARD", help="with --backend interpreter: the card to compute as (docs/triton.md)"
-    )
-    parser.add_argument("--dtype", metavar="NAMES", help="bf16, fp16 (default: bf16)")
-    parser.add_argument("--captured", metavar="DIR", help="tensors of your own as inputs (docs/your-kernel.md)")
-    parser.add_argument("--seed", metavar="N", help="seed of all inputs (default: 1)")
-    parser.add_argument("--heads", metavar="N", help="heads a cell draws at first (default: 256)")
-    parser.add_argument("--cell-timeout", metavar="S", help="seconds that a cell may take (default: 60, training 600)")
-    parser.add_argument("--expected", metavar="FILE", help="TOML file of excused failures (docs/ci.md)")
-    parser.add_argument(
-        "--baseline", metavar="FILE", help="fail if anything is worse than in these records (docs/ci.md)"
-    )
-    parser.add_argument("--save", metavar="NAME", help="keep the records as OUT/NAME.json")
-    parser.add_argument("--out", metavar="DIR", help="folder for records (default: out)")
+    for option in _FORWARDED:
+        parser.add_argument(option.flag, **option.parsing | {"default": None})
     parser.add_argument(
         "-n",
         "--workers",
@@ -134,14 +88,8 @@ def _words(options: argparse.Namespace) -> list[str]:
     words = [*_ALONE, *_CELLS, "-n", str(options.workers)]
     for target in options.targets:
         words += ["--kernel", target]
-    for said in options.declare:
-        words += ["--declare", said]
-    for name in _PASSED:
-        value = getattr(options, name.replace("-", "_"))
-        if value is not None:
-            words += [f"--{name}", value]
-    if options.fair:
-        words.append("--fair")
+    for option in _FORWARDED:
+        words += option.words(getattr(options, option.dest))
     return words
 
 

@@ -21,6 +21,7 @@ from tiebreak.reports.records.record import (
     ExperimentRecord,
     HistogramRecord,
     MeasureRecord,
+    Narrowing,
     Record,
     Run,
     SeriesRecord,
@@ -158,7 +159,10 @@ def make_run(*records: Record, **fields: Any) -> Run:
         | fields.pop("experiments", {}),
     }
     seconds = {record.id: 0.25 for record in given}
-    return replace(Run(platform, options, given, seconds=seconds, run="a" * 32, **described), **fields)
+    narrowing = (Narrowing(("--dtype bf16",), "format", ("bf16",)),)
+    return replace(
+        Run(platform, options, given, narrowing=narrowing, seconds=seconds, run="a" * 32, **described), **fields
+    )
 
 
 def make_trained(

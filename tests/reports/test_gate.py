@@ -10,7 +10,7 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.gate import gate, update
 from tiebreak.reports.gate.limits import Limits, limits
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import CLAIM, PREDICTION, Answer, Estimate, MeasureRecord, Record, Run
+from tiebreak.reports.records.record import CLAIM, PREDICTION, Answer, Estimate, MeasureRecord, Narrowing, Record, Run
 from tiebreak.reports.tables.rerun import runnable
 
 Keep = Callable[[Run, str], Path]
@@ -153,14 +153,6 @@ def test_a_training_run_is_held_to_its_claims_and_its_numbers(run: MakeRun, trai
     assert judge(run, good, trained(answers={}))[0][1].startswith("claim no longer asked")
 
 
-def test_captured_tensors_run_alone_and_the_scripted_cases_are_no_loss(run: MakeRun, record: Make) -> None:
-    kept = record(case="captured[step=1.layer=0]")
-    baseline, alone = run(record(), kept), run(kept, options={"captured": "here"})
-    assert gate(baseline, alone, Limits()).held
-    named = run(kept, options={"captured": "here", "cases": "captured*,random"})
-    assert [one.record.case for one in gate(baseline, named, Limits()).worse] == ["random"]
-
-
 def test_a_skip_is_no_pass(run: MakeRun, record: Make, skip: Make) -> None:
     assert judge(run, record(), skip()) == [(True, "turned into a skip (no backward pass), held in the baseline")]
     assert judge(run, record(outcome="fell"), skip())[0][0]
@@ -178,14 +170,18 @@ def test_a_cell_that_vanished_is_no_pass(run: MakeRun, record: Make) -> None:
 
 def test_a_narrowed_run_is_judged_by_its_own_cells_and_says_so(run: MakeRun, record: Make) -> None:
     baseline = run(record(case="tied[k=2]"), record(case="tied[k=3]"), record(case="other"))
-    narrow = run(record(case="tied[k=2]"), options={"cases": "tied*"})
-    found = gate(baseline, narrow, Limits())
-    assert [one.record.case for one in found.worse] == ["tied[k=3]"]
-    assert "1 cell of the baseline NOT compared: outside --cases tied* --dtype bf16" in found.notes
+    cases, calls = (
+        Narrowing(("--cases tied*",), "case", ("tied*",)),
+        Narrowing(("--experiments call",), "experiment", ("call",)),
+    )
+    outcome = gate(baseline, run(record(case="tied[k=2]"), narrowing=(cases, calls)), Limits())
+    assert [change.record.case for change in outcome.worse] == ["tied[k=3]"]
+    assert "1 cell of the baseline NOT compared: outside --cases tied* --experiments call" in outcome.notes
 
 
 def test_nothing_compared_is_no_pass(run: MakeRun, record: Make) -> None:
-    found = gate(run(record(case="a")), run(record(case="b"), options={"cases": "b"}), Limits())
+    narrowing = (Narrowing(("--cases b",), "case", ("b",)),)
+    found = gate(run(record(case="a")), run(record(case="b"), narrowing=narrowing), Limits())
     assert (found.compared, found.worse, found.held) == (0, [], False)
 
 
@@ -447,7 +443,10 @@ def test_the_command_updates_the_baseline(
     ("fields", "said"),
     [
         ({"complete": False}, "not updated: the run was interrupted"),
-        ({"options": {"cases": "random"}}, "1 of its cells"),
+        (
+            {"narrowing": (Narrowing(("--cases random",), "case", ("random",)),)},
+            "1 of its cells lie outside .* --cases random",
+        ),
     ],
 )
 def test_a_baseline_is_not_replaced_by_less(

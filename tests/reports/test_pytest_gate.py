@@ -14,9 +14,6 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from tiebreak.backends.registry import BACKENDS
-from tiebreak.matrix.gatekeeper import Gatekeeper
-from tiebreak.matrix.record_collector import measures
-from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Estimate, Run
 
@@ -143,26 +140,19 @@ def test_a_baseline_of_another_platform_is_refused_before_any_work(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        (["--baseline", "none.json"], r"none\.json: No such file or directory"),
-        (["--across"], "--across is about a baseline: it needs --baseline FILE"),
-        (["--update-baseline"], "--update-baseline is about a baseline"),
-        (["--fail", "bias:1"], "--fail is about a baseline"),
-        (["--baseline", "none.json", "--fail", "bais:1"], "--fail: unknown limit 'bais': known are bias, .*max, share"),
+        (["--baseline", "none.json"], "*none.json: No such file or directory"),
+        (["--across"], "*--across means nothing alone: it needs --baseline FILE"),
+        (["--update-baseline"], "*--update-baseline means nothing alone: it needs --baseline FILE"),
+        (["--fail", "bias:1"], "*--fail means nothing alone: it needs --baseline FILE"),
+        (["--baseline", "no.json", "--fail", "bais:1"], "*--fail: unknown limit 'bais': known are bias, *, max, share"),
     ],
 )
-def test_bad_usage_is_refused(pytester: pytest.Pytester, arguments: list[str], said: str) -> None:
-    config = pytester.parseconfig(MATRIX, *arguments)
-    with pytest.raises((UsageError, store.UnreadableRecordsError), match=said):
-        Gatekeeper(config, {}, {}, lambda: None, measures())
-
-
-def test_an_unknown_limit_is_refused_before_any_work(matrix: Matrix, baseline: Path) -> None:
-    Path("out/last.json").unlink()
-    refused = matrix("--baseline", str(baseline), "--fail", "bais:1")
+def test_bad_usage_is_refused_before_any_work(matrix: Matrix, arguments: list[str], message: str) -> None:
+    refused = matrix(*arguments)
     assert refused.ret == 2
-    refused.stderr.fnmatch_lines(["*--fail: unknown limit 'bais': known are bias, *, max, share"])
+    refused.stderr.fnmatch_lines([message])
     assert not Path("out/last.json").exists()
 
 
@@ -229,7 +219,7 @@ def test_a_baseline_is_not_replaced_by_a_narrower_run_which_is_told_before_it(ma
     Path("out/last.json").unlink()
     refused = matrix("--baseline", str(baseline), "--update-baseline", cells=(*QUICK, "--cases", "random"))
     assert refused.ret == 2
-    refused.stderr.fnmatch_lines(["*base.json: not updated: 1 of its cells lie outside this run's options"])
+    refused.stderr.fnmatch_lines(["*base.json: not updated: 1 of its cells lie outside this run's *--cases random*"])
     assert not Path("out/last.json").exists()
 
 

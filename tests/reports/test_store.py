@@ -51,7 +51,8 @@ def test_what_is_written_is_read_again_and_fits_the_published_schema(telling: Ru
     store.write(telling, tmp_path / "a.json")
     again = store.read(tmp_path / "a.json")
     assert sorted(again.records, key=lambda record: record.id) == sorted(telling.records, key=lambda record: record.id)
-    assert (again.platform, again.options, again.seconds) == (telling.platform, telling.options, telling.seconds)
+    for name in ("platform", "options", "narrowing", "seconds"):
+        assert getattr(again, name) == getattr(telling, name), name
     validator().validate(json.loads((tmp_path / "a.json").read_text(encoding="utf-8")))
 
 
@@ -66,6 +67,7 @@ def test_the_published_schema_is_of_this_version_and_has_every_field_with_a_line
         "check": records.CheckRecord,
         "case": records.CaseRecord,
         "experiment": records.ExperimentRecord,
+        "narrowing": records.Narrowing,
         "trace": records.TraceRecord,
         "histogram": records.HistogramRecord,
         "series": records.SeriesRecord,
@@ -106,6 +108,21 @@ def test_an_older_schema_is_read() -> None:
     ]
     assert all("repeatable" not in record.answers for record in run.records), "nobody had looked"
     validator().validate(json.loads(json.dumps(run.as_dict())))
+
+
+def test_what_the_options_of_an_older_file_left_out_is_known(tmp_path: Path) -> None:
+    plain = json.loads(OLD3.read_text(encoding="utf-8"))
+    plain["options"] |= {"backend": "cpu", "kernels": None, "cases": None, "captured": "here"}
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(plain), encoding="utf-8")
+    by_field = {each.field: each for each in store.read(path).narrowing}
+    assert by_field.keys() == {"backend", "format", "case"}
+    assert by_field["backend"] == records.Narrowing(("--backend cpu",), "backend", ("cpu",))
+    assert set(by_field["case"].names) == {record["case"] for record in plain["records"]}
+    plain["options"]["cases"] = "random*"
+    path.write_text(json.dumps(plain), encoding="utf-8")
+    (cases,) = (each for each in store.read(path).narrowing if each.field == "case")
+    assert cases == records.Narrowing(("--cases random*",), "case", ("random*",))
 
 
 def test_schema_3_keeps_what_it_said() -> None:

@@ -1,0 +1,126 @@
+"""The table of the matrix's options, and what follows from it: refusals, records, baselines, commands that rerun."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tiebreak.backends.registry import BACKENDS
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.external import KernelTarget, external_kernels
+from tiebreak.kernels.formats import FP16
+from tiebreak.kernels.roster import composed_kernel
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import KIND, Call
+from tiebreak.matrix.options import OPTIONS, Option, refuse_twice
+from tiebreak.matrix.recording import command
+from tiebreak.matrix.settings import Settings
+from tiebreak.reports import cli
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import Run
+
+MatrixRun = Callable[..., pytest.RunResult]
+Kept = Callable[..., Run]
+
+KERNEL = """
+import torch
+
+def mine(q, k, v, *, causal=False, scale=None):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+"""
+QUICK = ("--heads", "16", "-n", "0")
+FEW = [Call(case) for case in SCRIPTED if case.name in ("random", "no_tail")]
+
+
+@pytest.fixture
+def mine(pytester: pytest.Pytester) -> str:
+    (pytester.path / "mine.py").write_text(KERNEL)
+    return "mine.py:mine"
+
+
+@pytest.fixture
+def baseline(matrix: MatrixRun, kept: Kept, mine: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a kernel of one's own and one of the suite, on two calls each and one training run."""
+    monkeypatch.setitem(vars(KIND), "_scripted", FEW)  # all that there are: a run that names none has these
+    both = ("--backend", "cpu", "--kernel", mine, "--kernels", "flash@paper", *QUICK)
+    assert matrix(*both, "--experiments", "call", "--save", "base").ret == 0
+    run = kept("base")
+    trained = replace(run.records[0], id="cpu-mine-train_x-bf16", kernel="mine", case="train_x", experiment="training")
+    cases = {**run.cases, "train_x": run.cases["random"]}
+    experiments = {**run.experiments, "training": run.experiments["call"]}
+    path = Path("base.json")
+    store.write(replace(run, records=(*run.records, trained), cases=cases, experiments=experiments), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("narrowed", "compared"),
+    [
+        (("--kernels", "flash@paper", "--experiments", "call"), 4),
+        (("--kernels", "flash@paper", "--cases", "random"), 2),
+        (("--experiments", "call"), 2),  # the kernel of one's own alone
+    ],
+)
+def test_what_an_option_leaves_out_has_not_vanished_and_is_not_lost_from_the_baseline(
+    matrix: MatrixRun, mine: str, baseline: Path, narrowed: tuple[str, ...], compared: int
+) -> None:
+    options = ("--backend", "cpu", "--kernel", mine, *narrowed, *QUICK, "--baseline", str(baseline))
+    held = matrix(*options)
+    held.stdout.fnmatch_lines([f"gate held: {compared} cells compared with base.json: 0 worse, 0 better"])
+    before = baseline.read_bytes()
+    refused = matrix(*options, "--update-baseline")
+    assert refused.ret == 2
+    refused.stderr.fnmatch_lines([f"*not updated: {5 - compared} of its cells lie outside this run's --*"])
+    assert baseline.read_bytes() == before
+
+
+def test_a_kernel_of_ones_own_leaves_out_the_backends_that_it_does_not_run_on(
+    matrix: MatrixRun, kept: Kept, mine: str, baseline: Path
+) -> None:
+    """Its default is one backend, where the suite's kernels have all."""
+    matrix("--kernel", mine, "--kernels", "flash@paper", "--experiments", "call", *QUICK)
+    left_in = {each.field: each.names for each in kept().narrowing}
+    assert left_in["backend"] == ("cpu",)
+    assert left_in["kernel"] == ("flash@paper", "mine")
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option.once], ids=lambda option: option.name)
+def test_what_stands_twice_is_refused(option: Option) -> None:
+    value = option.choices[0] if option.choices else "1"
+    refuse_twice([option.flag, value, "--kernel", "a", "--kernel", "b"])
+    with pytest.raises(UsageError) as refused:
+        refuse_twice([option.flag, value, f"{option.flag}={value}"])
+    message = f"{option.flag}: given 2 times ({value}; {value}); give it once, lists are comma-separated"
+    assert str(refused.value) == message
+
+
+def test_pytest_and_check_refuse_it(matrix: MatrixRun, capsys: pytest.CaptureFixture[str]) -> None:
+    twice = ("--cases", "random", "--cases=no_tail")
+    assert matrix(*twice).ret == 2
+    assert cli.main(["check", "mine.py:mine", *twice]) == 2
+    told = capsys.readouterr().err.splitlines()
+    message = "--cases: given 2 times (random; no_tail); give it once, lists are comma-separated"
+    assert told[-2:] == [f"Exit: {message}", f"tiebreak check: {message}"]
+
+
+def test_what_a_file_of_records_keeps_stands_in_the_command_that_reruns_a_cell(
+    mine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for what only chose the cell among others: it has its name."""
+    (own,) = external_kernels(KernelTarget(mine, ("layout=bhnd",), "fused"))
+    own = replace(own, origin=(*own.origin, "--backward", "emulated"))
+    monkeypatch.setattr(Call, "options", ("--captured", "here"))
+    backend = replace(BACKENDS["interpreter"].assuming("sm_90"), name="interpreter")
+    settings = Settings(seed=7, heads=32, fair=True, as_rounded=True, cell_timeout=9.5)
+    of_own = command(Cell(backend, own, FEW[0], FP16), settings).split()
+    of_suite = command(Cell(backend, composed_kernel("standard"), FEW[0], FP16), settings).split()
+    missing = {option.name for option in OPTIONS if option.recorded and option.flag not in (*of_own, *of_suite)}
+    assert missing == {"experiments"}
+    assert of_own[2:6] == ["--backend", "interpreter", "--as", "sm_90"]
+    assert of_own[-12:] == [
+        *("--cases", FEW[0].name, "--dtype", "fp16", "--seed", "7", "--heads", "32"),
+        *("--cell-timeout", "9.5", "-n", "1"),
+    ]
+    assert not {"--kernel", "--fair", "--no-worse-than"} & set(of_suite)
