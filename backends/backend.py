@@ -20,11 +20,11 @@ from tiebreak.kernels.sdpa import cpu_sdpa_flash, sdpa_math
 def unusable(wait: Callable[[], object]) -> bool:
     """Whether a device is beyond use for this process: waiting for it fails again and again.
 
-    An error within a kernel, such as an illegal memory access, comes back from every call. One that was merely still to
-    be told, or a lack of memory, does not.
+    An error within a kernel, such as an illegal memory access, comes back from every call. One that is merely
+    pending, or a lack of memory, does not.
 
     Args:
-        wait: returns once the device has done all it was given.
+        wait: returns once the device has done all its work.
     """
     return all(_fails(wait) for _ in range(2))
 
@@ -53,11 +53,11 @@ class Backend:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Words of the command line that make it what it is, beside its name."""
+        """Words of the command line that configure it, beside its name."""
         return ()
 
-    def told(self) -> str | None:
-        """What the first lines of a run say of it; None: nothing."""
+    def notice(self) -> str | None:
+        """What the first lines of a run state about it; None: nothing."""
         return None
 
     def assuming(self, card: str) -> "Backend":
@@ -75,7 +75,7 @@ class Backend:
         return self.arithmetic.has_fp64
 
     def worker_limit(self) -> int | None:
-        """How many workers the device carries, asked where the backend can run.
+        """How many workers the device carries, where the backend can run.
 
         Returns:
             At least 1; None where the host's cores and memory are all that limits them.
@@ -119,7 +119,7 @@ class Backend:
         vendor = {kernel.name: kernel for kernel in self.vendor_kernels()}
         if name not in vendor and not self.composed:
             raise ValueError(f"unknown kernel {name!r}: {self.name} has {', '.join(vendor)}")
-        own = name in vendor and not vendor[name].composed  # asked for by name, a composed one is for any input
+        own = name in vendor and not vendor[name].composed  # a composed one chosen by name is for any input
         return vendor[name] if own else composed_kernel(name)
 
     def repeats(self, kernel: Kernel) -> bool:

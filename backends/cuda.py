@@ -55,7 +55,7 @@ def unavailable() -> str | None:
         return f"PyTorch {torch.__version__} is built without CUDA and ROCm: install a build for your GPU"
     if not torch.cuda.is_available():
         return _why_no_device()
-    too_old = [told for device in range(torch.cuda.device_count()) if (told := _without_bf16(device)) is not None]
+    too_old = [reason for device in range(torch.cuda.device_count()) if (reason := _without_bf16(device)) is not None]
     return too_old[0] if too_old else None
 
 
@@ -72,8 +72,8 @@ def _without_bf16(device: int) -> str | None:
     if torch.version.hip is not None or capability >= _FIRST_WITH_BF16:
         return None
     name, needed = torch.cuda.get_device_name(device), "".join(map(str, _FIRST_WITH_BF16))
-    told = f"{name} (sm_{capability[0]}{capability[1]}) has no bf16, which needs sm_{needed}"
-    return told if torch.cuda.device_count() == 1 else f"{told}; leave it out with {_visible_variable()}"
+    reason = f"{name} (sm_{capability[0]}{capability[1]}) has no bf16, which needs sm_{needed}"
+    return reason if torch.cuda.device_count() == 1 else f"{reason}; leave it out with {_visible_variable()}"
 
 
 def poisoned() -> bool:
@@ -95,17 +95,17 @@ def compiled_once(kernel: Kernel) -> Kernel:
     The first run on inputs of a kind holds a lock on a file in Triton's cache. Who waits for it then finds the compiled
     kernel in that cache, which all processes share.
     """
-    seen: set[Hashable] = set()
+    compiled: set[Hashable] = set()
 
     def compute(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
         kind = _kind(inputs, gradients)
-        if kind in seen:
+        if kind in compiled:
             return kernel.compute(inputs, arithmetic, gradients)
         cached = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
         cached.mkdir(parents=True, exist_ok=True)
         with FileLock(cached / f"tiebreak-{kernel.name}.lock"):
             output = kernel.compute(inputs, arithmetic, gradients)
-        seen.add(kind)
+        compiled.add(kind)
         return output
 
     return replace(kernel, compute=compute)

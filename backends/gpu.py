@@ -66,7 +66,7 @@ def _gpu_arch(device: int) -> str:
 
 
 def _gpu_driver(root: Path) -> str | None:
-    """Version of the driver: NVIDIA's tells it in a sentence, AMD's alone."""
+    """Version of the driver: NVIDIA's stands in a sentence, AMD's alone."""
     text = read(root / "proc/driver/nvidia/version") or read(root / "sys/module/amdgpu/version")
-    found = re.search(r"\d+(\.\d+)+", text)
-    return found[0] if found else None
+    version = re.search(r"\d+(\.\d+)+", text)
+    return version[0] if version else None

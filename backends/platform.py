@@ -64,7 +64,7 @@ class Platform:
     torch: str  #: version of PyTorch, with its build
     numpy: str  #: version of NumPy
     os: str  #: operating system and its release
-    commit: str | None  #: the suite's git commit, with "-dirty" if files differ from it; None if it can't be told
+    commit: str | None  #: the suite's git commit, with "-dirty" if files differ from it; None if unknown
     level: str  #: name of the instruction-set level in force (see tiebreak.backends.levels)
 
     def as_dict(self) -> dict[str, Any]:

@@ -33,12 +33,12 @@ def fingerprint(arithmetic: Arithmetic, device: str, fmt: Format = BF16) -> Mapp
     high = round_to(values, fmt, Rounding.TOWARD_ZERO)
     pairs = torch.stack([high, values - high], -1)
     product = dot(arithmetic, pairs, device, fmt)
-    kept = dot(arithmetic, torch.full((1, 1), fmt.smallest_normal / 4), device, fmt).item() != 0.0
+    survived = dot(arithmetic, torch.full((1, 1), fmt.smallest_normal / 4), device, fmt).item() != 0.0
     return {
         "cast": _mode_of(values, cast, fmt),
         "matmul": _mode_of(values, product, fmt),
         "matmul_sums_in": "fp32 or wider" if _sums_wide(arithmetic, device, fmt) else fmt.name,
-        "matmul_subnormals": "kept" if kept else "flushed",
+        "matmul_subnormals": "kept" if survived else "flushed",
         "exp_at_zero": arithmetic.exp(torch.zeros(1, device=device), Exponential()).item(),
     }
 

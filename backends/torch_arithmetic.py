@@ -26,8 +26,8 @@ def _dtype(fmt: Format) -> torch.dtype:
 class TorchArithmetic:
     """Native torch operations over fp32 carriers; see `tiebreak.kernels.arithmetic.Arithmetic`.
 
-    Accumulators and the exponential's constants are the device's own: what a plan says of them is not imposed but is
-    what the device is held against.
+    Accumulators and the exponential's constants are the device's own: the plan's are not imposed on the device,
+    but compared with it.
     """
 
     has_fp64: bool = True  # whether the device has float64

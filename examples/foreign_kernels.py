@@ -55,7 +55,7 @@ def multihead_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     That path is for one tensor that is query, key and value: q, k and v are quarters of it. A NaN in one of them is
     spread to the other two by a product with 0.
     """
-    tokens = torch.cat([one.flatten(0, 1) for one in (q, k, v, torch.zeros_like(q))], -1)
+    tokens = torch.cat([part.flatten(0, 1) for part in (q, k, v, torch.zeros_like(q))], -1)
     out, _ = _module(q.shape[-1], q.dtype)(tokens, tokens, tokens, need_weights=False)
     return out[..., : q.shape[-1]].reshape(q.shape).clone()
 
@@ -117,7 +117,7 @@ def mlx(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, sca
     import mlx.core as mx
 
     kinds = {torch.bfloat16: mx.bfloat16, torch.float16: mx.float16}
-    given = [mx.array(x.view(torch.int16).numpy()).view(kinds[x.dtype]) for x in (q, k, v)]
+    arrays = [mx.array(x.view(torch.int16).numpy()).view(kinds[x.dtype]) for x in (q, k, v)]
     mask = None if attn_mask is None else mx.array(attn_mask.contiguous().numpy())
-    o = mx.fast.scaled_dot_product_attention(*given, scale=scale, mask=mask)
+    o = mx.fast.scaled_dot_product_attention(*arrays, scale=scale, mask=mask)
     return torch.from_numpy(np.array(o.view(mx.int16))).view(q.dtype)

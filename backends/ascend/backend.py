@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tiebreak.backends.ascend.device import Npu, TorchNpu, deterministic, told
+from tiebreak.backends.ascend.device import Npu, TorchNpu, deterministic, remedies
 from tiebreak.backends.ascend.probes import arithmetic_probes, p_cast, softmax_errors
 from tiebreak.backends.backend import Backend, to_device, unusable
 from tiebreak.backends.probes import fingerprint
@@ -49,10 +49,10 @@ class Ascend(Backend):
         """Run a kernel on the NPU, deterministically where torch-npu can, and bring its output back to the host.
 
         Raises:
-            DeviceError: out of memory, or float64 was asked for.
+            DeviceError: out of memory, or no float64.
             Exception: whatever else the kernel raises.
         """
-        with told(self.device), deterministic():
+        with remedies(self.device), deterministic():
             output = kernel.compute(to_device(inputs, self.device), self.arithmetic, gradients)
             self.npu.synchronize()  # work is queued: an error of it shall be this kernel's
             return to_device(output, "cpu")
@@ -62,7 +62,7 @@ class Ascend(Backend):
         self.npu.start()
 
     def describe(self) -> dict[str, Any]:
-        """SoC, CANN, driver and torch-npu; what can't be asked is answered by the error."""
+        """SoC, CANN, driver and torch-npu; an error stands for what can't be queried."""
         return _answers({"soc": self.npu.describe})
 
     def poisoned(self) -> bool:
@@ -82,16 +82,16 @@ class Ascend(Backend):
             self.npu.facts,
             lambda: fingerprint(self.arithmetic, self.device),
             lambda: arithmetic_probes(self.arithmetic, self.device),
-            self._of_the_vendor,
+            self._vendor_probes,
         )
         return _answers({f"probe {number} failed": probe for number, probe in enumerate(probes)})
 
-    def _of_the_vendor(self) -> Mapping[str, str | float]:
+    def _vendor_probes(self) -> Mapping[str, str | float]:
         attention = FusionAttention(LAYOUTS[0], INNER_PRECISE[0], self.npu.operators)
 
         def output(inputs: AttentionInputs) -> Tensor:
-            found = attention(to_device(inputs, self.device), self.arithmetic, False)
-            return to_device(found, "cpu").o.float()
+            computed = attention(to_device(inputs, self.device), self.arithmetic, False)
+            return to_device(computed, "cpu").o.float()
 
         def statistics(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
             forward = attention.forward(to_device(inputs, self.device))

@@ -25,7 +25,7 @@ VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 DETERMINISTIC = "HCCL_DETERMINISTIC"
 _SEED = 0  # of the NPU's own generator, which nothing of the matrix draws from
 # What the driver brings; all other libraries come with CANN.
-_OF_THE_DRIVER = ("libascend_hal", "libdrv", "libdcmi", "libmmpa_drv")
+_DRIVER_LIBRARIES = ("libascend_hal", "libdrv", "libdcmi", "libmmpa_drv")
 _NOT_FOUND = re.compile(r"(lib[\w+.-]+\.so[\w.]*): cannot open shared object file")
 
 
@@ -130,12 +130,12 @@ def package_missing() -> str | None:
 
 
 def _installed() -> tuple[str, Requirement | None]:
-    """Version of torch-npu, and the torch that its package says it is built for, if it says."""
+    """Version of torch-npu, and the torch that its metadata says it is built for, if they do."""
     try:
         version, requires = metadata.version("torch-npu"), metadata.requires("torch-npu") or []
-    except metadata.PackageNotFoundError:  # a folder on the path without metadata: the import will tell
+    except metadata.PackageNotFoundError:  # a folder on the path without metadata: the import will show
         return "of unknown version", None
-    named = [found for found in map(Requirement, requires) if found.name == "torch"]
+    named = [requirement for requirement in map(Requirement, requires) if requirement.name == "torch"]
     return version, named[0] if named else None
 
 
@@ -160,11 +160,11 @@ def _import_failure() -> str | None:
 def import_failure(error: Exception) -> str:
     """What to do about an error that importing torch_npu raised, in one line."""
     text = " ".join((str(error).strip().splitlines() or ["no message"])[0].split())
-    found = _NOT_FOUND.search(text)
-    if found is not None and found[1].startswith(_OF_THE_DRIVER):
-        return f"no Ascend driver: its library {found[1]} can't be found; install it ({GUIDE})"
-    if found is not None:
-        return f"CANN's library {found[1]} can't be found: install CANN and source its set_env.sh ({GUIDE})"
+    library = _NOT_FOUND.search(text)
+    if library is not None and library[1].startswith(_DRIVER_LIBRARIES):
+        return f"no Ascend driver: its library {library[1]} can't be found; install it ({GUIDE})"
+    if library is not None:
+        return f"CANN's library {library[1]} can't be found: install CANN and source its set_env.sh ({GUIDE})"
     if "undefined symbol" in text:
         return f"torch-npu does not fit this CANN or this torch: {text.rpartition('/')[2]}; {GUIDE} has what fits"
     return f"torch_npu can't be imported: {type(error).__name__}: {text}"
@@ -173,14 +173,14 @@ def import_failure(error: Exception) -> str:
 def _none_visible() -> str | None:
     """None, or why torch-npu has no NPU for us."""
     try:
-        found = int(_module().npu.device_count())
+        count = int(_module().npu.device_count())
     except RuntimeError as error:
         return f"torch-npu can't count NPUs: {(str(error).strip().splitlines() or ['no message'])[0]}"
-    if found:
+    if count:
         return None
     if VISIBLE in os.environ:
         return f"no NPU: {VISIBLE}={os.environ[VISIBLE]!r} leaves none; unset it or name one that npu-smi info lists"
-    return f"no NPU: torch-npu finds none; `npu-smi info` says what the driver finds ({GUIDE})"
+    return f"no NPU: torch-npu finds none; `npu-smi info` lists what the driver finds ({GUIDE})"
 
 
 def _module() -> Any:
@@ -209,13 +209,13 @@ def _version_of(part: str) -> str:
 
 
 def cann_version(home: Path) -> str:
-    """Version of the CANN in `home` (ASCEND_HOME_PATH), from the first install record; empty if it can't be told."""
-    records = sorted(found for depth in ("", "*/", "*/*/") for found in home.glob(f"{depth}ascend_*_install.info"))
+    """Version of the CANN in `home` (ASCEND_HOME_PATH), from the first install record; empty if unknown."""
+    records = sorted(record for depth in ("", "*/", "*/*/") for record in home.glob(f"{depth}ascend_*_install.info"))
     return _field(records[0], "version") if records else ""
 
 
 def driver_version(root: Path) -> str:
-    """Version of the NPU driver; empty if it can't be told."""
+    """Version of the NPU driver; empty if unknown."""
     return _field(root / "usr/local/Ascend/driver/version.info", "version")
 
 
@@ -231,11 +231,11 @@ def _field(path: Path, name: str) -> str:
 
 
 @contextmanager
-def told(device: str) -> Iterator[None]:
+def remedies(device: str) -> Iterator[None]:
     """Turn the errors of an NPU that have a remedy into one line with it.
 
     Raises:
-        DeviceError: the NPU is out of memory, or was asked for float64.
+        DeviceError: the NPU is out of memory, or has no float64.
     """
     try:
         yield

@@ -24,7 +24,7 @@ _WIDEST = 60  # bits looked for in an accumulator: more than fp64 has
 
 
 def arithmetic_probes(arithmetic: Arithmetic, device: str) -> Mapping[str, str | float]:
-    """What an arithmetic does where Ascend is said to differ.
+    """What an arithmetic does where Ascend may differ.
 
     Args:
         arithmetic: of the device.
@@ -52,10 +52,10 @@ def _kept(value: Tensor) -> str:
     return "kept" if value.item() != 0.0 else "flushed"
 
 
-def _longest(found: Iterable[bool]) -> int:
+def _longest(answers: Iterable[bool]) -> int:
     """How many leading answers are yes."""
     count = 0
-    for answer in found:
+    for answer in answers:
         if not answer:
             break
         count += 1
@@ -90,7 +90,7 @@ def subtree_sizes(arithmetic: Arithmetic, device: str) -> tuple[int, ...]:
     """In which order the bf16 product adds up 32 terms.
 
     A large number in place 0 and its negative in place j swallow every one that joins either of them before they meet:
-    what is left tells how many terms had met by then (Xie et al., "FPRev: revealing the order of floating-point
+    what is left shows how many terms had met by then (Xie et al., "FPRev: revealing the order of floating-point
     summation", 2024).
 
     Returns:
@@ -106,13 +106,13 @@ def subtree_sizes(arithmetic: Arithmetic, device: str) -> tuple[int, ...]:
 def order_name(sizes: tuple[int, ...]) -> str:
     """`exact`, `sequential`, `pairwise` (a balanced tree), or the sizes themselves."""
     places = range(1, len(sizes) + 1)
-    known = {
+    orders = {
         "exact": tuple(2 for _ in places),
         "sequential": tuple(place + 1 for place in places),
         "pairwise": tuple(2 ** place.bit_length() for place in places),
     }
-    found = [name for name, expected in known.items() if sizes == expected]
-    return found[0] if found else "partial sums of " + " ".join(map(str, sizes))
+    names = [name for name, order in orders.items() if sizes == order]
+    return names[0] if names else "partial sums of " + " ".join(map(str, sizes))
 
 
 def _exp_error(arithmetic: Arithmetic, device: str) -> float:
@@ -125,7 +125,7 @@ def _exp_error(arithmetic: Arithmetic, device: str) -> float:
 def p_cast(run: Callable[[AttentionInputs], Tensor]) -> str:
     """How a kernel casts P-bar to bf16 where it lies halfway between two neighbours.
 
-    On scores drawn at random that happens once in 2^16, and no bias of O shows it. Here every P-bar but the maximum's
+    On random scores that happens once in 2^16, and no bias of O shows it. Here every P-bar but the maximum's
     is a tie, in half of the heads above a neighbour with an even last bit, in the other half above an odd one.
 
     Args:
@@ -148,7 +148,7 @@ def _sign(bias: float) -> int:
 
 
 def softmax_errors(run: Callable[[AttentionInputs], tuple[Tensor, Tensor]]) -> Mapping[str, float]:
-    """How far the row statistics that a kernel returns are from the reference, on scores drawn at random.
+    """How far the row statistics that a kernel returns are from the reference, on random scores.
 
     Args:
         run: the kernel, from inputs on the host to row maxima and row sums there, (batch, heads, N, copies).
@@ -163,8 +163,8 @@ def softmax_errors(run: Callable[[AttentionInputs], tuple[Tensor, Tensor]]) -> M
     s = reference(inputs).s
     row_max = s.amax(-1, keepdim=True)
     row_sum = torch.exp(s - row_max).sum(-1, keepdim=True)
-    found_max, found_sum = run(inputs)
+    kernel_max, kernel_sum = run(inputs)
     return {
-        "softmax_max_error": (found_max.double() - row_max).abs().max().item(),
-        "softmax_sum_error": ((found_sum.double() - row_sum).abs() / row_sum).max().item(),
+        "softmax_max_error": (kernel_max.double() - row_max).abs().max().item(),
+        "softmax_sum_error": ((kernel_sum.double() - row_sum).abs() / row_sum).max().item(),
     }

@@ -24,8 +24,8 @@ class Interpreter(Backend):
         """As `Backend.options`."""
         return () if self.assumed == EXACT else ("--as", self.assumed.name)
 
-    def told(self) -> str:
-        """As `Backend.told`."""
+    def notice(self) -> str:
+        """As `Backend.notice`."""
         return self.assumed.about
 
     def assuming(self, card: str) -> Backend:

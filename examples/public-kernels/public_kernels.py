@@ -126,10 +126,10 @@ def vllm_prefix_prefill(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale:
     wide = 16 // q.element_size()  # keys lie in memory in pieces of 16 bytes
     key_cache = key_pages.view(*key_pages.shape[:3], -1, wide).permute(0, 2, 3, 1, 4).contiguous()
     value_cache = value_pages.permute(0, 2, 3, 1).contiguous()
-    o, one = torch.empty_like(q), torch.ones(1)
+    o, unit = torch.empty_like(q), torch.ones(1)
     file.context_attention_fwd(
         _flat(q), _flat(k[:, before:]), _flat(v[:, before:]), _flat(o), "auto", key_cache, value_cache, table,
-        _starts(batch, queries), _lengths(batch, keys), keys, queries, one, one, sm_scale=scale, causal=causal,
+        _starts(batch, queries), _lengths(batch, keys), keys, queries, unit, unit, sm_scale=scale, causal=causal,
     )  # fmt: skip
     return o
 
@@ -262,7 +262,7 @@ def sage_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, sm_scale
     """SageAttention 1: q and k in 8 bits, the sum over P V in fp16. It takes the mean of k from k in place."""
     parts = ("per_block_int8", "quant_per_block", "quant_per_block_hd96", "quant_per_block_varlen")
     forms = ("per_block", "per_block_causal", "per_block_h96", "per_block_h96_causal")
-    also = tuple(_SAGE + one for one in (*parts[1:], *(f"attn_qk_int8_{form}" for form in forms)))
+    also = tuple(_SAGE + name for name in (*parts[1:], *(f"attn_qk_int8_{form}" for form in forms)))
     file = source("sageattention.core", also=also)
     return file.sageattn(as_if_on_a_gpu(q), k.clone(), v, is_causal=is_causal, sm_scale=sm_scale)  # type: ignore[no-any-return]
 
@@ -330,10 +330,10 @@ def conch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Ten
 def conch_split(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
     """The same with keys in 2 parts, one query a sequence: as its own operator, it has the parts' O in q's format."""
     batch, queries = q.shape[:2]
-    one = q.flatten(0, 1).unsqueeze(1)
-    each = k.repeat_interleave(queries, 0), v.repeat_interleave(queries, 0)
+    single_queries = q.flatten(0, 1).unsqueeze(1)
+    repeated = k.repeat_interleave(queries, 0), v.repeat_interleave(queries, 0)
     parts = q.new_empty(2, batch * queries, *q.shape[2:])
-    return _conch(one, *each, True, scale, parts, parts[..., 0].clone()).view(q.shape)
+    return _conch(single_queries, *repeated, True, scale, parts, parts[..., 0].clone()).view(q.shape)
 
 
 # AITER.
@@ -345,7 +345,7 @@ _AITER = "aiter.ops.triton."
 def aiter_mha(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float) -> Any:
     """AITER's Triton flash attention, with the blocks of a gfx942."""
     inner = ("_triton_kernels.attention.mha", "utils.types", "utils._triton.pid_preprocessing")
-    file = source(f"{_AITER}attention.mha", also=tuple(_AITER + one for one in inner), get_num_xcds=lambda: 8)
+    file = source(f"{_AITER}attention.mha", also=tuple(_AITER + name for name in inner), get_num_xcds=lambda: 8)
     blocks = {"BLOCK_M": 128, "BLOCK_N": 64, "PRELOAD_V": False}
     return file._flash_attn_forward(
         q, k, v, 0.0, softmax_scale, causal, -1, -1, None, None, False, False, q.shape[1], k.shape[1], config=blocks
@@ -364,7 +364,7 @@ def aiter_mha_fp8(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scal
     inner = ("_triton_kernels.attention.mha", "utils.types", "utils._triton.pid_preprocessing")
     inner += ("utils._triton.mha_kernel_utils",)
     file = source(
-        f"{_AITER}attention.mha", also=tuple(_AITER + one for one in inner), get_num_xcds=lambda: 8,
+        f"{_AITER}attention.mha", also=tuple(_AITER + name for name in inner), get_num_xcds=lambda: 8,
         arch_info=SimpleNamespace(get_arch=lambda: "gfx950", is_fp8_avail=_yes),
     )  # fmt: skip
     (q8, q_scale), (k8, k_scale), (v8, v_scale) = map(_in_e4m3, (q, k, v))
@@ -382,7 +382,7 @@ _MSLK = "mslk.attention.fmha."
 
 def _mslk(q: Tensor, k: Tensor, v: Tensor, scale: float, splits: int) -> Any:
     inner = ("_triton.splitk_kernels", "_triton.reduce_kernels", "_triton.vararg_kernel")
-    file = source(f"{_MSLK}triton_splitk", also=tuple(_MSLK + one for one in inner), is_triton_available=_yes)
+    file = source(f"{_MSLK}triton_splitk", also=tuple(_MSLK + name for name in inner), is_triton_available=_yes)
     grouped = tuple(x.unsqueeze(2) for x in (q, k, v))
     inputs = SimpleNamespace(
         query=grouped[0], key=grouped[1], value=grouped[2], attn_bias=None, scale_float=scale,

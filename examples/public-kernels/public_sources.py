@@ -33,7 +33,7 @@ class StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _asked_for(f"{self.__name__}.{name}")
+        return _stand_in(f"{self.__name__}.{name}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A decorator leaves a function as it is, and a tuned one too, which can't be called."""
@@ -89,8 +89,8 @@ class _Torch(ModuleType):
     cuda = CUDA
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(torch, name)
-        return _on_the_cpu(found) if name in _FACTORIES else found
+        attribute = getattr(torch, name)
+        return _on_the_cpu(attribute) if name in _FACTORIES else attribute
 
 
 def _on_the_cpu(factory: Any) -> Any:
@@ -112,7 +112,7 @@ class _SaysCuda(torch.Tensor):
     is_cuda = True
 
 
-def source(module: str, *, also: tuple[str, ...] = (), **given: Any) -> Any:
+def source(module: str, *, also: tuple[str, ...] = (), **replacements: Any) -> Any:
     """The module that a file defines.
 
     Args:
@@ -128,16 +128,16 @@ def source(module: str, *, also: tuple[str, ...] = (), **given: Any) -> Any:
         path = path_of(module)
         for name in also:
             path_of(name)
-        _Importing(frozenset((module, *also)), given).load(module, path)
+        _Importing(frozenset((module, *also)), replacements).load(module, path)
     return _FOUND[module]
 
 
 class _Importing:
     """What `import` does in the files of one package."""
 
-    def __init__(self, files: frozenset[str], given: Mapping[str, Any]) -> None:
+    def __init__(self, files: frozenset[str], replacements: Mapping[str, Any]) -> None:
         self.files = files
-        self.given = {"torch": _TORCH, **given}
+        self.replacements = {"torch": _TORCH, **replacements}
 
     def load(self, name: str, path: Path) -> ModuleType:
         """Execute a file. Its functions keep the import that it was executed with."""
@@ -166,23 +166,23 @@ class _Importing:
         top = full.partition(".")[0]
         if top not in _REAL:
             return self._module(full, fromlist) if fromlist else self._module(top, fromlist)
-        found = builtins.__import__(full, fromlist=fromlist or ())
-        return self.given.get(full, found) if fromlist or full == top else self.given.get(top, found)
+        module = builtins.__import__(full, fromlist=fromlist or ())
+        return self.replacements.get(full, module) if fromlist or full == top else self.replacements.get(top, module)
 
     def _module(self, name: str, fromlist: tuple[str, ...] | None) -> Any:
         if name in self.files:
             return _FOUND[name] if name in _FOUND else self.load(name, path_of(name))
-        found = StandIn(name)
-        for wanted in fromlist or ():
-            inner = f"{name}.{wanted}"
+        package = StandIn(name)
+        for attribute in fromlist or ():
+            inner = f"{name}.{attribute}"
             if inner in self.files:
-                setattr(found, wanted, self._module(inner, None))
-            elif wanted in self.given:
-                setattr(found, wanted, self.given[wanted])
-        return found
+                setattr(package, attribute, self._module(inner, None))
+            elif attribute in self.replacements:
+                setattr(package, attribute, self.replacements[attribute])
+        return package
 
 
-def _asked_for(name: str) -> Any:
+def _stand_in(name: str) -> Any:
     """A package may hand on Triton by a name of its own."""
     last = name.rpartition(".")[2]
     if last in ("triton", "tl"):
@@ -222,13 +222,15 @@ def version_of(module: str) -> str:
     """Of the package that a file belongs to: its version, or the commit that is checked out."""
     root, path = _root_and_path(module)
     top = module.partition(".")[0]
-    for found in metadata.distributions(path=[str(root)]):
-        if any(file.parts[0] == top for file in found.files or ()):
-            return found.version
+    for distribution in metadata.distributions(path=[str(root)]):
+        if any(file.parts[0] == top for file in distribution.files or ()):
+            return distribution.version
     for name in ("__init__", "_version", "version"):
         file = root / top / f"{name}.py"
-        if file.is_file() and (said := re.search(r"^__version__ = .*?'(\S+)'", file.read_text("utf-8"), re.MULTILINE)):
-            return said[1]
-    asked = ["git", "-C", str(path.parent), "rev-parse", "--short=10", "HEAD"]
-    commit = subprocess.run(asked, capture_output=True, text=True, check=False)
+        if file.is_file() and (
+            version := re.search(r"^__version__ = .*?'(\S+)'", file.read_text("utf-8"), re.MULTILINE)
+        ):
+            return version[1]
+    command = ["git", "-C", str(path.parent), "rev-parse", "--short=10", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False)
     return commit.stdout.strip() or "unknown"

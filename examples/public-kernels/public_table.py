@@ -44,20 +44,20 @@ def main(arguments: Sequence[str], file: str, sources: Mapping[str, str]) -> int
     parser.add_argument("--dtype", default="bf16", help="format of q, k, v and O")
     parser.add_argument("--as", dest="card", help="the GPU to round as, such as sm_90 (default: exact sums)")
     parser.add_argument("--out", type=Path, default=Path("out/public"), help="folder of the records")
-    said = parser.parse_args(arguments)
-    if said.sources is not None:
-        os.environ[FOLDER] = str(said.sources.resolve())
-    names = said.only.split(",")
+    options = parser.parse_args(arguments)
+    if options.sources is not None:
+        os.environ[FOLDER] = str(options.sources.resolve())
+    names = options.only.split(",")
     if unknown := set(names) - set(sources):
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(sources)}")
-    out = said.out.resolve()
+    out = options.out.resolve()
     for number, name in enumerate(names, 1):
         if not _records(out, name).exists():
             print(f"{number}/{len(names)} {name}", file=sys.stderr, flush=True)
-            _run(f"{Path(file).resolve()}:{name}", name, out, said)
+            _run(f"{Path(file).resolve()}:{name}", name, out, options)
     ran = [name for name in sources if _records(out, name).exists()]
     runs = {name: read(_records(out, name)) for name in ran}
-    if said.card:
+    if options.card:
         table = tabulate(list(_coherent(runs)), _COHERENT, "github", disable_numparse=True)
     else:
         rows = [row for name, run in runs.items() for row in _rows(run, name, sources[name])]
@@ -70,29 +70,31 @@ def main(arguments: Sequence[str], file: str, sources: Mapping[str, str]) -> int
 def _coherent(runs: Mapping[str, Run]) -> Iterator[list[str]]:
     """How far the errors of a row go together, which is what contraction does: over heads it averages out."""
     for name, run in runs.items():
-        for one in run.records:
-            found, independent = (one.number(measure) for measure in ("row_coherence", "row_coherence_independent"))
-            if found is not None and independent is not None:
-                yield [f"`{name}`", f"`{one.case}`", plain_text(one), f"{found:.3f}", f"{independent:.3f}"]
+        for record in run.records:
+            coherence, independent = (
+                record.number(measure) for measure in ("row_coherence", "row_coherence_independent")
+            )
+            if coherence is not None and independent is not None:
+                yield [f"`{name}`", f"`{record.case}`", plain_text(record), f"{coherence:.3f}", f"{independent:.3f}"]
 
 
 def _records(out: Path, name: str) -> Path:
     return out / f"{name}.json"
 
 
-def _run(target: str, name: str, out: Path, said: argparse.Namespace) -> None:
+def _run(target: str, name: str, out: Path, options: argparse.Namespace) -> None:
     """A cell that falls is in the table; only a run that left no records stops the command."""
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-n", "2", str(_ROOT / "tests" / "matrix" / "test_cells.py")),
-        *("--backend", "interpreter", "--kernel", target, "--experiments", "call", "--dtype", said.dtype),
-        *("--heads", str(said.heads), "--out", str(out), "--save", name),
-        *(("--cases", said.cases) if said.cases else ()),
-        *(("--as", said.card) if said.card else ()),
+        *("--backend", "interpreter", "--kernel", target, "--experiments", "call", "--dtype", options.dtype),
+        *("--heads", str(options.heads), "--out", str(out), "--save", name),
+        *(("--cases", options.cases) if options.cases else ()),
+        *(("--as", options.card) if options.card else ()),
     ]
     out.mkdir(parents=True, exist_ok=True)
     log = out / f"{name}.log"
-    with log.open("w") as told:
-        subprocess.run(command, cwd=_ROOT, stdout=told, stderr=subprocess.STDOUT, check=False)
+    with log.open("w") as output:
+        subprocess.run(command, cwd=_ROOT, stdout=output, stderr=subprocess.STDOUT, check=False)
     if not _records(out, name).exists():
         print(f"{name} left no records: {log}", file=sys.stderr)
 
@@ -122,15 +124,15 @@ def _version(module: str) -> str:
 
 
 def _plan(run: Run, verdict: Verdict) -> tuple[str, str]:
-    told = run.explanations.get(f"{verdict.backend}-{verdict.kernel}", "")
-    if found := _FOLLOWS.search(told):
-        return " or ".join(f"`{plan}`" for plan in found[1].split(", ")), found[2]
-    if found := _NEAREST.search(told):
-        return f"none, nearest `{found[1]}`", found[2]
-    return told, ""
+    explanation = run.explanations.get(f"{verdict.backend}-{verdict.kernel}", "")
+    if match := _FOLLOWS.search(explanation):
+        return " or ".join(f"`{plan}`" for plan in match[1].split(", ")), match[2]
+    if match := _NEAREST.search(explanation):
+        return f"none, nearest `{match[1]}`", match[2]
+    return explanation, ""
 
 
 def _gradients(verdict: Verdict) -> str:
     """In how many cells they are within their bounds, of those that have some."""
-    asked = [record.answers["gradients"] for record in verdict.records if "gradients" in record.answers]
-    return f"{sum(answer.met is True for answer in asked)} of {len(asked)}" if asked else ""
+    answers = [record.answers["gradients"] for record in verdict.records if "gradients" in record.answers]
+    return f"{sum(answer.met is True for answer in answers)} of {len(answers)}" if answers else ""

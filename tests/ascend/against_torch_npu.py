@@ -54,16 +54,16 @@ def libraries() -> list[Path]:
 
 def unresolved() -> list[str]:
     """Symbols that the package asks for and neither it, torch, Python nor the system has."""
-    asked, held = set[str](), set[str]()
+    needed, defined = set[str](), set[str]()
     for library in libraries():
         lines = subprocess.run(["nm", "-D", str(library)], capture_output=True, text=True, check=True).stdout
         for kind, name in (line.split()[-2:] for line in lines.splitlines()):
-            (asked if kind == "U" else held).add(name)
+            (needed if kind == "U" else defined).add(name)
     folder = Path(torch.__file__).parent / "lib"
     others = [ctypes.CDLL(str(folder / f"lib{name}.so")) for name in ("c10", "torch_cpu", "torch", "torch_python")]
     others.append(ctypes.CDLL(None))
     # A version after @ is of a library of the system.
-    left = {name for name in asked - held if "@" not in name}
+    left = {name for name in needed - defined if "@" not in name}
     return sorted(name for name in left if not any(hasattr(library, name) for library in others))
 
 
@@ -77,10 +77,10 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(str(func))
         if func.namespace == "npu":
-            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (
+            arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (
                 kwargs or {}
             )
-            self.layouts.add((func._schema.name.split("::")[1], given["input_layout"]))
+            self.layouts.add((func._schema.name.split("::")[1], arguments["input_layout"]))
         returned = func(*args, **(kwargs or {}))
         if isinstance(returned, Tensor) and returned.dtype is torch.float64:
             self.double.add(str(func))
@@ -111,13 +111,13 @@ def vendor_calls(calls: Calls) -> dict[str, Any]:
         "causal and padded": inputs(causal=True, key_padding=torch.ones(3, 7, dtype=torch.bool)),
     }
     kernels = {kernel.name: kernel for kernel in (*npu_kernels(), *every_fusion_attention())}
-    found: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
     for name, kernel in kernels.items():
         for kind, made in kinds.items():
             with calls:
                 output = kernel.compute(to_device(made, "meta"), TorchArithmetic(), kernel.has_backward)
-            found[f"{name}, {kind}"] = described(output)
-    return found
+            outputs[f"{name}, {kind}"] = described(output)
+    return outputs
 
 
 def composed_calls() -> Calls:
@@ -146,27 +146,27 @@ def unregistered(names: set[str]) -> list[str]:
 
 def main() -> None:
     """Print what is asked for: `symbols` and `missing` need no stand-ins, `all` does."""
-    what, root = sys.argv[1], Path(sys.argv[2])
-    found: dict[str, Any] = {"missing": ascend(TorchNpu(root)).unavailable()}
-    if what == "symbols":
-        found["symbols"] = unresolved()
+    subject, root = sys.argv[1], Path(sys.argv[2])
+    answers: dict[str, Any] = {"missing": ascend(TorchNpu(root)).unavailable()}
+    if subject == "symbols":
+        answers["symbols"] = unresolved()
     case = next(case for case in SCRIPTED if case.name == "tied_maxima[k=2]")
     made = case.make(1, 0, 16, BF16)
-    found["others"] = CPU.run(CPU.kernel("flash@paper"), made, gradients=False).o.flatten()[:64].tolist()
-    if what == "all":
+    answers["others"] = CPU.run(CPU.kernel("flash@paper"), made, gradients=False).o.flatten()[:64].tolist()
+    if subject == "all":
         from torch_npu.op_plugin.meta import _meta_registrations  # type: ignore[import-not-found]
 
         # It asks a device for its model, to warn of one, before it tells shapes.
         _meta_registrations._npu_fusion_attention_warning_printed = True
         calls = Calls()
-        found["vendor"] = vendor_calls(calls)
-        found["layouts"] = sorted(calls.layouts)
-        found["documents"] = {name: getattr(torch.ops.npu, name).__doc__ for name in OPERATORS}
-        found["schemas"] = {name: str(getattr(torch.ops.npu, name).default._schema) for name in OPERATORS}
+        answers["vendor"] = vendor_calls(calls)
+        answers["layouts"] = sorted(calls.layouts)
+        answers["documents"] = {name: getattr(torch.ops.npu, name).__doc__ for name in OPERATORS}
+        answers["schemas"] = {name: str(getattr(torch.ops.npu, name).default._schema) for name in OPERATORS}
         composed = composed_calls()
-        found["operations"], found["float64"] = sorted(composed.names), sorted(composed.double)
-        found["unregistered"] = unregistered(composed.names)
-    print(json.dumps(found))
+        answers["operations"], answers["float64"] = sorted(composed.names), sorted(composed.double)
+        answers["unregistered"] = unregistered(composed.names)
+    print(json.dumps(answers))
 
 
 if __name__ == "__main__":

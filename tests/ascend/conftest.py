@@ -162,8 +162,8 @@ def _by_name(name: str, implementation: Callable[[Arguments], Any]) -> Callable[
 
     def called(*positional: Any, **named: Any) -> Any:
         defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-        given = {argument.name: value for argument, value in zip(arguments, positional, strict=False)}
-        return implementation(defaults | given | named)
+        keywords = {argument.name: value for argument, value in zip(arguments, positional, strict=False)}
+        return implementation(defaults | keywords | named)
 
     return called
 
@@ -176,8 +176,8 @@ for _schema, _implementation in zip(SCHEMAS, (_fusion, _fusion_grad, _prompt, _i
 
 def operators(name: str) -> Operator | None:
     """The stand-in's operator called `name`."""
-    found: Operator | None = getattr(getattr(torch.ops, NAMESPACE), name, None)
-    return found
+    operator: Operator | None = getattr(getattr(torch.ops, NAMESPACE), name, None)
+    return operator
 
 
 @dataclass

@@ -22,7 +22,7 @@ from tiebreak.backends.ascend.device import (
     driver_missing,
     driver_version,
     import_failure,
-    told,
+    remedies,
     worker_index,
 )
 from tiebreak.backends.backend import CPU
@@ -72,7 +72,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def asked(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, object]]:
+def backend_answers(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, object]]:
     """Asks the real backend, for which torch_npu is what the test says."""
     monkeypatch.setenv("HCCL_DETERMINISTIC", "")  # so that what the backend sets is taken back
     monkeypatch.delenv("HCCL_DETERMINISTIC")
@@ -98,28 +98,32 @@ def asked(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
 def answers(npu: TorchNpu) -> dict[str, object]:
     reason = ascend(npu).unavailable()
     assert ascend(npu).unavailable() == reason
-    found: dict[str, object] = {"reason": reason, "imported": "torch_npu" in sys.modules}
+    values: dict[str, object] = {"reason": reason, "imported": "torch_npu" in sys.modules}
     if reason is None:
         ascend(npu).set_up()
-        found |= {"facts": npu.facts(), "described": ascend(npu).describe(), "hccl": os.environ["HCCL_DETERMINISTIC"]}
-    return found
+        values |= {"facts": npu.facts(), "described": ascend(npu).describe(), "hccl": os.environ["HCCL_DETERMINISTIC"]}
+    return values
 
 
-def test_a_torch_npu_for_another_torch_is_named_without_importing_it(asked: Callable[..., dict[str, object]]) -> None:
-    found = asked("raise SystemExit('imported')", requires="torch==2.1.0")
-    assert found["reason"] == (
+def test_a_torch_npu_for_another_torch_is_named_without_importing_it(
+    backend_answers: Callable[..., dict[str, object]],
+) -> None:
+    values = backend_answers("raise SystemExit('imported')", requires="torch==2.1.0")
+    assert values["reason"] == (
         f"torch-npu 9.9 is built for torch==2.1.0, this is torch {torch.__version__}:"
         " install the one or the other (docs/ascend.md)"
     )
-    assert not found["imported"]
+    assert not values["imported"]
 
 
-def test_without_a_driver_torch_npu_is_left_alone(asked: Callable[..., dict[str, object]], root: Path) -> None:
+def test_without_a_driver_torch_npu_is_left_alone(
+    backend_answers: Callable[..., dict[str, object]], root: Path
+) -> None:
     (root / "dev/davinci_manager").unlink()
     (root / "usr/local/Ascend/driver/version.info").unlink()
-    found = asked("raise SystemExit('imported')")
-    assert str(found["reason"]).startswith("no Ascend driver: install it")
-    assert not found["imported"]
+    values = backend_answers("raise SystemExit('imported')")
+    assert str(values["reason"]).startswith("no Ascend driver: install it")
+    assert not values["imported"]
 
 
 @pytest.mark.parametrize(
@@ -142,42 +146,47 @@ def test_without_a_driver_torch_npu_is_left_alone(asked: Callable[..., dict[str,
     ],
     ids=["driver", "another build", "anything else", "no message"],
 )
-def test_a_failing_import_is_told_in_one_line(error: Exception, reason: str) -> None:
+def test_a_failing_import_is_one_line(error: Exception, reason: str) -> None:
     assert import_failure(error) == reason
 
 
-def test_a_library_of_cann_that_is_missing_is_named(asked: Callable[..., dict[str, object]]) -> None:
+def test_a_library_of_cann_that_is_missing_is_named(backend_answers: Callable[..., dict[str, object]]) -> None:
     text = "libhccl.so: cannot open shared object file: No such file or directory. Please check that cann is installed"
-    assert asked(f"raise ImportError({text!r})")["reason"] == (
+    assert backend_answers(f"raise ImportError({text!r})")["reason"] == (
         "CANN's library libhccl.so can't be found: install CANN and source its set_env.sh (docs/ascend.md)"
     )
 
 
 @pytest.mark.parametrize(
-    ("visible", "told_so"),
+    ("visible", "message"),
     [(None, "no NPU: torch-npu finds none"), ("7", "no NPU: ASCEND_RT_VISIBLE_DEVICES='7' leaves none")],
 )
-def test_no_npu_is_told(
-    asked: Callable[..., dict[str, object]], monkeypatch: pytest.MonkeyPatch, visible: str | None, told_so: str
+def test_no_npu_has_a_message(
+    backend_answers: Callable[..., dict[str, object]],
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str | None,
+    message: str,
 ) -> None:
     monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
     environment = {} if visible is None else {"ASCEND_RT_VISIBLE_DEVICES": visible}
-    assert str(asked(FAKE, NPUS="0", **environment)["reason"]).startswith(told_so)
+    assert str(backend_answers(FAKE, NPUS="0", **environment)["reason"]).startswith(message)
 
 
 def test_workers_are_spread_over_the_npus_and_the_versions_recorded(
-    asked: Callable[..., dict[str, object]], tmp_path: Path
+    backend_answers: Callable[..., dict[str, object]], tmp_path: Path
 ) -> None:
     record = {"x86_64-linux/ascend_toolkit_install.info": "package_name=toolkit\nversion=8.5.0\n"}
     home = str(write(tmp_path / "cann", record))
-    found = asked(FAKE, NPUS="2", PYTEST_XDIST_WORKER="gw3", ASCEND_HOME_PATH=home, HCCL_DETERMINISTIC="strict")
-    assert found["reason"] is None
-    assert found["hccl"] == "strict", "what the user has set stays"
-    facts = found["facts"]
+    values = backend_answers(
+        FAKE, NPUS="2", PYTEST_XDIST_WORKER="gw3", ASCEND_HOME_PATH=home, HCCL_DETERMINISTIC="strict"
+    )
+    assert values["reason"] is None
+    assert values["hccl"] == "strict", "what the user has set stays"
+    facts = values["facts"]
     assert isinstance(facts, dict)
     assert facts["npu"] == 1
     assert facts["hf32_allowed"] == "True"
-    assert found["described"] == {"soc": "Ascend910B1", "torch_npu": "9.9", "cann": "8.5.0", "driver": "24.1"}
+    assert values["described"] == {"soc": "Ascend910B1", "torch_npu": "9.9", "cann": "8.5.0", "driver": "24.1"}
 
 
 def test_the_package_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +246,7 @@ def test_an_error_with_a_remedy_becomes_a_line_with_it(backend: Ascend, raised: 
 
 
 def test_any_other_error_stays_as_it_is(backend: Ascend) -> None:
-    with pytest.raises(RuntimeError, match="shapes do not fit") as caught, told("npu"):
+    with pytest.raises(RuntimeError, match="shapes do not fit") as caught, remedies("npu"):
         raise RuntimeError("shapes do not fit")
     assert not isinstance(caught.value, DeviceError)
 
@@ -282,21 +291,21 @@ def test_composed_kernels_run_on_it_as_on_any_torch_device(backend: Ascend, kern
 
 
 def test_the_fingerprint_has_facts_probes_and_statistics(backend: Ascend) -> None:
-    found = backend.fingerprint()
+    values = backend.fingerprint()
     assert backend.describe() == {"soc": "none: torch on a CPU in an NPU's place"}
-    assert found["npu"] == 0.0
-    assert found["cast"] == "even"
-    assert found["fp32_matmul_keeps"] == 23.0
-    assert found["p_cast"] == "even"
-    assert float(found["softmax_max_error"]) < 1e-5
-    assert float(found["softmax_sum_error"]) < 1e-5
+    assert values["npu"] == 0.0
+    assert values["cast"] == "even"
+    assert values["fp32_matmul_keeps"] == 23.0
+    assert values["p_cast"] == "even"
+    assert float(values["softmax_max_error"]) < 1e-5
+    assert float(values["softmax_sum_error"]) < 1e-5
 
 
 def test_a_probe_that_a_device_cannot_run_costs_its_own_answer_alone(backend: Ascend) -> None:
     without = ascend(replace(backend.npu, operators=lambda name: None))  # type: ignore[type-var]
-    found = without.fingerprint()
-    assert str(found["probe 3 failed"]).startswith("NotImplementedError: this torch-npu has no npu_fusion_attention")
-    assert found["cast"] == "even"
+    values = without.fingerprint()
+    assert str(values["probe 3 failed"]).startswith("NotImplementedError: this torch-npu has no npu_fusion_attention")
+    assert values["cast"] == "even"
 
 
 @pytest.mark.parametrize("changed", [{"name": "ascend"}, {"device": "npu"}])

@@ -38,12 +38,12 @@ def install(folder: Path) -> str | None:
     tools = [tool for tool in ("cc", "nm") if shutil.which(tool) is None]
     if tools:
         return f"no {' and no '.join(tools)} to make stand-ins for CANN's libraries with"
-    wanted = [[f"torch-npu=={VERSION}"]]
+    packages = [[f"torch-npu=={VERSION}"]]
     if torch.version.cuda is not None or torch.version.hip is not None:  # torch-npu refuses such a build
-        wanted.append([f"torch=={VERSION}+cpu", "--index-url", "https://download.pytorch.org/whl/cpu"])
+        packages.append([f"torch=={VERSION}+cpu", "--index-url", "https://download.pytorch.org/whl/cpu"])
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--only-binary", ":all:"]
     patience = ["--retries", "0", "--timeout", "20"]
-    for package in wanted:
+    for package in packages:
         command = [*pip, *patience, "--target", str(folder), *package]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -61,12 +61,12 @@ def compile_stand_ins(symbols: list[str], folder: Path) -> None:
         (folder / f"{name}.so").symlink_to(library)
 
 
-def ask(what: str, site: Path, cann: Path, root: Path) -> dict[str, Any]:
+def ask(subject: str, site: Path, cann: Path, root: Path) -> dict[str, Any]:
     """Run our side against the package in a process of its own."""
     changed = {"PYTHONPATH": str(site), "LD_LIBRARY_PATH": str(cann), "OMP_NUM_THREADS": "1"}
     # As on a user's machine: the suite itself has to keep torch from loading the package.
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
-    command = [sys.executable, str(_OURS), what, str(root)]
+    command = [sys.executable, str(_OURS), subject, str(root)]
     done = subprocess.run(command, env=environment | changed, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(_last(done.stdout))
@@ -93,12 +93,12 @@ def _answers(site: Path, cann: Path, root: Path) -> dict[str, Any]:
     half.mkdir()
     for name in OF_CANN[:3]:
         (half / f"{name}.so").symlink_to(cann / "stand_in.so")
-    asked = {"half": ask("missing", site, half, root), "all": ask("all", site, cann, root)}
-    return {"symbols": symbols, "none": without} | asked
+    by_stand_ins = {"half": ask("missing", site, half, root), "all": ask("all", site, cann, root)}
+    return {"symbols": symbols, "none": without} | by_stand_ins
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[str, Any]:
+def answers(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[str, Any]:
     """What the real package answers; asked once, whatever the number of workers."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder if worker_id == "master" else folder.parent) / "torch_npu"
@@ -113,32 +113,34 @@ def found(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[str,
     return read
 
 
-def test_the_stand_ins_stand_in_for_cann_alone(found: dict[str, Any]) -> None:
-    assert 50 < len(found["symbols"]) < 200
-    assert {"aclInit", "aclrtGetDeviceCount", "aclrtMalloc"} <= set(found["symbols"])
-    assert all(symbol.startswith(("acl", "Msprof", "rt")) for symbol in found["symbols"])
+def test_the_stand_ins_stand_in_for_cann_alone(answers: dict[str, Any]) -> None:
+    assert 50 < len(answers["symbols"]) < 200
+    assert {"aclInit", "aclrtGetDeviceCount", "aclrtMalloc"} <= set(answers["symbols"])
+    assert all(symbol.startswith(("acl", "Msprof", "rt")) for symbol in answers["symbols"])
 
 
-@pytest.mark.parametrize(("there", "library"), [("none", "libhccl.so"), ("half", "libge_runner.so")])
-def test_a_missing_library_of_cann_is_named(found: dict[str, Any], there: str, library: str) -> None:
-    assert found[there]["missing"] == (
+@pytest.mark.parametrize(("stage", "library"), [("none", "libhccl.so"), ("half", "libge_runner.so")])
+def test_a_missing_library_of_cann_is_named(answers: dict[str, Any], stage: str, library: str) -> None:
+    assert answers[stage]["missing"] == (
         f"CANN's library {library} can't be found: install CANN and source its set_env.sh (docs/ascend.md)"
     )
 
 
-def test_with_stand_ins_there_is_still_no_npu(found: dict[str, Any]) -> None:
-    assert found["all"]["missing"].startswith("no NPU: torch-npu finds none")
+def test_with_stand_ins_there_is_still_no_npu(answers: dict[str, Any]) -> None:
+    assert answers["all"]["missing"].startswith("no NPU: torch-npu finds none")
 
 
-@pytest.mark.parametrize("there", ["none", "half", "all"])
-def test_other_backends_compute_what_they_do_without_torch_npu(found: dict[str, Any], there: str) -> None:
+@pytest.mark.parametrize("stage", ["none", "half", "all"])
+def test_other_backends_compute_what_they_do_without_torch_npu(answers: dict[str, Any], stage: str) -> None:
     made = next(case for case in SCRIPTED if case.name == "tied_maxima[k=2]").make(1, 0, 16, BF16)
-    assert found[there]["others"] == CPU.run(CPU.kernel("flash@paper"), made, gradients=False).o.flatten()[:64].tolist()
+    assert (
+        answers[stage]["others"] == CPU.run(CPU.kernel("flash@paper"), made, gradients=False).o.flatten()[:64].tolist()
+    )
 
 
-def test_the_stand_in_has_the_real_schemas(found: dict[str, Any], schemas: tuple[str, ...]) -> None:
+def test_the_stand_in_has_the_real_schemas(answers: dict[str, Any], schemas: tuple[str, ...]) -> None:
     ours = [schema.split("::", 1)[1] for schema in schemas]
-    assert ours == [schema.split("::", 1)[1] for schema in found["all"]["schemas"].values()]
+    assert ours == [schema.split("::", 1)[1] for schema in answers["all"]["schemas"].values()]
 
 
 def expected(name: str) -> dict[str, Any]:
@@ -156,17 +158,17 @@ def expected(name: str) -> dict[str, Any]:
     "name", list(dict.fromkeys(kernel.name for kernel in (*npu_kernels(), *every_fusion_attention())))
 )
 def test_every_call_binds_and_returns_what_the_package_s_meta_registrations_say(
-    found: dict[str, Any], name: str, masked: str
+    answers: dict[str, Any], name: str, masked: str
 ) -> None:
-    assert found["all"]["vendor"][f"{name}, {masked}"] == expected(name)
+    assert answers["all"]["vendor"][f"{name}, {masked}"] == expected(name)
 
 
-def test_every_layout_is_one_that_the_package_s_documents_name(found: dict[str, Any]) -> None:
-    layouts = [(operator, layout) for operator, layout in found["all"]["layouts"]]
+def test_every_layout_is_one_that_the_package_s_documents_name(answers: dict[str, Any]) -> None:
+    layouts = [(operator, layout) for operator, layout in answers["all"]["layouts"]]
     assert {layout for operator, layout in layouts if operator == "npu_fusion_attention"} == set(LAYOUTS)
     for operator, layout in layouts:
         # The backward operator has no document of its own.
-        text = found["all"]["documents"][operator.removesuffix("_grad")]
+        text = answers["all"]["documents"][operator.removesuffix("_grad")]
         line = next(line for line in text.splitlines() if line.startswith("input_layout: "))
         names = "".join(letter if letter.isascii() and letter.isalpha() else " " for letter in line).split()
         if operator == "npu_fused_infer_attention_score":  # names them in the lines for each product that follow
@@ -174,11 +176,11 @@ def test_every_layout_is_one_that_the_package_s_documents_name(found: dict[str, 
         assert layout in names, f"{operator} takes {names}"
 
 
-def test_every_operation_of_the_composed_kernels_is_there_on_an_npu(found: dict[str, Any]) -> None:
-    assert {"aten.bmm.default", "aten.exp.default", "aten.amax.default"} <= set(found["all"]["operations"])
+def test_every_operation_of_the_composed_kernels_is_there_on_an_npu(answers: dict[str, Any]) -> None:
+    assert {"aten.bmm.default", "aten.exp.default", "aten.amax.default"} <= set(answers["all"]["operations"])
     # An operation of the CPU alone, so that the question is seen to be one.
-    assert found["all"]["unregistered"] == ["aten::_scaled_dot_product_flash_attention_for_cpu"]
+    assert answers["all"]["unregistered"] == ["aten::_scaled_dot_product_flash_attention_for_cpu"]
 
 
-def test_no_composed_kernel_asks_for_float64(found: dict[str, Any]) -> None:
-    assert found["all"]["float64"] == []
+def test_no_composed_kernel_asks_for_float64(answers: dict[str, Any]) -> None:
+    assert answers["all"]["float64"] == []

@@ -124,9 +124,9 @@ def test_the_backward_operator_returns_gradients(backend: Ascend, kernel: str, n
     gradients = backend.run(backend.kernel(kernel), inputs, gradients=True).gradients
     assert gradients is not None
     exact = reference_gradients(inputs, reference(inputs))
-    for found, expected in zip((gradients.dq, gradients.dk, gradients.dv), exact, strict=True):
-        assert found.shape == expected.shape
-        assert (found.double() - expected).norm() < 0.02 * expected.norm()
+    for gradient, expected in zip((gradients.dq, gradients.dk, gradients.dv), exact, strict=True):
+        assert gradient.shape == expected.shape
+        assert (gradient.double() - expected).norm() < 0.02 * expected.norm()
 
 
 def test_inference_operators_have_no_backward() -> None:
@@ -206,8 +206,8 @@ def test_inference_operators_refuse_fp32_and_training_takes_it(backend: Ascend) 
 @pytest.mark.parametrize("fmt", [BF16, FP16, FP32], ids=lambda fmt: fmt.name)
 def test_the_inputs_are_left_as_they_were(backend: Ascend, fmt: Format) -> None:
     inputs = drawn("random", fmt)
-    kept = tuple(tensor.clone() for tensor in (inputs.q, inputs.k, inputs.v, inputs.do))
+    copies = tuple(tensor.clone() for tensor in (inputs.q, inputs.k, inputs.v, inputs.do))
     output = backend.run(backend.kernel("npu_fusion_bnsd_p0"), inputs, gradients=True)
     assert output.o.dtype is {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32}[fmt]
-    for now, before in zip((inputs.q, inputs.k, inputs.v, inputs.do), kept, strict=True):
+    for now, before in zip((inputs.q, inputs.k, inputs.v, inputs.do), copies, strict=True):
         assert torch.equal(now, before)

@@ -87,21 +87,21 @@ def test_the_emulation_answers_as_it_is_made() -> None:
 
 
 def test_this_cpu_keeps_fp32_operands_and_sums() -> None:
-    found = arithmetic_probes(CPU.arithmetic, CPU.device)
-    assert found["fp32_matmul_keeps"] == 23.0
-    assert found["matmul_accumulator_keeps"] in {23.0, 24.0}  # with or without a guard bit
-    assert 0.5 <= float(found["exp_max_ulps"]) < 2.0
+    answers = arithmetic_probes(CPU.arithmetic, CPU.device)
+    assert answers["fp32_matmul_keeps"] == 23.0
+    assert answers["matmul_accumulator_keeps"] in {23.0, 24.0}  # with or without a guard bit
+    assert 0.5 <= float(answers["exp_max_ulps"]) < 2.0
 
 
-def test_operands_cut_to_hf32_are_told() -> None:
+def test_operands_cut_to_hf32_are_reported() -> None:
     assert arithmetic_probes(Summing(operands=HF32), "cpu")["fp32_matmul_keeps"] == 11.0
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_order_of_a_sum_and_its_width_are_told(order: str) -> None:
-    found = arithmetic_probes(InOrder(ORDERS[order]), "cpu")
-    assert found["matmul_order"] == order
-    assert found["matmul_accumulator_keeps"] == 23.0
+def test_the_order_of_a_sum_and_its_width_are_reported(order: str) -> None:
+    answers = arithmetic_probes(InOrder(ORDERS[order]), "cpu")
+    assert answers["matmul_order"] == order
+    assert answers["matmul_accumulator_keeps"] == 23.0
 
 
 class InFours(Summing):
@@ -118,17 +118,17 @@ class InFours(Summing):
         return self.cast(total, cast)
 
 
-def test_any_other_order_is_told_by_its_partial_sums() -> None:
+def test_any_other_order_is_reported_by_its_partial_sums() -> None:
     # Terms 1 to 3 meet term 0 in an exact sum; from then on whole groups of four join.
     assert subtree_sizes(InFours(), "cpu") == (2, 2, 2, *(size for size in range(8, 33, 4) for _ in range(4)))
     assert order_name((2, 2, 5)) == "partial sums of 2 2 5"
 
 
-def test_flushed_subnormals_and_a_rough_exponential_are_told() -> None:
-    found = arithmetic_probes(Flushing(), "cpu")
-    assert found["cast_subnormals"] == "flushed"
-    assert found["exp_subnormals"] == "flushed"
-    assert 2.0 <= float(found["exp_max_ulps"]) <= 4.5
+def test_flushed_subnormals_and_a_rough_exponential_are_reported() -> None:
+    answers = arithmetic_probes(Flushing(), "cpu")
+    assert answers["cast_subnormals"] == "flushed"
+    assert answers["exp_subnormals"] == "flushed"
+    assert 2.0 <= float(answers["exp_max_ulps"]) <= 4.5
 
 
 def output(plan: RoundingPlan, inputs: AttentionInputs, arithmetic: Arithmetic = EMULATION.arithmetic) -> Tensor:
@@ -137,17 +137,19 @@ def output(plan: RoundingPlan, inputs: AttentionInputs, arithmetic: Arithmetic =
 
 @pytest.mark.parametrize("rounded", [False, True], ids=["l unrounded", "l rounded"])
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
-def test_the_cast_of_p_is_told_by_the_output_alone(mode: Rounding, rounded: bool) -> None:
+def test_the_cast_of_p_shows_in_the_output_alone(mode: Rounding, rounded: bool) -> None:
     plan = replace(FUSED, name="p", p_bar=Cast(BF16, mode), row_sum_of=SumOf.ROUNDED if rounded else SumOf.UNROUNDED)
     assert p_cast(lambda inputs: output(plan, inputs)) == mode.value
 
 
-@pytest.mark.parametrize(("mode", "told"), [(Rounding.TIES_AWAY, "even"), (Rounding.TOWARD_ZERO, "none known")])
-def test_the_cast_of_o_is_not_taken_for_that_of_p(mode: Rounding, told: str) -> None:
-    assert p_cast(lambda inputs: output(replace(FUSED, name="o", o=Cast(BF16, mode)), inputs)) == told
+@pytest.mark.parametrize(
+    ("mode", "expected_cast"), [(Rounding.TIES_AWAY, "even"), (Rounding.TOWARD_ZERO, "none known")]
+)
+def test_the_cast_of_o_is_not_taken_for_that_of_p(mode: Rounding, expected_cast: str) -> None:
+    assert p_cast(lambda inputs: output(replace(FUSED, name="o", o=Cast(BF16, mode)), inputs)) == expected_cast
 
 
-def test_an_exponential_that_misses_the_ties_is_told() -> None:
+def test_an_exponential_that_misses_the_ties_is_reported() -> None:
     assert p_cast(lambda inputs: output(FUSED, inputs, Flushing())) == "away", "all of them lie above the tie"
     assert p_cast(lambda inputs: reference(inputs).o.float()) == "not seen"
 

@@ -5,8 +5,8 @@ import pytest
 from tiebreak.programs.audit.assembly import Instruction, parse
 
 
-def opcodes(found: list[Instruction]) -> list[str]:
-    return [one.opcode for one in found]
+def opcodes(instructions: list[Instruction]) -> list[str]:
+    return [instruction.opcode for instruction in instructions]
 
 
 def test_ptx_without_guards_braces_comments_labels_and_directives() -> None:
@@ -26,9 +26,9 @@ $L__BB0_1:                              // %loop
 	ret;
 }
 """
-    found = parse(text, "ptx")
-    assert opcodes(found) == ["ld.param.b64", "mul.f32", "add.f32", "sub.f32", "ret"]
-    assert found[1].operands == ("%r2", "%r1", "0f3F800000")
+    instructions = parse(text, "ptx")
+    assert opcodes(instructions) == ["ld.param.b64", "mul.f32", "add.f32", "sub.f32", "ret"]
+    assert instructions[1].operands == ("%r2", "%r1", "0f3F800000")
 
 
 def test_amdgcn_without_encodings_comments_and_labels() -> None:
@@ -39,9 +39,9 @@ def test_amdgcn_without_encodings_comments_and_labels() -> None:
 	v_fma_f32 v4, -v1, |v2|, s[2:3]
 	.amdhsa_float_round_mode_32 0
 """
-    found = parse(text, "amdgcn")
-    assert opcodes(found) == ["v_exp_f32", "v_and_b32", "v_fma_f32"]
-    assert found[2].sources == (0, 1)
+    instructions = parse(text, "amdgcn")
+    assert opcodes(instructions) == ["v_exp_f32", "v_and_b32", "v_fma_f32"]
+    assert instructions[2].sources == (0, 1)
 
 
 def test_a_value_comes_from_the_last_write_above() -> None:
@@ -57,10 +57,12 @@ def test_ranges_and_lists_of_registers_are_written_and_read_one_by_one() -> None
 
 
 def test_registers_with_a_common_start_are_told_apart() -> None:
-    found = parse("mov.b32 %r1, 5;\nmov.b32 %r12, 6;\nadd.s32 %r3, %r12, %r0;", "ptx")
-    assert found[2].sources == (1,)
-    found = parse("v_mov_b32_e32 v1, 5\nv_mov_b32_e32 v12, 6\nv_mov_b32_e32 s1, 6\nv_exp_f32_e32 v3, v1", "amdgcn")
-    assert found[3].sources == (0,)
+    instructions = parse("mov.b32 %r1, 5;\nmov.b32 %r12, 6;\nadd.s32 %r3, %r12, %r0;", "ptx")
+    assert instructions[2].sources == (1,)
+    instructions = parse(
+        "v_mov_b32_e32 v1, 5\nv_mov_b32_e32 v12, 6\nv_mov_b32_e32 s1, 6\nv_exp_f32_e32 v3, v1", "amdgcn"
+    )
+    assert instructions[3].sources == (0,)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_places_of_ptx_have_the_chain_of_calls() -> None:
 	.loc	3 3 1, function_name $L__info_string1, inlined_at 2 14 9 // deep.py:3:1
 	sub.f32 	%r3, %r2, %r1;
 """
-    places = [one.place for one in parse(text, "ptx")]
+    places = [instruction.place for instruction in parse(text, "ptx")]
     assert places == [((40, 5),), ((41, 7), (14, 9)), ((41, 7), (14, 9), (3, 1))]
 
 
@@ -95,11 +97,11 @@ def test_places_of_amdgcn_have_the_chain_of_calls() -> None:
 	.loc	3 3 1                           ; deep.py:3:1 @[ helper.py:14:9 @[ kernel.py:41:7 ] ]
 	v_mul_f32 v1, v0, v0
 """
-    assert [one.place for one in parse(text, "amdgcn")] == [((40, 5),), ((41, 7), (14, 9), (3, 1))]
+    assert [instruction.place for instruction in parse(text, "amdgcn")] == [((40, 5),), ((41, 7), (14, 9), (3, 1))]
 
 
 @pytest.mark.parametrize("dialect", ["ptx", "amdgcn"])
 def test_what_the_compiler_added_belongs_to_what_it_was_added_to(dialect: str) -> None:
     sign = {"ptx": "//", "amdgcn": ";"}[dialect]
     text = f".loc 1 40 5 {sign} k.py:40:5\nmul.f32 %r1, %r0, %r0\n.loc 1 0 5 {sign} k.py:0:5\nadd.f32 %r1, %r0, %r0"
-    assert [one.place for one in parse(text, dialect)] == [((40, 5),), ((40, 5),)]
+    assert [instruction.place for instruction in parse(text, dialect)] == [((40, 5),), ((40, 5),)]

@@ -108,11 +108,11 @@ def test_a_target_that_is_not_expected_falls(expectation: Path, capsys: pytest.C
     assert "changed sm_121 flash/forward: expected, but not compiled" in capsys.readouterr().out
 
 
-def test_what_was_not_asked_for_is_counted(expectation: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_not_selected_is_counted(expectation: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--targets", "sm_90", "--kernels", "fp8*", "--expect", str(expectation)]) == 0
     out = capsys.readouterr().out
     assert f"audit held: 1 kernel compared with {expectation}, 0 skipped, 0 differences" in out
-    assert f"note    9 kernels of {expectation} were not asked for" in out
+    assert f"note    9 kernels of {expectation} were not selected" in out
 
 
 def test_another_compiler_is_named(
@@ -124,7 +124,7 @@ def test_another_compiler_is_named(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--targets", "sm_75"], "--targets: unknown target 'sm_75': did you mean sm_80 or "),
         (["--kernels", "flush"], "--kernels: unknown kernel 'flush': did you mean flash/forward?"),
@@ -132,10 +132,10 @@ def test_another_compiler_is_named(
     ],
 )
 @pytest.mark.usefixtures("compiler")
-def test_bad_usage_is_refused(arguments: list[str], said: str) -> None:
+def test_bad_usage_is_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(UsageError) as refused:
         command.main(arguments)
-    assert str(refused.value).startswith(said)
+    assert str(refused.value).startswith(message)
 
 
 def test_what_was_audited_is_kept_and_shown_again_as_it_was(

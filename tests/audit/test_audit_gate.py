@@ -23,7 +23,7 @@ EXPECTED = Path(__file__).parents[2] / "reports" / "baselines" / "audit.json"
 # maker is the instructions, which a few kernels show.
 MAKERS = (("gfx942", "gfx950", "gfx950"), ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"))
 IN_TURN = {
-    name: [one.name for number, one in enumerate(sources()) if names[number % len(names)] == name]
+    name: [compilation.name for number, compilation in enumerate(sources()) if names[number % len(names)] == name]
     for names in MAKERS
     for name in dict.fromkeys(names)
 }
@@ -32,10 +32,12 @@ IN_TURN = {
 @pytest.mark.parametrize("target", IN_TURN)
 def test_what_rounds_is_as_expected(target: str) -> None:
     expected = read(EXPECTED)
-    found = list(audited([TARGETS[target]], [one for one in sources() if one.name in IN_TURN[target]]))
-    assert sum(audit.skipped is None for audit in found) > 1
+    audits = list(
+        audited([TARGETS[target]], [compilation for compilation in sources() if compilation.name in IN_TURN[target]])
+    )
+    assert sum(audit.skipped is None for audit in audits) > 1
     of_them = [audit for audit in expected.audits if audit.target == target and audit.kernel in IN_TURN[target]]
-    assert differences(of_them, found) == [], f"expected of triton {expected.triton}, this is {compiler()}"
+    assert differences(of_them, audits) == [], f"expected of triton {expected.triton}, this is {compiler()}"
 
 
 def test_each_makers_compiler_has_every_kernel_and_every_gpu_some() -> None:
@@ -43,13 +45,13 @@ def test_each_makers_compiler_has_every_kernel_and_every_gpu_some() -> None:
     for names in MAKERS:
         assert len({TARGETS[name].backend for name in names}) == 1
         assert sorted(kernel for name in set(names) for kernel in IN_TURN[name]) == sorted(
-            one.name for one in sources()
+            compilation.name for compilation in sources()
         )
 
 
 def test_the_expectation_knows_the_same_targets_and_kernels() -> None:
     expected = read(EXPECTED)
     assert {(audit.target, audit.kernel) for audit in expected.audits} == {
-        (target, one.name) for target in TARGETS for one in sources()
+        (target, compilation.name) for target in TARGETS for compilation in sources()
     }
     assert expected.cards == {name: target.cards for name, target in TARGETS.items()}

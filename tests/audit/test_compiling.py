@@ -27,34 +27,34 @@ CASTS = {"sm_90": {"cvt.rn.bf16x2.f32", "cvt.rn.bf16.f32"}, "gfx942": {"v_add3_u
 
 def source(name: str, **changes: Cast) -> Compilation:
     """A kernel of the roster in small blocks, with other casts."""
-    one = next(one for one in sources() if one.name == name)
-    config = one.constexprs["C"]
+    compilation = next(compilation for compilation in sources() if compilation.name == name)
+    config = compilation.constexprs["C"]
     assert isinstance(config, Config)
     plan: RoundingPlan = replace(config.plan, **changes)  # type: ignore[arg-type]
-    signature = dict(one.signature)
+    signature = dict(compilation.signature)
     if "o" in changes:
         signature["O"] = {"bf16": "*bf16", "fp32": "*fp32"}[changes["o"].fmt.name]
-    return replace(one, signature=signature, constexprs={"C": replace(config, plan=plan, block=Block(64, 32))})
+    return replace(compilation, signature=signature, constexprs={"C": replace(config, plan=plan, block=Block(64, 32))})
 
 
-def audit(target: str, one: Compilation) -> Audit:
-    return read(target, one.name, compile_for(TARGETS[target], one), TARGETS[target].assembly)
+def audit(target: str, compilation: Compilation) -> Audit:
+    return read(target, compilation.name, compile_for(TARGETS[target], compilation), TARGETS[target].assembly)
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 @pytest.mark.parametrize(("p_bar", "o"), [(BF16, BF16), (BF16, FP32), (FP32, BF16)])
 def test_with_one_cast_alone_it_is_found_in_its_place(target: str, p_bar: Format, o: Format) -> None:
-    found = audit(target, source("triton_flash/forward", p_bar=Cast(p_bar), o=Cast(o)))
-    for fmt, casts in ((p_bar, found.operand_casts), (o, found.output_casts)):
+    report = audit(target, source("triton_flash/forward", p_bar=Cast(p_bar), o=Cast(o)))
+    for fmt, casts in ((p_bar, report.operand_casts), (o, report.output_casts)):
         assert bool(casts) == (fmt == BF16)
         assert CASTS[target].issuperset(casts)
 
 
 def test_contraction_is_what_the_source_says() -> None:
-    one = source("triton_flash/query_gradient")
-    assert not one.enable_fp_fusion
-    assert audit("sm_90", one).contraction == ()
-    assert audit("sm_90", replace(one, enable_fp_fusion=True)).contraction == ("left to ptxas",)
+    compilation = source("triton_flash/query_gradient")
+    assert not compilation.enable_fp_fusion
+    assert audit("sm_90", compilation).contraction == ()
+    assert audit("sm_90", replace(compilation, enable_fp_fusion=True)).contraction == ("left to ptxas",)
 
 
 @pytest.mark.parametrize(
@@ -67,18 +67,18 @@ def test_contraction_is_what_the_source_says() -> None:
     ],
 )
 def test_the_environment_changes_nothing(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = source("triton_flash/query_gradient")
-    before = compile_for(TARGETS["sm_90"], one)
+    compilation = source("triton_flash/query_gradient")
+    before = compile_for(TARGETS["sm_90"], compilation)
     monkeypatch.setenv(name, value)
-    assert compile_for(TARGETS["sm_90"], one) == before
+    assert compile_for(TARGETS["sm_90"], compilation) == before
 
 
 def test_the_environment_does_not_forbid_the_contraction_that_the_source_asks_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRITON_FORCE_DISABLE_FP_FUSION", "1")
-    one = replace(source("triton_flash/query_gradient"), enable_fp_fusion=True)
-    assert audit("sm_90", one).contraction == ("left to ptxas",)
+    compilation = replace(source("triton_flash/query_gradient"), enable_fp_fusion=True)
+    assert audit("sm_90", compilation).contraction == ("left to ptxas",)
 
 
 def test_what_is_pinned_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,9 +93,9 @@ def test_what_is_pinned_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_ties_that_go_away_are_rounded_by_integers(target: str) -> None:
     away = Cast(BF16, Rounding.TIES_AWAY)
-    found = audit(target, source("triton_flash/forward", p_bar=away))
-    assert [cast.partition(";")[0] for cast in found.operand_casts] == ["integer add, cut to bf16"]
-    assert not any("integer add" in cast for cast in found.output_casts)
+    report = audit(target, source("triton_flash/forward", p_bar=away))
+    assert [cast.partition(";")[0] for cast in report.operand_casts] == ["integer add, cut to bf16"]
+    assert not any("integer add" in cast for cast in report.output_casts)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_compiler_that_tells_too_little_is_refused(version: str, old: bool, mo
     monkeypatch.setattr(compiling, "installed", lambda: version)
     assert (compiling.unavailable() is not None) == old
     if old:
-        assert f"triton {version} does not say" in str(compiling.unavailable())
+        assert f"triton {version} does not record" in str(compiling.unavailable())
 
 
 def test_an_assembler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,9 +138,9 @@ def test_an_assembler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_kind_of_rounding_is_audited_once() -> None:
-    names = [one.name for one in sources()]
+    names = [compilation.name for compilation in sources()]
     assert len(names) == len(set(names))
-    configs = [(one.name, one.constexprs["C"]) for one in sources()]
+    configs = [(compilation.name, compilation.constexprs["C"]) for compilation in sources()]
     rules = {config.shift for _, config in configs if isinstance(config, Config)}
     plans = {config.plan.name for _, config in configs if isinstance(config, Config)}
     assert len(rules) > 2

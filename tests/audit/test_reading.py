@@ -125,11 +125,11 @@ def test_amdgcn_without_a_cast_instruction_as_a_whole() -> None:
 
 
 def test_amdgcn_with_a_cast_instruction() -> None:
-    found = audit(CDNA4, "cdna4")
-    assert found.products == ("mfma k16 bf16*bf16 -> f32",)
-    assert found.operand_casts == found.output_casts == ("v_cvt_pk_bf16_f32",)
-    assert found.division == ("v_rcp_f32",)
-    assert (found.fused, found.separate) == (0, 2)  # packed ones count once; those of the output do not
+    report = audit(CDNA4, "cdna4")
+    assert report.products == ("mfma k16 bf16*bf16 -> f32",)
+    assert report.operand_casts == report.output_casts == ("v_cvt_pk_bf16_f32",)
+    assert report.division == ("v_rcp_f32",)
+    assert (report.fused, report.separate) == (0, 2)  # packed ones count once; those of the output do not
 
 
 @pytest.mark.parametrize(
@@ -283,9 +283,9 @@ def test_an_output_above_the_last_product_in_the_text_is_still_one(kernel: str) 
     after = text.index(product) + len(product)
     matrix = text[after : text.index("\n", after) + 1]
     moved = text[: after - len(product)] + text[after + len(matrix) :] + product + matrix
-    before, found = audit(text, kernel), audit(moved, kernel)
-    assert found.output_casts == before.output_casts
-    assert found.operand_casts == before.operand_casts
+    before, report = audit(text, kernel), audit(moved, kernel)
+    assert report.output_casts == before.output_casts
+    assert report.operand_casts == before.operand_casts
 
 
 def test_an_operand_cast_that_is_folded_into_its_product_is_none_of_the_output() -> None:
@@ -294,8 +294,8 @@ def test_an_operand_cast_that_is_folded_into_its_product_is_none_of_the_output()
         "	.loc	1 25 1                          // k.py:25:1\n", "	.loc	1 30 1 // k.py:30:1\n"
     )
     text = text.replace(O_CAST, O_CAST.replace(".rn", ".rz"))
-    found = audit(text, "ptx")
-    assert (found.operand_casts, found.output_casts) == (("cvt.rn.bf16x2.f32",), ("cvt.rz.bf16x2.f32",))
+    report = audit(text, "ptx")
+    assert (report.operand_casts, report.output_casts) == (("cvt.rn.bf16x2.f32",), ("cvt.rz.bf16x2.f32",))
 
 
 def test_an_operand_cast_on_the_line_of_its_product_is_none_of_the_output() -> None:
@@ -309,36 +309,36 @@ def test_an_operand_cast_on_the_line_of_its_product_is_none_of_the_output() -> N
 def test_the_insides_of_a_division_or_a_logarithm_are_no_contraction(kernel: str) -> None:
     """Where there is no product, as in standard attention's softmax, they are not below one."""
     text = KERNELS[kernel].replace("lg2.approx.ftz.f32 	%r21, %r15", "fma.rn.ftz.f32 	%r21, %r15, %r15, %r15")
-    found = audit("\n".join(line for line in text.splitlines() if "mma" not in line and "mfma" not in line), kernel)
-    assert (found.contraction, found.fused) == ((), 0)
+    report = audit("\n".join(line for line in text.splitlines() if "mma" not in line and "mfma" not in line), kernel)
+    assert (report.contraction, report.fused) == ((), 0)
 
 
 def test_a_number_that_is_loaded_far_from_its_use_is_found() -> None:
     """Above the loop, and the register serves for something else in between, further up in the text."""
     text = CDNA3.replace("	s_movk_i32 s3, 0x7fff\n", "	s_and_b64 s[2:3], s[0:1], s[4:5]\n")
-    found = audit("	s_movk_i32 s3, 0x7fff\n" + text, "cdna3")
-    assert found.operand_casts == found.output_casts == (TO_EVEN,)
+    report = audit("	s_movk_i32 s3, 0x7fff\n" + text, "cdna3")
+    assert report.operand_casts == report.output_casts == (TO_EVEN,)
 
 
 def test_of_two_numbers_in_one_register_the_nearest_counts() -> None:
     text = CDNA3.replace("	s_movk_i32 s3, 0x7fff\n", "	s_mov_b32 s3, 0x7ffff\n", 1)
     text = text.replace("	v_bfe_u32 v54", "	s_movk_i32 s3, 0x7fff\n	v_bfe_u32 v54")
-    found = audit(text, "cdna3")
-    assert (found.operand_casts, found.output_casts) == (("v_add3_u32 0x7ffff + last bit",), (TO_EVEN,))
+    report = audit(text, "cdna3")
+    assert (report.operand_casts, report.output_casts) == (("v_add3_u32 0x7ffff + last bit",), (TO_EVEN,))
 
 
 def test_a_register_that_holds_a_variable_is_no_number() -> None:
     """Vector registers serve for one and the other."""
     text = CDNA4.replace("	.amdhsa_float_round", "	v_mov_b32_e32 v90, 0x7fff\n	.amdhsa_float_round", 1)
-    found = audit("	v_lshlrev_b32_e32 v90, 2, v91\n	v_add3_u32 v92, v91, v93, v90\n" + text, "cdna4")
-    assert found.operand_casts == ("v_cvt_pk_bf16_f32",)
+    report = audit("	v_lshlrev_b32_e32 v90, 2, v91\n	v_add3_u32 v92, v91, v93, v90\n" + text, "cdna4")
+    assert report.operand_casts == ("v_cvt_pk_bf16_f32",)
 
 
 def test_a_number_that_was_rounded_is_not_cut_again() -> None:
     """Back in fp32 after a cast, as where a plan rounds at every step."""
     more = "	v_and_b32_e32 v61, 0xffff0000, v52\n	v_lshrrev_b32_e32 v62, 16, v52\n	.amdhsa_float_round"
-    found = audit(CDNA4.replace("	.amdhsa_float_round", more), "cdna4")
-    assert found.output_casts == ("v_cvt_pk_bf16_f32",)
+    report = audit(CDNA4.replace("	.amdhsa_float_round", more), "cdna4")
+    assert report.output_casts == ("v_cvt_pk_bf16_f32",)
     more = "	v_and_b32_e32 v61, 0xffff0000, v55\n	.amdhsa_float_round"
     text = CDNA3.replace("v_add3_u32 v54, v52, v54, s3", "v_add3_u32 v55, v52, v54, s3")
     text = text.replace("v_lshrrev_b32_e32 v54, 16, v54", "v_lshrrev_b32_e32 v54, 16, v55")
@@ -347,8 +347,8 @@ def test_a_number_that_was_rounded_is_not_cut_again() -> None:
 
 def test_without_a_product_every_cast_is_one_of_the_output() -> None:
     text = "\n".join(line for line in PTX.splitlines() if "mma.sync" not in line)
-    found = audit(text, "ptx")
-    assert (found.products, found.operand_casts, found.output_casts) == ((), (), ("cvt.rn.bf16x2.f32",))
+    report = audit(text, "ptx")
+    assert (report.products, report.operand_casts, report.output_casts) == ((), (), ("cvt.rn.bf16x2.f32",))
 
 
 @pytest.mark.parametrize(
@@ -363,8 +363,8 @@ def test_without_a_product_every_cast_is_one_of_the_output() -> None:
     ],
 )
 def test_what_only_looks_like_a_cast(text: str) -> None:
-    found = audit(f"global_load_dword v9, v8, s[0:1]\ns_mov_b32 s4, 0x7060302\n{text}\n{SETTINGS}", "cdna3")
-    assert found.operand_casts == found.output_casts == ()
+    report = audit(f"global_load_dword v9, v8, s[0:1]\ns_mov_b32 s4, 0x7060302\n{text}\n{SETTINGS}", "cdna3")
+    assert report.operand_casts == report.output_casts == ()
 
 
 def test_assembly_that_does_not_say_its_mode_is_refused() -> None:

@@ -12,79 +12,81 @@ from tiebreak.defects.tiled import CallRequest, Tiled, by_group
 class UnscaledDk(Tiled):
     """dK lacks the scale: there an error, here silent."""
 
-    def dk(self, asked: CallRequest, ds: Tensor) -> Tensor:
-        return super().dk(asked, ds) / asked.scale
+    def dk(self, request: CallRequest, ds: Tensor) -> Tensor:
+        return super().dk(request, ds) / request.scale
 
 
 class FirstOfGroup(Tiled):
     """dK and dV of a key head are those of one of its query heads."""
 
-    def summed(self, gradient: Tensor, asked: CallRequest) -> Tensor:
-        return by_group(gradient, asked.groups)[:, :, 0]
+    def summed(self, gradient: Tensor, request: CallRequest) -> Tensor:
+        return by_group(gradient, request.groups)[:, :, 0]
 
 
 class GroupsTransposed(Tiled):
     """The index of a query head is split the other way round than in the forward pass."""
 
-    def summed(self, gradient: Tensor, asked: CallRequest) -> Tensor:
-        return by_group(gradient, gradient.shape[1] // asked.groups).sum(1)
+    def summed(self, gradient: Tensor, request: CallRequest) -> Tensor:
+        return by_group(gradient, gradient.shape[1] // request.groups).sum(1)
 
 
 class BackwardWithoutCausal(Tiled):
     """The mask is not passed on to the backward pass."""
 
-    def recomputed(self, asked: CallRequest, keys: slice, lse: Tensor) -> Tensor:
-        return super().recomputed(replace(asked, causal=False), keys, lse)
+    def recomputed(self, request: CallRequest, keys: slice, lse: Tensor) -> Tensor:
+        return super().recomputed(replace(request, causal=False), keys, lse)
 
 
 class BackwardAlwaysCausal(Tiled):
     """The backward pass takes every call for a causal one."""
 
-    def recomputed(self, asked: CallRequest, keys: slice, lse: Tensor) -> Tensor:
-        return super().recomputed(replace(asked, causal=True), keys, lse)
+    def recomputed(self, request: CallRequest, keys: slice, lse: Tensor) -> Tensor:
+        return super().recomputed(replace(request, causal=True), keys, lse)
 
 
 class LseInBaseTwo(Tiled):
     """The log-sum-exp is converted from base two, in which it is not."""
 
-    def lse(self, asked: CallRequest) -> Tensor:
-        return super().lse(asked) * math.log(2.0)
+    def lse(self, request: CallRequest) -> Tensor:
+        return super().lse(request) * math.log(2.0)
 
 
 class NarrowRecomputation(Tiled):
     """The backward pass recomputes the scores in 16 bits."""
 
-    def recomputed(self, asked: CallRequest, keys: slice, lse: Tensor) -> Tensor:
-        return torch.exp(self.scores(asked, keys).to(asked.q.dtype).float() - lse).masked_fill(lse == -torch.inf, 0.0)
+    def recomputed(self, request: CallRequest, keys: slice, lse: Tensor) -> Tensor:
+        return torch.exp(self.scores(request, keys).to(request.q.dtype).float() - lse).masked_fill(
+            lse == -torch.inf, 0.0
+        )
 
 
 class NarrowDq(Tiled):
     """dQ is added up over the key tiles in the format of the call."""
 
-    def dq(self, asked: CallRequest, dq: Tensor, ds: Tensor, keys: slice) -> Tensor:
-        return super().dq(asked, dq, ds, keys).to(asked.q.dtype).float()
+    def dq(self, request: CallRequest, dq: Tensor, ds: Tensor, keys: slice) -> Tensor:
+        return super().dq(request, dq, ds, keys).to(request.q.dtype).float()
 
 
 class DqOfTheFirstEntry(Tiled):
     """dQ of every batch entry is added up in the place of the first."""
 
-    def gradients(self, asked: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = super().gradients(asked, do, o)
+    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = super().gradients(request, do, o)
         return torch.cat([dq[:1], torch.zeros_like(dq[1:])]), dk, dv
 
 
 class BlindGradients(Tiled):
     """0 * NaN in the backward pass of rows without a visible key."""
 
-    def recomputed(self, asked: CallRequest, keys: slice, lse: Tensor) -> Tensor:
-        return torch.exp(self.scores(asked, keys) - lse)
+    def recomputed(self, request: CallRequest, keys: slice, lse: Tensor) -> Tensor:
+        return torch.exp(self.scores(request, keys) - lse)
 
 
 class StridesOfDoIgnored(Tiled):
     """dO is read as if it were contiguous."""
 
-    def gradients(self, asked: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return super().gradients(asked, do.as_strided(do.shape, torch.empty(do.shape, device="meta").stride()), o)
+    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return super().gradients(request, do.as_strided(do.shape, torch.empty(do.shape, device="meta").stride()), o)
 
 
 class RaceInDq(Tiled):
@@ -93,7 +95,7 @@ class RaceInDq(Tiled):
     def __init__(self) -> None:
         self.calls = 0
 
-    def dq(self, asked: CallRequest, dq: Tensor, ds: Tensor, keys: slice) -> Tensor:
+    def dq(self, request: CallRequest, dq: Tensor, ds: Tensor, keys: slice) -> Tensor:
         self.calls += 1
-        found = super().dq(asked, dq, ds, keys)
-        return found * (1.0 + 2.0**-9) if self.calls % 3 == 0 else found
+        total = super().dq(request, dq, ds, keys)
+        return total * (1.0 + 2.0**-9) if self.calls % 3 == 0 else total

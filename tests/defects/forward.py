@@ -15,33 +15,33 @@ _LOG2_E = math.log2(math.e)
 class UpperLeftCausal(Tiled):
     """Query i sees keys 0 .. i, however many keys there are."""
 
-    def hidden(self, asked: CallRequest) -> Tensor | None:
-        if not asked.causal:
-            return super().hidden(asked)
-        return torch.ones(asked.queries, asked.keys, dtype=torch.bool).triu(1)
+    def hidden(self, request: CallRequest) -> Tensor | None:
+        if not request.causal:
+            return super().hidden(request)
+        return torch.ones(request.queries, request.keys, dtype=torch.bool).triu(1)
 
 
 class StrictCausal(Tiled):
     """A query does not see its own key."""
 
-    def hidden(self, asked: CallRequest) -> Tensor | None:
-        if not asked.causal:
-            return super().hidden(asked)
-        return torch.ones(asked.queries, asked.keys, dtype=torch.bool).triu(asked.keys - asked.queries)
+    def hidden(self, request: CallRequest) -> Tensor | None:
+        if not request.causal:
+            return super().hidden(request)
+        return torch.ones(request.queries, request.keys, dtype=torch.bool).triu(request.keys - request.queries)
 
 
 class CausalWithoutMaskSkipped(Tiled):
     """The causal mask is merged into a given mask, and there is none."""
 
-    def hidden(self, asked: CallRequest) -> Tensor | None:
-        return None if asked.seen is None else super().hidden(asked)
+    def hidden(self, request: CallRequest) -> Tensor | None:
+        return None if request.mask is None else super().hidden(request)
 
 
 class PaddingIgnored(Tiled):
     """The mask is not passed on."""
 
-    def hidden(self, asked: CallRequest) -> Tensor | None:
-        return super().hidden(replace(asked, seen=None))
+    def hidden(self, request: CallRequest) -> Tensor | None:
+        return super().hidden(replace(request, mask=None))
 
 
 class TinyMaskValue(Tiled):
@@ -49,8 +49,8 @@ class TinyMaskValue(Tiled):
 
     fill = -1e-9
 
-    def scores(self, asked: CallRequest, keys: slice) -> Tensor:
-        s, hidden = self.product(asked, keys), self.hidden(asked)
+    def scores(self, request: CallRequest, keys: slice) -> Tensor:
+        s, hidden = self.product(request, keys), self.hidden(request)
         return s if hidden is None else s.masked_fill(hidden[..., keys], self.fill)
 
 
@@ -63,8 +63,8 @@ class FiniteMaskValue(TinyMaskValue):
 class AddedMask(Tiled):
     """The mask is added to the scores: what is NaN at a masked key stays NaN."""
 
-    def scores(self, asked: CallRequest, keys: slice) -> Tensor:
-        s, hidden = self.product(asked, keys), self.hidden(asked)
+    def scores(self, request: CallRequest, keys: slice) -> Tensor:
+        s, hidden = self.product(request, keys), self.hidden(request)
         return s if hidden is None else s + torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[..., keys]
 
 
@@ -78,11 +78,11 @@ class BlindRowsNan(Tiled):
 class BlindRowsMean(Tiled):
     """Softmax of a row of equal, very low scores: the mean of V."""
 
-    def output(self, asked: CallRequest) -> Tensor:
-        o, hidden = super().output(asked), self.hidden(asked)
+    def output(self, request: CallRequest) -> Tensor:
+        o, hidden = super().output(request), self.hidden(request)
         if hidden is None:
             return o
-        mean = asked.wide_v.mean(-2, keepdim=True).to(o.dtype)
+        mean = request.wide_v.mean(-2, keepdim=True).to(o.dtype)
         return torch.where(hidden.all(-1, keepdim=True), mean, o)
 
 
@@ -96,39 +96,39 @@ class BlindRowsUnwritten(Tiled):
 class ScaleIgnored(Tiled):
     """1 / sqrt(d), whatever the caller says."""
 
-    def product(self, asked: CallRequest, keys: slice) -> Tensor:
-        return super().product(replace(asked, scale=asked.q.shape[-1] ** -0.5), keys)
+    def product(self, request: CallRequest, keys: slice) -> Tensor:
+        return super().product(replace(request, scale=request.q.shape[-1] ** -0.5), keys)
 
 
 class ScaledTwice(Tiled):
     """Q is scaled, and the scores once more."""
 
-    def product(self, asked: CallRequest, keys: slice) -> Tensor:
-        return super().product(asked, keys) * asked.scale
+    def product(self, request: CallRequest, keys: slice) -> Tensor:
+        return super().product(request, keys) * request.scale
 
 
 class ScaleDivides(Tiled):
     """Scores are divided by what they are to be multiplied by."""
 
-    def product(self, asked: CallRequest, keys: slice) -> Tensor:
-        return super().product(replace(asked, scale=1.0 / asked.scale), keys)
+    def product(self, request: CallRequest, keys: slice) -> Tensor:
+        return super().product(replace(request, scale=1.0 / request.scale), keys)
 
 
 class ScaledAfterSoftmax(Tiled):
     """The softmax is scaled, not the scores."""
 
-    def product(self, asked: CallRequest, keys: slice) -> Tensor:
-        return super().product(replace(asked, scale=1.0), keys)
+    def product(self, request: CallRequest, keys: slice) -> Tensor:
+        return super().product(replace(request, scale=1.0), keys)
 
-    def output(self, asked: CallRequest) -> Tensor:
-        return self.stored(self.normalised(self.sums(asked)) * asked.scale, asked)
+    def output(self, request: CallRequest) -> Tensor:
+        return self.stored(self.normalised(self.sums(request)) * request.scale, request)
 
 
 class ScaleGrows(Tiled):
     """log2(e) is multiplied into the scale in every tile anew."""
 
-    def product(self, asked: CallRequest, keys: slice) -> Tensor:
-        return super().product(asked, keys) * math.pow(_LOG2_E, keys.start // self.tile)
+    def product(self, request: CallRequest, keys: slice) -> Tensor:
+        return super().product(request, keys) * math.pow(_LOG2_E, keys.start // self.tile)
 
 
 class _TiledHeads(CallRequest):
@@ -146,74 +146,78 @@ class _TiledHeads(CallRequest):
 class HeadsTiled(Tiled):
     """Key heads are tiled over the query heads, not repeated."""
 
-    def asked(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seen: Tensor | None
+    def request(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None
     ) -> CallRequest:
-        sound = super().asked(q, k, v, causal, scale, seen)
-        return _TiledHeads(q, k, v, causal, sound.scale, seen)
+        sound = super().request(q, k, v, causal, scale, mask)
+        return _TiledHeads(q, k, v, causal, sound.scale, mask)
 
-    def summed(self, gradient: Tensor, asked: CallRequest) -> Tensor:
-        return by_group(gradient, gradient.shape[1] // asked.groups).sum(1)
+    def summed(self, gradient: Tensor, request: CallRequest) -> Tensor:
+        return by_group(gradient, gradient.shape[1] // request.groups).sum(1)
 
 
 class SixtyFourDimensions(Tiled):
     """The head dimension is written into the kernel."""
 
-    def product(self, asked: CallRequest, keys: slice) -> Tensor:
-        return super().product(replace(asked, q=asked.q[..., :64], k=asked.k[..., :64]), keys)
+    def product(self, request: CallRequest, keys: slice) -> Tensor:
+        return super().product(replace(request, q=request.q[..., :64], k=request.k[..., :64]), keys)
 
 
 class OddDimensionsDropped(Tiled):
     """Q K^T takes the head dimension in steps of 16, and leaves what is left over."""
 
-    def product(self, asked: CallRequest, keys: slice) -> Tensor:
-        whole = asked.q.shape[-1] // 16 * 16
-        return super().product(replace(asked, q=asked.q[..., :whole], k=asked.k[..., :whole]), keys)
+    def product(self, request: CallRequest, keys: slice) -> Tensor:
+        whole = request.q.shape[-1] // 16 * 16
+        return super().product(replace(request, q=request.q[..., :whole], k=request.k[..., :whole]), keys)
 
 
 class LastTileFilledUp(Tiled):
     """Keys past the end are zeros with a score of 0, and are not masked."""
 
-    def step(self, asked: CallRequest, sums: Sums, keys: slice) -> Sums:
-        found = super().step(asked, sums, keys)
+    def step(self, request: CallRequest, sums: Sums, keys: slice) -> Sums:
+        next_sums = super().step(request, sums, keys)
         past = self.tile - (keys.stop - keys.start)
-        return found if not past else replace(found, l=found.l + past * self.exp(torch.zeros_like(found.m), found.m))
+        return (
+            next_sums
+            if not past
+            else replace(next_sums, l=next_sums.l + past * self.exp(torch.zeros_like(next_sums.m), next_sums.m))
+        )
 
 
 class LastTileDropped(Tiled):
     """Keys past the last whole tile are left out."""
 
-    def tiles(self, asked: CallRequest) -> list[slice]:
-        return [keys for keys in super().tiles(asked) if keys.stop - keys.start == self.tile]
+    def tiles(self, request: CallRequest) -> list[slice]:
+        return [keys for keys in super().tiles(request) if keys.stop - keys.start == self.tile]
 
 
 class StridesOfVIgnored(Tiled):
     """V is read as if it were contiguous."""
 
-    def asked(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seen: Tensor | None
+    def request(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None
     ) -> CallRequest:
         read = v.as_strided(v.shape, torch.empty(v.shape, device="meta").stride())
-        return super().asked(q, k, read, causal, scale, seen)
+        return super().request(q, k, read, causal, scale, mask)
 
 
 class BatchStrideZero(Tiled):
     """What is combined for every batch entry is written to the first."""
 
-    def output(self, asked: CallRequest) -> Tensor:
-        o = super().output(asked)
+    def output(self, request: CallRequest) -> Tensor:
+        o = super().output(request)
         return torch.cat([o[-1:], torch.zeros_like(o[1:])])
 
 
 class Split(Tiled):
-    """Flash-decoding: tiles are worked off apart, each normalised, and weighed by their log-sum-exps."""
+    """Flash-decoding: tiles are processed apart, each normalised, and weighed by their log-sum-exps."""
 
     def weight(self, lse: Tensor, largest: Tensor) -> Tensor:
         """Of one part, up to a factor that all have."""
         return torch.exp(lse - largest)
 
-    def sums(self, asked: CallRequest) -> Sums:
-        parts = [self.step(asked, self.start(asked), keys) for keys in self.tiles(asked)]
+    def sums(self, request: CallRequest) -> Sums:
+        parts = [self.step(request, self.start(request), keys) for keys in self.tiles(request)]
         largest = torch.stack([part.lse for part in parts]).amax(0)
         # A row without a visible key has parts of no weight.
         largest = torch.where(largest == -torch.inf, 0.0, largest)
@@ -243,8 +247,8 @@ class MaximumFromZero(Tiled):
 
     first = 0.0
 
-    def start(self, asked: CallRequest) -> Sums:
-        sums = super().start(asked)
+    def start(self, request: CallRequest) -> Sums:
+        sums = super().start(request)
         return replace(sums, m=torch.full_like(sums.m, self.first))
 
     def normalised(self, sums: Sums) -> Tensor:
@@ -276,12 +280,12 @@ class ConstantShift(MaximumFromZero):
 class PInTheOtherFrame(Tiled):
     """Where the maximum rises by little the old one is kept, but P was computed with the new one."""
 
-    def step(self, asked: CallRequest, sums: Sums, keys: slice) -> Sums:
-        found = super().step(asked, sums, keys)
-        alpha = self.exp(sums.m, found.m)
-        kept = found.m - sums.m <= 8.0 * math.log(2.0)
-        unscaled = Sums(sums.m, found.l + (1.0 - alpha) * sums.l, found.o_bar + (1.0 - alpha) * sums.o_bar)
-        return Sums(*(torch.where(kept, a, b) for a, b in zip(_parts(unscaled), _parts(found), strict=True)))
+    def step(self, request: CallRequest, sums: Sums, keys: slice) -> Sums:
+        next_sums = super().step(request, sums, keys)
+        alpha = self.exp(sums.m, next_sums.m)
+        small = next_sums.m - sums.m <= 8.0 * math.log(2.0)
+        unscaled = Sums(sums.m, next_sums.l + (1.0 - alpha) * sums.l, next_sums.o_bar + (1.0 - alpha) * sums.o_bar)
+        return Sums(*(torch.where(small, a, b) for a, b in zip(_parts(unscaled), _parts(next_sums), strict=True)))
 
 
 def _parts(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
@@ -291,11 +295,11 @@ def _parts(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
 class RescaledTheOtherWay(Tiled):
     """O is multiplied by exp(m' - m), as printed with an exponent of -1 too many."""
 
-    def step(self, asked: CallRequest, sums: Sums, keys: slice) -> Sums:
-        found = super().step(asked, sums, keys)
-        alpha = self.exp(sums.m, found.m)
+    def step(self, request: CallRequest, sums: Sums, keys: slice) -> Sums:
+        next_sums = super().step(request, sums, keys)
+        alpha = self.exp(sums.m, next_sums.m)
         inverse = torch.where(alpha > 0.0, 1.0 / alpha, 0.0)
-        return replace(found, o_bar=found.o_bar + (inverse - alpha) * sums.o_bar)
+        return replace(next_sums, o_bar=next_sums.o_bar + (inverse - alpha) * sums.o_bar)
 
 
 class NanDropped(Tiled):
@@ -311,9 +315,9 @@ class NanDropped(Tiled):
 class NarrowProduct(Tiled):
     """Q K^T is stored in the format of the call, and scaled afterwards: in fp16 it overflows."""
 
-    def product(self, asked: CallRequest, keys: slice) -> Tensor:
-        raw = super().product(replace(asked, scale=1.0), keys)
-        return raw.to(asked.q.dtype).float() * asked.scale
+    def product(self, request: CallRequest, keys: slice) -> Tensor:
+        raw = super().product(replace(request, scale=1.0), keys)
+        return raw.to(request.q.dtype).float() * request.scale
 
 
 class NarrowSoftmax(Tiled):
@@ -326,74 +330,74 @@ class NarrowSoftmax(Tiled):
 class NarrowRowSum(Tiled):
     """l is summed in bf16, key after key."""
 
-    def step(self, asked: CallRequest, sums: Sums, keys: slice) -> Sums:
-        s = self.scores(asked, keys)
+    def step(self, request: CallRequest, sums: Sums, keys: slice) -> Sums:
+        s = self.scores(request, keys)
         m = self.largest(sums, s)
         total = (self.exp(sums.m, m) * sums.l).bfloat16()
         p = self.exp(s, m).bfloat16()
         for at in range(p.shape[-1]):
             total = total + p[..., at, None]
-        return replace(super().step(asked, sums, keys), l=total.float())
+        return replace(super().step(request, sums, keys), l=total.float())
 
 
 class NarrowBetweenTiles(Tiled):
     """O of every tile is stored in the format of the call, and added up from there."""
 
-    def step(self, asked: CallRequest, sums: Sums, keys: slice) -> Sums:
-        found = super().step(asked, sums, keys)
-        return replace(found, o_bar=found.o_bar.to(asked.q.dtype).float())
+    def step(self, request: CallRequest, sums: Sums, keys: slice) -> Sums:
+        next_sums = super().step(request, sums, keys)
+        return replace(next_sums, o_bar=next_sums.o_bar.to(request.q.dtype).float())
 
 
 class NarrowAccumulation(Tiled):
     """P V is added up in bf16, key after key."""
 
-    def step(self, asked: CallRequest, sums: Sums, keys: slice) -> Sums:
-        found = super().step(asked, sums, keys)
-        p = self.p_bar(self.exp(self.scores(asked, keys), found.m), asked)
-        total = (self.exp(sums.m, found.m) * sums.o_bar).bfloat16()
+    def step(self, request: CallRequest, sums: Sums, keys: slice) -> Sums:
+        next_sums = super().step(request, sums, keys)
+        p = self.p_bar(self.exp(self.scores(request, keys), next_sums.m), request)
+        total = (self.exp(sums.m, next_sums.m) * sums.o_bar).bfloat16()
         for at in range(keys.stop - keys.start):
-            total = total + (p[..., at, None] * asked.wide_v[:, :, keys.start + at, None]).bfloat16()
-        return replace(found, o_bar=total.float())
+            total = total + (p[..., at, None] * request.wide_v[:, :, keys.start + at, None]).bfloat16()
+        return replace(next_sums, o_bar=total.float())
 
 
 class EightBitP(Tiled):
     """P is cast to e4m3 without a scale of its own."""
 
-    def p_bar(self, p: Tensor, asked: CallRequest) -> Tensor:
+    def p_bar(self, p: Tensor, request: CallRequest) -> Tensor:
         return p.to(torch.float8_e4m3fn).float()
 
 
 class TruncatedStore(Tiled):
     """O is stored by cutting its last 16 bits off."""
 
-    def stored(self, o: Tensor, asked: CallRequest) -> Tensor:
-        if asked.q.dtype != torch.bfloat16:
-            return super().stored(o, asked)
+    def stored(self, o: Tensor, request: CallRequest) -> Tensor:
+        if request.q.dtype != torch.bfloat16:
+            return super().stored(o, request)
         return o.view(torch.int32).bitwise_and(-65536).view(torch.float32).bfloat16()
 
 
 class StoredInFp32(Tiled):
     """O is returned in fp32, whatever the inputs are in."""
 
-    def stored(self, o: Tensor, asked: CallRequest) -> Tensor:
+    def stored(self, o: Tensor, request: CallRequest) -> Tensor:
         return o
 
 
 class QueryOverwritten(Tiled):
     """Q is scaled where it lies."""
 
-    def output(self, asked: CallRequest) -> Tensor:
+    def output(self, request: CallRequest) -> Tensor:
         with torch.no_grad():
-            asked.q.mul_(asked.scale)
-        return super().output(replace(asked, scale=1.0))
+            request.q.mul_(request.scale)
+        return super().output(replace(request, scale=1.0))
 
 
 class SwitchLeftOn(Tiled):
     """A global switch is set for speed and stays set."""
 
-    def output(self, asked: CallRequest) -> Tensor:
+    def output(self, request: CallRequest) -> Tensor:
         torch.set_float32_matmul_precision("medium")
-        return super().output(asked)
+        return super().output(request)
 
 
 class SumNotReset(Tiled):
@@ -402,16 +406,16 @@ class SumNotReset(Tiled):
     def __init__(self) -> None:
         self.left: Tensor | None = None
 
-    def start(self, asked: CallRequest) -> Sums:
-        sums = super().start(asked)
+    def start(self, request: CallRequest) -> Sums:
+        sums = super().start(request)
         if self.left is None or self.left.shape != sums.o_bar.shape:
             return sums
         return replace(sums, m=torch.zeros_like(sums.m), o_bar=self.left)
 
-    def sums(self, asked: CallRequest) -> Sums:
-        found = super().sums(asked)
-        self.left = found.o_bar * 2.0**-6
-        return found
+    def sums(self, request: CallRequest) -> Sums:
+        total = super().sums(request)
+        self.left = total.o_bar * 2.0**-6
+        return total
 
 
 class RaceInO(Tiled):

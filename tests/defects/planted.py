@@ -77,10 +77,10 @@ def users(function: Callable[[], Tiled], name: str) -> Kernel:
     )
 
 
-def _of(name: str, function: Callable[[], Tiled], where: str, twin: str = "tiled", **told: object) -> Defect:
+def _of(name: str, function: Callable[[], Tiled], where: str, twin: str = "tiled", **options: object) -> Defect:
     """A user's kernel; what is wrong with it is in its docstring."""
     wrong = (function.__doc__ or "").splitlines()[0].rstrip(".")
-    return Defect(name, wrong, _GITHUB + where, twin, partial(users, function), **told)  # type: ignore[arg-type]
+    return Defect(name, wrong, _GITHUB + where, twin, partial(users, function), **options)  # type: ignore[arg-type]
 
 
 def _masks() -> tuple[Defect, ...]:

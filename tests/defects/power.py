@@ -60,7 +60,7 @@ class PlantedCell:
 
 @dataclass(frozen=True)
 class Task:
-    """What one process runs at a time."""
+    """The work of one process at a time."""
 
     seed: int
     heads: int  # that a cell draws at first
@@ -69,12 +69,12 @@ class Task:
 
 @dataclass(frozen=True)
 class Part:
-    """What came of one task."""
+    """The results of one task."""
 
     seed: int
     heads: int  # that a cell drew at first
     commit: str | None  # of the suite
-    found: dict[str, list[str]]  # by cell: its outcome, the heads that it drew, the checks that were not met
+    results: dict[str, list[str]]  # by cell: its outcome, the heads that it drew, the checks that were not met
     seconds: float  # of one process
 
 
@@ -94,43 +94,45 @@ def run_task(task: Task) -> Part:
     torch.set_num_threads(1)
     keep_memory()
     started, settings = time.monotonic(), Settings(seed=task.seed, heads=task.heads)
-    found = {}
-    for _, cells in groupby(task.cells, lambda cell: (cell.case, cell.fmt)):
+    results = {}
+    for _, cells in groupby(task.cells, lambda planted: (planted.case, planted.fmt)):
         bench = Workbench(settings)
-        for asked in cells:
-            record = run_one(asked, bench)
+        for cell in cells:
+            record = run_one(cell, bench)
             unmet = [name for name, answer in record.answers.items() if answer.met is False]
-            found[asked.id] = [record.outcome, str(record.heads or task.heads), *unmet]
-    return Part(task.seed, task.heads, commit(), found, round(time.monotonic() - started, 1))
+            results[cell.id] = [record.outcome, str(record.heads or task.heads), *unmet]
+    return Part(task.seed, task.heads, commit(), results, round(time.monotonic() - started, 1))
 
 
-def run_one(asked: PlantedCell, bench: Workbench) -> Record:
+def run_one(cell: PlantedCell, bench: Workbench) -> Record:
     """Run one planted kernel, or one twin, in one case."""
-    defect = DEFECTS.get(asked.kernel)
-    kernel: Kernel = defect.kernel if defect else twin(asked.kernel)
+    defect = DEFECTS.get(cell.kernel)
+    kernel: Kernel = defect.kernel if defect else twin(cell.kernel)
     backend = on(defect.arithmetic) if defect else on()
-    return run_cell(Cell(backend, kernel, Call(CASES[asked.case]), _FORMATS[asked.fmt]), bench)
+    return run_cell(Cell(backend, kernel, Call(CASES[cell.case]), _FORMATS[cell.fmt]), bench)
 
 
 def everywhere(defects: Iterable[Defect], heads: int) -> list[Task]:
     """Some defects in every case at the first seed, a task for each case."""
     chosen = list(defects)
-    return [Task(1, heads, tuple(PlantedCell(one.name, case, one.fmt.name) for one in chosen)) for case in CASES]
+    return [
+        Task(1, heads, tuple(PlantedCell(defect.name, case, defect.fmt.name) for defect in chosen)) for case in CASES
+    ]
 
 
 def catches(parts: Iterable[Part]) -> dict[str, Caught]:
     """By defect, where it falls with the fewest heads at first; none where it never does."""
-    found: dict[str, Caught] = {}
+    caught: dict[str, Caught] = {}
     for heads, level in groupby(sorted(parts, key=lambda part: part.heads), lambda part: part.heads):
         fell: dict[str, dict[str, list[str]]] = {}
         for part in level:
-            for cell, (outcome, *rest) in part.found.items():
+            for cell, (outcome, *rest) in part.results.items():
                 kernel, case, _ = cell.split(" ")
                 if outcome in _BLAMED and kernel in DEFECTS:
                     fell.setdefault(kernel, {})[case] = rest
         for kernel, cases in fell.items():
-            found.setdefault(kernel, _caught(heads, cases))
-    return found
+            caught.setdefault(kernel, _caught(heads, cases))
+    return caught
 
 
 def _caught(at_first: int, cases: Mapping[str, list[str]]) -> Caught:
@@ -173,12 +175,12 @@ def table(caught: Mapping[str, Caught]) -> str:
 
 def _row(defect: Defect, caught: Caught | None) -> tuple[str, ...]:
     wrong = defect.wrong if defect.fmt == BF16 else f"{defect.wrong} ({defect.fmt.name})"
-    told = (f"`{defect.name}`", wrong, f"[{_short(defect.stands_for)}]({defect.stands_for})", f"`{defect.twin}`")
+    head = (f"`{defect.name}`", wrong, f"[{_short(defect.stands_for)}]({defect.stands_for})", f"`{defect.twin}`")
     if caught is None:
-        return (*told, "**missed**", *[""] * 3, "0", "")
+        return (*head, "**missed**", *[""] * 3, "0", "")
     more = [check for check in caught.checks if check not in caught.by]
     numbers = (str(caught.at_first), str(caught.heads), str(len(caught.cases)))
-    return (*told, f"`{caught.cases[0]}`", _list(caught.by), *numbers, f"also {_list(more)}" if more else "the same")
+    return (*head, f"`{caught.cases[0]}`", _list(caught.by), *numbers, f"also {_list(more)}" if more else "the same")
 
 
 def _list(checks: Iterable[str]) -> str:
@@ -189,7 +191,7 @@ def reasons(caught: Mapping[str, Caught]) -> str:
     """Why the missed ones are missed."""
     missed = [defect for name, defect in DEFECTS.items() if name not in caught]
     return tabulate(
-        [(f"`{one.name}`", one.missed or "not known") for one in missed],
+        [(f"`{defect.name}`", defect.missed or "not known") for defect in missed],
         ("missed", "why"),
         tablefmt="pipe",
         disable_numparse=True,
@@ -204,13 +206,13 @@ def _short(link: str) -> str:
 
 def twins_table(parts: Iterable[Part], cells: Sequence[PlantedCell]) -> str:
     """A row for every sound twin: cells over all seeds, and how they came out."""
-    wanted = {cell.id: cell for cell in cells}
+    chosen = {cell.id: cell for cell in cells}
     outcomes: dict[tuple[str, int], Counter[str]] = {}
     ran: dict[tuple[str, int], tuple[set[str], set[int]]] = {}
     for part in parts:
-        for name in part.found.keys() & wanted.keys():
-            key = (wanted[name].kernel, part.heads)
-            outcomes.setdefault(key, Counter())[part.found[name][0]] += 1
+        for name in part.results.keys() & chosen.keys():
+            key = (chosen[name].kernel, part.heads)
+            outcomes.setdefault(key, Counter())[part.results[name][0]] += 1
             cases, seeds = ran.setdefault(key, (set(), set()))
             cases.add(name)
             seeds.add(part.seed)
@@ -237,7 +239,7 @@ def report(parts: Sequence[Part]) -> str:
 
 
 def _is_of_twins(part: Part) -> bool:
-    return not any(cell.split(" ")[0] in DEFECTS for cell in part.found)
+    return not any(cell.split(" ")[0] in DEFECTS for cell in part.results)
 
 
 def kept(path: Path) -> list[Part]:
@@ -251,7 +253,7 @@ def kept(path: Path) -> list[Part]:
 
 def left(tasks: Iterable[Task], parts: Iterable[Part]) -> list[Task]:
     """The tasks, without the cells that have been run."""
-    have = {(part.seed, part.heads, cell) for part in parts for cell in part.found}
+    have = {(part.seed, part.heads, cell) for part in parts for cell in part.results}
     cut = (
         Task(task.seed, task.heads, tuple(c for c in task.cells if (task.seed, task.heads, c.id) not in have))
         for task in tasks
@@ -260,7 +262,7 @@ def left(tasks: Iterable[Task], parts: Iterable[Part]) -> list[Task]:
 
 
 def stages(levels: Sequence[int], seeds: int, parts: Sequence[Part]) -> Iterator[list[Task]]:
-    """What to run, one after the other: each stage hangs on what came of those before it, as `parts` grows."""
+    """Tasks to run, stage after stage: each depends on the results of those before it, as `parts` grows."""
     for heads in levels:
         missed = [defect for name, defect in DEFECTS.items() if name not in catches(_below(parts, heads))]
         yield left(everywhere(missed, heads), parts)
@@ -269,7 +271,7 @@ def stages(levels: Sequence[int], seeds: int, parts: Sequence[Part]) -> Iterator
 
 
 def twin_tasks(cells: Sequence[PlantedCell], levels: Sequence[int], seeds: int) -> list[Task]:
-    """Sound twins at every seed: users' kernels, which are asked nothing that takes many heads, with the fewest."""
+    """Sound twins at every seed: users' kernels, whose checks need few heads, with the fewest."""
     split = [[cell for cell in cells if (cell.kernel in USERS) == few] for few in (True, False)]
     return [
         Task(seed, heads, tuple(some))
@@ -319,25 +321,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"stopped; {options.out} has the parts that are done, and the same command goes on")
         return 130
-    told = report(parts)
+    text = report(parts)
     if options.write:
-        PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), BEGIN, END, told), encoding="utf-8")
-    print(told)
-    return int(any(found[0] in _BLAMED for part in parts if _is_of_twins(part) for found in part.found.values()))
+        PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), BEGIN, END, text), encoding="utf-8")
+    print(text)
+    return int(any(result[0] in _BLAMED for part in parts if _is_of_twins(part) for result in part.results.values()))
 
 
-def _run(tasks: Sequence[Task], asked_for: int | None, path: Path, parts: list[Part]) -> None:
+def _run(tasks: Sequence[Task], limit: int | None, path: Path, parts: list[Part]) -> None:
     if not tasks:
         return
-    cells, workers = sum(len(task.cells) for task in tasks), min(asked_for or worker_count(_WORKER_GIB), len(tasks))
+    cells, workers = sum(len(task.cells) for task in tasks), min(limit or worker_count(_WORKER_GIB), len(tasks))
     print(f"{counted(cells, 'cell')} at {tasks[0].heads} heads, {workers} at a time:"
           f" {expected(cells * _CELL_SECONDS / workers)}", flush=True)  # fmt: skip
-    run_parts(run_task, tasks, workers, path, _told, parts)
+    run_parts(run_task, tasks, workers, path, _progress, parts)
 
 
-def _told(part: Part) -> str:
-    fell = sum(found[0] in _BLAMED for found in part.found.values())
-    return f"seed {part.seed}, {part.heads} heads: {fell} of {counted(len(part.found), 'cell')} fell"
+def _progress(part: Part) -> str:
+    fell = sum(result[0] in _BLAMED for result in part.results.values())
+    return f"seed {part.seed}, {part.heads} heads: {fell} of {counted(len(part.results), 'cell')} fell"
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ FELL_AT_32 = Part(1, 32, None, {"scaled_twice no_tail bf16": ["fell", "32", "fin
 
 
 def test_a_defect_is_caught_where_it_takes_the_fewest_heads() -> None:
-    found = catches([FELL_AT_32, FELL_AT_16, FELL_SOONER])
-    assert found == {"scaled_twice": Caught(16, ("padded", "random"), 16, ("bound", "range"), ("bound", "range"))}
+    caught = catches([FELL_AT_32, FELL_AT_16, FELL_SOONER])
+    assert caught == {"scaled_twice": Caught(16, ("padded", "random"), 16, ("bound", "range"), ("bound", "range"))}
 
 
 @pytest.mark.parametrize("outcome", ["held", "measured", "inconclusive", "skipped"])
@@ -68,9 +68,9 @@ def test_a_twin_that_is_blamed_is_counted() -> None:
 
 
 def test_a_missed_defect_is_told_as_missed() -> None:
-    told = report([FELL_AT_16])
-    assert f"1 of {len(DEFECTS)} defects are caught" in told
-    assert sum("**missed**" in line for line in told.splitlines()) == len(DEFECTS) - 1
+    text = report([FELL_AT_16])
+    assert f"1 of {len(DEFECTS)} defects are caught" in text
+    assert sum("**missed**" in line for line in text.splitlines()) == len(DEFECTS) - 1
 
 
 def test_a_run_goes_on_where_it_was(
@@ -84,7 +84,7 @@ def test_a_run_goes_on_where_it_was(
     arguments = ["--heads", "16", "--seeds", "0", "--workers", "1", "--out", str(out)]
     assert main(arguments) == 0
     assert "1 of 2 defects are caught" in capsys.readouterr().out
-    assert [sorted(part.found) for part in read_parts(out, Part)] == [
+    assert [sorted(part.results) for part in read_parts(out, Part)] == [
         ["added_mask random bf16", "scaled_twice random bf16"],
     ]
     written = out.read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ class CallRequest:
     v: Tensor  # (batch, key heads, keys, d)
     causal: bool  # query i sees keys 0 .. i + keys - queries
     scale: float  # of the scores
-    seen: Tensor | None  # bool, broadcastable to (batch, heads, queries, keys): True where a key takes part
+    mask: Tensor | None  # bool, broadcastable to (batch, heads, queries, keys): True where a key takes part
 
     @property
     def groups(self) -> int:
@@ -88,7 +88,7 @@ class Tiled:
     ) -> Tensor:
         """O, as users' kernels return it."""
         del enable_gqa  # the shapes tell
-        return self.output(self.asked(q, k, v, causal, scale, attn_mask))
+        return self.output(self.request(q, k, v, causal, scale, attn_mask))
 
     def backward(
         self,
@@ -104,33 +104,33 @@ class Tiled:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV."""
         del enable_gqa
-        return self.gradients(self.asked(q, k, v, causal, scale, attn_mask), do, o)
+        return self.gradients(self.request(q, k, v, causal, scale, attn_mask), do, o)
 
-    def asked(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seen: Tensor | None
+    def request(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None
     ) -> CallRequest:
         """The call."""
-        return CallRequest(q, k, v, causal, 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, seen)
+        return CallRequest(q, k, v, causal, 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, mask)
 
-    def tiles(self, asked: CallRequest) -> list[slice]:
+    def tiles(self, request: CallRequest) -> list[slice]:
         """The keys of each tile."""
-        return [slice(at, min(at + self.tile, asked.keys)) for at in range(0, asked.keys, self.tile)]
+        return [slice(at, min(at + self.tile, request.keys)) for at in range(0, request.keys, self.tile)]
 
-    def hidden(self, asked: CallRequest) -> Tensor | None:
+    def hidden(self, request: CallRequest) -> Tensor | None:
         """Bool, broadcastable to S: True where a score is masked; None if nowhere."""
-        mask = None if asked.seen is None else ~asked.seen
-        if asked.causal:
-            later = torch.ones(asked.queries, asked.keys, dtype=torch.bool).triu(asked.keys - asked.queries + 1)
+        mask = None if request.mask is None else ~request.mask
+        if request.causal:
+            later = torch.ones(request.queries, request.keys, dtype=torch.bool).triu(request.keys - request.queries + 1)
             mask = later if mask is None else mask | later
         return mask
 
-    def product(self, asked: CallRequest, keys: slice) -> Tensor:
+    def product(self, request: CallRequest, keys: slice) -> Tensor:
         """A tile of Q K^T, (batch, heads, queries, keys), scaled."""
-        return asked.wide_q @ asked.wide_k[:, :, keys].transpose(-1, -2) * asked.scale
+        return request.wide_q @ request.wide_k[:, :, keys].transpose(-1, -2) * request.scale
 
-    def scores(self, asked: CallRequest, keys: slice) -> Tensor:
+    def scores(self, request: CallRequest, keys: slice) -> Tensor:
         """A tile of S, masked."""
-        s, hidden = self.product(asked, keys), self.hidden(asked)
+        s, hidden = self.product(request, keys), self.hidden(request)
         return s if hidden is None else s.masked_fill(hidden[..., keys], -torch.inf)
 
     def exp(self, s: Tensor, m: Tensor) -> Tensor:
@@ -141,79 +141,79 @@ class Tiled:
         """The row maximum, a tile further."""
         return torch.maximum(sums.m, s.amax(-1, keepdim=True))
 
-    def p_bar(self, p: Tensor, asked: CallRequest) -> Tensor:
+    def p_bar(self, p: Tensor, request: CallRequest) -> Tensor:
         """P as it enters the product with V."""
-        return _narrow(p, asked)
+        return _narrow(p, request)
 
-    def step(self, asked: CallRequest, sums: Sums, keys: slice) -> Sums:
+    def step(self, request: CallRequest, sums: Sums, keys: slice) -> Sums:
         """The sums, a tile further."""
-        s = self.scores(asked, keys)
+        s = self.scores(request, keys)
         m = self.largest(sums, s)
         p, alpha = self.exp(s, m), self.exp(sums.m, m)
-        added = self.p_bar(p, asked) @ asked.wide_v[:, :, keys]
+        added = self.p_bar(p, request) @ request.wide_v[:, :, keys]
         return Sums(m, alpha * sums.l + p.sum(-1, keepdim=True), alpha * sums.o_bar + added)
 
-    def sums(self, asked: CallRequest) -> Sums:
+    def sums(self, request: CallRequest) -> Sums:
         """Those of all tiles."""
-        found = self.start(asked)
-        for keys in self.tiles(asked):
-            found = self.step(asked, found, keys)
-        return found
+        total = self.start(request)
+        for keys in self.tiles(request):
+            total = self.step(request, total, keys)
+        return total
 
-    def start(self, asked: CallRequest) -> Sums:
+    def start(self, request: CallRequest) -> Sums:
         """Those before the first tile."""
-        return Sums.none(asked.wide_q)
+        return Sums.none(request.wide_q)
 
     def normalised(self, sums: Sums) -> Tensor:
         """O in fp32; a row that has seen no key gives zeros."""
         return (sums.o_bar / sums.l).masked_fill(sums.m == -torch.inf, 0.0)
 
-    def output(self, asked: CallRequest) -> Tensor:
+    def output(self, request: CallRequest) -> Tensor:
         """O."""
-        return self.stored(self.normalised(self.sums(asked)), asked)
+        return self.stored(self.normalised(self.sums(request)), request)
 
-    def stored(self, o: Tensor, asked: CallRequest) -> Tensor:
+    def stored(self, o: Tensor, request: CallRequest) -> Tensor:
         """O in the format of the call."""
-        return o.to(asked.q.dtype)
+        return o.to(request.q.dtype)
 
-    def recomputed(self, asked: CallRequest, keys: slice, lse: Tensor) -> Tensor:
+    def recomputed(self, request: CallRequest, keys: slice, lse: Tensor) -> Tensor:
         """A tile of P in the backward pass."""
-        return torch.exp(self.scores(asked, keys) - lse).masked_fill(lse == -torch.inf, 0.0)
+        return torch.exp(self.scores(request, keys) - lse).masked_fill(lse == -torch.inf, 0.0)
 
-    def lse(self, asked: CallRequest) -> Tensor:
+    def lse(self, request: CallRequest) -> Tensor:
         """The log-sum-exp that the backward pass is given."""
-        return self.sums(asked).lse
+        return self.sums(request).lse
 
-    def gradients(self, asked: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV in the shapes and the format of q, k and v."""
-        lse, wide = self.lse(asked), do.float()
+        lse, wide = self.lse(request), do.float()
         delta = (wide * o.float()).sum(-1, keepdim=True)
-        dq, dk, dv = (torch.zeros_like(x) for x in (asked.wide_q, asked.wide_k, asked.wide_v))
-        for keys in self.tiles(asked):
-            p = self.recomputed(asked, keys, lse)
-            ds = _narrow(p * (wide @ asked.wide_v[:, :, keys].transpose(-1, -2) - delta), asked)
-            dv[:, :, keys] = _narrow(p, asked).transpose(-1, -2) @ wide
-            dk[:, :, keys] = self.dk(asked, ds)
-            dq = self.dq(asked, dq, ds, keys)
-        dk, dv = self.summed(dk, asked), self.summed(dv, asked)
-        return dq.to(asked.q.dtype), dk.to(asked.q.dtype), dv.to(asked.q.dtype)
+        dq, dk, dv = (torch.zeros_like(x) for x in (request.wide_q, request.wide_k, request.wide_v))
+        for keys in self.tiles(request):
+            p = self.recomputed(request, keys, lse)
+            ds = _narrow(p * (wide @ request.wide_v[:, :, keys].transpose(-1, -2) - delta), request)
+            dv[:, :, keys] = _narrow(p, request).transpose(-1, -2) @ wide
+            dk[:, :, keys] = self.dk(request, ds)
+            dq = self.dq(request, dq, ds, keys)
+        dk, dv = self.summed(dk, request), self.summed(dv, request)
+        return dq.to(request.q.dtype), dk.to(request.q.dtype), dv.to(request.q.dtype)
 
-    def dk(self, asked: CallRequest, ds: Tensor) -> Tensor:
+    def dk(self, request: CallRequest, ds: Tensor) -> Tensor:
         """A tile of dK."""
-        return asked.scale * ds.transpose(-1, -2) @ asked.wide_q
+        return request.scale * ds.transpose(-1, -2) @ request.wide_q
 
-    def dq(self, asked: CallRequest, dq: Tensor, ds: Tensor, keys: slice) -> Tensor:
+    def dq(self, request: CallRequest, dq: Tensor, ds: Tensor, keys: slice) -> Tensor:
         """dQ, a tile further."""
-        return dq + asked.scale * ds @ asked.wide_k[:, :, keys]
+        return dq + request.scale * ds @ request.wide_k[:, :, keys]
 
-    def summed(self, gradient: Tensor, asked: CallRequest) -> Tensor:
+    def summed(self, gradient: Tensor, request: CallRequest) -> Tensor:
         """The gradient of a key head: the sum over its query heads."""
-        return by_group(gradient, asked.groups).sum(2)
+        return by_group(gradient, request.groups).sum(2)
 
 
-def _narrow(x: Tensor, asked: CallRequest) -> Tensor:
+def _narrow(x: Tensor, request: CallRequest) -> Tensor:
     """Cast for a product, in the format of the call."""
-    return x.to(asked.q.dtype).float()
+    return x.to(request.q.dtype).float()
 
 
 def by_group(gradient: Tensor, groups: int) -> Tensor:

@@ -159,7 +159,7 @@ def test_the_command_line_names_a_card_and_the_record_says_what_was_assumed() ->
     described = backend.describe()
     assert described["as"] == "sm_90"
     assert described["contraction"] is True
-    assert "nothing ran on a GPU" in str(backend.told())
+    assert "nothing ran on a GPU" in str(backend.notice())
     told = Run(described, {}, records=()).told_of("interpreter")
     assert told == "interpreter as sm_90 (assumed; nothing ran on a GPU)"
     assert Run(INTERPRETER.describe(), {}, records=()).told_of("interpreter") == "interpreter"

@@ -97,8 +97,8 @@ class RecordCollector:
         lines = [f"tiebreak: {len(self.expected)} cells in the matrix; records go to {self.file.path}"]
         platform = describe()
         lines.append(f"platform: {platform.cpu}, level {platform.level}, torch {platform.torch}")
-        told = {backend.name: backend.told() for backend in backends_of(self.expected.values())}
-        lines += [f"backend {name}: {words}" for name, words in told.items() if words is not None]
+        notices = {backend.name: backend.notice() for backend in backends_of(self.expected.values())}
+        lines += [f"backend {name}: {notice}" for name, notice in notices.items() if notice is not None]
         lines += [f"backend {name} can't run: {reason}" for name, reason in self.unavailable.items()]
         return [*lines, *self.warnings()]
 

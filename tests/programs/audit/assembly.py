@@ -44,7 +44,7 @@ def parse(text: str, dialect: str) -> list[Instruction]:
     Returns:
         The instructions in the order of the text.
     """
-    found: list[Instruction] = []
+    instructions: list[Instruction] = []
     written: dict[str, int] = {}
     for line, place in _placed(text, dialect):
         opcode, _, rest = line.partition(" ")
@@ -54,9 +54,9 @@ def parse(text: str, dialect: str) -> list[Instruction]:
         reads = [name for operand in operands[outputs:] for name in _registers(operand, dialect)]
         sources = tuple(dict.fromkeys(written[name] for name in reads if name in written))
         for operand in operands[:outputs]:
-            written.update(dict.fromkeys(_registers(operand, dialect), len(found)))
-        found.append(Instruction(opcode, operands, sources, place))
-    return found
+            written.update(dict.fromkeys(_registers(operand, dialect), len(instructions)))
+        instructions.append(Instruction(opcode, operands, sources, place))
+    return instructions
 
 
 def _placed(text: str, dialect: str) -> Iterator[tuple[str, Place]]:
@@ -77,10 +77,10 @@ def _placed(text: str, dialect: str) -> Iterator[tuple[str, Place]]:
 
 def _ptx_place(match: re.Match[str], places: dict[tuple[str, ...], Place]) -> Place:
     """A `.loc` that was inlined names where; that line's own `.loc` came before it."""
-    here, outer = match.groups()[:3], match.groups()[3:]
+    location, outer = match.groups()[:3], match.groups()[3:]
     around: Place = () if outer[0] is None else places.get(outer, ((int(outer[1]), int(outer[2])),))
-    places[here] = (*around, (int(here[1]), int(here[2])))
-    return places[here]
+    places[location] = (*around, (int(location[1]), int(location[2])))
+    return places[location]
 
 
 def _amd_place(line: str) -> Place:

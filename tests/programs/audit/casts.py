@@ -72,5 +72,5 @@ def _takes_upper_half(code: Code, at: Instruction) -> bool:
 
 def _computed(code: Code, roots: Iterable[Instruction]) -> bool:
     """Whether floating-point operations made a number, and nothing has rounded it since."""
-    found = list(roots)
-    return bool(found) and all(is_float(root) and _rounds(code, root) is None for root in found)
+    operations = list(roots)
+    return bool(operations) and all(is_float(root) and _rounds(code, root) is None for root in operations)

@@ -1,4 +1,4 @@
-"""One kernel's instructions, and the questions that are asked of them: what computed this, is it above the products."""
+"""One kernel's instructions, and questions about them: what computed this, is it above the products."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -23,16 +23,16 @@ class Code:
     def __init__(self, text: str, dialect: str) -> None:
         self.text, self.dialect = text, dialect
         self.instructions = parse(text, dialect)
-        self.matrix = list(self.those(MATRIX.match))
-        self.library = {at.place for at in self.those(_LIBRARY.match)}
+        self.matrix = list(self.matching(MATRIX.match))
+        self.library = {at.place for at in self.matching(_LIBRARY.match)}
         self._last: Place = max((at.place for at in self.matrix), default=())
         self._constants: dict[str, set[int]] = {}
-        for at in self.those(_LOAD.match):
+        for at in self.matching(_LOAD.match):
             self._constants.setdefault(at.operands[0], set()).update(_loaded(at))
 
-    def those(self, wanted: Callable[[str], object]) -> Iterator[Instruction]:
-        """Instructions whose opcode is wanted."""
-        return (at for at in self.instructions if wanted(at.opcode))
+    def matching(self, matches: Callable[[str], object]) -> Iterator[Instruction]:
+        """Instructions whose opcode matches."""
+        return (at for at in self.instructions if matches(at.opcode))
 
     def after_products(self, at: Instruction) -> bool:
         """Whether the source asks for it below its last product; so it does where there is none."""
@@ -43,27 +43,27 @@ class Code:
 
     def roots(self, at: Instruction) -> list[Instruction]:
         """What computed an instruction's operands, seen through moves, selections and the sign's return."""
-        found, queue, seen = [], list(at.sources), set(at.sources)
+        origins, queue, seen = [], list(at.sources), set(at.sources)
         while queue:
             source = self.instructions[queue.pop()]
             if _TRANSPARENT.match(source.opcode):
                 queue += [number for number in source.sources if number not in seen]
                 seen.update(source.sources)
             elif not _CONDITION.match(source.opcode):
-                found.append(source)
-        return found
+                origins.append(source)
+        return origins
 
     def literals(self, at: Instruction) -> set[int]:
         """Numbers among an instruction's operands, also through a register that holds one."""
         sources = [self.instructions[number] for number in at.sources]
-        nearest = {one.operands[0]: _loaded(one) for one in sources if _LOAD.match(one.opcode)}
-        found: set[int] = set()
+        nearest = {source.operands[0]: _loaded(source) for source in sources if _LOAD.match(source.opcode)}
+        numbers: set[int] = set()
         for operand in at.operands[1:]:
             value = literal(operand)
             # Compilers load a scalar far from its use, in any block: then all that the register ever holds counts.
             ever = self._constants.get(operand, set()) if operand.startswith("s") else set()
-            found |= nearest.get(operand, ever) if value is None else {value}
-        return found
+            numbers |= nearest.get(operand, ever) if value is None else {value}
+        return numbers
 
     def constant(self, operand: str) -> int | None:
         """The one number that a register is ever loaded with; None where there is none, or more than one."""

@@ -54,14 +54,14 @@ def main(arguments: Sequence[str]) -> int:
     chosen = [kernels[name] for name in _picked("kernels", options.kernels, list(kernels))]
     expected = _expected(options, targets, chosen)
     cards = {target.name: target.cards for target in targets}
-    found = Audits(records.SCHEMA, compiler(), cards, tuple(_with_progress(targets, chosen)))
-    terminal.show(audit_tables.audit_tables(found, terminal.limit(options.format), options.format))
+    audits = Audits(records.SCHEMA, compiler(), cards, tuple(_with_progress(targets, chosen)))
+    terminal.show(audit_tables.audit_tables(audits, terminal.limit(options.format), options.format))
     if options.update:
-        records.write(found, options.expect)
+        records.write(audits, options.expect)
         print(f"expectation written: {options.expect}")
     if expected is None:
         return HELD
-    return HELD if _judge(expected, found, options) else FELL
+    return HELD if _judge(expected, audits, options) else FELL
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,43 +87,43 @@ def _expected(options: argparse.Namespace, targets: Sequence[Target], kernels: S
     return records.read(options.expect)
 
 
-def _picked(flag: str, names: str | None, known: Sequence[str]) -> list[str]:
+def _picked(flag: str, names: str | None, available: Sequence[str]) -> list[str]:
     if names is None:
-        return list(known)
-    wanted = pick(flag, flag.removesuffix("s"), names, known, "`tiebreak show reports/baselines/audit.json` has")
-    return [name for name in known if name in wanted]
+        return list(available)
+    picked = pick(flag, flag.removesuffix("s"), names, available, "`tiebreak show reports/baselines/audit.json` has")
+    return [name for name in available if name in picked]
 
 
-def _asked_for(names: str | None, name: str) -> bool:
-    return names is None or any(matching(wanted, [name]) for wanted in split(names))
+def _selected(names: str | None, name: str) -> bool:
+    return names is None or any(matching(pattern, [name]) for pattern in split(names))
 
 
 def _with_progress(targets: Sequence[Target], kernels: Sequence[Compilation]) -> Iterator[Audit]:
     total = len(targets) * len(kernels)
     for number, audit in enumerate(audited(targets, kernels), 1):
-        said = "read" if audit.skipped is None else f"skipped: {audit.skipped}"
-        print(f"{number}/{total} {audit.id}: {said}", file=sys.stderr)
+        state = "read" if audit.skipped is None else f"skipped: {audit.skipped}"
+        print(f"{number}/{total} {audit.id}: {state}", file=sys.stderr)
         yield audit
 
 
-def _judge(expected: Audits, found: Audits, options: argparse.Namespace) -> bool:
-    """Tell what differs; whether nothing does."""
+def _judge(expected: Audits, audits: Audits, options: argparse.Namespace) -> bool:
+    """Print what differs; True where nothing does."""
     path = options.expect
     inside = [
         audit
         for audit in expected.audits
-        if _asked_for(options.targets, audit.target) and _asked_for(options.kernels, audit.kernel)
+        if _selected(options.targets, audit.target) and _selected(options.kernels, audit.kernel)
     ]
-    lines = records.differences(inside, found.audits)
-    skips = sum(1 for audit in found.audits if audit.skipped is not None)
+    lines = records.differences(inside, audits.audits)
+    skips = sum(1 for audit in audits.audits if audit.skipped is not None)
     print(
-        f"audit {'FELL' if lines else 'held'}: {counted(len(found.audits) - skips, 'kernel')} compared with {path},"
+        f"audit {'FELL' if lines else 'held'}: {counted(len(audits.audits) - skips, 'kernel')} compared with {path},"
         f" {skips} skipped, {len(lines)} differences"
     )
     for line in lines:
         print(f"changed {line}")
-    if expected.triton != found.triton:
-        print(f"note    {path} is of triton {expected.triton}, this is {found.triton}")
+    if expected.triton != audits.triton:
+        print(f"note    {path} is of triton {expected.triton}, this is {audits.triton}")
     if len(inside) < len(expected.audits):
-        print(f"note    {len(expected.audits) - len(inside)} kernels of {path} were not asked for")
+        print(f"note    {len(expected.audits) - len(inside)} kernels of {path} were not selected")
     return not lines

@@ -29,9 +29,9 @@ def unavailable() -> str | None:
     reason = missing()
     if reason is not None:
         return reason
-    found = installed()
-    if found is not None and Version(found) < Version(OLDEST):
-        return f"triton {found} does not say which line asks for a cast: the audit needs {OLDEST} or newer"
+    version = installed()
+    if version is not None and Version(version) < Version(OLDEST):
+        return f"triton {version} does not record which line asks for a cast: the audit needs {OLDEST} or newer"
     from triton import knobs
 
     try:
@@ -53,7 +53,7 @@ def compile_for(target: Target, source: Compilation) -> str:
 
     Args:
         target: the GPU.
-        source: the kernel; it says whether a product and a sum may be contracted into one fma.
+        source: the kernel, with whether a product and a sum may be contracted into one fma.
 
     Returns:
         The kernel's assembly as text: PTX or AMDGCN. The assembler does not run.
@@ -86,11 +86,11 @@ def compile_for(target: Target, source: Compilation) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The last line, which says what went wrong, where those above it say where; without the repr around it."""
+    """The last line, which has the error, those above it the place; without the repr around it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = lines[-1] if lines else type(error).__name__
-    wrapped = re.fullmatch(r"\w+\((['\"])(.*)\1\)", said)
-    return wrapped.group(2) if wrapped else said
+    last = lines[-1] if lines else type(error).__name__
+    wrapped = re.fullmatch(r"\w+\((['\"])(.*)\1\)", last)
+    return wrapped.group(2) if wrapped else last
 
 
 @contextlib.contextmanager

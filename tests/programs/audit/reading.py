@@ -1,7 +1,7 @@
-"""What a kernel's assembly says of its rounding.
+"""How a kernel rounds, by its assembly.
 
-A cast into a matrix product is told from one of an output by the *source*: the compiler's line information names, for
-every instruction, the line that asks for it, through all calls. An output is cast below the last product, an operand
+A cast into a matrix product differs from one of an output by its place in the *source*: the compiler's line information
+names the line of every instruction, through all calls. An output is cast below the last product, an operand
 above it or on its line. The order of the text would not do: schedulers move instructions across one another.
 
 Instructions: PTX ISA, chapters "Floating Point Instructions", "Data Movement and Conversion Instructions" (cvt), "Warp
@@ -50,21 +50,21 @@ def read(target: str, kernel: str, text: str, dialect: str) -> Audit:
         What rounds there, and how.
 
     Raises:
-        ValueError: AMDGCN that does not say in which mode it runs.
+        ValueError: AMDGCN without the mode that it runs in.
     """
     code = Code(text, dialect)
-    found = [(code.after_products(at), how) for at, how in casts(code)]
-    exponentials = list(code.those(_EXPONENTIAL.match))
+    rounding = [(code.after_products(at), how) for at, how in casts(code)]
+    exponentials = list(code.matching(_EXPONENTIAL.match))
     return Audit(
         target=target,
         kernel=kernel,
         skipped=None,
         products=_kinds(_products(code)),
-        operand_casts=_kinds(how for after, how in found if not after),
-        output_casts=_kinds(how for after, how in found if after),
+        operand_casts=_kinds(how for after, how in rounding if not after),
+        output_casts=_kinds(how for after, how in rounding if after),
         exponential=_kinds(at.opcode for at in exponentials),
         exponent=_kinds(_operation(root) for at in exponentials for root in code.roots(at)),
-        logarithm=_kinds(at.opcode for at in code.those(_LOGARITHM.match)),
+        logarithm=_kinds(at.opcode for at in code.matching(_LOGARITHM.match)),
         division=_kinds(_divisions(code)),
         contraction=_kinds(_contraction(code)),
         flushes=_kinds(_flushes(code)),
@@ -74,8 +74,8 @@ def read(target: str, kernel: str, text: str, dialect: str) -> Audit:
     )
 
 
-def _kinds(found: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(set(found)))
+def _kinds(texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(set(texts)))
 
 
 def _operation(instruction: Instruction) -> str:
@@ -117,24 +117,24 @@ def _tcgen05(code: Code, at: Instruction) -> str:
     if descriptor is None:
         return f"tcgen05.mma kind::{kind}"
     formats = _FORMATS.get(kind, ())
-    a, b = (formats[found] if (found := descriptor >> bit & 7) < len(formats) else "?" for bit in (7, 10))
+    a, b = (formats[index] if (index := descriptor >> bit & 7) < len(formats) else "?" for bit in (7, 10))
     return f"tcgen05.mma k{_DEPTHS.get(kind, '?')} {a}*{b} -> {_RESULTS[descriptor >> 4 & 3]}"
 
 
 def _divisions(code: Code) -> Iterator[str]:
     """Divisions and reciprocals. AMDGCN's correctly rounded division is a sequence with one reciprocal in it."""
-    yield from (at.opcode for at in code.those(_PTX_DIVISION.match))
-    sequences = sum(1 for _ in code.those("v_div_fixup_f32".__eq__))
+    yield from (at.opcode for at in code.matching(_PTX_DIVISION.match))
+    sequences = sum(1 for _ in code.matching("v_div_fixup_f32".__eq__))
     if sequences:
         yield "v_div_scale/fmas/fixup_f32"
-    if sum(1 for _ in code.those(_AMD_RECIPROCAL.match)) > sequences:
+    if sum(1 for _ in code.matching(_AMD_RECIPROCAL.match)) > sequences:
         yield "v_rcp_f32"
 
 
 def _softmax(code: Code, pattern: re.Pattern[str]) -> list[Instruction]:
     """Arithmetic down to the last product, without divisions and logarithms."""
-    found = (at for at in code.those(pattern.match) if at.place not in code.library)
-    return [at for at in found if not code.matrix or not code.after_products(at)]
+    operations = (at for at in code.matching(pattern.match) if at.place not in code.library)
+    return [at for at in operations if not code.matrix or not code.after_products(at)]
 
 
 def _contraction(code: Code) -> Iterator[str]:
@@ -146,30 +146,30 @@ def _contraction(code: Code) -> Iterator[str]:
 
 
 def _flushes(code: Code) -> Iterator[str]:
-    """What takes subnormals for zero: PTX says so by instruction, AMDGCN for the kernel, but for what always does."""
+    """What takes subnormals for zero: PTX marks instructions, AMDGCN the kernel, but for what always does."""
     if code.dialect == "ptx":
         yield from (at.opcode.split(".")[0] for at in code.instructions if ".ftz" in at.opcode)
         return
-    yield from (at.opcode for at in code.those(_FLUSHING.match))
+    yield from (at.opcode for at in code.matching(_FLUSHING.match))
     if _setting(code, "float_denorm_mode_32") != _DENORMALS_KEPT:
         yield "fp32"
 
 
 def _mode(code: Code) -> str:
-    """How operations round: PTX says so by instruction, to even where it is silent; AMDGCN in a register, twice:
+    """How operations round: PTX marks instructions, unmarked ones round to even; AMDGCN has a register, twice:
     for fp32, and for fp64 and casts to fp16.
     """
     if code.dialect == "ptx":
-        found = (_DIRECTED.intersection(at.opcode.split(".")) for at in code.instructions if is_float(at))
-        return ", ".join(["to even", *sorted(frozenset().union(*found))])
+        modes = (_DIRECTED.intersection(at.opcode.split(".")) for at in code.instructions if is_float(at))
+        return ", ".join(["to even", *sorted(frozenset().union(*modes))])
     single, other = (_ROUND_MODES[_setting(code, f"float_round_mode_{size}")] for size in ("32", "16_64"))
-    said = single if single == other else f"{single}, fp16 {other}"
-    changes = _kinds(" ".join(at.operands) for at in code.those(_MODE.match))
-    return "; ".join([said, *changes])
+    text = single if single == other else f"{single}, fp16 {other}"
+    changes = _kinds(" ".join(at.operands) for at in code.matching(_MODE.match))
+    return "; ".join([text, *changes])
 
 
 def _setting(code: Code, name: str) -> int:
     match = re.search(rf"\.amdhsa_{name}\s+(\d+)", code.text)
     if match is None:
-        raise ValueError(f"the assembly does not say .amdhsa_{name}")
+        raise ValueError(f"the assembly has no .amdhsa_{name}")
     return int(match.group(1))

@@ -1,4 +1,4 @@
-"""What there is to audit: the Triton kernels in their standard settings, each kind of rounding once."""
+"""Kernels to audit: the Triton kernels in their standard settings, each kind of rounding once."""
 
 from collections.abc import Hashable, Iterator
 
@@ -13,25 +13,25 @@ def sources() -> list[Compilation]:
         ValueError: triton is not installed.
     """
     every = list(compilations())
-    seen: set[Hashable] = set()
-    kept: set[str] = set()
-    for one in sorted(every, key=_order):
-        news = set(_facets(one))
-        if news - seen:
-            kept.add(one.name)
-        seen |= news
-    return [one for one in every if one.name in kept]
+    facets: set[Hashable] = set()
+    names: set[str] = set()
+    for compilation in sorted(every, key=_order):
+        news = set(_facets(compilation))
+        if news - facets:
+            names.add(compilation.name)
+        facets |= news
+    return [compilation for compilation in every if compilation.name in names]
 
 
-def _order(one: Compilation) -> bool:
+def _order(compilation: Compilation) -> bool:
     """The stochastic forward pass first: it has a plan and the dither too, which then needs no kernel of its own."""
-    return not (one.name.endswith("/forward") and _config(one).stochastic)
+    return not (compilation.name.endswith("/forward") and _config(compilation).stochastic)
 
 
-def _facets(one: Compilation) -> Iterator[Hashable]:
-    """What tells a function's assembly from another's: of the plan and rule, what that function looks at."""
-    config = _config(one)
-    plan, (_, _, function) = config.plan, one.name.partition("/")
+def _facets(compilation: Compilation) -> Iterator[Hashable]:
+    """What distinguishes a function's assembly: the parts of the plan and the rule that the function uses."""
+    config = _config(compilation)
+    plan, (_, _, function) = config.plan, compilation.name.partition("/")
     if function == "delta":
         yield function, plan.delta, plan.delta_from
     elif function in ("key_gradients", "query_gradient"):
@@ -44,7 +44,7 @@ def _facets(one: Compilation) -> Iterator[Hashable]:
         yield function, config.shift
 
 
-def _config(one: Compilation) -> Config:
-    config = one.constexprs["C"]
+def _config(compilation: Compilation) -> Config:
+    config = compilation.constexprs["C"]
     assert isinstance(config, Config)
     return config
