@@ -1,10 +1,9 @@
-"""A cell's looks at its data: run the kernel on ever more heads until claim, verdict and prediction are settled."""
+"""What a cell says on ever more heads: they are drawn until its claim, its verdict and its prediction are settled."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from time import monotonic
-
-import torch
 
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import Case
@@ -13,15 +12,14 @@ from tiebreak.cases.errors import Errors, difference, merge
 from tiebreak.cases.verdicts import LOOKS, Verdict, judge
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.flash import BLOCK
-from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionOutput
+from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.kernels.kernel import Declaration, delta_alone
 from tiebreak.kernels.plans import FP32_INSIDE
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.attribution import Fit, equal_bits, fits
 from tiebreak.matrix.candidates import candidates, tilings
 from tiebreak.matrix.experiment import Cell, time_limit
-from tiebreak.matrix.leaks import left_behind
-from tiebreak.matrix.workbench import SharedBatch, Workbench
+from tiebreak.matrix.workbench import CaseBench
 
 #: O in fp32 throughout, rounded once: what no deterministic kernel of that output format does better.
 ROUNDED = Declaration(FLASH_ATTENTION, FP32_INSIDE, SHIFT_RULES["safe"])
@@ -29,219 +27,202 @@ _SHARE = 3.0  # of the time so far: what it is after one more look and the run t
 _FAIR_CLAIM = claim(UNBIASED, "--fair: no bias on any failure input", formats="bf16 fp16")
 
 
-@dataclass
-class _Progress:
-    """What has been measured of a cell so far, look after look."""
+@dataclass(frozen=True)
+class Draw:
+    """What one batch of heads gave."""
 
-    errors: list[Errors] = field(default_factory=list)  # one a batch
-    outputs: list[AttentionOutput] = field(default_factory=list)  # one a batch
-    predictions: list[Errors] = field(default_factory=list)  # one a batch, where one is made
-    equal_bits: list[float] = field(default_factory=list)  # likewise
-    rounded: list[Errors] = field(default_factory=list)  # of a correctly rounded O, where the kernel is held to one
-    fits: Mapping[str, Fit] = field(default_factory=dict)  # of a kernel that declares nothing, on the first batch
-    heads: int = 0
+    output: AttentionOutput
+    errors: Errors  # of the output
+    prediction: Errors | None  # of what the kernel's declaration predicts; None: none is made
+    equal_bits: float | None  # share of elements of O that agree with that to the bit
+    rounded: Errors | None  # of a correctly rounded O; None: the kernel is not held to one
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What all heads drawn so far say of a cell."""
+
+    case: Case
+    declaration: Declaration  # whose bounds the kernel is held to, in the tiles that it turns out to work in
+    claim: Claim | None  # of the case, about such a kernel
+    draws: tuple[Draw, ...] = ()
+
+    @property
+    def heads(self) -> int:
+        """In all."""
+        return sum(draw.output.o.shape[0] * draw.output.o.shape[1] for draw in self.draws)
+
+    @cached_property
+    def errors(self) -> Errors:
+        """Of all heads."""
+        return merge([draw.errors for draw in self.draws])
+
+    @cached_property
+    def prediction(self) -> Errors | None:
+        """Errors of what is predicted, on all heads."""
+        return _merged(draw.prediction for draw in self.draws)
+
+    @cached_property
+    def rounded(self) -> Errors | None:
+        """Errors of a correctly rounded O, on all heads."""
+        return _merged(draw.rounded for draw in self.draws)
+
+    @property
+    def equal_bits(self) -> float | None:
+        """Share of elements that agree with the prediction to the bit."""
+        shares = [draw.equal_bits for draw in self.draws if draw.equal_bits is not None]
+        return sum(shares) / len(shares) if shares else None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether no element of O has an error in ulps."""
+        return self.errors.left_out == self.errors.elements
+
+    @cached_property
+    def verdict(self) -> Verdict | None:
+        """On the bias; None where the mean error in ulps says nothing in this case."""
+        if self.case.cancels:
+            return None
+        return Verdict.NONFINITE if self.errors.nonfinite else judge(self.errors.bias)
+
+    @cached_property
+    def claim_met(self) -> bool | None:
+        """Whether what the case claims is so; None: the data do not tell."""
+        return self.claim is None or self.claim.expectation.met(self.errors)
+
+    @cached_property
+    def prediction_met(self) -> bool | None:
+        """Whether the output is what the declaration predicts; None: the data do not tell."""
+        errors, prediction = self.errors, self.prediction
+        if prediction is None:
+            return True
+        if errors.nonfinite or prediction.nonfinite:
+            # Underflow sits on an edge that the exponential's last bit decides.
+            return abs(errors.nonfinite - prediction.nonfinite) <= errors.elements // 100
+        return predicted(difference(errors, prediction))
+
+    @cached_property
+    def rounded_met(self) -> bool | None:
+        """Whether the output is no more biased than a correctly rounded O; None: the data do not tell."""
+        return self.rounded is None or no_worse(self.errors, self.rounded)
+
+    @property
+    def settled(self) -> bool:
+        """Whether more heads would tell nothing more."""
+        answers = (self.claim_met, self.prediction_met, self.rounded_met)
+        return None not in answers and self.verdict is not Verdict.INCONCLUSIVE
+
+
+def _merged(batches: Iterable[Errors | None]) -> Errors | None:
+    known = [errors for errors in batches if errors is not None]
+    return merge(known) if known else None
 
 
 class SequentialSampler:
-    """One cell's looks at its data."""
+    """Draws the heads of a cell, look after look."""
 
-    def __init__(self, cell: Cell, case: Case, bench: Workbench) -> None:
-        self.cell, self.case, self.bench = cell, case, bench
-        self.progress = _Progress()
-        self.repeatable: bool | None = None
-        self.equal_gradients: float | None = None  # share of their elements that a second run gave to the bit
-        self.leaks: str | None = None  # what a user's kernel leaves behind at every call, in words
-        self.out_of_time = False  # whether a look was left out that might have told
-        declaration = cell.kernel.declaration
-        tiled = tilings(declaration or UNDECLARED) if cell.kernel.external else (declaration or UNDECLARED,)
+    def __init__(self, cell: Cell, bench: CaseBench) -> None:
+        """Draw nothing yet.
+
+        Args:
+            cell: whose kernel is run.
+            bench: of its case, in its format.
+        """
+        self._cell, self._bench = cell, bench
+        self._out_of_time = False  # whether a look was left out that might have told
+        declaration, external = cell.kernel.declaration, cell.kernel.external
+        tiled = tilings(declaration or UNDECLARED) if external else (declaration or UNDECLARED,)
         # A bound grows with the number of tiles: whoever says nothing may work in the smallest.
-        self.tilings = tiled[-1:] if declaration is None else tiled
-        self.declaration = self.tilings[0]  # in the tiles that it turns out to work in
+        self._tilings = tiled[-1:] if declaration is None else tiled
         # A chaotic or cancelling case predicts nothing: its records say none is made, not that one was met.
-        told = self.judged and not case.chaotic
-        self.predictable = declaration is not None and not cell.backend.predicts and told
-        self.claim = self._claim()
-        self.as_rounded = cell.kernel.external and bench.settings.as_rounded and case.failure
-        self.candidates = candidates() if declaration is None else {}
+        bits_tell = not (bench.case.cancels or bench.case.chaotic)
+        self._predicts = bits_tell and declaration is not None and not cell.backend.predicts
+        self._candidates = candidates() if bits_tell and declaration is None else {}
+        self._as_rounded = external and bench.settings.as_rounded and bench.case.failure
+        self._fits: Mapping[str, Fit] = {}
+        self.sample = self._nothing_yet(self._tilings[0])
 
-    def _claim(self) -> Claim | None:
-        if self.cell.kernel.external and self.bench.settings.fair and self.case.failure:
+    def _nothing_yet(self, declaration: Declaration) -> Sample:
+        return Sample(self._bench.case, declaration, self._claim(declaration))
+
+    def _claim(self, tiled: Declaration) -> Claim | None:
+        case, kernel, fmt = self._bench.case, self._cell.kernel, self._cell.fmt
+        if kernel.external and self._bench.settings.fair and case.failure:
             return _FAIR_CLAIM
-        declaration = self.cell.kernel.declaration
-        if declaration is None or not self.cell.kernel.external:
-            return self.case.claim_about(declaration, self.cell.fmt)
+        if kernel.declaration is None or not kernel.external:
+            return case.claim_about(kernel.declaration, fmt)
         # Where a case cuts its rows into tiles, what it claims is of kernels that cut them too.
-        keys = self.bench.batch(self.case, self.cell.fmt, 0).inputs.k.shape[-2]
-        uncut = self.declaration.algorithm.tiled and keys > BLOCK.keys and self.declaration.block.keys > BLOCK.keys
-        return None if uncut else self.case.claim_about(self.declaration, self.cell.fmt)
+        keys = self._bench.batch(0).inputs.k.shape[-2]
+        uncut = tiled.algorithm.tiled and keys > BLOCK.keys and tiled.block.keys > BLOCK.keys
+        return None if uncut else case.claim_about(tiled, fmt)
 
-    def look(self) -> None:
-        """Look at ever more heads until all is settled, there are no more or the cap is reached, then run once more.
+    def draw(self) -> Sample:
+        """Look at ever more heads until all is settled, there are no more or the cap is reached.
 
         A look draws as many heads as all before it did, and takes as long. Where the time is too short it is left out.
         """
-        began, limit = monotonic(), time_limit(self.cell, self.bench.settings.cell_timeout)
+        began, limit = monotonic(), time_limit(self._cell, self._bench.settings.cell_timeout)
         for look in range(LOOKS):
             for index in range(2**look // 2, 2**look):
-                if self._has(index):
-                    self._measure(index)
-            if self._settled() or self.exhausted:
+                if self._bench.has(index):
+                    self._draw(index)
+            if self.sample.settled or self.exhausted:
                 break
-            self.out_of_time = limit is not None and _SHARE * (monotonic() - began) > limit
-            if self.out_of_time:
+            self._out_of_time = limit is not None and _SHARE * (monotonic() - began) > limit
+            if self._out_of_time:
                 break
-        self.repeatable = self._repeats()
+        return self.sample
 
-    def _has(self, index: int) -> bool:
-        return self.case.has(index, self.bench.settings.heads)
+    def _draw(self, index: int) -> None:
+        output, errors = self._measured(index)
+        prediction = share = rounded = None
+        if self._predicts:
+            emulated, prediction = self._bench.emulated(index, self.sample.declaration)
+            share = equal_bits(output.o.float(), emulated.o)
+        if self._as_rounded:
+            _, rounded = self._bench.emulated(index, ROUNDED)
+        draws = (*self.sample.draws, Draw(output, errors, prediction, share, rounded))
+        self.sample = replace(self.sample, draws=draws)
+
+    def _measured(self, index: int) -> tuple[AttentionOutput, Errors]:
+        backend, kernel, bench = self._cell.backend, self._cell.kernel, self._bench
+        if backend.predicts and kernel.declaration is not None:
+            return bench.emulated(index, self.sample.declaration)
+        # Gradients are measured on the first batch alone.
+        run, gradients = kernel if index == 0 else delta_alone(kernel), bench.case.gradients and kernel.has_backward
+        output = backend.run(run, bench.batch(index).inputs, gradients=gradients)
+        if index == 0:
+            self._recognise(output)
+        return output, bench.measure(index, output, self.sample.declaration)
+
+    def _recognise(self, output: AttentionOutput) -> None:
+        """Find the tiles that a user's kernel works in, or, if it declares nothing, what the known plans fit."""
+        batch = self._bench.batch(0)
+        if len(self._tilings) > 1:
+            named = {str(declaration.block): declaration for declaration in self._tilings}
+            tiles = fits(output.o, batch, named)
+            best = max(tiles, key=lambda name: tiles[name].bits)  # the first of equals
+            self.sample = self._nothing_yet(named[best])
+        if self._candidates:
+            self._fits = fits(output.o, batch, self._candidates)
 
     @property
     def exhausted(self) -> bool:
         """Whether the case has no more heads than have been drawn."""
-        return not self._has(len(self.progress.errors))
+        return not self._bench.has(len(self.sample.draws))
+
+    @property
+    def fits(self) -> Mapping[str, Fit]:
+        """What every candidate has in common with the output of a kernel that declares nothing, where that tells."""
+        return {} if self.sample.cancelled else self._fits
 
     @property
     def remedy(self) -> str:
         """What to do about a cell that its heads do not settle."""
-        if self.out_of_time:
-            return f"time for {self.heads} heads and no more: raise --cell-timeout"
+        if self._out_of_time:
+            return f"time for {self.sample.heads} heads and no more: raise --cell-timeout"
         if not self.exhausted:
             return "raise --heads"
-        if self._all_cancelled:
+        if self.sample.cancelled:
             return "every element of O has cancelled: no kernel's bias shows on this input"
         return "the case has no more: capture more sequences a batch"
-
-    @property
-    def _all_cancelled(self) -> bool:
-        return self.errors.left_out == self.errors.elements
-
-    def _measure(self, index: int) -> None:
-        batch = self.bench.batch(self.case, self.cell.fmt, index)
-        gradients = self.case.gradients and self.cell.kernel.has_backward
-        if self.cell.backend.predicts and self.cell.kernel.declaration is not None:
-            output, errors = self.bench.emulated(self.case, self.cell.fmt, index, self.declaration)
-        else:
-            # Gradients are measured on the first batch alone.
-            kernel = self.cell.kernel if index == 0 else delta_alone(self.cell.kernel)
-            output = self.cell.backend.run(kernel, batch.inputs, gradients=gradients)
-            if index == 0:
-                self._recognise(output, batch)
-            errors = self.bench.measure(self.case, self.cell.fmt, index, output, self.declaration)
-        self.progress.errors.append(errors)
-        self.progress.outputs.append(output)
-        self.progress.heads += batch.inputs.q.shape[0] * batch.inputs.q.shape[1]
-        if self.as_rounded:
-            self.progress.rounded.append(self.bench.emulated(self.case, self.cell.fmt, index, ROUNDED)[1])
-        if self.predictable:
-            prediction, predicted_errors = self.bench.emulated(self.case, self.cell.fmt, index, self.declaration)
-            self.progress.predictions.append(predicted_errors)
-            self.progress.equal_bits.append(equal_bits(output.o.float(), prediction.o))
-
-    def _recognise(self, output: AttentionOutput, batch: SharedBatch) -> None:
-        """Find the tiles that a user's kernel works in, or, if it declares nothing, what the known plans fit."""
-        if len(self.tilings) > 1:
-            named = {str(declaration.block): declaration for declaration in self.tilings}
-            found = fits(output.o, batch, named)
-            self.declaration = named[max(found, key=lambda name: found[name].bits)]  # the first of equals
-            self.claim = self._claim()
-        if self.judged and not self.case.chaotic:
-            self.progress.fits = fits(output.o, batch, self.candidates) if self.candidates else {}
-
-    @property
-    def outputs(self) -> list[AttentionOutput]:
-        """One a batch."""
-        return self.progress.outputs
-
-    @property
-    def batches(self) -> list[SharedBatch]:
-        """What they were made from."""
-        return [self.bench.batch(self.case, self.cell.fmt, index) for index in range(len(self.outputs))]
-
-    @property
-    def errors(self) -> Errors:
-        """Of all heads drawn."""
-        return merge(self.progress.errors)
-
-    @property
-    def judged(self) -> bool:
-        """Whether the mean error in ulps says anything in this case."""
-        return not self.case.cancels
-
-    def prediction_met(self) -> bool | None:
-        """Whether the output is what the declaration predicts; None: the data do not tell."""
-        if not self.predictable:
-            return True
-        prediction, errors = self.prediction(), self.errors
-        if errors.nonfinite or prediction.nonfinite:
-            return abs(errors.nonfinite - prediction.nonfinite) <= _few(errors)
-        return predicted(difference(errors, prediction))
-
-    def rounded(self) -> Errors:
-        """Errors of a correctly rounded O on all heads drawn."""
-        return merge(self.progress.rounded)
-
-    def rounded_met(self) -> bool | None:
-        """Whether the output is no more biased than a correctly rounded O; None: the data do not tell."""
-        return no_worse(self.errors, self.rounded()) if self.as_rounded else True
-
-    def prediction(self) -> Errors:
-        """Errors of what is predicted, on all heads drawn."""
-        return merge(self.progress.predictions)
-
-    def predicted(self) -> tuple[Errors | None, float | None]:
-        """Errors of what is predicted, and the share of elements that agree with it to the bit."""
-        if not self.predictable:
-            return None, None
-        shares = self.progress.equal_bits
-        return self.prediction(), sum(shares) / len(shares)
-
-    def fits(self) -> Mapping[str, Fit]:
-        """What every candidate has in common with the output, where that tells."""
-        return {} if self._all_cancelled else self.progress.fits
-
-    def _settled(self) -> bool:
-        errors = self.errors
-        told = self.claim is None or self.claim.expectation.met(errors) is not None
-        verdict_told = not self.judged or errors.nonfinite > 0 or judge(errors.bias) is not Verdict.INCONCLUSIVE
-        return told and verdict_told and self.prediction_met() is not None and self.rounded_met() is not None
-
-    def _repeats(self) -> bool | None:
-        """Whether a second run on the same input gives the same bits; None: not run twice."""
-        if self.cell.backend.repeats(self.cell.kernel):
-            return None  # unit tests show it once for all
-        first, batch = self.outputs[0], self.batches[0]
-        gradients = first.gradients is not None and not self.cell.kernel.o_first
-
-        def again() -> bool:
-            output = self.cell.backend.run(self.cell.kernel, batch.inputs, gradients=gradients)
-            if gradients:
-                self.equal_gradients = _equal_gradients(output, first)
-            return equal_bits(output.o.float(), first.o.float()) == 1.0
-
-        if not self.cell.kernel.external:
-            return again()
-        size = first.o.numel() * TORCH_DTYPES[batch.inputs.formats.output].itemsize
-        same, self.leaks = left_behind(again, size)
-        return same
-
-    @property
-    def heads(self) -> int:
-        """Heads drawn in all."""
-        return self.progress.heads
-
-
-def _equal_gradients(one: AttentionOutput, other: AttentionOutput) -> float | None:
-    """Share of elements of dQ, dK and dV that agree to the bit."""
-    if one.gradients is None or other.gradients is None:
-        return None
-    same = elements = 0.0
-    for name in ("dq", "dk", "dv"):
-        ours, theirs = (getattr(found, name) for found in (one.gradients, other.gradients))
-        share = 1.0 if torch.equal(ours, theirs) else equal_bits(ours.float(), theirs.float())
-        same, elements = same + share * ours.numel(), elements + ours.numel()
-    return same / elements
-
-
-def _few(errors: Errors) -> int:
-    """Elements that may differ in being finite: underflow sits on an edge that the exponential's last bit decides."""
-    return errors.elements // 100

@@ -78,45 +78,60 @@ class SharedBatch(Batch):
         return replace(declaration, block=block)
 
 
-@dataclass
-class Workbench:
-    """What cells of one case share: inputs, references, and the emulation's outputs. Holds one case at a time."""
+@dataclass(frozen=True)
+class CaseBench:
+    """What the cells of one case in one format share, a batch at a time, each made when it is first asked for."""
 
+    case: Case
+    fmt: Format
     settings: Settings
-    _key: tuple[str, str] = ("", "")
     _batches: dict[int, SharedBatch] = field(default_factory=dict)
     _emulated: dict[tuple[Declaration, int], tuple[AttentionOutput, Errors]] = field(default_factory=dict)
 
-    def batch(self, case: Case, fmt: Format, index: int) -> SharedBatch:
-        """Batch `index` of a case."""
-        if self._key != (case.name, fmt.name):
-            self._key = (case.name, fmt.name)
-            for cache in (self._batches, self._emulated):
-                cache.clear()
+    def has(self, index: int) -> bool:
+        """Whether the case has heads for batch `index`."""
+        return self.case.has(index, self.settings.heads)
+
+    def batch(self, index: int) -> SharedBatch:
+        """Batch `index`."""
         if index not in self._batches:
-            inputs = case.make(self.settings.seed, index, self.settings.heads, fmt)
+            inputs = self.case.make(self.settings.seed, index, self.settings.heads, self.fmt)
             self._batches[index] = SharedBatch(inputs, reference(inputs))
         return self._batches[index]
 
-    def measure(self, case: Case, fmt: Format, index: int, output: AttentionOutput, declaration: Declaration) -> Errors:
+    def measure(self, index: int, output: AttentionOutput, declaration: Declaration) -> Errors:
         """Errors of an output on one batch."""
-        batch = self.batch(case, fmt, index)
+        batch = self.batch(index)
         delta = output.gradients.delta if output.gradients else None
         o = output.o.float()
-        found = replace(
+        errors = replace(
             measure(o, delta, batch.inputs, batch.ref, batch.bounds.of(declaration), batch.yardstick),
             outside_values=batch.outside_values(o, declaration),
         )
-        return found if case.fixed_heads is None else without_cancelled(found, o, batch.inputs, batch.ref)
+        return errors if self.case.fixed_heads is None else without_cancelled(errors, o, batch.inputs, batch.ref)
 
-    def emulated(self, case: Case, fmt: Format, index: int, declaration: Declaration) -> tuple[AttentionOutput, Errors]:
+    def emulated(self, index: int, declaration: Declaration) -> tuple[AttentionOutput, Errors]:
         """What the emulation makes of a declaration on one batch."""
-        batch = self.batch(case, fmt, index)
+        batch = self.batch(index)
         declaration = batch.clipped(declaration)  # such declarations share one emulation
         key = (declaration, index)
         if key not in self._emulated:
             # Gradients are measured on the first batch alone.
             kernel = composed(declaration.label, declaration, ALL if index == 0 else DELTA_ALONE)
-            output = batch.emulation.run(kernel, batch.inputs, gradients=case.gradients)
-            self._emulated[key] = (output, self.measure(case, fmt, index, output, declaration))
+            output = batch.emulation.run(kernel, batch.inputs, gradients=self.case.gradients)
+            self._emulated[key] = (output, self.measure(index, output, declaration))
         return self._emulated[key]
+
+
+@dataclass
+class Workbench:
+    """Where a worker's cells are run: holds what those of one case share, and forgets it with the next case."""
+
+    settings: Settings
+    _held: CaseBench | None = None
+
+    def case(self, case: Case, fmt: Format) -> CaseBench:
+        """What cells of a case in a format share."""
+        if self._held is None or (self._held.case.name, self._held.fmt.name) != (case.name, fmt.name):
+            self._held = CaseBench(case, fmt, self.settings)
+        return self._held

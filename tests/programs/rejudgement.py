@@ -274,7 +274,7 @@ def _prediction(record: Record, bench: Workbench) -> Iterator[str]:
     found: list[Errors] = []
     drawn, first = 0, ""
     while drawn < record.heads:
-        output, errors = bench.emulated(case, fmt, len(found), declaration)
+        output, errors = bench.case(case, fmt).emulated(len(found), declaration)
         first = first or digest(output)
         found.append(errors)
         drawn += output.o.shape[0] * output.o.shape[1]

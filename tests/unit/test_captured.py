@@ -15,7 +15,6 @@ from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases import captured
 from tiebreak.cases.captured import CapturedError, captured_cases, layer_checksum
 from tiebreak.cases.case import Case
-from tiebreak.cases.errors import Errors
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import Verdict, judge
 from tiebreak.kernels.features import BLIND_ROWS, COMMON
@@ -76,10 +75,10 @@ def scripted(name: str, heads: int) -> Tensors:
     return {part: getattr(inputs, part).bfloat16().contiguous() for part in ("q", "k", "v", "do")}
 
 
-def looked(case: Case, kernel: Kernel, heads: int = 256, fmt: Format = BF16) -> SequentialSampler:
-    looks = SequentialSampler(Cell(CPU, kernel, Call(case), fmt), case, Workbench(Settings(heads=heads)))
-    looks.look()
-    return looks
+def sampled(case: Case, kernel: Kernel, heads: int = 256, fmt: Format = BF16) -> SequentialSampler:
+    sampler = SequentialSampler(Cell(CPU, kernel, Call(case), fmt), Workbench(Settings(heads=heads)).case(case, fmt))
+    sampler.draw()
+    return sampler
 
 
 class TestCases:
@@ -235,41 +234,44 @@ class TestLooks:
     def test_heads_are_counted_once_and_as_many_as_there_are(self, tmp_path: Path, heads: int, in_all: int) -> None:
         # One row of two elements a head: nothing settles.
         case = only_case(tmp_path, normal((10, 4, 1, 2), keys=8))
-        looks = looked(case, composed_kernel("flash@paper"), heads)
-        assert judge(looks.errors.bias) is Verdict.INCONCLUSIVE
-        assert looks.heads == in_all
-        assert looks.errors.elements == in_all * 2
-        assert looks.exhausted is (in_all == 40)
+        sampler = sampled(case, composed_kernel("flash@paper"), heads)
+        assert judge(sampler.sample.errors.bias) is Verdict.INCONCLUSIVE
+        assert sampler.sample.heads == in_all
+        assert sampler.sample.errors.elements == in_all * 2
+        assert sampler.exhausted is (in_all == 40)
 
     def test_they_stop_when_all_is_settled(self, tmp_path: Path) -> None:
-        looks = looked(only_case(tmp_path, scripted("tied_maxima[k=2]", 64)), composed_kernel("flash@paper"), 16)
-        assert looks.heads < 64
+        sampler = sampled(only_case(tmp_path, scripted("tied_maxima[k=2]", 64)), composed_kernel("flash@paper"), 16)
+        assert sampler.sample.heads < 64
 
     def test_a_scripted_input_is_measured_as_ever(self, tmp_path: Path) -> None:
         made = next(case for case in SCRIPTED if case.name == "tied_maxima[k=2]")
-        found = looked(only_case(tmp_path, scripted(made.name, 64)), composed_kernel("flash@paper"))
-        batch = Workbench(Settings(heads=64)).batch(made, BF16, 0)
+        sample = sampled(only_case(tmp_path, scripted(made.name, 64)), composed_kernel("flash@paper")).sample
+        bench = Workbench(Settings(heads=64)).case(made, BF16)
+        batch = bench.batch(0)
         output = CPU.run(composed_kernel("flash@paper"), batch.inputs, gradients=False)
-        direct: Errors = Workbench(Settings(heads=64)).measure(made, BF16, 0, output, found.declaration)
-        assert torch.equal(found.errors.head_bias, direct.head_bias)
-        assert found.errors.bias.mean > 0.2
+        direct = bench.measure(0, output, sample.declaration)
+        assert torch.equal(sample.errors.head_bias, direct.head_bias)
+        assert sample.errors.bias.mean > 0.2
 
     def test_cancelled_elements_do_not_hide_a_bias(self, tmp_path: Path) -> None:
         layer = normal((2, 8, 48, 32))
         kernel = Kernel("truncating", truncating, None, takes=COMMON)
-        looks = looked(only_case(tmp_path, layer, CAUSAL), kernel)
-        assert looks.errors.bias.beyond(0.4)
-        assert -0.55 < looks.errors.bias.mean < -0.4
-        assert looks.errors.max_ulps <= 1
-        inputs = looks.bench.batch(looks.case, BF16, 0)
-        kept = inputs.ref.o.abs() >= 0.25 * inputs.ref.magnitude
-        assert looks.errors.left_out == (~kept).sum() > 1000
+        case = only_case(tmp_path, layer, CAUSAL)
+        sampler = sampled(case, kernel)
+        assert sampler.sample.errors.bias.beyond(0.4)
+        assert -0.55 < sampler.sample.errors.bias.mean < -0.4
+        assert sampler.sample.errors.max_ulps <= 1
+        inputs = case.make(1, 0, 256, BF16)
+        ref = reference(inputs)
+        kept = ref.o.abs() >= 0.25 * ref.magnitude
+        assert sampler.sample.errors.left_out == (~kept).sum() > 1000
 
     def test_cancelled_elements_are_not_in_the_root_mean_square(self, tmp_path: Path) -> None:
         # Errors that are in proportion to sum P |V|: in ulps of a cancelled O they are of any size.
-        looks = looked(only_case(tmp_path, normal((2, 8, 48, 32)), CAUSAL), composed_kernel("flash@paper"))
-        assert 0.3 < looks.errors.rms_ulps < 1
-        assert looks.errors.max_ulps < 8
+        sampler = sampled(only_case(tmp_path, normal((2, 8, 48, 32)), CAUSAL), composed_kernel("flash@paper"))
+        assert 0.3 < sampler.sample.errors.rms_ulps < 1
+        assert sampler.sample.errors.max_ulps < 8
 
     def test_cancelled_elements_are_still_held_to_the_bound(self, tmp_path: Path) -> None:
         def wrong(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> AttentionOutput:
@@ -288,16 +290,17 @@ class TestLooks:
     def test_the_remedy_is_not_to_raise_what_cannot_help(self, tmp_path: Path) -> None:
         layer = normal((10, 4, 1, 2), keys=8)
         case = only_case(tmp_path, layer)
-        assert looked(case, composed_kernel("flash@paper"), 1).remedy == "raise --heads"
-        assert looked(case, composed_kernel("flash@paper"), 256).remedy.startswith("the case has no more")
+        assert sampled(case, composed_kernel("flash@paper"), 1).remedy == "raise --heads"
+        assert sampled(case, composed_kernel("flash@paper"), 256).remedy.startswith("the case has no more")
         opposed = layer | {"k": torch.zeros_like(layer["k"]), "v": torch.ones_like(layer["v"])}
         opposed["v"][:, :, ::2] = -1.015625
-        gone = looked(only_case(tmp_path / "gone", opposed), composed_kernel("flash@paper"))
+        cancelling = only_case(tmp_path / "gone", opposed)
+        gone = sampled(cancelling, composed_kernel("flash@paper"))
         assert gone.remedy.startswith("every element of O has cancelled")
-        assert gone.prediction_met() is None
-        undeclared = looked(gone.case, Kernel("truncating", truncating, None, takes=COMMON))
-        assert undeclared.candidates
-        assert undeclared.fits() == {}
+        assert gone.sample.prediction_met is None
+        undeclared = Kernel("truncating", truncating, None, takes=COMMON)
+        assert sampled(case, undeclared).fits
+        assert sampled(cancelling, undeclared).fits == {}
 
 
 class TestFormats:

@@ -62,10 +62,10 @@ class Alone(Experiment):
         return asked.pairs
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
-        return cell.kernel.refusal(to_device(bench.batch(self.case, cell.fmt, 0).inputs, cell.backend.device))
+        return cell.kernel.refusal(to_device(bench.case(self.case, cell.fmt).batch(0).inputs, cell.backend.device))
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        inputs = bench.batch(self.case, cell.fmt, 0).inputs
+        inputs = bench.case(self.case, cell.fmt).batch(0).inputs
         together = cell.backend.run(cell.kernel, inputs, gradients=False).o
         heads = inputs.q.shape[1]
         equal = 0

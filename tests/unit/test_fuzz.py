@@ -230,7 +230,7 @@ def fallen(example: Example, pairs: Sequence[Pair], folder: Path) -> Iterator[tu
         record = run_cell(Cell(backend, kernel, Call(case), fmt), bench)
         unmet = {name for name, answer in record.answers.items() if answer.met is False}
         if unmet:
-            unmet -= not_held_to(bench.batch(case, fmt, 0), kernel)
+            unmet -= not_held_to(bench.case(case, fmt).batch(0), kernel)
         if unmet:
             yield record, sorted(unmet)
 

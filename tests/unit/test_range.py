@@ -68,7 +68,7 @@ def test_no_kernel_of_the_roster_leaves_the_range_where_it_is_claimed_to_be_righ
             claim = case.claim_about(declaration, BF16)
             if claim is None or "range" not in claim.expectation.waives:
                 asked.add(name)
-                assert bench.emulated(case, BF16, 0, declaration)[1].outside_values <= 1.0, (kernel, name)
+                assert bench.case(case, BF16).emulated(0, declaration)[1].outside_values <= 1.0, (kernel, name)
     assert set(CASES) - asked <= {"subnormal_v"}
 
 

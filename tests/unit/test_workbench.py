@@ -50,7 +50,7 @@ def declared(kernel: str) -> Declaration:
 def test_kernels_of_one_plan_and_as_many_tiles_share_a_bound_and_others_do_not(bench: Workbench) -> None:
     paper, fixed, fused = (declared(name) for name in ("flash@paper", "stabilized@paper", "flash@fused"))
     tiled = replace(paper, block=Block(keys=32))
-    shared = bench.batch(CASES["random"], BF16, 0)
+    shared = bench.case(CASES["random"], BF16).batch(0)
     of, of_gradients = shared.bounds.of, shared.gradient_bounds.of
     for same in (fixed, replace(paper, block=Block(4096, 4096))):
         assert of(same) is of(paper)
@@ -63,7 +63,7 @@ def test_kernels_of_one_plan_and_as_many_tiles_share_a_bound_and_others_do_not(b
 
 
 def test_bounds_of_all_plans_look_at_k_and_v_once(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = bench.batch(CASES["random_grouped"], BF16, 0)
+    shared = bench.case(CASES["random_grouped"], BF16).batch(0)
     asked: list[str] = []
     for name in ("expanded_k", "expanded_v"):
         method = getattr(AttentionInputs, name)
@@ -85,8 +85,8 @@ def test_the_emulation_of_every_kernel_is_the_same_to_the_bit_as_alone(
 ) -> None:
     for name in DEFAULT_ROSTER:
         declaration = replace(declared(name), block=block)
-        shared, _ = bench.emulated(CASES[case], BF16, 0, declaration)
-        inputs = bench.batch(CASES[case], BF16, 0).inputs
+        shared, _ = bench.case(CASES[case], BF16).emulated(0, declaration)
+        inputs = bench.case(CASES[case], BF16).batch(0).inputs
         alone = EMULATION.run(composed(name, declaration), inputs, gradients=CASES[case].gradients)
         for ours, theirs in zip(tensors(shared), tensors(alone), strict=True):
             assert torch.equal(ours, theirs)
@@ -113,14 +113,14 @@ def test_the_product_of_q_and_k_is_computed_once_for_all_kernels(
     spied = {**ACCUMULATIONS, Accumulator.EXACT: Accumulation(matmul, EXACT.total)}
     monkeypatch.setattr(arithmetic, "ACCUMULATIONS", spied)
     for name in ("flash@paper", "flash@all_bf16", "dithered@paper"):
-        bench.emulated(CASES["no_tail"], BF16, 0, declared(name))
+        bench.case(CASES["no_tail"], BF16).emulated(0, declared(name))
     assert products == [(4, 64, 128), *[(4, 128, 64)] * 3]  # Q K^T, and P V of each
     assert None not in wide[1:]
     assert len(set(wide[1:])) == 1  # V, made fp64 once
 
 
 def test_a_product_of_inputs_that_someone_has_written_to_is_computed_anew(bench: Workbench) -> None:
-    shared = bench.batch(CASES["random"], BF16, 0)
+    shared = bench.case(CASES["random"], BF16).batch(0)
     first = product(shared.inputs, shared.emulation.arithmetic)
     shared.inputs.q.mul_(2.0)
     assert torch.equal(product(shared.inputs, shared.emulation.arithmetic), 2.0 * first)
@@ -140,8 +140,8 @@ def test_the_references_gradients_are_computed_once_a_batch(bench: Workbench, mo
     monkeypatch.setattr(gradients_module, "reference_gradients", gradients)
     records = [run_cell(cell(name, "random_causal"), bench) for name in ("flash@paper", "standard")]
     assert len(asked) == 1
-    shared = bench.batch(CASES["random_causal"], BF16, 0)
-    output, _ = bench.emulated(CASES["random_causal"], BF16, 0, declared("standard"))
+    shared = bench.case(CASES["random_causal"], BF16).batch(0)
+    output, _ = bench.case(CASES["random_causal"], BF16).emulated(0, declared("standard"))
     alone = gradient_measures(output, shared.inputs, shared.ref, ExactGradients.of(shared.inputs, shared.ref))
     assert len(alone) == 5
     assert {name: records[1].measures[name] for name in alone} == alone

@@ -1,7 +1,7 @@
 """One call of attention on scripted or captured input."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from tiebreak.backends.backend import to_device
+from tiebreak.cases.batch import Batch
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import Case
 from tiebreak.cases.claims import bias_text
@@ -17,12 +18,12 @@ from tiebreak.cases.errors import signed_error_ulps
 from tiebreak.cases.measures import Measure, Observed, call_measures
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
 from tiebreak.cases.trace import trace
-from tiebreak.cases.verdicts import Verdict, judge
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext, UnusableExperimentError
+from tiebreak.matrix.repetition import repetition
 from tiebreak.matrix.result import Claimed, Predicted, Result
-from tiebreak.matrix.sampling import SequentialSampler
+from tiebreak.matrix.sampling import Sample, SequentialSampler
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import record as records
 from tiebreak.reports.tables.marks import verdict_mark
@@ -106,61 +107,54 @@ class Call(Experiment):
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
         """As `Experiment.refusal`: what the kernel takes decides."""
-        inputs = bench.batch(self.case, cell.fmt, 0).inputs
+        inputs = bench.case(self.case, cell.fmt).batch(0).inputs
         return cell.kernel.refusal(to_device(inputs, cell.backend.device))
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
         """As `Experiment.run`."""
-        looks = SequentialSampler(cell, self.case, bench)
-        looks.look()
-        errors = looks.errors
-        verdict = Verdict.NONFINITE if errors.nonfinite else judge(errors.bias)
-        told = verdict.value if looks.judged else None
-        seen = Observed(
-            errors, looks.outputs, looks.batches, looks.declaration, *looks.predicted(), looks.equal_gradients
+        case_bench = bench.case(self.case, cell.fmt)
+        sampler = SequentialSampler(cell, case_bench)
+        sample = sampler.draw()
+        errors, outputs = sample.errors, [draw.output for draw in sample.draws]
+        batches = [case_bench.batch(index) for index in range(len(outputs))]
+        repeated = repetition(cell, outputs[0], batches[0].inputs)
+        observed = Observed(
+            errors, outputs, batches, sample.declaration, sample.prediction, sample.equal_bits, repeated.gradients
         )
+        verdict = None if sample.verdict is None else sample.verdict.value
         return Result(
-            measures={name: measure.of(seen) for name, measure in call_measures().items()},
-            shown=shown(errors.nonfinite, errors.gain, errors.bias.mean, told),
-            verdict=told,
-            claims=_claims(looks),
-            prediction=_prediction(looks),
-            backward_error=looks.outputs[0].backward_error,
-            repeatable=looks.repeatable,
+            measures={name: measure.of(observed) for name, measure in call_measures().items()},
+            shown=shown(errors.nonfinite, errors.gain, errors.bias.mean, verdict),
+            verdict=verdict,
+            claims=tuple(_claims(sample)),
+            prediction=_prediction(sample),
+            backward_error=outputs[0].backward_error,
+            repeatable=repeated.same,
             contract=cell.kernel.external,
-            leaks=looks.leaks,
-            bound_of=looks.declaration.plan.name,
-            heads=looks.heads,
-            remedy=looks.remedy,
-            digest=digest(looks.outputs[0]),
-            evidence=_evidence(looks),
+            leaks=repeated.leaks,
+            bound_of=sample.declaration.plan.name,
+            heads=sample.heads,
+            remedy=sampler.remedy,
+            digest=digest(outputs[0]),
+            evidence=_fits(sampler) | (_drawings(cell, outputs[0], batches[0]) if self.case.traced else {}),
         )
 
 
-def _claims(looks: SequentialSampler) -> tuple[Claimed, ...]:
-    return (*_of_the_case(looks), *_of_rounding(looks))
+def _claims(sample: Sample) -> Iterator[Claimed]:
+    if sample.claim is not None:
+        expectation = sample.claim.expectation
+        measured = expectation.text(sample.errors)
+        yield Claimed(expectation.name, sample.claim.source, sample.claim_met, measured, expectation.waives)
+    if sample.rounded is not None:
+        measured = f"{bias_text(sample.errors)} measured, {bias_text(sample.rounded)} of O rounded once"
+        yield Claimed("no more bias than a correctly rounded O", _NO_WORSE, sample.rounded_met, measured)
 
 
-def _of_rounding(looks: SequentialSampler) -> tuple[Claimed, ...]:
-    if not looks.as_rounded:
-        return ()
-    found = f"{bias_text(looks.errors)} measured, {bias_text(looks.rounded())} of O rounded once"
-    return (Claimed("no more bias than a correctly rounded O", _NO_WORSE, looks.rounded_met(), found),)
-
-
-def _of_the_case(looks: SequentialSampler) -> tuple[Claimed, ...]:
-    if looks.claim is None:
-        return ()
-    expectation = looks.claim.expectation
-    met, measured = expectation.met(looks.errors), expectation.text(looks.errors)
-    return (Claimed(expectation.name, looks.claim.source, met, measured, expectation.waives),)
-
-
-def _prediction(looks: SequentialSampler) -> Predicted | None:
-    if not looks.predictable:
+def _prediction(sample: Sample) -> Predicted | None:
+    if sample.prediction is None:
         return None
-    told = f"{bias_text(looks.errors)} measured, {bias_text(looks.prediction())} emulated"
-    return Predicted(looks.declaration.label, looks.prediction_met(), told)
+    measured = f"{bias_text(sample.errors)} measured, {bias_text(sample.prediction)} emulated"
+    return Predicted(sample.declaration.label, sample.prediction_met, measured)
 
 
 def shown(nonfinite: float, gain: float, bias: float, verdict: str | None) -> str:
@@ -181,27 +175,26 @@ def shown(nonfinite: float, gain: float, bias: float, verdict: str | None) -> st
     return f"{bias:+.2f}{verdict_mark(verdict)}"
 
 
-def _evidence(looks: SequentialSampler) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if fits := looks.fits():
-        found["fits"] = {
-            name: records.FitRecord.told(fit.bits, fit.difference.mean, fit.difference.half_width)
-            for name, fit in fits.items()
-        }
-    if looks.case.traced:
-        found["histogram"] = _histogram(looks)
-        declaration = looks.cell.kernel.declaration
-        if looks.cell.backend.predicts and declaration is not None:
-            traced = trace(declaration, looks.batches[0].inputs, looks.batches[0].ref)
-            error = tuple(map(records.finite, traced.error.tolist()))
-            found["trace"] = records.TraceRecord(error, tuple(traced.at_one))
-    return found
+def _fits(sampler: SequentialSampler) -> dict[str, Any]:
+    fits = {
+        name: records.FitRecord.told(fit.bits, fit.difference.mean, fit.difference.half_width)
+        for name, fit in sampler.fits.items()
+    }
+    return {"fits": fits} if fits else {}
 
 
-def _histogram(looks: SequentialSampler) -> records.HistogramRecord:
-    """Signed errors of the first batch."""
-    batch = looks.batches[0]
-    error = signed_error_ulps(looks.outputs[0].o.float(), batch.ref.o, batch.inputs.formats.output)
+def _drawings(cell: Cell, output: AttentionOutput, batch: Batch) -> dict[str, Any]:
+    """What is there to be drawn of the first batch: signed errors, and how they come about where that is known."""
+    evidence: dict[str, Any] = {"histogram": _histogram(output, batch)}
+    if cell.backend.predicts and cell.kernel.declaration is not None:
+        traced = trace(cell.kernel.declaration, batch.inputs, batch.ref)
+        error = tuple(map(records.finite, traced.error.tolist()))
+        evidence["trace"] = records.TraceRecord(error, tuple(traced.at_one))
+    return evidence
+
+
+def _histogram(output: AttentionOutput, batch: Batch) -> records.HistogramRecord:
+    error = signed_error_ulps(output.o.float(), batch.ref.o, batch.inputs.formats.output)
     error = error[torch.isfinite(error)]
     counts = torch.histc(error, _BINS, -_REACH_ULPS, _REACH_ULPS).int().tolist()
     return records.HistogramRecord(-_REACH_ULPS, 2 * _REACH_ULPS / _BINS, tuple(counts), len(error) - sum(counts))

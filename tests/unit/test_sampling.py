@@ -14,7 +14,7 @@ from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix import sampling as looks
+from tiebreak.matrix import sampling
 from tiebreak.matrix.experiment import Cell, time_limit
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
@@ -44,7 +44,7 @@ def test_a_look_is_left_out_for_which_the_time_is_too_short(
 ) -> None:
     """Each look takes ten seconds by this clock; three times the time so far is what the next one may come to."""
     clock = itertools.count(0.0, 10.0)
-    monkeypatch.setattr(looks, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(sampling, "monotonic", lambda: next(clock))
     found = run_cell(CELL, Workbench(Settings(heads=16, cell_timeout=seconds)))
     assert found.heads == looked_at
     assert found.verdict == UNDECIDED
