@@ -32,7 +32,7 @@ class Assumptions:
         """One line."""
         if self.adds_exactly:
             return "no card: sums exact and rounded once, nothing contracted"
-        told = [
+        assumptions = [
             "its tensor cores' sums",
             "rows summed in fp32",
             "exp in base two" * self.base_two,
@@ -40,7 +40,7 @@ class Assumptions:
             "products contracted into sums" if self.contracts else "nothing contracted",
             "/ by the rounded reciprocal" * self.reciprocal,
         ]
-        return f"as {self.name}, assumed: {', '.join(one for one in told if one)}; nothing ran on a GPU"
+        return f"as {self.name}, assumed: {', '.join(part for part in assumptions if part)}; nothing ran on a GPU"
 
     def described(self) -> dict[str, str | bool]:
         """For the record of a run."""

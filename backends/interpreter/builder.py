@@ -1,4 +1,4 @@
-"""The operations of Triton's language on numpy arrays, each rounded as the language says.
+"""The operations of Triton's language on numpy arrays, each rounded as the language defines it.
 
 Only what upstream's builder does otherwise is here: it holds bf16 and the formats of 8 bits as integers, so that their
 casts, products, sums, comparisons and negations are those of integers; its exponentials are as exact as numpy's fp32.
@@ -79,7 +79,7 @@ class FaithfulBuilder(InterpreterBuilder):
         return TensorHandle(converted(src.data, numpy_type(dst_type.scalar)), dst_type.scalar)
 
     def create_fp_to_fp(self, src: Handle, dst_type: tl.dtype, rounding_mode: object) -> Handle:
-        """Upstream rounds half up where it is asked to round to even, and by cutting off where it is not."""
+        """Upstream rounds half up where the kernel rounds to even, and by cutting off elsewhere."""
         toward_zero = rounding_mode == ir.ROUNDING_MODE.RTZ
         to = numpy_type(dst_type.scalar)
         return TensorHandle(converted(src.data, to, toward_zero=toward_zero), dst_type.scalar)
@@ -100,28 +100,28 @@ class FaithfulBuilder(InterpreterBuilder):
     # Memory.
 
     def create_masked_load(self, ptrs: Handle, mask: Handle, other: Handle, *_: object, **__: object) -> Handle:
-        """Zeros where the mask hides an element and nothing else is said: a card leaves that open.
+        """Zeros where the mask hides an element and the load names no other value: a card leaves that open.
 
-        What is said of caches behind these differs by Triton's version, here as in other operations.
+        The parameters about caches behind these differ by Triton's version, here as in other operations.
         """
         element = ptrs.get_element_ty()
         dtype, shown = numpy_type(element), _mask(mask)
-        found = self.memory.located(ptrs.data, shown, dtype, ptrs.attr.get("argument"), "reads")
+        place = self.memory.located(ptrs.data, shown, dtype, ptrs.attr.get("argument"), "reads")
         fill = np.zeros(ptrs.data.shape, dtype) if other is None else other.data
-        if found is None:
+        if place is None:
             raw = bits(np.ascontiguousarray(fill))
             return TensorHandle(native.load(ptrs.data, shown, raw, raw.dtype).view(dtype), element)
-        elements, index = found
+        elements, index = place
         read = elements[index] if len(elements) else fill
         return TensorHandle(read if shown.all() else np.where(shown, read, fill), element)
 
     def create_masked_store(self, ptrs: Handle, value: Handle, mask: Handle, *_: object, **__: object) -> object:
         """Of the elements that the mask shows."""
         shown, data = _mask(mask), value.data
-        found = self.memory.located(ptrs.data, shown, data.dtype, ptrs.attr.get("argument"), "writes")
-        if found is None:
+        place = self.memory.located(ptrs.data, shown, data.dtype, ptrs.attr.get("argument"), "writes")
+        if place is None:
             return native.store(ptrs.data, bits(np.ascontiguousarray(data)), shown)
-        elements, index = found
+        elements, index = place
         if shown.all():
             elements[index] = data
         else:
@@ -140,13 +140,15 @@ class FaithfulBuilder(InterpreterBuilder):
         return self._atomic_add(ptr, val, mask)
 
     def _atomic_add(self, ptr: Handle, val: Handle, mask: Handle) -> Handle:
-        found = np.zeros(ptr.data.shape, val.data.dtype)
+        previous = np.zeros(ptr.data.shape, val.data.dtype)
         for index in np.argwhere(np.broadcast_to(mask.data, ptr.data.shape)):
             at, shown = ptr.data[tuple(index)].reshape(1), np.ones(1, bool)
-            before = native.load(at, shown, bits(np.zeros(1, val.data.dtype)), bits(found).dtype).view(val.data.dtype)
-            found[tuple(index)] = before[0]
+            before = native.load(at, shown, bits(np.zeros(1, val.data.dtype)), bits(previous).dtype).view(
+                val.data.dtype
+            )
+            previous[tuple(index)] = before[0]
             native.store(at, bits(before + np.broadcast_to(val.data, ptr.data.shape)[tuple(index)]), shown)
-        return TensorHandle(found, val.dtype.scalar)
+        return TensorHandle(previous, val.dtype.scalar)
 
     def create_addptr(self, ptr: Handle, offset: Handle) -> Handle:
         """As upstream, and it remembers the argument."""
@@ -170,20 +172,20 @@ class FaithfulBuilder(InterpreterBuilder):
 
     def create_fmul(self, lhs: Handle, rhs: Handle) -> Handle:
         """A rounded product, and of what: a sum that it goes into may take it unrounded."""
-        found = self.binary_op(lhs, rhs, np.multiply)
-        if self.contracts and found.data.dtype == np.float32:
-            found.attr["product"] = (lhs.data, rhs.data)
-        return found
+        rounded = self.binary_op(lhs, rhs, np.multiply)
+        if self.contracts and rounded.data.dtype == np.float32:
+            rounded.attr["product"] = (lhs.data, rhs.data)
+        return rounded
 
     def create_fadd(self, lhs: Handle, rhs: Handle) -> Handle:
         """A sum; of two products the left one is contracted, as LLVM does."""
-        for one, other in ((lhs, rhs), (rhs, lhs)):
-            if "dot" in one.attr:
-                a, b, how = one.attr["dot"]
+        for term, other in ((lhs, rhs), (rhs, lhs)):
+            if "dot" in term.attr:
+                a, b, how = term.attr["dot"]
                 return TensorHandle(product(a, b, other.data, how, self.assumed), other.dtype.scalar)
-        for one, other in ((lhs, rhs), (rhs, lhs)):
-            if "product" in one.attr:
-                return _fused(one.attr["product"], other.data, other)
+        for term, other in ((lhs, rhs), (rhs, lhs)):
+            if "product" in term.attr:
+                return _fused(term.attr["product"], other.data, other)
         return self.binary_op(lhs, rhs, np.add)
 
     def create_fsub(self, lhs: Handle, rhs: Handle) -> Handle:
@@ -197,11 +199,11 @@ class FaithfulBuilder(InterpreterBuilder):
 
     def create_fneg(self, input: Handle) -> Handle:
         """A negation, which leaves a product one."""
-        found = self.unary_op(input, np.negative)
+        negative = self.unary_op(input, np.negative)
         if "product" in input.attr:
             x, y = input.attr["product"]
-            found.attr["product"] = (np.negative(x), y)
-        return found
+            negative.attr["product"] = (np.negative(x), y)
+        return negative
 
     def create_fma(self, x: Handle, y: Handle, z: Handle) -> Handle:
         """Rounded once. Of narrow formats too: in fp64 their products are exact, and sums wide enough."""
@@ -223,10 +225,10 @@ class FaithfulBuilder(InterpreterBuilder):
     ) -> Handle:
         """Upstream multiplies the bits of bf16, and rounds products of 8 bits by way of fp16."""
         how = How(input_precision, max_num_imprecise_acc)
-        found = TensorHandle(product(a.data, b.data, d.data, how, self.assumed), d.dtype.scalar)
+        result = TensorHandle(product(a.data, b.data, d.data, how, self.assumed), d.dtype.scalar)
         if not self.assumed.adds_exactly and not d.data.any():
-            found.attr["dot"] = (a.data, b.data, how)  # Triton adds a sum that it goes into on the tensor cores
-        return found
+            result.attr["dot"] = (a.data, b.data, how)  # Triton adds a sum that it goes into on the tensor cores
+        return result
 
     def create_dot_scaled(
         self,
@@ -260,15 +262,15 @@ class FaithfulBuilder(InterpreterBuilder):
         return self._exponential(arg, np.exp2)
 
     def _exponential(self, arg: Handle, function: Callable[[Array], Array]) -> Handle:
-        found = _wide(function, arg.data)
-        if self.assumed.flushes and found.dtype == np.float32:
-            found = np.where(found < np.finfo(np.float32).smallest_normal, np.float32(0), found)
-        return TensorHandle(found, arg.dtype.scalar)
+        value = _wide(function, arg.data)
+        if self.assumed.flushes and value.dtype == np.float32:
+            value = np.where(value < np.finfo(np.float32).smallest_normal, np.float32(0), value)
+        return TensorHandle(value, arg.dtype.scalar)
 
     def create_erf(self, arg: Handle) -> Handle:
         """The error function."""
-        found = torch.erf(torch.from_numpy(arg.data.astype(np.float64))).numpy().astype(arg.data.dtype)
-        return TensorHandle(found, arg.dtype.scalar)
+        value = torch.erf(torch.from_numpy(arg.data.astype(np.float64))).numpy().astype(arg.data.dtype)
+        return TensorHandle(value, arg.dtype.scalar)
 
     def create_rsqrt(self, arg: Handle) -> Handle:
         """1 / sqrt(x), rounded once."""
@@ -303,13 +305,13 @@ for _name, _function in (("log", np.log), ("log2", np.log2), ("sin", np.sin), ("
     setattr(FaithfulBuilder, f"create_{_name}", _simple(_function))
 
 
-def _keeping(arg: Handle, found: Handle) -> Handle:
+def _keeping(arg: Handle, shaped: Handle) -> Handle:
     """What an array remembers, in its new shape."""
     if "argument" in arg.attr:
-        found.attr["argument"] = arg.attr["argument"]
-    if "product" in arg.attr and found.data.size == arg.data.size:
-        found.attr["product"] = tuple(x.reshape(found.data.shape) for x in np.broadcast_arrays(*arg.attr["product"]))
-    return found
+        shaped.attr["argument"] = arg.attr["argument"]
+    if "product" in arg.attr and shaped.data.size == arg.data.size:
+        shaped.attr["product"] = tuple(x.reshape(shaped.data.shape) for x in np.broadcast_arrays(*arg.attr["product"]))
+    return shaped
 
 
 def _fused(factors: tuple[Array, Array], z: Array, like: Handle) -> Handle:

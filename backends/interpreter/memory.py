@@ -27,8 +27,8 @@ class Argument:
         """All of its storage, as so many elements as fit in."""
         count = (self.end - self.start) // dtype.itemsize
         memory: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(self.start)
-        found: Array = np.frombuffer(memory, dtype, count)
-        return found
+        buffer: Array = np.frombuffer(memory, dtype, count)
+        return buffer
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Memory:
         Raises:
             OutOfBoundsError: some lie outside.
         """
-        meant = [one for one in self.arguments if one.name == name]
+        meant = [argument for argument in self.arguments if argument.name == name]
         if len(meant) != 1 or (int(addresses.flat[0]) - meant[0].start) % dtype.itemsize:
             self.check(addresses, mask, dtype.itemsize, name, verb)
             return None
@@ -91,17 +91,17 @@ class Memory:
             return
         touched = addresses if everywhere else np.broadcast_to(addresses, mask.shape)[np.broadcast_to(mask, mask.shape)]
         low, high = int(touched.min()), int(touched.max()) + size
-        allowed = [one for one in self.arguments if name in (None, one.name)]
-        if not allowed or any(one.start <= low and high <= one.end for one in allowed):
+        allowed = [argument for argument in self.arguments if name in (None, argument.name)]
+        if not allowed or any(argument.start <= low and high <= argument.end for argument in allowed):
             return
-        raise OutOfBoundsError(f"{self.kernel} {verb} outside of {self._told(allowed, low, high, size)}")
+        raise OutOfBoundsError(f"{self.kernel} {verb} outside of {self._place_text(allowed, low, high, size)}")
 
-    def _told(self, allowed: list[Argument], low: int, high: int, size: int) -> str:
+    def _place_text(self, allowed: list[Argument], low: int, high: int, size: int) -> str:
         if len(allowed) > 1:
-            return f"all of its arguments: {', '.join(one.name for one in allowed)}"
-        (one,) = allowed
-        wrong = low if low < one.start else high - size
-        return f"its argument {one.name}: element {(wrong - one.first) // size} of {(one.end - one.first) // size}"
+            return f"all of its arguments: {', '.join(argument.name for argument in allowed)}"
+        (own,) = allowed
+        wrong = low if low < own.start else high - size
+        return f"its argument {own.name}: element {(wrong - own.first) // size} of {(own.end - own.first) // size}"
 
 
 def arguments_of(bound: dict[str, object]) -> Iterator[Argument]:
@@ -112,8 +112,8 @@ def arguments_of(bound: dict[str, object]) -> Iterator[Argument]:
 
 def _tensors(name: str, value: Any) -> Iterator[Argument]:
     if isinstance(value, tuple | list):
-        for number, one in enumerate(value):
-            yield from _tensors(f"{name}[{number}]", one)
+        for number, element in enumerate(value):
+            yield from _tensors(f"{name}[{number}]", element)
         return
     base = getattr(value, "base", None)  # of a descriptor and of a tensor whose type was reinterpreted
     tensor = base if isinstance(base, torch.Tensor) else value

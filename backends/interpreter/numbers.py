@@ -53,8 +53,8 @@ def _looked_up(element: tl.dtype) -> np.dtype[np.generic]:
         return np.dtype(np.uint64)
     if element == tl.float8e4b15:
         raise UnfaithfulError("the type float8e4b15 is not interpreted")
-    found: np.dtype[np.generic] = _NARROW.get(element) or _numpy_type(element)
-    return found
+    resolved: np.dtype[np.generic] = _NARROW.get(element) or _numpy_type(element)
+    return resolved
 
 
 def bits(x: Array) -> Array:
@@ -65,8 +65,8 @@ def bits(x: Array) -> Array:
 def fused(x: Array, y: Array, z: Array) -> Array:
     """x y + z in fp32, rounded once."""
     arrays = np.broadcast_arrays(x, y, z)
-    found: Array = fma(*(torch.from_numpy(np.ascontiguousarray(one)) for one in arrays)).numpy()
-    return found
+    fused_sum: Array = fma(*(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)).numpy()
+    return fused_sum
 
 
 def is_float(dtype: np.dtype[np.generic]) -> bool:

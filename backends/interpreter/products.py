@@ -54,8 +54,8 @@ def product(a: Array, b: Array, addend: Array, how: "How", assumed: Assumptions)
     total = addend.astype(np.float32)
     for left, right, name in _operands(a, b, how.precision):
         if assumed.adds_exactly:
-            found = ACCUMULATIONS[Accumulator.EXACT].matmul(_tensor(left), _tensor(right)).numpy()
-            total = (found + total).astype(addend.dtype).astype(np.float32)
+            exact_sum = ACCUMULATIONS[Accumulator.EXACT].matmul(_tensor(left), _tensor(right)).numpy()
+            total = (exact_sum + total).astype(addend.dtype).astype(np.float32)
         elif name is None:
             total = _one_by_one(left, right, total)
         else:
@@ -152,8 +152,8 @@ def scaled_operand(data: Array, scale: Any, kind: object, *, packed_last: bool, 
     factors = scales.astype(np.float32)
     along = wide.shape[-2 if right else -1]
     factors = np.repeat(factors, along // factors.shape[-1], axis=-1)
-    found: Array = wide * (np.swapaxes(factors, -1, -2) if right else factors)
-    return found
+    scaled: Array = wide * (np.swapaxes(factors, -1, -2) if right else factors)
+    return scaled
 
 
 def _unpacked(data: Array, axis: int) -> Array:

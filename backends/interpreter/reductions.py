@@ -43,15 +43,15 @@ def reducing(assumed: Assumptions) -> Callable[..., Any]:
         axis, keep = _plain(axis), bool(_plain(keep_dims))
         if combine_fn in _ARGUMENTS:
             return upstream.ReduceOps(axis, combine_fn, keep).apply(input)
-        arrays = [one.handle.data.reshape(-1) if axis is None else one.handle.data for one in inputs]
-        found = _reduced(arrays, inputs, 0 if axis is None else axis, combine_fn, assumed)
+        arrays = [tensor.handle.data.reshape(-1) if axis is None else tensor.handle.data for tensor in inputs]
+        results = _reduced(arrays, inputs, 0 if axis is None else axis, combine_fn, assumed)
         shape = inputs[0].handle.data.shape
         if keep:
-            kept = (
+            new_shape = (
                 [1] * len(shape) if axis is None else [1 if i == axis % len(shape) else n for i, n in enumerate(shape)]
             )
-            found = [one.reshape(kept) for one in found]
-        tensors = tuple(tensor_of(data, one.dtype) for data, one in zip(found, inputs, strict=True))
+            results = [result.reshape(new_shape) for result in results]
+        tensors = tuple(tensor_of(data, tensor.dtype) for data, tensor in zip(results, inputs, strict=True))
         return tensors if isinstance(input, tuple) else tensors[0]
 
     return reduce
@@ -68,23 +68,25 @@ def _reduced(
         return [_EXTREMES[combine].reduce(arrays[0], axis=axis)]
     if combine is standard._sum_combine:
         return [_total(arrays[0], axis, assumed)]
-    arrays = [np.moveaxis(one, axis, 0) for one in arrays]
+    arrays = [np.moveaxis(array, axis, 0) for array in arrays]
     while (length := len(arrays[0])) > 1:
         # Neighbours: a function need not be commutative.
-        pairs = [one[at : length - length % 2 : 2] for at in (0, 1) for one in arrays]
+        pairs = [array[at : length - length % 2 : 2] for at in (0, 1) for array in arrays]
         met = _combined(combine, pairs, inputs)
         arrays = [np.concatenate([new, old[length - length % 2 :]]) for new, old in zip(met, arrays, strict=True)]
-    return [one[0] for one in arrays]
+    return [array[0] for array in arrays]
 
 
 def _combined(combine: Combine, arrays: list[Array], inputs: tuple[Tensor, ...]) -> list[Array]:
-    types = [one.dtype for one in inputs]
-    found = combine(*(tensor_of(data, dtype) for data, dtype in zip(arrays, types * 2, strict=True)))
-    found = found if isinstance(found, tuple) else (found,)
+    types = [tensor.dtype for tensor in inputs]
+    results = combine(*(tensor_of(data, dtype) for data, dtype in zip(arrays, types * 2, strict=True)))
+    results = results if isinstance(results, tuple) else (results,)
     # A function may give back a number; of scalars Triton's arrays have one element.
-    data = (upstream.interpreter_semantic.to_tensor(one).handle.data for one in found)
+    data = (upstream.interpreter_semantic.to_tensor(result).handle.data for result in results)
     shape = arrays[0].shape
-    return [one.reshape(shape) if one.size == arrays[0].size else np.broadcast_to(one, shape) for one in data]
+    return [
+        result.reshape(shape) if result.size == arrays[0].size else np.broadcast_to(result, shape) for result in data
+    ]
 
 
 def _total(x: Array, axis: int, assumed: Assumptions) -> Array:
@@ -101,15 +103,15 @@ def scan(input: Any, axis: Any, combine_fn: Combine, reverse: Any = False, **_: 
     """`tl.associative_scan`: one slice after the other."""
     inputs = input if isinstance(input, tuple) else (input,)
     axis, backwards = _plain(axis), bool(_plain(reverse))
-    arrays = [np.moveaxis(one.handle.data, axis, 0) for one in inputs]
-    arrays = [one[::-1] for one in arrays] if backwards else arrays
-    steps = [[one[0] for one in arrays]]
+    arrays = [np.moveaxis(array.handle.data, axis, 0) for array in inputs]
+    arrays = [array[::-1] for array in arrays] if backwards else arrays
+    steps = [[array[0] for array in arrays]]
     for at in range(1, len(arrays[0])):
-        steps.append(_combined(combine_fn, [*steps[-1], *(one[at] for one in arrays)], inputs))
-    found = [np.stack(step) for step in zip(*steps, strict=True)]
-    found = [one[::-1] for one in found] if backwards else found
+        steps.append(_combined(combine_fn, [*steps[-1], *(array[at] for array in arrays)], inputs))
+    results = [np.stack(step) for step in zip(*steps, strict=True)]
+    results = [result[::-1] for result in results] if backwards else results
     tensors = tuple(
-        tensor_of(np.ascontiguousarray(np.moveaxis(data, 0, axis)), one.dtype)
-        for data, one in zip(found, inputs, strict=True)
+        tensor_of(np.ascontiguousarray(np.moveaxis(data, 0, axis)), tensor.dtype)
+        for data, tensor in zip(results, inputs, strict=True)
     )
     return tensors if isinstance(input, tuple) else tensors[0]

@@ -134,12 +134,12 @@ class _Session:
         options = {name: value for name, value in kwargs.items() if name not in names}
         bound = inspect.getcallargs(function.fn, *args, **{n: v for n, v in kwargs.items() if n in names})
         constants = set(upstream.GridExecutor(function.fn, names, grid).constexprs)
-        given = {name: value for name, value in bound.items() if name not in constants}
+        arguments = {name: value for name, value in bound.items() if name not in constants}
         self._builder.begin(
-            Memory(function.fn.__name__, tuple(arguments_of(given))),
+            Memory(function.fn.__name__, tuple(arguments_of(arguments))),
             contracts=bool(options.get("enable_fp_fusion", True)),
         )
-        converted = bound | {name: _argument(name, value) for name, value in given.items()}
+        converted = bound | {name: _argument(name, value) for name, value in arguments.items()}
         for hook in function.pre_run_hooks:
             hook(*args, **kwargs)
         rewritten = self._rewritten(function)
@@ -172,11 +172,11 @@ class _Session:
         self._stack.enter_context(patch.dict(names, changed))
 
 
-def _to_ir(known: Callable[..., Any]) -> Callable[..., Any]:
+def _to_ir(original: Callable[..., Any]) -> Callable[..., Any]:
     """A type as the builder has it; Triton before 3.9 knows none of AMD's own."""
 
     def to_ir(self: tl.dtype, builder: FaithfulBuilder) -> Any:
-        return self if self in (tl.float8e4b8, tl.float8e5b16) else known(self, builder)
+        return self if self in (tl.float8e4b8, tl.float8e5b16) else original(self, builder)
 
     return to_ir
 
@@ -185,7 +185,7 @@ def _with_constants(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of the language whose words a compiled kernel has as constants; Triton before 3.8 insists on it."""
 
     def call(*args: object, **kwargs: object) -> Any:
-        args = tuple(tl.constexpr(one) if isinstance(one, str) else one for one in args)
+        args = tuple(tl.constexpr(argument) if isinstance(argument, str) else argument for argument in args)
         return function(*args, **{k: tl.constexpr(v) if isinstance(v, str) else v for k, v in kwargs.items()})
 
     return call
@@ -215,8 +215,8 @@ def _at_hand(function: FunctionType) -> Callable[..., Any]:
     if not tl.core.is_builtin(function):
         return function
     # By its name: upstream has put its own in the place of some.
-    found: Any = getattr(tl, function.__name__, None) or getattr(tl.core, function.__name__, function)
-    return cast(Callable[..., Any], found)
+    replacement: Any = getattr(tl, function.__name__, None) or getattr(tl.core, function.__name__, function)
+    return cast(Callable[..., Any], replacement)
 
 
 def _of_a_library(function: FunctionType) -> Callable[..., Any]:
@@ -238,11 +238,11 @@ def _argument(name: str, value: Any) -> Any:
         # A number of fp32, as a compiled kernel gets it; upstream leaves it in fp64.
         return tl.core.tensor(upstream.TensorHandle(np.array([value], np.float32), tl.float32), tl.float32)
     if isinstance(value, tuple):
-        parts = [_argument(f"{name}[{number}]", one) for number, one in enumerate(value)]
+        parts = [_argument(f"{name}[{number}]", item) for number, item in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         raise ValueError(f"the interpreter takes tensors on the CPU: {name} is on {value.device}")
-    found = upstream._implicit_cvt(value)
-    if isinstance(found, tl.core.tensor):
-        found.handle.attr["argument"] = name
-    return found
+    converted = upstream._implicit_cvt(value)
+    if isinstance(converted, tl.core.tensor):
+        converted.handle.attr["argument"] = name
+    return converted

@@ -29,7 +29,7 @@ def forward(Q, K, V, O, keys, scale, D: tl.constexpr, ROWS: tl.constexpr, COLUMN
 def attention(q, k, v, *, causal=False, scale=None):
     if causal or q.shape[-1] != 64 or q.shape[2] & (q.shape[2] - 1):
         raise NotImplementedError("a kernel of few words")
-    q, k, v = (one.contiguous() for one in (q, k, v))
+    q, k, v = (tensor.contiguous() for tensor in (q, k, v))
     o = torch.empty_like(q)
     grid = (q.shape[0] * q.shape[1],)
     forward[grid](q, k, v, o, k.shape[2], scale or 0.125, D=64, ROWS=q.shape[2], COLUMNS=min(64, k.shape[2]))

@@ -55,12 +55,12 @@ def test_products_add_up_as_on_the_cards_tensor_cores_from_what_is_there(
 ) -> None:
     """A sum written behind the product is added on the tensor cores too: Triton makes one of both."""
     a, b, c = _random(N, N).to(dtype), _random(N, N, seed=2).to(dtype), _random(N, N, seed=3)
-    found = torch.zeros(2, N, N)
-    _launch(CARDS[card], _accumulated, a, b, c, found, N=N)
+    sums = torch.zeros(2, N, N)
+    _launch(CARDS[card], _accumulated, a, b, c, sums, N=N)
     expected = tensor_core_matmul(a.float(), b.float(), c, core_of(card, name))
-    assert torch.equal(found[0], expected)
-    assert torch.equal(found[1], expected)
-    assert not torch.equal(found[0], (a.double() @ b.double()).float() + c)
+    assert torch.equal(sums[0], expected)
+    assert torch.equal(sums[1], expected)
+    assert not torch.equal(sums[0], (a.double() @ b.double()).float() + c)
 
 
 def test_fp8_goes_to_fp32_as_often_as_the_kernel_asks() -> None:
@@ -92,11 +92,11 @@ def test_fp32_is_multiplied_one_by_one_and_as_tf32_on_the_cores() -> None:
     plain, cut = torch.zeros(2, N, N)
     _launch(CARDS["sm_80"], multiplied, a, b, plain, N=N, HOW="ieee")
     _launch(CARDS["sm_80"], multiplied, a, b, cut, N=N, HOW="tf32")
-    one_by_one = torch.zeros(N, N)
+    sequential = torch.zeros(N, N)
     for at in range(N):
         # Exact in fp64 but for one rounding of the sum, which costs a second one in a few of a million.
-        one_by_one = (a[:, at, None].double() * b[None, at].double() + one_by_one.double()).float()
-    assert torch.equal(plain, one_by_one)
+        sequential = (a[:, at, None].double() * b[None, at].double() + sequential.double()).float()
+    assert torch.equal(plain, sequential)
     assert torch.equal(cut, tensor_core_matmul(a, b, torch.zeros(()), core_of("sm_80", "tf32")))
 
 
@@ -113,15 +113,15 @@ def _functions(X: Any, Y: Any, Z: Any, N: tl.constexpr) -> None:
 def test_the_exponential_and_the_division_are_the_cards(card: str) -> None:
     x, y = _random(N, seed=8) * 40, _random(N, seed=9)
     x[:2] = torch.tensor([-126.5, -95.0])
-    found = torch.zeros(4, N)
-    _launch(CARDS[card], _functions, x, y, found, N=N)
+    results = torch.zeros(4, N)
+    _launch(CARDS[card], _functions, x, y, results, N=N)
     exponentials = torch.stack([x.double().exp(), x.double().exp2()]).float()
     if card != "exact":
         exponentials[0] = (x * 1.4426950408889634).double().exp2().float()
         exponentials[exponentials < 2.0**-126] = 0.0
-    assert torch.equal(found[:2], exponentials)
-    assert torch.equal(found[2], x * (1 / y) if card == "sm_90" else x / y)
-    assert torch.equal(found[3], x / y)
+    assert torch.equal(results[:2], exponentials)
+    assert torch.equal(results[2], x * (1 / y) if card == "sm_90" else x / y)
+    assert torch.equal(results[3], x / y)
 
 
 @pytest.mark.parametrize("card", ["exact", "sm_80", "sm_100", "gfx942"])
@@ -138,7 +138,7 @@ def test_contraction_is_as_the_audit_finds_it(card: str) -> None:
     assert not torch.equal(contracted, s * factor - m)
 
 
-def test_a_kernel_is_told_the_card_that_is_assumed() -> None:
+def test_a_kernel_sees_the_assumed_card() -> None:
     from triton.runtime.driver import driver
 
     for name, (backend, architecture) in {"sm_90": ("cuda", 90), "gfx942": ("hip", "gfx942")}.items():
@@ -152,29 +152,29 @@ def test_every_known_core_but_voltas_is_a_card() -> None:
 
 
 def test_the_command_line_names_a_card_and_the_record_says_what_was_assumed() -> None:
-    found, _ = cells(Selection("interpreter", "triton_flash", "no_tail", card="sm_90"))
-    (backend,) = {cell.backend for cell in found}
+    selected, _ = cells(Selection("interpreter", "triton_flash", "no_tail", card="sm_90"))
+    (backend,) = {cell.backend for cell in selected}
     assert backend == replace(INTERPRETER, assumed=CARDS["sm_90"])
     assert backend.options == ("--as", "sm_90")
     described = backend.describe()
     assert described["as"] == "sm_90"
     assert described["contraction"] is True
     assert "nothing ran on a GPU" in str(backend.notice())
-    told = Run(described, {}, records=()).told_of("interpreter")
-    assert told == "interpreter as sm_90 (assumed; nothing ran on a GPU)"
+    text = Run(described, {}, records=()).told_of("interpreter")
+    assert text == "interpreter as sm_90 (assumed; nothing ran on a GPU)"
     assert Run(INTERPRETER.describe(), {}, records=()).told_of("interpreter") == "interpreter"
     assert "nothing contracted" in EXACT.about
 
 
 @pytest.mark.parametrize(
-    ("backend", "card", "told"),
+    ("backend", "card", "message"),
     [
         ("interpreter", "sm_42", r"^--as sm_42: unknown; the cards are exact, sm_75, "),
         ("cpu", "sm_90", r"^--as sm_90: only --backend interpreter computes as a card that is not here"),
     ],
 )
-def test_a_card_that_is_not_known_or_not_asked_for_is_told(backend: str, card: str, told: str) -> None:
-    with pytest.raises(SelectionError, match=told):
+def test_an_unknown_card_and_one_without_the_interpreter_are_refused(backend: str, card: str, message: str) -> None:
+    with pytest.raises(SelectionError, match=message):
         cells(Selection(backend, card=card))
 
 

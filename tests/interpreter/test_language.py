@@ -49,7 +49,7 @@ def test_reductions_of_bf16(launch: Launch) -> None:
     launch(_reductions, x, y, z, N=N)
     wide = x.double()
     expected = [wide.sum(1).float(), x.amax(1), x.amin(0), wide.sum(0).float()]
-    assert torch.equal(y, torch.stack([one.bfloat16() for one in expected]))
+    assert torch.equal(y, torch.stack([row.bfloat16() for row in expected]))
     assert torch.equal(z[1], x.amax(1))
     assert torch.equal(z[2], x.argmax(1).bfloat16())
     # Rounded at every one of log2(N) steps.
@@ -91,8 +91,10 @@ def _rounded(value: Fraction) -> float:
     """The nearest number of fp32, ties to even: from both ends."""
     near = np.float32(float(value))  # at most one off: a double rounding
     candidates = [np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.float32(np.inf))]
-    even = [int(np.float32(one).view(np.uint32)) & 1 for one in candidates]
-    ranked = sorted(zip(candidates, even, strict=True), key=lambda one: (abs(Fraction(float(one[0])) - value), one[1]))
+    even = [int(np.float32(candidate).view(np.uint32)) & 1 for candidate in candidates]
+    ranked = sorted(
+        zip(candidates, even, strict=True), key=lambda pair: (abs(Fraction(float(pair[0])) - value), pair[1])
+    )
     return float(ranked[0][0])
 
 
@@ -101,22 +103,22 @@ def test_a_product_goes_unrounded_into_a_sum_where_the_card_contracts(contractin
     from tiebreak.backends.interpreter.session import interpreting
 
     x, y, z = _random(3, N, seed=4)
-    found = torch.zeros(7, N)
+    sums = torch.zeros(7, N)
     with interpreting(contracting):
-        triton.jit(_contracted)[(1,)](x, y, z, found, N=N, enable_fp_fusion=fusing)
+        triton.jit(_contracted)[(1,)](x, y, z, sums, N=N, enable_fp_fusion=fusing)
     plain = torch.stack([x * y + z, x * y - z, z - x * y, z - x * y, x * y + z * x, x * y - z, x * y + z])
     if not fusing:
-        assert torch.equal(found[:5], plain[:5])
+        assert torch.equal(sums[:5], plain[:5])
         return
     for at in range(N):
-        a, b, c = (Fraction(one[at].item()) for one in (x, y, z))
+        a, b, c = (Fraction(tensor[at].item()) for tensor in (x, y, z))
         second = Fraction((z * x)[at].item())  # of two products the left one is contracted
         # Before Triton 3.8 a negation is 0 - x, a sum of its own that takes the product in.
         negated = a * b if Version(triton.__version__) >= Version("3.8") else Fraction((x * y)[at].item())
         exact = [a * b + c, a * b - c, c - a * b, c - negated, a * b + second]
-        assert found[:5, at].tolist() == [_rounded(one) for one in exact]
-    assert not torch.equal(found[:5], plain[:5])
-    assert torch.equal(found[6], plain[6])  # what has been through a maximum is no product any more
+        assert sums[:5, at].tolist() == [_rounded(value) for value in exact]
+    assert not torch.equal(sums[:5], plain[:5])
+    assert torch.equal(sums[6], plain[6])  # what has been through a maximum is no product any more
 
 
 def _dots(A: Any, B: Any, C: Any, PRECISION: tl.constexpr, N: tl.constexpr) -> None:
@@ -127,30 +129,30 @@ def _dots(A: Any, B: Any, C: Any, PRECISION: tl.constexpr, N: tl.constexpr) -> N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_products_of_narrow_formats_are_exact_and_rounded_once(dtype: torch.dtype, launch: Launch) -> None:
     a, b = (_random(N, N, seed=seed).to(dtype) for seed in (5, 6))
-    found = torch.zeros(N, N)
-    launch(_dots, a, b, found, PRECISION="ieee", N=N)
-    assert torch.equal(found, (a.double() @ b.double()).float())
+    product = torch.zeros(N, N)
+    launch(_dots, a, b, product, PRECISION="ieee", N=N)
+    assert torch.equal(product, (a.double() @ b.double()).float())
 
 
 def test_products_of_fp32_look_at_as_many_bits_as_asked(launch: Launch) -> None:
     a, b = _random(N, N, seed=7), _random(N, N, seed=8)
-    cut = [(one.view(torch.int32) & ~0x1FFF).view(torch.float32) for one in (a, b)]
-    found = {name: torch.zeros(N, N) for name in ("ieee", "tf32", "tf32x3")}
-    for name, out in found.items():
+    cut = [(operand.view(torch.int32) & ~0x1FFF).view(torch.float32) for operand in (a, b)]
+    products = {name: torch.zeros(N, N) for name in ("ieee", "tf32", "tf32x3")}
+    for name, out in products.items():
         launch(_dots, a, b, out, PRECISION=name, N=N)
     exact = a.double() @ b.double()
-    assert torch.equal(found["ieee"], exact.float())
-    assert torch.equal(found["tf32"], (cut[0].double() @ cut[1].double()).float())
+    assert torch.equal(products["ieee"], exact.float())
+    assert torch.equal(products["tf32"], (cut[0].double() @ cut[1].double()).float())
     # Each operand loses 2^-20 at most, and three sums round.
-    assert ((found["tf32x3"].double() - exact).abs() <= 2.0**-19 * (a.abs().double() @ b.abs().double())).all()
-    assert not torch.equal(found["tf32x3"], found["ieee"])
+    assert ((products["tf32x3"].double() - exact).abs() <= 2.0**-19 * (a.abs().double() @ b.abs().double())).all()
+    assert not torch.equal(products["tf32x3"], products["ieee"])
 
 
 def test_products_of_integers_are_exact(launch: Launch) -> None:
     a, b = torch.randint(-128, 128, (2, N, N), generator=torch.Generator().manual_seed(9)).to(torch.int8)
-    found = torch.zeros(N, N, dtype=torch.int32)
-    launch(_dots, a, b, found, PRECISION="ieee", N=N)
-    assert torch.equal(found, a.int() @ b.int())
+    product = torch.zeros(N, N, dtype=torch.int32)
+    launch(_dots, a, b, product, PRECISION="ieee", N=N)
+    assert torch.equal(product, a.int() @ b.int())
 
 
 def _dot_scaled(A: Any, SA: Any, B: Any, SB: Any, C: Any, N: tl.constexpr, K: tl.constexpr) -> None:
@@ -167,11 +169,11 @@ def test_products_of_scaled_blocks_are_exact(launch: Launch) -> None:
     k, generator = 64, torch.Generator().manual_seed(10)
     a, b = _random(N, k, seed=11).to(torch.float8_e4m3fn), _random(k, N, seed=12).to(torch.float8_e5m2)
     sa, sb = torch.randint(120, 134, (2, N, k // 32), generator=generator).to(torch.uint8)
-    found = torch.zeros(N, N)
-    launch(_dot_scaled, a, sa, b, sb, found, N=N, K=k)
-    scale_a, scale_b = (2.0 ** (one.double() - 127).repeat_interleave(32, 1) for one in (sa, sb))
+    product = torch.zeros(N, N)
+    launch(_dot_scaled, a, sa, b, sb, product, N=N, K=k)
+    scale_a, scale_b = (2.0 ** (scales.double() - 127).repeat_interleave(32, 1) for scales in (sa, sb))
     expected = (a.double() * scale_a) @ (b.double() * scale_b.T)
-    assert torch.equal(found, expected.float())
+    assert torch.equal(product, expected.float())
 
 
 def _functions(X: Any, Y: Any, N: tl.constexpr) -> None:
@@ -187,11 +189,11 @@ def _functions(X: Any, Y: Any, N: tl.constexpr) -> None:
 
 def test_functions_are_rounded_once(launch: Launch) -> None:
     x = _random(N, seed=13) * 3
-    found = torch.zeros(6, N)
-    launch(_functions, x, found, N=N)
+    results = torch.zeros(6, N)
+    launch(_functions, x, results, N=N)
     wide = x.double()
     exact = [wide.exp(), wide.exp2(), wide.abs().log(), wide.abs().rsqrt(), wide.erf(), wide.exp2()]
-    assert torch.equal(found, torch.stack(exact).float())
+    assert torch.equal(results, torch.stack(exact).float())
 
 
 def _rounding(X: Any, Y: Any, N: tl.constexpr) -> None:
@@ -203,10 +205,10 @@ def _rounding(X: Any, Y: Any, N: tl.constexpr) -> None:
 
 def test_casts_round_as_the_kernel_asks(launch: Launch) -> None:
     x = _random(N, seed=14)
-    found = torch.zeros(2, N, dtype=torch.bfloat16)
-    launch(_rounding, x, found, N=N)
-    assert torch.equal(found[0].float(), (x.view(torch.int32) & ~0xFFFF).view(torch.float32))
-    assert torch.equal(found[1], x.bfloat16())
+    casts = torch.zeros(2, N, dtype=torch.bfloat16)
+    launch(_rounding, x, casts, N=N)
+    assert torch.equal(casts[0].float(), (x.view(torch.int32) & ~0xFFFF).view(torch.float32))
+    assert torch.equal(casts[1], x.bfloat16())
 
 
 def _beyond(X: Any, Y: Any, shift: Any, N: tl.constexpr) -> None:
@@ -220,18 +222,18 @@ def _before(X: Any, Y: Any, shift: Any, N: tl.constexpr) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "message"),
     [
         (_beyond, "_beyond reads outside of its argument X: element 34 of 32"),
         (_before, "_before writes outside of its argument Y: element -3 of 32"),
     ],
 )
 def test_an_access_out_of_bounds_names_the_kernel_and_the_argument(
-    function: Callable[..., None], told: str, launch: Launch
+    function: Callable[..., None], message: str, launch: Launch
 ) -> None:
     with pytest.raises(OutOfBoundsError) as raised:
         launch(function, torch.zeros(N), torch.zeros(N), 3, N=N)
-    assert str(raised.value) == told
+    assert str(raised.value) == message
     launch(function, torch.zeros(N), torch.zeros(N), 0, N=N)
 
 
@@ -247,9 +249,9 @@ def test_what_a_mask_hides_is_not_touched(launch: Launch) -> None:
 
 
 def _descriptors(X: Any, Y: Any, N: tl.constexpr) -> None:
-    given = tl.make_tensor_descriptor(X, [N, N], [N, 1], [16, 16])
-    wanted = tl.make_tensor_descriptor(Y, [N, N], [N, 1], [16, 16])
-    wanted.store([16, 0], given.load([0, 16]) + given.load([16, 16]))
+    source = tl.make_tensor_descriptor(X, [N, N], [N, 1], [16, 16])
+    target = tl.make_tensor_descriptor(Y, [N, N], [N, 1], [16, 16])
+    target.store([16, 0], source.load([0, 16]) + source.load([16, 16]))
 
 
 def test_descriptors_of_bf16(launch: Launch) -> None:
@@ -260,9 +262,9 @@ def test_descriptors_of_bf16(launch: Launch) -> None:
 
 
 def _block_pointers(X: Any, Y: Any, N: tl.constexpr) -> None:
-    given = tl.make_block_ptr(X, (N, N), (N, 1), (0, 16), (16, 16), (1, 0))
-    wanted = tl.make_block_ptr(Y, (N, N), (N, 1), (16, 0), (16, 16), (1, 0))
-    tl.store(wanted, tl.load(given) + tl.load(tl.advance(given, (16, 0))))
+    source = tl.make_block_ptr(X, (N, N), (N, 1), (0, 16), (16, 16), (1, 0))
+    target = tl.make_block_ptr(Y, (N, N), (N, 1), (16, 0), (16, 16), (1, 0))
+    tl.store(target, tl.load(source) + tl.load(tl.advance(source, (16, 0))))
 
 
 @pytest.mark.skipif(not hasattr(InterpreterBuilder, "create_make_block_ptr"), reason="this Triton has none")

@@ -37,8 +37,8 @@ def _sweep(dtype: np.dtype[np.generic]) -> Array:
     )
 
 
-def _same(found: Array, expected: Array) -> bool:
-    a, b = found.astype(np.float32), expected.astype(np.float32)
+def _same(actual: Array, expected: Array) -> bool:
+    a, b = actual.astype(np.float32), expected.astype(np.float32)
     return bool(((np.isnan(a) & np.isnan(b)) | (a.view(np.uint32) == b.view(np.uint32))).all())
 
 
@@ -62,12 +62,12 @@ def test_casts_are_gfloats(name: str, toward_zero: bool) -> None:
 def test_casts_to_fnuz_are_ml_dtypes_and_saturate(dtype: type) -> None:
     x = _sweep(np.dtype(dtype))
     largest = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
-    found = converted(x, np.dtype(dtype))
+    result = converted(x, np.dtype(dtype))
     inside = np.abs(x) <= largest
-    assert _same(found[inside], x[inside].astype(dtype))
+    assert _same(result[inside], x[inside].astype(dtype))
     beyond = np.abs(x) > largest
-    assert _same(found[beyond], np.copysign(np.float32(largest), x[beyond]))
-    assert np.isnan(found[np.isnan(x)].astype(np.float32)).all()
+    assert _same(result[beyond], np.copysign(np.float32(largest), x[beyond]))
+    assert np.isnan(result[np.isnan(x)].astype(np.float32)).all()
 
 
 def test_every_number_of_bf16_is_kept_by_a_wider_format_and_back() -> None:
@@ -80,5 +80,5 @@ def test_every_number_of_bf16_is_kept_by_a_wider_format_and_back() -> None:
 def test_fp64_is_rounded_once() -> None:
     """Just above a tie of bf16, by less than fp32 can hold: by way of fp32 to even it would go down."""
     x = np.array([1.0 + 2.0**-8 + 2.0**-40, 1.0 + 2.0**-8, -1.0 - 2.0**-8 - 2.0**-40])
-    found = converted(x, np.dtype(ml_dtypes.bfloat16)).astype(np.float64)
-    assert found.tolist() == [1.0 + 2.0**-7, 1.0, -1.0 - 2.0**-7]
+    result = converted(x, np.dtype(ml_dtypes.bfloat16)).astype(np.float64)
+    assert result.tolist() == [1.0 + 2.0**-7, 1.0, -1.0 - 2.0**-7]

@@ -92,24 +92,24 @@ def _cell(kernel: str, package: str, case: str) -> Record:
 
 @pytest.mark.parametrize(("case", "verdict"), [("repeated_zero", BIASED), ("single_maximum", UNBIASED)])
 def test_sage_attention_is_biased_where_maxima_repeat(case: str, verdict: str) -> None:
-    found = _cell("sage_attention", "sageattention", case)
-    assert (found.outcome, found.verdict) == (MEASURED, verdict), found.reasons
+    record = _cell("sage_attention", "sageattention", case)
+    assert (record.outcome, record.verdict) == (MEASURED, verdict), record.reasons
 
 
 @pytest.mark.parametrize("case", ["tied_maxima[k=2]", "sink_tie"])
 def test_conch_keeps_l_in_bf16_and_loses_the_tail_that_would_tip_a_tie(case: str) -> None:
-    found = _cell("conch", "conch", case)
-    assert (found.outcome, found.verdict) == (MEASURED, UNBIASED), found.reasons
+    record = _cell("conch", "conch", case)
+    assert (record.outcome, record.verdict) == (MEASURED, UNBIASED), record.reasons
 
 
-def test_a_kernel_whose_file_is_not_here_is_skipped_and_told_where_it_is_looked_for(
+def test_a_kernel_whose_file_is_not_here_is_skipped_with_the_place_it_should_have(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TIEBREAK_SOURCES", str(tmp_path))
     target = external_kernel(f"{EXAMPLES / 'public_kernels.py'}:aiter_mha")
-    found = run_cell(Cell(INTERPRETER, target, Call(CASES["no_tail"]), BF16), Workbench(Settings(heads=2)))
-    assert found.outcome == SKIPPED
-    assert "there is no aiter/ops/triton/attention/mha.py" in str(found.skipped)
+    record = run_cell(Cell(INTERPRETER, target, Call(CASES["no_tail"]), BF16), Workbench(Settings(heads=2)))
+    assert record.outcome == SKIPPED
+    assert "there is no aiter/ops/triton/attention/mha.py" in str(record.skipped)
 
 
 def test_a_file_runs_without_the_package_around_it(

@@ -36,9 +36,9 @@ def _state() -> list[object]:
     modules: list[ModuleType] = [tl, tl.core, tl.math, upstream, libdevice]
     names = [
         sorted(
-            (name, id(value)) for name, value in vars(one).items() if name != "__annotations__"
+            (name, id(value)) for name, value in vars(module).items() if name != "__annotations__"
         )  # made when asked for
-        for one in (*kinds, *modules)
+        for module in (*kinds, *modules)
     ]
     mine = sorted(name for name in HERE if not name.startswith("@"))
     return [names, mine, id(upstream.interpreter_semantic.builder), dict(os.environ), torch.get_num_threads()]
@@ -101,15 +101,15 @@ def _odd_type(X: Any, Y: Any, N: tl.constexpr) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "message"),
     [
         (_assembly, r"inline assembly can't be interpreted: ex2\.approx\.ftz\.f32"),
         (_library, "the library function tanh can't be interpreted"),
         (_odd_type, "float8e4b15 is not interpreted"),
     ],
 )
-def test_what_is_a_cards_own_is_refused_by_its_name(function: Any, told: str, launch: Launch) -> None:
-    with pytest.raises(UnfaithfulError, match=told):
+def test_what_is_a_cards_own_is_refused_by_its_name(function: Any, message: str, launch: Launch) -> None:
+    with pytest.raises(UnfaithfulError, match=message):
         launch(function, torch.ones(N), torch.zeros(N), N=N)
 
 

@@ -28,30 +28,30 @@ def _cell(target: str, case: str, backend: Backend = INTERPRETER) -> Record:
 
 def test_a_users_triton_kernel_is_judged_on_a_cpu(file: File) -> None:
     """The repeated maximum of zero, which a bf16 that truncates would show as a bias."""
-    found = _cell(file(), "tied_maxima[k=2]")
-    assert found.outcome == MEASURED
-    assert found.verdict == UNBIASED
+    record = _cell(file(), "tied_maxima[k=2]")
+    assert record.outcome == MEASURED
+    assert record.verdict == UNBIASED
 
 
-def test_without_the_interpreter_it_is_skipped_and_told_where_it_runs(file: File) -> None:
-    found = _cell(file(), "tied_maxima[k=2]", CPU)
-    assert found.outcome == SKIPPED
-    assert "--backend interpreter" in str(found.skipped)
+def test_without_the_interpreter_it_is_skipped_with_where_it_runs(file: File) -> None:
+    record = _cell(file(), "tied_maxima[k=2]", CPU)
+    assert record.outcome == SKIPPED
+    assert "--backend interpreter" in str(record.skipped)
 
 
 def test_assembly_is_a_skip_that_names_it(file: File) -> None:
     asm = 'tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [s - new[:, None]], tl.float32, True, 1)'
-    found = _cell(file(asm), "no_tail")
-    assert found.outcome == SKIPPED
-    assert found.skipped == "inline assembly can't be interpreted: ex2.approx.ftz.f32 $0, $1;"
+    record = _cell(file(asm), "no_tail")
+    assert record.outcome == SKIPPED
+    assert record.skipped == "inline assembly can't be interpreted: ex2.approx.ftz.f32 $0, $1;"
 
 
 def test_an_access_out_of_bounds_is_a_crash_that_names_the_argument(file: File) -> None:
-    found = _cell(
+    record = _cell(
         file("tl.math.exp2(s - new[:, None]) + tl.load(V + 64 * 128 * 32 + tl.arange(0, 1)[:, None])"), "no_tail"
     )
-    assert found.outcome == CRASHED
-    assert "forward reads outside of its argument V" in found.answers["runs"].why
+    assert record.outcome == CRASHED
+    assert "forward reads outside of its argument V" in record.answers["runs"].why
 
 
 @pytest.mark.parametrize("names", ["assert torch.cuda.is_available()", "torch.cuda.current_device()"])
@@ -60,7 +60,7 @@ def test_a_file_that_needs_a_gpu_to_be_imported_says_what_stopped_it(names: str,
         external_kernel(file(names=names))
 
 
-def test_a_file_that_asks_for_a_gpu_is_told_where_to_read_on(file: File) -> None:
+def test_a_file_that_asks_for_a_gpu_is_refused_with_what_to_read(file: File) -> None:
     raising = 'raise RuntimeError("No CUDA GPUs are available")'
     with pytest.raises(ValueError, match=r"No CUDA GPUs are available; it asks for a GPU while it is imported"):
         external_kernel(file(names=raising))
