@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    exit 1; }; \
 	  echo "$(VENV): $$("$$python" --version)"; \
 	  "$$python" -m venv --clear $(VENV); }
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[test,plots]'
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[test]'
 	@touch $@
 
 matrix: $(STAMP)  ## the matrix on this platform

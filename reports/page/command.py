@@ -8,6 +8,7 @@ from types import MappingProxyType
 from tiebreak.reports.audit.record import Audits
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.page import plots
 from tiebreak.reports.page import tables as page_tables
 from tiebreak.reports.page.data import page_data
 from tiebreak.reports.page.document import document
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         "files", type=Path, nargs="+", metavar="FILE", help="records of runs, audits, folders of sweeps"
     )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder for index.html")
-    parser.add_argument("--figures", action="store_true", help="also every figure as SVG and PNG (needs matplotlib)")
+    parser.add_argument("--figures", action="store_true", help="also every figure and map as an SVG file")
     options = parser.parse_args(arguments)
     by_file, audited, swept = files.read_all(options.files)
     if options.figures and not by_file and not swept:
@@ -63,8 +64,6 @@ def main(arguments: Sequence[str]) -> int:
     store.write_text(page(runs, labels, found, _by_compiler(audited), sweeps), path)
     print(f"page: {path}")
     if options.figures:
-        from tiebreak.reports.page import plots
-
         drawn = [*found, *(one for label, sweep in sweeps.items() for one in sweep_figures(sweep, label))]
         print("\n".join(f"figure: {file}" for file in plots.save(drawn, runs, labels, options.output / "figures")))
     return HELD

@@ -1,4 +1,4 @@
-"""What the figures of a page show, as plain data: drawn into the page as SVG, or to files by matplotlib."""
+"""What the figures of a page show, as plain data: drawn into the page, or to files."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A figure as SVG inside the page: no library, no network, text that scales with the reader's screen."""
+"""A figure as SVG, in a page or in a file: no library, no network, text that scales with the reader's screen."""
 
 import math
 from collections.abc import Sequence
@@ -13,17 +13,30 @@ _LINE = 20  # height of a line of the legend
 COLOURS = ("#b34700", "#00507d", "#00664d", "#8a3a6b")
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
 THEORY = "#4d4d4d"
+INK, GRID = "#666", "#ddd"
 
 
 def draw(figure: Figure) -> str:
     """The figure as an SVG element with its title for screen readers; strings are escaped."""
     plot = _Plot(figure)
     height = _HEIGHT + _LINE * len(figure.series)
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(figure.title)}" font-size="13">']
-    parts += plot.axes()
+    parts = plot.axes()
     for number, series in enumerate(figure.series):
         parts += plot.line(series, number)
-    return "\n".join([*parts, "</svg>"])
+    return element(_WIDTH, height, figure.title, parts)
+
+
+def element(width: float, height: float, title: str, parts: Sequence[str]) -> str:
+    """A drawing as an SVG element, with its title, escaped here, for screen readers."""
+    box = f'viewBox="0 0 {width:g} {height:g}"'
+    return "\n".join([f'<svg {box} role="img" aria-label="{escape(title)}" font-size="13">', *parts, "</svg>"])
+
+
+def as_file(drawing: str) -> str:
+    """An element as the text of a file, on a ground of its own: pages that show it are light or dark."""
+    opened = drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" ', 1)
+    head, _, rest = opened.partition("\n")
+    return f'{head}\n<rect width="100%" height="100%" fill="#fff"/>\n{rest}\n'
 
 
 def _colour(series: Series, number: int) -> str:
@@ -36,9 +49,9 @@ class _Plot:
     def __init__(self, figure: Figure) -> None:
         self.figure = figure
         points = [point for series in figure.series for point in series.points] or [(0.0, 0.0)]
-        self.x_low, self.x_high = _wide([x for x, _ in points])
+        self.x_low, self.x_high = span([x for x, _ in points])
         ends = [end for series in figure.series for _, *both in series.bars for end in both]
-        self.y_low, self.y_high = _wide([0.0, *(y for _, y in points), *ends])
+        self.y_low, self.y_high = span([0.0, *(y for _, y in points), *ends])
 
     def x(self, value: float) -> float:
         return _LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (_WIDTH - _LEFT - _RIGHT)
@@ -51,12 +64,12 @@ class _Plot:
         right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
         parts = []
         for value in ticks(self.y_low, self.y_high):
-            y, stroke = self.y(value), "#666" if value == 0 else "#ddd"
+            y, stroke = self.y(value), INK if value == 0 else GRID
             parts.append(f'<path d="M{_LEFT} {y:.1f}H{right}" stroke="{stroke}"/>')
             parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
         for place, label in self.figure.x_ticks or [(one, f"{one:.4g}") for one in ticks(self.x_low, self.x_high)]:
             x = self.x(place)
-            parts.append(f'<path d="M{x:.1f} {bottom}v5" stroke="#666"/>')
+            parts.append(f'<path d="M{x:.1f} {bottom}v5" stroke="{INK}"/>')
             parts.append(f'<text x="{x:.1f}" y="{bottom + 19}" text-anchor="middle">{escape(label)}</text>')
         middle = (_TOP + bottom) / 2
         named = f'<text x="{(_LEFT + right) / 2}" y="{bottom + 37}" text-anchor="middle">'
@@ -85,7 +98,7 @@ class _Plot:
         return [f'<polyline points="{points}" {style}/>', dots + bars, entry]
 
 
-def _wide(values: Sequence[float]) -> tuple[float, float]:
+def span(values: Sequence[float]) -> tuple[float, float]:
     """The range of values, widened where it has no width."""
     low, high = min(values), max(values)
     return (low, high) if high > low else (low - 1, high + 1)

@@ -14,6 +14,7 @@ from tiebreak.reports.audit import tables as audit_tables
 from tiebreak.reports.audit.record import Audits
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.page import plots
 from tiebreak.reports.records import files, selection, store
 from tiebreak.reports.records.order import case_places
 from tiebreak.reports.records.record import Estimate, Record, Run
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--format", choices=FORMATS, default="simple", help="default: simple, for the terminal")
     selection.add_options(parser)
     selection.add_only(parser)
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the short training runs: .svg, .png or .pdf")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the short training runs to an SVG file")
     options = parser.parse_args(arguments)
     if len(options.files) > 1 or options.figure is not None:
         _show_training(store.read_all(options.files), options)
@@ -64,8 +65,6 @@ def _show_training(runs: Sequence[Run], options: argparse.Namespace) -> None:
     chosen = [replace(run, records=tuple(record for record in run.records if record.id in wanted)) for run in runs]
     terminal.show(training_tables(chosen, options.format))
     if options.figure is not None:
-        from tiebreak.reports.page import plots
-
         plots.save_training(training_grids(chosen), options.figure)
         print(f"figure: {options.figure}")
 

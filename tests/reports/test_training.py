@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -78,7 +79,6 @@ def test_columns_are_headed_and_explained_by_what_the_file_says_of_its_cases(run
 def test_the_command_takes_several_files_and_draws(
     run: MakeRun, trained: Make, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib", reason="the extra plots is not installed")
     files = [
         str(keep(run(trained(seed=seed, value=seed * 1e-3), trained("sdpa", seed=seed), run="ab"[seed - 1] * 32), name))
         for seed, name in ((1, "a"), (2, "b"))
@@ -86,7 +86,12 @@ def test_the_command_takes_several_files_and_draws(
     figure = tmp_path / "new" / "figure.svg"
     assert main(["show", *files, "--figure", str(figure), "--kernels", "flash*"]) == 0
     assert rows(capsys.readouterr().out) == {"flash@train": ["+1.0e-03 to +2.0e-03 ·", "fails"]}
-    assert figure.stat().st_size > 1000
+    drawn = ElementTree.fromstring(figure.read_text(encoding="utf-8"))
+    marks = drawn.findall("{*}circle")
+    first, second, *_of_legend = (float(mark.get("cx", "nan")) for mark in marks)
+    assert len(_of_legend) == 2  # a dot and a ring
+    texts = {text.text: float(text.get("x", "nan")) for text in drawn.findall("{*}text")}
+    assert texts["0"] < first < second <= texts["0.002"]
 
 
 def test_files_of_two_platforms_are_no_seeds(
@@ -110,7 +115,6 @@ def test_files_without_training_runs_are_refused(
 def test_an_unknown_kind_of_figure_is_refused_in_one_line(
     run: MakeRun, trained: Make, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib", reason="the extra plots is not installed")
     assert main(["show", str(keep(run(trained()), "a")), "--figure", str(tmp_path / "x.docx")]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"tiebreak show: --figure {tmp_path / 'x.docx'}: ")

@@ -19,7 +19,7 @@ MODULES = (
     "tiebreak.cases.capture",
     "tiebreak.programs.audit.command",
 )
-FORBIDDEN = {"triton", "torch_npu", "matplotlib", "ray"}
+FORBIDDEN = {"triton", "torch_npu", "ray"}
 
 # Prints what torch finds, or would find, in the variable by which it knows whether to load device packages.
 UP_TO_TORCH = """

@@ -30,7 +30,7 @@ from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.experiments.call import shown
 from tiebreak.programs import resumable as resuming
 from tiebreak.reports.page.figures import Figure, Series
-from tiebreak.reports.page.svg import draw
+from tiebreak.reports.page.svg import as_file, draw
 from tiebreak.reports.records.record import NONFINITE
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -196,10 +196,7 @@ def picture(found: Sequence[Row]) -> str:
         series=tuple(series),
         x_ticks=tuple((float(bits), str(bits)) for bits in range(2, 11)),
     )
-    background = '<rect width="100%" height="100%" fill="#fff"/>'
-    opened = draw(figure).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" ', 1)
-    head, _, rest = opened.partition("\n")
-    return f"{head}\n{background}\n{rest}\n"
+    return as_file(draw(figure))
 
 
 if __name__ == "__main__":
