@@ -94,7 +94,7 @@ lint: $(STAMP)  ## ruff: rules and format
 # tests/matrix, programs, laboratory and defects are left out of the second run: the first has them, as they are imported.
 typecheck: $(STAMP)  ## mypy --strict
 	$(PY) -m mypy $(PACKAGES)
-	$(PY) -m mypy tests --exclude '^tests/(matrix|programs|laboratory|defects)/'
+	$(PY) -m mypy conftest.py tests --exclude '^tests/(matrix|programs|laboratory|defects)/'
 
 bench: $(STAMP)  ## benchmarks
 	$(PY) -m pytest tests/bench -o python_files='bench_*.py' --benchmark-only \

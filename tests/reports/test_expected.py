@@ -216,8 +216,6 @@ class TestWhatIsExcused:
         assert excuses.stale([record()], whole=True) == [], "the gate says what is better"
 
 
-MATRIX = Path(__file__).parents[1] / "matrix" / "test_cells.py"
-LEAN = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:benchmark")
 KERNEL = """
 import os
 import torch
@@ -236,14 +234,13 @@ Pytest = Callable[..., pytest.RunResult]
 
 
 @pytest.fixture
-def matrix(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Pytest:
+def restless(matrix: Pytest, pytester: pytest.Pytester) -> Pytest:
     """Runs a restless kernel, or one with another body, on one input."""
-    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
 
     def run(*options: str, body: str = RESTLESS, cases: str = "random", workers: int = 0) -> pytest.RunResult:
         (pytester.path / "mine.py").write_text(KERNEL.format(body=body))
         words = ("--kernel", "mine.py:mine", "--cases", cases, "--heads", "16", "-n", str(workers), *options)
-        return pytester.runpytest_inprocess(MATRIX, *LEAN, *words, no_reraise_ctrlc=True)
+        return matrix(*words)
 
     return run
 
@@ -267,8 +264,10 @@ def record_of(name: str = "last") -> Record:
 
 class TestUnderPytest:
     @pytest.mark.parametrize("workers", [0, 1])
-    def test_a_known_failure_is_green_and_told(self, matrix: Pytest, excuse: Callable[..., str], workers: int) -> None:
-        result = matrix("--expected", excuse(), "--junitxml", "junit.xml", "-rx", workers=workers)
+    def test_a_known_failure_is_green_and_told(
+        self, restless: Pytest, excuse: Callable[..., str], workers: int
+    ) -> None:
+        result = restless("--expected", excuse(), "--junitxml", "junit.xml", "-rx", workers=workers)
         assert result.ret == 0
         result.assert_outcomes(xfailed=1)
         record = record_of()
@@ -288,30 +287,30 @@ class TestUnderPytest:
         ] == "False"
         assert [one.get("type") for one in case.iter("skipped")] == ["pytest.xfail"]
 
-    def test_without_its_entry_it_falls(self, matrix: Pytest, excuse: Callable[..., str]) -> None:
-        assert matrix().ret == 1
-        assert matrix("--expected", excuse("bound")).ret == 1
+    def test_without_its_entry_it_falls(self, restless: Pytest, excuse: Callable[..., str]) -> None:
+        assert restless().ret == 1
+        assert restless("--expected", excuse("bound")).ret == 1
         assert record_of().excused is None
 
     @pytest.mark.parametrize("workers", [0, 1])
     def test_an_entry_that_is_not_needed_any_more_is_red(
-        self, matrix: Pytest, excuse: Callable[..., str], workers: int
+        self, restless: Pytest, excuse: Callable[..., str], workers: int
     ) -> None:
-        result = matrix("--expected", excuse(), body="", workers=workers)
+        result = restless("--expected", excuse(), body="", workers=workers)
         assert result.ret == 1
         result.assert_outcomes(passed=1)
         result.stdout.fnmatch_lines([f"e.toml: expected[[]0]: no longer fails: {CELL} meets the check repeatable: *"])
 
-    def test_a_pattern_is_judged_by_all_of_its_cells(self, matrix: Pytest, excuse: Callable[..., str]) -> None:
+    def test_a_pattern_is_judged_by_all_of_its_cells(self, restless: Pytest, excuse: Callable[..., str]) -> None:
         """A narrowed run has a part of them: it can't tell that the entry is stale."""
-        assert matrix("--expected", excuse(cells="cpu-mine-*"), body="").ret == 0
+        assert restless("--expected", excuse(cells="cpu-mine-*"), body="").ret == 0
 
-    def test_pyproject_has_entries_too(self, matrix: Pytest, excuse: Callable[..., str]) -> None:
+    def test_pyproject_has_entries_too(self, restless: Pytest, excuse: Callable[..., str]) -> None:
         excuse()
         Path("pyproject.toml").write_text('[tool.tiebreak]\nexpected = "e.toml"\n')
-        assert matrix().ret == 0
+        assert restless().ret == 0
         Path("pyproject.toml").write_text(Path("e.toml").read_text().replace("[[expected", "[[tool.tiebreak.expected"))
-        assert matrix().ret == 0
+        assert restless().ret == 0
         assert record_of().excused == "https://bug/1"
 
     @pytest.mark.parametrize(
@@ -323,45 +322,44 @@ class TestUnderPytest:
     )
     @pytest.mark.parametrize("workers", [0, 2])
     def test_a_wrong_entry_is_refused_before_any_work(
-        self, matrix: Pytest, excuse: Callable[..., str], fields: dict[str, str], said: str, workers: int
+        self, restless: Pytest, excuse: Callable[..., str], fields: dict[str, str], said: str, workers: int
     ) -> None:
-        refused(matrix("--expected", excuse(**fields), workers=workers), said)
+        refused(restless("--expected", excuse(**fields), workers=workers), said)
 
     def test_a_pattern_without_a_cell_is_refused_in_a_whole_run(
-        self, pytester: pytest.Pytester, excuse: Callable[..., str]
+        self, matrix: Pytest, excuse: Callable[..., str]
     ) -> None:
-        words = (*LEAN, "--expected", excuse(cells="cpu-spda*"))
-        result = pytester.runpytest_inprocess(MATRIX, *words, no_reraise_ctrlc=True)
+        result = matrix("--expected", excuse(cells="cpu-spda*"))
         refused(result, "e.toml: expected[0].cells: 'cpu-spda*' is about none of the ")
 
     def test_a_kernel_that_takes_its_worker_with_it_can_be_excused(
-        self, matrix: Pytest, excuse: Callable[..., str]
+        self, restless: Pytest, excuse: Callable[..., str]
     ) -> None:
-        result = matrix("--expected", excuse("runs"), body="os._exit(3)", workers=1)
+        result = restless("--expected", excuse("runs"), body="os._exit(3)", workers=1)
         assert result.ret == 0
         record = record_of()
         assert (record.outcome, record.excused) == ("crashed", "https://bug/1")
         result.stdout.fnmatch_lines(["random* (crash)", "1 cell: 1 excused"])
 
-    def test_a_baseline_that_has_the_failure_excuses_it(self, matrix: Pytest) -> None:
-        assert matrix("--baseline", "base.json", "--update-baseline").ret == 1
-        result = matrix("--baseline", "base.json")
+    def test_a_baseline_that_has_the_failure_excuses_it(self, restless: Pytest) -> None:
+        assert restless("--baseline", "base.json", "--update-baseline").ret == 1
+        result = restless("--baseline", "base.json")
         assert result.ret == 0
         result.assert_outcomes(xfailed=1)
         result.stdout.fnmatch_lines(["gate held: 1 cell compared with base.json: 0 worse, 0 better"])
         assert record_of().excused == "so it is in base.json"
-        better = matrix("--baseline", "base.json", body="")
+        better = restless("--baseline", "base.json", body="")
         assert better.ret == 0
         better.stdout.fnmatch_lines([f"better  {CELL}: *repeatable is met now*"])
 
     def test_a_baseline_that_holds_is_not_talked_over_by_an_entry(
-        self, matrix: Pytest, excuse: Callable[..., str]
+        self, restless: Pytest, excuse: Callable[..., str]
     ) -> None:
         """The failure is new: --update-baseline accepts it."""
-        assert matrix("--baseline", "base.json", "--update-baseline", body="").ret == 0
-        assert matrix("--baseline", "base.json", "--expected", excuse()).ret == 1
-        assert matrix("--baseline", "base.json", "--expected", "e.toml", "--update-baseline").ret == 0
-        assert matrix("--baseline", "base.json", "--expected", "e.toml").ret == 0
+        assert restless("--baseline", "base.json", "--update-baseline", body="").ret == 0
+        assert restless("--baseline", "base.json", "--expected", excuse()).ret == 1
+        assert restless("--baseline", "base.json", "--expected", "e.toml", "--update-baseline").ret == 0
+        assert restless("--baseline", "base.json", "--expected", "e.toml").ret == 0
 
 
 def refused(result: pytest.RunResult, said: str) -> None:

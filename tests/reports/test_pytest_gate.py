@@ -33,10 +33,8 @@ def attention(q, k, v, *, causal=False, scale=None):
 
 
 @pytest.fixture
-def matrix(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
+def matrix(matrix: Callable[..., pytest.RunResult]) -> Callable[..., pytest.RunResult]:
     """Runs two quick cells of the matrix in this process, its workers, if any, in theirs."""
-    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    here = os.path.relpath(MATRIX, pytester.path)
 
     def call(
         *arguments: str,
@@ -44,9 +42,7 @@ def matrix(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callab
         cells: Sequence[str] = (*QUICK, *CASES),
         plugins: Sequence[object] = (),
     ) -> pytest.RunResult:
-        common = [here, "-p", "no:cacheprovider", "-p", "no:benchmark", "-n", str(workers), *cells, *arguments]
-        # An exit code of 2 is no Ctrl-C that pytester would have to pass on.
-        return pytester.runpytest_inprocess(*common, no_reraise_ctrlc=True, plugins=plugins)
+        return matrix("-n", str(workers), *cells, *arguments, plugins=plugins)
 
     return call
 
@@ -189,6 +185,7 @@ def test_records_are_kept_on_the_way(matrix: Matrix, monkeypatch: pytest.MonkeyP
         write(run, path)
 
     monkeypatch.setattr("tiebreak.matrix.record_file._EVERY", 0.0)
+    monkeypatch.setattr("tiebreak.matrix.record_file._SHARE", 0.0)
     monkeypatch.setattr(store, "write", note)
     assert matrix().ret == 0
     assert kept == [(1, False), (2, False), (2, True)]

@@ -1,0 +1,50 @@
+"""conftest.py at the top: the tests of a checkout test that checkout, wherever pytest is called from."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiebreak.kernels
+
+HERE = Path(tiebreak.kernels.__file__).resolve().parents[1]
+TEST = "def test_it() -> None: ...\n"
+FEW = ("--backend", "emulation", "--kernels", "standard", "--cases", "random", "--heads", "16")
+
+
+def pytest_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """Another clone, which nobody has installed: its settings, its conftest.py, and one test."""
+    folder = tmp_path / "clone"
+    (folder / "tests").mkdir(parents=True)
+    for name in ("pyproject.toml", "conftest.py"):
+        shutil.copy(HERE / name, folder)
+    (folder / "tests" / "test_it.py").write_text(TEST)
+    return folder
+
+
+@pytest.mark.parametrize(("inside", "workers"), [(True, "0"), (False, "1")])
+def test_a_clone_that_is_not_what_is_imported_is_refused(clone: Path, inside: bool, workers: str) -> None:
+    """From its own folder and from another, before the plug-in of the other version looks at the options."""
+    tests = clone / "tests"
+    refused = pytest_in(clone if inside else clone.parent, str(tests), "-n", workers, "--cases", "no_such_case")
+    assert refused.returncode == 2
+    (line,) = (line for line in (refused.stdout + refused.stderr).splitlines() if line)
+    assert line == (
+        f"Exit: tests of {clone}, but `import tiebreak` finds {HERE}: use this checkout's environment (make venv), or"
+        f" install it: pip install -e {clone}"
+    )
+
+
+def test_the_matrix_by_name_is_the_one_that_is_imported(tmp_path: Path) -> None:
+    """Called from a folder that is no clone, with the plug-in by name, and on a worker."""
+    ran = pytest_in(tmp_path, "-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix", *FEW, "-n", "1")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "1 cell: 1 held" in ran.stdout
