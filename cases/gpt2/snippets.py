@@ -329,17 +329,21 @@ MEASURED: Mapping[str, Measure] = MappingProxyType(
     {
         measure.name: measure
         for measure in (
-            Measure("delta_error_mean", "delta_lp - delta_hp summed over a step's rows: its mean a step"),
-            Measure("delta_error_drift", "the same, sum(s) / sum|s| over the steps: 1 where every step errs one way"),
-            Measure("output_delta_error_mean", "the same for the delta that O would give: rowsum(dO * error of O)"),
-            Measure("direction_cosine", "cosine of the error of dW_Q to R (paper, equation 3)"),
+            Measure(
+                "delta_error_mean", "mean over the steps of s, the sum of delta_lp - delta_hp over the rows of one"
+            ),
+            Measure("delta_error_drift", "sum(s) / sum |s| over the steps: 1 or -1 where s keeps one sign"),
+            Measure("output_delta_error_mean", "mean of s, had delta been computed from O: of rowsum(dO * error of O)"),
+            Measure(
+                "direction_cosine", "cosine of the error of dW_Q to R (paper, equation 3)", term="cosine similarity"
+            ),
             Measure("repeated_rows", "share of rows with a repeated maximum"),
             Measure("wq_norm_growth", "spectral norm of W_Q, last over first"),
-            Measure("row_max_first", "mean largest logit of a row, at the start"),
-            Measure("row_max_rise", "mean largest logit of a row, last less first"),
-            Measure("loss_first", "loss of the first step", "nats"),
+            Measure("row_max_first", "mean largest logit of a row, at the start", term="max logit"),
+            Measure("row_max_rise", "mean largest logit of a row, last less first", term="logit growth"),
+            Measure("loss_first", "loss of the first step", "nats", term="cross entropy"),
             Measure("loss_last", "loss of the last step", "nats"),
-            Measure("loss_rise", "largest loss less the first", "nats"),
+            Measure("loss_rise", "largest loss less the first", "nats", term="loss spike"),
             Measure("finite_steps", "steps with a loss that is a number; the first one without ends the run"),
             Measure("steps", "steps that the run was to take"),
         )

@@ -5,15 +5,15 @@ from functools import partial
 from tiebreak.cases.gradients import delta_error_of, ulps_of_rows
 from tiebreak.cases.measures import CallMeasure, Measure, Observed, Value
 
-_ABOUT = {
+_RELATIVE = {
     "dq_relative_error": "norm of the error of dQ over the norm of dQ",
     "dk_relative_error": "norm of the error of dK over the norm of dK",
     "dv_relative_error": "norm of the error of dV over the norm of dV",
+}
+_COSINES = {
     "equation_1_cosine": "cosine of the error of dQ to what the error of delta makes of it (paper, equation 1)",
     "equation_2_cosine": "cosine of the error of dW_Q to what the error of delta makes of it (paper, equation 2)",
 }
-
-
 _NAMES = ("dq", "dk", "dv")
 
 
@@ -35,8 +35,12 @@ def _error_of(name: str, observed: Observed) -> Value:
 
 MEASURES = (
     *(
-        CallMeasure(Measure(name, about, worse="more" if name.endswith("error") else None), partial(_error_of, name))
-        for name, about in _ABOUT.items()
+        CallMeasure(Measure(name, about, worse="more", term="relative error"), partial(_error_of, name))
+        for name, about in _RELATIVE.items()
+    ),
+    *(
+        CallMeasure(Measure(name, about, term="cosine similarity"), partial(_error_of, name))
+        for name, about in _COSINES.items()
     ),
     *(
         CallMeasure(
@@ -45,6 +49,7 @@ MEASURES = (
                 f"root mean square error of d{name[1].upper()}, in ulps of the largest element of its row",
                 "ulp",
                 worse="more",
+                term="RMS error",
             ),
             partial(_ulps, at),
         )
@@ -55,6 +60,7 @@ MEASURES = (
             "delta_bias_in_dq",
             "mean error of delta as the error of dQ shows it (paper, equation 1), relative to mean |delta|",
             worse="farther",
+            term="relative mean error",
         ),
         _delta,
     ),
@@ -63,15 +69,17 @@ MEASURES = (
             "gradients_nonfinite",
             "elements of dQ, dK, dV that are NaN or Inf, the reference's are finite",
             worse="more",
+            term="NaN count",
         ),
         lambda observed: observed.gradient_faults.get("nonfinite"),
     ),
     CallMeasure(
-        # No check and no limit: most kernels add up dQ by atomics, and then the share itself is chance.
+        # No check and no limit: most kernels add up dQ by atomics.
         Measure(
             "gradients_repeated",
-            "share of elements of dQ, dK, dV that a second run on the same input gives to the bit",
+            "share of elements of dQ, dK, dV that a second run gives to the bit: chance where atomics add them up",
             worse="less",
+            term="determinism of the backward pass",
         ),
         lambda observed: observed.equal_gradients,
     ),
@@ -80,6 +88,7 @@ MEASURES = (
             "gradient_error_over_bound",
             "largest error of dQ, dK and dV as a share of its rounding-error bound",
             worse="more",
+            term="a priori error bound",
         ),
         lambda observed: observed.gradient_faults.get("over_bound"),
     ),

@@ -9,11 +9,22 @@ MEASURES = (
         lambda observed: None if observed.predicted is None else observed.predicted.bias,
     ),
     CallMeasure(
-        Measure("prediction_difference", "bias less the predicted one, paired head by head", "ulp", worse="farther"),
+        Measure(
+            "prediction_difference",
+            "bias less the predicted one, paired head by head",
+            "ulp",
+            worse="farther",
+            term="paired difference",
+        ),
         lambda observed: None if observed.predicted is None else difference(observed.errors, observed.predicted),
     ),
     CallMeasure(
-        Measure("equal_bits", "share of elements of O that agree with the prediction to the bit", worse="less"),
+        Measure(
+            "equal_bits",
+            "share of elements of O that agree with the prediction to the bit",
+            worse="less",
+            term="bitwise agreement",
+        ),
         lambda observed: observed.equal_bits,
     ),
 )

@@ -5,11 +5,21 @@ from tiebreak.cases.measures import CallMeasure, Measure
 
 MEASURES = (
     CallMeasure(
-        Measure("row_coherence", "mean over rows of the absolute mean signed error of a row", "ulp", worse="more"),
+        Measure(
+            "row_coherence",
+            "mean over rows of the absolute mean signed error of a row: what delta, a sum over it, feels",
+            "ulp",
+            worse="more",
+            term="correlated rounding errors",
+        ),
         lambda observed: coherence(observed.row_errors).nanmean().item(),
     ),
     CallMeasure(
-        Measure("row_coherence_independent", "the same if a row's errors, of that size, were independent", "ulp"),
+        Measure(
+            "row_coherence_independent",
+            "what row_coherence would be if a row's errors, of that size, were independent",
+            "ulp",
+        ),
         lambda observed: independent_coherence(observed.row_errors).nanmean().item(),
     ),
 )

@@ -303,7 +303,9 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
 def measures() -> dict[str, records.MeasureRecord]:
     """Every measure of every kind of experiment, for the file of records."""
     return {
-        name: records.MeasureRecord(**{key: value for key, value in asdict(found).items() if key != "name"})
+        name: records.MeasureRecord(
+            **{key: value for key, value in asdict(found).items() if key not in ("name", "term")}
+        )
         for kind in kinds().values()
         for name, found in kind.measures().items()
     }

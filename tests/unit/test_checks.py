@@ -15,6 +15,7 @@ from tiebreak.cases.verdicts import Interval
 from tiebreak.matrix import checks as folder
 from tiebreak.matrix.checks import ask_all, checks
 from tiebreak.matrix.checks.contract import broken
+from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.result import Claimed, Predicted, Result
 from tiebreak.matrix.run import judging
 from tiebreak.reports.records.record import (
@@ -156,9 +157,17 @@ def ask(name: str, fields: Mapping[str, Any]) -> Answer | None:
     return checks()[name].ask(result(**fields))
 
 
-def test_every_check_is_looked_at_here() -> None:
-    modules = [module.name for module in pkgutil.iter_modules(folder.__path__)]
-    assert sorted(CHECKS) == sorted(modules)
+def test_no_check_is_met_by_measures_that_are_no_numbers() -> None:
+    names = [name for kind in kinds().values() for name in kind.measures()]
+    for value in NO_NUMBERS:
+        answers = ask_all(result(measures=dict.fromkeys(names, value)))
+        assert {"bound", "finite", "loss"} <= answers.keys()
+        assert not any(answer.met for answer in answers.values()), answers
+
+
+def test_those_that_are_looked_at_below_are_checks() -> None:
+    modules = {module.name for module in pkgutil.iter_modules(folder.__path__)}
+    assert CHECKS.keys() <= modules
     assert set(checks()) == {RUNS, IN_TIME, *modules}
 
 

@@ -15,8 +15,9 @@ from tiebreak.kernels.plans import PLANS
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.kernels.triton.roster import DECLARATIONS
-from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiments import kinds
+from tiebreak.programs.pages.tables import renewed
+from tiebreak.programs.pages.words import SOURCES
 from tiebreak.reports.records.record import OUTCOMES, VERDICTS
 
 WORDS = (Path(__file__).parents[2] / "docs" / "words.md").read_text(encoding="utf-8")
@@ -84,24 +85,16 @@ def test_every_rule_of_the_default_roster_has_a_row() -> None:
     assert rules <= set(rows("rule"))
 
 
-def test_rows_of_measures_are_those_that_kinds_of_experiments_describe() -> None:
-    described = [name for kind in kinds().values() for name in kind.measures()]
-    assert sorted(rows("measure")) == sorted(described)
+@pytest.mark.parametrize("source", SOURCES)
+def test_rows_of_measures_and_checks_are_what_their_descriptions_make(source: str) -> None:
+    told = "python -m tiebreak.programs.pages.words renews it"
+    assert renewed(WORDS, source, SOURCES[source]()) == WORDS, told
 
 
 def test_every_measure_of_a_training_claim_is_one_of_them() -> None:
     snippets = SNIPPETS.values()
     named = {claim.measure for each in snippets for claim in each.claims} | {each.headline for each in snippets}
     assert named <= set(kinds()["training"].measures())
-
-
-def test_rows_of_checks_are_the_checks() -> None:
-    assert sorted(rows("check")) == sorted(checks())
-
-
-def test_the_checks_about_a_cells_rounding_are_named() -> None:
-    (told,) = re.findall(r"^(.*) are about the cell's rounding\.", section("Checks"), re.MULTILINE)
-    assert set(re.findall("`(.+?)`", told)) == {name for name, check in checks().items() if check.judges}
 
 
 def test_every_outcome_and_verdict_has_a_row() -> None:

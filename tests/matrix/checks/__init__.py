@@ -20,6 +20,7 @@ class Check:
     about: str  # what it asks, in one line
     ask: Callable[[Result], Answer | None]  # None: it has nothing to ask of this result
     judges: bool = False  # whether it is about the cell's rounding: what is held has met such a one
+    term: str = ""  # what the field calls it, for docs/words.md; empty: nothing
 
 
 def _answered_elsewhere(result: Result) -> None:
@@ -29,7 +30,7 @@ def _answered_elsewhere(result: Result) -> None:
 
 _ALWAYS = (
     Check(RUNS, "the kernel ran to its end", _answered_elsewhere),
-    Check(IN_TIME, "the kernel ran in the time that a cell has", _answered_elsewhere),
+    Check(IN_TIME, "the kernel ran in the time that a cell has", _answered_elsewhere, term="timeout"),
 )
 
 

@@ -14,4 +14,6 @@ def _ask(result: Result) -> Answer | None:
     )
 
 
-CHECK = Check("bound", "the largest error of O is within its plan's rounding-error bound", _ask)
+CHECK = Check(
+    "bound", "the largest error of O is within its plan's rounding-error bound", _ask, term="forward error analysis"
+)

@@ -21,4 +21,4 @@ def _ask(result: Result) -> Answer | None:
     return Answer(met, asked, "; ".join(fell or untold), source)
 
 
-CHECK = Check(CLAIM, "what the case claims about such a kernel", _ask, judges=True)
+CHECK = Check(CLAIM, "what the case claims about such a kernel", _ask, judges=True, term="expected result")

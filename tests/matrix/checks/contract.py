@@ -19,4 +19,9 @@ def broken(why: str) -> Answer:
     return Answer(False, ASKED, why)
 
 
-CHECK = Check("contract", "a user's kernel returns what it must and leaves inputs and process as they were", _ask)
+CHECK = Check(
+    "contract",
+    "a user's kernel returns what it must and leaves inputs and process as they were",
+    _ask,
+    term="interface contract, no side effects",
+)

@@ -23,4 +23,4 @@ def _ask(result: Result) -> Answer | None:
     return Answer(not found, _ASKED, "; ".join(found))
 
 
-CHECK = Check("finite", "O is finite where the reference is, and nowhere else", _ask)
+CHECK = Check("finite", "O is finite where the reference is, and nowhere else", _ask, term="NaN propagation")

@@ -26,4 +26,9 @@ def _ask(result: Result) -> Answer | None:
     return Answer(not found, _ASKED, "; ".join(found))
 
 
-CHECK = Check("gradients", "a kernel's own dQ, dK and dV are finite and within a rounding-error bound", _ask)
+CHECK = Check(
+    "gradients",
+    "a kernel's own dQ, dK and dV are finite and within a rounding-error bound",
+    _ask,
+    term="backward error check",
+)

@@ -16,4 +16,10 @@ def _ask(result: Result) -> Answer | None:
     return Answer(found.met, asked, "" if found.met else f"not what {found.plan} predicts: {found.found}")
 
 
-CHECK = Check(PREDICTION, "what its declared plan predicts on the same inputs, emulated", _ask, judges=True)
+CHECK = Check(
+    PREDICTION,
+    "what its declared plan predicts on the same inputs, emulated",
+    _ask,
+    judges=True,
+    term="differential testing",
+)

@@ -12,4 +12,6 @@ def _ask(result: Result) -> Answer | None:
     return at_most(result, "outside_values", 1.0, "O within the range of V", why)
 
 
-CHECK = Check("range", "O, a weighted mean, lies within the range of the V that its row sees", _ask)
+CHECK = Check(
+    "range", "O, a weighted mean, lies within the range of the V that its row sees", _ask, term="convex combination"
+)
