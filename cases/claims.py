@@ -165,7 +165,7 @@ def claim(
     """A claim about the shift rules, plans and formats named, space-separated.
 
     No rules or no plans named means all. Formats are bf16 by default: that is what the papers speak of. In fp16 some
-    of it is otherwise (docs/expected-values.md).
+    of it is otherwise (docs/science.md).
     """
     return Claim(expectation, _words(rules), _words(plans), _words(formats), source, tiled)
 

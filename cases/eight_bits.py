@@ -1,6 +1,6 @@
 """Inputs for attention in 8 bits: V in e4m3, in which O is exact where two maxima tie.
 
-Kernels of 16 bits take them too. What plans in 8 bits make of them is derived in docs/eight-bits.md.
+Kernels of 16 bits take them too. What plans in 8 bits make of them is derived in docs/fewer-bits.md.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """The scripted failure inputs and their controls.
 
 A claim is made only where its source makes one: the paper (arXiv 2510.04212, v1 and v2), its published code, the
-commentary on it (kexue.fm, archive 11371), or this suite's own measurements (docs/expected-values.md). Everything else
+commentary on it (kexue.fm, archive 11371), or this suite's own measurements (docs/science.md). Everything else
 is measured, held to its plan's error bound and, on a device, to the emulation's prediction.
 """
 
@@ -306,7 +306,7 @@ def _row_maximum_large() -> list[Case]:
     """Where beta * r_m makes P-bar underflow: exp(-r_m) is subnormal in fp32 from 87.4 on and 0 from 104 on.
 
     The authors' code clamps the row sum 2 exp(-r_m) at 1e-10, so its output is that share of the right one. In fp16
-    P-bar is 0 from 17.4 on, and so are, from 18.1 on, a row sum in fp16 and its clamp (docs/expected-values.md).
+    P-bar is 0 from 17.4 on, and so are, from 18.1 on, a row sum in fp16 and its clamp (docs/science.md).
     """
     holds = claim(UNBIASED, f"{PAPER} v2, section 4", rules=_SCALED, plans="paper")
     common = claim(BIASED, f"{OWN}: one r_m is one common error of P-bar", rules=_SCALED, plans="paper fused")

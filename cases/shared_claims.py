@@ -16,7 +16,7 @@ OFFSET_HARMS = claim(
     rules="fixed_offset",
     plans="paper",
 )
-# Where r_m is drawn from [1, 6); docs/expected-values.md derives it.
+# Where r_m is drawn from [1, 6); docs/science.md derives it.
 V1_IN_FP16 = claim(
     shrinks(0.18, 0.59),
     f"{OWN}: beta = 7 leaves exp(-6 r_m), 0 in fp16 from r_m = 2.9 on",

@@ -34,7 +34,7 @@ _BATCH_SEED = 7
 _CLIP = 1.0  # of the gradient's norm
 # What results tell of, beside the direction; no other monitor is paid for.
 _READ = {name: MEASURES[name] for name in ("delta_error", "output_delta_error", "repeated_rows", "row_max")}
-# What the paper says is stable. With l from unrounded P-bar it is not always: see docs/science.md.
+# What the paper says is stable. With l from unrounded P-bar it is not always: see docs/training.md.
 _FIXED = "stabilized o_fp32 standard"
 _PAPER = "arXiv 2510.04212, section 3; margins of this suite"
 _SUITE = "this suite"
@@ -186,7 +186,7 @@ RUNAWAY = Snippet(
         rule("above", "flash_in_layer_2", "wq_norm_growth", _PAPER, against=_FAIR),
         rule("above", "flash_tiled", "wq_norm_growth", _PAPER, against=_FAIR),
         rule("below", _SECTION_3_2, "wq_norm_growth", _PAPER, against=_FLASH),
-        # The paper says that it is stable: see docs/science.md.
+        # The paper says that it is stable: see docs/training.md.
         rule("above", "pv_fp32", "wq_norm_growth", _SUITE, against=_FAIR),
         # QK-norm's gains grow instead of W_Q; QK-clip caps the logits and W_Q grows; the gate shuts the head.
         rule("above", "flash_qk_norm", "row_max_rise", _SUITE, against=_FAIR),

@@ -1,4 +1,4 @@
-"""What truncation does to one masked product, beside rounding to even: a table of docs/reduced-precision.md.
+"""What truncation does to one masked product, beside rounding to even: a table of docs/fewer-bits.md.
 
 python -m tiebreak.laboratory.truncation
 """

@@ -5,15 +5,16 @@ from pathlib import Path
 import pytest
 
 from tiebreak.programs.pages import bits
+from tiebreak.programs.pages.tables import renewed
 from tiebreak.reports.records import store
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_page_and_picture_are_what_the_table_makes() -> None:
-    found, text = bits.read(), bits.PAGE.read_text(encoding="utf-8")
-    assert bits.renewed(text, found) == text
-    assert bits.PICTURE.read_text(encoding="utf-8") == bits.picture(found)
+    rows, text = bits.read(), bits.PAGE.read_text(encoding="utf-8")
+    assert renewed(text, bits.TABLE.name, bits.tables(rows)) == text
+    assert bits.PICTURE.read_text(encoding="utf-8") == bits.picture(rows)
 
 
 def test_table_is_whole() -> None:

@@ -212,7 +212,7 @@ def row_bias(text: str, case: str, seed: int = 1) -> Tensor:
 
 
 def test_contraction_gives_a_row_a_bias_of_its_own() -> None:
-    """The figures of the prototype, run on this arithmetic; docs/expected-values.md."""
+    """The figures of the prototype, run on this arithmetic; docs/science.md."""
     contracted, plain = row_bias("fused_contracted", "no_tail"), row_bias("fused,base=2", "no_tail")
     assert contracted.abs().mean().item() == pytest.approx(0.157, abs=0.001)
     assert plain.abs().mean().item() == pytest.approx(0.035, abs=0.001)

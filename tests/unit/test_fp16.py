@@ -1,6 +1,6 @@
 """fp16 has less range than bf16: where the shift rules that scale lose P-bar, and that the cases claim just that.
 
-The derivations are in docs/expected-values.md.
+The derivations are in docs/science.md.
 """
 
 import math

@@ -391,7 +391,7 @@ def test_gpt2_refuses_what_it_can_not_round() -> None:
 
 
 def test_the_page_has_what_its_script_measures() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "reduced-precision.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "fewer-bits.md").read_text(encoding="utf-8")
     fmt, *measured = truncation.row("E8M3")
     line = next(line for line in page.splitlines() if line.startswith(f"| {fmt} | -"))
     for found, told in zip(measured, line.strip("| ").split(" | ")[1:], strict=True):

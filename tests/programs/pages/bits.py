@@ -1,7 +1,7 @@
 """Bias against the number of bits: the scripted cases with P-bar, V and O in fewer and in more bits, emulated.
 
     python -m tiebreak.programs.pages.bits run  # docs/bits.csv: every format, case, rule and plan
-    python -m tiebreak.programs.pages.bits      # from it, the tables of docs/bits.md and docs/figures/bits.svg
+    python -m tiebreak.programs.pages.bits      # from it, the tables of docs/fewer-bits.md and docs/figures/bits.svg
 
 q, k and dO are in fp32, so the scores are those of the case whatever the format. V is drawn in fp32 and rounded to the
 format. P-bar, O and, where the plan has it narrow, O-bar are in the format.
@@ -28,24 +28,24 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.experiments.call import shown
-from tiebreak.programs import resumable as resuming
+from tiebreak.programs.pages.tables import renew, table
 from tiebreak.reports.page.figures import Figure, Series
 from tiebreak.reports.page.svg import as_file, draw
 from tiebreak.reports.records.record import NONFINITE
 
 DOCS = Path(__file__).parents[3] / "docs"
-TABLE, PAGE, PICTURE = DOCS / "bits.csv", DOCS / "bits.md", DOCS / "figures" / "bits.svg"
+TABLE, PAGE, PICTURE = DOCS / "bits.csv", DOCS / "fewer-bits.md", DOCS / "figures" / "bits.svg"
 MANTISSAS = tuple(f"E8M{bits}" for bits in range(10, 1, -1))  # E8M7 is bf16, E8M10 tf32
 OTHERS = ("fp16", "fp8_e4m3", "fp8_e5m2")
 CASES = ("tied_maxima[k=2]", "sink_tie", "no_tail", "single_maximum", "single_maximum_sink", "repeated_zero")
 # `lazy_4` lags as `lazy` does, by half as much: nothing lags in these cases.
 RULES = tuple("flash" if rule == "safe" else rule for rule in SHIFT_RULES if rule != "lazy_4")
 KERNELS = (*(f"{rule}@paper" for rule in RULES), "flash@fused", "stabilized@fused", "fair", "standard")
-SHOWN = ("flash@paper", "stabilized@paper", "dithered@paper", "flash@fused", "stabilized@fused", "fair", "standard")
+SHOWN = ("flash@paper", "stabilized@paper", "dithered@paper", "flash@fused", "stabilized@fused", "fair")
+BESIDE = ("flash@paper", "flash@fused")
 DRAWN = ("flash@paper", "stabilized@paper", "flash@fused", "fair")
 SEED, HEADS = 1, 256
 _DIGITS = 5
-_BEGIN, _END = "<!-- from bits.csv -->", "<!-- end -->"
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     if arguments:
         write(rows((*MANTISSAS, *OTHERS), CASES))
-    found = read()
-    PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
-    PICTURE.write_text(picture(found), encoding="utf-8")
+    kept = read()
+    renew(PAGE, TABLE.name, tables(kept))
+    PICTURE.write_text(picture(kept), encoding="utf-8")
     return 0
 
 
@@ -115,22 +115,22 @@ def _row(fmt: str, case: str, kernel: str, batch: Batch) -> Row:
         *(math.nan if errors.nonfinite else errors.bias.mean, errors.bias.half_width),
         *(errors.gain, errors.delta_bias.mean, errors.delta_bias.half_width, errors.coherence_excess.mean),
     )
-    bias, half_width, gain, delta, delta_half_width, coherence = (float(f"{one:.{_DIGITS}g}") for one in numbers)
+    bias, half_width, gain, delta, delta_half_width, coherence = (float(f"{number:.{_DIGITS}g}") for number in numbers)
     return Row(fmt, case, kernel, bias, half_width, verdict, gain, delta, delta_half_width, coherence)
 
 
-def write(found: Iterator[Row]) -> None:
+def write(rows: Iterator[Row]) -> None:
     """Keep rows in docs/bits.csv, once all are there: a run that is stopped leaves the table as it was."""
-    lines = [vars(row) for row in found]
+    lines = [vars(row) for row in rows]
     with TABLE.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [one.name for one in fields(Row)], lineterminator="\n")
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(lines)
 
 
 def read() -> list[Row]:
     """The rows of docs/bits.csv."""
-    texts = [one.name for one in fields(Row) if one.type is str]
+    texts = [field.name for field in fields(Row) if field.type is str]
     with TABLE.open(encoding="utf-8", newline="") as file:
         return [_decoded(row, texts) for row in csv.DictReader(file)]
 
@@ -140,50 +140,33 @@ def _decoded(row: dict[str, str], texts: Sequence[str]) -> Row:
     return Row(**values)
 
 
-def renewed(text: str, found: Sequence[Row]) -> str:
-    """The page with its tables made anew."""
-    return resuming.renewed(text, _BEGIN, _END, "\n".join(["", *_tables(found), ""]))
-
-
-def _tables(found: Sequence[Row]) -> Iterator[str]:
-    by_name = {(row.format, row.case, row.kernel): row for row in found}
-    for case in CASES:
-        yield from [f"### `{case}`", ""]
-        yield f"| format | {' | '.join(f'`{kernel}`' for kernel in SHOWN)} |"
-        yield "|---|" + "---:|" * len(SHOWN)
-        for fmt in (*MANTISSAS, *OTHERS):
-            yield f"| {fmt} | {' | '.join(_shown(by_name[fmt, case, kernel]) for kernel in SHOWN)} |"
-        yield ""
-    for title, value in (
-        ("delta's bias in `tied_maxima[k=2]`, as a share of mean |delta|", _delta),
-        ("Row coherence in `tied_maxima[k=2]`, in ulps, beyond that of independent errors", _coherence),
-    ):
-        yield from [f"### {title}", "", f"| format | {' | '.join(f'`{kernel}`' for kernel in SHOWN)} |"]
-        yield "|---|" + "---:|" * len(SHOWN)
-        for fmt in (*MANTISSAS, *OTHERS):
-            yield f"| {fmt} | {' | '.join(value(by_name[fmt, CASES[0], kernel]) for kernel in SHOWN)} |"
-        yield ""
+def tables(rows: Sequence[Row]) -> Iterator[str]:
+    """What the page shows: one case under many kernels, then the other cases under two."""
+    shown_in = {(row.format, row.case, row.kernel): _shown(row) for row in rows}
+    formats = (*MANTISSAS, *OTHERS)
+    tied, *others = CASES
+    yield from table(
+        (f"`{tied}`", *(f"`{kernel}`" for kernel in SHOWN)),
+        ((fmt, *(shown_in[fmt, tied, kernel] for kernel in SHOWN)) for fmt in formats),
+    )
+    yield ""
+    yield from table(
+        (" / ".join(f"`{kernel}`" for kernel in BESIDE), *(f"`{case}`" for case in others)),
+        ((fmt, *(" / ".join(shown_in[fmt, case, kernel] for kernel in BESIDE) for case in others)) for fmt in formats),
+    )
 
 
 def _shown(row: Row) -> str:
     return shown(float(row.verdict == NONFINITE), row.gain, row.bias, row.verdict)
 
 
-def _delta(row: Row) -> str:
-    return "NaN" if row.verdict == NONFINITE else f"{row.delta_bias:+.1e}"
-
-
-def _coherence(row: Row) -> str:
-    return "NaN" if row.verdict == NONFINITE else f"{row.coherence_excess:+.2f}"
-
-
-def picture(found: Sequence[Row]) -> str:
+def picture(rows: Sequence[Row]) -> str:
     """Bias against mantissa bits, as an SVG file."""
     series = []
     for kernel in DRAWN:
         points = tuple(
             (float(row.format.removeprefix("E8M")), row.bias)
-            for row in found
+            for row in rows
             if row.case == CASES[0] and row.kernel == kernel and row.format in MANTISSAS and math.isfinite(row.bias)
         )
         series.append(Series(kernel, points, marked=points))

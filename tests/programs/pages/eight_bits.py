@@ -1,4 +1,4 @@
-"""Attention in 8 bits, emulated: the tables of docs/eight-bits.md.
+"""Attention in 8 bits, emulated: tables of docs/fewer-bits.md.
 
     python -m tiebreak.programs.pages.eight_bits            # all four, into the page
     python -m tiebreak.programs.pages.eight_bits stale      # one: stale, sink, fix or scales
@@ -24,9 +24,9 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import run_forward
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.reference import reference
-from tiebreak.programs.resumable import renewed
+from tiebreak.programs.pages.tables import renew, table
 
-PAGE = Path(__file__).parents[3] / "docs" / "eight-bits.md"
+PAGE = Path(__file__).parents[3] / "docs" / "fewer-bits.md"
 ARITHMETIC = EmulatedArithmetic()
 SEED, HEADS = 1, 256
 _SATURATING = Cast(FP8_E4M3, saturates=True)
@@ -38,13 +38,6 @@ def _normal(*shape: int) -> Tensor:
 
 def _attend(kernel: str, inputs: AttentionInputs) -> Tensor:
     return run_forward(parse_declaration(kernel), inputs, ARITHMETIC).o.double()
-
-
-def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield "|---|" + "---:|" * (len(head) - 1)
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
 
 
 # FlashAttention-4 on a B300, as #2694 tells it: relative error beside the bf16 kernel, by the logits' deviation.
@@ -74,7 +67,7 @@ def stale(keys: int = 8192, queries: int = 256, d: int = 128) -> Iterator[str]:
             found = [(_attend(f"{kernel},base=2", inputs) - plain).norm() / plain.norm() for kernel in _STALE.values()]
             yield f"{deviation:g}", f"{before:.3f}", f"{after:.3f}", *(f"{one.item():.3f}" for one in found)
 
-    yield from _table(("logits' deviation", "B300, before", "B300, 2^4", *_STALE), rows())
+    yield from table(("logits' deviation", "B300, before", "B300, 2^4", *_STALE), rows())
 
 
 def sink(heads: int = 64, keys: int = 4096) -> Iterator[str]:
@@ -104,7 +97,7 @@ def sink(heads: int = 64, keys: int = 4096) -> Iterator[str]:
             yield f"2^{power}", f"{found:.2f}", f"{own:.2f}", f"{theirs:.2f}", *apart
 
     of_these = f"closed form, delta_k = {above:.2f} of these scores"
-    yield from _table(("S", "half is lost from", of_these, "delta_k = 1.03", "apart", "apart"), rows())
+    yield from table(("S", "half is lost from", of_these, "delta_k = 1.03", "apart", "apart"), rows())
 
 
 _SUMS = MappingProxyType({"before": "fused_fp8_offset", "after": "fused_fp8_offset,l_from=rounded"})
@@ -132,7 +125,7 @@ def fix() -> Iterator[str]:
         for told, kernel in {"flash, P-bar in bf16": "flash@fused", **FIX}.items():
             yield told, *(fix_row(kernel, cases[name], refs[name]) for name in FIX_CASES)
 
-    yield from _table(("kernel", *(f"`{name}`" for name in FIX_CASES)), rows())
+    yield from table(("kernel", *(f"`{name}`" for name in FIX_CASES)), rows())
 
 
 _PLANS = ("fp8_tensor", "fp8", "fp8_block", "fp8_e5m2_v", "fp8_ada", "fp8_hopper", "mxfp8", "sage", "sage,smooth_k=no")
@@ -183,17 +176,12 @@ def scales(heads: int = 8, keys: int = 512, queries: int = 64, d: int = 64) -> I
         for plan in ("fused", *_PLANS):
             yield f"`{plan}`", *(apart(plan, *pair) for pair in zip(made, refs, strict=True))
 
-    yield from _table(("plan", *(each.about for each in _INPUTS)), rows())
+    yield from table(("plan", *(each.about for each in _INPUTS)), rows())
 
 
 TABLES: Mapping[str, Callable[[], Iterator[str]]] = MappingProxyType(
     {"stale": stale, "sink": sink, "fix": fix, "scales": scales}
 )
-
-
-def marks(name: str) -> tuple[str, str]:
-    """What a table of the page stands between."""
-    return f"<!-- {name} -->", f"<!-- end of {name} -->"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -202,8 +190,7 @@ def main(arguments: Sequence[str]) -> int:
         print((__doc__ or "").strip(), file=sys.stderr)
         return 2
     for name in arguments or TABLES:
-        told = "\n".join(TABLES[name]())
-        PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), *marks(name), told), encoding="utf-8")
+        renew(PAGE, name, TABLES[name]())
         print(name, file=sys.stderr, flush=True)
     return 0
 
