@@ -19,6 +19,7 @@ from tiebreak.backends.interpreter.assumptions import Assumptions
 from tiebreak.backends.interpreter.errors import UnfaithfulError
 from tiebreak.backends.interpreter.memory import ANYWHERE, Memory
 from tiebreak.backends.interpreter.numbers import Array, bits, converted, fused, numpy_type
+from tiebreak.backends.interpreter.pointers import Pointers, compact
 from tiebreak.backends.interpreter.products import How, product, scaled_operand
 
 Handle = Any  # triton's TensorHandle: an array, the type of its elements, and attributes
@@ -106,6 +107,8 @@ class FaithfulBuilder(InterpreterBuilder):
         """
         element = ptrs.get_element_ty()
         dtype, shown = numpy_type(element), _mask(mask)
+        if (box := self._box(ptrs, shown, dtype)) is not None:
+            return TensorHandle(box.copy(), element)
         place = self.memory.located(ptrs.data, shown, dtype, ptrs.attr.get("argument"), "reads")
         fill = np.zeros(ptrs.data.shape, dtype) if other is None else other.data
         if place is None:
@@ -118,6 +121,9 @@ class FaithfulBuilder(InterpreterBuilder):
     def create_masked_store(self, ptrs: Handle, value: Handle, mask: Handle, *_: object, **__: object) -> object:
         """Of the elements that the mask shows."""
         shown, data = _mask(mask), value.data
+        if (box := self._box(ptrs, shown, data.dtype)) is not None and _apart(box):
+            box[...] = data
+            return None
         place = self.memory.located(ptrs.data, shown, data.dtype, ptrs.attr.get("argument"), "writes")
         if place is None:
             return native.store(ptrs.data, bits(np.ascontiguousarray(data)), shown)
@@ -127,6 +133,12 @@ class FaithfulBuilder(InterpreterBuilder):
         else:
             elements[index[shown]] = np.broadcast_to(data, shown.shape)[shown]
         return None
+
+    def _box(self, ptrs: Handle, shown: Array, dtype: np.dtype[Any]) -> Array | None:
+        """The memory that a tile's pointers point to, where that is a box of one argument and all of it is shown."""
+        if not compact(shown).all() or (box := Pointers.of(ptrs).box()) is None:
+            return None
+        return self.memory.box(*box, shown.shape, dtype, ptrs.attr.get("argument"))
 
     def create_atomic_rmw(
         self, rmwOp: object, ptr: Handle, val: Handle, mask: Handle, sem: object, scope: object
@@ -151,21 +163,26 @@ class FaithfulBuilder(InterpreterBuilder):
         return TensorHandle(previous, val.dtype.scalar)
 
     def create_addptr(self, ptr: Handle, offset: Handle) -> Handle:
-        """As upstream, and it remembers the argument."""
-        return _keeping(ptr, super().create_addptr(ptr, offset))
+        """As upstream, but nothing is added up yet, and it remembers the argument."""
+        return _keeping(ptr, Pointers.of(ptr).moved(offset.data))
 
     # Shapes.
 
     def create_splat(self, ret_ty: tl.dtype, arg: Handle) -> Handle:
-        """As upstream, and it remembers."""
-        return _keeping(arg, super().create_splat(ret_ty, arg))
+        """As upstream, without a copy for every element, and it remembers."""
+        one = arg.data.reshape((1,) * len(ret_ty.shape))
+        return _keeping(arg, TensorHandle(np.broadcast_to(one, ret_ty.shape), arg.dtype.scalar))
 
     def create_expand_dims(self, arg: Handle, axis: int) -> Handle:
         """As upstream, and it remembers."""
+        if isinstance(arg, Pointers):
+            return _keeping(arg, arg.expanded(axis))
         return _keeping(arg, super().create_expand_dims(arg, axis))
 
     def create_broadcast(self, arg: Handle, shape: list[int]) -> Handle:
         """As upstream, and it remembers."""
+        if isinstance(arg, Pointers):
+            return _keeping(arg, arg.broadcast(tuple(shape)))
         return _keeping(arg, super().create_broadcast(arg, shape))
 
     # Sums and products, which a card may contract.
@@ -292,6 +309,17 @@ def _mask(mask: Handle) -> Array:
     """Which elements are shown; before Triton 3.9 those of a descriptor come as a bare array."""
     shown: Array = mask if isinstance(mask, np.ndarray) else mask.data
     return shown
+
+
+def _apart(box: Array) -> bool:
+    """Whether no two elements of it share memory."""
+    reach = box.itemsize
+    for stride, length in sorted(zip(box.strides, box.shape, strict=True)):
+        if length > 1:
+            if stride < reach:
+                return False
+            reach = stride * length
+    return True
 
 
 def _simple(function: Callable[[Array], Array]) -> Callable[[FaithfulBuilder, Handle], Handle]:

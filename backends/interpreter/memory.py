@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tiebreak.backends.interpreter.errors import OutOfBoundsError
-from tiebreak.backends.interpreter.numbers import Array
+from tiebreak.backends.interpreter.numbers import Array, bits
 
 ANYWHERE = "*"  # of a pointer that was itself read from memory: nobody here knows what it may point to
 
@@ -37,6 +37,35 @@ class Memory:
 
     kernel: str
     arguments: tuple[Argument, ...]
+
+    def box(
+        self, first: int, strides: tuple[int, ...], shape: tuple[int, ...], dtype: np.dtype[Any], name: str | None
+    ) -> Array | None:
+        """A part of an argument as an array of its own memory.
+
+        Args:
+            first: address of the first element.
+            strides: bytes between neighbours along each dimension.
+            shape: of the part.
+            dtype: of an element.
+            name: the argument that the pointer comes from; None where that is lost.
+
+        Returns:
+            The array; None where it is not known to lie within one argument, in whole elements.
+        """
+        meant = [one for one in self.arguments if one.name == name]
+        if len(meant) != 1:
+            return None
+        elements, offset = meant[0].elements(dtype), first - meant[0].start
+        reaches = [stride * (length - 1) for stride, length in zip(strides, shape, strict=True)]
+        low, high = offset + sum(min(0, reach) for reach in reaches), offset + sum(max(0, reach) for reach in reaches)
+        if (
+            low < 0
+            or high + dtype.itemsize > elements.nbytes
+            or any(part % dtype.itemsize for part in (offset, *strides))
+        ):
+            return None
+        return np.ndarray(shape, bits(elements).dtype, bits(elements).data, offset, strides).view(dtype)
 
     def located(
         self, addresses: Array, mask: Array, dtype: np.dtype[Any], name: str | None, verb: str
