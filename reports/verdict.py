@@ -1,9 +1,8 @@
 """What a run says of each kernel, in words: the first lines that its author wants to read."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiebreak.reports.records.record import (
     BIASED,
@@ -13,16 +12,16 @@ from tiebreak.reports.records.record import (
     SKIPPED,
     TIMED_OUT,
     UNDECIDED,
+    UNEXPLAINED,
+    Explanation,
+    PlanRecord,
     Record,
     Run,
 )
-from tiebreak.reports.tables.marks import plain_text
+from tiebreak.reports.tables.marks import plain_text, shown_text
+from tiebreak.reports.tables.plans import explanation_text, percent
 
 _LISTED = 8  # cases of a list that are named; the table has them all
-# What `tiebreak.matrix.explain` says of plans: one, or several that can't be told apart.
-_NAMED = re.compile(r"(?:follows|behaves like|can't tell apart:) (.+?)(?: \(| on these| in \d)")
-#: Shift rules that leave a row's maximum as it is: `rule@plan`, or an algorithm's own name.
-PLAIN = frozenset({"flash", "flash_1", "standard", "lazy", "lazy_4", "as_printed_v1"})
 _WIDTH = 12
 
 
@@ -92,23 +91,30 @@ class Verdict:
             return ""
         if not failing:
             return "needs none on these inputs"
-        rules = self._rules()
-        if not rules:
+        plans = self._plans()
+        if not plans:
             declared = self._declared
             return f"not known: it {f'is not what {declared} predicts' if declared else 'follows no known plan'}"
-        if rules <= PLAIN:
+        rules = sorted({plan.rule for plan in plans})
+        if not any(plan.fix for plan in plans):
             return "absent: it shifts a row by its maximum, whatever repeats"
-        if rules & PLAIN:
-            return f"not known: these cases do not tell {' from '.join(sorted(rules))}"
+        if not all(plan.fix for plan in plans):
+            return f"not known: these cases do not tell {' from '.join(rules)}"
         told = f"it fails on the {len(failing)} inputs above and holds on {len(judged) - len(failing)}"
-        return f"partial: {' or '.join(sorted(rules))}; {told}"
+        return f"partial: {' or '.join(rules)}; {told}"
 
-    def _rules(self) -> set[str]:
-        """The shift rules that it may follow: by its bits, or as it declares where that predicts it."""
+    def _plans(self) -> list[PlanRecord]:
+        """What it may follow: by its bits, or as it declares where that predicts it."""
+        explained = self._explanation
         if self._declared and all(record.met(PREDICTION) for record in self._predicted):
-            return {self._declared.partition("@")[0]}
-        named = _NAMED.match(self._plan())
-        return {re.split("[@,]", plan)[0] for plan in re.split(", | or ", named[1])} if named else set()
+            names: Sequence[str] = (self._declared,)
+        else:
+            names = () if explained is None or explained.state == UNEXPLAINED else explained.plans
+        return [self.run.plans[name] for name in names if name in self.run.plans]
+
+    @property
+    def _explanation(self) -> Explanation | None:
+        return self.run.explanations.get(f"{self.backend}-{self.kernel}")
 
     @property
     def _declared(self) -> str:
@@ -142,15 +148,16 @@ class Verdict:
         """What the headline of every training run was."""
         cases = self.run.cases
         trained = [one for one in self.records if one.case in cases and cases[one.case].label and one.shown]
-        return ", ".join(f"{one.case} {cases[one.case].headline} {one.shown}" for one in trained)
+        return ", ".join(f"{one.case} {cases[one.case].headline} {plain_text(one)}" for one in trained)
 
     def _plan(self) -> str:
-        explained = self.run.explanations.get(f"{self.backend}-{self.kernel}")
-        if explained is not None or not self._declared:
-            return explained or ""
+        if self._explanation is not None:
+            return explanation_text(self._explanation)
+        if not self._declared:
+            return ""
         met = sum(record.met(PREDICTION) is True for record in self._predicted)
         shares = [share for record in self._predicted if (share := record.number("equal_bits")) is not None]
-        bits = f", {sum(shares) / len(shares):.2%} of bits".replace("%", " %") if shares else ""
+        bits = f", {percent(sum(shares) / len(shares))} of bits" if shares else ""
         return f"declares {self._declared}; as predicted in {met} of {len(self._predicted)} cells{bits}"
 
     def _skipped(self) -> str:
@@ -172,7 +179,12 @@ def verdicts(run: Run) -> list[Verdict]:
 
 
 def _cases(records: Sequence[Record]) -> str:
-    return _some([f"{record.case} {plain_text(record).removesuffix(' B').removesuffix(' ?')}" for record in records])
+    return _some([f"{record.case} {_number(record)}" for record in records])
+
+
+def _number(record: Record) -> str:
+    """What tables show without the verdict, which its line says."""
+    return plain_text(record) if record.shown is None else shown_text(replace(record.shown, verdict=None))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -11,9 +11,10 @@ from pathlib import Path
 from public_sources import FOLDER, version_of
 from tabulate import tabulate
 
-from tiebreak.reports.records.record import SKIPPED, Run
+from tiebreak.reports.records.record import SKIPPED, UNEXPLAINED, Run
 from tiebreak.reports.records.store import read
 from tiebreak.reports.tables.marks import plain_text
+from tiebreak.reports.tables.plans import percent
 from tiebreak.reports.verdict import Verdict, verdicts
 
 SHOWN = (
@@ -24,8 +25,6 @@ _COLUMNS = ("kernel", "version", *(f"`{case}`" for case in SHOWN), "biased", "fo
 _COHERENT = ("kernel", "case", "bias", "mean of a row's absolute mean error", "if its errors were independent")
 _ROOT = Path(__file__).parents[2]
 _BIASED = re.compile(r"on (\d+ of \d+) failure inputs")
-_FOLLOWS = re.compile(r"(?:follows|behaves like|can't tell apart:) (.+?)(?: on these cases)? \((.+? %) of bits")
-_NEAREST = re.compile(r"nearest is (.+?) with (.+? %) of bits")
 
 
 def main(arguments: Sequence[str], file: str, sources: Mapping[str, str]) -> int:
@@ -124,12 +123,11 @@ def _version(module: str) -> str:
 
 
 def _plan(run: Run, verdict: Verdict) -> tuple[str, str]:
-    explanation = run.explanations.get(f"{verdict.backend}-{verdict.kernel}", "")
-    if match := _FOLLOWS.search(explanation):
-        return " or ".join(f"`{plan}`" for plan in match[1].split(", ")), match[2]
-    if match := _NEAREST.search(explanation):
-        return f"none, nearest `{match[1]}`", match[2]
-    return explanation, ""
+    explanation = run.explanations.get(f"{verdict.backend}-{verdict.kernel}")
+    if explanation is None:
+        return "", ""
+    plans = " or ".join(f"`{plan}`" for plan in explanation.plans)
+    return f"none, nearest {plans}" if explanation.state == UNEXPLAINED else plans, percent(explanation.share)
 
 
 def _gradients(verdict: Verdict) -> str:

@@ -17,6 +17,7 @@ from tiebreak.reports.records.record import (
 )
 from tiebreak.reports.tables import marks
 from tiebreak.reports.tables.comparison import Row, compare
+from tiebreak.reports.tables.plans import explanation_text
 from tiebreak.reports.tables.training import TRAINING
 
 _DIGITS = 5  # significant ones of a number on the page: the files have them all
@@ -141,7 +142,7 @@ class _Tables:
     def _tone(self, one: Record) -> float | None:
         """The number that colours a cell: where it is shown, and has a verdict; what cancels or shrank has none."""
         headline = self.headlines.get(one.experiment)
-        if headline is None or one.verdict in (None, NONFINITE) or marks.shrank(one):
+        if headline is None or one.verdict in (None, NONFINITE) or one.shrank:
             return None
         return _short(one.number(headline))
 
@@ -162,7 +163,8 @@ def _platform(run: Run, label: str) -> dict[str, Any]:
     """What the page says of a platform beside its label."""
     facts = {name: str(value) for name, value in run.platform.items() if isinstance(value, str | int | float)}
     facts |= {f"backend {name}": told for name, told in run.platform.get("assumed", {}).items()}
-    return {"label": label, "facts": facts, "explanations": dict(run.explanations)}
+    plans = {kernel: explanation_text(plan) for kernel, plan in run.explanations.items()}
+    return {"label": label, "facts": facts, "explanations": plans}
 
 
 def _template(one: Record) -> str:

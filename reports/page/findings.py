@@ -9,11 +9,13 @@ from tiebreak.reports.records.record import (
     BIASED,
     CRASHED,
     FELL,
+    FOLLOWS,
     HELD,
     INCONCLUSIVE,
     MEASURED,
     NONFINITE,
     PREDICTION,
+    SHRUNK,
     SKIPPED,
     TIMED_OUT,
     UNBIASED,
@@ -21,12 +23,11 @@ from tiebreak.reports.records.record import (
     Run,
 )
 from tiebreak.reports.tables.comparison import Agreement, Row, compare
-from tiebreak.reports.tables.marks import shrank
+from tiebreak.reports.tables.plans import explanation_text
 from tiebreak.reports.tables.run import counted
 
 _NAMED = 3  # names of a list that are said; the map has them all
 _ALONE = 3  # biased kernels that have a sentence of their own
-_SHRUNK = "shrunk"  # in the place of a verdict: of an output that lost its size, a bias in ulps tells nothing
 
 
 def findings(runs: Sequence[Run], labels: Sequence[str]) -> tuple[str, ...]:
@@ -53,7 +54,7 @@ def _interrupted(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
     for run, label in zip(runs, labels, strict=True):
         if not run.complete:
             left = len(run.not_run) + len(run.running)
-            more = f": {counted(left, 'cell')} came to no end" if left else ""
+            more = f": {counted(left, 'cell')} did not finish" if left else ""
             yield f"The run on {_name(label)} was interrupted{more}."
 
 
@@ -115,7 +116,7 @@ class _Standing:
     up: bool = False  # whether some bias is away from zero
     down: bool = False  # whether some is toward zero
     fair: bool = True  # whether every input is unbiased on every platform
-    lost: dict[str, list[str]] = field(default_factory=dict)  # NONFINITE or _SHRUNK: cases, failure inputs or not
+    lost: dict[str, list[str]] = field(default_factory=dict)  # NONFINITE or SHRUNK: cases, failure inputs or not
     sizes: list[float] = field(default_factory=list)  # shares of its size that a shrunk output keeps
     follows: str = ""  # the plan
 
@@ -132,10 +133,10 @@ class _Standing:
         due = {state for record, state in states if record.case in failures} if failures else {one for _, one in known}
         self.fair = self.fair and bool(known) and due == {UNBIASED}
         for record, state in judged:
-            if state in (NONFINITE, _SHRUNK) and record.case not in self.lost.setdefault(state, []):
+            if state in (NONFINITE, SHRUNK) and record.case not in self.lost.setdefault(state, []):
                 self.lost[state].append(record.case)
-            if state == _SHRUNK:
-                self.sizes.append(float((record.shown or "x0")[1:]))
+            if state == SHRUNK and record.shown is not None and record.shown.number is not None:
+                self.sizes.append(record.shown.number)
 
     @property
     def share(self) -> str:
@@ -165,7 +166,7 @@ def _standings(runs: Sequence[Run]) -> list[_Standing]:
 
 
 def _state(record: Record) -> str | None:
-    return _SHRUNK if record.verdict is not None and shrank(record) else record.verdict
+    return SHRUNK if record.verdict is not None and record.shrank else record.verdict
 
 
 def _failures(runs: Sequence[Run]) -> frozenset[str]:
@@ -175,8 +176,8 @@ def _failures(runs: Sequence[Run]) -> frozenset[str]:
 def _follows(run: Run, records: Sequence[Record]) -> str:
     """What is known of a kernel's plan beyond its name: the one its bits follow, or the one it declares."""
     first = records[0]
-    if told := run.explanations.get(f"{first.backend}-{first.kernel}"):
-        return f"; it {told}" if told.startswith("follows") else f"; its plan: {told}"
+    if plan := run.explanations.get(f"{first.backend}-{first.kernel}"):
+        return f"; {'it' if plan.state == FOLLOWS else 'its plan:'} {explanation_text(plan)}"
     predicted = [record for record in records if PREDICTION in record.answers]
     if first.plan is None or first.plan == first.kernel or not predicted:
         return ""
@@ -212,7 +213,7 @@ def _way(standings: Sequence[_Standing]) -> str:
 
 
 def _lost(standings: Sequence[_Standing]) -> Iterator[str]:
-    for state, words in ((NONFINITE, "NaN or Inf where the reference is finite"), (_SHRUNK, "The output shrinks")):
+    for state, words in ((NONFINITE, "NaN or Inf where the reference is finite"), (SHRUNK, "The output shrinks")):
         groups: dict[tuple[str, ...], list[_Standing]] = {}
         for one in standings:
             if cases := one.lost.get(state):
@@ -220,7 +221,7 @@ def _lost(standings: Sequence[_Standing]) -> Iterator[str]:
         told = [f"{_kernels(those)} in {_list(map(_name, cases), 'case')}" for cases, those in groups.items()]
         if told:
             sizes = [size for those in groups.values() for one in those for size in one.sizes]
-            least = f", to x{min(sizes):.2g} at the least" if state == _SHRUNK else ""
+            least = f", to x{min(sizes):.2g} at the least" if state == SHRUNK else ""
             yield f"{words}{least}: {_list(told, 'group of kernels', '; ', 'groups of kernels', longest=2)}."
 
 

@@ -14,25 +14,35 @@ one mapping, and the file says what they are. A cell that held although nothing 
 
 5 -> 6: a case says which `group` of cases it belongs to.
 
-6 -> 7: `narrowing` says which cells the options left out.
+6 -> 7: `narrowing` says which cells the options left out. What tables show of a record, and which plan explains a
+kernel, are data; until then they were sentences, which are read here and nowhere else. The file says what the `plans`
+are that it names; of older files that is not known.
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from tiebreak.reports.names import split
 from tiebreak.reports.records.record import (
+    AMBIGUOUS,
+    BEHAVES_LIKE,
     BIASED,
     CLAIM,
     CRASHED,
+    FOLLOWS,
     IN_TIME,
     INCONCLUSIVE,
     MEASURED,
+    NO_NUMBER,
+    NONFINITE,
     PREDICTION,
     RUNS,
     SCHEMA,
+    SHRUNK,
     UNDECIDED,
+    UNEXPLAINED,
     WHOLE,
 )
 
@@ -255,8 +265,81 @@ def _to_7(plain: dict[str, Any]) -> None:
     if "captured" in words and "cases" not in words:  # they ran alone
         cases = list(dict.fromkeys(str(record.get("case")) for record in _records(plain)))
         plain["narrowing"] += [{"given": [f"--captured {words['captured']}"], "field": "case", "names": cases}]
+    _to_data(plain)
 
 
-_STEPS: dict[int, Callable[[dict[str, Any]], None]] = {
-    1: _to_2, 2: _to_3, 3: _to_4, 4: _to_5, 5: _to_6, 6: _to_7
-}  # fmt: skip
+_LARGEST = "max_ulps"  # beside the bias of a call in comparisons
+_MARKS = {BIASED: "B", UNDECIDED: "?"}
+_NUMBER = re.compile(r"(?P<number>(?P<sign>[+-]?)\d+(\.(?P<digits>\d+))?(?P<power>e[+-]\d+)?) ?(?P<unit>.*)", re.DOTALL)
+_SHARE = r"(?P<share>[\d.]+) % of bits in (?P<cells>\d+) cells?"
+_EXPLAINED = (
+    (FOLLOWS, re.compile(rf"follows (?P<plans>.+?) \({_SHARE}\)")),
+    (AMBIGUOUS, re.compile(rf"can't tell apart: (?P<plans>.+?) on these cases \({_SHARE}\)")),
+    (BEHAVES_LIKE, re.compile(r"behaves like (?P<plans>.+?) in (?P<cells>\d+) cells? \(.*\)")),
+    (UNEXPLAINED, re.compile(rf".*; nearest is (?P<plans>.+?) with {_SHARE} \((?P<worst>.*?)(?:, \.\.\.)?\)")),
+)  # fmt: skip
+
+
+def _to_data(plain: dict[str, Any]) -> None:
+    """Explanations and what tables show, from words."""
+    plain["plans"] = {}
+    explained, experiments = plain.get("explanations"), plain.get("experiments")
+    if isinstance(explained, dict):
+        plain["explanations"] = {name: _explanation(text) for name, text in explained.items()}
+    if isinstance(experiments, dict) and isinstance(call := experiments.get(_CALL), dict):
+        call["largest"] = _LARGEST
+    for record in _records(plain):
+        if isinstance(text := record.get("shown"), str):
+            record["shown"] = _as_shown(text, record, _headline(record, plain))
+
+
+def _explanation(text: Any) -> Any:
+    """A sentence as data; what is none is left for the reader to complain about."""
+    for state, pattern in _EXPLAINED:
+        if isinstance(text, str) and (told := pattern.fullmatch(text)):
+            parts = told.groupdict()
+            shares = (pair.rsplit(" ", 2)[:2] for pair in (parts.get("worst") or "").split(", ") if pair)
+            return {
+                "state": state,
+                "plans": re.split(", | or ", parts["plans"]),
+                "cells": int(parts["cells"]),
+                "share": float(parts["share"]) / 100 if parts.get("share") else None,
+                "worst": {case: float(share) / 100 for case, share in shares},
+            }
+    return text
+
+
+def _headline(record: dict[str, Any], plain: dict[str, Any]) -> str:
+    """The measure that tables showed of a record; empty where the file does not tell."""
+    for kind, name in (("cases", "case"), ("experiments", "experiment")):
+        described = plain.get(kind)
+        about = described.get(str(record.get(name))) if isinstance(described, dict) else None
+        if isinstance(about, dict) and isinstance(headline := about.get("headline"), str):
+            return headline
+    return ""
+
+
+def _as_shown(text: str, record: dict[str, Any], headline: str) -> dict[str, Any]:
+    """What tables showed as data that are written the same."""
+    if text in ("NaN", "nan", "+nan", "+inf", "-inf", "inf"):
+        return {"kind": NONFINITE}
+    measures = record.get("measures")
+    values = measures if isinstance(measures, dict) else {}
+    if text.startswith("x"):
+        return {"kind": SHRUNK, "number": _number(values.get("gain"))}
+    told = _NUMBER.fullmatch(text)
+    if told is None:
+        return {"kind": NO_NUMBER}
+    value = values.get(headline)
+    digits, power, unit = min(len(told["digits"] or ""), 6), told["power"], told["unit"]
+    spec = f"{'+' if told['sign'] else ''}.{digits}{'e' if power else 'f'}"
+    number = _number(value.get("mean") if isinstance(value, dict) else value)
+    if number is None or format(number, spec) != told["number"]:
+        number = float(told["number"])
+    verdict = record.get("verdict")
+    marked = unit == _MARKS.get(str(verdict), "") and verdict is not None
+    shown = {"kind": headline, "number": number, "spec": spec}
+    return shown | ({"verdict": verdict} if marked else {"unit": unit})
+
+
+_STEPS: dict[int, Callable[[dict[str, Any]], None]] = {1: _to_2, 2: _to_3, 3: _to_4, 4: _to_5, 5: _to_6, 6: _to_7}

@@ -28,6 +28,16 @@ IMPLIED = frozenset({RUNS, IN_TIME, WHOLE})  # checks that a cell with a result 
 UNBIASED, UNDECIDED, BIASED, NONFINITE = "unbiased", "inconclusive", "biased", "nonfinite"
 VERDICTS = (UNBIASED, UNDECIDED, BIASED, NONFINITE)  # from the best to the worst
 
+# What tables show of a result: the number of the measure that Shown.kind names, or one of these in its place.
+SHRUNK, NO_NUMBER = "shrunk", "none"
+REPLACED = frozenset({NONFINITE, SHRUNK, NO_NUMBER})
+_SPECS = frozenset(f"{sign}.{digits}{style}" for sign in ("", "+") for digits in range(7) for style in "efg")
+
+# Of a kernel that declares no plan: one has its bits; it has random bits of its own and the bias of one; several have
+# its bits and can't be told apart; none has.
+FOLLOWS, BEHAVES_LIKE, AMBIGUOUS, UNEXPLAINED = "follows", "behaves_like", "ambiguous", "unexplained"
+STATES = (FOLLOWS, BEHAVES_LIKE, AMBIGUOUS, UNEXPLAINED)
+
 MORE, LESS, FARTHER = "more", "less", "farther"  # which way a measure is worse; farther: from 0
 WORSE = (MORE, LESS, FARTHER)
 
@@ -85,6 +95,41 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Shown:
+    """What tables show of a result; `tiebreak.reports.tables.marks` puts it in words."""
+
+    kind: str  # the measure whose number it is, or what there is in its place: one of REPLACED
+    number: float | None = None  # of the measure; of what has shrunk the share of its size that is left
+    unit: str = ""  # that stands behind it; empty: the table's legend says it
+    verdict: VerdictName | None = None  # on a bias
+    spec: Annotated[str, _SPECS] = "+.2f"  # how the number is written, as Python's format takes it
+
+    @classmethod
+    def of(cls, measure: str, number: float, unit: str = "", verdict: str | None = None, spec: str = "+.2f") -> "Shown":
+        """The number of a measure; where it is NaN or infinite, that."""
+        return cls(measure, number, unit, verdict, spec) if math.isfinite(number) else cls(NONFINITE)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which known plan explains a kernel that declares none; `tiebreak.reports.tables.plans` puts it in words."""
+
+    state: Annotated[str, frozenset(STATES)]
+    plans: tuple[str, ...]  # those that can't be told apart, the plainest first; where none explains it the nearest
+    cells: Count  # that were compared
+    share: Annotated[float, 0] | None = None  # of bits that agree with the first of the plans, mean over the cells
+    worst: Mapping[str, float] = field(default_factory=dict)  # cases that no plan explains, with the share, least first
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """What a plan is that records and explanations name."""
+
+    rule: str  # by what a row's shift is chosen
+    fix: bool = False  # whether that moves the shift away from a maximum that repeats; else it is the row's maximum
+
+
+@dataclass(frozen=True)
 class MeasureRecord:
     """What a measure is, and how the gate holds it."""
 
@@ -128,6 +173,7 @@ class ExperimentRecord:
     about: str  # one line
     legend: str = ""  # what its tables show
     headline: str | None = None  # the measure, in ulps, that heat maps colour
+    largest: str | None = None  # the measure that comparisons show beside what tables show: the largest error
 
 
 @dataclass(frozen=True)
@@ -184,7 +230,7 @@ class Record:
     command: str  # reruns this one cell
     plan: str | None = None  # rule@plan the kernel declares
     verdict: VerdictName | None = None  # on the bias
-    shown: str | None = None  # what tables show; None: there is no result
+    shown: Shown | None = None  # what tables show; None: there is no result
     measures: Mapping[str, Value] = field(default_factory=dict)
     answers: Mapping[str, Answer] = field(default_factory=dict)  # by the name of the check
     excused: str | None = None  # the reason why what fell does not fail the run
@@ -204,6 +250,11 @@ class Record:
             return (self.skipped,)
         fell = tuple(answer.why for answer in self.answers.values() if answer.met is False)
         return fell or tuple(answer.why for answer in self.answers.values() if answer.met is None)
+
+    @property
+    def shrank(self) -> bool:
+        """Whether the output has lost its size, so that a bias in ulps would tell nothing."""
+        return self.shown is not None and self.shown.kind == SHRUNK
 
     def number(self, name: str) -> float | None:
         """The number of a measure; None where there is none."""
@@ -319,7 +370,8 @@ class Run:
     narrowing: tuple[Narrowing, ...] = ()  # by its options; a cell that all of them leave in was asked for
     unavailable: Mapping[str, str] = field(default_factory=dict)  # backends that could not run, and why
     seconds: Mapping[str, float] = field(default_factory=dict)  # by cell; this and `run` alone don't repeat to the bit
-    explanations: Mapping[str, str] = field(default_factory=dict)  # undeclared kernels: the plan that fits best
+    explanations: Mapping[str, Explanation] = field(default_factory=dict)  # of undeclared kernels, by backend-kernel
+    plans: Mapping[str, PlanRecord] = field(default_factory=dict)  # that records declare, or explanations name
     not_run: tuple[str, ...] = ()  # cells that were asked for and never came to their turn: the run was interrupted
     running: tuple[str, ...] = ()  # cells that were in the middle of it then
     complete: bool = True  # False: the run was interrupted
@@ -334,7 +386,7 @@ class Run:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that JSON has, records in order of their ids."""
-        described = ("measures", "checks", "cases", "experiments")
+        described = ("explanations", "plans", "measures", "checks", "cases", "experiments")
         return {
             "schema": self.schema,
             "run": self.run,
@@ -343,7 +395,6 @@ class Run:
             "options": dict(self.options),
             "narrowing": [_plain(each) for each in self.narrowing],
             "unavailable": dict(self.unavailable),
-            "explanations": dict(self.explanations),
             "not_run": list(self.not_run),
             "running": list(self.running),
             **{name: {one: _plain(found) for one, found in getattr(self, name).items()} for name in described},

@@ -10,17 +10,18 @@ from tiebreak.reports import terminal
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import selection, store
-from tiebreak.reports.records.record import PASSING, Estimate, Record, Run
+from tiebreak.reports.records.record import PASSING, REPLACED, Estimate, Record, Run
 from tiebreak.reports.tables import grids, marks
 from tiebreak.reports.tables import run as tables
 from tiebreak.reports.tables.comparison import NAMES, WORDS, Agreement, Comparison, Row, compare, platform_labels
 
 DIFFERING = frozenset(Agreement) - {Agreement.BITS}  # the rows that are shown unless others are asked for
 _COLUMN = 26  # characters of a platform's column
+_FINER = {f"{sign}.{digits}f": f"{sign}.{digits + 1}f" for sign in ("", "+") for digits in range(6)}
 _LEGEND = (
-    "Bias of O in ulps with the half width of its 99.9 % interval, B: biased, ?: not known yet; max: largest error in"
-    " ulps;\nof other experiments what tiebreak show shows. The same letter: the same bits. !..!: the cell fell there;"
-    " (..): that is excused. Rows: "
+    "What tiebreak show shows, a mean with a digit more and the half width of its 99.9 % interval; B: biased, ?: not"
+    " known yet;\nmax: largest error, in ulps. The same letter: the same bits. !..!: the cell fell there; (..): that is"
+    " excused. Rows: "
 )
 
 
@@ -89,8 +90,8 @@ def render(comparison: Comparison, tablefmt: str = "simple", shown: Collection[A
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(f"{row.record.backend}, {row.record.format}", []).append(row)
-    for title, found in groups.items():
-        parts += [grids.aside(title, tablefmt), *_tables(comparison.labels, found, tablefmt)]
+    for title, group in groups.items():
+        parts += [grids.aside(title, tablefmt), *_tables(comparison.labels, group, tablefmt)]
     if hidden := len(comparison.rows) - len(rows):
         why = " with the same bits everywhere" if shown is DIFFERING else ""
         parts.append(grids.aside(f"left out: {tables.counted(hidden, 'row')}{why}; --all shows all", tablefmt))
@@ -112,31 +113,29 @@ def _tables(labels: Sequence[str], rows: Sequence[Row], tablefmt: str) -> list[s
     if tablefmt == "simple":
         columns = max(1, (terminal.width() - max(map(len, names))) // (_COLUMN + 2))
     texts = [cell_texts(row) for row in rows]
-    found = []
+    tables = []
     for start in range(0, len(labels), columns):
         part = slice(start, start + columns)
         heads = [label if tablefmt != "simple" else textwrap.fill(label, _COLUMN) for label in labels[part]]
         body = [[name, *text[part]] for name, text in zip(names, texts, strict=True)]
-        found.append(grids.grid_text(body, ["kernel, case", *heads], tablefmt))
-    return found
+        tables.append(grids.grid_text(body, ["kernel, case", *heads], tablefmt))
+    return tables
 
 
 def cell_texts(row: Row) -> list[str]:
-    """One text a platform: letter of the bits (or what makes the inputs others), bias, interval, verdict, max error."""
+    """One text a platform: letter of the bits (or what makes the inputs others), what is shown, the largest error."""
     keys = row.inputs if row.agreement is Agreement.NOT_COMPARABLE else row.letters
-    return [f"{key} {_text(record)}".strip() for key, record in zip(keys, row.records, strict=True)]
+    return [f"{key} {_text(record, row.largest)}".strip() for key, record in zip(keys, row.records, strict=True)]
 
 
-def _text(record: Record | None) -> str:
+def _text(record: Record | None, largest: str | None) -> str:
     if record is None:
         return "missing"
-    text = marks.plain_text(record)
-    bias, largest = record.measures.get("bias"), record.number("max_ulps")
-    # Where a bias is shown, not what stands in its place: with one digit more, and its interval.
-    if isinstance(bias, Estimate) and bias.mean is not None and text.startswith(f"{bias.mean:+.2f}"):
-        width = "" if bias.half_width is None else f"±{bias.half_width:.3f}"
-        text = f"{bias.mean:+.3f}{width}{marks.verdict_mark(record.verdict)}"
-    if largest is not None:
-        text += f" max {largest:.3g}"
-    # Whether anything was asked hangs on the backend: what passes has no mark.
+    text, shown = marks.plain_text(record), record.shown
+    mean = record.measures.get(shown.kind) if shown is not None and shown.kind not in REPLACED else None
+    if shown is not None and isinstance(mean, Estimate):
+        text = marks.shown_text(shown, _FINER.get(shown.spec, shown.spec), mean.half_width)
+    if largest is not None and (error := record.number(largest)) is not None:
+        text += f" max {error:.3g}"
+    # Whether anything was asked depends on the backend: what passes has no mark.
     return text if record.outcome in PASSING else marks.marked(text, marks.mark_of(record))

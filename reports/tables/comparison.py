@@ -45,6 +45,7 @@ class Row:
     records: tuple[Record | None, ...]  # one a run; None: the run lacks the cell
     inputs: tuple[str, ...]  # one a run: what decides the inputs; "" where it lacks the cell
     agreement: Agreement
+    largest: str | None = None  # the measure that is its largest error, if its kind of experiment names one
 
     @property
     def record(self) -> Record:
@@ -75,8 +76,8 @@ class Comparison:
     @property
     def counts(self) -> dict[Agreement, int]:
         """Rows of each agreement."""
-        found = Counter(row.agreement for row in self.rows)
-        return {agreement: found[agreement] for agreement in Agreement}
+        rows = Counter(row.agreement for row in self.rows)
+        return {agreement: rows[agreement] for agreement in Agreement}
 
 
 def compare(runs: Sequence[Run], labels: Sequence[str]) -> Comparison:
@@ -93,17 +94,18 @@ def compare(runs: Sequence[Run], labels: Sequence[str]) -> Comparison:
     heads = [str(run.options.get("heads", "")) for run in runs]
     known = {record.id: record for run in runs for record in run.records}
     place = case_places(runs)
-    order = sorted(known.values(), key=lambda one: (one.backend, one.format, place[one.case], one.kernel))
-    rows = (_row([run.get(record.id) for run in by_id], heads) for record in order)
+    largest = {kind: described.largest for run in runs for kind, described in run.experiments.items()}
+    order = sorted(known.values(), key=lambda cell: (cell.backend, cell.format, place[cell.case], cell.kernel))
+    rows = (_row([run.get(cell.id) for run in by_id], heads, largest.get(cell.experiment)) for cell in order)
     return Comparison(tuple(labels), tuple(rows))
 
 
-def _row(records: Sequence[Record | None], heads: Sequence[str]) -> Row:
+def _row(records: Sequence[Record | None], heads: Sequence[str], largest: str | None) -> Row:
     inputs = tuple(
         f"case v{record.case_version}, seed {record.seed}, {heads} heads" if record else ""
         for record, heads in zip(records, heads, strict=True)
     )
-    return Row(tuple(records), inputs, _agreement(records, inputs))
+    return Row(tuple(records), inputs, _agreement(records, inputs), largest)
 
 
 def _agreement(records: Sequence[Record | None], inputs: Sequence[str]) -> Agreement:
@@ -120,7 +122,7 @@ def _agreement(records: Sequence[Record | None], inputs: Sequence[str]) -> Agree
 
 
 def _passed(record: Record) -> str:
-    """The outcome; whether anything was asked of what passes hangs on the backend, not on the result."""
+    """The outcome; whether anything was asked of what passes depends on the backend, not on the result."""
     return HELD if record.outcome in PASSING else record.outcome
 
 

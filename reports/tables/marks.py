@@ -6,10 +6,14 @@ from tiebreak.reports.records.record import (
     HELD,
     INCONCLUSIVE,
     MEASURED,
+    NO_NUMBER,
+    NONFINITE,
+    SHRUNK,
     SKIPPED,
     TIMED_OUT,
     UNDECIDED,
     Record,
+    Shown,
 )
 
 HELD_MARK = "·"
@@ -18,8 +22,8 @@ LEGEND = (
     " nothing\nwas asked. !..!: a check was not met, see below; (..): that is excused; ?..?: too few heads to tell;"
     " skip: can't run\nthere, see below."
 )
-SHRUNK = "x"  # before the share of its size that an output keeps
 EXCUSED = "excused"  # in the place of an outcome
+_LEAST = 0.01  # share of its size from which on what has shrunk is told by a number
 _EMPTY = {SKIPPED: "skip", CRASHED: "crash", TIMED_OUT: "time"}  # where there is no result
 
 
@@ -30,12 +34,26 @@ def cell_text(record: Record) -> str:
 
 def plain_text(record: Record) -> str:
     """What a table shows of a cell without its mark; of a kernel that broke its contract there is no result."""
-    return _EMPTY.get(record.outcome, "none") if record.shown is None else record.shown
+    return _EMPTY.get(record.outcome, "none") if record.shown is None else shown_text(record.shown)
 
 
-def shrank(record: Record) -> bool:
-    """Whether a share of its size is shown of an output, in the place of a bias that would tell nothing."""
-    return (record.shown or "").startswith(SHRUNK)
+def shown_text(shown: Shown, spec: str = "", half_width: float | None = None) -> str:
+    """What tables show of a result in words: `+0.23 B`, `x0.28`, `NaN`, `1.0 deg`.
+
+    Args:
+        shown: it.
+        spec: how the number is written; empty: as it says itself.
+        half_width: of the number's interval, where that is to be told too.
+    """
+    if shown.kind == NONFINITE:
+        return "NaN"
+    if shown.kind == NO_NUMBER or shown.number is None:
+        return "none"
+    if shown.kind == SHRUNK:
+        return f"x{shown.number:.2g}" if shown.number >= _LEAST else "x0"
+    width = "" if half_width is None else f"±{half_width:.3f}"
+    unit = f" {shown.unit}" if shown.unit else ""
+    return f"{shown.number:{spec or shown.spec}}{width}{unit}{verdict_mark(shown.verdict)}"
 
 
 def mark_of(record: Record) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from tiebreak.reports.records.record import OUTCOMES, SKIPPED, Record, Run
 from tiebreak.reports.tables.grids import aside, broken, grid_text
 from tiebreak.reports.tables.marks import LEGEND, cell_text
+from tiebreak.reports.tables.plans import explanation_text
 from tiebreak.reports.tables.rerun import runnable
 from tiebreak.reports.tables.training import TRAINING, training_tables
 
@@ -61,7 +62,7 @@ def tables(run: Run, width: int | None = 120, tablefmt: str = "simple", absent: 
         grid.cells[record.kernel, record.case] = record
     parts: list[str] = []
     for kind in dict.fromkeys(kind for kind, _, _ in grids):
-        parts += [grid.render(width, tablefmt) for (one, _, _), grid in grids.items() if one == kind]
+        parts += [grid.render(width, tablefmt) for (each, _, _), grid in grids.items() if each == kind]
         about = run.experiments.get(kind)
         if about is not None and about.legend:
             parts.append(aside(about.legend, tablefmt))
@@ -90,8 +91,8 @@ def counted(number: int, word: str) -> str:
 
 def counts(records: Sequence[Record]) -> str:
     """How many cells there are of each outcome."""
-    found = Counter(record.outcome for record in records if record.excused is None)
-    parts = [f"{found[name]} {name.replace('_', ' ')}" for name in OUTCOMES if found[name]]
+    outcomes = Counter(record.outcome for record in records if record.excused is None)
+    parts = [f"{outcomes[name]} {name.replace('_', ' ')}" for name in OUTCOMES if outcomes[name]]
     if excused := sum(record.excused is not None for record in records):
         parts.append(f"{excused} excused")
     return ": ".join([counted(len(records), "cell"), *([", ".join(parts)] if parts else [])])
@@ -107,11 +108,11 @@ def summary(run: Run) -> str:
             skips[reason] = skips.get(reason, 0) + 1
     lines += [f"skipped ({count}) {reason}" for reason, count in skips.items()]
     lines += [f"backend {name} did not run: {reason}" for name, reason in run.unavailable.items()]
-    lines += [f"{kernel}: {text}" for kernel, text in run.explanations.items()]
+    lines += [f"{kernel}: {explanation_text(plan)}" for kernel, plan in run.explanations.items()]
     if not run.complete:
         lines.append("INCOMPLETE: the run was interrupted; these are the cells that were done")
     if run.not_run:
-        lines.append(f"not run: {counted(len(run.not_run), 'cell')} that came not to their turn")
+        lines.append(f"not run: {counted(len(run.not_run), 'cell')} that never started")
     if run.running:
-        lines.append(f"not done: {', '.join(run.running)}")
+        lines.append(f"did not finish: {', '.join(run.running)}")
     return "\n".join(lines)

@@ -21,6 +21,7 @@ from tiebreak.reports.records.record import Estimate, Record, Run
 from tiebreak.reports.sweeps import tables as sweep_tables
 from tiebreak.reports.sweeps.store import Sweep
 from tiebreak.reports.tables import run as tables
+from tiebreak.reports.tables.marks import shown_text
 from tiebreak.reports.tables.training import TRAINING, training_grids, training_tables
 
 FORMATS = ("simple", "github", "csv", "json", "latex")
@@ -181,7 +182,7 @@ def _row(record: Record, run: Run, estimated: Collection[str]) -> dict[str, Any]
         **numbers,
         "plan": record.plan,
         **answers,
-        "shown": record.shown,
+        "shown": record.shown and shown_text(record.shown),
         "digest": record.digest,
         "seconds": run.seconds.get(record.id),
         "excused": record.excused,

@@ -139,6 +139,7 @@ class Kind(ABC):
     about: str  # one line
     legend: str = ""  # what its tables show
     headline: str | None = None  # the measure, in ulps, that heat maps colour
+    largest: str | None = None  # the measure that comparisons show beside it: the largest error
 
     @abstractmethod
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:

@@ -1,6 +1,7 @@
 """Which known plan an undeclared kernel follows, over all of its cells, by the share of equal bits."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,16 @@ from tiebreak.kernels.flash import ONE_TILE
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.matrix.attribution import drawn
 from tiebreak.matrix.candidates import nameless
-from tiebreak.reports.records.record import FitRecord, Record
+from tiebreak.reports.records.record import (
+    AMBIGUOUS,
+    BEHAVES_LIKE,
+    FOLLOWS,
+    UNEXPLAINED,
+    Explanation,
+    FitRecord,
+    PlanRecord,
+    Record,
+)
 
 FOLLOWED = 0.98  # share of equal bits, in every cell, from which on a plan is followed
 EQUAL = 1e-3  # difference of shares, in every cell, up to which plans are not told apart
@@ -37,41 +47,8 @@ class Standing:
         return min(self.bits.values()) >= FOLLOWED
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """The plan that explains a kernel best."""
-
-    backend: str
-    kernel: str
-    best: Standing
-    equals: tuple[str, ...] = ()  # plans that can't be told from it on these cases, itself first
-    random: bool = False  # whether it agrees with the kernel in bias alone, the random bits of O being its own
-
-    @property
-    def explained(self) -> bool:
-        """Whether a plan is followed, or behaved like."""
-        return self.best.followed or self.random
-
-    @property
-    def text(self) -> str:
-        """One line for the report."""
-        shares, count = self.best.bits, len(self.best.bits)
-        cells = f"{count} cell{'' if count == 1 else 's'}"
-        if self.random:
-            return f"behaves like {' or '.join(self.equals)} in {cells} (its random bits are its own)"
-        if self.best.followed:
-            agreed = f"({_percent(self.best.mean)} of bits in {cells})"
-            if len(self.equals) > 1:
-                return f"can't tell apart: {', '.join(self.equals)} on these cases {agreed}"
-            return f"follows {self.best.plan} {agreed}"
-        nearest = f"nearest is {self.best.plan} with {_percent(self.best.mean)} of bits in {cells}"
-        worst = sorted((case for case, share in shares.items() if share < FOLLOWED), key=lambda case: shares[case])
-        told = ", ".join(f"{case} {_percent(shares[case])}" for case in worst[:3])
-        return f"unexplained: no known plan agrees; {nearest} ({told}{', ...' if len(worst) > 3 else ''})"
-
-
-def explain(found: Sequence[Record]) -> list[Explanation]:
-    """The best plan of every kernel whose records carry fits: the one with the most equal bits.
+def explain(records: Iterable[Record]) -> dict[str, Explanation]:
+    """The best plan of every kernel whose records carry fits, by backend-kernel: the one with the most equal bits.
 
     A plan is followed where 98 % of the elements of O agree with its emulation to the bit in every cell. What a plan
     leaves open costs less: with PyTorch's SDPA, Hugging Face's and x-transformers' eager attention, FlexAttention and
@@ -83,11 +60,23 @@ def explain(found: Sequence[Record]) -> list[Explanation]:
     or the exponential's base are all that they differ in, the plainest of them speaks for all: the base alone moves two
     elements in a million.
     """
-    kernels: dict[tuple[str, str], list[Record]] = {}
-    for record in found:
+    kernels: dict[str, list[Record]] = {}
+    for record in records:
         if _fits(record):
-            kernels.setdefault((record.backend, record.kernel), []).append(record)
-    return [_best(records) for records in kernels.values()]
+            kernels.setdefault(f"{record.backend}-{record.kernel}", []).append(record)
+    return {name: _explanation(theirs) for name, theirs in kernels.items()}
+
+
+def plans(declared: Iterable[Declaration], explanations: Mapping[str, Explanation]) -> dict[str, PlanRecord]:
+    """What the plans are that kernels declare, or that explanations name."""
+    named = {declaration.label: declaration for declaration in declared}
+    named |= {plan: parse_declaration(plan) for one in explanations.values() for plan in one.plans}
+    return {name: _described(declaration) for name, declaration in named.items()}
+
+
+def _described(declaration: Declaration) -> PlanRecord:
+    """Its rule by the name that its label has, or its algorithm where that leaves no choice."""
+    return PlanRecord(re.split("[@,]", declaration.label)[0], not declaration.shift_rule.plain)
 
 
 def _fits(record: Record) -> Mapping[str, FitRecord]:
@@ -95,46 +84,51 @@ def _fits(record: Record) -> Mapping[str, FitRecord]:
     return fits
 
 
-def _best(found: Sequence[Record]) -> Explanation:
-    plans = [plan for plan in _fits(found[0]) if all(plan in _fits(record) for record in found)]
-    standings = [_standing(plan, found) for plan in plans]
-    best = max(standings, key=lambda one: (one.followed, one.mean))
-    explanation = Explanation(found[0].backend, found[0].kernel, best)
+def _explanation(records: Sequence[Record]) -> Explanation:
+    plans = [plan for plan in _fits(records[0]) if all(plan in _fits(record) for record in records)]
+    standings = [_standing(plan, records) for plan in plans]
+    best = max(standings, key=lambda standing: (standing.followed, standing.mean))
     if best.followed:
-        equal = _families(one for one in standings if _equal(one, best))
-        return replace(explanation, best=equal[0], equals=tuple(one.plan for one in equal))
-    alike = [one for one in standings if one.behaves and drawn(parse_declaration(one.plan))]
+        equal = _families(standing for standing in standings if _equal(standing, best))
+        return _of(AMBIGUOUS if len(equal) > 1 else FOLLOWS, equal)
+    alike = [standing for standing in standings if standing.behaves and drawn(parse_declaration(standing.plan))]
     if best.mean <= _RANDOM and alike:
-        nearest = _families(sorted(alike, key=lambda one: one.distance))
-        return replace(explanation, best=nearest[0], equals=tuple(one.plan for one in nearest), random=True)
-    return explanation
+        return _of(BEHAVES_LIKE, _families(sorted(alike, key=lambda standing: standing.distance)))
+    worst = sorted((share, case) for case, share in best.bits.items() if share < FOLLOWED)
+    return replace(_of(UNEXPLAINED, [best]), worst={case: share for share, case in worst})
 
 
-def _equal(one: Standing, best: Standing) -> bool:
-    return one.followed and all(abs(share - one.bits[case]) <= EQUAL for case, share in best.bits.items())
+def _of(state: str, standings: Sequence[Standing]) -> Explanation:
+    first = standings[0]
+    return Explanation(state, tuple(standing.plan for standing in standings), len(first.bits), first.mean)
+
+
+def _equal(standing: Standing, best: Standing) -> bool:
+    return standing.followed and all(abs(share - standing.bits[case]) <= EQUAL for case, share in best.bits.items())
 
 
 def _families(standings: Iterable[Standing]) -> list[Standing]:
     """The first of each family: candidates come with the plainest first."""
     first: dict[Declaration, Standing] = {}
-    for one in standings:
-        first.setdefault(_family(one.plan), one)
+    for standing in standings:
+        first.setdefault(_family(standing.plan), standing)
     return list(first.values())
 
 
 def _family(plan: str) -> Declaration:
     """What tiles, or the exponential's base, alone tell apart: in one tile a shift has nothing to lag behind."""
-    found = nameless(parse_declaration(plan))
-    exponential, rule = replace(found.plan.exponential, base_two=False), replace(found.shift_rule, lag=0.0)
-    return replace(found, plan=replace(found.plan, exponential=exponential), shift_rule=rule, block=ONE_TILE)
+    declaration = nameless(parse_declaration(plan))
+    exponential = replace(declaration.plan.exponential, base_two=False)
+    rounding, rule = replace(declaration.plan, exponential=exponential), replace(declaration.shift_rule, lag=0.0)
+    return replace(declaration, plan=rounding, shift_rule=rule, block=ONE_TILE)
 
 
-def _standing(plan: str, found: Sequence[Record]) -> Standing:
-    fits = [_fits(record)[plan] for record in found]
+def _standing(plan: str, records: Sequence[Record]) -> Standing:
+    fits = [_fits(record)[plan] for record in records]
     distances = [math.inf if fit.mean is None else abs(fit.mean) for fit in fits]
     return Standing(
         plan,
-        {record.case: _fits(record)[plan].bits or 0.0 for record in found},
+        {record.case: _fits(record)[plan].bits or 0.0 for record in records},
         behaves=all(_behaves(fit) for fit in fits),
         distance=sum(distances) / len(distances),
     )
@@ -148,8 +142,3 @@ def _behaves(fit: FitRecord) -> bool:
     if fit.mean is None or fit.half_width is None:
         return False
     return abs(fit.mean) <= MARGIN_ULPS and fit.half_width <= 2 * MARGIN_ULPS
-
-
-def _percent(share: float) -> str:
-    """Rounded down: 100 % is all of them."""
-    return f"{math.floor(round(1e4 * share, 6)) / 100:.2f} %"

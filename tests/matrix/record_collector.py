@@ -20,7 +20,7 @@ from tiebreak.matrix import options, watch
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
-from tiebreak.matrix.explain import explain
+from tiebreak.matrix.explain import explain, plans
 from tiebreak.matrix.record_file import RecordFile
 from tiebreak.matrix.recording import blank_record, place
 from tiebreak.matrix.scheduling import CaseScheduling, cell_id
@@ -208,11 +208,10 @@ class RecordCollector:
         interrupted = bool(session.shouldstop) or session.exitstatus == pytest.ExitCode.INTERRUPTED
         if not interrupted and not self.config.getoption("maxfail"):
             self._account_for_lost()
-        explanations = explain(list(self.records.values()))
-        self.run = replace(
-            self._as_run(complete=set(self.records) >= self.collected and not session.shouldstop),
-            explanations={f"{found.backend}-{found.kernel}": found.text for found in explanations},
-        )
+        explanations = explain(self.records.values())
+        declared = [self.expected[name].kernel.declaration for name in self.records]
+        run = self._as_run(complete=set(self.records) >= self.collected and not session.shouldstop)
+        self.run = replace(run, explanations=explanations, plans=plans(filter(None, declared), explanations))
         try:
             self.file.write(self.run)
         except store.UnwritableFolderError as error:
@@ -293,7 +292,7 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
         checks={name: records.CheckRecord(one.about, one.judges) for name, one in checks().items() if name in asked},
         cases={name: experiment.described() for name, experiment in cases.items()},
         experiments={
-            name: records.ExperimentRecord(kind.about, kind.legend, kind.headline)
+            name: records.ExperimentRecord(kind.about, kind.legend, kind.headline, kind.largest)
             for name, kind in kinds().items()
             if name in ran
         },

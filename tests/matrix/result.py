@@ -6,6 +6,7 @@ from typing import Any
 
 from tiebreak.cases.measures import Value
 from tiebreak.cases.verdicts import Interval
+from tiebreak.reports.records.record import Shown
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Result:
     """What came of one cell that ran to its end."""
 
     measures: Mapping[str, Value]  # by name, as the kind of experiment describes them
-    shown: str  # what tables show
+    shown: Shown  # what tables show
     verdict: str | None = None  # on the bias, where that says anything
     claims: tuple[Claimed, ...] = ()  # those that speak of the kernel
     prediction: Predicted | None = None  # None: none is made

@@ -6,7 +6,7 @@ again anywhere. Of a device's cell that was held to a prediction, the prediction
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import torch
@@ -32,7 +32,8 @@ from tiebreak.matrix.result import Result
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records.record import CLAIM, PREDICTION, Estimate, Record, Value
+from tiebreak.reports.records.record import CLAIM, PREDICTION, Estimate, Record, Shown, Value
+from tiebreak.reports.tables.marks import plain_text
 
 _CASES = {case.name: case for case in SCRIPTED}
 _FORMATS = frozenset(fmt.name for fmt in TORCH_DTYPES)
@@ -103,9 +104,10 @@ def _of_a_call(record: Record, case: Case) -> Iterator[str]:
     comes_to = None if case.cancels else verdict.value
     if record.verdict != comes_to:
         yield f"verdict: {record.verdict}, and its bias comes to {comes_to}"
-    text = shown(nonfinite or 0.0, math.nan if gain is None else gain, bias.mean, comes_to)
-    if record.shown != text:
-        yield f"shown: {record.shown!r}, and its measures come to {text!r}"
+    expected_shown = shown(nonfinite or 0.0, math.nan if gain is None else gain, bias.mean, comes_to)
+    if record.shown != expected_shown:
+        text = plain_text(replace(record, shown=expected_shown))
+        yield f"shown: {plain_text(record)!r}, and its measures come to {text!r}"
     expected, difference = (
         _interval(record.measures.get(name)) for name in ("predicted_bias", "prediction_difference")
     )
@@ -186,7 +188,7 @@ def _as_recorded(record: Record) -> Errors:
 
 def _of_measures(record: Record, waived: frozenset[str]) -> Iterator[str]:
     """Checks that its measures answer otherwise than it says."""
-    result = Result({name: _value(value) for name, value in record.measures.items()}, "", bound_of=record.plan)
+    result = Result({name: _value(value) for name, value in record.measures.items()}, Shown(""), bound_of=record.plan)
     for name in _MEASURED:
         found, said = checks()[name].ask(result), record.answers.get(name)
         if found is None:
@@ -250,10 +252,12 @@ def recomputed(record: Record, heads: int, bench: Workbench | None = None) -> It
 
 
 def _differences(record: Record, again: Record) -> Iterator[str]:
-    for name in ("digest", "heads", "outcome", "verdict", "shown"):
+    for name in ("digest", "heads", "outcome", "verdict"):
         ours, theirs = getattr(again, name), getattr(record, name)
         if ours != theirs:
             yield f"{name}: {theirs}, recomputed {ours}"
+    if plain_text(again) != plain_text(record):
+        yield f"shown: {plain_text(record)}, recomputed {plain_text(again)}"
     for name, value in again.measures.items():
         if not _same(value, record.measures.get(name)):
             yield f"measures.{name}: {_number(record.measures.get(name))}, recomputed {_number(value)}"

@@ -1,6 +1,7 @@
 """Made-up runs and audits: what the reports are tested with needs no kernel."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from tiebreak.reports.audit.record import Audit, Audits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import (
     CLAIM,
+    NO_NUMBER,
+    NONFINITE,
     PREDICTION,
     Answer,
     CaseRecord,
@@ -25,6 +28,7 @@ from tiebreak.reports.records.record import (
     Record,
     Run,
     SeriesRecord,
+    Shown,
     TraceRecord,
 )
 
@@ -69,15 +73,14 @@ ANSWERS = {
     CLAIM: Answer(True, "unbiased", source="section 4"),
     PREDICTION: Answer(True, "what flash@paper predicts"),
 }
-_MARKS = {"biased": " B", "inconclusive": " ?"}
 
 
-def shown(measures: Mapping[str, Any], verdict: str | None) -> str:
+def shown(measures: Mapping[str, Any], verdict: str | None) -> Shown:
     """A bias with its verdict, or NaN, as the matrix shows a call."""
     bias = measures["bias"].mean
     if measures["nonfinite"] or bias is None:
-        return "NaN" if measures["nonfinite"] else "none"
-    return f"{bias:+.2f}{_MARKS.get(verdict or '', '')}"
+        return Shown(NONFINITE if measures["nonfinite"] else NO_NUMBER)
+    return Shown("bias", bias, verdict=verdict)
 
 
 def make_record(
@@ -140,7 +143,7 @@ CASES = {
     **{f"tied_maxima[k={k}]": CaseRecord("ties", family="tied maxima", at=k) for k in (2, 3, 4, 8, 16)},
 }
 EXPERIMENTS = {
-    "call": ExperimentRecord("one call", "bias of O in ulps", headline="bias"),
+    "call": ExperimentRecord("one call", "bias of O in ulps", headline="bias", largest="max_ulps"),
     "training": ExperimentRecord("a short training run", "What differs is the kernel."),
 }
 
@@ -173,7 +176,7 @@ def make_trained(
         "experiment": "training",
         "outcome": "held",
         "heads": 0,
-        "shown": "nan" if value is None else f"{value:+.1e}",
+        "shown": Shown.of("delta_error_mean", math.nan if value is None else value, spec="+.1e"),
         "measures": {"delta_error_mean": value},
         "answers": {CLAIM: Answer(True, "0.0012 < delta_error_mean", source="section 3")},
         "digest": "fedcba9876543210",

@@ -12,6 +12,7 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.expected import Excuses, Expected, check_used, of_baseline, read
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Answer, Record, Run
+from tiebreak.reports.tables.marks import plain_text
 
 Make = Callable[..., Record]
 MakeRun = Callable[..., Run]
@@ -274,7 +275,7 @@ class TestUnderPytest:
         assert (record.outcome, record.excused, record.passes) == ("fell", "https://bug/1", True)
         result.stdout.fnmatch_lines(
             [
-                f"random* ({record.shown})",
+                f"random* ({plain_text(record)})",
                 f"excused {CELL}: https://bug/1 (not repeatable: *)",
                 "1 cell: 1 excused",
                 "XFAIL *https://bug/1",

@@ -7,7 +7,17 @@ import pytest
 
 from tiebreak.reports.page.findings import findings
 from tiebreak.reports.records.order import cases_of
-from tiebreak.reports.records.record import Answer, CaseRecord, Estimate, Record, Run
+from tiebreak.reports.records.record import (
+    FOLLOWS,
+    SHRUNK,
+    Answer,
+    CaseRecord,
+    Estimate,
+    Explanation,
+    Record,
+    Run,
+    Shown,
+)
 
 Make = Callable[..., Record]
 MakeRun = Callable[..., Run]
@@ -66,7 +76,7 @@ def test_a_run_of_skips_alone_has_not_held(run: MakeRun, skip: Make) -> None:
 
 def test_an_interrupted_run_says_so_before_all_else(run: MakeRun, record: Make) -> None:
     said = told(run(record(), complete=False, not_run=("x", "y"), running=("z",)))
-    assert said[0] == "The run on `platform 1` was interrupted: 3 cells came to no end."
+    assert said[0] == "The run on `platform 1` was interrupted: 3 cells did not finish."
 
 
 def test_platforms_are_compared_by_verdict_and_by_bits(run: MakeRun, record: Make, fair: list[Record]) -> None:
@@ -139,8 +149,8 @@ def test_the_plan_that_a_kernel_follows_is_said_and_how_well(run: MakeRun, recor
     missed = replace(cells[0], answers={**cells[0].answers, "prediction": Answer(False, "p", "no")})
     assert "on cpu; its declared plan `flash@paper` predicts every cell." in told(run(*cells, cases=CASES))[1]
     assert "; its declared plan `flash@paper` predicts 3 of 4 cells." in told(run(missed, *cells[1:], cases=CASES))[1]
-    undeclared = run(*cells, cases=CASES, explanations={"cpu-a": "follows flash@fused (99.9 % of bits in 4 cells)"})
-    assert "; it follows flash@fused (99.9 % of bits in 4 cells)." in told(undeclared)[1]
+    undeclared = run(*cells, cases=CASES, explanations={"cpu-a": Explanation(FOLLOWS, ("flash@fused",), 4, 0.999)})
+    assert "; it follows flash@fused (99.90 % of bits in 4 cells)." in told(undeclared)[1]
 
 
 def test_what_is_lost_is_said_of_all_inputs_in_the_order_of_the_cases(run: MakeRun, record: Make) -> None:
@@ -154,8 +164,8 @@ def test_what_is_lost_is_said_of_all_inputs_in_the_order_of_the_cases(run: MakeR
 
 
 def test_an_output_that_shrinks_is_no_bias(run: MakeRun, record: Make) -> None:
-    cells = [replace(cell, shown=shown) for cell, shown in
-             zip(biased(record, "a", TIES[:2], -113.0), ("x0.28", "x0.5"), strict=True)]  # fmt: skip
+    cells = [replace(cell, shown=Shown(SHRUNK, share)) for cell, share in
+             zip(biased(record, "a", TIES[:2], -113.0), (0.281, 0.5), strict=True)]  # fmt: skip
     said = told(run(*cells, cases=CASES))
     assert "The output shrinks, to x0.28 at the least: `a` on cpu in `tie[k=2]`, `tie[k=3]`." in said
     assert not any("is biased" in line for line in said)

@@ -25,6 +25,7 @@ from tiebreak.reports.records.record import (
     Record,
     Run,
     SeriesRecord,
+    Shown,
     TraceRecord,
 )
 
@@ -56,7 +57,8 @@ def data_of(html: str) -> dict[str, Any]:
 def evil_run(run: MakeRun, record: Make) -> Run:
     trace = TraceRecord((0.0, 1.0), (1,))
     cells = [record(EVIL, f"tied_maxima[k={k}]", evidence={"trace": trace} if k == 2 else {}) for k in (2, 3)]
-    fell = record("b", EVIL, outcome="fell", answers={EVIL: Answer(False, EVIL, EVIL)}, excused=EVIL, shown=EVIL)
+    fell = record("b", EVIL, outcome="fell", answers={EVIL: Answer(False, EVIL, EVIL)}, excused=EVIL)
+    fell = replace(fell, shown=Shown(EVIL, 1.0, EVIL))
     odd = record("c", "d", experiment=EVIL, measures={EVIL: 1.0})
     described = {
         "measures": {EVIL: MeasureRecord(EVIL, EVIL, column=True)},

@@ -17,14 +17,17 @@ from tiebreak.reports.audit.record import Audit, Audits
 from tiebreak.reports.page.command import page
 from tiebreak.reports.page.figures import figures
 from tiebreak.reports.records.record import (
+    SHRUNK,
     Answer,
     CaseRecord,
     Estimate,
+    Explanation,
     FitRecord,
     HistogramRecord,
     MeasureRecord,
     Record,
     Run,
+    Shown,
     TraceRecord,
 )
 
@@ -156,7 +159,7 @@ def file(
             answers={"x": Answer(False, EVIL, EVIL)},
             evidence={"trace": trace},
         ),
-        record(EVIL, "excused", outcome="fell", excused=EVIL, shown="+0.50 B"),
+        record(EVIL, "excused", outcome="fell", excused=EVIL, shown=Shown("bias", 0.5, EVIL, "biased")),
         record(EVIL, EVIL, outcome="inconclusive", verdict="inconclusive"),
         record("sdpa", "mixed", verdict=None),
         record("sdpa", "dark", measures={"bias": Estimate(0.9, 0.01)}),
@@ -264,7 +267,7 @@ def test_what_cancels_or_shrank_has_no_colour(
     browser: Browser, run: Callable[..., Run], record: Callable[..., Record], tmp_path: Path
 ) -> None:
     far = {"bias": Estimate(-113.0, 0.01)}
-    shrunk = record(case="shrunk", measures=far, verdict="biased", shown="x0.28")
+    shrunk = record(case="shrunk", measures=far, verdict="biased", shown=Shown(SHRUNK, 0.28))
     cells = [
         shrunk,
         record(case="cancels", measures=far, verdict=None),
@@ -292,9 +295,11 @@ def differing(run: Callable[..., Run], record: Callable[..., Record], tmp_path: 
         "fits": {"flash@fused": FitRecord(0.0, 0.1, 0.9987)},
     }
     tie = record(case="tie", verdict="biased", measures={"bias": Estimate(0.234, 0.01)}, evidence=histogram)
+    explanations = {"cpu-flash@paper": Explanation("follows", ("flash@fused",), 3, 0.999)}
     first = run(tie, record(case="near"), record(case="random"), record("fair", "tie"), cases=cases,
-                explanations={"cpu-flash@paper": "follows flash@fused"}, platform={"commit": "c0ffee"})  # fmt: skip
-    other = replace(tie, verdict="unbiased", shown="-0.02", measures={"bias": Estimate(-0.02, 0.01)}, digest="f" * 16)
+                explanations=explanations, platform={"commit": "c0ffee"})  # fmt: skip
+    other = replace(tie, verdict="unbiased", shown=Shown("bias", -0.02), digest="f" * 16,
+                    measures={"bias": Estimate(-0.02, 0.01)})  # fmt: skip
     second = run(other, replace(first.records[1], digest="e" * 16), record("fair", "tie"), cases=cases)
     return written(tmp_path, [first, replace(second, run="b" * 32)], ["here", "there"])
 

@@ -17,11 +17,13 @@ from tiebreak.reports.page.command import page
 from tiebreak.reports.page.figures import figures
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import SCHEMA, Estimate, Record, Run
+from tiebreak.reports.records.record import SCHEMA, Estimate, Explanation, Record, Run, Shown
 from tiebreak.reports.records.store import MAX_BYTES, UnreadableRecordsError, UnwritableFolderError
 from tiebreak.reports.tables import run as tables
 from tiebreak.reports.tables.compare import render
 from tiebreak.reports.tables.comparison import Agreement, compare, platform_labels
+from tiebreak.reports.tables.marks import plain_text
+from tiebreak.reports.tables.plans import explanation_text
 from tiebreak.reports.tables.show import as_csv
 
 SCHEMA_FILE = Path(store.__file__).with_name("schema.json")
@@ -68,6 +70,9 @@ def test_the_published_schema_is_of_this_version_and_has_every_field_with_a_line
         "case": records.CaseRecord,
         "experiment": records.ExperimentRecord,
         "narrowing": records.Narrowing,
+        "shown": records.Shown,
+        "explanation": records.Explanation,
+        "plan": records.PlanRecord,
         "trace": records.TraceRecord,
         "histogram": records.HistogramRecord,
         "series": records.SeriesRecord,
@@ -82,6 +87,7 @@ def test_the_published_schema_is_of_this_version_and_has_every_field_with_a_line
     assert published["properties"].keys() == set(published["required"]) == {field.name for field in fields(Run)}
     assert published["$defs"]["evidence"]["properties"].keys() == records.EVIDENCE.keys()
     assert published["$defs"]["record"]["properties"]["outcome"]["enum"] == list(records.OUTCOMES)
+    assert published["$defs"]["explanation"]["properties"]["state"]["enum"] == list(records.STATES)
     for part in (published, *published["$defs"].values()):
         assert part["description"]
         for name, field in part.get("properties", {}).items():
@@ -164,10 +170,64 @@ def test_schema_3_keeps_what_it_said() -> None:
         assert ("histogram" in new.evidence) == (old["histogram"] is not None)
     trained, said = after["cpu-flash@paper-train_drift-bf16"], before["cpu-flash@paper-train_drift-bf16"]["training"]
     assert trained.measures == said["measures"]
-    assert (trained.shown, run.cases["train_drift"].label) == (said["shown"], said["label"])
+    assert (plain_text(trained), run.cases["train_drift"].label) == (said["shown"], said["label"])
+    assert trained.shown == Shown("delta_error_mean", said["measures"]["delta_error_mean"], spec="+.1e")
     assert list(trained.evidence["series"].steps) == said["steps"]
     fallen = after["cpu-mine-tied_maxima[k=2]-bf16"]
     assert {name for name, answer in fallen.answers.items() if answer.met is False} == {"claim", "prediction"}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("-0.46 B", Shown("bias", -0.4567, verdict="biased")),
+        ("+0.04 ?", Shown("bias", 0.04, verdict="inconclusive")),  # another number than its measure's: the text's
+        ("-0.46", Shown("bias", -0.4567, verdict="unbiased")),
+        ("NaN", Shown("nonfinite")),
+        ("x0.28", Shown("shrunk", 0.2811)),
+        ("x0", Shown("shrunk", 0.0011)),
+        ("none", Shown("none")),
+        ("1.5 deg", Shown("bias", 1.5, "deg", spec=".1f")),
+    ],
+)
+def test_what_older_tables_showed_is_data_that_is_written_the_same(
+    text: str, shown: Shown, record: Callable[..., Record], run: Callable[..., Run], keep: Callable[[Run, str], Path]
+) -> None:
+    measures = {"bias": Estimate(-0.4567, 0.01), "gain": 0.0011 if text == "x0" else 0.2811}
+    plain = json.loads(keep(run(record(measures=measures, verdict=shown.verdict)), "a").read_text(encoding="utf-8"))
+    plain["schema"], plain["records"][0]["shown"] = 6, text
+    (old,) = store.decode(plain, Path("a.json")).records
+    assert old.shown == shown
+    assert plain_text(old) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "explanation"),
+    [
+        ("follows flash@fused,base=2 (99.98 % of bits in 1 cell)",
+         Explanation("follows", ("flash@fused,base=2",), 1, 0.9998)),
+        ("can't tell apart: paper,tile=64, standard on these cases (100.00 % of bits in 9 cells)",
+         Explanation("ambiguous", ("paper,tile=64", "standard"), 9, 1.0)),
+        ("behaves like fair or dithered@paper in 2 cells (its random bits are its own)",
+         Explanation("behaves_like", ("fair", "dithered@paper"), 2)),
+        ("unexplained: no known plan agrees; nearest is paper with 89.50 % of bits in 6 cells"
+         " (c[r=6] 70.00 %, e 80.00 %)",
+         Explanation("unexplained", ("paper",), 6, 0.895, {"c[r=6]": 0.7, "e": 0.8})),
+    ],
+)  # fmt: skip
+def test_what_older_files_said_of_plans_is_data_that_reads_the_same(
+    text: str, explanation: Explanation, run: Callable[..., Run], keep: Callable[[Run, str], Path]
+) -> None:
+    plain = json.loads(keep(run(), "a").read_text(encoding="utf-8"))
+    plain |= {"schema": 6, "explanations": {"cpu-mine": text}}
+    assert store.decode(plain, Path("a.json")).explanations == {"cpu-mine": explanation}
+    if explanation.share is not None:
+        assert explanation_text(explanation) == text
+    plain |= {"schema": 6, "explanations": {"cpu-mine": "no such words"}}
+    with pytest.raises(
+        UnreadableRecordsError, match=r"explanations.cpu-mine: expected an object, found 'no such words'"
+    ):
+        store.decode(plain, Path("a.json"))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +239,7 @@ def test_schema_3_keeps_what_it_said() -> None:
         (["records", 0, "measures", "gradients"], 3, ""),
         (["records", 2, "training"], [], "records[2].training: unknown field"),
         (["records", 2, "training", "stable"], [], ""),
-        (["records", 2, "training", "shown"], 1, "records[2].shown: expected a string, found 1"),
+        (["records", 2, "training", "shown"], 1, "records[2].shown: expected an object, found 1"),
         (["records", 1, "prediction", "bias"], {"mean": []}, "records[1].measures.predicted_bias.half_width: missing"),
         (["records", 1, "evidence"], 1, ""),
         (["records", 1, "verdict"], ["x"], "records[1].verdict: expected one of"),

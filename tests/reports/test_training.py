@@ -56,7 +56,7 @@ def test_a_run_that_gave_nothing_says_so(run: MakeRun, skip: Make, outcome: str,
 
 def test_a_nan_is_no_lowest_number(run: MakeRun, trained: Make) -> None:
     text = training_tables([run(trained()), run(trained(value=None, seed=2, outcome="fell"))])
-    assert rows(text)["flash@train"][0] == "!+2.0e-03 to nan!"
+    assert rows(text)["flash@train"][0] == "!+2.0e-03 to NaN!"
 
 
 def test_backends_have_tables_of_their_own_and_other_records_none(run: MakeRun, trained: Make, record: Make) -> None:

@@ -26,6 +26,7 @@ from tiebreak.reports.records.record import (
     MeasureRecord,
     Record,
     Run,
+    Shown,
 )
 
 KEY = {"count": 3, "where": ["a", {"b": None}]}  # evidence of a kind of its own
@@ -46,7 +47,7 @@ def swing(wobble: float = 1.0, flips: float = 2.0, *, met: bool = True, **fields
         "experiment": "pendulum",
         "outcome": "held" if met else "fell",
         "command": "pytest tests/matrix --cases fast_swing",
-        "shown": f"{wobble:.1f} deg",
+        "shown": Shown("wobble", wobble, "deg", spec=".1f"),
         "measures": {"wobble": Estimate(wobble, 0.125), "flips": flips},
         "answers": {"returns": answer},
         "digest": f"{wobble}",
@@ -171,7 +172,7 @@ def test_compare_puts_them_side_by_side(kept: Kept, capsys: Capture) -> None:
     assert main(["compare", str(kept("a", swing())), str(kept("b", swing(2.0)))]) == 0
     out = capsys.readouterr().out
     assert "1 cell on 2 platforms: 1 agree in verdict, not in bits" in out
-    assert re.search(r"~ beads fast_swing +a 1\.0 deg +b 2\.0 deg", out)
+    assert re.search(r"~ beads fast_swing +a 1\.00±0\.125 deg +b 2\.00±0\.125 deg", out)
 
 
 def test_the_page_has_them_in_map_and_table(kept: Kept, tmp_path: Path) -> None:

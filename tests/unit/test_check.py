@@ -8,24 +8,28 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.kernels.algorithms import FLASH_ATTENTION, FLASH_ATTENTION_1, STANDARD_ATTENTION
-from tiebreak.kernels.shift_rules import SHIFT_RULES
-from tiebreak.matrix.explain import Explanation, Standing
 from tiebreak.programs import check
 from tiebreak.reports import cli
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import (
+    AMBIGUOUS,
+    BEHAVES_LIKE,
     BIASED,
     CRASHED,
+    FOLLOWS,
     NONFINITE,
     PREDICTION,
     UNBIASED,
+    UNEXPLAINED,
     Answer,
     CaseRecord,
+    Explanation,
+    PlanRecord,
     Record,
     Run,
+    Shown,
 )
-from tiebreak.reports.verdict import PLAIN, verdicts
+from tiebreak.reports.verdict import verdicts
 
 KERNEL = """
 import torch
@@ -128,43 +132,52 @@ def test_pytest_runs_the_matrix_in_a_repository_of_its_own(tmp_path: Path) -> No
     assert "--kernel: a conftest.py here and tiebreak have an option of one name" in taken.stderr
 
 
-def record(case: str, verdict: str | None, shown: str) -> Record:
+def record(case: str, verdict: str | None, bias: float | None) -> Record:
     return Record(
         id=f"cpu-mine-{case}-bf16", backend="cpu", kernel="mine", case=case, case_version=1, format="bf16", seed=1,
-        heads=1, experiment="call", outcome="measured", command="", verdict=verdict, shown=shown,
+        heads=1, experiment="call", outcome="measured", command="", verdict=verdict,
+        shown=Shown(NONFINITE) if bias is None else Shown("bias", bias, verdict=verdict),
     )  # fmt: skip
 
 
-def explanation(share: float, *plans: str, random: bool = False) -> str:
-    """In the very words of a report."""
-    standing = Standing(plans[0], {"a": share, "b": share}, behaves=random, distance=0.0)
-    return Explanation("cpu", "mine", standing, plans, random).text
+PLANS = {
+    "flash@fused,base=2": PlanRecord("flash"),
+    "flash@fused": PlanRecord("flash"),
+    "standard": PlanRecord("standard"),
+    "stabilized@paper": PlanRecord("stabilized", fix=True),
+    "stabilized@fused": PlanRecord("stabilized", fix=True),
+    "fair": PlanRecord("dithered", fix=True),
+    "gamma@paper": PlanRecord("gamma", fix=True),
+}
 
 
 @pytest.mark.parametrize(
     ("verdict", "plan", "failing", "fix"),
     [
-        (BIASED, explanation(0.9998, "flash@fused,base=2"), 2, "absent: it shifts"),
-        (UNBIASED, explanation(1.0, "stabilized@paper"), 1, "partial: stabilized; it fails on the 1 inputs"),
-        (BIASED, explanation(0.99, "flash@fused,tile=64", "standard"), 2, "absent: it shifts"),
-        (BIASED, explanation(0.99, "flash@fused", "stabilized@fused"), 2, "not known: these cases do not"),
-        (BIASED, explanation(0.5, "fair", "dithered@paper", random=True), 2, "partial: dithered or fair; it"),
-        (BIASED, explanation(0.5, "flash@paper"), 2, "not known: it follows no known plan"),
+        (BIASED, (FOLLOWS, "flash@fused,base=2"), 2, "absent: it shifts"),
+        (UNBIASED, (FOLLOWS, "stabilized@paper"), 1, "partial: stabilized; it fails on the 1 inputs"),
+        (BIASED, (AMBIGUOUS, "flash@fused", "standard"), 2, "absent: it shifts"),
+        (BIASED, (AMBIGUOUS, "flash@fused", "stabilized@fused"), 2, "not known: these cases do not"),
+        (BIASED, (BEHAVES_LIKE, "fair", "gamma@paper"), 2, "partial: dithered or gamma; it"),
+        (BIASED, (UNEXPLAINED, "flash@fused"), 2, "not known: it follows no known plan"),
     ],
 )
-def test_a_fix_is_told_by_the_plan_and_by_where_it_fails(verdict: str, plan: str, failing: int, fix: str) -> None:
+def test_a_fix_is_told_by_the_plan_and_by_where_it_fails(
+    verdict: str, plan: tuple[str, ...], failing: int, fix: str
+) -> None:
     records = (
-        record("tie", verdict, "+0.23 B"),
-        record("large", NONFINITE, "NaN"),
-        replace(record("crashing", None, ""), outcome=CRASHED, shown=None),
-        record("control", BIASED, "+0.1 B"),
+        record("tie", verdict, 0.23),
+        record("large", NONFINITE, None),
+        replace(record("crashing", None, 0.0), outcome=CRASHED, shown=None),
+        record("control", BIASED, 0.1),
     )
     cases = {one.case: CaseRecord("", failure=one.case != "control") for one in records}
-    (found,) = verdicts(Run({}, {}, records=records, cases=cases, explanations={"cpu-mine": plan}))
+    explanations = {"cpu-mine": Explanation(plan[0], plan[1:], 2, 0.99)}
+    (found,) = verdicts(Run({}, {}, records=records, cases=cases, explanations=explanations, plans=PLANS))
     assert f"mine on cpu, bf16: BIASED OR LOST on {failing} of 3 failure inputs, 1 not known" in found.text
     assert f"fix         {fix}" in found.text
     assert "NaN         large NaN" in found.text
-    assert "elsewhere   control +0.1" in found.text
+    assert "elsewhere   control +0.10" in found.text
     assert "ended       crashing crash" in found.text
 
 
@@ -182,17 +195,10 @@ def test_a_declared_plan_is_told_with_what_came_of_its_prediction(
     answers = {PREDICTION: Answer(met, f"what {plan} predicts", "" if met else "other bits")}
     declared = partial(replace, plan=plan, answers=answers)
     records = (
-        declared(record("tie", BIASED, "+0.23 B"), measures={"equal_bits": 0.99}),
-        declared(record("other", UNBIASED, "+0.00"), measures={"equal_bits": 1.0}),
+        declared(record("tie", BIASED, 0.23), measures={"equal_bits": 0.99}),
+        declared(record("other", UNBIASED, 0.0), measures={"equal_bits": 1.0}),
     )
     cases = {one.case: CaseRecord("", failure=True) for one in records}
-    (found,) = verdicts(Run({}, {}, records=records, cases=cases))
+    (found,) = verdicts(Run({}, {}, records=records, cases=cases, plans=PLANS))
     assert f"fix         {fix}" in found.text
     assert f"rounding    {rounding}" in found.text
-
-
-def test_the_rules_that_are_no_fix_are_those_that_leave_the_maximum_where_it_is() -> None:
-    """The report knows them by name alone."""
-    plain = {rule.name for rule in SHIFT_RULES.values() if not (rule.scales or rule.offset or rule.dithered)}
-    algorithms = {algorithm.name for algorithm in (FLASH_ATTENTION, FLASH_ATTENTION_1, STANDARD_ATTENTION)}
-    assert plain - {"safe"} | algorithms == PLAIN

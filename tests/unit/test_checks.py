@@ -28,6 +28,7 @@ from tiebreak.reports.records.record import (
     RUNS,
     TIMED_OUT,
     Answer,
+    Shown,
     outcome_of,
 )
 
@@ -150,7 +151,8 @@ WAIVED = {
 
 
 def result(**fields: Any) -> Result:
-    return Result(**{"measures": {}, "shown": "x", "bound_of": "p"} | fields)
+    base: dict[str, Any] = {"measures": {}, "shown": Shown("bias"), "bound_of": "p"}
+    return Result(**base | fields)
 
 
 def ask(name: str, fields: Mapping[str, Any]) -> Answer | None:

@@ -75,7 +75,8 @@ class Alone(Experiment):
             equal += torch.equal(alone, together[:, h : h + 1])
         share = equal / heads
         met = Claimed("the same bits alone", "a test", share == 1.0, f"{equal} of {heads} heads have them")
-        return Result({"equal_alone": share}, f"{share:.0%}", claims=(met,), heads=heads)
+        shown = records.Shown("equal_alone", 100 * share, "%", spec=".0f")
+        return Result({"equal_alone": share}, shown, claims=(met,), heads=heads)
 
 
 class _Alone(Kind):
@@ -159,8 +160,8 @@ def test_it_goes_the_whole_way(
     assert run.cases["alone[random]"].about.endswith("every head alone")
 
     shown = "\n".join(result.outlines)
-    assert "100% ·" in shown
-    assert "!6%!" in shown
+    assert "100 % ·" in shown
+    assert "!6 %!" in shown
     assert "the share of heads with the same bits alone" in shown
     assert 'name="tiebreak.equal_alone" value="1.0"' in (pytester.path / "junit.xml").read_text(encoding="utf-8")
 

@@ -15,9 +15,10 @@ from tiebreak.kernels.kernel import run_forward
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.attribution import fits
 from tiebreak.matrix.candidates import candidates, nameless, tilings
-from tiebreak.matrix.explain import FOLLOWED, Explanation, explain
+from tiebreak.matrix.explain import FOLLOWED, explain, plans
 from tiebreak.matrix.workbench import SharedBatch
-from tiebreak.reports.records.record import FitRecord, Record
+from tiebreak.reports.records.record import UNEXPLAINED, Explanation, FitRecord, PlanRecord, Record
+from tiebreak.reports.tables.plans import explanation_text
 
 
 def fit(bits: float | None, mean: float | None = 0.0, half_width: float | None = 0.01) -> FitRecord:
@@ -35,24 +36,22 @@ def compared(case: str, fits: Mapping[str, FitRecord], kernel: str = "mine", bac
 
 
 def only(*records: Record) -> Explanation:
-    (found,) = explain(records)
-    return found
+    (explanation,) = explain(records).values()
+    return explanation
 
 
 def test_the_plan_whose_bits_agree_in_all_cells_is_named() -> None:
     found = only(record("a", paper=1.0, fused=0.5), record("b", paper=0.9996, fused=1.0))
-    assert found.explained
-    assert found.text == "follows paper (99.98 % of bits in 2 cells)"
+    assert explanation_text(found) == "follows paper (99.98 % of bits in 2 cells)"
 
 
 def test_a_single_cell_and_a_share_that_is_not_quite_all() -> None:
-    assert only(record("a", paper=0.999999)).text == "follows paper (99.99 % of bits in 1 cell)"
+    assert explanation_text(only(record("a", paper=0.999999))) == "follows paper (99.99 % of bits in 1 cell)"
 
 
 def test_one_cell_below_makes_it_unexplained_and_the_worst_are_named() -> None:
     found = only(*(record(case, paper=bits) for case, bits in zip("abcdef", (1, 0.9, 0.7, 0.97, 0.8, 1), strict=True)))
-    assert not found.explained
-    assert found.text == (
+    assert explanation_text(found) == (
         "unexplained: no known plan agrees; nearest is paper with 89.50 % of bits in 6 cells"
         " (c 70.00 %, e 80.00 %, b 90.00 %, ...)"
     )
@@ -62,40 +61,39 @@ def test_a_plan_that_agrees_everywhere_goes_before_one_that_agrees_better_but_no
     found = only(
         record("a", paper=0.985, fused=0.97), record("b", paper=0.985, fused=1.0), record("c", paper=0.985, fused=1.0)
     )
-    assert found.best.plan == "paper"
+    assert found.plans[0] == "paper"
     assert FOLLOWED < 0.985
 
 
 def test_the_bias_alone_names_no_plan() -> None:
     near, far = fit(0.97, 0.0, 0.001), fit(0.9993, 0.03, 0.001)
-    assert only(compared("a", {"fp32_inside": near, "flash@fused,tile=64": far})).best.plan == "flash@fused,tile=64"
+    assert only(compared("a", {"fp32_inside": near, "flash@fused,tile=64": far})).plans == ("flash@fused,tile=64",)
 
 
 def test_plans_that_agree_alike_are_all_named() -> None:
     found = only(
         record("a", paper=0.9999, fused=0.9999, standard=0.998), record("b", paper=0.9999, fused=0.9998, standard=1.0)
     )
-    assert found.text == "can't tell apart: paper, fused on these cases (99.99 % of bits in 2 cells)"
+    assert explanation_text(found) == "can't tell apart: paper, fused on these cases (99.99 % of bits in 2 cells)"
 
 
 def test_one_cell_that_differs_tells_them_apart() -> None:
     found = only(record("a", paper=0.9999, fused=0.9999), record("b", paper=0.9999, fused=0.9985))
-    assert found.text.startswith("follows paper (")
+    assert explanation_text(found).startswith("follows paper (")
 
 
 def test_tiles_that_no_case_tells_apart_are_one_plan_and_so_are_bases() -> None:
     names = ("flash@fused", "flash@fused,tile=64", "lazy@fused", "flash@fused,base=2,tile=one")
     found = only(compared("a", {name: fit(1.0) for name in names}))
-    assert found.text.startswith("follows flash@fused (")
+    assert explanation_text(found).startswith("follows flash@fused (")
     cut = only(compared("a", {name: fit(1.0 if "tile" in name else 0.99) for name in names}))
-    assert cut.text.startswith("follows flash@fused,tile=64 (")
+    assert explanation_text(cut).startswith("follows flash@fused,tile=64 (")
 
 
 def test_random_bits_of_its_own() -> None:
     fits = {"fused": fit(0.7, 0.1), "fused_stochastic": fit(0.66, 0.002), "fair": fit(0.65, 0.001)}
     found = only(compared("a", fits), compared("b", fits))
-    assert found.explained
-    assert found.text == "behaves like fair or fused_stochastic in 2 cells (its random bits are its own)"
+    assert explanation_text(found) == "behaves like fair or fused_stochastic in 2 cells (its random bits are its own)"
 
 
 @pytest.mark.parametrize(
@@ -105,12 +103,11 @@ def test_random_bits_of_its_own() -> None:
 )
 def test_a_random_plan_of_another_bias_explains_nothing(other: FitRecord) -> None:
     found = only(compared("a", {"fair": fit(0.66)}), compared("b", {"fair": other}))
-    assert not found.explained
-    assert found.text.startswith("unexplained: no known plan agrees; nearest is fair with 66.00 %")
+    assert explanation_text(found).startswith("unexplained: no known plan agrees; nearest is fair with 66.00 %")
 
 
 def test_a_kernel_without_random_bits_is_not_said_to_have_its_own() -> None:
-    assert not only(compared("a", {"fused": fit(0.95, 0.1), "fair": fit(0.66)})).explained
+    assert only(compared("a", {"fused": fit(0.95, 0.1), "fair": fit(0.66)})).state == UNEXPLAINED
 
 
 def test_kernels_and_backends_are_explained_each_on_its_own() -> None:
@@ -121,20 +118,31 @@ def test_kernels_and_backends_are_explained_each_on_its_own() -> None:
             record("a", kernel="one", backend="cuda", paper=0.5),
         ]
     )
-    assert [(one.backend, one.kernel, one.explained) for one in found] == [
-        ("cpu", "one", True),
-        ("cpu", "two", False),
-        ("cuda", "one", False),
-    ]
+    states = {name: explanation.state for name, explanation in found.items()}
+    assert states == {"cpu-one": "follows", "cpu-two": UNEXPLAINED, "cuda-one": UNEXPLAINED}
 
 
 def test_cells_without_comparison_are_left_aside() -> None:
-    assert explain([record("a")]) == []
-    assert len(only(record("a"), record("b", paper=1.0)).best.bits) == 1
+    assert explain([record("a")]) == {}
+    assert only(record("a"), record("b", paper=1.0)).cells == 1
+
+
+def test_a_plan_is_described_by_its_rule_and_whether_that_is_a_fix() -> None:
+    """What leaves a row's maximum as it is, by whatever name, is none."""
+    labels = ("flash@fused", "flash_1@fused", "standard,s=input", "lazy@fused", "as_printed_v1@paper")
+    rules = ("flash", "flash_1", "standard", "lazy", "as_printed_v1")
+    no_fix = plans(map(parse_declaration, labels), {})
+    assert no_fix == {label: PlanRecord(rule) for label, rule in zip(labels, rules, strict=True)}
+    named = {"cpu-mine": Explanation("ambiguous", ("stabilized@paper", "fixed_offset@paper,base=2", "fair"), 3)}
+    assert plans([], named) == {
+        "stabilized@paper": PlanRecord("stabilized", fix=True),
+        "fixed_offset@paper,base=2": PlanRecord("fixed_offset", fix=True),
+        "fair": PlanRecord("dithered", fix=True),
+    }
 
 
 def test_only_plans_that_every_cell_was_compared_with_count() -> None:
-    assert only(record("a", fp32=1.0, paper=1.0), record("b", paper=0.5)).best.plan == "paper"
+    assert only(record("a", fp32=1.0, paper=1.0), record("b", paper=0.5)).plans[0] == "paper"
 
 
 def test_candidates_are_texts_that_the_command_line_takes_and_no_two_do_the_same() -> None:
@@ -162,7 +170,7 @@ def test_a_contracted_kernel_is_told_from_one_that_rounds_first(plan: str) -> No
         shares = fits(o, SharedBatch(inputs, reference(inputs)), candidates())
         found[case.name] = {name: FitRecord.told(one.bits, 0.0, 0.01) for name, one in shares.items()}
     told = only(*(compared(case, each) for case, each in found.items()))
-    assert told.text == f"follows {plan.removesuffix(',base=2')} (100.00 % of bits in 3 cells)"
+    assert explanation_text(told) == f"follows {plan.removesuffix(',base=2')} (100.00 % of bits in 3 cells)"
     other = "flash@fused" if plan == "flash@fused_contracted" else "flash@fused_contracted"
     assert (found["inexact_ties[r=6]"][other].bits or 1.0) < 0.9
 

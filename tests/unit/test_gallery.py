@@ -9,16 +9,16 @@ import pytest
 from tiebreak.programs.pages import gallery
 from tiebreak.programs.pages.tables import renewed
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import CaseRecord, Estimate, ExperimentRecord, MeasureRecord, Record, Run
+from tiebreak.reports.records.record import CaseRecord, Estimate, ExperimentRecord, MeasureRecord, Record, Run, Shown
 
 ROOT = Path(__file__).parents[2]
 
 
-def record(kernel: str, shown: str, verdict: str, digest: str) -> Record:
+def record(kernel: str, bias: float, verdict: str, digest: str) -> Record:
     return Record(
-        f"cpu-{kernel}-ties-bf16", "cpu", kernel, "ties", 1, "bf16", 1, 16, "call", "measured", "pytest", shown=shown,
-        verdict=verdict, digest=digest, measures={"bias": Estimate(0.123456789, 0.01), "hidden": 1.0},
-        evidence={"paper": "stable"},
+        f"cpu-{kernel}-ties-bf16", "cpu", kernel, "ties", 1, "bf16", 1, 16, "call", "measured", "pytest",
+        shown=Shown("bias", bias, verdict=verdict), verdict=verdict, digest=digest,
+        measures={"bias": Estimate(0.123456789, 0.01), "hidden": 1.0}, evidence={"paper": "stable"},
     )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def test_page_is_what_the_records_make() -> None:
 
 
 def test_compact_form_keeps_what_tables_and_comparisons_read() -> None:
-    whole = run_of(record("flash", "+0.12 B", "biased", "aa"))
+    whole = run_of(record("flash", 0.12, "biased", "aa"))
     kept = gallery.compact(whole)
     (one,) = kept.records
     assert one == replace(whole.records[0], measures={"bias": Estimate(0.12346, 0.01)}, evidence={})
@@ -46,8 +46,8 @@ def test_compact_form_keeps_what_tables_and_comparisons_read() -> None:
 
 
 def test_tables_count_and_put_levels_that_agree_in_one_column() -> None:
-    fast = [record("flash", "+0.23 B", "biased", "aa"), record("fair", "+0.00", "unbiased", "cc")]
-    slow = [record("flash", "-0.02", "unbiased", "bb"), record("fair", "+0.00", "unbiased", "cc")]
+    fast = [record("flash", 0.23, "biased", "aa"), record("fair", 0.0, "unbiased", "cc")]
+    slow = [record("flash", -0.02, "unbiased", "bb"), record("fair", 0.0, "unbiased", "cc")]
     levels = {"native": run_of(*fast), "avx2": run_of(*fast, level="avx2"), "none": run_of(*slow, level="none")}
     lines = list(gallery.whole({"made-up": levels}))
     assert "| `none` | 2 | 0 | 0 |" in lines
@@ -58,10 +58,10 @@ def test_tables_count_and_put_levels_that_agree_in_one_column() -> None:
 
 
 def test_cells_that_show_the_same_share_a_row() -> None:
-    shown = {"fast": ("+0.23 B", "biased", "a"), "slow": ("-0.02", "unbiased", "b")}
+    shown = {"fast": (0.23, "biased", "a"), "slow": (-0.02, "unbiased", "b")}
     levels = {
-        level: run_of(*(record(kernel, text, verdict, digest) for kernel in ("one", "two", "three")), level=level)
-        for level, (text, verdict, digest) in shown.items()
+        level: run_of(*(record(kernel, bias, verdict, digest) for kernel in ("one", "two", "three")), level=level)
+        for level, (bias, verdict, digest) in shown.items()
     }
     rows = [line for line in gallery.whole({"made-up": levels}) if line.startswith("| `one`")]
     assert rows == ["| `one` `ties`, 2 more | +0.23 B | -0.02 |"]
@@ -88,7 +88,7 @@ def test_what_is_no_whole_run_of_a_commit_is_refused(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(gallery, "FOLDER", tmp_path / "platforms")
     machine = str(fields.pop("machine", "mine"))
-    run = run_of(record("flash", "+0.12 B", "biased", "aa"), commit=fields.get("commit", "0123456"))
+    run = run_of(record("flash", 0.12, "biased", "aa"), commit=fields.get("commit", "0123456"))
     store.write(replace(run, complete=bool(fields.get("complete", True))), tmp_path / "a.json")
     with pytest.raises(SystemExit) as ended:
         gallery.main(["add", machine, str(tmp_path / "a.json")])
@@ -98,11 +98,11 @@ def test_what_is_no_whole_run_of_a_commit_is_refused(
 
 
 def test_compressed_records_are_read_and_broken_ones_refused(tmp_path: Path) -> None:
-    run = run_of(record("flash", "+0.12 B", "biased", "aa"))
+    run = run_of(record("flash", 0.12, "biased", "aa"))
     packed = gzip.compress(store.as_text(run).encode())
     (tmp_path / "a.json.gz").write_bytes(packed)
     (tmp_path / "b.json.gz").write_bytes(packed[: len(packed) // 2])
-    assert store.read(tmp_path / "a.json.gz").records[0].shown == "+0.12 B"
+    assert store.read(tmp_path / "a.json.gz").records[0].shown == Shown("bias", 0.12, verdict="biased")
     with pytest.raises(store.UnreadableRecordsError, match=r"b\.json\.gz: compressed, but broken: "):
         store.read(tmp_path / "b.json.gz")
 

@@ -25,7 +25,7 @@ from tiebreak.programs import rejudgement as rejudging
 from tiebreak.programs import statement as program
 from tiebreak.reports.cli import main
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import Answer, Estimate, Record, Run
+from tiebreak.reports.records.record import Answer, Estimate, Record, Run, Shown
 from tiebreak.reports.statement import folder as statements
 
 CASES = ("tied_maxima[k=2]", "no_tail")
@@ -158,7 +158,10 @@ def test_the_summary_has_platform_profile_counts_and_biased_cells(stated: Path) 
 # A record that was changed and whose file has the digest of the change: by what it is found out all the same.
 FORGED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
     "bias": (measured(DEVICE, bias=Estimate(0.001, 0.001)), f"{DEVICE}: verdict: biased, and its bias comes to unb"),
-    "shown": (changing(DEVICE, lambda one: replace(one, shown="+0.00")), f"{DEVICE}: shown: '+0.00', and its measures"),
+    "shown": (
+        changing(DEVICE, lambda one: replace(one, shown=Shown("bias", 0.0))),
+        f"{DEVICE}: shown: '+0.00', and its measures",
+    ),
     "verdict": (changing(DEVICE, lambda one: replace(one, verdict="unbiased")), f"{DEVICE}: verdict: unbiased, and"),
     "difference": (
         measured(DEVICE, prediction_difference=Estimate(0.01, 0.001)),

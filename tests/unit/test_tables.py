@@ -1,5 +1,6 @@
 """What the terminal shows of a run."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,25 +10,33 @@ from tiebreak.reports.records.record import (
     CLAIM,
     CRASHED,
     FELL,
+    FOLLOWS,
     HELD,
     INCONCLUSIVE,
     MEASURED,
+    NO_NUMBER,
+    NONFINITE,
     OUTCOMES,
+    SHRUNK,
     SKIPPED,
     TIMED_OUT,
     UNDECIDED,
     Answer,
     ExperimentRecord,
+    Explanation,
     Record,
     Run,
+    Shown,
 )
-from tiebreak.reports.tables.marks import LEGEND, cell_text, verdict_mark
+from tiebreak.reports.tables.marks import LEGEND, cell_text, shown_text
 from tiebreak.reports.tables.rerun import runnable
 from tiebreak.reports.tables.run import fallen, summary, tables
 
+SHOWN = Shown("bias", 0.23)
+
 
 def record(
-    kernel: str = "flash@paper", case: str = "random", *, outcome: str = HELD, shown: str | None = "+0.23"
+    kernel: str = "flash@paper", case: str = "random", *, outcome: str = HELD, shown: Shown | None = SHOWN
 ) -> Record:
     name = f"cpu-{kernel}-{case}-bf16"
     met = {FELL: False, CRASHED: False, TIMED_OUT: False, INCONCLUSIVE: None}.get(outcome, True)
@@ -55,12 +64,15 @@ def a_run(*records: Record, legends: dict[str, str] | None = None) -> Run:
     ],
 )
 def test_a_cell_says_its_outcome(outcome: str, text: str) -> None:
-    shown = "+0.23" if text.strip("!?·( ") == "+0.23" else None
+    shown = SHOWN if text.strip("!?·( ") == "+0.23" else None
     assert cell_text(record(outcome=outcome, shown=shown)) == text
 
 
 def test_an_excused_cell_stands_in_parentheses_whatever_became_of_it() -> None:
-    for outcome, shown, text in ((FELL, "NaN", "(NaN)"), (INCONCLUSIVE, "x0", "(x0)"), (CRASHED, None, "(crash)")):
+    shrunk = Shown(SHRUNK, 0.001)
+    for outcome, shown, text in (
+        (FELL, Shown(NONFINITE), "(NaN)"), (INCONCLUSIVE, shrunk, "(x0)"), (CRASHED, None, "(crash)")
+    ):  # fmt: skip
         assert cell_text(replace(record(outcome=outcome, shown=shown), excused="known")) == text
 
 
@@ -70,7 +82,15 @@ def test_a_kernel_that_fell_without_a_result_shows_none() -> None:
 
 
 def test_a_verdict_stands_behind_the_bias() -> None:
-    assert [verdict_mark(verdict) for verdict in (BIASED, UNDECIDED, "unbiased", None)] == [" B", " ?", "", ""]
+    texts = [shown_text(replace(SHOWN, verdict=verdict)) for verdict in (BIASED, UNDECIDED, "unbiased", None)]
+    assert texts == ["+0.23 B", "+0.23 ?", "+0.23", "+0.23"]
+
+
+def test_what_is_shown_is_written_as_it_says() -> None:
+    """The number's own way, its unit, and what stands in the place of one."""
+    shown = (Shown("rise", -0.00129, spec="+.1e"), Shown("flips", 42.0, "flips", spec=".0f"), Shown(SHRUNK, 0.283),
+             Shown(NO_NUMBER), Shown.of("rise", math.inf), Shown("rise"))  # fmt: skip
+    assert list(map(shown_text, shown)) == ["-1.3e-03", "42 flips", "x0.28", "none", "NaN", "none"]
 
 
 def test_kernels_stand_across_and_cases_down_in_their_order() -> None:
@@ -94,7 +114,7 @@ def test_no_records_no_table() -> None:
 
 
 def test_kinds_of_experiments_have_tables_and_legends_of_their_own() -> None:
-    other = replace(record(shown="42 flips"), experiment="flips")
+    other = replace(record(shown=Shown("flips", 42.0, "flips", spec=".0f")), experiment="flips")
     shown = tables(a_run(record(), other, legends={"call": "a bias.", "flips": "what flipped."}))
     assert [shown.index(text) for text in ("+0.23 ·", "a bias.", "42 flips ·", "what flipped.", LEGEND)] == sorted(
         shown.index(text) for text in ("+0.23 ·", "a bias.", "42 flips ·", "what flipped.", LEGEND)
@@ -130,14 +150,14 @@ def test_the_summary_counts_and_tells_why() -> None:
         ),
         not_run=("x", "y"),
         unavailable={"abacus": "its beads are stuck"},
-        explanations={"cpu-mine": "follows paper"},
+        explanations={"cpu-mine": Explanation(FOLLOWS, ("paper",), 2, 0.9999)},
         complete=False,
     )
     assert summary(run).splitlines() == [
         "4 cells: 1 held, 1 fell, 2 skipped",
         "skipped (2) cpu-flash@paper: why c",
         "backend abacus did not run: its beads are stuck",
-        "cpu-mine: follows paper",
+        "cpu-mine: follows paper (99.99 % of bits in 2 cells)",
         "INCOMPLETE: the run was interrupted; these are the cells that were done",
-        "not run: 2 cells that came not to their turn",
+        "not run: 2 cells that never started",
     ]

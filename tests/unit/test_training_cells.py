@@ -18,7 +18,7 @@ from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records.record import CLAIM, FELL, HELD, MEASURED, SKIPPED, Record, SeriesRecord
+from tiebreak.reports.records.record import CLAIM, FELL, HELD, MEASURED, SKIPPED, Record, SeriesRecord, Shown
 
 FLASH, FAIR = (trained_kernel(VARIANTS[f"{name}@train_l_rounded"]) for name in ("flash", "fair"))
 SHORT = replace(DRIFT, steps=4)
@@ -156,7 +156,7 @@ def test_a_run_that_drifts_as_claimed_holds() -> None:
     assert (described.label, described.headline, record.evidence["paper"]) == ("A", "delta_error_mean", "fails")
     assert set(record.measures) == set(KIND.measures())
     mean = record.number("delta_error_mean")
-    assert record.shown == f"{mean:+.1e}"
+    assert record.shown == Shown("delta_error_mean", mean, spec="+.1e")
     assert record.number("finite_steps") == record.number("steps") == SHORT.steps
     series = record.evidence["series"]
     assert isinstance(series, SeriesRecord)

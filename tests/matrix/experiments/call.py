@@ -26,7 +26,6 @@ from tiebreak.matrix.result import Claimed, Predicted, Result
 from tiebreak.matrix.sampling import Sample, SequentialSampler
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import record as records
-from tiebreak.reports.tables.marks import verdict_mark
 
 _BINS, _REACH_ULPS = 64, 2.0  # of the histogram of signed errors
 _NO_WORSE = "--no-worse-than rounded"
@@ -157,7 +156,7 @@ def _prediction(sample: Sample) -> Predicted | None:
     return Predicted(sample.declaration.label, sample.prediction_met, measured)
 
 
-def shown(nonfinite: float, gain: float, bias: float, verdict: str | None) -> str:
+def shown(nonfinite: float, gain: float, bias: float, verdict: str | None) -> records.Shown:
     """What tables show of a call: the bias with its verdict, or what there is in its place.
 
     Args:
@@ -167,12 +166,12 @@ def shown(nonfinite: float, gain: float, bias: float, verdict: str | None) -> st
         verdict: on the bias.
     """
     if nonfinite:
-        return "NaN"
+        return records.Shown(records.NONFINITE)
     if gain < _SHRUNK:
-        return f"x{gain:.2g}" if gain >= 0.01 else "x0"
+        return records.Shown(records.SHRUNK, gain)
     if records.finite(bias) is None:
-        return "none"
-    return f"{bias:+.2f}{verdict_mark(verdict)}"
+        return records.Shown(records.NO_NUMBER)
+    return records.Shown.of(KIND.headline or "", bias, verdict=verdict)
 
 
 def _fits(sampler: SequentialSampler) -> dict[str, Any]:
@@ -236,4 +235,5 @@ KIND = _Calls(
     "bias of O in ulps, + away from zero. B: biased (99.9 % beyond 0.05 ulp), ?: not known yet, neither: unbiased;\n"
     "NaN: NaN or Inf where the reference is finite; x..: the output shrinks to that share.",
     headline="bias",
+    largest="max_ulps",
 )

@@ -121,7 +121,7 @@ class TrainingRun(Experiment):
             outcome = run_snippet(snippet, variant, cell.backend.arithmetic, settings.seed, cell.backend.device)
         return Result(
             measures={**outcome.measures, "steps": float(snippet.steps)},
-            shown=format(outcome.measures[snippet.headline], snippet.spec),
+            shown=records.Shown.of(snippet.headline, outcome.measures[snippet.headline], spec=snippet.spec),
             claims=_claims(outcome),
             contract=cell.kernel.external,
             digest=hashlib.sha256(repr(outcome.losses).encode()).hexdigest()[:16],

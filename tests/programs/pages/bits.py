@@ -32,6 +32,7 @@ from tiebreak.programs.pages.tables import renew, table
 from tiebreak.reports.page.figures import Figure, Series
 from tiebreak.reports.page.svg import as_file, draw
 from tiebreak.reports.records.record import NONFINITE
+from tiebreak.reports.tables.marks import shown_text
 
 DOCS = Path(__file__).parents[3] / "docs"
 TABLE, PAGE, PICTURE = DOCS / "bits.csv", DOCS / "fewer-bits.md", DOCS / "figures" / "bits.svg"
@@ -157,7 +158,7 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _shown(row: Row) -> str:
-    return shown(float(row.verdict == NONFINITE), row.gain, row.bias, row.verdict)
+    return shown_text(shown(float(row.verdict == NONFINITE), row.gain, row.bias, row.verdict))
 
 
 def picture(rows: Sequence[Row]) -> str:

@@ -20,6 +20,7 @@ from tiebreak.programs.pages.tables import renew, table
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import OUTCOMES, Estimate, Record, Run, Value
 from tiebreak.reports.tables.comparison import Agreement, compare
+from tiebreak.reports.tables.marks import shown_text
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "reports" / "platforms"
@@ -171,7 +172,7 @@ def _agreement(runs: Mapping[str, Run]) -> Iterator[str]:
 
 
 def _shown(record: Record | None) -> str:
-    return (record.shown or record.outcome) if record else "missing"
+    return (shown_text(record.shown) if record.shown else record.outcome) if record else "missing"
 
 
 if __name__ == "__main__":
