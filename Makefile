@@ -1,7 +1,9 @@
 # One environment, .venv, made on demand. Nothing but make and a Python is needed: every dependency comes as a wheel.
 VENV    := .venv
 STAMP   := $(VENV)/.installed
+FULL    := $(VENV)/.complete
 PY      := $(VENV)/bin/python
+INSTALL := $(PY) -m pip install --quiet -e
 ARGS    ?=
 SEEDS   ?= 100
 # Tried by running it: a version manager puts names on PATH that only print an error.
@@ -17,17 +19,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv matrix platforms training test suite alarms power bounds docs gallery lint typecheck bench bench-gpu clean
+.PHONY: help venv matrix platforms training test lint docs studies bench bench-gpu clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
-	@echo "  ARGS='...' goes to pytest; PYTHON=... picks the Python to make .venv with"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo "  ARGS='...' goes to what is run; PYTHON=... picks the Python to make .venv with"
 
 venv: $(STAMP)  ## .venv with the pinned dependencies
 
-# The stamp comes last, so a failed install leaves none and the next call starts over.
-$(STAMP): pyproject.toml constraints.txt
-	@rm -f $@
+define environment
+	@rm -f $(STAMP) $(FULL)
 	@$(PY) -m pip --version >/dev/null 2>&1 || { \
 	  python='$(PYTHON)'; \
 	  "$${python:-false}" -c '$(SUITABLE)' >/dev/null 2>&1 || { \
@@ -35,8 +36,23 @@ $(STAMP): pyproject.toml constraints.txt
 	    exit 1; }; \
 	  echo "$(VENV): $$("$$python" --version)"; \
 	  "$$python" -m venv --clear $(VENV); }
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[test]'
+endef
+
+# The stamp comes last, so a failed install leaves none and the next call starts over.
+$(STAMP): pyproject.toml constraints.txt
+	$(environment)
+	$(INSTALL) '.[test]'
 	@touch $@
+
+# With wheels that the matrix on a CPU does without, triton's 290 MB among them, and that there are not for every machine:
+# each alone, where not all can be had.
+$(FULL): pyproject.toml constraints.txt
+	$(environment)
+	@$(INSTALL) '.[test,triton,docs]' && touch $(STAMP) $@ || { \
+	  $(INSTALL) '.[test]' && touch $(STAMP) || exit 1; \
+	  for extra in triton docs; do \
+	    $(INSTALL) ".[$$extra]" || echo "$$extra can't be installed: its tests are skipped, for that reason" >&2; \
+	  done; }
 
 matrix: $(STAMP)  ## the matrix on this platform
 	$(PY) -m pytest -n auto tests/matrix $(ARGS)
@@ -54,47 +70,27 @@ training: $(STAMP)  ## the short training runs at three seeds: table and figure
 	  --figure out/training.svg || status=$$?; \
 	exit $$status
 
-test: lint typecheck suite  ## lint, types and the whole test suite
-
-# A wheel of 290 MB, which the matrix on a CPU does without, and which there is not for every machine.
-TRITON  := $(VENV)/.triton
-$(TRITON): $(STAMP)
-	@$(PY) -m pip install --quiet -c constraints.txt -e '.[triton]' && touch $@ \
-	  || echo "triton can't be installed: its interpreter and the audit are skipped, for that reason" >&2
-
-# Wheels of their own, which the suite does without where they can't be had: the site's test is skipped there.
-SITE    := $(VENV)/.site
-$(SITE): $(STAMP)
-	@$(PY) -m pip install --quiet -c constraints.txt -e '.[docs]' && touch $@ \
-	  || echo "zensical can't be installed: the documentation's site is not built, for that reason" >&2
-
-docs: $(SITE)  ## the documentation as a site: out/docs/site/index.html
-	$(PY) -m tiebreak.programs.pages.site $(ARGS)
-
-gallery: $(STAMP)  ## the page of every machine's records: out/gallery/index.html
-	$(VENV)/bin/tiebreak page $(wildcard reports/platforms/*/*.json.gz) -o out/gallery
-
 # The emulation's committed records gate this repository itself; --across: they are the same on every platform.
-suite: $(TRITON) $(SITE)  ## the whole test suite alone, held against the committed baseline
+test: $(FULL) lint  ## lint, types and the whole test suite, held against the committed baseline
 	$(PY) -m pytest -n auto --baseline reports/baselines/emulation.json --across $(ARGS)
 
-alarms: $(STAMP)  ## false alarms of the default matrix over SEEDS seeds; resumes
-	$(PY) -m tiebreak.programs.alarms --seeds $(SEEDS) $(ARGS)
-
-power: $(STAMP)  ## which planted defects the suite catches; resumes
-	$(PY) -m tiebreak.defects.power $(ARGS)
-
-bounds: $(STAMP)  ## bounds of the training runs from SEEDS seeds; resumes
-	$(PY) -m tiebreak.programs.spread --seeds $(SEEDS) --write $(ARGS)
-
-lint: $(STAMP)  ## ruff: rules and format
+# tests/matrix, programs, laboratory and defects are left out of the second run: the first has them, as they are imported.
+lint: $(STAMP)  ## ruff: rules and format; mypy --strict
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-
-# tests/matrix, programs, laboratory and defects are left out of the second run: the first has them, as they are imported.
-typecheck: $(STAMP)  ## mypy --strict
 	$(PY) -m mypy $(PACKAGES)
 	$(PY) -m mypy conftest.py tests --exclude '^tests/(matrix|programs|laboratory|defects)/'
+
+docs: $(FULL)  ## the documentation as a site: out/docs/site/index.html
+	$(PY) -m tiebreak.programs.pages.site $(ARGS)
+
+# False alarms of the default matrix; which planted defects it catches; bounds of the training runs.
+alarms := tiebreak.programs.alarms --seeds $(SEEDS)
+power  := tiebreak.defects.power
+bounds := tiebreak.programs.spread --seeds $(SEEDS) --write
+STUDY  ?= alarms power bounds
+studies: $(STAMP)  ## what takes hours, and resumes: STUDY=alarms, power or bounds, over SEEDS seeds
+	$(foreach study,$(STUDY),$(PY) -m $($(study)) $(ARGS) &&) true
 
 bench: $(STAMP)  ## benchmarks
 	$(PY) -m pytest tests/bench -o python_files='bench_*.py' --benchmark-only \

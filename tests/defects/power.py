@@ -29,13 +29,14 @@ from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.programs.alarms import at_most
-from tiebreak.programs.resumable import add_options, expected, read_parts, renewed, run_parts
+from tiebreak.programs.pages.tables import renew
+from tiebreak.programs.resumable import add_options, expected, read_parts, run_parts
 from tiebreak.reports.cli import Parser
 from tiebreak.reports.records.record import CRASHED, FELL, HELD, MEASURED, SKIPPED, Record
 from tiebreak.reports.tables.run import counted
 
 PAGE = CHECKOUT / "docs" / "power.md"
-BEGIN, END = "<!-- written by make power -->\n", "<!-- end -->"
+SOURCE = "tests/defects/planted.py"
 CASES = {case.name: case for case in SCRIPTED}
 _FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 _HEADS = "16,32,64,128,256"
@@ -323,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     text = report(parts)
     if options.write:
-        PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), BEGIN, END, text), encoding="utf-8")
+        renew(PAGE, SOURCE, [text.rstrip()])
     print(text)
     return int(any(result[0] in _BLAMED for part in parts if _is_of_twins(part) for result in part.results.values()))
 

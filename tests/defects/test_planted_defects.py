@@ -8,7 +8,7 @@ import pytest
 
 from tiebreak.defects.declared import honest
 from tiebreak.defects.planted import DEFECTS, USERS, Defect, on
-from tiebreak.defects.power import BEGIN, CASES, END, PAGE, PlantedCell, run_one
+from tiebreak.defects.power import CASES, PAGE, SOURCE, PlantedCell, run_one
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
@@ -41,7 +41,7 @@ def _row(text: str) -> Row:
 
 def rows() -> dict[str, Row]:
     """Those of the table of the page, by defect."""
-    written = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    written = PAGE.read_text(encoding="utf-8").partition(f"<!-- from {SOURCE} -->")[2]
     table = written.partition("| missed ")[0]
     return {name: _row(rest) for name, rest in _ROW.findall(table) if name in DEFECTS}
 

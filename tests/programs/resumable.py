@@ -31,12 +31,6 @@ def add_options(parser: argparse.ArgumentParser, file: str, line: str) -> None:
     )
 
 
-def renewed(text: str, begin: str, end: str, told: str) -> str:
-    """A page with what stands between two marks replaced."""
-    before, _, rest = text.partition(begin)
-    return f"{before}{begin}\n{told}\n{end}{rest.partition(end)[2]}"
-
-
 def read_parts(path: Path, kind: type[_Part]) -> list[_Part]:
     """The parts that a file has, without a last one that a stop has cut; none where there is no file.
 

@@ -3,7 +3,7 @@
     python -m tiebreak.programs.pages.gallery add MACHINE FILE...    # keep records of `make platforms`, in compact form
     python -m tiebreak.programs.pages.gallery                        # renew docs/platforms.md and README.md
 
-`make gallery` makes the page of all of them. Not a line is written by hand.
+`tiebreak page` makes the page of all of them. Not a line is written by hand.
 """
 
 import argparse
