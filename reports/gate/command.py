@@ -18,7 +18,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="tiebreak gate", description="Fail if a run is worse than a baseline.")
     parser.add_argument("baseline", type=Path, metavar="BASELINE", help="records that were kept")
     parser.add_argument("new", type=Path, metavar="NEW", help="records of the run to judge")
-    parser.add_argument("--fail", metavar="LIMITS", help="how much worse is too much: bias:0.02,max:1,share:0.1")
+    parser.add_argument(
+        "--fail",
+        metavar="LIMITS",
+        help="how much worse which measures may get: NAME:NUMBER, ...; NAME_share: of itself",
+    )
     parser.add_argument("--across", action="store_true", help="compare claims alone: BASELINE is another platform's")
     parser.add_argument("--update-baseline", action="store_true", help="then make NEW the baseline")
     options = parser.parse_args(arguments)

@@ -11,21 +11,20 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split
 from tiebreak.reports.records.record import MeasureRecord
 
-#: Names from before measures had limits of their own.
-_ALIASES = {"max": ("max_ulps", "limit"), "share": ("max_ulps", "share")}
+_SHARE = "_share"  # behind a measure's name: how much worse it may get as a share of itself
 
 
 @dataclass(frozen=True)
 class Limits:
     """How much worse measures may get, where the command line or a file says otherwise than the measures do."""
 
-    limit: Mapping[str, float] = field(default_factory=dict)  # by measure, in its unit
-    share: Mapping[str, float] = field(default_factory=dict)  # by measure, of itself
-    told: Mapping[str, str] = field(default_factory=dict)  # where each name was given, for a message
+    given: Mapping[str, float] = field(default_factory=dict)  # by measure, in its unit, or with _SHARE, of itself
+    places: Mapping[str, str] = field(default_factory=dict)  # where each was given, for a message
 
-    def of(self, name: str, found: MeasureRecord) -> MeasureRecord:
+    def of(self, name: str, measure: MeasureRecord) -> MeasureRecord:
         """A measure's description with the limits in force."""
-        return replace(found, limit=self.limit.get(name, found.limit), share=self.share.get(name, found.share))
+        limit, share = self.given.get(name, measure.limit), self.given.get(name + _SHARE, measure.share)
+        return replace(measure, limit=limit, share=share)
 
     def check(self, known: Mapping[str, MeasureRecord]) -> None:
         """Make sure that every measure named is one that a gate holds.
@@ -33,18 +32,19 @@ class Limits:
         Raises:
             UsageError: one is not; lists those that are.
         """
-        held = [name for name, found in known.items() if found.worse is not None]
-        for name, where in self.told.items():
-            if _ALIASES.get(name, (name, ""))[0] not in held:
-                listed = ", ".join([*held, *(alias for alias, (one, _) in _ALIASES.items() if one in held)])
-                raise UsageError(f"{where}: unknown limit {name!r}: known are {listed}")
+        held = [name for name, measure in known.items() if measure.worse is not None]
+        for name, where in self.places.items():
+            if name not in held and name.removesuffix(_SHARE) not in held:
+                raise UsageError(
+                    f"{where}: unknown limit {name!r}: known are {', '.join(held)}, each also NAME{_SHARE}"
+                )
 
 
 def limits(flag: str | None, folder: Path) -> Limits:
     """The limits in force.
 
     Args:
-        flag: the words of `--fail`, such as "bias:0.02,max:1"; None without it.
+        flag: the words of `--fail`, such as "bias:0.02,max_ulps:1"; None without it.
         folder: where to look for a pyproject.toml, there or in the nearest folder above.
 
     Raises:
@@ -53,7 +53,7 @@ def limits(flag: str | None, folder: Path) -> Limits:
     path, table = settings(folder)
     given = table.get("fail", {})
     if not isinstance(given, Mapping):
-        raise UsageError(f"{path}: [tool.tiebreak]: expected a table fail = {{ bias = 0.02, max = 1 }}")
+        raise UsageError(f"{path}: [tool.tiebreak]: expected a table fail = {{ NAME = NUMBER, ... }}")
     return _with(_with(Limits(), given, f"{path}: [tool.tiebreak.fail]"), _pairs(flag or ""), "--fail")
 
 
@@ -64,7 +64,7 @@ def _pairs(text: str) -> dict[str, Any]:
         try:
             pairs[name] = float(value)
         except ValueError:
-            raise UsageError(f"--fail: {word!r}: expected NAME:NUMBER, such as bias:0.02,max:1") from None
+            raise UsageError(f"--fail: {word!r}: expected NAME:NUMBER") from None
     return pairs
 
 
@@ -92,11 +92,8 @@ def settings(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
 
 
 def _with(base: Limits, pairs: Mapping[str, Any], where: str) -> Limits:
-    limit, share, told = dict(base.limit), dict(base.share), dict(base.told)
     for name, value in pairs.items():
         if type(value) not in (int, float) or not 0 <= value < math.inf:
             raise UsageError(f"{where}: {name}: expected a number of at least 0, found {value!r}")
-        measure, kind = _ALIASES.get(name, (name, "limit"))
-        {"limit": limit, "share": share}[kind][measure] = float(value)
-        told[name] = where
-    return Limits(limit, share, told)
+    given = {name: float(value) for name, value in pairs.items()}
+    return Limits({**base.given, **given}, {**base.places, **dict.fromkeys(given, where)})

@@ -229,7 +229,10 @@ OPTIONS = (
     Option("out", "folder for records (default: out)", metavar="DIR", default="out"),
     Option("baseline", "compare with these records and fail if a cell is worse (docs/ci.md)", metavar="FILE"),
     Option(
-        "fail", "how much worse is too much: bias:0.02,max:1,share:0.1", metavar="LIMITS", needs="baseline"
+        "fail",
+        "how much worse which measures may get: NAME:NUMBER, ...; NAME_share: of itself",
+        metavar="LIMITS",
+        needs="baseline",
     ),
     Option("across", "the baseline is another platform's: compare claims alone", needs="baseline"),
     Option("update-baseline", "then make this run the baseline", needs="baseline"),

@@ -100,10 +100,10 @@ def test_the_gate_works_without_workers(matrix: Matrix, baseline: Path, change: 
     check_junit()
     change(baseline, ["records", 0, "measures", "max_ulps"], 0.0)
     change(baseline, ["records", 0, "answers", "repeatable"], ...)
-    worse = matrix("--baseline", str(baseline), "--fail", "max:0.01")
+    worse = matrix("--baseline", str(baseline), "--fail", "max_ulps:0.01")
     assert worse.ret == 1
     worse.stdout.fnmatch_lines([f"gate FELL: 2 cells compared with {baseline}: 1 worse, 0 better"])
-    assert matrix("--baseline", str(baseline), "--fail", "max:1000").ret == 0
+    assert matrix("--baseline", str(baseline), "--fail", "max_ulps:1000").ret == 0
 
 
 def test_a_cell_that_the_run_leaves_out_by_another_way_than_the_options_vanished(
