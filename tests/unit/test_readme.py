@@ -27,8 +27,8 @@ from tiebreak.reports.page import mechanism
 from tiebreak.reports.records.record import CLAIM, HELD, MEASURED, PREDICTION
 
 ROOT = Path(__file__).parents[2]
-README, EXTENDING = ROOT / "README.md", ROOT / "docs" / "extending.md"
-PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+README, EXTENDING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
+PAGES = (README, EXTENDING, *sorted((ROOT / "docs").glob("*.md")))
 FIGURES = ROOT / "docs" / "figures"
 YOURS = "Your kernel in 60 seconds"
 SNIPPETS = [(README, YOURS), (EXTENDING, "Add a case"), (EXTENDING, "Add a kernel"), (EXTENDING, "Add a backend")]
