@@ -84,8 +84,8 @@ class OnDevice(Tensor):
 
 def compute(op: Any, *args: Any, **kwargs: Any) -> Any:
     """One of torch's operations on the device."""
-    name, given = op._schema.name, pytree.tree_leaves((args, kwargs))
-    foreign = [x for x in given if isinstance(x, Tensor) and not isinstance(x, OnDevice) and x.dim() > 0]
+    name, tensors = op._schema.name, pytree.tree_leaves((args, kwargs))
+    foreign = [x for x in tensors if isinstance(x, Tensor) and not isinstance(x, OnDevice) and x.dim() > 0]
     if foreign and name != "aten::copy_":
         raise RuntimeError(f"{name}: a tensor on the host among those on {NAME}")
     on_host = pytree.tree_map(_on_host, (args, kwargs))
@@ -96,12 +96,12 @@ def compute(op: Any, *args: Any, **kwargs: Any) -> Any:
     }
     if leaves.get(name, False):
         return result
-    known = {id(x.raw): x for x in given if isinstance(x, OnDevice)}  # what is changed in place stays who it is
+    wrapped = {id(x.raw): x for x in tensors if isinstance(x, OnDevice)}  # what is changed in place stays who it is
 
     def on_device(x: object) -> object:
         if not isinstance(x, Tensor):
             return x
-        return known[id(x)] if id(x) in known else OnDevice(x)
+        return wrapped[id(x)] if id(x) in wrapped else OnDevice(x)
 
     return pytree.tree_map(on_device, result)
 
@@ -152,8 +152,8 @@ def main(example: Path) -> None:
             operation(torch.ones(2).to(NAME))
         except (TypeError, RuntimeError) as error:
             refused.append(str(error))
-    found = {"refused": refused, "device": experiments(replace(mps, device=NAME)), "cpu": experiments(CPU)}
-    print(json.dumps(found))
+    results = {"refused": refused, "device": experiments(replace(mps, device=NAME)), "cpu": experiments(CPU)}
+    print(json.dumps(results))
     del library
 
 

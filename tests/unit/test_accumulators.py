@@ -139,20 +139,20 @@ def _tensor_core(row: Array, column: Array, products: int, bits: int) -> np.floa
 def test_a_tensor_core_cuts_terms_off_and_rounds_toward_zero(accumulator: Accumulator, length: int) -> None:
     a, b = _bf16_terms(2, 3, length), _bf16_terms(2, length, 4, seed=1)
     a[:, :, ::3] *= np.float32(2.0**-20)  # some terms lie below the others' last bit
-    found = ACCUMULATIONS[accumulator].matmul(torch.from_numpy(a), torch.from_numpy(b))
-    assert found.dtype == torch.float32
+    product = ACCUMULATIONS[accumulator].matmul(torch.from_numpy(a), torch.from_numpy(b))
+    assert product.dtype == torch.float32
     for batch, row, column in np.ndindex(2, 3, 4):
         expected = _tensor_core(a[batch, row], b[batch, :, column], *TENSOR_CORES[accumulator])
-        assert found[batch, row, column].item() == expected
+        assert product[batch, row, column].item() == expected
 
 
 @pytest.mark.parametrize("accumulator", CORES, ids=lambda accumulator: accumulator.value)
 def test_a_product_is_added_to_zero_in_its_core(accumulator: Accumulator) -> None:
     a, b = torch.from_numpy(_terms(2, 3, 70)), torch.from_numpy(_terms(2, 70, 4, seed=1))
-    found = ACCUMULATIONS[accumulator].matmul(a, b)
-    assert torch.equal(found, tensor_core_matmul(a, b, torch.zeros(2, 3, 4), core_of(*CORES[accumulator])))
+    product = ACCUMULATIONS[accumulator].matmul(a, b)
+    assert torch.equal(product, tensor_core_matmul(a, b, torch.zeros(2, 3, 4), core_of(*CORES[accumulator])))
     others = (ACCUMULATIONS[other].matmul(a, b) for other in Accumulator if other is not accumulator)
-    assert not any(torch.equal(found, other) for other in others)
+    assert not any(torch.equal(product, other) for other in others)
 
 
 @pytest.mark.parametrize(
@@ -172,9 +172,9 @@ def test_a_remainder_below_the_last_bit_is_lost_and_so_breaks_no_tie(accumulator
 @pytest.mark.parametrize("accumulator", TENSOR_CORES, ids=lambda accumulator: accumulator.value)
 def test_a_tensor_core_passes_inf_and_nan_on_and_zeros_are_nothing(accumulator: Accumulator) -> None:
     a = torch.tensor([[torch.inf, 1.0], [torch.nan, 1.0], [torch.inf, -torch.inf], [0.0, 0.0], [0.0, 2.0**-120]])
-    found = ACCUMULATIONS[accumulator].matmul(a, torch.ones(2, 1))[:, 0]
+    product = ACCUMULATIONS[accumulator].matmul(a, torch.ones(2, 1))[:, 0]
     expected = torch.tensor([torch.inf, torch.nan, torch.nan, 0.0, 2.0**-120])
-    assert torch.equal(found.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
+    assert torch.equal(product.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
 
 
 @pytest.mark.parametrize("length", [33, 64, 100])

@@ -36,7 +36,7 @@ HERE = ("hf:eager", "hf:sdpa", "x_transformers", "jax", "onnxruntime", "openvino
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, hidden: Tensor | None = None) -> Tensor:
     """Attention in fp32 of (batch, heads, N, d); a row without a key is 0."""
-    k, v = (one.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
+    k, v = (tensor.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
     scores = q.float() @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -56,7 +56,7 @@ def tokens_first(
 ) -> Tensor:
     """The same of (batch, N, heads, d)."""
     hidden = None if mask is None else mask(q.shape[1], k.shape[1])
-    q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     return attend(q, k, v, scale, hidden).transpose(1, 2)
 
 
@@ -400,42 +400,44 @@ def calls(fmt: Format) -> dict[str, AttentionInputs]:
     }
 
 
-def exactly(given: AttentionInputs) -> tuple[Tensor, ...]:
+def exactly(call: AttentionInputs) -> tuple[Tensor, ...]:
     """O, dQ, dK and dV in fp64."""
-    q, k, v = (one.double().requires_grad_() for one in (given.q, given.k, given.v))
-    o = attend_exactly(q, k, v, given)
-    return (o.detach(), *torch.autograd.grad(o, (q, k, v), given.do.double()))
+    q, k, v = (tensor.double().requires_grad_() for tensor in (call.q, call.k, call.v))
+    o = attend_exactly(q, k, v, call)
+    return (o.detach(), *torch.autograd.grad(o, (q, k, v), call.do.double()))
 
 
-def attend_exactly(q: Tensor, k: Tensor, v: Tensor, given: AttentionInputs) -> Tensor:
-    hidden = given.hidden()
-    k, v = (one.repeat_interleave(given.groups, 1) for one in (k, v))
+def attend_exactly(q: Tensor, k: Tensor, v: Tensor, call: AttentionInputs) -> Tensor:
+    hidden = call.hidden()
+    k, v = (tensor.repeat_interleave(call.groups, 1) for tensor in (k, v))
     mask = None if hidden is None else ~hidden
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=given.scale)
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale)
 
 
-def hold(adapter: str, kernel: Kernel, given: dict[str, AttentionInputs], ulp: float, away: str = "") -> None:
+def hold(adapter: str, kernel: Kernel, inputs_by_label: dict[str, AttentionInputs], ulp: float, away: str = "") -> None:
     """Every call is computed or refused as the adapter says; `away` is what it says of being on a CPU."""
     refused, without_gradients = set(), set()
-    for what, inputs in given.items():
-        told = kernel.refusal(inputs)
-        if told is not None and not (away and told.endswith(away)):
-            refused.add(what)
+    for label, inputs in inputs_by_label.items():
+        reason = kernel.refusal(inputs)
+        if reason is not None and not (away and reason.endswith(away)):
+            refused.add(label)
             continue
         try:
             output = CPU.run(kernel, inputs, gradients=True)
         except CannotRunError:
-            refused.add(what)
+            refused.add(label)
             continue
-        found = [output.o]
+        actual = [output.o]
         if output.gradients is None:
-            without_gradients.add(what)
+            without_gradients.add(label)
         else:
-            found += [output.gradients.dq, output.gradients.dk, output.gradients.dv]
-        for name, one, right in zip(("O", "dQ", "dK", "dV"), found, exactly(inputs), strict=False):
-            assert (one - right).norm() < 4 * ulp * right.norm(), f"{what}: {name}"
+            actual += [output.gradients.dq, output.gradients.dk, output.gradients.dv]
+        for name, tensor, right in zip(("O", "dQ", "dK", "dV"), actual, exactly(inputs), strict=False):
+            assert (tensor - right).norm() < 4 * ulp * right.norm(), f"{label}: {name}"
     assert refused == REFUSED.get(adapter, set()) | (set() if adapter in PADDED else {"padded"})
-    assert without_gradients == (given.keys() - refused if adapter in FORWARD_ONLY else ROW_BY_ROW.get(adapter, set()))
+    assert without_gradients == (
+        inputs_by_label.keys() - refused if adapter in FORWARD_ONLY else ROW_BY_ROW.get(adapter, set())
+    )
 
 
 @pytest.mark.parametrize("adapter", STAND_INS)
@@ -452,11 +454,11 @@ def test_an_adapter_calls_a_package_as_its_document_says(adapter: str, monkeypat
 def test_an_adapter_is_right_with_the_package_itself(adapter: str) -> None:
     kernel = external_kernel(adapter)
     fmt, ulp = (FP16, 2**-11) if adapter == "onnxruntime" else (BF16, 2**-8)
-    given = calls(fmt)
-    lacking = kernel.refusal(given["full"])
+    inputs_by_label = calls(fmt)
+    lacking = kernel.refusal(inputs_by_label["full"])
     if lacking is not None:
         pytest.skip(lacking)
-    hold(adapter, kernel, given, ulp)
+    hold(adapter, kernel, inputs_by_label, ulp)
 
 
 def test_all_adapters_are_held() -> None:
@@ -469,17 +471,17 @@ def test_all_adapters_are_held() -> None:
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_a_missing_package_is_a_skip_that_says_what_to_install(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tops = {one.place.partition(":")[0].partition(".")[0] for one in needs_of(load(adapter))}
-    for name in [one for one in sys.modules if one.partition(".")[0] in tops]:
+    tops = {module.place.partition(":")[0].partition(".")[0] for module in needs_of(load(adapter))}
+    for name in [module for module in sys.modules if module.partition(".")[0] in tops]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Absent(tops), *sys.meta_path])
-    told = str(external_kernel(adapter).refusal(calls(FP16)["full"]))
-    assert re.match(r"[\w-]+ is not installed: pip install ", told), told
-    assert "\n" not in told
+    reason = str(external_kernel(adapter).refusal(calls(FP16)["full"]))
+    assert re.match(r"[\w-]+ is not installed: pip install ", reason), reason
+    assert "\n" not in reason
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "message"),
     [
         (None, "flash-attn 99.0 has no flash_attn.flash_attn_func; this adapter knows 2.8"),
         (
@@ -490,18 +492,18 @@ def test_a_missing_package_is_a_skip_that_says_what_to_install(adapter: str, mon
     ids=["function", "keyword"],
 )
 def test_a_version_that_an_adapter_does_not_know_is_named(
-    function: Any, told: str, monkeypatch: pytest.MonkeyPatch
+    function: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, {"flash_attn": {} if function is None else {"flash_attn_func": function}})
-    assert str(external_kernel("flash_attn").refusal(calls(BF16)["full"])).startswith(told)
+    assert str(external_kernel("flash_attn").refusal(calls(BF16)["full"])).startswith(message)
 
 
 def test_a_package_built_for_another_torch_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     (tmp_path / "sageattention.py").write_text("raise OSError('undefined symbol:\\n _ZN')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "sageattention", raising=False)
-    told = str(external_kernel("sageattention").refusal(calls(BF16)["full"]))
-    assert told.startswith("sageattention of an unknown version can't be imported: OSError: undefined symbol: _ZN")
+    reason = str(external_kernel("sageattention").refusal(calls(BF16)["full"]))
+    assert reason.startswith("sageattention of an unknown version can't be imported: OSError: undefined symbol: _ZN")
 
 
 def test_aiter_is_not_replaced_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -521,15 +523,15 @@ def test_transformer_engines_switches_are_put_back(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("flash_atn", "no adapter 'flash_atn': did you mean flash_attn? known are flash_attn, flash_attn_cute, "),
         ("hf:flash", "no adapter 'hf:flash': "),
         ("mine", "no adapter 'mine': known are flash_attn, "),
     ],
 )
-def test_an_unknown_name_is_told_the_known_ones(name: str, told: str) -> None:
-    with pytest.raises(LoadError, match=re.escape(told)) as caught:
+def test_an_unknown_name_is_told_the_known_ones(name: str, message: str) -> None:
+    with pytest.raises(LoadError, match=re.escape(message)) as caught:
         external_kernel(name)
     assert "openvino; one of your own is path/to/file.py:function" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -538,8 +540,8 @@ def test_an_unknown_name_is_told_the_known_ones(name: str, told: str) -> None:
 def test_the_help_lists_the_adapters(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    told = " ".join(capsys.readouterr().out.split())
-    assert f"Adapters by name: {', '.join(ADAPTERS)}." in told
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"Adapters by name: {', '.join(ADAPTERS)}." in text
 
 
 @pytest.mark.parametrize(("name", "calls_taken"), [("sdpa_flash", 10), ("sdpa_math", 10), ("multihead_attention", 1)])
@@ -555,9 +557,9 @@ def test_the_documents_functions_around_pytorch_are_right(name: str, calls_taken
 def test_the_documents_multihead_attention_takes_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     called, fast = list[Any](), torch._native_multi_head_attention
 
-    def counted(*given: Any) -> Any:
-        called.append(given)
-        return fast(*given)
+    def counted(*arguments: Any) -> Any:
+        called.append(arguments)
+        return fast(*arguments)
 
     monkeypatch.setattr(torch, "_native_multi_head_attention", counted)
     CPU.run(external_kernel(f"{FOREIGN}:multihead_attention"), calls(BF16)["full"], gradients=False)

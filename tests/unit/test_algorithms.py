@@ -74,5 +74,5 @@ def test_a_composed_kernel_takes_what_its_algorithm_takes() -> None:
 
 
 def test_the_triton_kernels_say_that_they_do_not_have_it() -> None:
-    told = refusal(CASES["random"].make(1, 0, 16, BF16), Declaration(THIRD, FUSED, SAFE), interpreted=True)
-    assert told == "the Triton kernels have no algorithm third: they have flash, standard"
+    reason = refusal(CASES["random"].make(1, 0, 16, BF16), Declaration(THIRD, FUSED, SAFE), interpreted=True)
+    assert reason == "the Triton kernels have no algorithm third: they have flash, standard"

@@ -92,9 +92,9 @@ def test_a_fast_exponential_lies_on_lines_between_the_powers_of_two_but_for_its_
     y = (x * 1.4426950408889634).double().numpy()
     y = y - np.polynomial.polynomial.polyval(y - np.floor(y), correction)
     expected = np.exp2(np.floor(y)) * (1.0 + y - np.floor(y))
-    found = EMULATED.exp(x, Exponential(correction=correction)).double().numpy()
+    values = EMULATED.exp(x, Exponential(correction=correction)).double().numpy()
     # Its bits are an fp32 number of up to 2^31, where these are spaced by 128; a bit is 2^-23 of 1.
-    assert np.abs(found / expected - 1.0).max() <= 128 * 2.0**-23
+    assert np.abs(values / expected - 1.0).max() <= 128 * 2.0**-23
 
 
 def test_a_fast_exponential_misses_one_at_zero_by_half_its_correction_there() -> None:
@@ -105,16 +105,16 @@ def test_a_fast_exponential_misses_one_at_zero_by_half_its_correction_there() ->
 
 
 def test_keys_that_fill_no_lanes_have_the_exact_exponential() -> None:
-    found = EMULATED.exp(torch.zeros(2, 3, 10), Exponential(correction=(0.5,), lanes=4))
-    assert (found[..., :8] == 0.75).all()
-    assert (found[..., 8:] == 1.0).all()
+    values = EMULATED.exp(torch.zeros(2, 3, 10), Exponential(correction=(0.5,), lanes=4))
+    assert (values[..., :8] == 0.75).all()
+    assert (values[..., 8:] == 1.0).all()
 
 
 def test_a_fast_exponential_of_no_number_or_one_out_of_range() -> None:
     x = torch.tensor([-torch.inf, -90.0, 90.0, torch.inf, torch.nan])
-    found = EMULATED.exp(x, Exponential(correction=(0.1, 0.1)))
+    values = EMULATED.exp(x, Exponential(correction=(0.1, 0.1)))
     expected = torch.tensor([0.0, 0.0, torch.inf, torch.inf, torch.nan])
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
+    torch.testing.assert_close(values, expected, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @each_arithmetic

@@ -223,15 +223,17 @@ def test_equation_2_tells_the_error_of_the_query_weights_gradient() -> None:
 
 def test_gradient_measures_report_both_equations() -> None:
     inputs, ref = _tied()
-    found = gradient_measures(_on_tied("flash@paper"), inputs, ref)
+    measures = gradient_measures(_on_tied("flash@paper"), inputs, ref)
     error, predicted, _ = _equation_1()
     x = inputs.q.double()
-    assert found["equation_1_cosine"] == pytest.approx(cosine(error, predicted))
-    assert found["equation_2_cosine"] == pytest.approx(cosine(weight_gradient(error, x), weight_gradient(predicted, x)))
-    assert found["equation_1_cosine"] > 0.99
-    assert found["equation_2_cosine"] > 0.99
+    assert measures["equation_1_cosine"] == pytest.approx(cosine(error, predicted))
+    assert measures["equation_2_cosine"] == pytest.approx(
+        cosine(weight_gradient(error, x), weight_gradient(predicted, x))
+    )
+    assert measures["equation_1_cosine"] > 0.99
+    assert measures["equation_2_cosine"] > 0.99
     # The paper's plan spoils dQ through delta; dV never sees delta.
-    assert found["dv_relative_error"] < 1e-2 * found["dq_relative_error"]
+    assert measures["dv_relative_error"] < 1e-2 * measures["dq_relative_error"]
 
 
 def test_flash_in_the_papers_plan_has_the_bias_of_delta_that_the_design_expects() -> None:

@@ -88,7 +88,7 @@ def test_the_bound_of_every_plan_holds(name: str, fmt: Format) -> None:
     shares = {
         (plan.name, block): _error_over_bound(inputs, _declared(plan, block), ref) for plan in NAMED for block in BLOCKS
     }
-    assert {one: share for one, share in shares.items() if not share <= 1.0} == {}
+    assert {plan: share for plan, share in shares.items() if not share <= 1.0} == {}
 
 
 @pytest.mark.parametrize("rule", ["safe", "fixed_offset", "dithered"])
@@ -119,7 +119,7 @@ def test_the_bound_of_other_peoples_kernels_holds(name: str, fmt: Format) -> Non
         for name, declared in FOREIGN.items()
         for block in BLOCKS
     }
-    assert {one: share for one, share in shares.items() if not share <= 1.0} == {}
+    assert {plan: share for plan, share in shares.items() if not share <= 1.0} == {}
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -154,7 +154,7 @@ def test_an_output_a_few_ulps_off_breaks_the_bound_of_every_plan(name: str, fmt:
     inputs = _inputs(name, fmt)
     ref = reference(inputs)
     shares = {plan.name: _error_over_bound(inputs, _declared(plan), ref, factor=factor) for plan in NAMED}
-    assert {one: share for one, share in shares.items() if not share > 1.0} == {}
+    assert {plan: share for plan, share in shares.items() if not share > 1.0} == {}
 
 
 @pytest.mark.parametrize("fmt", [BF16, FP16, FP32], ids=lambda fmt: fmt.name)

@@ -50,16 +50,16 @@ def test_an_output_in_fp32_is_the_one_before_its_cast(name: str) -> None:
     inputs, declaration = _inputs("random"), _declared(name)
     wide = replace(inputs, formats=Formats.of(BF16, output=FP32))
     uncast = replace(declaration, plan=replace(declaration.plan, o=Cast(FP32)))
-    found = run_declared(declaration, wide, ARITHMETIC, False).o
-    assert torch.equal(found, run_declared(uncast, inputs, ARITHMETIC, False).o)
-    assert not torch.equal(found, found.bfloat16().float())
+    o = run_declared(declaration, wide, ARITHMETIC, False).o
+    assert torch.equal(o, run_declared(uncast, inputs, ARITHMETIC, False).o)
+    assert not torch.equal(o, o.bfloat16().float())
 
 
 def test_operands_in_another_format_move_p_bar_alone() -> None:
     inputs, declaration = _inputs("random"), _declared("flash@fused")
     moved = replace(declaration, plan=replace(declaration.plan, p_bar=Cast(FP16)))
-    found = run_declared(declaration, replace(inputs, formats=Formats.of(BF16, operands=FP16)), ARITHMETIC, False).o
-    assert torch.equal(found, run_declared(moved, inputs, ARITHMETIC, False).o)
+    o = run_declared(declaration, replace(inputs, formats=Formats.of(BF16, operands=FP16)), ARITHMETIC, False).o
+    assert torch.equal(o, run_declared(moved, inputs, ARITHMETIC, False).o)
 
 
 @pytest.mark.parametrize("own", [{"output": FP32}, {"operands": FP16}], ids=["output", "operands"])
@@ -70,7 +70,7 @@ def test_formats_of_its_own_are_asked_for(own: dict[str, object]) -> None:
     assert _triton("triton_flash").refusal(inputs) == f"triton_flash {MIXED}"
 
 
-def test_a_v_of_8_bits_is_widened_by_whoever_does_not_ask_for_it() -> None:
+def test_a_v_of_8_bits_is_widened_where_the_plan_does_not_multiply_it() -> None:
     inputs = _inputs("fp8_ties")
     assert inputs.formats == Formats.of(BF16, v=FP8_E4M3)
     assert not inputs.asks()
@@ -79,10 +79,10 @@ def test_a_v_of_8_bits_is_widened_by_whoever_does_not_ask_for_it() -> None:
 
 
 def test_a_kernel_that_multiplies_a_v_of_8_bits_is_not_for_another() -> None:
-    kernel, told = _triton("triton_fp8"), "plan fused_fp8 multiplies a V in fp8_e4m3, not in bf16: round it first"
+    kernel, message = _triton("triton_fp8"), "plan fused_fp8 multiplies a V in fp8_e4m3, not in bf16: round it first"
     assert kernel.refusal(_inputs("fp8_ties")) is None
-    assert kernel.refusal(_inputs("tied_maxima[k=2]")) == told
-    with pytest.raises(ValueError, match=told):
+    assert kernel.refusal(_inputs("tied_maxima[k=2]")) == message
+    with pytest.raises(ValueError, match=message):
         kernel.compute(_inputs("tied_maxima[k=2]"), ARITHMETIC, False)
     unsuited = {name: _triton(name).unsuited(Formats.of(BF16)) for name in DECLARATIONS}
     assert {name for name, reason in unsuited.items() if reason} == {"triton_fp8", "triton_fp8_offset"}
@@ -91,10 +91,12 @@ def test_a_kernel_that_multiplies_a_v_of_8_bits_is_not_for_another() -> None:
 def test_a_kernel_is_left_out_of_the_cells_whose_formats_it_is_not_for() -> None:
     if INTERPRETER.unavailable() is not None:
         pytest.skip("no interpreter")
-    found, _ = cells(Selection("interpreter", "triton_fp8,triton_flash"))
+    selected, _ = cells(Selection("interpreter", "triton_fp8,triton_flash"))
     ran = {
         kernel: {
-            cell.experiment.name for cell in found if isinstance(cell.experiment, Call) and cell.kernel.name == kernel
+            cell.experiment.name
+            for cell in selected
+            if isinstance(cell.experiment, Call) and cell.kernel.name == kernel
         }
         for kernel in ("triton_fp8", "triton_flash")
     }

@@ -184,10 +184,10 @@ class TestWhatIsKept:
         tensors, metadata = read(captured.written[0])
         assert metadata["causal"] == "true"
         groups = HEADS // key_heads
-        (given,), (gradient,) = layer.calls, layer.gradients
+        (call,), (gradient,) = layer.calls, layer.gradients
         for at, (entry, head) in enumerate(tensors["layer0.heads"].tolist()):
             for name, whole, size in zip(
-                ("q", "k", "v", "o", "do"), (*given, gradient), (groups, 1, 1, groups, groups), strict=True
+                ("q", "k", "v", "o", "do"), (*call, gradient), (groups, 1, 1, groups, groups), strict=True
             ):
                 assert torch.equal(tensors[f"layer0.{name}"][at], whole[entry, head * size : (head + 1) * size]), name
         assert len(tensors["layer0.heads"]) == 5
@@ -229,13 +229,15 @@ class TestWhatIsKept:
 
     @pytest.mark.parametrize("mask", ["bool", "float", "lowest", "nothing"])
     def test_a_mask_that_says_causal_is_a_causal_flag(self, tmp_path: Path, mask: str) -> None:
-        seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+        visible = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
         lowest = torch.finfo(torch.bfloat16).min if mask == "lowest" else -torch.inf
-        given = seen if mask == "bool" else torch.zeros(1, 1, TOKENS, TOKENS).bfloat16().masked_fill(~seen, lowest)
-        given = torch.zeros_like(given) if mask == "nothing" else given
+        passed = (
+            visible if mask == "bool" else torch.zeros(1, 1, TOKENS, TOKENS).bfloat16().masked_fill(~visible, lowest)
+        )
+        passed = torch.zeros_like(passed) if mask == "nothing" else passed
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, given)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, passed)
 
         model = model_of(lambda: Layer(attend))
         with started(model, tmp_path) as captured:
@@ -321,8 +323,8 @@ class TestTheFolder:
         model = model_of(lambda: Layer(lambda q, k, v: plain(q * next(factors), k, v)))
         with started(model, tmp_path, budget_mb=0.065) as captured:
             train(model, captured, steps=5)
-        kept = sorted(path.name for path in tmp_path.iterdir())
-        assert kept == ["inputs-000002.safetensors", "inputs-000003.safetensors"]
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert names == ["inputs-000002.safetensors", "inputs-000003.safetensors"]
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 65_000
         assert "inputs-000002.safetensors" in captured.summary().split("\n")[2]
 
@@ -416,8 +418,8 @@ class TestOtherWaysToCall:
         core = Core()
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            given = (q, k, v) if heads_first else (x.transpose(1, 2) for x in (q, k, v))
-            o: Tensor = core(*given)
+            arguments = (q, k, v) if heads_first else (x.transpose(1, 2) for x in (q, k, v))
+            o: Tensor = core(*arguments)
             return o if heads_first else o.transpose(1, 2)
 
         def layer() -> Layer:
@@ -448,9 +450,11 @@ class TestOtherWaysToCall:
     def test_hugging_faces_functions(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], why: str | None
     ) -> None:
-        def function(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **told: Any) -> tuple[Tensor, None]:
+        def function(
+            module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **arguments: Any
+        ) -> tuple[Tensor, None]:
             del module
-            flag = told.get("is_causal", True)
+            flag = arguments.get("is_causal", True)
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=flag).transpose(1, 2), None
 
         class Functions(dict[str, Any]):
@@ -563,6 +567,6 @@ def test_the_summary_is_printed_with_the_next_command(tmp_path: Path, capsys: py
     model = model_of(Layer)
     with started(model, tmp_path, quiet=False) as captured:
         train(model, captured, steps=1)
-    told = capsys.readouterr().err
-    assert told == captured.summary() + "\n"
-    assert told.endswith(f"next: python -m pytest -n auto tests/matrix --captured {tmp_path}\n")
+    printed = capsys.readouterr().err
+    assert printed == captured.summary() + "\n"
+    assert printed.endswith(f"next: python -m pytest -n auto tests/matrix --captured {tmp_path}\n")

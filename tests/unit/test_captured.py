@@ -159,10 +159,13 @@ class TestMetadata:
         torch.testing.assert_close(reference(inputs).o, expected)
 
     def test_a_layer_may_have_its_own(self, tmp_path: Path) -> None:
-        told = {"layer0.causal": "true", "layer1.causal": "false", "layer1.scale": "0.5"}
-        keep(tmp_path, {"0": normal((1, 2, 4, 8)), "1": normal((1, 2, 4, 8))}, metadata=told)
+        metadata = {"layer0.causal": "true", "layer1.causal": "false", "layer1.scale": "0.5"}
+        keep(tmp_path, {"0": normal((1, 2, 4, 8)), "1": normal((1, 2, 4, 8))}, metadata=metadata)
         inputs = [case.make(1, 0, 2, BF16) for case in captured_cases(tmp_path)]
-        assert [(each.causal, each.softmax_scale) for each in inputs] == [(True, None), (False, 0.5)]
+        assert [(layer_inputs.causal, layer_inputs.softmax_scale) for layer_inputs in inputs] == [
+            (True, None),
+            (False, 0.5),
+        ]
 
     def test_ranks_are_told_apart(self, tmp_path: Path) -> None:
         for step in ("2-rank10", "2-rank9", "1-rank10", "2"):
@@ -175,8 +178,8 @@ class TestMetadata:
     @pytest.mark.parametrize("edited", ["q", "k", "v", "do", "o", "causal", "scale"])
     def test_a_layer_that_was_changed_is_refused(self, tmp_path: Path, edited: str) -> None:
         layer = normal((1, 2, 4, 8)) | {"o": torch.zeros(1, 2, 4, 8)}
-        told = {"causal": "false", "scale": "0.5", "layer0.crc32": layer_checksum(layer, False, 0.5)}
-        path = keep(tmp_path, {"0": layer}, metadata=told)
+        metadata = {"causal": "false", "scale": "0.5", "layer0.crc32": layer_checksum(layer, False, 0.5)}
+        path = keep(tmp_path, {"0": layer}, metadata=metadata)
         (case,) = captured_cases(tmp_path)
         assert case.make(1, 0, 2, BF16).scale == 0.5
         if edited in layer:
@@ -184,7 +187,7 @@ class TestMetadata:
         keep(
             tmp_path,
             {"0": layer},
-            metadata=told | {"causal": {"causal": "true"}, "scale": {"scale": "0.25"}}.get(edited, {}),
+            metadata=metadata | {"causal": {"causal": "true"}, "scale": {"scale": "0.25"}}.get(edited, {}),
         )
         (case,) = captured_cases(tmp_path)
         captured._load.cache_clear()
@@ -264,8 +267,8 @@ class TestLooks:
         assert sampler.sample.errors.max_ulps <= 1
         inputs = case.make(1, 0, 256, BF16)
         ref = reference(inputs)
-        kept = ref.o.abs() >= 0.25 * ref.magnitude
-        assert sampler.sample.errors.left_out == (~kept).sum() > 1000
+        large = ref.o.abs() >= 0.25 * ref.magnitude
+        assert sampler.sample.errors.left_out == (~large).sum() > 1000
 
     def test_cancelled_elements_are_not_in_the_root_mean_square(self, tmp_path: Path) -> None:
         # Errors that are in proportion to sum P |V|: in ulps of a cancelled O they are of any size.
@@ -347,13 +350,13 @@ class TestRuns:
         words = ("--captured", ".", "--backend", "emulation", "--kernels", "flash@paper,fair")
         result = matrix(*words)
         assert result.ret == 0
-        found = {(record.case, record.kernel): record for record in kept().records}
-        assert len(found) == 4
-        assert {record.outcome for record in found.values()} == {MEASURED}  # nothing is claimed of captured tensors
+        records = {(record.case, record.kernel): record for record in kept().records}
+        assert len(records) == 4
+        assert {record.outcome for record in records.values()} == {MEASURED}  # nothing is claimed of captured tensors
         tied = "captured[step=000007.layer=0]"
-        assert found[tied, "flash@paper"].verdict == "biased"
-        assert found[tied, "fair"].verdict == "unbiased"
-        assert [found[tied, "fair"].heads, found["captured[step=000007.layer=1]", "fair"].heads] == [256, 12]
+        assert records[tied, "flash@paper"].verdict == "biased"
+        assert records[tied, "fair"].verdict == "unbiased"
+        assert [records[tied, "fair"].heads, records["captured[step=000007.layer=1]", "fair"].heads] == [256, 12]
         assert kept().options["captured"] == "."
 
     def test_with_cases_both_are_named(self, matrix: MatrixRun, pytester: pytest.Pytester, kept: Kept) -> None:
@@ -395,8 +398,8 @@ class TestRuns:
         keep(pytester.path, {"0": normal((1, 12, 32, 16)), "1": wide})
         words = ("--captured", ".", "--backend", "emulation", "--kernels", "standard", "--dtype", "bf16,fp16")
         assert matrix(*words).ret == 0
-        found = sorted((record.case[-2], record.format) for record in kept().records)
-        assert found == [("0", "bf16"), ("1", "bf16"), ("1", "fp16")]
+        formats = sorted((record.case[-2], record.format) for record in kept().records)
+        assert formats == [("0", "bf16"), ("1", "bf16"), ("1", "fp16")]
 
     def test_fair_does_not_pass_what_the_heads_do_not_tell(
         self, matrix: MatrixRun, pytester: pytest.Pytester, kept: Kept
@@ -456,9 +459,9 @@ class TestBadFiles:
         folder = () if "--captured" in words else ("--captured", ".")
         result = matrix(*folder, "--backend", "emulation", "--kernels", "standard", *words)
         assert result.ret == 2
-        told = [line for line in (*result.outlines, *result.errlines) if "Exit: " in line or "Error" in line]
-        assert len(told) == 1, told
-        assert re.search(message, told[0]), told[0]
+        lines = [line for line in (*result.outlines, *result.errlines) if "Exit: " in line or "Error" in line]
+        assert len(lines) == 1, lines
+        assert re.search(message, lines[0]), lines[0]
         assert sorted(pytester.path.rglob("*")) == before
 
     @pytest.mark.parametrize(("layer", "message"), LAYERS.values(), ids=LAYERS)
@@ -542,7 +545,7 @@ class TestMade:
     MADE: Mapping[str, str] = {"causal": "true", "layer0.made": "true"}
 
     @pytest.mark.parametrize(
-        ("metadata", "padding", "told"),
+        ("metadata", "padding", "message"),
         [
             ({"layer0.order": "nhbd"}, None, "metadata layer0.order is nhbd; expected one of bhnd, bnhd, bhdn"),
             ({}, torch.ones(2, 4, dtype=torch.uint8), r"layer0.key_padding \[2, 4\]; expected \[4\], a number a key"),
@@ -550,10 +553,10 @@ class TestMade:
         ids=["order", "padding"],
     )
     def test_what_it_says_has_to_fit(
-        self, tmp_path: Path, metadata: Mapping[str, str], padding: Tensor | None, told: str
+        self, tmp_path: Path, metadata: Mapping[str, str], padding: Tensor | None, message: str
     ) -> None:
         layer = normal((1, 2, 4, 8)) | ({} if padding is None else {"key_padding": padding})
-        with pytest.raises(CapturedError, match=told):
+        with pytest.raises(CapturedError, match=message):
             only_case(tmp_path, layer, {**self.MADE, **metadata})
 
     def test_only_such_a_layer_may_hold_nan_and_rows_without_a_key(self, tmp_path: Path) -> None:
@@ -566,7 +569,7 @@ class TestMade:
             only_case(tmp_path / "queries", layer, CAUSAL)
         with pytest.raises(CapturedError, match="holds NaN or Inf"):
             only_case(tmp_path / "nan", layer, FULL).make(1, 0, 256, BF16)
-        one, other = (
+        first, second = (
             only_case(tmp_path / order, layer, {**self.MADE, "layer0.order": order}) for order in ("bhnd", "bnhd")
         )
-        assert one.version != other.version
+        assert first.version != second.version

@@ -45,7 +45,7 @@ def test_names_are_unique() -> None:
 def test_a_case_says_what_it_is_and_where_it_comes_from(case: Case) -> None:
     assert case.about
     assert case.source
-    assert all(one.source for one in case.claims)
+    assert all(claim.source for claim in case.claims)
 
 
 @each_format
@@ -53,20 +53,20 @@ def test_a_case_says_what_it_is_and_where_it_comes_from(case: Case) -> None:
 def test_a_seed_gives_the_same_bits_again(case: Case, fmt: Format) -> None:
     first, again = _made(case.name, fmt), case.make(0, 0, HEADS, fmt)
     for field in fields(AttentionInputs):
-        one, other = getattr(first, field.name), getattr(again, field.name)
-        assert torch.equal(one.isnan(), other.isnan()) if isinstance(one, Tensor) else one == other, field.name
+        before, after = getattr(first, field.name), getattr(again, field.name)
+        assert torch.equal(before.isnan(), after.isnan()) if isinstance(before, Tensor) else before == after, field.name
     assert all(_same_bits(a, b) for a, b in zip(_tensors(first).values(), _tensors(again).values(), strict=True))
 
 
 @pytest.mark.parametrize(("seed", "batch"), [(1, 0), (0, 1)], ids=["seed", "batch"])
 @each_case
 def test_another_seed_or_batch_gives_other_bits(case: Case, seed: int, batch: int) -> None:
-    here, there = _made(case.name), _made(case.name, BF16, seed, batch)
-    assert here.noise_seed != there.noise_seed
+    first, second = _made(case.name), _made(case.name, BF16, seed, batch)
+    assert first.noise_seed != second.noise_seed
     for name in ("k", "v", "do"):
-        one, other = _tensors(here)[name], _tensors(there)[name]
+        before, after = _tensors(first)[name], _tensors(second)[name]
         # Numbers of 8 bits from a few binades meet by chance, and scripted keys share a dimension.
-        assert (one == other).double().mean() < 0.5, name
+        assert (before == after).double().mean() < 0.5, name
 
 
 def test_a_batch_of_one_seed_is_no_batch_of_another() -> None:
@@ -360,8 +360,8 @@ THIRD = claim(UNBIASED, "third", plans="fused")
 )
 def test_the_first_claim_that_concerns_a_kernel_is_its_claim(kernel: str, source: str | None) -> None:
     case = Case("made_up", "", "", CASES["random"].recipe, (FIRST, SECOND, THIRD))
-    found = case.claim_about(composed_kernel(kernel).declaration)
-    assert (found.source if found else None) == source
+    claim = case.claim_about(composed_kernel(kernel).declaration)
+    assert (claim.source if claim else None) == source
 
 
 def test_only_a_claim_about_all_kernels_speaks_of_one_that_declares_nothing() -> None:

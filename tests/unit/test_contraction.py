@@ -36,8 +36,8 @@ def nearest(exact: Fraction) -> float:
     guess = np.float32(float(exact))
     near = [guess, np.nextafter(guess, np.float32(-np.inf)), np.nextafter(guess, np.float32(np.inf))]
     return min(
-        (float(each) for each in near if np.isfinite(each)),
-        key=lambda each: (abs(Fraction(each) - exact), np.float32(each).view(np.int32) & 1),
+        (float(candidate) for candidate in near if np.isfinite(candidate)),
+        key=lambda candidate: (abs(Fraction(candidate) - exact), np.float32(candidate).view(np.int32) & 1),
     )
 
 
@@ -68,9 +68,9 @@ def test_where_products_nearly_cancel_every_bit_is_kept() -> None:
     rng = np.random.default_rng(1)
     x, factor = fp32(rng, 500, (-2, 12)), np.float32(0.125 * math.log2(math.e)).item()
     rounded = x * factor
-    found = fma(x, factor, -rounded)
-    assert torch.equal(found, by_rationals(x, factor, -rounded))
-    assert (found != 0).double().mean() > 0.9
+    fused = fma(x, factor, -rounded)
+    assert torch.equal(fused, by_rationals(x, factor, -rounded))
+    assert (fused != 0).double().mean() > 0.9
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0], ids=["positive", "negative"])
@@ -89,19 +89,19 @@ def test_fp64_alone_would_round_some_twice() -> None:
 
 def test_a_fused_multiply_add_of_what_is_no_number() -> None:
     x, addend = torch.tensor([-torch.inf, torch.nan, 1.0, 3e38]), torch.tensor([-5.0, 1.0, torch.inf, 3e38])
-    found = fma(x, 2.0, addend)
-    assert found[[0, 2, 3]].tolist() == [-torch.inf, torch.inf, torch.inf]
-    assert found[1].isnan()
+    sums = fma(x, 2.0, addend)
+    assert sums[[0, 2, 3]].tolist() == [-torch.inf, torch.inf, torch.inf]
+    assert sums[1].isnan()
 
 
 class Noted(EmulatedArithmetic):
-    """The emulation, that keeps what powers it was asked for."""
+    """The emulation, that keeps the powers it is called for."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Tensor, float, Tensor]] = []
+        self.calls: list[tuple[Tensor, float, Tensor]] = []
 
     def exp_of_fma(self, x: Tensor, factor: float, addend: Tensor, exponential: Exponential) -> Tensor:
-        self.asked.append((x, factor, addend))
+        self.calls.append((x, factor, addend))
         return super().exp_of_fma(x, factor, addend, exponential)
 
 
@@ -126,7 +126,7 @@ def test_the_argument_is_that_of_flash_attention_2() -> None:
     run_declared(declared("fused_contracted", Block(3, 3)), call, noted, gradients=False)
     s = call.q.double() @ call.k.double().transpose(-1, -2)
     c = nearest(Fraction(np.float32(call.scale).item()) * LOG2_E)
-    first, second, rescaled = noted.asked
+    first, second, rescaled = noted.calls
     earlier = s[..., :3].float().amax(-1, keepdim=True)
     largest = torch.maximum(earlier, s[..., 3:].float().amax(-1, keepdim=True))
     for (x, factor, addend), tile, top in ((first, s[..., :3], earlier), (second, s[..., 3:], largest)):
@@ -141,7 +141,7 @@ def test_the_backward_pass_contracts_with_the_log_sum_exp() -> None:
     call, noted = inputs(), Noted()
     out = run_declared(declared("fused_contracted", Block(3, 6)), call, noted, gradients=True)
     assert out.lse is not None
-    (x, factor, addend) = noted.asked[-1]
+    (x, factor, addend) = noted.calls[-1]
     assert torch.equal(x, (call.q.double() @ call.k.double().transpose(-1, -2)).float())
     assert factor == nearest(Fraction(np.float32(call.scale).item()) * LOG2_E)
     rounded_log2_e = Fraction(np.float32(math.log2(math.e)).item())
@@ -151,7 +151,7 @@ def test_the_backward_pass_contracts_with_the_log_sum_exp() -> None:
 def test_where_s_is_cast_its_scale_comes_before() -> None:
     call, noted = inputs(), Noted()
     run_declared(declared("fused_contracted,s=bf16"), call, noted, gradients=False)
-    ((x, factor, _),) = noted.asked
+    ((x, factor, _),) = noted.calls
     assert torch.equal(x, x.bfloat16().float())
     assert factor == np.float32(math.log2(math.e)).item()
 
@@ -164,15 +164,15 @@ def test_contracted_or_not_it_is_attention(text: str, base: str, case: str) -> N
     call = CASES[case].make(1, 0, 16, BF16)
     declaration = declared(f"{text},base={base}", None if "standard" in text else Block(16, 32))
     contracted = replace(declaration, plan=replace(declaration.plan, contracted=True))
-    found, plain = (run_declared(each, call, EMULATED, gradients=True) for each in (contracted, declaration))
-    assert found.gradients is not None
+    first, plain = (run_declared(variant, call, EMULATED, gradients=True) for variant in (contracted, declaration))
+    assert first.gradients is not None
     assert plain.gradients is not None
-    assert found.lse is not None
+    assert first.lse is not None
     assert plain.lse is not None
-    pairs = [(found.o, plain.o), (found.lse, plain.lse)]
-    pairs += [(getattr(found.gradients, name), getattr(plain.gradients, name)) for name in ("dq", "dk", "dv", "delta")]
-    for one, other in pairs:
-        assert torch.allclose(one, other, rtol=1e-4, atol=2e-5)
+    pairs = [(first.o, plain.o), (first.lse, plain.lse)]
+    pairs += [(getattr(first.gradients, name), getattr(plain.gradients, name)) for name in ("dq", "dk", "dv", "delta")]
+    for ours, theirs in pairs:
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -189,20 +189,22 @@ def test_contracted_or_not_it_is_attention(text: str, base: str, case: str) -> N
 def test_a_shift_rule_does_the_same_to_scores_without_their_scale(rule: str, case: str) -> None:
     """Where alpha is a power of two there is no difference but the contraction's own, and in base e none."""
     call = CASES[case].make(1, 0, 16, BF16)
-    one, other = (run_declared(declared(f"{rule}@fused{end}"), call, EMULATED, False) for end in ("", ",contract=yes"))
-    assert torch.equal(one.o, other.o)
+    sound, contracted = (
+        run_declared(declared(f"{rule}@fused{end}"), call, EMULATED, False) for end in ("", ",contract=yes")
+    )
+    assert torch.equal(sound.o, contracted.o)
     plain = run_declared(declared("fused"), call, EMULATED, False)
-    assert not torch.equal(one.o, plain.o)
+    assert not torch.equal(sound.o, plain.o)
 
 
 @pytest.mark.parametrize(("top", "same"), [(4.0, True), (5.0, False)])
 def test_nothing_changes_where_s_c_is_exact(top: float, same: bool) -> None:
     draw = Draw(np.random.Generator(np.random.Philox(1)), Formats.of(BF16), 16)
     call = scripted(draw, Scores(top=(top, top), gap=(200.0, 210.0)))
-    one, other = (
+    plain, contracted = (
         run_declared(declared(text), call, EMULATED, False).o for text in ("fused,base=2", "fused_contracted")
     )
-    assert torch.equal(one, other) is same
+    assert torch.equal(plain, contracted) is same
 
 
 def row_bias(text: str, case: str, seed: int = 1) -> Tensor:
@@ -223,9 +225,11 @@ def test_contraction_gives_a_row_a_bias_of_its_own() -> None:
 def test_a_device_takes_the_same_argument() -> None:
     x, addend = torch.linspace(-40.0, 40.0, 1001), torch.full((1001,), -7.3)
     for base_two in (True, False):
-        found = NATIVE.exp_of_fma(x, 0.3, addend, Exponential(base_two))
+        native = NATIVE.exp_of_fma(x, 0.3, addend, Exponential(base_two))
         # An exponential of torch's errs by an ulp or so.
-        torch.testing.assert_close(found, EMULATED.exp_of_fma(x, 0.3, addend, Exponential(base_two)), rtol=3e-7, atol=0)
+        torch.testing.assert_close(
+            native, EMULATED.exp_of_fma(x, 0.3, addend, Exponential(base_two)), rtol=3e-7, atol=0
+        )
 
 
 def test_a_device_without_fp64_cannot_run_it() -> None:

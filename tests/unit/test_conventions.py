@@ -55,27 +55,27 @@ def inputs(queries: int = 8, keys: int = 8, *, groups: int = 1, causal: bool = F
     return AttentionInputs(q, k, v, do, Formats.of(BF16), causal=causal)
 
 
-def run(kernel: Kernel, given: AttentionInputs, *, gradients: bool = False) -> AttentionOutput:
-    assert kernel.refusal(given) is None
-    return CPU.run(kernel, given, gradients=gradients)
+def run(kernel: Kernel, call: AttentionInputs, *, gradients: bool = False) -> AttentionOutput:
+    assert kernel.refusal(call) is None
+    return CPU.run(kernel, call, gradients=gradients)
 
 
-def reference(given: AttentionInputs) -> Tensor:
+def reference(call: AttentionInputs) -> Tensor:
     """PyTorch's attention in fp64, rounded once."""
-    hidden = given.hidden()
+    hidden = call.hidden()
     out = scaled_dot_product_attention(
-        given.q.double(),
-        given.expanded_k().double(),
-        given.expanded_v().double(),
+        call.q.double(),
+        call.expanded_k().double(),
+        call.expanded_v().double(),
         attn_mask=None if hidden is None else ~hidden,
-        scale=given.scale,
+        scale=call.scale,
     )
     return out.bfloat16().float()
 
 
-def assert_right(output: AttentionOutput, given: AttentionInputs) -> None:
+def assert_right(output: AttentionOutput, call: AttentionInputs) -> None:
     """To within the roundings of P-bar and O to bf16; a wrong mask, scale or order of dimensions is far beyond."""
-    expected = reference(given)
+    expected = reference(call)
     assert (output.o - expected).norm() < 2**-8 * expected.norm()
 
 
@@ -106,7 +106,7 @@ def test_what_a_kernel_takes_follows_from_its_signature(
 ) -> None:
     kernel = loaded(source)
     assert kernel.takes == takes
-    given = [
+    calls = [
         inputs(),
         inputs(causal=True),
         inputs(4, 8, causal=True),
@@ -114,10 +114,10 @@ def test_what_a_kernel_takes_follows_from_its_signature(
         replace(inputs(), softmax_scale=0.3),
         replace(inputs(), key_padding=torch.tensor([[True] * 5 + [False] * 3, [True] * 8])),
     ]
-    ran = [one for one in given if kernel.refusal(one) is None]
-    assert len(ran) == sum(set(one.asks()) <= takes for one in given)
-    for one in ran:
-        assert_right(run(kernel, one), one)
+    ran = [call for call in calls if kernel.refusal(call) is None]
+    assert len(ran) == sum(set(call.asks()) <= takes for call in calls)
+    for call in ran:
+        assert_right(run(kernel, call), call)
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd", "nbhd", "bhdn", "hnd", "nhd", "nd"])
@@ -131,13 +131,13 @@ def test_a_kernel_gets_contiguous_tensors_in_its_layout(loaded: Callable[..., Ke
         f"layout={layout}",
         *(["takes=gqa"] if layout == "nd" else []),
     )
-    for given in (inputs(4, 8), inputs(causal=True), *([inputs(groups=2)] if layout == "nd" else [])):
-        plain = run(loaded("f = plain"), replace(given, k=given.expanded_k(), v=given.expanded_v()), gradients=True)
-        found = run(kernel, given, gradients=True)
-        assert torch.equal(found.o, plain.o)
-        assert found.gradients is not None
+    for call in (inputs(4, 8), inputs(causal=True), *([inputs(groups=2)] if layout == "nd" else [])):
+        plain = run(loaded("f = plain"), replace(call, k=call.expanded_k(), v=call.expanded_v()), gradients=True)
+        output = run(kernel, call, gradients=True)
+        assert torch.equal(output.o, plain.o)
+        assert output.gradients is not None
         assert plain.gradients is not None
-        assert torch.equal(found.gradients.dq, plain.gradients.dq)
+        assert torch.equal(output.gradients.dq, plain.gradients.dq)
 
 
 @pytest.mark.parametrize("source", ["o, None", "(o, o.float().logsumexp(-1))", "[o]", "Out(o, 0)"])
@@ -163,9 +163,9 @@ def test_autograds_apply_is_called_by_position(loaded: Callable[..., Kernel]) ->
         "        return (*(x * 0 + 3 for x in ctx.saved_tensors), None, None, None)\n"
         "f = Attention.apply"
     )
-    given = replace(inputs(causal=True), softmax_scale=0.3)
-    output = run(kernel, given, gradients=True)
-    assert_right(output, given)
+    call = replace(inputs(causal=True), softmax_scale=0.3)
+    output = run(kernel, call, gradients=True)
+    assert_right(output, call)
     assert output.gradients is not None
     assert set(output.gradients.dk.flatten().tolist()) == {3.0}
 
@@ -180,12 +180,12 @@ def test_a_declared_backward_function_is_called(loaded: Callable[..., Kernel]) -
         "    with torch.no_grad():\n"
         "        return plain(q, k, v, causal=causal, scale=scale)"
     )
-    given = inputs(causal=True)
-    found = run(kernel, given, gradients=True).gradients
+    call = inputs(causal=True)
+    gradients = run(kernel, call, gradients=True).gradients
     assert kernel.name == "other"
-    assert found is not None
-    assert torch.equal(found.dq, given.do * 2)
-    assert torch.equal(found.dv, (given.v.bfloat16() * 4).float())
+    assert gradients is not None
+    assert torch.equal(gradients.dq, call.do * 2)
+    assert torch.equal(gradients.dv, (call.v.bfloat16() * 4).float())
 
 
 def test_a_kernel_that_autograd_does_not_know_has_no_gradients(loaded: Callable[..., Kernel]) -> None:
@@ -196,7 +196,7 @@ def test_a_kernel_that_autograd_does_not_know_has_no_gradients(loaded: Callable[
 
 
 @pytest.mark.parametrize(
-    ("flags", "given"),
+    ("flags", "call"),
     [
         (("square=true",), inputs(4, 8)),
         (("multiple_of=16",), inputs(4, 16)),
@@ -210,7 +210,7 @@ def test_a_kernel_that_autograd_does_not_know_has_no_gradients(loaded: Callable[
     ids=["square", "rows", "both", "square rows", "keys", "oblong", "always", "always oblong"],
 )
 def test_dummy_rows_change_no_bit_of_the_others(
-    loaded: Callable[..., Kernel], flags: tuple[str, ...], given: AttentionInputs
+    loaded: Callable[..., Kernel], flags: tuple[str, ...], call: AttentionInputs
 ) -> None:
     """A kernel that refuses what it was not made for gives the bits of one that takes anything.
 
@@ -232,11 +232,11 @@ def test_dummy_rows_change_no_bit_of_the_others(
         "        o, l = o + p[..., j, None] * v.float()[:, :, None, j], l + p[..., j, None]\n"
         "    return (o / l).to(q.dtype)\n"
     )
-    free = run(loaded(body.replace(f"flags = {flags!r}", "flags = ()")), given, gradients=True)
-    bound = run(loaded(body, *flags), given, gradients=True)
+    free = run(loaded(body.replace(f"flags = {flags!r}", "flags = ()")), call, gradients=True)
+    bound = run(loaded(body, *flags), call, gradients=True)
     assert torch.equal(bound.o, free.o)
     assert free.gradients is not None
-    row_by_row = given.k.shape[2] == 12 and not given.causal  # dummy keys that no mask of the call hides
+    row_by_row = call.k.shape[2] == 12 and not call.causal  # dummy keys that no mask of the call hides
     assert (bound.gradients is None) is row_by_row
     if bound.gradients is not None:
         for name in ("dq", "dk", "dv"):
@@ -244,7 +244,7 @@ def test_dummy_rows_change_no_bit_of_the_others(
 
 
 @pytest.mark.parametrize(
-    ("source", "flags", "given", "told"),
+    ("source", "flags", "call", "message"),
     [
         ("def f(q, k, v): return plain(q, k, v)", ("multiple_of=16",), inputs(4, 12), "12 keys are no multiple of 16"),
         (
@@ -259,13 +259,13 @@ def test_dummy_rows_change_no_bit_of_the_others(
     ids=["keys", "square", "d", "blind"],
 )
 def test_what_no_dummies_can_meet_is_refused(
-    loaded: Callable[..., Kernel], source: str, flags: tuple[str, ...], given: AttentionInputs, told: str
+    loaded: Callable[..., Kernel], source: str, flags: tuple[str, ...], call: AttentionInputs, message: str
 ) -> None:
-    assert told in str(loaded(source, *flags).refusal(given))
+    assert message in str(loaded(source, *flags).refusal(call))
 
 
 @pytest.mark.parametrize(
-    ("source", "flags", "told"),
+    ("source", "flags", "message"),
     [
         ("def f(q, k): pass", (), "expected a function of (q, k, v, ...), this one has 2 parameters by position"),
         ("def f(q, k, v, block_table): pass", (), "its parameter 'block_table' has no default"),
@@ -285,9 +285,9 @@ def test_what_no_dummies_can_meet_is_refused(
     ],
 )  # fmt: skip
 def test_what_can_not_be_met_is_told_in_one_line(
-    loaded: Callable[..., Kernel], source: str, flags: tuple[str, ...], told: str
+    loaded: Callable[..., Kernel], source: str, flags: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(LoadError, match=re.escape(told)) as caught:
+    with pytest.raises(LoadError, match=re.escape(message)) as caught:
         loaded(source, *flags)
     assert str(caught.value).startswith("--kernel ")
     assert "\n" not in str(caught.value)
@@ -318,7 +318,7 @@ def test_a_toml_file_declares_kernels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("[a]\n", '[a] has no target = "FILE.py:FUNCTION"'),
         ("", "no kernel in it"),
@@ -327,10 +327,10 @@ def test_a_toml_file_declares_kernels(tmp_path: Path) -> None:
         ('[a]\ntarget = "x.py:f"\nlayot = "bnhd"\n', "[a]: unknown word 'layot'; known are layout"),
     ],
 )
-def test_a_toml_file_that_says_nothing_is_refused(tmp_path: Path, text: str, told: str) -> None:
+def test_a_toml_file_that_says_nothing_is_refused(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "kernels.toml"
     file.write_text(text)
-    with pytest.raises(LoadError, match=re.escape(told)):
+    with pytest.raises(LoadError, match=re.escape(message)):
         external_kernels(KernelTarget(str(file)))
     with pytest.raises(LoadError, match=r"cannot read .*absent\.toml"):
         external_kernels(KernelTarget(str(tmp_path / "absent.toml")))

@@ -83,8 +83,8 @@ class TestUnavailable:
         monkeypatch.setattr(torch.version, "cuda", None)
         monkeypatch.setattr(torch.version, "hip", None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("CUDA was asked"))
-        told = cuda.unavailable()
-        assert told == f"PyTorch {torch.__version__} is built without CUDA and ROCm: install a build for your GPU"
+        reason = cuda.unavailable()
+        assert reason == f"PyTorch {torch.__version__} is built without CUDA and ROCm: install a build for your GPU"
 
     def test_no_driver(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         def init() -> None:
@@ -106,8 +106,8 @@ class TestUnavailable:
 
     def test_one_of_two_cards_without_bf16(self, machine: Machine) -> None:
         machine(Card(), Card("Tesla T4", (7, 5)))
-        told = "Tesla T4 (sm_75) has no bf16, which needs sm_80; leave it out with CUDA_VISIBLE_DEVICES"
-        assert cuda.unavailable() == told
+        reason = "Tesla T4 (sm_75) has no bf16, which needs sm_80; leave it out with CUDA_VISIBLE_DEVICES"
+        assert cuda.unavailable() == reason
 
     def test_a_card_that_will_do(self, machine: Machine) -> None:
         machine(Card("NVIDIA A100", (8, 0)))
@@ -161,10 +161,10 @@ class TestExactProducts:
         switch(before)
 
     def test_the_arithmetic_switches_all_off_and_puts_them_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        seen: list[dict[str, object]] = []
-        monkeypatch.setattr(TorchArithmetic, "matmul", lambda *args: seen.append(switches()))
+        states: list[dict[str, object]] = []
+        monkeypatch.setattr(TorchArithmetic, "matmul", lambda *args: states.append(switches()))
         ARITHMETIC.matmul(torch.ones(1, 1), torch.ones(1, 1), Cast(BF16), Accumulator.EXACT)
-        assert seen == [{name: "ieee" if name == "fp32_precision" else False for name in LOOSE}]
+        assert states == [{name: "ieee" if name == "fp32_precision" else False for name in LOOSE}]
         assert switches() == LOOSE
 
     def test_they_are_put_back_after_an_error(self) -> None:
@@ -173,10 +173,10 @@ class TestExactProducts:
         assert switches() == LOOSE
 
     def test_kernels_of_others_run_under_them(self) -> None:
-        seen: list[dict[str, object]] = []
+        states: list[dict[str, object]] = []
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            seen.append(switches() | {"math": reduced_math()})
+            states.append(switches() | {"math": reduced_math()})
             return q + k.sum() + v.sum()
 
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
@@ -185,7 +185,7 @@ class TestExactProducts:
             assert reduced_math()
         finally:
             torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
-        assert seen == [{name: "ieee" if name == "fp32_precision" else False for name in (*LOOSE, "math")}]
+        assert states == [{name: "ieee" if name == "fp32_precision" else False for name in (*LOOSE, "math")}]
 
 
 TF32 = "fp32_precision" if hasattr(torch.backends.cuda.matmul, "fp32_precision") else "allow_tf32"
@@ -234,7 +234,7 @@ class TestCompiledOnce:
     def test_only_the_first_run_on_inputs_of_a_kind_is_alone(self, cache: Path) -> None:
         locked: list[bool] = []
         kernel, inputs = self.kernel(cache, locked), made("random")
-        for given, gradients in (
+        for made_inputs, gradients in (
             (inputs, False),
             (replace(inputs, noise_seed=7), False),
             (inputs, True),
@@ -243,7 +243,7 @@ class TestCompiledOnce:
             (replace(inputs, q=inputs.q[:, :, :3], do=inputs.do[:, :, :3]), False),
             (inputs, True),
         ):
-            kernel.compute(given, ARITHMETIC, gradients)
+            kernel.compute(made_inputs, ARITHMETIC, gradients)
         assert locked == [True, False, True, True, True, True, False]
 
     def test_a_kernel_that_raises_leaves_no_lock_behind(self, cache: Path) -> None:
@@ -310,13 +310,13 @@ class TestWorkers:
 
     def test_several_take_turns(self, machine: Machine) -> None:
         machine(Card(), Card())
-        given = [cuda.gpu_of(worker, {}) for worker in (0, 1, 2, 11)]
-        assert given == [{"CUDA_VISIBLE_DEVICES": device} for device in "0101"]
+        cards = [cuda.gpu_of(worker, {}) for worker in (0, 1, 2, 11)]
+        assert cards == [{"CUDA_VISIBLE_DEVICES": device} for device in "0101"]
 
     def test_of_those_that_are_visible(self, machine: Machine) -> None:
         machine(Card(), Card())
-        told = {"CUDA_VISIBLE_DEVICES": "3,GPU-8f2c"}
-        assert [cuda.gpu_of(worker, told)["CUDA_VISIBLE_DEVICES"] for worker in (0, 1)] == ["3", "GPU-8f2c"]
+        environment = {"CUDA_VISIBLE_DEVICES": "3,GPU-8f2c"}
+        assert [cuda.gpu_of(worker, environment)["CUDA_VISIBLE_DEVICES"] for worker in (0, 1)] == ["3", "GPU-8f2c"]
 
     def test_rocm_has_a_variable_of_its_own(self, machine: Machine) -> None:
         machine(Card(), Card(), hip="6.4")
@@ -342,12 +342,12 @@ class TestFlex:
         hold_to_bound(flex.flex(), inputs, flex.flex().compute(inputs, ARITHMETIC, False).o)
 
     def test_it_is_compiled_in_one_piece(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked: list[dict[str, object]] = []
-        monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options))
+        calls: list[dict[str, object]] = []
+        monkeypatch.setattr(torch, "compile", lambda function, **options: calls.append(options))
         flex._compiled.cache_clear()
         flex._compiled()
         flex._compiled.cache_clear()
-        assert asked == [{"fullgraph": True, "dynamic": False}]
+        assert calls == [{"fullgraph": True, "dynamic": False}]
 
     def test_torch_compile_that_is_switched_off_would_run_another_implementation(
         self, monkeypatch: pytest.MonkeyPatch
@@ -360,8 +360,8 @@ class TestFlex:
 
     def test_it_refuses_what_it_has_no_kernel_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         narrow = torch.ones(1, 1, 4, 8)
-        told = flex.flex().refusal(AttentionInputs(narrow, narrow, narrow, narrow, Formats.of(BF16)))
-        assert told == "FlexAttention takes head dimensions from 16 on, not 8"
+        reason = flex.flex().refusal(AttentionInputs(narrow, narrow, narrow, narrow, Formats.of(BF16)))
+        assert reason == "FlexAttention takes head dimensions from 16 on, not 8"
         monkeypatch.setattr(flex, "missing", lambda: "triton is not installed")
         assert flex.flex().refusal(made("random")) == "triton is not installed"
 
@@ -370,10 +370,10 @@ class TestFlashAttn:
     @pytest.fixture
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
         """A package of that name whose function takes (batch, N, heads, d), and what it was asked."""
-        asked: list[dict[str, object]] = []
+        calls: list[dict[str, object]] = []
 
         def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
-            asked.append(options)
+            calls.append(options)
             q_, k_, v_ = (x.transpose(1, 2).float() for x in (q, k, v))
             inputs = AttentionInputs(q_, k_, v_, q_, Formats.of(BF16))
             hidden = replace(inputs, causal=bool(options["causal"])).hidden()
@@ -385,7 +385,7 @@ class TestFlashAttn:
         module.__spec__ = ModuleSpec("flash_attn", None)
         module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "flash_attn", module)
-        return asked
+        return calls
 
     @pytest.fixture(autouse=True)
     def forget(self) -> None:
@@ -405,8 +405,8 @@ class TestFlashAttn:
         assert gradients is not None
         assert installed == [{"causal": True, "softmax_scale": None, "deterministic": True}]
         exact = reference_gradients(inputs, reference(inputs))
-        for found, true in zip((gradients.dq, gradients.dk, gradients.dv), exact, strict=True):
-            assert (found.double() - true).norm() < 0.02 * true.norm()
+        for gradient, true in zip((gradients.dq, gradients.dk, gradients.dv), exact, strict=True):
+            assert (gradient.double() - true).norm() < 0.02 * true.norm()
 
     def test_where_it_is_missing_it_skips_and_trains_nothing(self) -> None:
         kernel = flash_attn.flash_attn()
@@ -417,8 +417,10 @@ class TestFlashAttn:
         module = ModuleType("flash_attn")
         module.__spec__ = ModuleSpec("flash_attn", None)
         monkeypatch.setitem(sys.modules, "flash_attn", module)
-        told = flash_attn.flash_attn().refusal(made("random"))
-        assert told == "flash-attn has no flash_attn_func here: module 'flash_attn' has no attribute 'flash_attn_func'"
+        reason = flash_attn.flash_attn().refusal(made("random"))
+        assert (
+            reason == "flash-attn has no flash_attn_func here: module 'flash_attn' has no attribute 'flash_attn_func'"
+        )
 
     @pytest.mark.usefixtures("installed")
     def test_it_refuses_what_it_does_not_take(self) -> None:
@@ -426,8 +428,8 @@ class TestFlashAttn:
         assert refusal(made("padded")) == "flash_attn takes no key padding mask"
         assert refusal(replace(made("random"), formats=Formats.of(FP32))) == "flash-attn takes bf16 and fp16, not fp32"
         wide = torch.ones(1, 1, 2, 264)
-        told = refusal(AttentionInputs(wide, wide, wide, wide, Formats.of(BF16)))
-        assert told == "flash-attn takes head dimensions up to 256, not 264"
+        reason = refusal(AttentionInputs(wide, wide, wide, wide, Formats.of(BF16)))
+        assert reason == "flash-attn takes head dimensions up to 256, not 264"
 
 
 class TestTiming:
@@ -473,8 +475,8 @@ class TestTiming:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
         # The first is not timed.
         calls = {"ours": step("ours", 100, 3, 1, 8), "theirs": step("theirs", 100, 2, 2, 2)}
-        found = gpu_timing.side_by_side(calls, step("flush", *[50.0] * 6), rounds=3)
-        assert found == {"ours": 3, "theirs": 2}
+        timings = gpu_timing.side_by_side(calls, step("flush", *[50.0] * 6), rounds=3)
+        assert timings == {"ours": 3, "theirs": 2}
         assert log == ["ours", "theirs", *["flush", "ours", "flush", "theirs"] * 3, "wait"]
 
 

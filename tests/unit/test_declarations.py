@@ -133,10 +133,10 @@ def test_every_label_is_taken_back() -> None:
 
 def test_labels_of_all_that_differ_differ() -> None:
     draw = random.Random(2)
-    found: dict[str, Declaration] = {}
+    by_label: dict[str, Declaration] = {}
     for text in filter(_takes, (_random_text(draw) for _ in range(200))):
         declaration = parse_declaration(text)
-        assert found.setdefault(declaration.label, declaration) == declaration
+        assert by_label.setdefault(declaration.label, declaration) == declaration
 
 
 def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
@@ -145,11 +145,11 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
     with pytest.raises(ValueError, match="known are") as error:
         parse_declaration("fused,?=1")
     keys = str(error.value).split("known are ")[1].split(" (")[0].split(", ")
-    assert {named.get(key, key) for key in keys} - {"tile"} == {each.name for each in fields(RoundingPlan)} - untold
+    assert {named.get(key, key) for key in keys} - {"tile"} == {field.name for field in fields(RoundingPlan)} - untold
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("nosuch", "unknown plan 'nosuch': `tiebreak list plans` names them"),
         ("fusd", "unknown plan 'fusd': did you mean fused or "),
@@ -188,8 +188,8 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
         ("flash_1@fused,l_from=rounded", "flash_1 attention makes nothing of it"),
     ],
 )
-def test_a_slip_is_told_in_one_line(text: str, told: str) -> None:
+def test_a_slip_is_told_in_one_line(text: str, message: str) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is looked at next
         parse_declaration(text)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)

@@ -43,8 +43,8 @@ def _attend(text: str, inputs: AttentionInputs) -> AttentionOutput:
 def _taken(text: str, inputs: AttentionInputs, index: int) -> Tensor:
     """q, K or V as the product of a plan takes them, times their scales."""
     plan = parse_declaration(f"fused,{text}").plan
-    found = Operands.of(inputs, plan, ARITHMETIC).taken[index]
-    return found.values if found.scale is None else found.values * found.scale
+    operand = Operands.of(inputs, plan, ARITHMETIC).taken[index]
+    return operand.values if operand.scale is None else operand.values * operand.scale
 
 
 def _only(x: Tensor) -> float:
@@ -67,10 +67,10 @@ def test_microscaling_is_gfloat_s(name: str, info: gfloat.BlockFormatInfo) -> No
     sizes = torch.exp2(torch.arange(-30.0, 2.0, 2.0)).view(1, 2, 8, 1)
     x = ((inputs.q.clamp(-1.75, 1.75) * sizes).double()).float()
     x[..., ::32] = 1.5 * sizes
-    found = _taken(f"q8={name}/micro32", replace(inputs, q=x), 0)
+    quantized = _taken(f"q8={name}/micro32", replace(inputs, q=x), 0)
     blocks = x.double().numpy().reshape(-1, 32)
     expected = np.stack([gfloat.quantize_block(info, block, gfloat.compute_scale_amax) for block in blocks])
-    assert np.array_equal(found.double().numpy().reshape(-1, 32), expected)
+    assert np.array_equal(quantized.double().numpy().reshape(-1, 32), expected)
 
 
 def test_what_microscaling_s_scale_leaves_beyond_the_largest_is_cut() -> None:
@@ -210,8 +210,8 @@ def test_half_of_p_bar_is_lost_where_the_closed_form_says() -> None:
 @pytest.mark.parametrize("name", ["fp8", "fp8_tensor", "fp8_block", "fp8_e5m2_v", "mxfp8", "sage", "fp8_hopper"])
 @pytest.mark.parametrize("case", ["random", "random_grouped", "random_scaled"])
 def test_errors_keep_within_the_plan_s_bound(name: str, case: str) -> None:
-    found = next(each for each in SCRIPTED if each.name == case)
-    inputs = found.make(1, 0, 16, BF16)
+    chosen = next(scripted for scripted in SCRIPTED if scripted.name == case)
+    inputs = chosen.make(1, 0, 16, BF16)
     declaration = parse_declaration(name)
     ref = reference(inputs)
     error = (run_forward(declaration, inputs, ARITHMETIC).o.double() - ref.o).abs()
@@ -230,7 +230,7 @@ def test_l_sums_what_microscaling_left_of_p_bar() -> None:
 
 
 def test_l_that_sums_what_is_left_takes_the_common_error_of_a_row_away() -> None:
-    inputs = next(each for each in SCRIPTED if each.name == "fp8_random").make(1, 0, 64, BF16)
+    inputs = next(scripted for scripted in SCRIPTED if scripted.name == "fp8_random").make(1, 0, 64, BF16)
     ref = reference(inputs).o
     common = {}
     for of in ("unrounded", "rounded"):
@@ -267,10 +267,10 @@ def test_a_quantization_is_taken_back_from_its_text() -> None:
 
 
 def test_every_plan_in_8_bits_differs_from_those_beside_it() -> None:
-    inputs = next(each for each in SCRIPTED if each.name == "fp8_random").make(1, 0, 16, BF16)
+    inputs = next(scripted for scripted in SCRIPTED if scripted.name == "fp8_random").make(1, 0, 16, BF16)
     names = [name for name, plan in PLANS.items() if plan.quantizes and plan.accumulator is FUSED.accumulator]
     outputs = [_attend(f"{name},tile={Block(128, 64)}", inputs).o for name in names]
-    for i, one in enumerate(outputs):
-        same = [names[j] for j, other in enumerate(outputs) if j < i and torch.equal(one, other)]
+    for i, output in enumerate(outputs):
+        same = [names[j] for j, other in enumerate(outputs) if j < i and torch.equal(output, other)]
         # One head's 128 keys are one block.
         assert not same or (names[i], same) == ("fp8_block", ["fp8"]), names[i]

@@ -132,24 +132,24 @@ def test_too_few_samples_have_no_quantile(samples: int) -> None:
 
 
 def test_an_interval_by_hand() -> None:
-    found = interval(torch.tensor([1.0, 2.0, 3.0, 6.0], dtype=torch.float64))
+    estimate = interval(torch.tensor([1.0, 2.0, 3.0, 6.0], dtype=torch.float64))
     # Mean 3; squared deviations 4 + 1 + 0 + 9 over 3 degrees of freedom, over 4 samples.
-    assert found.mean == 3.0
-    assert found.half_width == pytest.approx(quantile(4) * math.sqrt(14 / 3 / 4))
-    assert (found.low, found.high) == (found.mean - found.half_width, found.mean + found.half_width)
+    assert estimate.mean == 3.0
+    assert estimate.half_width == pytest.approx(quantile(4) * math.sqrt(14 / 3 / 4))
+    assert (estimate.low, estimate.high) == (estimate.mean - estimate.half_width, estimate.mean + estimate.half_width)
 
 
 def test_intervals_of_no_and_of_one_sample_tell_nothing() -> None:
-    none, one = interval(torch.zeros(0)), interval(torch.ones(1))
+    none, single = interval(torch.zeros(0)), interval(torch.ones(1))
     assert math.isnan(none.mean)
-    assert (one.mean, one.half_width) == (1.0, INF)
-    assert judge(none) is judge(one) is Verdict.INCONCLUSIVE
+    assert (single.mean, single.half_width) == (1.0, INF)
+    assert judge(none) is judge(single) is Verdict.INCONCLUSIVE
 
 
 def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
     runs, samples = 20_000, 16
     draws = torch.from_numpy(np.random.default_rng(1).standard_normal((runs, samples))) + 0.5
-    missed = sum(abs(found.mean - 0.5) > found.half_width for found in map(interval, draws))
+    missed = sum(abs(estimate.mean - 0.5) > estimate.half_width for estimate in map(interval, draws))
     expected = runs * (1 - CONFIDENCE) / LOOKS
     # Binomial: five standard deviations above. Below, 5 expected misses leave a chance of exp(-5) for none.
     assert 0 < missed <= expected + 5 * math.sqrt(expected)
@@ -164,7 +164,7 @@ def test_the_quantile_covers_the_mean_as_often_as_it_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "verdict"),
+    ("estimate", "verdict"),
     [
         (Interval(0.23, 0.01), Verdict.BIASED),
         (Interval(-0.23, 0.01), Verdict.BIASED),
@@ -185,15 +185,15 @@ def test_the_quantile_covers_the_mean_as_often_as_it_says() -> None:
     ],
     ids=lambda value: value.value if isinstance(value, Verdict) else f"{value.mean}+-{value.half_width}",
 )
-def test_the_verdict_on_an_interval(found: Interval, verdict: Verdict) -> None:
-    assert judge(found) is verdict
+def test_the_verdict_on_an_interval(estimate: Interval, verdict: Verdict) -> None:
+    assert judge(estimate) is verdict
 
 
 @pytest.mark.parametrize("margin", [0.0, 0.05, INF])
-@pytest.mark.parametrize("found", [Interval(NAN, 0.0), Interval(0.0, NAN), Interval(NAN, NAN)], ids=str)
-def test_nan_is_neither_inside_nor_beyond_any_margin(found: Interval, margin: float) -> None:
-    assert not found.inside(margin)
-    assert not found.beyond(margin)
+@pytest.mark.parametrize("estimate", [Interval(NAN, 0.0), Interval(0.0, NAN), Interval(NAN, NAN)], ids=str)
+def test_nan_is_neither_inside_nor_beyond_any_margin(estimate: Interval, margin: float) -> None:
+    assert not estimate.inside(margin)
+    assert not estimate.beyond(margin)
 
 
 def test_by_key_head_averages_what_shares_a_key_head() -> None:
@@ -258,12 +258,12 @@ def test_an_output_one_ulp_off_is_measured_as_that() -> None:
     away = (o + o.sign() * 2.0**exponent).float()
     assert (o.abs() > 0.5).all()
     assert (o.abs() < 2).all()
-    found = _measured(inputs, away)
-    assert found.bias.mean == pytest.approx(1.0, abs=2.0**-16)
-    assert found.rms_ulps == pytest.approx(1.0, abs=2.0**-16)
-    assert found.max_ulps == pytest.approx(1.0, abs=2.0**-15)
-    assert found.error_over_bound == pytest.approx(1.0, abs=2.0**-15)
-    assert found.gain > 1
+    errors = _measured(inputs, away)
+    assert errors.bias.mean == pytest.approx(1.0, abs=2.0**-16)
+    assert errors.rms_ulps == pytest.approx(1.0, abs=2.0**-16)
+    assert errors.max_ulps == pytest.approx(1.0, abs=2.0**-15)
+    assert errors.error_over_bound == pytest.approx(1.0, abs=2.0**-15)
+    assert errors.gain > 1
     toward = _measured(inputs, (o - o.sign() * 2.0**exponent).float())
     assert toward.bias.mean == pytest.approx(-1.0, abs=2.0**-16)
     assert toward.gain < 1
@@ -301,31 +301,31 @@ def test_what_is_left_out_not_finite_and_missed_is_counted() -> None:
     out[0, 0, 0, 0] = 1.0  # no sign to err by
     out[0, 0, 1, :2] = torch.tensor([NAN, 1.0])  # the second is finite where the reference is not
     out[0, 0, 2, :5] = torch.tensor([NAN, INF, -INF, NAN, NAN])
-    found = measure(out, None, inputs, replace(ref, o=o), torch.ones_like(o))
-    assert (found.left_out, found.nonfinite, found.missed, found.elements) == (3, 5, 1, o.numel())
-    assert math.isfinite(found.bias.mean)
-    assert math.isfinite(found.rms_ulps)
-    assert math.isfinite(found.gain)
-    assert found.bias.mean == found.max_ulps == 0.0
+    errors = measure(out, None, inputs, replace(ref, o=o), torch.ones_like(o))
+    assert (errors.left_out, errors.nonfinite, errors.missed, errors.elements) == (3, 5, 1, o.numel())
+    assert math.isfinite(errors.bias.mean)
+    assert math.isfinite(errors.rms_ulps)
+    assert math.isfinite(errors.gain)
+    assert errors.bias.mean == errors.max_ulps == 0.0
 
 
 def test_an_output_of_nan_alone_has_no_bias_and_no_verdict() -> None:
     inputs = _inputs("random")
-    found = _measured(inputs, torch.full_like(inputs.q, NAN))
-    assert found.nonfinite == found.elements
-    assert judge(found.bias) is Verdict.INCONCLUSIVE
-    assert math.isnan(found.gain)
-    assert judge(found.delta_bias) is Verdict.INCONCLUSIVE
+    errors = _measured(inputs, torch.full_like(inputs.q, NAN))
+    assert errors.nonfinite == errors.elements
+    assert judge(errors.bias) is Verdict.INCONCLUSIVE
+    assert math.isnan(errors.gain)
+    assert judge(errors.delta_bias) is Verdict.INCONCLUSIVE
 
 
 def test_a_difference_is_paired_head_by_head() -> None:
     base = _measured(_inputs("random"))
     spread = replace(base, head_bias=torch.linspace(-1.0, 1.0, 64, dtype=torch.float64))
     shifted = replace(base, head_bias=spread.head_bias + 0.125)
-    found = difference(shifted, spread)
+    paired = difference(shifted, spread)
     # Unpaired, the spread of the heads would widen it to over 0.1.
-    assert found.mean == pytest.approx(0.125)
-    assert found.half_width < 1e-12
+    assert paired.mean == pytest.approx(0.125)
+    assert paired.half_width < 1e-12
     assert difference(spread, shifted).mean == pytest.approx(-0.125)
 
 
@@ -369,11 +369,11 @@ def _of_rows(error: Tensor) -> Errors:
 def test_what_errors_of_a_row_have_in_common_is_held_to_the_margin(size: float, together: bool) -> None:
     rng = np.random.Generator(np.random.Philox(2))
     common = size * torch.from_numpy(rng.choice([-1.0, 1.0], (64, 4, 1)))
-    found = _of_rows(common + 0.25 * torch.from_numpy(rng.standard_normal((64, 4, 64))))
-    assert abs(found.bias.mean) < 0.05  # heads average out
-    assert ROWS_ERR_TOGETHER.met(found) is together
-    assert ROWS_ERR_APART.met(found) is not together
-    assert "row coherence" in ROWS_ERR_APART.text(found)
+    errors = _of_rows(common + 0.25 * torch.from_numpy(rng.standard_normal((64, 4, 64))))
+    assert abs(errors.bias.mean) < 0.05  # heads average out
+    assert ROWS_ERR_TOGETHER.met(errors) is together
+    assert ROWS_ERR_APART.met(errors) is not together
+    assert "row coherence" in ROWS_ERR_APART.text(errors)
 
 
 def test_too_few_heads_or_nan_tell_nothing_of_rows() -> None:

@@ -22,16 +22,20 @@ PLANTED = "acc = (acc * rescale + _product(p.to(v.dtype), v[..., tile, :])).to(v
 def steps() -> list[str]:
     """The shell commands of the workflow: one line each, or folded (`>`) over more deeply indented lines."""
     text = WORKFLOW.read_text(encoding="utf-8")
-    found = re.findall(r"^( *)- run: (?:>\n((?:\1 {4}.*\n)+)|(.*)\n)", text, re.MULTILINE)
-    return [" ".join((folded or line).split()) for _, folded, line in found]
+    commands = re.findall(r"^( *)- run: (?:>\n((?:\1 {4}.*\n)+)|(.*)\n)", text, re.MULTILINE)
+    return [" ".join((folded or line).split()) for _, folded, line in commands]
 
 
 def gate(folder: Path) -> subprocess.CompletedProcess[str]:
     """Run what CI runs once all is installed, as it stands in the workflow, in a shell that finds this environment."""
     (command,) = [step for step in steps() if not step.startswith(INSTALLING)]
     path = f"{folder.parent / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "GITHUB_"))}
-    environment = {**kept, "PATH": path, "PYTEST_XDIST_AUTO_NUM_WORKERS": "1"}  # a second one would import torch again
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "GITHUB_"))}
+    environment = {
+        **inherited,
+        "PATH": path,
+        "PYTEST_XDIST_AUTO_NUM_WORKERS": "1",
+    }  # a second one would import torch again
     return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -57,10 +61,10 @@ def test_its_ci_installs_the_suite_then_runs_the_gate() -> None:
 
 
 def test_its_ci_holds_and_a_planted_change_makes_the_gate_fall_and_name_it(repository: Path) -> None:
-    held = gate(repository)
-    assert held.returncode == 0, held.stdout + held.stderr
-    assert "6 cells: 4 held, 2 excused" in held.stdout
-    assert "gate held: 6 cells compared with baseline.json" in held.stdout
+    before = gate(repository)
+    assert before.returncode == 0, before.stdout + before.stderr
+    assert "6 cells: 4 held, 2 excused" in before.stdout
+    assert "gate held: 6 cells compared with baseline.json" in before.stdout
     kernel = repository / "attention.py"
     source = kernel.read_text(encoding="utf-8")
     assert source.count(SOUND) == 1

@@ -83,7 +83,7 @@ TABLE: dict[str, tuple[Recipe, list[Expected]]] = {
 def _measured(recipe: Recipe, kernels: list[str]) -> dict[str, Errors]:
     """Errors of every kernel over all batches, batch by batch to bound memory."""
     torch.set_num_threads(1)
-    found: dict[str, list[Errors]] = {name: [] for name in kernels}
+    measures_by_kernel: dict[str, list[Errors]] = {name: [] for name in kernels}
     for batch in range(BATCHES):
         inputs = recipe(Draw(Generator(Philox(batch + 1)), Formats.of(BF16), HEADS))
         ref = reference(inputs)
@@ -91,8 +91,10 @@ def _measured(recipe: Recipe, kernels: list[str]) -> dict[str, Errors]:
             kernel = composed_kernel(name)
             assert kernel.declaration is not None
             output = EMULATION.run(kernel, inputs, gradients=False)
-            found[name].append(measure(output.o, None, inputs, ref, error_bound(inputs, ref, kernel.declaration)))
-    return {name: merge(batches) for name, batches in found.items()}
+            measures_by_kernel[name].append(
+                measure(output.o, None, inputs, ref, error_bound(inputs, ref, kernel.declaration))
+            )
+    return {name: merge(batches) for name, batches in measures_by_kernel.items()}
 
 
 @pytest.mark.parametrize("name", TABLE)

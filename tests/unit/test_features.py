@@ -51,7 +51,7 @@ def _kernels() -> list[Kernel]:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "asked"),
+    ("inputs", "words"),
     [
         (_inputs("random"), ()),
         (_inputs("random_grouped"), (GROUPED,)),
@@ -67,22 +67,22 @@ def _kernels() -> list[Kernel]:
     ],
     ids=["plain", "grouped", "scaled", "causal", "oblong", "more queries than keys", "padded", "blind"],
 )
-def test_inputs_say_what_they_ask_for(inputs: AttentionInputs, asked: tuple[Feature, ...]) -> None:
-    assert inputs.asks() == asked
+def test_inputs_say_what_they_ask_for(inputs: AttentionInputs, words: tuple[Feature, ...]) -> None:
+    assert inputs.asks() == words
 
 
 def test_a_feature_that_no_kernel_has_heard_of_is_refused_by_every_kernel() -> None:
     plain = _inputs("random")
     inputs = Windowed(plain.q, plain.k, plain.v, plain.do, plain.formats)
-    told = {kernel.name: kernel.refusal(inputs) for kernel in _kernels()}
-    assert told == {name: f"{name} takes no window of keys" for name in told}
+    reasons = {kernel.name: kernel.refusal(inputs) for kernel in _kernels()}
+    assert reasons == {name: f"{name} takes no window of keys" for name in reasons}
 
 
 @pytest.mark.parametrize("case", ["random_grouped", "random_causal", "padded", "wholly_masked"])
 def test_a_kernel_that_says_nothing_of_a_feature_is_refused_it(case: str) -> None:
     inputs = _inputs(case)
-    told = Kernel("mine", _nothing_taken, None).refusal(inputs)
-    assert told == "mine takes no " + " and no ".join(feature.words for feature in inputs.asks())
+    reason = Kernel("mine", _nothing_taken, None).refusal(inputs)
+    assert reason == "mine takes no " + " and no ".join(feature.words for feature in inputs.asks())
 
 
 def test_what_a_kernel_takes_is_asked_before_what_it_lacks() -> None:
@@ -95,6 +95,6 @@ def test_what_a_kernel_takes_is_asked_before_what_it_lacks() -> None:
 
 
 def test_every_kernel_that_takes_a_feature_takes_a_known_one() -> None:
-    known = {value for value in vars(features).values() if isinstance(value, Feature)}
-    assert len({feature.name for feature in known}) == len({feature.words for feature in known}) == len(known)
-    assert all(kernel.takes <= known for kernel in _kernels())
+    words = {value for value in vars(features).values() if isinstance(value, Feature)}
+    assert len({feature.name for feature in words}) == len({feature.words for feature in words}) == len(words)
+    assert all(kernel.takes <= words for kernel in _kernels())

@@ -89,8 +89,8 @@ def _inputs(setting: Setting, *, repeats: bool = False, fmt: str = "fp32") -> At
     padding = None
     if setting.visible:
         padding = torch.arange(setting.keys)[None] < torch.tensor(setting.visible)[:, None]
-    known = FP32 if fmt == "fp32" else BF16
-    return AttentionInputs(q, k, v, do, Formats.of(known), causal=setting.causal, key_padding=padding, noise_seed=11)
+    compared = FP32 if fmt == "fp32" else BF16
+    return AttentionInputs(q, k, v, do, Formats.of(compared), causal=setting.causal, key_padding=padding, noise_seed=11)
 
 
 def _blind(inputs: AttentionInputs) -> Tensor:
@@ -103,8 +103,8 @@ def _blind(inputs: AttentionInputs) -> Tensor:
 def _largest_score(inputs: AttentionInputs, ref: Reference) -> Tensor:
     """Largest |S| of a row over the keys it sees, (batch, heads, queries, 1)."""
     hidden = inputs.hidden()
-    seen = ref.s.abs() if hidden is None else ref.s.abs().masked_fill(hidden, 0.0)
-    return seen.amax(-1, keepdim=True)
+    visible = ref.s.abs() if hidden is None else ref.s.abs().masked_fill(hidden, 0.0)
+    return visible.amax(-1, keepdim=True)
 
 
 def _roundoffs(inputs: AttentionInputs, ref: Reference, block: Block, row_sum_floor: float = 0.0) -> Tensor:
@@ -157,8 +157,8 @@ def test_a_query_sees_the_keys_up_to_its_own_place_from_the_end_that_are_not_pad
         real = setting.visible[entry] if setting.visible else setting.keys
         for query in range(setting.queries):
             last = query + setting.keys - setting.queries
-            seen = [key for key in range(setting.keys) if key <= last and key < real]
-            assert (~hidden.expand(2, -1, -1, -1)[entry, 0, query]).nonzero().flatten().tolist() == seen
+            visible = [key for key in range(setting.keys) if key <= last and key < real]
+            assert (~hidden.expand(2, -1, -1, -1)[entry, 0, query]).nonzero().flatten().tolist() == visible
 
 
 @each_setting
@@ -475,12 +475,12 @@ def test_the_emulation_repeats_to_the_bit(kernel: str) -> None:
     assert first.lse is not None
     assert second.lse is not None
     assert torch.equal(first.lse, second.lse)
-    one, other = first.gradients, second.gradients
-    assert one is not None
-    assert other is not None
-    assert one.delta is not None
-    assert other.delta is not None
-    assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("dq", "dk", "dv", "delta"))
+    before, after = first.gradients, second.gradients
+    assert before is not None
+    assert after is not None
+    assert before.delta is not None
+    assert after.delta is not None
+    assert all(torch.equal(getattr(before, name), getattr(after, name)) for name in ("dq", "dk", "dv", "delta"))
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 1), (1, 0), (-1, 5)])

@@ -77,7 +77,7 @@ def test_what_is_claimed_in_fp16_alone_holds(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("declared", "case", "told"),
+    ("declared", "case", "message"),
     [
         ("stabilized@paper", "repeated_large[r=20]", "claim fell: output shrinks to 0 .. 0 "),
         ("stabilized@fused", "repeated_large[r=90]", "claim fell: beyond the plan's error bound, NaN or Inf "),
@@ -85,11 +85,11 @@ def test_what_is_claimed_in_fp16_alone_holds(case: str) -> None:
         ("stabilized_v1@paper", "tied_maxima[k=2]", "claim fell: output shrinks to 0.18 .. 0.59 "),
     ],
 )
-def test_a_kernel_that_is_not_as_broken_as_it_declares_falls(declared: str, case: str, told: str) -> None:
+def test_a_kernel_that_is_not_as_broken_as_it_declares_falls(declared: str, case: str, message: str) -> None:
     sound, declaration = composed_kernel("flash@fused"), composed_kernel(declared).declaration
     record = _record(DEVICE, replace(sound, declaration=declaration), case)
     assert record.outcome == FELL
-    assert any(told in reason for reason in record.reasons), record.reasons
+    assert any(message in reason for reason in record.reasons), record.reasons
 
 
 def test_v1_loses_the_share_of_rows_that_is_derived() -> None:
@@ -98,9 +98,9 @@ def test_v1_loses_the_share_of_rows_that_is_derived() -> None:
     # log(1/2) on, the integral of j / x - 1 over log x is ln 2 + Euler's constant - 1.
     expected = (LOST - steepness * low + math.log(2.0) + 0.5772156649 - 1.0) / (steepness * (high - low))
     assert expected == pytest.approx(0.387, abs=5e-4)
-    found = _measured("stabilized_v1@fused", CASES["tied_maxima[k=2]"].make(1, 0, 2048, FP16))
+    measures = _measured("stabilized_v1@fused", CASES["tied_maxima[k=2]"].make(1, 0, 2048, FP16))
     spread = math.sqrt(expected * (1.0 - expected))  # of a row, kept or lost
-    assert found.gain == pytest.approx(expected, abs=4 * spread / math.sqrt(2048 * 4))
+    assert measures.gain == pytest.approx(expected, abs=4 * spread / math.sqrt(2048 * 4))
     claim = _claim("stabilized_v1@fused", CASES["tied_maxima[k=2]"])
     assert claim is not None
     # 99.9 % at the fewest rows whose intervals are right: 16 heads of 4.
@@ -136,24 +136,26 @@ def test_what_fp16_loses_a_grid_as_fine_with_the_range_of_fp32_keeps(kernel: str
     assert declaration is not None
     plan, bound = declaration.plan, error_bound(inputs, ref, declaration)
     wide = replace(plan, p_bar=Cast(TF32), o_bar=Cast(TF32) if plan.unfused else plan.o_bar)
-    found = []
-    for one in (plan, wide):
-        output = EMULATION.run(composed("any", replace(declaration, plan=one)), inputs, gradients=False)
-        found.append(measure(output.o, None, inputs, ref, bound).error_over_bound)
-    assert (found[0] > 1.0) is lost
-    assert found[1] <= 1.0
+    losses = []
+    for variant in (plan, wide):
+        output = EMULATION.run(composed("any", replace(declaration, plan=variant)), inputs, gradients=False)
+        losses.append(measure(output.o, None, inputs, ref, bound).error_over_bound)
+    assert (losses[0] > 1.0) is lost
+    assert losses[1] <= 1.0
 
 
 def test_breaking_down_in_a_share_is_open_until_it_is_seen_and_falls_beyond() -> None:
-    found = _measured("fair", CASES["random"].make(1, 0, 16, FP16))
+    measures = _measured("fair", CASES["random"].make(1, 0, 16, FP16))
     expectation = breaks_down_in(0.05)
-    shares = {count: expectation.met(replace(found, nonfinite=count)) for count in (0, 1, 204, 205, found.elements)}
-    assert found.elements == 16 * 4 * 64
-    assert shares == {0: None, 1: True, 204: True, 205: False, found.elements: False}
+    shares = {
+        count: expectation.met(replace(measures, nonfinite=count)) for count in (0, 1, 204, 205, measures.elements)
+    }
+    assert measures.elements == 16 * 4 * 64
+    assert shares == {0: None, 1: True, 204: True, 205: False, measures.elements: False}
 
 
 def test_inaccurate_or_broken_is_either() -> None:
-    found = _measured("fair", CASES["random"].make(1, 0, 16, FP16))
-    assert INACCURATE_OR_BREAKS_DOWN.met(found) is False
-    assert INACCURATE_OR_BREAKS_DOWN.met(replace(found, nonfinite=1)) is True
-    assert INACCURATE_OR_BREAKS_DOWN.met(replace(found, error_over_bound=1.1)) is True
+    measures = _measured("fair", CASES["random"].make(1, 0, 16, FP16))
+    assert INACCURATE_OR_BREAKS_DOWN.met(measures) is False
+    assert INACCURATE_OR_BREAKS_DOWN.met(replace(measures, nonfinite=1)) is True
+    assert INACCURATE_OR_BREAKS_DOWN.met(replace(measures, error_over_bound=1.1)) is True

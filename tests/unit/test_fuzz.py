@@ -62,7 +62,7 @@ class Example:
     keys: int
     d: int
     causal: bool
-    seen: tuple[bool, ...] | None  # by key, repeated; None: no padding
+    visible: tuple[bool, ...] | None  # by key, repeated; None: no padding
     order: str  # in memory
     scale: float | None
     repeated: int  # keys that equal the first
@@ -77,29 +77,29 @@ class Example:
         heads = self.key_heads * self.groups
         shapes = dict.fromkeys(("k", "v"), (1, self.key_heads, self.keys, self.d))
         shapes |= dict.fromkeys(("q", "do"), (1, heads, self.queries, self.d))
-        found = {}
+        drawn = {}
         for name, exponent in zip(TENSORS, self.exponents, strict=True):
             normal = torch.from_numpy(rng.standard_normal(shapes[name])).clamp(-4, 4)
             if name == "v" and not self.signed:
                 normal = normal.abs()
             if name == "k":
                 normal[:, :, 1 : 1 + self.repeated] = normal[:, :, :1]
-            found[name] = (normal * 2.0**exponent).to(TORCH_DTYPES[FORMATS[self.fmt]])
+            drawn[name] = (normal * 2.0**exponent).to(TORCH_DTYPES[FORMATS[self.fmt]])
         for name, place, value in self.planted:
-            flat = found[name].view(-1)
+            flat = drawn[name].view(-1)
             flat[place % flat.numel()] = value
-        return found
+        return drawn
 
     def write(self, folder: Path) -> Case:
         """Keep it as a captured layer; the case that `--captured` makes of it."""
-        kept = {f"layer0.{name}": tensor.contiguous() for name, tensor in self.tensors().items()}
-        if self.seen is not None:
-            seen = list(itertools.islice(itertools.cycle(self.seen), self.keys))
-            kept["layer0.key_padding"] = torch.tensor(seen, dtype=torch.uint8)
-        told = {"step": "0", "causal": str(self.causal).lower(), "layer0.made": "true", "layer0.order": self.order}
-        told |= {} if self.scale is None else {"scale": repr(self.scale)}
+        tensors = {f"layer0.{name}": tensor.contiguous() for name, tensor in self.tensors().items()}
+        if self.visible is not None:
+            visible = list(itertools.islice(itertools.cycle(self.visible), self.keys))
+            tensors["layer0.key_padding"] = torch.tensor(visible, dtype=torch.uint8)
+        metadata = {"step": "0", "causal": str(self.causal).lower(), "layer0.made": "true", "layer0.order": self.order}
+        metadata |= {} if self.scale is None else {"scale": repr(self.scale)}
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(kept, folder / "inputs-000000.safetensors", told)
+        save_file(tensors, folder / "inputs-000000.safetensors", metadata)
         (case,) = captured_cases(folder)
         return case
 
@@ -126,7 +126,7 @@ def examples(draw: st.DrawFn) -> Example:
         keys=draw(st.one_of(st.integers(1, 9), st.integers(1, 300))),
         d=draw(st.sampled_from([1, 2, 7, 8, 16, 33, 64])),
         causal=draw(st.booleans()),
-        seen=draw(st.none() | st.lists(st.booleans(), min_size=1, max_size=9).map(tuple)),
+        visible=draw(st.none() | st.lists(st.booleans(), min_size=1, max_size=9).map(tuple)),
         order=draw(st.sampled_from(["bhnd", "bnhd", "bhdn"])),
         scale=draw(st.sampled_from([None, 1.0, 2.0**-7, 0.3, 5.0])),
         repeated=draw(st.integers(0, 3)),
@@ -155,7 +155,7 @@ def shifted_away(inputs: AttentionInputs, declaration: Declaration) -> bool:
 def forward_sizes(inputs: AttentionInputs, declaration: Declaration) -> list[tuple[Format, float]]:
     """What has to fit into which format as O is computed: by the largest elements of the inputs, all of one sign."""
     plan, keys = declaration.plan.in_formats(inputs.formats), inputs.k.shape[2]
-    q, k, v = (largest(one) for one in (inputs.q, inputs.k, inputs.v))
+    q, k, v = (largest(tensor) for tensor in (inputs.q, inputs.k, inputs.v))
     product = inputs.q.shape[3] * q * k
     scores = product * inputs.scale
     # fma(S, c, -m c) is no 0 at the maximum: it is what rounding m c lost.
@@ -177,7 +177,7 @@ def forward_sizes(inputs: AttentionInputs, declaration: Declaration) -> list[tup
 def backward_sizes(inputs: AttentionInputs) -> list[tuple[Format, float]]:
     """The same for the gradients, whose every intermediate may be in the format of the operands."""
     d, keys, queries = inputs.q.shape[3], inputs.k.shape[2], inputs.q.shape[2] * inputs.groups
-    q, k, v, do = (largest(one) for one in (inputs.q, inputs.k, inputs.v, inputs.do))
+    q, k, v, do = (largest(tensor) for tensor in (inputs.q, inputs.k, inputs.v, inputs.do))
     ds, most = 2 * d * do * v, max(1.0, inputs.scale)
     fmt = inputs.formats.operands
     # exp(S - log-sum-exp) is at most 1 but for what S was rounded by, there and in the forward pass.
@@ -208,11 +208,11 @@ def open_to_reading(batch: Batch, kernel: Kernel) -> set[str]:
 def not_held_to(batch: Batch, kernel: Kernel) -> set[str]:
     """The checks that a sound kernel may fail on an input: numbers leave the formats that it keeps them in."""
     # Of means over heads: here are too few.
-    found = {name for name, check in checks().items() if check.judges} | open_to_reading(batch, kernel)
+    names = {name for name, check in checks().items() if check.judges} | open_to_reading(batch, kernel)
     inputs, declaration = batch.inputs, kernel.declaration or UNDECLARED
     if shifted_away(inputs, declaration) or overflows(forward_sizes(inputs, declaration)):
-        return found | {"finite", "bound", "range", "gradients"}
-    return found | ({"gradients"} if overflows(backward_sizes(inputs)) else set())
+        return names | {"finite", "bound", "range", "gradients"}
+    return names | ({"gradients"} if overflows(backward_sizes(inputs)) else set())
 
 
 def overflows(sizes: Sequence[tuple[Format, float]]) -> bool:
@@ -238,12 +238,12 @@ def fallen(example: Example, pairs: Sequence[Pair], folder: Path) -> Iterator[tu
 def hold(example: Example, pairs: Sequence[Pair], kept: Path) -> None:
     """Fail, and keep the example, if one of its cells falls; the last that fails is the smallest that was found."""
     with tempfile.TemporaryDirectory() as folder:
-        found = next(fallen(example, pairs, Path(folder)), None)
-    if found is not None:
-        pair = next((backend, kernel) for backend, kernel in pairs if kernel.name == found[0].kernel)
+        first = next(fallen(example, pairs, Path(folder)), None)
+    if first is not None:
+        pair = next((backend, kernel) for backend, kernel in pairs if kernel.name == first[0].kernel)
         record, unmet = next(fallen(example, [pair], kept))
-        told = "; ".join(f"{name}: {record.answers[name].why}" for name in unmet)
-        pytest.fail(f"{record.id} fell: {told}\n{example}\nrerun: {runnable(record.command)}", pytrace=False)
+        reasons = "; ".join(f"{name}: {record.answers[name].why}" for name in unmet)
+        pytest.fail(f"{record.id} fell: {reasons}\n{example}\nrerun: {runnable(record.command)}", pytrace=False)
 
 
 def fuzz(pairs: Sequence[Pair], kept: Path, number: int) -> None:
@@ -321,18 +321,18 @@ def test_a_planted_defect_is_found_made_small_and_falls_again_by_the_command_tha
     kernel = external_kernel("mine.py:attention")
     with pytest.raises(pytest.fail.Exception) as fell:
         fuzz([(CPU, kernel)], Path("out") / "fuzz", 40)
-    told = str(fell.value)
-    found = re.search(r"Example\(.*groups=(\d+), queries=(\d+), keys=(\d+)", told)
-    assert found is not None
-    assert list(map(int, found.groups())) == [1, 1, 5], told
-    command = told.partition("\nrerun: ")[2]
+    message = str(fell.value)
+    match = re.search(r"Example\(.*groups=(\d+), queries=(\d+), keys=(\d+)", message)
+    assert match is not None
+    assert list(map(int, match.groups())) == [1, 1, 5], message
+    command = message.partition("\nrerun: ")[2]
     assert "--captured out/fuzz " in command
     again = subprocess.run(f"{command} -p no:cacheprovider", shell=True, capture_output=True, text=True, check=False)
     assert again.returncode == 1, again.stdout + again.stderr
     (record,) = store.read(Path("out", "last.json")).records
     assert record.outcome == FELL
     assert record.met("bound") is False
-    assert told.startswith(f"{record.id} fell: bound: {record.answers['bound'].why}")
+    assert message.startswith(f"{record.id} fell: bound: {record.answers['bound'].why}")
 
 
 def test_what_is_drawn_is_what_the_case_gives_back(tmp_path: Path) -> None:

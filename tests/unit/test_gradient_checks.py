@@ -39,7 +39,7 @@ def record(case: str, change: Change) -> Record:
 
     def compute(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> AttentionOutput:
         ref = reference(inputs)
-        dq, dk, dv = (one.float().bfloat16().float() for one in change(*reference_gradients(inputs, ref)))
+        dq, dk, dv = (gradient.float().bfloat16().float() for gradient in change(*reference_gradients(inputs, ref)))
         return AttentionOutput(ref.o.bfloat16().float(), gradients=Gradients(dq, dk, dv))
 
     kernel = Kernel("theirs", compute, None, takes=COMMON | {OWN_SCALE})
@@ -59,9 +59,9 @@ def _nan(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("case", ["random", "random_causal", "random_grouped", "random_scaled", "sink_tie"])
 def test_right_gradients_are_within_their_bounds(case: str) -> None:
-    found = record(case, lambda dq, dk, dv: (dq, dk, dv))
-    assert found.met("gradients")
-    assert max(found.number(f"{name}_ulps") or 9.0 for name in ("dq", "dk", "dv")) < 0.5
+    judged = record(case, lambda dq, dk, dv: (dq, dk, dv))
+    assert judged.met("gradients")
+    assert max(judged.number(f"{name}_ulps") or 9.0 for name in ("dq", "dk", "dv")) < 0.5
 
 
 @pytest.mark.parametrize(
@@ -82,17 +82,17 @@ def test_gradients_of_numbers_that_end_below_the_normal_ones_are_within_their_bo
     inputs = AttentionInputs(q, k, v, do, Formats.of(fmt), causal=True)
     kernel, ref = composed_kernel("flash@fused"), reference(inputs)
     assert kernel.declaration is not None
-    found, exact = EMULATION.run(kernel, inputs, gradients=True).gradients, reference_gradients(inputs, ref)
-    assert found is not None
-    ours = (found.dq, found.dk, found.dv)
+    actual, exact = EMULATION.run(kernel, inputs, gradients=True).gradients, reference_gradients(inputs, ref)
+    assert actual is not None
+    ours = (actual.dq, actual.dk, actual.dv)
     bounds = GradientErrorBounds(ErrorBounds(inputs, ref), exact).of(kernel.declaration)
-    errors = [one.double() - theirs for one, theirs in zip(ours, exact, strict=True)]
+    errors = [our.double() - theirs for our, theirs in zip(ours, exact, strict=True)]
     assert any(bool(error.any()) for error in errors)
     assert gradient_faults(ours, errors, exact, bounds)["over_bound"] <= 1.0
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reason"),
     [
         (lambda dq, dk, dv: (dq * 8, dk, dv), "times its bound"),
         (lambda dq, dk, dv: (dq, dk * 2, dv), "times its bound"),
@@ -101,10 +101,10 @@ def test_gradients_of_numbers_that_end_below_the_normal_ones_are_within_their_bo
     ],
     ids=["no scale", "dk", "wrong rows", "nan"],
 )
-def test_wrong_gradients_fall(change: Change, told: str) -> None:
-    found = record("random", change)
-    assert found.met("gradients") is False
-    assert told in found.answers["gradients"].why
+def test_wrong_gradients_fall(change: Change, reason: str) -> None:
+    judged = record("random", change)
+    assert judged.met("gradients") is False
+    assert reason in judged.answers["gradients"].why
 
 
 def test_how_much_of_the_gradients_repeats_is_measured_and_no_failure() -> None:
@@ -116,18 +116,18 @@ def test_how_much_of_the_gradients_repeats_is_measured_and_no_failure() -> None:
             dq[:, :, ::2] *= 1 + 2.0**-7  # a last bit or two of bf16
         return dq, dk, dv
 
-    found = record("random_causal", racing)
-    assert found.number("gradients_repeated") == pytest.approx(5 / 6, abs=0.01)
-    assert found.met("repeatable")
-    assert found.outcome == MEASURED
+    judged = record("random_causal", racing)
+    assert judged.number("gradients_repeated") == pytest.approx(5 / 6, abs=0.01)
+    assert judged.met("repeatable")
+    assert judged.outcome == MEASURED
     assert record("random_causal", lambda *gradients: gradients).number("gradients_repeated") == 1.0
 
 
 @pytest.mark.parametrize("case", ["padded", "wholly_masked"])
 def test_gradients_behind_a_mask_are_asked_for_too(case: str) -> None:
     """Keys that nobody sees, and rows that see nothing: 0 times NaN is what goes wrong there."""
-    held = record(case, lambda *gradients: gradients)
-    assert held.met("gradients")
+    judged = record(case, lambda *gradients: gradients)
+    assert judged.met("gradients")
     unseen = record(case, lambda dq, dk, dv: (dq, torch.where(dk == 0, torch.nan, dk), dv))
     assert unseen.met("gradients") is False
 
@@ -140,33 +140,33 @@ def test_a_backward_pass_that_raises_takes_no_forward_pass_with_it(tmp_path: Pat
         "    o[0, 0, 0, 0] *= 1\n    return o\n"
     )
     target = f"{tmp_path / 'mine.py'}:mine"
-    found, none = (
+    judged, none = (
         run_cell(
             Cell(CPU, external_kernel(target, flags=flags), Call(CASES["random"]), BF16), Workbench(Settings(heads=32))
         )
         for flags in ((), ("backward=none",))
     )
-    assert found.outcome == FELL
-    assert found.met("bound")
-    assert "its backward pass raised RuntimeError: one of the variables" in found.answers["gradients"].why
+    assert judged.outcome == FELL
+    assert judged.met("bound")
+    assert "its backward pass raised RuntimeError: one of the variables" in judged.answers["gradients"].why
     assert none.outcome == MEASURED
     assert "gradients" not in none.answers
-    assert found.digest == none.digest
+    assert judged.digest == none.digest
 
 
 @pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_math"])
 def test_bounds_are_no_more_than_some_times_what_kernels_err_by(name: str) -> None:
     """A bound of everything would catch nothing: PyTorch's kernels reach a tenth of it and more."""
-    found = run_cell(Cell(CPU, CPU.kernel(name), Call(CASES["random"]), BF16), Workbench(Settings(heads=32)))
-    assert 0.1 < (found.number("gradient_error_over_bound") or 0.0) <= 1.0
+    judged = run_cell(Cell(CPU, CPU.kernel(name), Call(CASES["random"]), BF16), Workbench(Settings(heads=32)))
+    assert 0.1 < (judged.number("gradient_error_over_bound") or 0.0) <= 1.0
 
 
 def test_bounds_grow_with_the_inputs() -> None:
     """dO twice as large, gradients and bounds twice as large: the bound is homogeneous, subnormals aside."""
     inputs = CASES["random"].make(1, 0, 16, BF16)
     twice = replace(inputs, do=2 * inputs.do)
-    one, two = (bounds_of(each).elements for each in (inputs, twice))
-    assert all(torch.allclose(2 * small, large, rtol=1e-9) for small, large in zip(one, two, strict=True))
+    first, second = (bounds_of(call).elements for call in (inputs, twice))
+    assert all(torch.allclose(2 * small, large, rtol=1e-9) for small, large in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("case", ["nan_in_q", "inf_in_v", "huge_logits"])
@@ -185,9 +185,9 @@ def test_deltas_error_is_read_off_dq() -> None:
     ref = reference(inputs)
     exact = reference_gradients(inputs, ref)[0]
     error = 0.01 * ref.delta.abs().mean()
-    found = delta_error_of(exact - inputs.scale * error * ref.pk, inputs, ref, exact)
-    assert found.mean == pytest.approx(0.01, rel=1e-9)
-    assert found.half_width < 1e-9
+    estimate = delta_error_of(exact - inputs.scale * error * ref.pk, inputs, ref, exact)
+    assert estimate.mean == pytest.approx(0.01, rel=1e-9)
+    assert estimate.half_width < 1e-9
 
 
 def test_a_row_is_measured_in_ulps_of_its_largest_element() -> None:

@@ -75,8 +75,8 @@ def kernel_file(folder: Path, body: str = "pass") -> str:
     return f"{folder / 'mine.py'}:attention"
 
 
-def told(record: Record) -> tuple[object, ...]:
-    """What of a record is the same however often, and after whatever, it is made."""
+def summary(record: Record) -> tuple[object, ...]:
+    """The parts of a record that do not depend on the cells before it."""
     return record.id, record.outcome, record.digest, record.measures, record.answers
 
 
@@ -86,7 +86,7 @@ def in_one_process(folder: Path, body: str) -> tuple[Record, list[tuple[object, 
     mine = external_kernel(kernel_file(folder, body))
     first = run_cell(Cell(CPU, mine, Call(CASES["random_odd"]), BF16), bench)
     later = [Cell(backend, kernel, Call(CASES[case]), BF16) for backend, kernel, case in LATER]
-    return first, [told(run_cell(cell, bench)) for cell in later]
+    return first, [summary(run_cell(cell, bench)) for cell in later]
 
 
 @pytest.fixture(scope="module")
@@ -160,18 +160,18 @@ NOISES = {
 
 
 @pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
-def test_a_kernel_of_global_random_numbers_repeats_in_any_order_and_is_told_that_it_does_not_within_a_cell(
+def test_a_kernel_of_global_random_numbers_repeats_in_any_order_and_not_within_a_cell(
     tmp_path: Path, noise: str
 ) -> None:
     mine = external_kernel(kernel_file(tmp_path, noise))
     cells = [Cell(CPU, mine, Call(CASES[name]), BF16) for name in ("random_odd", "random", "no_tail")]
-    found = []
+    rounds = []
     for order in (cells, cells[::-1], cells[1:]):
         bench = Workbench(Settings(seed=1, heads=16))
-        found.append({cell.id: told(run_cell(cell, bench)) for cell in order})
+        rounds.append({cell.id: summary(run_cell(cell, bench)) for cell in order})
         random.random(), np.random.rand(), torch.rand(3)  # as other tests of the same worker would
-    assert found[0] == found[1]
-    assert found[2].items() <= found[0].items()
+    assert rounds[0] == rounds[1]
+    assert rounds[2].items() <= rounds[0].items()
     records = [run_cell(cell, Workbench(Settings(seed=1, heads=16))) for cell in cells]
     assert [record.met("repeatable") for record in records] == [False] * len(cells)
     assert {record.outcome for record in records} == {FELL}
@@ -190,12 +190,12 @@ def test_random_numbers_from_a_seed_are_the_same_and_the_streams_go_on_as_before
     torch.manual_seed(3)
     np.random.seed(3)
     random.seed(3)
-    found = [draw()]
+    draws = [draw()]
     inside = []
     for seed in (1, 1, 2**63):
         with own_randomness(seed):
             inside.append(draw())
-    assert [*found, draw()] == undisturbed
+    assert [*draws, draw()] == undisturbed
     assert inside[0] == inside[1] != inside[2]
 
 

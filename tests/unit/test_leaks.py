@@ -58,7 +58,7 @@ def record(folder: Path, body: str, case: str = "random") -> Record:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         pytest.param("kept.append(o.clone())", "bytes", marks=needs_glibc),
         pytest.param("kept.append((q, k, v))", "bytes", marks=needs_glibc),
@@ -67,13 +67,13 @@ def record(folder: Path, body: str, case: str = "random") -> Record:
     ],
     ids=["memory", "inputs", "threads", "files"],
 )
-def test_a_kernel_that_leaks_falls_and_what_it_leaks_is_told(tmp_path: Path, body: str, told: str) -> None:
-    found = record(tmp_path, body)
-    assert found.outcome == FELL
-    why = found.answers["contract"].why
+def test_a_kernel_that_leaks_falls_and_what_it_leaks_is_told(tmp_path: Path, body: str, message: str) -> None:
+    result = record(tmp_path, body)
+    assert result.outcome == FELL
+    why = result.answers["contract"].why
     assert why.startswith(f"leaks: each of {CALLS} calls in a row left at least ")
-    assert told in why
-    assert found.met("repeatable")
+    assert message in why
+    assert result.met("repeatable")
 
 
 @pytest.mark.parametrize(
@@ -88,29 +88,29 @@ def test_a_kernel_that_leaks_falls_and_what_it_leaks_is_told(tmp_path: Path, bod
     ids=["nothing", "cached", "last", "few", "garbage"],
 )
 def test_what_is_kept_once_is_no_leak(tmp_path: Path, body: str) -> None:
-    found = record(tmp_path, body)
-    assert found.outcome == MEASURED
-    assert found.met("contract")
+    result = record(tmp_path, body)
+    assert result.outcome == MEASURED
+    assert result.met("contract")
 
 
 @needs_glibc
 def test_as_much_as_o_at_every_call_is_a_leak_and_less_is_none() -> None:
-    kept: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
 
     def keeping(size: int) -> Callable[[], str]:
         def call() -> str:
-            kept.append(torch.zeros(size, dtype=torch.uint8))
+            outputs.append(torch.zeros(size, dtype=torch.uint8))
             return "returned"
 
         return call
 
-    found, told = left_behind(keeping(2**16), 2**16)
-    assert found == "returned"
-    assert told is not None
-    assert 2**16 <= int(told.split("at least ")[1].split(" ")[0].replace(",", "")) < 2**16 + 2**12
-    assert len(kept) == CALLS
+    returned, reason = left_behind(keeping(2**16), 2**16)
+    assert returned == "returned"
+    assert reason is not None
+    assert 2**16 <= int(reason.split("at least ")[1].split(" ")[0].replace(",", "")) < 2**16 + 2**12
+    assert len(outputs) == CALLS
     assert left_behind(keeping(2**15), 2**16) == ("returned", None)
-    assert len(kept) == CALLS + 1
+    assert len(outputs) == CALLS + 1
 
 
 @pytest.mark.parametrize("case", ["random", "sink_tie"])

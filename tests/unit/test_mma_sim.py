@@ -36,7 +36,7 @@ def _stand_in(instruction: Any, off: float = 0.0) -> StandIn:
 
 
 def test_every_core_but_of_a_target_that_is_anothers_twin_is_compared() -> None:
-    compared = {(one.target, one.a, one.b) for one in mma_sim.INSTRUCTIONS}
+    compared = {(instruction.target, instruction.a, instruction.b) for instruction in mma_sim.INSTRUCTIONS}
     assert set(mma_sim.DTYPES) == set(OPERANDS)
     for target in set(TARGETS) - {"sm_86"}:
         for a in OPERANDS:

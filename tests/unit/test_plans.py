@@ -224,8 +224,8 @@ def test_an_unknown_kernel_is_named_and_the_known_ones_are_listed(name: str) -> 
     with pytest.raises(ValueError, match=f"unknown kernel '{name}'") as caught:
         composed_kernel(name)
     message = str(caught.value)
-    known = ["standard", "fair", "flash", *(rule for rule in SHIFT_RULES if rule != "safe"), *PLANS]
-    assert all(part in message for part in known)
+    names = ["standard", "fair", "flash", *(rule for rule in SHIFT_RULES if rule != "safe"), *PLANS]
+    assert all(part in message for part in names)
     assert "\n" not in message
 
 
@@ -237,5 +237,5 @@ def test_the_default_roster_names_every_kernel_once() -> None:
 def test_the_default_roster_has_every_rule_and_every_preset() -> None:
     declarations = [composed_kernel(name).declaration for name in DEFAULT_ROSTER]
     # FlashAttention-4's lag in fp8 is that in bf16, halved: only plans in 8 bits have a use for it.
-    assert {found.shift_rule.name for found in declarations if found} == set(SHIFT_RULES) - {"lazy_4"}
-    assert {found.plan.name for found in declarations if found} == {*NARROW, FUSED_CONTRACTED.name}
+    assert {declaration.shift_rule.name for declaration in declarations if declaration} == set(SHIFT_RULES) - {"lazy_4"}
+    assert {declaration.plan.name for declaration in declarations if declaration} == {*NARROW, FUSED_CONTRACTED.name}

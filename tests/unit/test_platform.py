@@ -78,12 +78,12 @@ def test_system_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_description_of_this_machine() -> None:
-    here = describe()
-    assert here.level == levels.current(os.environ)
-    assert here.torch[0].isdigit()
-    assert here.aten_cpu_capability
+    platform = describe()
+    assert platform.level == levels.current(os.environ)
+    assert platform.torch[0].isdigit()
+    assert platform.aten_cpu_capability
     with pytest.raises(FrozenInstanceError):
-        here.cores = 1  # type: ignore[misc]
+        platform.cores = 1  # type: ignore[misc]
 
 
 def test_cores_are_those_this_process_may_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,9 +101,9 @@ def test_description_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     level = levels.LEVELS[-1]
     for name, value in level.environment.items():
         monkeypatch.setenv(name, value)
-    here = describe()
-    assert here.onednn_max_cpu_isa == level.environment["ONEDNN_MAX_CPU_ISA"]
-    assert here.level == level.name
+    platform = describe()
+    assert platform.onednn_max_cpu_isa == level.environment["ONEDNN_MAX_CPU_ISA"]
+    assert platform.level == level.name
 
 
 def test_memory_is_the_containers(tmp_path: Path) -> None:
@@ -133,9 +133,9 @@ class TestGpu:
 
     @pytest.mark.usefixtures("two_cards")
     def test_nvidia(self, tmp_path: Path) -> None:
-        found = describe_gpu(write(tmp_path, {"proc/driver/nvidia/version": NVIDIA_DRIVER})).as_dict()
-        assert found.pop("triton") == loading.installed()
-        assert found == {
+        gpu = describe_gpu(write(tmp_path, {"proc/driver/nvidia/version": NVIDIA_DRIVER})).as_dict()
+        assert gpu.pop("triton") == loading.installed()
+        assert gpu == {
             "gpu": "NVIDIA H200",
             "gpu_arch": "sm_90",
             "gpu_driver": "580.65.06",
@@ -143,7 +143,7 @@ class TestGpu:
             "hip": None,
             "cudnn": "91002",
         }
-        assert json.loads(json.dumps(found)) == found
+        assert json.loads(json.dumps(gpu)) == gpu
 
     @pytest.mark.usefixtures("two_cards")
     def test_rocm(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,8 +153,8 @@ class TestGpu:
         monkeypatch.setattr(
             torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=next(names))
         )
-        found = describe_gpu(write(tmp_path, {"sys/module/amdgpu/version": "6.12.12\n"}))
-        assert (found.gpu_arch, found.gpu_driver, found.hip) == ("gfx942, gfx950", "6.12.12", "6.4.43482")
+        gpu = describe_gpu(write(tmp_path, {"sys/module/amdgpu/version": "6.12.12\n"}))
+        assert (gpu.gpu_arch, gpu.gpu_driver, gpu.hip) == ("gfx942, gfx950", "6.12.12", "6.4.43482")
 
     @pytest.mark.usefixtures("two_cards")
     def test_a_system_that_does_not_tell(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,8 +163,8 @@ class TestGpu:
 
         monkeypatch.setattr(importlib.metadata, "version", version)
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
-        found = describe_gpu(tmp_path)
-        assert (found.gpu_driver, found.cudnn, found.triton) == (None, None, None)
+        gpu = describe_gpu(tmp_path)
+        assert (gpu.gpu_driver, gpu.cudnn, gpu.triton) == (None, None, None)
 
     def test_the_rest_of_the_platform_asks_no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("CUDA was asked"))

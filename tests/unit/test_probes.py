@@ -51,21 +51,21 @@ def test_the_emulation_rounds_as_it_declares(fmt: Format) -> None:
     "mode", [mode for mode in Rounding if mode is not Rounding.STOCHASTIC], ids=lambda mode: mode.value
 )
 def test_every_rounding_mode_is_recognised(mode: Rounding) -> None:
-    found = fingerprint(CastingIn(mode), "cpu")
-    assert found["cast"] == mode.value
-    assert found["matmul"] == mode.value
+    answers = fingerprint(CastingIn(mode), "cpu")
+    assert answers["cast"] == mode.value
+    assert answers["matmul"] == mode.value
 
 
 def test_a_narrow_device_is_told() -> None:
-    found = fingerprint(Narrow(), "cpu")
-    assert found["matmul_sums_in"] == "bf16"
-    assert found["matmul_subnormals"] == "flushed"
-    assert found["exp_at_zero"] == 0.75
+    answers = fingerprint(Narrow(), "cpu")
+    assert answers["matmul_sums_in"] == "bf16"
+    assert answers["matmul_subnormals"] == "flushed"
+    assert answers["exp_at_zero"] == 0.75
 
 
 def test_this_cpu_breaks_ties_to_even() -> None:
     """Of every CPU that torch runs on; whether subnormals are flushed depends on its bf16 instructions."""
-    found = fingerprint(CPU.arithmetic, CPU.device)
-    assert found["cast"] == "even"
-    assert found["matmul_sums_in"] == "fp32 or wider"
-    assert found["exp_at_zero"] == 1.0
+    answers = fingerprint(CPU.arithmetic, CPU.device)
+    assert answers["cast"] == "even"
+    assert answers["matmul_sums_in"] == "fp32 or wider"
+    assert answers["exp_at_zero"] == 1.0

@@ -59,7 +59,7 @@ def test_zeros_fall_in_every_case_in_which_they_are_wrong() -> None:
 
 
 def test_no_kernel_of_the_roster_leaves_the_range_where_it_is_claimed_to_be_right() -> None:
-    asked = set()
+    seen = set()
     for name, case in CASES.items():
         bench = Workbench(Settings(heads=HEADS))
         for kernel in DEFAULT_ROSTER:
@@ -67,9 +67,9 @@ def test_no_kernel_of_the_roster_leaves_the_range_where_it_is_claimed_to_be_righ
             assert declaration is not None
             claim = case.claim_about(declaration, BF16)
             if claim is None or "range" not in claim.expectation.waives:
-                asked.add(name)
+                seen.add(name)
                 assert bench.case(case, BF16).emulated(0, declaration)[1].outside_values <= 1.0, (kernel, name)
-    assert set(CASES) - asked <= {"subnormal_v"}
+    assert set(CASES) - seen <= {"subnormal_v"}
 
 
 def observed(case: str, change: Callable[[Batch, Tensor, float], Tensor]) -> float:

@@ -89,11 +89,11 @@ def _gfloat(x: torch.Tensor, fmt: Format, mode: gfloat.RoundMode, **stochastic: 
         return np.asarray(gfloat.round_ndarray(_in_gfloat(fmt), array, mode, False, **stochastic))
 
 
-def _assert_same_bits(x: torch.Tensor, got: torch.Tensor, expected: Array) -> None:
+def _assert_same_bits(x: torch.Tensor, rounded: torch.Tensor, expected: Array) -> None:
     """NaN where NaN is expected, everywhere else the very bits, the sign of zero with them."""
-    assert got.shape == expected.shape
+    assert rounded.shape == expected.shape
     # Both types are exact in float64.
-    actual = got.to(torch.float64).numpy()
+    actual = rounded.to(torch.float64).numpy()
     both_nan = np.isnan(actual) & np.isnan(expected)
     wrong = np.flatnonzero((actual.view(np.int64) != expected.view(np.int64)) & ~both_nan)
     first = [(x[i].item(), actual[i], expected[i]) for i in wrong[:5]]
@@ -149,10 +149,10 @@ def _random_bits(n: int) -> torch.Tensor:
 
 def _special(dtype: type) -> Array:
     """Zeros, infinities, NaN of either sign with all payload bits or only the last set, and the ends of the type."""
-    bits, one, sign, infinity = (
+    bits, unit, sign, infinity = (
         (np.uint32, 1, 2**31, 0x7F800000) if dtype is np.float32 else (np.uint64, 1, 2**63, 0x7FF << 52)
     )
-    magnitudes = [0, one, infinity - 1, infinity, infinity + 1, sign - 1]
+    magnitudes = [0, unit, infinity - 1, infinity, infinity + 1, sign - 1]
     return np.array([s + m for s, m in itertools.product([0, sign], magnitudes)], dtype=bits).view(dtype)
 
 

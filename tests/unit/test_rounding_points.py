@@ -87,10 +87,10 @@ def normalised_at_every_step(qk: Row, scale: float, v: Sequence[Row], tile: int)
         new_m = max(m, *s)
         p = [math.exp(x - new_m) for x in s]
         new_l = l * math.exp(m - new_m) + math.fsum(p)
-        kept = l * math.exp(m - new_m) / new_l
+        carried = l * math.exp(m - new_m) / new_l
         p = [bf16(x / new_l) for x in p]
         rows = v[start : start + tile]
-        o = [o[i] * kept + math.fsum(x * row[i] for x, row in zip(p, rows, strict=True)) for i in range(D)]
+        o = [o[i] * carried + math.fsum(x * row[i] for x, row in zip(p, rows, strict=True)) for i in range(D)]
         l, m = new_l, new_m
     return o
 
@@ -143,7 +143,7 @@ def test_a_point_rounds_where_its_formula_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("base_two", [False, True])
-@pytest.mark.parametrize("algorithm", [FLASH_ATTENTION, STANDARD_ATTENTION], ids=lambda one: one.name)
+@pytest.mark.parametrize("algorithm", [FLASH_ATTENTION, STANDARD_ATTENTION], ids=lambda kernel: kernel.name)
 def test_a_scaled_q_is_rounded_before_the_product(algorithm: Algorithm, base_two: bool) -> None:
     """In base two with log2(e) in it, as the Triton kernels that fold it into q have it."""
     call = inputs()

@@ -202,11 +202,11 @@ def test_the_forced_implementation_is_the_one_that_runs(kernel: str) -> None:
 def test_the_kernels_keep_their_plans_bound_in_every_shape(kernel: str, name: str) -> None:
     inputs = _inputs(name)
     ref = reference(inputs)
-    found = CPU.kernel(kernel)
-    assert found.declaration is not None
-    o = CPU.run(found, inputs, gradients=False).o.double()
+    own = CPU.kernel(kernel)
+    assert own.declaration is not None
+    o = CPU.run(own, inputs, gradients=False).o.double()
     assert o.shape == ref.o.shape
-    assert ((o - ref.o).abs() <= error_bound(inputs, ref, found.declaration)).all()
+    assert ((o - ref.o).abs() <= error_bound(inputs, ref, own.declaration)).all()
 
 
 @pytest.mark.parametrize("kernel", ["sdpa_flash", "sdpa_math"])
@@ -220,8 +220,8 @@ def test_the_kernels_return_gradients(kernel: str) -> None:
     ds = ref.p * (do @ v.transpose(-1, -2) + (do * ref.magnitude).sum(-1, keepdim=True))
     dq, dk = inputs.scale * (ds @ k), inputs.scale * (ds.transpose(-1, -2) @ q)
     scales = (dq, dk, ref.p.transpose(-1, -2) @ do)
-    found = (gradients.dq, gradients.dk, gradients.dv)
-    for gradient, exact, scale in zip(found, reference_gradients(inputs, ref), scales, strict=True):
+    computed = (gradients.dq, gradients.dk, gradients.dv)
+    for gradient, exact, scale in zip(computed, reference_gradients(inputs, ref), scales, strict=True):
         assert gradient.shape == exact.shape
         # P, dS and the result round to bf16, and O, whose own error of up to 3 roundings enters through delta.
         assert ((gradient.double() - exact).abs() <= 6 * BF16.unit_roundoff * scale).all()
@@ -235,7 +235,7 @@ def test_the_backward_pass_leaves_the_inputs_out_of_its_graph(name: str) -> None
     assert not any(tensor.requires_grad for tensor in (inputs.q, inputs.k, inputs.v, inputs.do))
 
 
-# What the flash implementation of a GPU is told, run by the CPU's.
+# What the flash implementation of a GPU gets, run by the CPU's.
 ON_CPU = replace(sdpa.CUDA_FLASH, operator=sdpa.CPU_FLASH.operator)
 MASKED_ON_CPU = replace(ON_CPU, takes=COMMON)  # as the memory-efficient one
 FALLEN_BACK = [
@@ -245,18 +245,18 @@ FALLEN_BACK = [
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize(("forced", "instead", "told"), FALLEN_BACK, ids=["flash", "math"])
+@pytest.mark.parametrize(("forced", "instead", "message"), FALLEN_BACK, ids=["flash", "math"])
 def test_a_silent_fall_back_is_an_error(
-    forced: Implementation, instead: SDPBackend, told: str, gradients: bool, monkeypatch: pytest.MonkeyPatch
+    forced: Implementation, instead: SDPBackend, message: str, gradients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextlib.contextmanager
-    def ignoring(asked: list[SDPBackend]) -> Iterator[None]:
-        del asked
+    def ignoring(backends: list[SDPBackend]) -> Iterator[None]:
+        del backends
         with sdpa_kernel([instead]):
             yield
 
     monkeypatch.setattr(sdpa, "sdpa_kernel", ignoring)
-    with pytest.raises(NotTheOneForcedError, match=told):
+    with pytest.raises(NotTheOneForcedError, match=message):
         sdpa.compute(forced, _inputs("random"), CPU.arithmetic, gradients)
 
 
@@ -266,7 +266,7 @@ def test_another_device_s_flash_implementation_is_not_the_one_forced() -> None:
 
 
 class _AskedError(Exception):
-    """Carries what PyTorch was asked for."""
+    """Carries the request to PyTorch."""
 
 
 @pytest.fixture
@@ -300,9 +300,9 @@ def _square_and_padded() -> AttentionInputs:
     ids=["full", "square", "not square", "padded"],
 )
 def test_only_a_square_causal_mask_goes_by_the_flag(inputs: AttentionInputs, mask: bool, flag: bool) -> None:
-    with pytest.raises(_AskedError) as asked:
+    with pytest.raises(_AskedError) as request:
         sdpa.compute(MASKED_ON_CPU, inputs, CPU.arithmetic, False)
-    assert asked.value.args == (mask, flag)
+    assert request.value.args == (mask, flag)
 
 
 @pytest.mark.parametrize("queries", [48, 30], ids=["square", "not square"])
@@ -338,14 +338,14 @@ def test_an_order_in_memory_that_the_flash_kernel_cannot_take_is_refused_in_pyto
 
 def test_nothing_to_attend_to_is_refused() -> None:
     nothing = torch.zeros(1, 1, 0, 64)
-    told = sdpa.missing_requirement(ON_CPU, AttentionInputs(nothing, nothing, nothing, nothing, Formats.of(BF16)))
-    assert told == "nothing to attend to: q (1, 1, 0, 64), k (1, 1, 0, 64)"
+    reason = sdpa.missing_requirement(ON_CPU, AttentionInputs(nothing, nothing, nothing, nothing, Formats.of(BF16)))
+    assert reason == "nothing to attend to: q (1, 1, 0, 64), k (1, 1, 0, 64)"
 
 
 def test_what_pytorch_has_no_kernel_for_is_refused_in_its_words() -> None:
-    told = sdpa.missing_requirement(sdpa.CUDA_EFFICIENT, _inputs("random"))
-    assert told is not None
-    assert told.startswith("EFFICIENT_ATTENTION: No viable backend for scaled_dot_product_attention was found.")
+    reason = sdpa.missing_requirement(sdpa.CUDA_EFFICIENT, _inputs("random"))
+    assert reason is not None
+    assert reason.startswith("EFFICIENT_ATTENTION: No viable backend for scaled_dot_product_attention was found.")
 
 
 def test_of_pytorch_s_warnings_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,14 +360,14 @@ def test_of_pytorch_s_warnings_the_reason_is_told(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("No available kernel. Aborting execution.")
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
-    told = sdpa.missing_requirement(sdpa.CUDA_FLASH, _inputs("random"))
-    assert told == "FLASH_ATTENTION: Flash attention requires q,k,v to have the same last dimension."
+    reason = sdpa.missing_requirement(sdpa.CUDA_FLASH, _inputs("random"))
+    assert reason == "FLASH_ATTENTION: Flash attention requires q,k,v to have the same last dimension."
 
 
 def test_a_choice_of_another_implementation_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **options: 0)
-    told = sdpa.missing_requirement(sdpa.CUDA_CUDNN, _inputs("random"))
-    assert told == "CUDNN_ATTENTION can't take these inputs: PyTorch would run MATH"
+    reason = sdpa.missing_requirement(sdpa.CUDA_CUDNN, _inputs("random"))
+    assert reason == "CUDNN_ATTENTION can't take these inputs: PyTorch would run MATH"
 
 
 @pytest.mark.parametrize("kernel", sdpa.gpu_sdpa_kernels(), ids=lambda kernel: kernel.name)
@@ -375,8 +375,8 @@ def test_each_kernel_of_a_gpu_forces_its_own(kernel: Kernel, monkeypatch: pytest
     forced: list[SDPBackend] = []
 
     @contextlib.contextmanager
-    def noting(asked: list[SDPBackend]) -> Iterator[None]:
-        forced.extend(asked)
+    def noting(backends: list[SDPBackend]) -> Iterator[None]:
+        forced.extend(backends)
         raise _AskedError
         yield
 
@@ -384,4 +384,4 @@ def test_each_kernel_of_a_gpu_forces_its_own(kernel: Kernel, monkeypatch: pytest
     with pytest.raises(_AskedError):
         kernel.compute(_inputs("random"), CPU.arithmetic, False)
     names = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
-    assert [one.name for one in forced] == [names[kernel.name.removeprefix("sdpa_")]]
+    assert [backend.name for backend in forced] == [names[kernel.name.removeprefix("sdpa_")]]

@@ -58,7 +58,8 @@ RULES = {
     "gfx942": CDNA3 | dict.fromkeys(FNUZ, Rules(16, 24, amd=True, halves=True)),
 }
 each_core = pytest.mark.parametrize(
-    ("target", "operands"), [(target, operands) for target, known in RULES.items() for operands in known]
+    ("target", "operands"),
+    [(target, operands) for target, operand_types in RULES.items() for operands in operand_types],
 )
 
 Term = tuple[Fraction, int]  # a value, and the exponent that it is aligned by
@@ -91,15 +92,15 @@ def _step(terms: Sequence[Term], addend: float, rules: Rules) -> float:
         return _toward_zero(_cut_and_summed([*terms, of_addend], rules.bits)[0], rules.result)
     if rules.halves:
         halves = [_cut_and_summed(terms[first::2], rules.bits) for first in (0, 1) if terms[first::2]]
-        power = max(each for _, each in halves)
+        power = max(part for _, part in halves)
         products = sum((_on_grid(value, power, rules.bits, down=True) for value, _ in halves), Fraction(0))
     else:
         products, power = _cut_and_summed(terms, rules.bits)
     largest = max(power, of_addend[1])
-    kept = _on_grid(of_addend[0], largest, rules.bits, down=True)
+    addend_part = _on_grid(of_addend[0], largest, rules.bits, down=True)
     if rules.halves and of_addend[1] < largest - 25:
-        kept = Fraction(0)
-    total = float(_on_grid(products, largest, 31, down=True) + kept)  # exact: of less than 53 bits
+        addend_part = Fraction(0)
+    total = float(_on_grid(products, largest, 31, down=True) + addend_part)  # exact: of less than 53 bits
     with np.errstate(over="ignore"):
         return float(np.float32(total))
 
@@ -123,9 +124,9 @@ def _values(rng: np.random.Generator, shape: tuple[int, int], operands: str, low
     """Of a format, subnormals and zeros among them, with exponents from low to high or the nearest it has."""
     least, bits, largest = FORMATS[operands]
     first, last = (min(max(end, least - bits), int(math.log2(largest))) for end in (low, high))
-    wanted = rng.integers(first, last + 1, shape)
-    spacing = 2.0 ** (np.maximum(wanted, least) - bits)
-    whole = np.trunc(rng.uniform(1, 2, shape) * 2.0**wanted / spacing)
+    exponents = rng.integers(first, last + 1, shape)
+    spacing = 2.0 ** (np.maximum(exponents, least) - bits)
+    whole = np.trunc(rng.uniform(1, 2, shape) * 2.0**exponents / spacing)
     signed = rng.choice([-1.0, 1.0], shape) * (rng.random(shape) < 0.9) * whole * spacing
     return signed.clip(-largest, largest).astype(np.float32)
 
@@ -134,8 +135,8 @@ def _tensors(a: Array, b: Array, c: Array) -> tuple[Tensor, Tensor, Tensor]:
     return torch.from_numpy(a), torch.from_numpy(b), torch.from_numpy(c)
 
 
-def _same(found: Tensor, expected: Array) -> bool:
-    return np.array_equal(found.numpy().view(np.int32), expected.view(np.int32))
+def _same(actual: Tensor, expected: Array) -> bool:
+    return np.array_equal(actual.numpy().view(np.int32), expected.view(np.int32))
 
 
 @each_core
@@ -147,13 +148,13 @@ def test_a_core_is_the_sum_of_rationals(
     k = 2 * RULES[target][operands].products
     a, b = _values(rng, (5, k), operands, low, high), _values(rng, (k, 6), operands, low, high)
     c = (rng.choice([-1, 1], (5, 6)) * 2.0 ** rng.uniform(*addends, (5, 6))).astype(np.float32)
-    found = tensor_core_matmul(*_tensors(a, b, c), core_of(target, operands))
+    product = tensor_core_matmul(*_tensors(a, b, c), core_of(target, operands))
     expected = [
         [oracle(row, column, float(x), target, operands) for column, x in zip(b.T, line, strict=True)]
         for row, line in zip(a, c, strict=True)
     ]
-    assert found.dtype == torch.float32
-    assert _same(found, np.array(expected, np.float32))
+    assert product.dtype == torch.float32
+    assert _same(product, np.array(expected, np.float32))
 
 
 def _sum(products: Sequence[float | tuple[float, float]], addend: float, target: str, operands: str) -> float:
@@ -231,10 +232,10 @@ def test_volta_adds_four_products_and_keeps_23_bits() -> None:
     assert _sum([-(2.0**-24)], 1.0, "sm_70", "fp16") == 1.0
     assert _sum([-(2.0**-24)], 1.0, "sm_75", "fp16") == 1.0 - 2.0**-24  # Turing keeps one more
     # 2^23 + 2^23 + 1 is rounded toward zero, to 2^24, before the fifth product comes, which is lost beside it.
-    half, one = (2.0**12, 2.0**11), 1.0
-    assert _sum([half, half, one, one], 0.0, "sm_70", "fp16") == 2.0**24 + 2
-    assert _sum([half, half, one, 0.0, one], 0.0, "sm_70", "fp16") == 2.0**24
-    assert _sum([half, half, one, 0.0, one], 0.0, "sm_75", "fp16") == 2.0**24 + 2
+    half, unit = (2.0**12, 2.0**11), 1.0
+    assert _sum([half, half, unit, unit], 0.0, "sm_70", "fp16") == 2.0**24 + 2
+    assert _sum([half, half, unit, 0.0, unit], 0.0, "sm_70", "fp16") == 2.0**24
+    assert _sum([half, half, unit, 0.0, unit], 0.0, "sm_75", "fp16") == 2.0**24 + 2
 
 
 def test_cdna3_rounds_the_addend_and_the_products_down_and_their_sum_to_even() -> None:
@@ -275,10 +276,10 @@ def test_cdna3_makes_inf_of_a_product_beyond_fp32_where_nvidia_goes_on() -> None
 
 @pytest.mark.parametrize(("target", "products"), [("sm_89", 16), ("sm_90", 32)])
 def test_fp8_keeps_13_bits_on_ada_and_hopper(target: str, products: int) -> None:
-    one_and = 1.0 + 2.0**-13
+    a_little_more = 1.0 + 2.0**-13
     assert _sum([(2.0**-6, -(2.0**-7))], 1.0, target, "fp8_e4m3") == 1.0 - 2.0**-13
     assert _sum([(2.0**-6, -(2.0**-8))], 1.0, target, "fp8_e4m3") == 1.0
-    assert _sum([0.0], one_and + 2.0**-14, target, "fp8_e4m3") == one_and  # of an addend, too
+    assert _sum([0.0], a_little_more + 2.0**-14, target, "fp8_e4m3") == a_little_more  # of an addend, too
     # 2 + 2^-12 + 2^-13: kept by the alignment to a 1, cut off the sum.
     assert _sum([1.0, 1.0, (2.0**-6, 2.0**-6), (2.0**-6, 2.0**-7)], 0.0, target, "fp8_e4m3") == 2.0 + 2.0**-12
     assert _sum([1.0, 1.0, (2.0**-6, 2.0**-6), (2.0**-6, 2.0**-7)], 0.0, "sm_100", "fp8_e4m3") == 2 + 3 * 2.0**-13
@@ -308,9 +309,9 @@ def test_no_sum_of_zeros_is_negative(target: str, operands: str) -> None:
 
 @pytest.mark.parametrize(("target", "sign"), [("sm_80", 1.0), ("sm_90", 1.0), ("gfx942", -1.0)])
 def test_what_fp32_has_no_number_for_is_a_zero_whose_sign_is_lost_toward_zero(target: str, sign: float) -> None:
-    found = _sum([(-(2.0**-75), 2.0**-75)], 0.0, target, "bf16")  # half of the smallest number
-    assert found == 0.0
-    assert math.copysign(1.0, found) == sign
+    total = _sum([(-(2.0**-75), 2.0**-75)], 0.0, target, "bf16")  # half of the smallest number
+    assert total == 0.0
+    assert math.copysign(1.0, total) == sign
 
 
 @pytest.mark.parametrize("target", ["sm_80", "gfx942"])
@@ -322,10 +323,10 @@ def test_tf32_reads_19_bits_of_an_operand(target: str) -> None:
 def test_two_formats_of_fp8_count_each_their_own_subnormals() -> None:
     # e4m3's 2^-9 counts as 2^-6, e5m2's 2^-16 as 2^-14: the product keeps 2^-33 of fp8's 13 bits.
     a, b = torch.tensor([[2.0**-9]]), torch.tensor([[2.0**-16]])
-    for last, found in ((2.0**-33, 2.0**-25 + 2.0**-33), (2.0**-34, 2.0**-25)):
+    for last, total in ((2.0**-33, 2.0**-25 + 2.0**-33), (2.0**-34, 2.0**-25)):
         for core in (core_of("sm_89", "fp8_e4m3", "fp8_e5m2"), core_of("sm_89", "fp8_e5m2", "fp8_e4m3")):
             pair = (a, b) if core.least_exponents[0] == -6 else (b, a)
-            assert tensor_core_matmul(*pair, torch.tensor([[last]]), core).item() == found
+            assert tensor_core_matmul(*pair, torch.tensor([[last]]), core).item() == total
 
 
 def _drawn(*shape: int, seed: int) -> Tensor:
@@ -362,9 +363,9 @@ def test_what_is_in_memory_at_once_changes_nothing(at_once: int, monkeypatch: py
 @pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0)])
 def test_nothing_to_add_leaves_the_addend(shape: tuple[int, int, int]) -> None:
     m, k, n = shape
-    found = tensor_core_matmul(torch.ones(m, k), torch.ones(k, n), torch.ones(m, n), core_of("sm_80", "bf16"))
-    assert found.shape == (m, n)
-    assert (found == 1.0 + k).all()
+    product = tensor_core_matmul(torch.ones(m, k), torch.ones(k, n), torch.ones(m, n), core_of("sm_80", "bf16"))
+    assert product.shape == (m, n)
+    assert (product == 1.0 + k).all()
 
 
 def test_operands_and_addend_are_left_as_they_are() -> None:
@@ -391,7 +392,7 @@ def test_every_target_has_the_cores_that_mma_sim_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("operands", "message"),
     [
         (("sm_60", "fp16"), "no tensor core is known of 'sm_60': known are sm_70, sm_75, "),
         (("sm_80", "fp32"), "no tensor core is known that multiplies 'fp32': known are fp16, bf16, tf32, "),
@@ -401,6 +402,6 @@ def test_every_target_has_the_cores_that_mma_sim_has() -> None:
         (("gfx942", "fp8_e4m3"), "gfx942 doesn't multiply fp8_e4m3 by fp8_e4m3; it does .*fp8_e4m3fnuz x fp8_e5m2fnuz"),
     ],
 )
-def test_what_a_target_does_not_multiply_is_named(asked: tuple[str, ...], message: str) -> None:
+def test_what_a_target_does_not_multiply_is_named(operands: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        core_of(*asked)
+        core_of(*operands)

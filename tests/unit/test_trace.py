@@ -59,15 +59,15 @@ def _declaration(kernel: str) -> Declaration:
 def _traces(name: str, kernel: str = "flash@paper") -> list[tuple[Trace, Tensor]]:
     """Traces of every eighth column of every head's first two rows, each with its steps in ulps of O-bar."""
     inputs, ref = _case(name)
-    found = []
+    traces = []
     for head in range(HEADS):
         for row in range(2):
             for column in range(0, 64, 8):
-                one = trace(_declaration(kernel), inputs, ref, head=head, row=row, column=column)
-                o_bar = (one.p_bar.double() * inputs.v[0, head, :, column].double()).sum()
-                steps = torch.diff(one.error, prepend=torch.zeros(1, dtype=torch.float64))
-                found.append((one, steps.abs() / ulp(o_bar[None], BF16)))
-    return found
+                traced = trace(_declaration(kernel), inputs, ref, head=head, row=row, column=column)
+                o_bar = (traced.p_bar.double() * inputs.v[0, head, :, column].double()).sum()
+                steps = torch.diff(traced.error, prepend=torch.zeros(1, dtype=torch.float64))
+                traces.append((traced, steps.abs() / ulp(o_bar[None], BF16)))
+    return traces
 
 
 @pytest.mark.parametrize(("name", "maxima"), [("tied_maxima_positive_v", 2), ("tied_maxima[k=3]", 3)])
@@ -77,11 +77,11 @@ def test_the_error_steps_only_where_the_probability_is_one(name: str, maxima: in
     # tail takes no partial sum over one, except off a tie, which the first tail key breaks. So a step of over a quarter
     # of O-bar's ulp happens at a maximum, if the last maximum has a tail key before it.
     steps_at_one = 0
-    for one, steps in _traces(name):
-        assert len(one.at_one) == maxima
-        assert one.at_one != list(range(maxima))
+    for traced, steps in _traces(name):
+        assert len(traced.at_one) == maxima
+        assert traced.at_one != list(range(maxima))
         large = set((steps > 0.25).nonzero().flatten().tolist())
-        assert large <= set(one.at_one)
+        assert large <= set(traced.at_one)
         steps_at_one += len(large)
     # Of the sums of two bf16 numbers of a binade every other is a tie: half of 256 traces, less 5 standard deviations.
     assert steps_at_one >= 256 / 2 - 5 * (256 / 4) ** 0.5
@@ -91,13 +91,13 @@ def test_with_a_thicker_tail_steps_of_over_half_an_ulp_happen_only_where_the_pro
     # The traced case. Its tail, 9 below, can take a partial sum of one maximum over a boundary: a whole ulp there, but
     # half an ulp of O-bar, which lies in the binade above.
     assert CASES["tied_maxima[k=2]"].traced
-    for one, steps in _traces("tied_maxima[k=2]"):
-        assert set((steps > 0.5).nonzero().flatten().tolist()) <= set(one.at_one)
+    for traced, steps in _traces("tied_maxima[k=2]"):
+        assert set((steps > 0.5).nonzero().flatten().tolist()) <= set(traced.at_one)
 
 
 @pytest.mark.parametrize("kernel", ["stabilized@paper", "stabilized_v1@paper", "fixed_offset@paper"])
 def test_a_rule_that_shifts_further_leaves_no_probability_at_one(kernel: str) -> None:
-    assert all(one.at_one == [] for one, _ in _traces("tied_maxima_positive_v", kernel))
+    assert all(traced.at_one == [] for traced, _ in _traces("tied_maxima_positive_v", kernel))
 
 
 @pytest.mark.parametrize("kernel", ["flash@paper", "as_printed_v1@paper"])
@@ -105,6 +105,6 @@ def test_the_trace_ends_away_from_zero_on_average(kernel: str) -> None:
     # V is positive: an error away from zero is positive. In ulps of O-bar it is the case's bias, +0.23, with one head's
     # spread of 1/sqrt(12) ulp over 16 independent heads.
     inputs, _ = _case("tied_maxima_positive_v")
-    last = [one.error[-1].item() / 2.0**-5 for one, _ in _traces("tied_maxima_positive_v", kernel)]
+    last = [traced.error[-1].item() / 2.0**-5 for traced, _ in _traces("tied_maxima_positive_v", kernel)]
     assert (inputs.v > 0).all()
     assert sum(last) / len(last) > 0.23 - 5 * (1 / 12 / HEADS) ** 0.5 / 8**0.5

@@ -83,7 +83,7 @@ def _gradients(output: AttentionOutput) -> Gradients:
     return output.gradients
 
 
-def _found(output: AttentionOutput) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients_of(output: AttentionOutput) -> tuple[Tensor, Tensor, Tensor]:
     gradients = _gradients(output)
     return gradients.dq, gradients.dk, gradients.dv
 
@@ -108,8 +108,8 @@ def test_so_they_are_wherever_delta_comes_from(source: DeltaSource, shape: Shape
 def _assert_right_in_fp32(shape: Shape, source: DeltaSource) -> None:
     inputs, ref = _normal(shape)
     declaration = Declaration(FLASH_ATTENTION, replace(FP32_PLAN, delta_from=source, exponential=BASE_TWO), SAFE, BLOCK)
-    found = _found(_run(inputs, declaration))
-    for gradient, exact, scale in zip(found, reference_gradients(inputs, ref), _scales(inputs, ref), strict=True):
+    computed = _gradients_of(_run(inputs, declaration))
+    for gradient, exact, scale in zip(computed, reference_gradients(inputs, ref), _scales(inputs, ref), strict=True):
         assert gradient.shape == exact.shape
         assert ((gradient.double() - exact).abs() <= _fp32_roundoffs(inputs) * U * scale).all()
 
@@ -122,11 +122,11 @@ def test_padding_has_no_gradient_and_gives_none(source: DeltaSource) -> None:
     declaration = Declaration(FLASH_ATTENTION, replace(FP32_PLAN, delta_from=source, exponential=BASE_TWO), SAFE, BLOCK)
     ref = reference(inputs)
     assert (ref.o[1, :, :8] == 0).all()  # query i sees keys to i + 37
-    found = _found(_run(inputs, declaration))
-    for gradient, exact, scale in zip(found, reference_gradients(inputs, ref), _scales(inputs, ref), strict=True):
+    computed = _gradients_of(_run(inputs, declaration))
+    for gradient, exact, scale in zip(computed, reference_gradients(inputs, ref), _scales(inputs, ref), strict=True):
         assert ((gradient.double() - exact).abs() <= _fp32_roundoffs(inputs) * U * scale).all()
     assert inputs.key_padding is not None
-    for gradient in found[1:]:
+    for gradient in computed[1:]:
         padding = ~inputs.key_padding[:, None, :, None].expand_as(gradient)
         assert (gradient[padding] == 0).all()
 
@@ -143,8 +143,8 @@ def test_so_they_do_in_the_other_kernels(kernel: str) -> None:
 
 def _assert_within_the_bound(kernel: str, shape: Shape) -> None:
     inputs, ref = _normal(shape, BF16)
-    found = _found(_run(inputs, DECLARATIONS[kernel]))
-    for gradient, exact, scale in zip(found, reference_gradients(inputs, ref), _scales(inputs, ref), strict=True):
+    computed = _gradients_of(_run(inputs, DECLARATIONS[kernel]))
+    for gradient, exact, scale in zip(computed, reference_gradients(inputs, ref), _scales(inputs, ref), strict=True):
         # P, dS and the result round to bf16; O, whose up to 6 roundings (a stochastic one counts twice) enter by delta.
         assert ((gradient.double() - exact).abs() <= 9 * BF16.unit_roundoff * scale).all()
 
@@ -155,18 +155,18 @@ def test_delta_and_the_gradients_are_the_emulations(kernel: str, case: str) -> N
     inputs, declaration = CASES[case].make(1, 0, 32, BF16), DECLARATIONS[kernel]
     ref = reference(inputs)
     output, emulated = _run(inputs, declaration), run_declared(declaration, inputs, ARITHMETIC, True)
-    one, other = _gradients(output), _gradients(emulated)
-    assert one.delta is not None
-    assert other.delta is not None
+    ours, theirs = _gradients(output), _gradients(emulated)
+    assert ours.delta is not None
+    assert theirs.delta is not None
     # Rows whose O has the emulation's bits: delta is a sum of d terms, and in standard attention of keys x d.
     same = (output.o == emulated.o).all(-1, keepdim=True)
     assert same.double().mean() > 0.9
     terms = inputs.q.shape[3] + (inputs.k.shape[2] if kernel == "triton_standard" else 0)
     size = (inputs.do.abs().double() * ref.magnitude).sum(-1, keepdim=True)
     slack = 8 if kernel == "triton_standard" else 1  # P and dP err too
-    assert ((one.delta - other.delta).abs() <= slack * terms * U * size)[same].all()
+    assert ((ours.delta - theirs.delta).abs() <= slack * terms * U * size)[same].all()
     # In the norm: few of an element's roundings to bf16 go another way.
-    for gradient, expected in zip(_found(output), _found(emulated), strict=True):
+    for gradient, expected in zip(_gradients_of(output), _gradients_of(emulated), strict=True):
         assert (gradient - expected).norm() <= BF16.unit_roundoff * expected.norm()
 
 
@@ -176,15 +176,17 @@ def test_deltas_bias_is_the_emulations(kernel: str) -> None:
     ref = reference(inputs)
     bound = error_bound(inputs, ref, declaration)
     outputs = _run(inputs, declaration), run_declared(declaration, inputs, ARITHMETIC, True)
-    found, emulated = (measure(output.o, _gradients(output).delta, inputs, ref, bound).delta_bias for output in outputs)
+    measured, emulated = (
+        measure(output.o, _gradients(output).delta, inputs, ref, bound).delta_bias for output in outputs
+    )
     # The orders of the sums differ. That moves a few elements of O to the other neighbour, by which delta differs too,
     # and delta's own row sum of d terms of one sign by d U of it on either side (Higham, 4.2).
     moved = ((outputs[0].o.double() - outputs[1].o.double()) * inputs.do.double()).abs().sum(-1).mean()
     order = 2 * inputs.q.shape[-1] * U
-    assert abs(found.mean - emulated.mean) <= (moved / ref.delta.abs().mean()).item() + order
+    assert abs(measured.mean - emulated.mean) <= (moved / ref.delta.abs().mean()).item() + order
     # DESIGN.md, expected values: always positive in the paper's plan; `fair` has none.
-    assert (found.low > 0) == (kernel == "triton_paper")
-    assert (found.low <= 0 <= found.high) == (kernel == "triton_fair")
+    assert (measured.low > 0) == (kernel == "triton_paper")
+    assert (measured.low <= 0 <= measured.high) == (kernel == "triton_fair")
 
 
 @pytest.mark.parametrize("point", ["p", "dp", "ds", "delta", "gradients", "s"])
@@ -215,9 +217,9 @@ def test_delta_is_computed_from_what_the_plan_says(source: DeltaSource, fed: set
     inputs, plan = replace(_normal(D32)[0], formats=Formats.of(BF16)), replace(FP32_PLAN, delta_from=source)
 
     def delta(changed: RoundingPlan) -> Tensor:
-        found = _gradients(_run(inputs, Declaration(FLASH_ATTENTION, changed, SAFE, BLOCK))).delta
-        assert found is not None
-        return found
+        computed = _gradients(_run(inputs, Declaration(FLASH_ATTENTION, changed, SAFE, BLOCK))).delta
+        assert computed is not None
+        return computed
 
     plain = delta(plan)
     narrowed = {"o": replace(plan, o=Cast(BF16)), "dp": replace(plan, dp=Cast(BF16))}
@@ -241,7 +243,7 @@ def test_autograd_returns_what_the_kernels_do(kernel: str) -> None:
     expected = _run(inputs, DECLARATIONS[kernel])
     assert o.dtype == torch.bfloat16
     assert torch.equal(o.float(), expected.o)
-    for leaf, gradient, other in zip(leaves, gradients, _found(expected), strict=True):
+    for leaf, gradient, other in zip(leaves, gradients, _gradients_of(expected), strict=True):
         assert gradient.dtype == leaf.dtype
         assert gradient.shape == leaf.shape
         assert torch.equal(gradient, other.bfloat16())
@@ -259,14 +261,14 @@ def test_autograd_notes_a_tensor_changed_in_place() -> None:
 def test_a_constant_upstream_gradient_is_taken() -> None:
     q, k, v = _leaves(D32)
     o = attention(q, k, v, DECLARATIONS["triton_flash"])
-    summed, told = (torch.autograd.grad(o, (q, k, v), do, retain_graph=True) for do in _ones(o))
-    assert all(torch.equal(one, other) for one, other in zip(summed, told, strict=True))
+    summed, contiguous = (torch.autograd.grad(o, (q, k, v), do, retain_graph=True) for do in _ones(o))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(summed, contiguous, strict=True))
 
 
 def _ones(o: Tensor) -> tuple[Tensor, Tensor]:
     """An upstream gradient of ones, as `sum` passes it on: without memory of its own, and with."""
-    one = torch.ones((), dtype=o.dtype)
-    return one.expand_as(o), torch.ones_like(o)
+    unit = torch.ones((), dtype=o.dtype)
+    return unit.expand_as(o), torch.ones_like(o)
 
 
 def test_tensors_that_do_not_fit_are_refused_in_one_line() -> None:

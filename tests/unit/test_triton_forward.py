@@ -158,9 +158,9 @@ def _shifted(
     shift = _finite(new)
     x = middle - shift
     # The maximum's own error cancels in its own distance to itself; scaled, it does not.
-    kept = rule.above * error.amax(-1, keepdim=True) + 4 * U * shift.abs()
-    spread = torch.where(x == 0, 0.0, error + kept + U * _finite(x).abs())
-    alpha = _exp(m - shift, torch.where((m == new) | (m == -torch.inf), 0.0, 2 * kept))
+    bound = rule.above * error.amax(-1, keepdim=True) + 4 * U * shift.abs()
+    spread = torch.where(x == 0, 0.0, error + bound + U * _finite(x).abs())
+    alpha = _exp(m - shift, torch.where((m == new) | (m == -torch.inf), 0.0, 2 * bound))
     return _exp(x, spread), alpha, new
 
 
@@ -211,11 +211,11 @@ def _run(inputs: AttentionInputs, declaration: Declaration) -> AttentionOutput:
 
 def _assert_as_declared(inputs: AttentionInputs, declaration: Declaration) -> None:
     ends = _enclosure(inputs, declaration, WORST)
-    found, emulated = _run(inputs, declaration).o, run_declared(declaration, inputs, ARITHMETIC, False).o
-    assert ((ends.low <= found) & (found <= ends.high)).all()
+    actual, emulated = _run(inputs, declaration).o, run_declared(declaration, inputs, ARITHMETIC, False).o
+    assert ((ends.low <= actual) & (actual <= ends.high)).all()
     assert ((ends.low <= emulated) & (emulated <= ends.high)).all()
     typical = _open(_enclosure(inputs, declaration, Errors(random=True))).double().mean().item()
-    assert (found != emulated).double().mean().item() <= max(FEW, typical)
+    assert (actual != emulated).double().mean().item() <= max(FEW, typical)
 
 
 def _declared(plan: RoundingPlan, rule: str = "safe", block: Block = BLOCK) -> Declaration:
@@ -364,11 +364,11 @@ def test_padding_is_not_seen(first: int, kernel: str, causal: bool) -> None:
     hidden = inputs.hidden()
     assert hidden is not None
     blind = hidden.all(-1)[..., None].expand(2, 4, 33, 1)
-    found = _run(inputs, DECLARATIONS[kernel])
-    assert found.lse is not None
-    assert torch.equal(found.lse == -torch.inf, blind)
-    assert (found.o.masked_select(blind) == 0).all()
-    assert (found.o.masked_select(~blind) != 0).any() or blind.all()
+    output = _run(inputs, DECLARATIONS[kernel])
+    assert output.lse is not None
+    assert torch.equal(output.lse == -torch.inf, blind)
+    assert (output.o.masked_select(blind) == 0).all()
+    assert (output.o.masked_select(~blind) != 0).any() or blind.all()
 
 
 @pytest.mark.parametrize("kernel", ["triton_flash", "triton_standard"])

@@ -60,13 +60,13 @@ def test_without_triton_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPa
         loading.source("forward")
 
 
-def _versions(monkeypatch: pytest.MonkeyPatch, **known: str) -> None:
+def _versions(monkeypatch: pytest.MonkeyPatch, **release: str) -> None:
     """As if these packages, dashes written as underscores, were all that is installed."""
 
     def version(name: str) -> str:
-        if (key := name.replace("-", "_")) not in known:
+        if (key := name.replace("-", "_")) not in release:
             raise importlib.metadata.PackageNotFoundError(name)
-        return known[key]
+        return release[key]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
 
@@ -164,9 +164,9 @@ def test_what_is_listed_to_compile_compiles(backend: str, arch: int | str, warp:
     listed = {compilation.name: compilation for compilation in compilations()}
     assert {name.partition("/")[0] for name in listed} == set(DECLARATIONS)
     for name in ("triton_fair/forward", "triton_flash/key_gradients"):
-        found = listed[name]
-        source = ASTSource(fn=found.function, signature=dict(found.signature), constexprs=dict(found.constexprs))
-        options = {name: getattr(found, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
+        chosen = listed[name]
+        source = ASTSource(fn=chosen.function, signature=dict(chosen.signature), constexprs=dict(chosen.constexprs))
+        options = {name: getattr(chosen, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
         assert triton.compile(source, target=GPUTarget(backend, arch, warp), options=options).asm
 
 

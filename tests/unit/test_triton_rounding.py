@@ -78,10 +78,10 @@ def _values(fmt: Format) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.numel() % SIZE))
 
 
-def _assert_same_bits(found: Tensor, expected: Tensor) -> None:
-    assert torch.equal(found.isnan(), expected.isnan())
+def _assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    assert torch.equal(actual.isnan(), expected.isnan())
     number = ~expected.isnan()
-    assert torch.equal(found[number].view(torch.int32), expected[number].view(torch.int32))
+    assert torch.equal(actual[number].view(torch.int32), expected[number].view(torch.int32))
 
 
 @pytest.mark.parametrize("fmt", [BF16, FP16, FP8_E4M3, FP8_E5M2], ids=lambda fmt: fmt.name)
@@ -106,9 +106,9 @@ def test_the_kernels_stochastic_cast_is_the_emulations(fmt: Format, interpreted:
 def test_the_kernels_hash_is_the_counters(seed: int, interpreted: Callable[..., Any]) -> None:
     row, column = torch.arange(SIZE), torch.arange(SIZE) * 7919 % 1000
     state = _as_int32(random_bits(seed, 5)).expand(SIZE).contiguous()
-    found = torch.zeros(SIZE, dtype=torch.int32)
-    interpreted(_hash)[(1,)](state, row.int(), column.int(), found, N=SIZE)
-    assert torch.equal(found, _as_int32(random_bits(seed, 5, row, column)))
+    hashes = torch.zeros(SIZE, dtype=torch.int32)
+    interpreted(_hash)[(1,)](state, row.int(), column.int(), hashes, N=SIZE)
+    assert torch.equal(hashes, _as_int32(random_bits(seed, 5, row, column)))
 
 
 @pytest.mark.parametrize("seed", [3, 2**32 - 5])
