@@ -65,7 +65,7 @@ _FUSED_IS_NOT, _FUSED_ROUNDED_FIRST_IS_NOT = (
 _LAZY_IS_FUSED = claim(UNBIASED, f"{OWN}: no later block is higher, so nothing lags", rules="lazy", plans="fused")
 # Its delta does not see O, and so not the bias: see docs/science.md.
 _STANDARD_IS_BIASED = claim(BIASED_AWAY, f"{OWN}: normalising P before its cast leaves the ties", rules="standard")
-_TIES_GO_AWAY = claim(BIASED_AWAY, f"{OWN}: a cast of O away from zero", rules="safe", plans="fused_ties_away")
+_TIES_GO_AWAY = claim(BIASED_AWAY, f"{OWN}: a cast of O away from zero", rules="safe", plans="fused_p_bar_o_away")
 _FIX_HOLDS = claim(UNBIASED, f"{PAPER} v2, section 4", rules=_FIXES, plans="paper all_bf16")
 _SCALED_BREAKS_DOWN = claim(
     BREAKS_DOWN, f"{PAPER} v1, appendix C: unconditional scaling", rules="always_scaled", formats="bf16 fp16"
@@ -576,7 +576,7 @@ def _controls() -> list[Case]:
             OWN,
             _tied_p_bar,
             (
-                claim(BIASED_AWAY, f"{OWN}: ties go away from zero", plans="fused_half_up fused_ties_away"),
+                claim(BIASED_AWAY, f"{OWN}: ties go away from zero", plans="fused_p_bar_away fused_p_bar_o_away"),
                 claim(
                     UNBIASED, f"{OWN}: to even, half of the ties go either way", rules="safe", plans=f"{FUSED} paper"
                 ),

@@ -194,8 +194,8 @@ ISOLATION = (
 
 # Ties go away from zero, as public AscendC attention code casts P (CAST_ROUND): a bias of its own.
 _AWAY, _OUTPUT_AWAY = (replace(cast, rounding=Rounding.TIES_AWAY) for cast in (_LOW, OUTPUT))
-FUSED_HALF_UP = replace(FUSED, name="fused_half_up", p_bar=_AWAY)
-FUSED_TIES_AWAY = replace(FUSED, name="fused_ties_away", p_bar=_AWAY, o=_OUTPUT_AWAY)
+FUSED_P_BAR_AWAY = replace(FUSED, name="fused_p_bar_away", p_bar=_AWAY)
+FUSED_P_BAR_O_AWAY = replace(FUSED, name="fused_p_bar_o_away", p_bar=_AWAY, o=_OUTPUT_AWAY)
 
 # P-bar in 8 bits, as fp8 attention has it: 2^-10 and less of it is 0.
 FUSED_FP8 = replace(FUSED, name="fused_fp8", p_bar=Cast(FP8_E4M3, saturates=True))
@@ -273,8 +273,8 @@ PLANS: Mapping[str, RoundingPlan] = MappingProxyType(
         for plan in (
             *PRESETS,
             *ISOLATION,
-            FUSED_HALF_UP,
-            FUSED_TIES_AWAY,
+            FUSED_P_BAR_AWAY,
+            FUSED_P_BAR_O_AWAY,
             FUSED_FP8,
             FUSED_FP8_OFFSET,
             FUSED_FP8_OFFSET_4,

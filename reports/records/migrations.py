@@ -16,9 +16,10 @@ one mapping, and the file says what they are. A cell that held although nothing 
 
 6 -> 7: `narrowing` says which cells the options left out. What tables show of a record, and which plan explains a
 kernel, are data; until then they were sentences, which are read here and nowhere else. The file says what the `plans`
-are that it names; of older files that is not known.
+are that it names; of older files that is not known. Two plans are called for where they differ.
 """
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -266,6 +267,7 @@ def _to_7(plain: dict[str, Any]) -> None:
         cases = list(dict.fromkeys(str(record.get("case")) for record in _records(plain)))
         plain["narrowing"] += [{"given": [f"--captured {words['captured']}"], "field": "case", "names": cases}]
     _to_data(plain)
+    _rename(plain)
 
 
 _LARGEST = "max_ulps"  # beside the bias of a call in comparisons
@@ -278,6 +280,17 @@ _EXPLAINED = (
     (BEHAVES_LIKE, re.compile(r"behaves like (?P<plans>.+?) in (?P<cells>\d+) cells? \(.*\)")),
     (UNEXPLAINED, re.compile(rf".*; nearest is (?P<plans>.+?) with {_SHARE} \((?P<worst>.*?)(?:, \.\.\.)?\)")),
 )  # fmt: skip
+
+
+_RENAMED = {"fused_half_up": "fused_p_bar_away", "fused_ties_away": "fused_p_bar_o_away"}  # plans
+_OLD_NAME = re.compile(rf"\b({'|'.join(_RENAMED)})\b")
+
+
+def _rename(plain: dict[str, Any]) -> None:
+    """Plans in all that names them: kernels, cells, commands, fits, options."""
+    text = json.dumps(plain)
+    if _OLD_NAME.search(text):
+        plain.update(json.loads(_OLD_NAME.sub(lambda name: _RENAMED[name[1]], text)))
 
 
 def _to_data(plain: dict[str, Any]) -> None:

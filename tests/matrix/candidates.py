@@ -19,7 +19,7 @@ _PLAIN = (
     "flash@fused",
     "flash@fused,l_from=rounded",
     "flash_1@fused",
-    "flash@fused_ties_away",
+    "flash@fused_p_bar_o_away",
     "lazy@fused",
 )
 _UNTILED = ("standard", "standard,s=input", "standard,qk=input,s=input", "flash@fp32_inside")
@@ -37,7 +37,7 @@ _MORE = (
     "flash@all_bf16,qk=input,shifted=input",
     "flash@all_bf16,l_from=rounded",
     "flash@paper,l_from=rounded",
-    "flash@fused_half_up",
+    "flash@fused_p_bar_away",
     "flash@fused_fp8",
     "flash@fused_contracted",
 )

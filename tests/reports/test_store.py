@@ -201,6 +201,20 @@ def test_what_older_tables_showed_is_data_that_is_written_the_same(
     assert plain_text(old) == text
 
 
+def test_plans_that_were_renamed_have_their_new_names_wherever_an_older_file_names_them(
+    record: Callable[..., Record], run: Callable[..., Run], keep: Callable[[Run, str], Path]
+) -> None:
+    fits = {"flash@fused_half_up": {"mean": 0.0, "half_width": 0.1}}
+    cell = record("flash@fused_ties_away", plan="flash@fused_ties_away", evidence={"fits": fits})
+    plain = json.loads(keep(run(cell), "a").read_text(encoding="utf-8")) | {"schema": 6}
+    assert store.decode(plain, Path("a.json")).seconds == {"cpu-flash@fused_p_bar_o_away-random-bf16": 0.25}
+    (old,) = store.decode(plain, Path("a.json")).records
+    assert {old.id, old.kernel, old.plan, *old.evidence["fits"]} == {
+        "cpu-flash@fused_p_bar_o_away-random-bf16", "flash@fused_p_bar_o_away", "flash@fused_p_bar_away"
+    }  # fmt: skip
+    assert old.command == "pytest tests/matrix --kernels flash@fused_p_bar_o_away --cases 'random'"
+
+
 @pytest.mark.parametrize(
     ("text", "explanation"),
     [

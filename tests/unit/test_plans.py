@@ -83,9 +83,14 @@ def test_only_the_output_of_fused_stochastic_is_rounded_other_than_to_even() -> 
 
 
 def test_ties_go_away_where_the_names_say() -> None:
-    half_up, both = PLANS["fused_half_up"], PLANS["fused_ties_away"]
-    assert [cast.ties_away for cast in (half_up.p_bar, half_up.o, both.p_bar, both.o)] == [True, False, True, True]
-    assert _differences(FUSED, half_up) == {"p_bar"}
+    p_bar_alone, both = PLANS["fused_p_bar_away"], PLANS["fused_p_bar_o_away"]
+    assert [cast.ties_away for cast in (p_bar_alone.p_bar, p_bar_alone.o, both.p_bar, both.o)] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert _differences(FUSED, p_bar_alone) == {"p_bar"}
     assert _differences(FUSED, both) == {"p_bar", "o"}
 
 

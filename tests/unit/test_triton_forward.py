@@ -33,8 +33,8 @@ from tiebreak.kernels.plans import (
     FUSED_FP8_CLAMPED,
     FUSED_FP8_FAIR,
     FUSED_FP8_OFFSET,
-    FUSED_HALF_UP,
-    FUSED_TIES_AWAY,
+    FUSED_P_BAR_AWAY,
+    FUSED_P_BAR_O_AWAY,
     PAPER,
     PRESETS,
     Cast,
@@ -295,7 +295,7 @@ def test_every_shift_rule_changes_the_output(rule: str) -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    [*PRESETS, FUSED_HALF_UP, FUSED_TIES_AWAY, replace(FUSED, name="l_rounded", row_sum_of=SumOf.ROUNDED)],
+    [*PRESETS, FUSED_P_BAR_AWAY, FUSED_P_BAR_O_AWAY, replace(FUSED, name="l_rounded", row_sum_of=SumOf.ROUNDED)],
     ids=lambda p: p.name,
 )
 def test_every_plan_is_kept(plan: RoundingPlan) -> None:
