@@ -98,10 +98,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks is no error
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments == ["--version"]:
+        print(f"tiebreak {import_module('importlib.metadata').version('tiebreak')}")  # no verb needs that module
+        return HELD
     collecting = gc.isenabled()
     gc.disable()  # a command makes hundreds of thousands of objects and no garbage; looking for some takes a third
     try:
-        return _choose("tiebreak", VERBS, list(sys.argv[1:] if argv is None else argv))
+        return _choose("tiebreak", VERBS, arguments)
     finally:
         if collecting:
             gc.enable()

@@ -1,7 +1,7 @@
 """One call of a kernel that someone else wrote: its arguments, and what is read from its results."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,12 +12,14 @@ from tiebreak.kernels.external.conventions import ALWAYS, Convention
 from tiebreak.kernels.external.dummies import Needs
 from tiebreak.kernels.external.errors import ContractError
 from tiebreak.kernels.external.isolation import kept_state
-from tiebreak.kernels.external.options import AUTOGRAD
+from tiebreak.kernels.external.options import AUTOGRAD, NO_BACKWARD
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.kernels.reference import reference
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _FULL = "bhnd"
+_LAYOUTS = ("bhnd", "bnhd")  # that most people's kernels have
 _NO_DRIVER = "0 active drivers"  # what Triton says of a machine without a GPU
 
 
@@ -83,7 +85,7 @@ class Caller:
         # Outside: that the kernel changes the grad mode is to be seen.
         with torch.set_grad_enabled(wanted and self.convention.options.backward == AUTOGRAD), kept_state() as changed:
             try:
-                o, returned_gradients, raised = call.run(gradients=wanted)
+                o, returned_gradients, raised = self._call(call, gradients=wanted)
             except NotImplementedError as error:
                 reason = " ".join(str(error).split()) or "no reason given"
                 raise CannotRunError(f"NotImplementedError: {reason}") from error
@@ -103,6 +105,38 @@ class Caller:
             arranged.rows(o), gradients=Gradients(arranged.rows(dq), arranged.keys(dk), arranged.keys(dv))
         )
 
+    def _call(self, call: "_Call", *, gradients: bool) -> "_Returned":
+        """Call it; what it raises has a note if another layout would do."""
+        try:
+            return call.run(gradients=gradients)
+        except (CannotRunError, NotImplementedError):
+            raise
+        except Exception as error:
+            for layout in _LAYOUTS:
+                if layout != self.convention.options.layout and self._attends_in(layout, call.inputs):
+                    error.add_note(f"in the layout {layout} it computes attention: --declare layout={layout}")
+            raise
+
+    def _attends_in(self, layout: str, inputs: AttentionInputs) -> bool:
+        """Whether it computes attention if dimensions are in this order."""
+        # Of V with independent elements a mean over other rows, as the wrong dimension gives, has nothing in common
+        # with the right one: the squares of their difference are twice as large, and of a format's errors far smaller.
+        noise = torch.randn(inputs.v.shape, generator=torch.Generator().manual_seed(0))
+        inputs = replace(inputs, v=noise.to(inputs.v))
+        options = replace(self.convention.options, layout=layout, backward=NO_BACKWARD)
+        try:
+            o, _, _ = _Call(replace(self, convention=replace(self.convention, options=options)), inputs).run(
+                gradients=False
+            )
+            expected = reference(inputs).o
+            error = o.to(expected) - expected
+        except Exception:  # it fails so too
+            return False
+        return bool(error.square().sum() < expected.square().sum() / 4)
+
+
+_Returned = tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None, str | None]
+
 
 @dataclass(frozen=True)
 class _Call:
@@ -115,7 +149,7 @@ class _Call:
     def _dtype(self) -> torch.dtype:
         return TORCH_DTYPES[self.inputs.formats.inputs]
 
-    def run(self, *, gradients: bool) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None, str | None]:
+    def run(self, *, gradients: bool) -> _Returned:
         """O and the gradients, all (batch, heads, N, d) in fp32, and what the backward pass raised."""
         inputs, backward = self.inputs, self.caller.convention.options.backward
         # Copies, in fp32 too: a kernel that writes into its inputs must not spoil those of the other cells.

@@ -1,7 +1,8 @@
 """Tables of a run for the terminal: kernels across, cases down, what tables show of a cell with its marks."""
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tiebreak.reports.records.record import OUTCOMES, SKIPPED, Record, Run
@@ -12,6 +13,8 @@ from tiebreak.reports.tables.rerun import runnable
 from tiebreak.reports.tables.training import TRAINING, training_tables
 
 _CELL_WIDTH = 10  # of a column of the table, with its gap
+_NAMED = 3  # of cells that ended alike; the table shows them all
+_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -74,14 +77,29 @@ def tables(run: Run, width: int | None = 120, tablefmt: str = "simple", absent: 
 def fallen(records: Sequence[Record]) -> str:
     """Every cell that does not pass: what fell, why, and the command that reruns it; then what is excused."""
     lines = []
-    for record in records:
-        if not record.passes and record.outcome != SKIPPED:
-            lines.append(f"{record.outcome} {record.id}")
-            lines += [f"    {reason}" for reason in record.reasons]
-            lines.append(f"    rerun: {runnable(record.command)}")
+    for alike in _alike([record for record in records if not record.passes and record.outcome != SKIPPED]):
+        first = alike[0]
+        names = ", ".join(record.id for record in alike[:_NAMED])
+        more = f", and {len(alike) - _NAMED} more" if len(alike) > _NAMED else ""
+        lines.append(f"{first.outcome} {names}{more}")
+        lines += [f"    {reason}" for reason in first.reasons]
+        if any(record.reasons != first.reasons for record in alike):
+            lines.append(f"    so all {len(alike)}, with other numbers")
+        lines.append(f"    rerun{' the first' if len(alike) > 1 else ''}: {runnable(first.command)}")
     lines += [f"excused {record.id}: {record.excused} ({'; '.join(record.reasons)})"
               for record in records if record.excused is not None]  # fmt: skip
     return "\n".join(lines)
+
+
+def _alike(records: Iterable[Record]) -> list[list[Record]]:
+    """Records that one line will do for: of one kernel, without a result, for one reason but for its numbers."""
+    groups: dict[Hashable, list[Record]] = {}
+    for record in records:
+        reasons = tuple(_NUMBER.sub("#", reason) for reason in record.reasons)
+        alone = record.id if record.shown is not None else None
+        key = (record.backend, record.kernel, record.format, record.outcome, reasons, alone)
+        groups.setdefault(key, []).append(record)
+    return list(groups.values())
 
 
 def counted(number: int, word: str) -> str:

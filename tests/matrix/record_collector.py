@@ -22,7 +22,7 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.explain import explain, plans
 from tiebreak.matrix.record_file import RecordFile
-from tiebreak.matrix.recording import blank_record, place
+from tiebreak.matrix.recording import blank_record
 from tiebreak.matrix.scheduling import CaseScheduling, cell_id
 from tiebreak.matrix.settings import Settings
 from tiebreak.reports.gate.expected import Excuses
@@ -30,6 +30,7 @@ from tiebreak.reports.records import record as records
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Answer
 from tiebreak.reports.tables import run as tables
+from tiebreak.reports.verdict import verdicts
 
 _USAGE = 2
 _WORKER_DIED = re.compile(r"worker '(\w+)' crashed while running")  # xdist's words; which worker is chance
@@ -175,7 +176,7 @@ class RecordCollector:
     def _crashed(self, name: str, why: str, *, in_time: bool = True) -> records.Record:
         check, outcome = (records.RUNS, records.CRASHED) if in_time else (records.IN_TIME, records.TIMED_OUT)
         cell = self.expected[name]
-        answer = Answer(False, checks()[check].about, f"{place(cell, self.settings)}: {why}")
+        answer = Answer(False, checks()[check].about, why)
         return blank_record(cell, self.settings, outcome, {check: answer})
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -261,18 +262,22 @@ class RecordCollector:
             self.expected,
         )
 
+    def report(self, run: records.Run, width: int | None) -> list[str]:
+        """What the run came to: the verdict on kernels of one's own, the tables, every cell that fell, the counts."""
+        own = any(self.expected[record.id].kernel.external for record in run.records)
+        judged = [verdict.text for verdict in verdicts(run)] if own else []
+        return list(filter(None, [*judged, tables.tables(run, width), tables.fallen(run.records), tables.summary(run)]))
+
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """The table, then what fell with the commands that rerun it."""
+        """The report, and what fails the session though no single cell fell."""
         if self.failure:
             terminalreporter.write_line(self.failure, red=True)
         if self.run is None:
             return
-        width = terminalreporter._tw.fullwidth
         terminalreporter.section("tiebreak")
-        for text in (tables.tables(self.run, width), tables.fallen(self.run.records), tables.summary(self.run)):
-            if text:
-                terminalreporter.write_line("")
-                terminalreporter.write_line(text)
+        for text in self.report(self.run, terminalreporter._tw.fullwidth):
+            terminalreporter.write_line("")
+            terminalreporter.write_line(text)
         terminalreporter.write_line("")
         for text in self.fallen:
             terminalreporter.write_line(text, red=True)

@@ -59,8 +59,3 @@ def result_record(
 
 def _value(value: Interval | float) -> Value:
     return Estimate.of(value.mean, value.half_width) if isinstance(value, Interval) else finite(value)
-
-
-def place(cell: Cell, settings: Settings) -> str:
-    """Which kernel, case and seed a message is about."""
-    return f"kernel {cell.kernel.name}, case {cell.experiment.name}, seed {settings.seed}"

@@ -11,7 +11,7 @@ from tiebreak.matrix.checks import ask_all, checks
 from tiebreak.matrix.checks.contract import CHECK as CONTRACT
 from tiebreak.matrix.checks.contract import broken
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.recording import blank_record, place, result_record, skipped_record
+from tiebreak.matrix.recording import blank_record, result_record, skipped_record
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records.record import RUNS, Answer, Record, outcome_of
 
@@ -36,11 +36,11 @@ def run_cell(cell: Cell, bench: Workbench) -> Record:
     except CannotRunError as error:
         return skipped_record(cell, settings, _first_line(error))
     except ContractError as error:
-        why = f"{place(cell, settings)}: {type(error).__name__}: {_first_line(error)}"
-        return _without_result(cell, bench, {CONTRACT.name: broken(why)})
+        return _without_result(
+            cell, bench, {CONTRACT.name: broken(_noted(f"{type(error).__name__}: {_first_line(error)}", error))}
+        )
     except Exception as error:  # the kernel is not ours: whatever it raises belongs into its record
-        why = f"{place(cell, settings)}: {_told(error)}"
-        return _without_result(cell, bench, {RUNS: Answer(False, checks()[RUNS].about, why)})
+        return _without_result(cell, bench, {RUNS: Answer(False, checks()[RUNS].about, _raised(error))})
     answers = ask_all(result)
     return result_record(cell, settings, result, outcome_of(answers, judging()), answers)
 
@@ -58,7 +58,14 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0]
 
 
-def _told(error: Exception) -> str:
+def _raised(error: Exception) -> str:
     """One line: what was raised, and the line of code that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {_first_line(error)} ({Path(frame.filename).name}, line {frame.lineno})"
+    return _noted(
+        f"{type(error).__name__}: {_first_line(error)} ({Path(frame.filename).name}, line {frame.lineno})", error
+    )
+
+
+def _noted(text: str, error: Exception) -> str:
+    """With what is known of the error's cause."""
+    return "; ".join([text, *getattr(error, "__notes__", ())])

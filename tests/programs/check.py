@@ -20,8 +20,6 @@ from tiebreak.matrix.scheduling import cell_id
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, USAGE, Parser
 from tiebreak.reports.records.record import Run
-from tiebreak.reports.tables import run as tables
-from tiebreak.reports.verdict import verdicts
 
 _EXIT = "Exit: "  # before the reason for which pytest was told to end
 _TELL_EVERY = 0.5  # seconds between two words on how far it is
@@ -115,11 +113,9 @@ def _refusal(printed: str) -> str:
 def _report(run: Run, teller: "_Teller") -> str:
     """The verdicts, then the tables, every cell that fell, and what else made the run fall."""
     assert teller.collector is not None
-    parts = [verdict.text for verdict in verdicts(run)]
-    parts += [tables.tables(run, terminal.width()), tables.fallen(run.records), tables.summary(run)]
-    parts += [*teller.collector.fallen, *(teller.gate.lines if teller.gate else ())]
-    parts.append(teller.collector.failure or teller.collector.file.told)
-    return "\n\n".join(part for part in parts if part)
+    parts = [*teller.collector.report(run, terminal.width()), *teller.collector.fallen]
+    parts += teller.gate.lines if teller.gate else ()
+    return "\n\n".join([*parts, teller.collector.failure or teller.collector.file.told])
 
 
 class _Teller:

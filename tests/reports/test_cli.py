@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,11 @@ def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in cli.VERBS)
+
+
+def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tiebreak {version('tiebreak')}\n"
 
 
 GROUPS = {name: verb for name, verb in cli.VERBS.items() if isinstance(verb, cli.Group)}

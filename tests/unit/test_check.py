@@ -121,6 +121,7 @@ def test_pytest_runs_the_matrix_in_a_repository_of_its_own(tmp_path: Path) -> No
     assert "1 passed" in pytest_in(tmp_path).stdout
     found = pytest_in(tmp_path, "--kernel", "kernels/flash.py:attention", "--cases", "no_tail", "--heads=16", "-n", "1")
     assert found.returncode == 0
+    assert "attention on cpu, bf16: no failure input was run" in found.stdout
     assert "1 cell: 1 measured" in found.stdout
     assert "1 passed" in found.stdout
     both = pytest_in(tmp_path, "tests", "--kernel", "kernels/flash.py:attention", "--cases", "no_tail", "--heads=16")

@@ -17,6 +17,7 @@ from tiebreak.reports.records.record import (
     NO_NUMBER,
     NONFINITE,
     OUTCOMES,
+    RUNS,
     SHRUNK,
     SKIPPED,
     TIMED_OUT,
@@ -129,6 +130,33 @@ def test_every_cell_that_did_not_hold_is_listed_with_its_reason_and_its_command(
         f"why {outcome}" for outcome in bad
     )
     assert shown.count(f"rerun: {runnable('pytest')} --cases ") == len(bad)
+
+
+def crashed(case: str, why: str, kernel: str = "mine") -> Record:
+    return replace(record(kernel, case, outcome=CRASHED, shown=None), answers={RUNS: Answer(False, "an end", why)})
+
+
+def test_cells_that_crashed_alike_are_one_entry_with_one_command() -> None:
+    sizes = [crashed(f"case{at}", f"RuntimeError: {at} is no 64 (mine.py, line 5)") for at in range(5)]
+    same = [crashed(f"same{at}", "ValueError: no") for at in range(2)]
+    other = crashed("case0", "ValueError: no", "other")
+    assert fallen([*sizes, *same, other]).splitlines() == [
+        "crashed cpu-mine-case0-bf16, cpu-mine-case1-bf16, cpu-mine-case2-bf16, and 2 more",
+        "    RuntimeError: 0 is no 64 (mine.py, line 5)",
+        "    so all 5, with other numbers",
+        f"    rerun the first: {runnable('pytest')} --cases case0",
+        "crashed cpu-mine-same0-bf16, cpu-mine-same1-bf16",
+        "    ValueError: no",
+        f"    rerun the first: {runnable('pytest')} --cases same0",
+        "crashed cpu-other-case0-bf16",
+        "    ValueError: no",
+        f"    rerun: {runnable('pytest')} --cases case0",
+    ]
+
+
+def test_cells_with_results_are_not_folded() -> None:
+    fell = [replace(record(case=f"c{at}", outcome=FELL), answers={CLAIM: Answer(False, "", "biased")}) for at in (1, 2)]
+    assert fallen(fell).count("rerun: ") == 2
 
 
 def test_what_is_excused_is_listed_last_without_a_command() -> None:
