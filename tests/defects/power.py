@@ -15,7 +15,6 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
 from tiebreak.backends.platform import CHECKOUT, commit, worker_count
 from tiebreak.cases.scripted import SCRIPTED
@@ -29,14 +28,15 @@ from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.programs.alarms import at_most
-from tiebreak.programs.pages.tables import renew
+from tiebreak.programs.pages.tables import renew, table, write_rows
 from tiebreak.programs.resumable import add_options, expected, read_parts, run_parts
 from tiebreak.reports.cli import Parser
 from tiebreak.reports.records.record import CRASHED, FELL, HELD, MEASURED, SKIPPED, Record
 from tiebreak.reports.tables.run import counted
 
 PAGE = CHECKOUT / "docs" / "power.md"
-SOURCE = "tests/defects/planted.py"
+SOURCE = "make studies STUDY=power"
+CAUGHT, TWINS = (Path(__file__).with_name(name) for name in ("caught.csv", "twins.csv"))
 CASES = {case.name: case for case in SCRIPTED}
 _FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 _HEADS = "16,32,64,128,256"
@@ -85,9 +85,30 @@ class Caught:
 
     at_first: int  # heads that every case drew at first
     cases: tuple[str, ...]  # in which it falls, those that drew the fewest heads first
-    heads: int  # that the first case drew in all
     by: tuple[str, ...]  # checks that are not met in the first case
-    checks: tuple[str, ...]  # that are not met in any of them
+
+
+@dataclass(frozen=True)
+class CaughtRow:
+    """A row of caught.csv."""
+
+    defect: str
+    case: str  # the first that caught it; empty: it was missed
+    checks: str  # that are not met there, with spaces between
+    heads: int  # that every case drew at first
+
+
+@dataclass(frozen=True)
+class TwinRow:
+    """A row of twins.csv."""
+
+    twin: str
+    heads: int  # drawn at first
+    cases: int  # those that caught a defect of the twin's first
+    seeds: int
+    cells: int  # that ran
+    blamed: int  # that fell or crashed
+    undecided: int  # that stayed inconclusive
 
 
 def run_task(task: Task) -> Part:
@@ -138,9 +159,7 @@ def catches(parts: Iterable[Part]) -> dict[str, Caught]:
 
 def _caught(at_first: int, cases: Mapping[str, list[str]]) -> Caught:
     order = sorted(cases, key=lambda case: (int(cases[case][0]), list(CASES).index(case)))
-    first, *by = cases[order[0]]
-    checks = sorted({check for _, *unmet in cases.values() for check in unmet})
-    return Caught(at_first, tuple(order), int(first), tuple(by), tuple(checks))
+    return Caught(at_first, tuple(order), tuple(cases[order[0]][1:]))
 
 
 def sound_cells(caught: Mapping[str, Caught]) -> tuple[PlantedCell, ...]:
@@ -153,59 +172,14 @@ def sound_cells(caught: Mapping[str, Caught]) -> tuple[PlantedCell, ...]:
     return tuple(sorted(cells, key=lambda cell: (cell.case, cell.fmt, cell.kernel)))
 
 
-def table(caught: Mapping[str, Caught]) -> str:
+def caught_rows(caught: Mapping[str, Caught]) -> list[CaughtRow]:
     """A row for every defect."""
-    return tabulate(
-        [_row(defect, caught.get(name)) for name, defect in DEFECTS.items()],
-        (
-            "defect",
-            "what is wrong",
-            "public bug",
-            "twin",
-            "first case",
-            "its checks",
-            "heads",
-            "drawn",
-            "cases",
-            "checks",
-        ),
-        tablefmt="pipe",
-        disable_numparse=True,
-    )
+    missed = Caught(0, ("",), ())
+    found = {name: caught.get(name, missed) for name in DEFECTS}
+    return [CaughtRow(name, each.cases[0], " ".join(each.by), each.at_first) for name, each in found.items()]
 
 
-def _row(defect: Defect, caught: Caught | None) -> tuple[str, ...]:
-    wrong = defect.wrong if defect.fmt == BF16 else f"{defect.wrong} ({defect.fmt.name})"
-    head = (f"`{defect.name}`", wrong, f"[{_short(defect.stands_for)}]({defect.stands_for})", f"`{defect.twin}`")
-    if caught is None:
-        return (*head, "**missed**", *[""] * 3, "0", "")
-    more = [check for check in caught.checks if check not in caught.by]
-    numbers = (str(caught.at_first), str(caught.heads), str(len(caught.cases)))
-    return (*head, f"`{caught.cases[0]}`", _list(caught.by), *numbers, f"also {_list(more)}" if more else "the same")
-
-
-def _list(checks: Iterable[str]) -> str:
-    return ", ".join(checks) or "-"
-
-
-def reasons(caught: Mapping[str, Caught]) -> str:
-    """Why the missed ones are missed."""
-    missed = [defect for name, defect in DEFECTS.items() if name not in caught]
-    return tabulate(
-        [(f"`{defect.name}`", defect.missed or "not known") for defect in missed],
-        ("missed", "why"),
-        tablefmt="pipe",
-        disable_numparse=True,
-    )
-
-
-def _short(link: str) -> str:
-    """`owner/name#number` of an issue or a pull request; of anything else its last part."""
-    parts = link.removeprefix("https://github.com/").split("/")
-    return f"{parts[0]}/{parts[1]}#{parts[3]}" if len(parts) == 4 and parts[2] in ("issues", "pull") else parts[-1]
-
-
-def twins_table(parts: Iterable[Part], cells: Sequence[PlantedCell]) -> str:
+def twin_rows(parts: Iterable[Part], cells: Sequence[PlantedCell]) -> list[TwinRow]:
     """A row for every sound twin: cells over all seeds, and how they came out."""
     chosen = {cell.id: cell for cell in cells}
     outcomes: dict[tuple[str, int], Counter[str]] = {}
@@ -217,26 +191,39 @@ def twins_table(parts: Iterable[Part], cells: Sequence[PlantedCell]) -> str:
             cases, seeds = ran.setdefault(key, (set(), set()))
             cases.add(name)
             seeds.add(part.seed)
-    rows = []
+    rows: list[TwinRow] = []
     for key, counts in sorted(outcomes.items()):
         total = counts.total() - counts[SKIPPED]
         blamed = sum(counts[outcome] for outcome in _BLAMED)
         undecided = total - blamed - counts[HELD] - counts[MEASURED]
-        bound = f"one in {1 / at_most(blamed, total):,.0f}" if total else "-"
-        numbers = (key[1], len(ran[key][0]), len(ran[key][1]), total, blamed, undecided)
-        rows.append((f"`{key[0]}`", *map(str, numbers), bound))
+        rows.append(TwinRow(key[0], key[1], len(ran[key][0]), len(ran[key][1]), total, blamed, undecided))
+    return rows
+
+
+def report(defects: Sequence[CaughtRow], twins: Sequence[TwinRow]) -> Iterator[str]:
+    """The tables of the page: what is caught, why the others are missed, and the sound twins."""
+    caught, missed = ([row for row in defects if bool(row.case) is there] for there in (True, False))
+    yield from [f"{len(caught)} of {len(defects)} defects are caught.", ""]
+    found = ((_linked(row.defect), f"`{row.case}`", row.checks, str(row.heads)) for row in caught)
+    yield from table(("defect", "first case", "checks not met", "heads"), found, right=False)
+    reasons: dict[str, list[str]] = {}
+    for row in missed:
+        reasons.setdefault(DEFECTS[row.defect].missed or "not known", []).append(_linked(row.defect))
+    yield ""
+    yield from table(("missed", "why"), ((", ".join(names), why) for why, names in reasons.items()), right=False)
+    yield ""
     heads = ("sound twin", "heads", "cases", "seeds", "cells", "blamed", "inconclusive", "blamed at most, 95 %")
-    return tabulate(rows, heads, tablefmt="pipe", disable_numparse=True)
+    yield from table(heads, map(_twin, twins))
 
 
-def report(parts: Sequence[Part]) -> str:
-    """Both tables and their first lines."""
-    caught = catches(parts)
-    cells = sound_cells(caught)
-    of_twins = [part for part in parts if _is_of_twins(part)]
-    levels = sorted({part.heads for part in parts if not _is_of_twins(part)})
-    head = f"{len(caught)} of {len(DEFECTS)} defects are caught, at {', '.join(map(str, levels))} heads at first."
-    return f"{head}\n\n{table(caught)}\n\n{reasons(caught)}\n\n{twins_table(of_twins, cells)}\n"
+def _linked(defect: str) -> str:
+    return f"[`{defect}`]({DEFECTS[defect].stands_for})"
+
+
+def _twin(row: TwinRow) -> Sequence[str]:
+    bound = f"one in {1 / at_most(row.blamed, row.cells):,.0f}" if row.cells else "-"
+    name, *numbers = vars(row).values()
+    return (f"`{name}`", *map(str, numbers), bound)
 
 
 def _is_of_twins(part: Part) -> bool:
@@ -322,10 +309,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"stopped; {options.out} has the parts that are done, and the same command goes on")
         return 130
-    text = report(parts)
+    caught = catches(parts)
+    defects, twins = caught_rows(caught), twin_rows(filter(_is_of_twins, parts), sound_cells(caught))
     if options.write:
-        renew(PAGE, SOURCE, [text.rstrip()])
-    print(text)
+        write_rows(CAUGHT, CaughtRow, defects)
+        write_rows(TWINS, TwinRow, twins)
+        renew(PAGE, SOURCE, report(defects, twins))
+    print(*report(defects, twins), sep="\n")
     return int(any(result[0] in _BLAMED for part in parts if _is_of_twins(part) for result in part.results.values()))
 
 

@@ -1,52 +1,26 @@
 """Planted defects fall where docs/power.md says and by the checks it names, and their sound twins pass there."""
 
-import re
-from dataclasses import dataclass
 from functools import lru_cache
 
 import pytest
 
 from tiebreak.defects.declared import honest
 from tiebreak.defects.planted import DEFECTS, USERS, Defect, on
-from tiebreak.defects.power import CASES, PAGE, SOURCE, PlantedCell, run_one
+from tiebreak.defects.power import CASES, CaughtRow, PlantedCell, run_one
+from tiebreak.defects.power import CAUGHT as TABLE
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
+from tiebreak.programs.pages.tables import read_rows
 from tiebreak.reports.records.record import FELL, HELD, PREDICTION, Record
 
 _HEADS = 16  # of users' kernels in which nothing is to fall
-_ROW = re.compile(r"\| `(\w+)` +\|(.+)\|$", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Row:
-    """What the page says of a defect."""
-
-    wrong: str
-    link: str
-    twin: str
-    case: str  # empty: missed
-    checks: tuple[str, ...]
-    heads: int
-
-
-def _row(text: str) -> Row:
-    wrong, link, twin, case, checks, heads, *_ = (part.strip() for part in text.split("|"))
-    met = () if "missed" in case else tuple(checks.split(", "))
-    return Row(wrong, link, twin.strip("`"), "" if "missed" in case else case.strip("`"), met, int(heads or 0))
-
-
-def rows() -> dict[str, Row]:
-    """Those of the table of the page, by defect."""
-    written = PAGE.read_text(encoding="utf-8").partition(f"<!-- from {SOURCE} -->")[2]
-    table = written.partition("| missed ")[0]
-    return {name: _row(rest) for name, rest in _ROW.findall(table) if name in DEFECTS}
-
-
-ROWS = rows()
+ROWS = {row.defect: row for row in read_rows(TABLE, CaughtRow)}
 CAUGHT = sorted((name for name, row in ROWS.items() if row.case), key=lambda name: ROWS[name].case)
 MISSED = [name for name, row in ROWS.items() if not row.case]
 TWIN_CELLS = sorted({(ROWS[name].case, DEFECTS[name].fmt.name, DEFECTS[name].twin) for name in CAUGHT})
@@ -63,18 +37,14 @@ def _run(kernel: str, case: str, fmt: str = BF16.name, heads: int = _HEADS) -> R
     return run_one(PlantedCell(kernel, case, fmt), _bench(case, fmt, heads))
 
 
-def test_there_are_forty_defects_and_the_page_has_them_all() -> None:
+def test_there_are_forty_defects_and_the_data_have_them_all() -> None:
     assert len(DEFECTS) >= 40
     assert list(ROWS) == list(DEFECTS)
 
 
 @pytest.mark.parametrize("defect", DEFECTS.values(), ids=DEFECTS)
-def test_the_page_says_what_a_defect_says_of_itself(defect: Defect) -> None:
-    row = ROWS[defect.name]
-    assert row.wrong.startswith(defect.wrong)
-    assert row.link.endswith(f"]({defect.stands_for})")
-    assert row.twin == defect.twin
-    assert bool(defect.missed) == (not row.case), "a reason belongs to what is missed, and to nothing else"
+def test_a_reason_belongs_to_what_is_missed_and_to_nothing_else(defect: Defect) -> None:
+    assert bool(defect.missed) == (not ROWS[defect.name].case)
 
 
 @pytest.mark.parametrize("name", CAUGHT)
@@ -84,7 +54,7 @@ def test_a_caught_defect_falls_by_the_checks_of_its_case(name: str) -> None:
     unmet = {check for check, answer in record.answers.items() if answer.met is False}
     assert record.outcome == FELL, record
     assert record.reasons
-    assert unmet == set(row.checks)
+    assert unmet == set(row.checks.split())
 
 
 @pytest.mark.parametrize(("case", "fmt", "name"), TWIN_CELLS)

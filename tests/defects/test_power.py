@@ -7,18 +7,24 @@ import pytest
 from tiebreak.defects import power
 from tiebreak.defects.planted import DEFECTS
 from tiebreak.defects.power import (
+    CAUGHT,
+    TWINS,
     Caught,
+    CaughtRow,
     Part,
     PlantedCell,
     Task,
+    TwinRow,
     catches,
+    caught_rows,
     left,
     main,
     report,
     sound_cells,
+    twin_rows,
     twin_tasks,
-    twins_table,
 )
+from tiebreak.programs.pages.tables import read_rows, renewed
 from tiebreak.programs.resumable import read_parts
 
 FELL_AT_16 = Part(1, 16, None, {"scaled_twice random bf16": ["fell", "64", "bound"]}, 1.0)
@@ -28,7 +34,7 @@ FELL_AT_32 = Part(1, 32, None, {"scaled_twice no_tail bf16": ["fell", "32", "fin
 
 def test_a_defect_is_caught_where_it_takes_the_fewest_heads() -> None:
     caught = catches([FELL_AT_32, FELL_AT_16, FELL_SOONER])
-    assert caught == {"scaled_twice": Caught(16, ("padded", "random"), 16, ("bound", "range"), ("bound", "range"))}
+    assert caught == {"scaled_twice": Caught(16, ("padded", "random"), ("bound", "range"))}
 
 
 @pytest.mark.parametrize("outcome", ["held", "measured", "inconclusive", "skipped"])
@@ -41,7 +47,7 @@ def test_a_twin_that_falls_is_no_defect_that_is_caught() -> None:
 
 
 def test_a_twin_goes_through_the_first_cases_of_its_defects_in_their_format() -> None:
-    caught = {name: Caught(16, ("padded", "random"), 16, (), ()) for name in ("narrow_product", "split_unweighted")}
+    caught = {name: Caught(16, ("padded", "random"), ()) for name in ("narrow_product", "split_unweighted")}
     assert set(sound_cells(caught)) == {PlantedCell("tiled", "padded", "fp16"), PlantedCell("split", "padded", "bf16")}
 
 
@@ -63,14 +69,21 @@ def test_a_twin_that_is_blamed_is_counted() -> None:
     cells = [PlantedCell("tiled", "random", "bf16")]
     outcomes = ["measured", "fell", "inconclusive", "held", "crashed"]
     parts = [Part(seed, 16, None, {cells[0].id: [outcome, "16"]}, 1.0) for seed, outcome in enumerate(outcomes)]
-    counts = [cell.strip() for cell in twins_table(parts, cells).splitlines()[-1].strip("|").split("|")]
-    assert counts[:7] == ["`tiled`", "16", "1", "5", "5", "2", "1"]
+    assert twin_rows(parts, cells) == [TwinRow("tiled", heads=16, cases=1, seeds=5, cells=5, blamed=2, undecided=1)]
 
 
-def test_a_missed_defect_is_told_as_missed() -> None:
-    text = report([FELL_AT_16])
-    assert f"1 of {len(DEFECTS)} defects are caught" in text
-    assert sum("**missed**" in line for line in text.splitlines()) == len(DEFECTS) - 1
+def test_a_missed_defect_is_reported_as_missed() -> None:
+    rows = caught_rows(catches([FELL_AT_16]))
+    assert [row for row in rows if row.case] == [CaughtRow("scaled_twice", "random", "bound", 16)]
+    assert f"1 of {len(DEFECTS)} defects are caught." in report(rows, [])
+
+
+def test_the_page_has_what_the_data_say() -> None:
+    text, lines = (
+        power.PAGE.read_text(encoding="utf-8"),
+        report(read_rows(CAUGHT, CaughtRow), read_rows(TWINS, TwinRow)),
+    )
+    assert renewed(text, power.SOURCE, lines) == text
 
 
 def test_a_run_goes_on_where_it_was(

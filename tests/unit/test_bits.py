@@ -5,20 +5,20 @@ from pathlib import Path
 import pytest
 
 from tiebreak.programs.pages import bits
-from tiebreak.programs.pages.tables import renewed
+from tiebreak.programs.pages.tables import read_rows, renewed
 from tiebreak.reports.records import store
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_page_and_picture_are_what_the_table_makes() -> None:
-    rows, text = bits.read(), bits.PAGE.read_text(encoding="utf-8")
+    rows, text = read_rows(bits.TABLE, bits.Row), bits.PAGE.read_text(encoding="utf-8")
     assert renewed(text, bits.TABLE.name, bits.tables(rows)) == text
     assert bits.PICTURE.read_text(encoding="utf-8") == bits.picture(rows)
 
 
 def test_table_is_whole() -> None:
-    found = [(row.format, row.case, row.kernel) for row in bits.read()]
+    found = [(row.format, row.case, row.kernel) for row in read_rows(bits.TABLE, bits.Row)]
     wanted = [
         (fmt, case, kernel) for fmt in (*bits.MANTISSAS, *bits.OTHERS) for case in bits.CASES for kernel in bits.KERNELS
     ]
@@ -29,7 +29,7 @@ def test_seven_bits_are_bf16() -> None:
     # Another way to the same numbers: there q, k and V are drawn in bf16, and the plan names it.
     baseline = store.read(ROOT / "reports" / "baselines" / "emulation.json").records
     known = {(one.case, one.kernel): one for one in baseline if one.heads == bits.HEADS and one.verdict != "nonfinite"}
-    told = [row for row in bits.read() if row.format == "E8M7" and (row.case, row.kernel) in known]
+    told = [row for row in read_rows(bits.TABLE, bits.Row) if row.format == "E8M7" and (row.case, row.kernel) in known]
     assert len(told) > 60
     for row in told:
         assert row.bias == pytest.approx(known[row.case, row.kernel].number("bias"), rel=1e-4), row
@@ -37,7 +37,7 @@ def test_seven_bits_are_bf16() -> None:
 
 def test_rows_are_what_a_run_gives() -> None:
     kernels = ("flash@paper", "flash@fused", "fair")
-    wanted = {(row.format, row.case, row.kernel): row for row in bits.read()}
+    wanted = {(row.format, row.case, row.kernel): row for row in read_rows(bits.TABLE, bits.Row)}
     for row in bits.rows(("fp8_e4m3",), ("tied_maxima[k=2]",), kernels):
         kept = wanted[row.format, row.case, row.kernel]
         assert row.verdict == kept.verdict

@@ -7,13 +7,11 @@ q, k and dO are in fp32, so the scores are those of the case whatever the format
 format. P-bar, O and, where the plan has it narrow, O-bar are in the format.
 """
 
-import csv
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,7 +26,7 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.experiments.call import shown
-from tiebreak.programs.pages.tables import renew, table
+from tiebreak.programs.pages.tables import read_rows, renew, table, write_rows
 from tiebreak.reports.page.figures import Figure, Series
 from tiebreak.reports.page.svg import as_file, draw
 from tiebreak.reports.records.record import NONFINITE
@@ -71,8 +69,8 @@ def main(arguments: Sequence[str]) -> int:
         print((__doc__ or "").strip(), file=sys.stderr)
         return 2
     if arguments:
-        write(rows((*MANTISSAS, *OTHERS), CASES))
-    kept = read()
+        write_rows(TABLE, Row, rows((*MANTISSAS, *OTHERS), CASES))
+    kept = read_rows(TABLE, Row)
     renew(PAGE, TABLE.name, tables(kept))
     PICTURE.write_text(picture(kept), encoding="utf-8")
     return 0
@@ -118,27 +116,6 @@ def _row(fmt: str, case: str, kernel: str, batch: Batch) -> Row:
     )
     bias, half_width, gain, delta, delta_half_width, coherence = (float(f"{number:.{_DIGITS}g}") for number in numbers)
     return Row(fmt, case, kernel, bias, half_width, verdict, gain, delta, delta_half_width, coherence)
-
-
-def write(rows: Iterator[Row]) -> None:
-    """Keep rows in docs/bits.csv, once all are there: a run that is stopped leaves the table as it was."""
-    lines = [vars(row) for row in rows]
-    with TABLE.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
-
-
-def read() -> list[Row]:
-    """The rows of docs/bits.csv."""
-    texts = [field.name for field in fields(Row) if field.type is str]
-    with TABLE.open(encoding="utf-8", newline="") as file:
-        return [_decoded(row, texts) for row in csv.DictReader(file)]
-
-
-def _decoded(row: dict[str, str], texts: Sequence[str]) -> Row:
-    values: dict[str, Any] = {name: text if name in texts else float(text) for name, text in row.items()}
-    return Row(**values)
 
 
 def tables(rows: Sequence[Row]) -> Iterator[str]:

@@ -1,9 +1,13 @@
 """Tables of pages, each between two marks that name its source, so that a program renews them where they stand."""
 
+import csv
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 _END = "<!-- end -->"
+_Row = TypeVar("_Row")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: bool = True) -> Iterator[str]:
@@ -48,3 +52,31 @@ def renew(page: Path, source: str, lines: Iterable[str]) -> None:
         lines: as of `renewed`.
     """
     page.write_text(renewed(page.read_text(encoding="utf-8"), source, lines), encoding="utf-8")
+
+
+def write_rows(path: Path, kind: type[Any], rows: Iterable[Any]) -> None:
+    """Keep rows as a CSV file, once all are there: a run that is stopped leaves the file as it was.
+
+    Args:
+        path: of the file.
+        kind: the dataclass of a row.
+        rows: of that kind.
+    """
+    lines = [vars(row) for row in rows]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(kind)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def read_rows(path: Path, kind: type[_Row]) -> list[_Row]:
+    """The rows of a CSV file.
+
+    Args:
+        path: of the file.
+        kind: the dataclass of a row, whose fields are texts and numbers.
+    """
+    dataclass: Any = kind
+    types: dict[str, Any] = {field.name: field.type for field in fields(dataclass)}
+    with path.open(encoding="utf-8", newline="") as file:
+        return [kind(**{name: types[name](text) for name, text in row.items()}) for row in csv.DictReader(file)]
