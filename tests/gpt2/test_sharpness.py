@@ -16,7 +16,7 @@ from tiebreak.laboratory.sharpness import sharpness
 from tiebreak.laboratory.sharpness_command import BACK, ON, TRAINED, Point, Run, Settings, Task, run_one, summary
 from tiebreak.reports.cli import main
 
-SETTINGS = Settings("flash@fused", 2, 2, "E8M7", 1, 1e-2, 2, 4, [5e-4, 1e-2])
+SETTINGS = Settings("flash@fused", "same", 2, 2, "E8M7", 1, 1e-2, 2, 4, [5e-4, 1e-2])
 
 
 @pytest.fixture(autouse=True)
@@ -124,8 +124,8 @@ def _json(run: Run) -> str:
 
 
 def _argv(path: Path, *more: str) -> list[str]:
-    told = f"--steps 2 --more 2 --every 1 --rate 1e-2 --sequences 2 --held-out 4 --eps 5e-4,1e-2 --out {path}"
-    return ["lab", "sharpness", *told.split(), *more]
+    words = f"--steps 2 --more 2 --every 1 --rate 1e-2 --sequences 2 --held-out 4 --eps 5e-4,1e-2 --out {path}"
+    return ["lab", "sharpness", *words.split(), "--attention", "same", *more]
 
 
 def test_runs_that_are_kept_are_not_run_again(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ class Reduction:
 
     fmt: Format  # what they are rounded to: its fraction bits, and its range with subnormals and Inf
     mode: Rounding = Rounding.TO_EVEN  # or TOWARD_ZERO, which cuts bits off
-    inner: int | None = None  # least exponent: below 2^inner there is 0; None: the format's own, with its subnormals
+    inner: int | None = None  # least exponent: what is smaller, but 0, becomes 2^inner; None: as the format has it
     outer: int | None = None  # highest exponent: finite numbers beyond it become its largest; None: the format's own
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class Reduction:
         return self.inner is not None or self.outer is not None
 
     def mask(self, x: Tensor) -> Tensor:
-        """Every number masked: rounded, then what lies beyond the range put to 0 or to its largest.
+        """Every number masked: rounded, then what lies beyond the range clamped to its smallest or largest size.
 
         Args:
             x: fp32 or fp64, any shape, any device.
@@ -76,7 +76,8 @@ class Reduction:
         """
         masked = round_to(x, self.fmt, self.mode)
         if self.inner is not None:
-            masked = masked.mul_(masked.abs() >= 2.0**self.inner)  # NaN times 0 is NaN
+            least = torch.full_like(masked, 2.0**self.inner).copysign(x)
+            masked = torch.where((x != 0) & (masked.abs() < 2.0**self.inner), least, masked)
         if self.outer is not None:
             largest = 2.0**self.outer * (2.0 - 2.0**-self.fmt.mantissa_bits)
             masked = torch.where(masked.isinf(), masked, masked.clamp(-largest, largest))

@@ -35,7 +35,7 @@ from tiebreak.laboratory.checkpoints import CHECKPOINT, CheckpointError, load
 from tiebreak.laboratory.progress import Progress
 from tiebreak.laboratory.ranks import Ranks
 from tiebreak.laboratory.reduced import Reduction, parse_reduction
-from tiebreak.laboratory.reduced_gpt2 import reduced_gpt2
+from tiebreak.laboratory.reduced_gpt2 import SAME, add_attention, parse_attention, reduced_gpt2
 from tiebreak.laboratory.sharpness import EPSILON, sharpness
 from tiebreak.laboratory.training import Recipe, Training
 from tiebreak.matrix.memory import keep_memory
@@ -59,6 +59,7 @@ class Settings:
     """What all runs of a file have in common."""
 
     kernel: str  # of attention
+    attention: str  # what it rounds to, or SAME: as the products
     steps: int  # in a run's own format
     more: int  # steps that follow, once in its format and once in the other
     back: str  # the other format
@@ -214,11 +215,11 @@ def _stretch(task: Task, folder: Path, phase: str, reduction: Reduction) -> tupl
     reports = training.reports(settings.every, schedule.steps, lambda: training.done + 1 == end)
     points: list[Point] = []
     while True:
-        with reduced_gpt2(model, reduction):
+        with reduced_gpt2(model, reduction, attention=parse_attention(settings.attention)):
             progress = next(reports, None)
         if progress is None or training.exploded:
             return points, training.done if training.exploded else None
-        points.append(_point(model, kept_apart, reduction, settings.epsilons, phase, progress))
+        points.append(_point(model, kept_apart, reduction, settings, phase, progress))
 
 
 def _model(kernel: str, sizes: Configuration, seed: int) -> GPT2:
@@ -237,15 +238,15 @@ def _texts(tokens: Tokens, sizes: Configuration, sequences: int) -> tuple[Tokens
 
 
 def _point(
-    model: GPT2, text: Tensor, reduction: Reduction, epsilons: list[float], phase: str, progress: Progress
+    model: GPT2, text: Tensor, reduction: Reduction, settings: Settings, phase: str, progress: Progress
 ) -> Point:
-    with torch.no_grad(), reduced_gpt2(model, reduction):
+    with torch.no_grad(), reduced_gpt2(model, reduction, attention=parse_attention(settings.attention)):
         masked = model(text[:, :-1], 0)
     with torch.no_grad(), reduced_gpt2(model, Reduction(FP32)):
         unmasked = model(text[:, :-1], 0)[:, -1]
     norms = [model.block(layer).wq.weight.norm().item() for layer in range(model.configuration.layers)]
     found = [
-        {f"{epsilon:g}": sharpness(logits, text[:, -1], epsilon) for epsilon in epsilons}
+        {f"{epsilon:g}": sharpness(logits, text[:, -1], epsilon) for epsilon in settings.epsilons}
         for logits in (masked[:, -1], unmasked)
     ]
     return Point(
@@ -358,10 +359,12 @@ def _gone_on(of: Mapping[str, Sequence[Run]], settings: Settings) -> str:
 
 
 def _groups(of: Mapping[str, Sequence[Run]], settings: Settings) -> Iterator[dict[str, dict[int, float]]]:
-    """Sharpness at the end by format and seed, of each way to mask."""
+    """Sharpness at the end by format and seed, of each way to mask, beside the format that training goes back to."""
     for suffix in sorted({name.partition(":")[2] for name in of}):
-        group = {name: _at_end(runs, settings) for name, runs in of.items() if name.partition(":")[2] == suffix}
-        yield {name: found for name, found in group.items() if found}
+        alike = {name: runs for name, runs in of.items() if name.partition(":")[2] == suffix or name == settings.back}
+        group = {name: ends for name, runs in alike.items() if (ends := _at_end(runs, settings))}
+        if len(group) > 1:
+            yield group
 
 
 def _order(group: Mapping[str, Mapping[int, float]]) -> str:
@@ -412,6 +415,7 @@ def _settings(options: argparse.Namespace, epsilons: list[float]) -> Settings:
         raise UsageError(f"--kernel {options.kernel}: only a declared kernel can be put in other formats")
     return Settings(
         options.kernel,
+        SAME if (attention := parse_attention(options.attention)) is None else attention.name,
         options.steps,
         options.more,
         parse_reduction(options.back).name,
@@ -446,9 +450,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--formats",
-        default="E8M3,E8M4,E8M5,E8M6,E8M7",
+        default="E8M3:zero,E8M4:zero,E8M5:zero,E8M6:zero,E8M7",
         metavar="LIST",
-        help="of all products, E8M5 to even or E8M5:zero cut off; default: E8M3,E8M4,E8M5,E8M6,E8M7",
+        help="of linear layers' products, E8M5 to even or, as the paper does, E8M5:zero cut off; default: %(default)s",
     )
     for flag, default, told in (
         ("--steps", 1000, "in a run's own format"),
@@ -462,8 +466,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--back", default="E8M7", metavar="FORMAT", help="what training goes back to; default: E8M7")
     parser.add_argument("--rate", type=float, default=1e-3, help="AdamW's highest learning rate; default: 1e-3")
     parser.add_argument("--kernel", default="flash@fused", metavar="NAME", help="of attention; default: flash@fused")
+    add_attention(parser)
     parser.add_argument(
-        "--eps", default="5e-4,1e-4,1e-3,5e-3", metavar="LIST", help="sizes of the box; default: %(default)s"
+        "--eps", default="5e-4,5e-5,1e-4", metavar="LIST", help="sizes of the box; default: %(default)s"
     )
     add_options(parser, "sharpness.jsonl", "run")
     return parser

@@ -11,7 +11,8 @@ from tiebreak.cases.gpt2.data import Batches
 from tiebreak.cases.gpt2.optimizers import CLIP
 from tiebreak.laboratory.divergence import EXPLOSION_NATS, EXPLOSION_STEPS, LARGEST_LOGIT
 from tiebreak.laboratory.ray_cluster import RAY, is_address
-from tiebreak.laboratory.reduced import Reduction, parse_reduction
+from tiebreak.laboratory.reduced import parse_reduction
+from tiebreak.laboratory.reduced_gpt2 import SAME, add_attention, parse_attention
 from tiebreak.laboratory.sweep_run import LOOK_EVERY, STABILISERS, Task
 from tiebreak.laboratory.train_command import batches_of
 from tiebreak.laboratory.train_options import add_length, add_model, check_counts, configuration, fill
@@ -38,7 +39,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     fill(options)
     check_counts(options, ("seeds", "workers"))
     options.lr = _rates(options.lr)
-    options.formats = _formats(options.formats)
+    options.formats = _formats(options.formats, options.attention)
     options.kernels = _kernels(options.kernels)
     options.stabiliser = _stabilisers(options.stabiliser)
     if options.on is not None and options.on != RAY and not is_address(options.on):
@@ -54,7 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def _check_stabilisers(options: argparse.Namespace) -> None:
     for name in options.stabiliser:
         for fmt in options.formats:
-            refusal = STABILISERS[name].refusal(_reduction(fmt), options.layers)
+            refusal = STABILISERS[name].refusal(parse_reduction(fmt), options.layers)
             if refusal is not None:
                 raise UsageError(f"--stabiliser {name}: {refusal}")
 
@@ -74,21 +75,21 @@ def _rates(text: str) -> tuple[float, ...]:
     return tuple(dict.fromkeys(rates))
 
 
-def _formats(text: str) -> tuple[str, ...]:
-    names = list(dict.fromkeys(_reduction(name).name for name in split(text)))
-    if not names:
-        raise UsageError("--formats: no format named; E8M7 is bf16")
-    return tuple(names)
-
-
-def _reduction(name: str) -> Reduction:
+def _formats(text: str, attention: str) -> tuple[str, ...]:
     try:
-        reduction = parse_reduction(name)
+        if attention == SAME:
+            names = [reduction.name for name in split(text) if (reduction := parse_attention(name))]
+        else:
+            names = [parse_reduction(name).name for name in split(text)]
     except ValueError as error:
         raise UsageError(f"--formats: {error}") from None
-    if reduction.clamps:
-        raise UsageError(f"--formats {name}: attention has no range of its own; name a format of fewer exponent bits")
-    return reduction
+    if not names:
+        raise UsageError("--formats: no format named; E8M7 is bf16")
+    try:
+        parse_attention(attention)
+    except ValueError as error:
+        raise UsageError(f"--attention: {error}") from None
+    return tuple(dict.fromkeys(names))
 
 
 def _kernels(text: str) -> tuple[str, ...]:
@@ -125,6 +126,7 @@ def settings(options: argparse.Namespace) -> Settings:
         "steps": options.steps,
         "warm_up": options.warm_up,
         "sequences": options.sequences,
+        "attention": options.attention,
         "optimizer": f"adamw, gradients clipped at {CLIP:g}",
         "data": _first_batches(options).digest(1),
     }
@@ -141,9 +143,8 @@ def tasks(options: argparse.Namespace, places: Sequence[Place]) -> list[Task]:
     """What processes are given to run these places."""
     data, device = options.data and options.data.resolve(), "cuda" if options.gpus_per_run else "cpu"
     sizes, digest = configuration(options), _first_batches(options).digest(1)
-    return [
-        Task(place, sizes, options.steps, options.warm_up, options.sequences, data, digest, device) for place in places
-    ]
+    shared = (sizes, options.steps, options.warm_up, options.sequences, options.attention, data, digest, device)
+    return [Task(place, *shared) for place in places]
 
 
 def parser() -> Parser:
@@ -167,10 +168,11 @@ def _add_axes(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--lr", default="4e-4,4e-3,1e-2", metavar="RATES", help="default: 4e-4,4e-3,1e-2")
     group.add_argument(
         "--formats",
-        default="E8M7,E8M5,E8M4",
+        default="E8M7,E8M5:zero,E8M4:zero",
         metavar="NAMES",
-        help="of linear layers' products and of attention; E8M7 is bf16, E8M5:zero truncates; default: E8M7,E8M5,E8M4",
+        help="of linear layers' products; E8M7 is bf16, E8M5:zero truncates; default: E8M7,E8M5:zero,E8M4:zero",
     )
+    add_attention(group)
     group.add_argument(
         "--kernels",
         default="flash@paper,stabilized@paper,fair",

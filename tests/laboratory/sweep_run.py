@@ -23,7 +23,7 @@ from tiebreak.kernels.formats import FP32, TF32
 from tiebreak.laboratory.divergence import LARGEST_LOGIT, Watch
 from tiebreak.laboratory.ranks import Ranks
 from tiebreak.laboratory.reduced import Otherwise, Reduction, parse_reduction
-from tiebreak.laboratory.reduced_gpt2 import reduced_gpt2
+from tiebreak.laboratory.reduced_gpt2 import parse_attention, reduced_gpt2
 from tiebreak.laboratory.train_command import batches_of
 from tiebreak.laboratory.training import Recipe, Steps
 from tiebreak.reports.sweeps.store import Place, SweepRun
@@ -75,6 +75,7 @@ class Task:
     steps: int
     warm_up: int  # steps
     sequences: int  # of a batch
+    attention: str  # what it rounds to, as `parse_attention` takes it
     data: Path | None  # folder with token data; None: the text that ships
     digest: str  # of the first batch at seed 1: another machine may have other data
     device: str  # torch's name
@@ -112,7 +113,7 @@ def run(task: Task, steps: int | None = None) -> SweepRun:
     model = _model(task, stabiliser.mitigation)
     taken = _steps(task, model)
     diverged = None
-    with _masked(model, place.format, stabiliser):
+    with _masked(model, task, stabiliser):
         for step in range(task.steps if steps is None else steps):
             looking = _Logits() if (step + 1) % LOOK_EVERY == 0 else None
             losses.append(taken.take(step, partial(_seen_by, [each for each in (looking, clipper) if each])).loss)
@@ -158,8 +159,9 @@ def _steps(task: Task, model: GPT2) -> Steps:
     return Steps(model, batches, recipe, Ranks())
 
 
-def _masked(model: GPT2, name: str, stabiliser: Stabiliser) -> AbstractContextManager[object]:
-    return reduced_gpt2(model, parse_reduction(name), stabiliser.otherwise)
+def _masked(model: GPT2, task: Task, stabiliser: Stabiliser) -> AbstractContextManager[object]:
+    reduction, attention = parse_reduction(task.place.format), parse_attention(task.attention)
+    return reduced_gpt2(model, reduction, stabiliser.otherwise, attention)
 
 
 @cache

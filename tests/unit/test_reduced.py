@@ -262,7 +262,7 @@ def test_the_innermost_name_and_the_first_glob_count() -> None:
 
 def test_a_range_is_clamped_at_both_ends_apart() -> None:
     x = torch.tensor([0.0, -0.0, 0.24, -0.24, 0.25, 1.0, 7.9, -8.0, 100.0, torch.inf, torch.nan])
-    inner = [0.0, -0.0, 0.0, -0.0, 0.25, 1.0, 8.0, -8.0, 96.0, torch.inf, torch.nan]
+    inner = [0.0, -0.0, 0.25, -0.25, 0.25, 1.0, 8.0, -8.0, 96.0, torch.inf, torch.nan]
     outer = [0.0, -0.0, 0.234375, -0.234375, 0.25, 1.0, 7.5, -7.5, 7.5, torch.inf, torch.nan]
     assert _equal(parse_reduction("E8M3:inner=-2").mask(x), torch.tensor(inner))
     assert _equal(parse_reduction("E8M3:outer=2").mask(x), torch.tensor(outer))
@@ -373,12 +373,17 @@ def test_gpt2s_blocks_go_another_way_with_their_attention() -> None:
     assert not torch.equal(first.output.o, E8M3.mask(first.output.o))
     assert torch.equal(second.output.o, E8M3.mask(second.output.o))
     assert model.kernels is former
+    with reduced_gpt2(model, E8M3, {"blocks.0": None}, attention=E8M7):
+        alone = _step(model)
+    assert [each.kernel.inputs.fmt.name for each in alone] == ["E8M7"] * 2
+    assert all(torch.equal(each.inputs.q, E8M7.mask(each.inputs.q)) for each in alone)
+    assert [torch.equal(each.inputs.q, E8M3.mask(each.inputs.q)) for each in alone] == [True, False]  # a product's
 
 
 def test_gpt2_refuses_what_it_can_not_round() -> None:
     model = _gpt2("flash@paper")
     with (
-        pytest.raises(ValueError, match="a plan has no range of its own"),
+        pytest.raises(ValueError, match="attention has no range of its own"),
         reduced_gpt2(model, parse_reduction("E8M3:inner=-3")),
     ):
         pass

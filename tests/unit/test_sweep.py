@@ -20,6 +20,7 @@ from tiebreak.reports.cli import main
 from tiebreak.reports.sweeps.store import RUNS, Place, SweepRun, read_sweep
 
 SMALL = ["--layers", "3", "--heads", "2", "--width", "8", "--context", "8", "--sequences", "2", "--warm-up", "1"]
+SMALL += ["--attention", "same"]
 QUICK = [*SMALL, "--steps", "3", "--workers", "1", "--formats", "E8M7", "--kernels", "flash@paper", "--lr", "1e-2"]
 
 
@@ -39,7 +40,8 @@ def task(fmt: str = "E8M4", rate: float = 1e-2, stabiliser: str = "none", steps:
         (["--lr", "1e-3,nan"], "--lr nan: a learning rate"),
         (["--formats", "E1M0"], "--formats: unknown format 'E1M0'"),
         (["--formats", "E9M30"], "--formats: unknown format 'E9M30'"),
-        (["--formats", "E8M7:inner=-20"], "--formats E8M7:inner=-20: attention has no range of its own"),
+        (["--formats", "E8M7:inner=-20", "--attention", "same"], "--formats: E8M7:inner=-20: attention has no range"),
+        (["--attention", "E8M7:inner=-20"], "--attention: E8M7:inner=-20: attention has no range of its own"),
         (["--formats", ","], "--formats: no format named"),
         (["--kernels", "flash@nowhere"], "--kernels: unknown kernel 'flash@nowhere'"),
         (["--stabiliser", "qk_nrm"], "--stabiliser: unknown stabiliser 'qk_nrm': did you mean qk_norm"),
