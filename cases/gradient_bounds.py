@@ -40,7 +40,8 @@ class GradientErrorBounds:
         """What bounds the gradients under a declaration; computed once for all kernels that share it."""
         key = self.forward.shared_by(declaration)
         if key not in self._found:
-            self._found[key] = GradientBounds(self._elements(declaration), self._norms(declaration))
+            p_error = self.forward.of_probabilities(declaration)
+            self._found[key] = GradientBounds(self._elements(declaration, p_error), self._norms(p_error))
         return self._found[key]
 
     @cached_property
@@ -102,14 +103,13 @@ class GradientErrorBounds:
         size = (self._factors[2] * self.forward.ref.o.abs()).sum(-1, keepdim=True)
         return size.mul_(self._unit + self._accumulation).add_(self._least)
 
-    def _elements(self, declaration: Declaration) -> tuple[Tensor, Tensor, Tensor]:
+    def _elements(self, declaration: Declaration, p_error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Bounds on every element.
 
         |e_dS| <= e_P (|dP - delta| + e_dP + e_delta) + P (e_dP + e_delta) + u P |dP - delta| + w
         |e_dQ| <= alpha (|e_dS| |K| + (u_out + n u32) P |dP - delta| |K|), dK and dV likewise.
         """
         inputs, ref, unit = self.forward.inputs, self.forward.ref, self._unit
-        p_error = self.forward.of_probabilities(declaration)
         p_error = p_error + ref.p * (p_error.sum(-1, keepdim=True) + unit) + self._lost
         dp_error = (unit + self._accumulation) * self._dp_size + self._least
         from_o = (self._factors[2] * self.forward.of(declaration)).sum(-1, keepdim=True) + self._delta_rounding
@@ -130,7 +130,7 @@ class GradientErrorBounds:
         dv = bound(p_error.transpose(-1, -2), do, by_do, queries, 1.0)
         return dq, sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
 
-    def _norms(self, declaration: Declaration) -> tuple[float, float, float]:
+    def _norms(self, p_error: Tensor) -> tuple[float, float, float]:
         """Bounds on the Frobenius norms.
 
         Those of the elements add up errors of all keys as if all had one sign, and a backward pass that forgets the
@@ -140,7 +140,6 @@ class GradientErrorBounds:
         them one sign.
         """
         inputs, ref, unit = self.forward.inputs, self.forward.ref, self._unit
-        p_error = self.forward.of_probabilities(declaration)
         row = p_error.square().sum(-1, keepdim=True)  # squared error of l
         o_error = (p_error.square() @ self.forward.values.square() + row * ref.o.square()).sqrt()
         o_error = o_error + 2 * inputs.formats.output.unit_roundoff * ref.o.abs()

@@ -14,6 +14,8 @@ from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.reference import Reference, reference_gradients
 
+_AT_ONCE = 2**17  # elements of a piece: 1 MB
+
 
 def cosine(a: Tensor, b: Tensor) -> float:
     """Cosine of two tensors taken as vectors; NaN if one is zero."""
@@ -36,14 +38,28 @@ class ExactGradients:
         units = row_units(dq, fmt), row_units(dk, fmt), row_units(dv, fmt)
         return cls((dq, dk, dv), (dq.norm(), dk.norm(), dv.norm()), units)
 
-    def errors(self, gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
-        """Of dQ, dK and dV: what was found less the reference, fp64."""
+    def errors(self, gradients: Gradients) -> "GradientErrors":
+        """Of dQ, dK and dV."""
         # In place: a fresh large tensor costs as much as what is computed into it.
         dq, dk, dv = (
             out.to(torch.float64, copy=True).sub_(exact)
             for out, exact in zip((gradients.dq, gradients.dk, gradients.dv), self.gradients, strict=True)
         )
-        return dq, dk, dv
+        return GradientErrors.of((dq, dk, dv))
+
+
+@dataclass(frozen=True)
+class GradientErrors:
+    """What dQ, dK and dV are off by, fp64, and the norms of its rows, from which all but the largest follows."""
+
+    elements: tuple[Tensor, Tensor, Tensor]  # the kernel's less the reference's
+    rows: tuple[Tensor, Tensor, Tensor]  # (..., N, 1)
+
+    @classmethod
+    def of(cls, elements: tuple[Tensor, Tensor, Tensor]) -> "GradientErrors":
+        """Those of some errors."""
+        dq, dk, dv = (torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in elements)
+        return cls(elements, (dq, dk, dv))
 
 
 def weight_gradient(dq: Tensor, x: Tensor) -> Tensor:
@@ -56,7 +72,7 @@ def gradient_measures(
     inputs: AttentionInputs,
     ref: Reference,
     exact: ExactGradients | None = None,
-    errors: tuple[Tensor, Tensor, Tensor] | None = None,
+    errors: GradientErrors | None = None,
 ) -> dict[str, float]:
     """Errors of the gradients, and how much of dQ's and dW_Q's error is the error of delta.
 
@@ -81,8 +97,10 @@ def gradient_measures(
         delta = (inputs.do.double() * output.o.double()).sum(-1, keepdim=True)
     predicted = inputs.scale * (delta.double() - ref.delta) * ref.pk
     errors = errors or exact.errors(gradients)
-    error = -errors[0]
-    dq_error, dk_error, dv_error = (float(each.norm() / norm) for each, norm in zip(errors, exact.norms, strict=True))
+    error = -errors.elements[0]
+    dq_error, dk_error, dv_error = (
+        float(rows.norm() / norm) for rows, norm in zip(errors.rows, exact.norms, strict=True)
+    )
     x = inputs.q.double()
     return {
         "dq_relative_error": dq_error,
@@ -105,18 +123,19 @@ def row_units(exact: Tensor, fmt: Format) -> Tensor:
     return unit.masked_fill(largest == 0, torch.inf)
 
 
-def ulps_of_rows(error: Tensor, units: Tensor) -> float:
+def ulps_of_rows(rows: Tensor, units: Tensor, d: int) -> float:
     """Root mean square error of a gradient, each row in ulps of its largest element.
 
     Elements of a gradient cancel, and an error in ulps of a small one says by how much it cancelled.
 
     Args:
-        error: of dQ, dK or dV, fp64, (batch, heads, N, d).
+        rows: norms of the rows of the error of dQ, dK or dV, fp64, (batch, heads, N, 1).
         units: `row_units` of the reference's.
+        d: elements of a row.
     """
     # A row of zeros has no ulp and does not count.
-    counted = int((units < torch.inf).sum()) * error.shape[-1]
-    return ((error / units).reshape(-1).square_().sum() / counted).sqrt().item() if counted else torch.nan
+    counted = int((units < torch.inf).sum()) * d
+    return ((rows / units).square_().sum() / counted).sqrt().item() if counted else torch.nan
 
 
 def delta_error_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: Tensor) -> Interval:
@@ -140,13 +159,13 @@ def delta_error_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: T
 
 
 def gradient_faults(
-    found: Sequence[Tensor], errors: Sequence[Tensor], exact: Sequence[Tensor], bounds: GradientBounds
+    gradients: Sequence[Tensor], errors: GradientErrors, exact: Sequence[Tensor], bounds: GradientBounds
 ) -> dict[str, float]:
     """What is wrong with gradients, at worst.
 
     Args:
-        found: dQ, dK and dV of a kernel.
-        errors: found less exact, fp64.
+        gradients: dQ, dK and dV of a kernel.
+        errors: of them.
         exact: the reference's.
         bounds: of their errors.
 
@@ -155,11 +174,17 @@ def gradient_faults(
         as a share of its bound, of an element or of a norm.
     """
     lost, worst = 0, 0.0
-    for ours, error, theirs, bound, norm in zip(found, errors, exact, bounds.elements, bounds.norms, strict=True):
-        finite = error
-        if not math.isfinite(error.sum().item()):
+    for at, (ours, theirs) in enumerate(zip(gradients, exact, strict=True)):
+        error, size, norm = errors.elements[at], errors.rows[at].norm().item(), bounds.norms[at]
+        if not math.isfinite(size):
             lost += int((torch.isfinite(theirs) & ~torch.isfinite(ours)).sum())
-            finite = error.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        size = finite.norm().item()
-        worst = max(worst, (finite / bound).abs_().max().item(), size / norm if norm else 0.0)
+            error = error.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+            size = error.norm().item()
+        worst = max(worst, _largest_share(error, bounds.elements[at]), size / norm if norm else 0.0)
     return {"nonfinite": float(lost), "over_bound": worst}
+
+
+def _largest_share(error: Tensor, bound: Tensor) -> float:
+    """The largest |error| / bound, from pieces that stay in a core's cache."""
+    pieces = (torch.split(tensor.reshape(-1), _AT_ONCE) for tensor in (error, bound))
+    return float(max((part / limit).abs_().max().item() for part, limit in zip(*pieces, strict=True)))

@@ -308,10 +308,10 @@ def backward(
     tape = _Tape(operands, output, plan, arithmetic, block)
     delta = tape.delta()
     dq, dk, dv = (
-        torch.full_like(tensor, 0.0 if asked else torch.nan)
+        torch.zeros_like(tensor) if asked else tensor.new_full((), torch.nan).expand(tensor.shape)
         for tensor, asked in zip((operands.q, operands.k, operands.v), wanted, strict=True)
     )
-    for keys in operands.key_tiles(block.keys):
+    for keys in operands.key_tiles(block.keys) if any(wanted) else ():
         for rows in operands.query_tiles(block.queries):
             p, dp = tape.p(rows, keys), tape.dp(rows, keys)
             ds = arithmetic.cast(p * (dp - delta[:, :, rows]), plan.ds)
@@ -323,7 +323,10 @@ def backward(
             if wanted[1]:
                 dk[:, :, keys].add_(operands.scale * tape.product(ds.transpose(-1, -2), operands.q[:, :, rows]))
     dk, dv = sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
-    dq, dk, dv = (arithmetic.cast(gradient, plan.gradients) for gradient in (dq, dk, dv))
+    dq, dk, dv = (
+        arithmetic.cast(gradient, plan.gradients) if asked else gradient
+        for gradient, asked in zip((dq, dk, dv), wanted, strict=True)
+    )
     return Gradients(dq, dk, dv, delta)
 
 

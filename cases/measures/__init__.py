@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tiebreak.cases.batch import Batch
 from tiebreak.cases.errors import Errors, in_units
-from tiebreak.cases.gradients import gradient_faults, gradient_measures
+from tiebreak.cases.gradients import GradientErrors, gradient_faults, gradient_measures
 from tiebreak.cases.verdicts import Interval
 from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.kernels.kernel import Declaration
@@ -59,8 +59,8 @@ class Observed:
         return in_units(output.o.double() - batch.ref.o, batch.yardstick.units).flatten(0, -2)
 
     @cached_property
-    def gradient_differences(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Errors of dQ, dK and dV of the first batch, element by element, fp64. None where there are no gradients."""
+    def gradient_differences(self) -> GradientErrors | None:
+        """Errors of dQ, dK and dV of the first batch. None where there are no gradients."""
         gradients, batch = self.outputs[0].gradients, self.batches[0]
         return None if gradients is None else batch.gradients.errors(gradients)
 

@@ -19,7 +19,9 @@ _NAMES = ("dq", "dk", "dv")
 
 def _ulps(at: int, observed: Observed) -> Value:
     errors = observed.gradient_differences
-    return None if errors is None else ulps_of_rows(errors[at], observed.batches[0].gradients.units[at])
+    if errors is None:
+        return None
+    return ulps_of_rows(errors.rows[at], observed.batches[0].gradients.units[at], errors.elements[at].shape[-1])
 
 
 def _delta(observed: Observed) -> Value:
