@@ -52,14 +52,14 @@ class Batch:
         if hidden is None:
             return v.amin(-2, keepdim=True), v.amax(-2, keepdim=True)
         # A mask is rare and its cases are small: (batch, heads, queries, keys, d) fits.
-        seen, wide = ~hidden[..., None], v[:, :, None]
-        least = torch.where(seen, wide, torch.inf).amin(-2)
-        return least, torch.where(seen, wide, -torch.inf).amax(-2)
+        visible, wide = ~hidden[..., None], v[:, :, None]
+        least = torch.where(visible, wide, torch.inf).amin(-2)
+        return least, torch.where(visible, wide, -torch.inf).amax(-2)
 
     def outside_values(self, o: Tensor, declaration: Declaration) -> float:
         """Largest distance of O from the range of V that its row sees, as a share of what rounding allows.
 
-        NaN and Inf are another check's: where V or O has one, nothing is said.
+        NaN and Inf are another check's: elements of V or O with one count as 0.
 
         Args:
             o: as the kernel returned it, (batch, heads, queries, d).

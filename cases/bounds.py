@@ -119,7 +119,7 @@ class ErrorBounds:
 
     inputs: AttentionInputs
     ref: Reference
-    _found: dict[Hashable, Tensor] = field(default_factory=dict)
+    _bounds: dict[Hashable, Tensor] = field(default_factory=dict)
 
     def shared_by(self, declaration: Declaration) -> Hashable:
         """What a declaration's bounds follow from: kernels that are equal in it share their bounds."""
@@ -185,16 +185,16 @@ class ErrorBounds:
         if plan.smooth_k:  # one vector taken off all keys is nothing to softmax, but each difference is rounded
             k, in_format = k - k.mean(-2, keepdim=True), self.inputs.formats.inputs.unit_roundoff
         dq, dk = _lost(plan.q8, q), _lost(plan.k8, k) + k.norm(dim=-1, keepdim=True) * in_format
-        q_size, k_size = (each.norm(dim=-1, keepdim=True) for each in (q, k))
+        q_size, k_size = (operand.norm(dim=-1, keepdim=True) for operand in (q, k))
         changed: Tensor = (q_size + dq) @ (k_size + dk).mT - q_size @ k_size.mT
         return self.inputs.scale * changed
 
     def of(self, declaration: Declaration) -> Tensor:
         """As `error_bound`; computed once for all kernels that share it."""
         key = self.shared_by(declaration)
-        if key not in self._found:
-            self._found[key] = self._of(declaration)
-        return self._found[key]
+        if key not in self._bounds:
+            self._bounds[key] = self._of(declaration)
+        return self._bounds[key]
 
     def _of(self, declaration: Declaration) -> Tensor:
         ref, keys = self.ref, self.inputs.k.shape[-2]

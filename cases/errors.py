@@ -144,13 +144,13 @@ def measure(
     Returns:
         The batch's measures.
     """
-    known = yardstick or Yardstick.of(ref, inputs.formats.output)
+    yardstick = yardstick or Yardstick.of(ref, inputs.formats.output)
     finite_out = torch.isfinite(output)
-    whole = known.whole and bool(finite_out.all())
-    both = known.finite & finite_out
+    whole = yardstick.whole and bool(finite_out.all())
+    both = yardstick.finite & finite_out
     wide = output.to(torch.float64, copy=True)
     absolute = wide - ref.o
-    error = in_units(absolute, known.units)
+    error = in_units(absolute, yardstick.units)
     # In place, as all that follows: a fresh large tensor costs as much as what is computed into it.
     absolute = absolute.abs_() if whole else torch.where(both, absolute.abs_(), 0.0)
     if delta is None:
@@ -164,12 +164,12 @@ def measure(
         head_delta_size=by_key_head(ref.delta.abs(), inputs.groups),
         max_ulps=error.abs().nan_to_num_(nan=0.0).max().item(),
         error_over_bound=absolute.div_(bound).nan_to_num_(nan=0.0).max().item(),
-        # The sum of a flat tensor, whichever: its order, and so its last bit, hangs on the shape.
+        # The sum of a flat tensor: the order of a sum, and so its last bit, depends on the shape.
         output_size=(sizes.reshape(-1) if whole else sizes[both]).sum().item(),
-        reference_size=known.size if whole else ref.o.abs()[both].sum().item(),
-        left_out=known.zeros,
-        nonfinite=int((known.finite & ~finite_out).sum()),
-        missed=int((~known.finite & finite_out).sum()),
+        reference_size=yardstick.size if whole else ref.o.abs()[both].sum().item(),
+        left_out=yardstick.zeros,
+        nonfinite=int((yardstick.finite & ~finite_out).sum()),
+        missed=int((~yardstick.finite & finite_out).sum()),
         elements=output.numel(),
     )
 

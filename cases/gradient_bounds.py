@@ -34,21 +34,21 @@ class GradientErrorBounds:
 
     forward: ErrorBounds
     exact: tuple[Tensor, Tensor, Tensor]  # the reference's dQ, dK and dV
-    _found: dict[Hashable, GradientBounds] = field(default_factory=dict)
+    _bounds: dict[Hashable, GradientBounds] = field(default_factory=dict)
 
     def of(self, declaration: Declaration) -> GradientBounds:
         """What bounds the gradients under a declaration; computed once for all kernels that share it."""
         key = self.forward.shared_by(declaration)
-        if key not in self._found:
+        if key not in self._bounds:
             p_error = self.forward.of_probabilities(declaration)
-            self._found[key] = GradientBounds(self._elements(declaration, p_error), self._norms(p_error))
-        return self._found[key]
+            self._bounds[key] = GradientBounds(self._elements(declaration, p_error), self._norms(p_error))
+        return self._bounds[key]
 
     @cached_property
     def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
         """|K|, |Q| and |dO|, which errors of dS and of P are multiplied by."""
         inputs = self.forward.inputs
-        k, q, do = (one.double().abs() for one in (inputs.expanded_k(), inputs.q, inputs.do))
+        k, q, do = (tensor.double().abs() for tensor in (inputs.expanded_k(), inputs.q, inputs.do))
         return k, q, do
 
     @cached_property

@@ -154,8 +154,8 @@ def delta_error_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: T
         inputs.scale * ref.pk.square().sum(-1, keepdim=True)
     )
     size = ref.delta.abs().mean().item()
-    found = interval(by_key_head(along, inputs.groups))
-    return Interval(found.mean / size, found.half_width / size) if size else Interval(torch.nan, torch.inf)
+    estimate = interval(by_key_head(along, inputs.groups))
+    return Interval(estimate.mean / size, estimate.half_width / size) if size else Interval(torch.nan, torch.inf)
 
 
 def gradient_faults(

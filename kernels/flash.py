@@ -239,12 +239,14 @@ def _flash_1_rows(
         row_max = s.amax(-1, keepdim=True)
         new_m = torch.maximum(m, row_max)
         # A wholly masked tile has no maximum to shift by, and weighs nothing.
-        own, shift = (torch.where(each == -torch.inf, torch.zeros_like(each), each) for each in (row_max, new_m))
+        own, shift = (
+            torch.where(maximum == -torch.inf, torch.zeros_like(maximum), maximum) for maximum in (row_max, new_m)
+        )
         p = softmax.of(s, own)
-        alpha, beta = (softmax.between(each, shift) for each in (m, row_max))
+        alpha, beta = (softmax.between(maximum, shift) for maximum in (m, row_max))
         block_sum = arithmetic.cast(arithmetic.row_sum(p, plan.accumulator), plan.row_sum)
-        kept, added = (arithmetic.cast(part, plan.row_sum) for part in (alpha * l, beta * block_sum))
-        new_l = arithmetic.cast(kept + added, plan.row_sum)
+        carried, added = (arithmetic.cast(part, plan.row_sum) for part in (alpha * l, beta * block_sum))
+        new_l = arithmetic.cast(carried + added, plan.row_sum)
         # No key has been visible yet: a row of zeros stays one.
         divisor = torch.where(new_l == 0.0, torch.ones_like(new_l), new_l)
         p = arithmetic.cast(p * (beta / divisor), plan.p_bar)
@@ -261,7 +263,7 @@ def standard(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic
         inputs: q, k, v and masks.
         plan: `p_bar` casts the normalised P, `exp` and `row_sum` what it is divided from; `o_bar` is the product's.
         arithmetic: the device's operations.
-        block: only its `queries` matters: rows are worked off in tiles to bound memory.
+        block: only its `queries` matters: rows are processed in tiles to bound memory.
 
     Returns:
         O (batch, heads, queries, d) and the log-sum-exp, without gradients.
@@ -308,8 +310,8 @@ def backward(
     tape = _Tape(operands, output, plan, arithmetic, block)
     delta = tape.delta()
     dq, dk, dv = (
-        torch.zeros_like(tensor) if asked else tensor.new_full((), torch.nan).expand(tensor.shape)
-        for tensor, asked in zip((operands.q, operands.k, operands.v), wanted, strict=True)
+        torch.zeros_like(tensor) if needed else tensor.new_full((), torch.nan).expand(tensor.shape)
+        for tensor, needed in zip((operands.q, operands.k, operands.v), wanted, strict=True)
     )
     for keys in operands.key_tiles(block.keys) if any(wanted) else ():
         for rows in operands.query_tiles(block.queries):

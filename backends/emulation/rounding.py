@@ -62,16 +62,16 @@ def round_to(
         random_bits = random_bits.broadcast_to(x.shape)
     if x.numel() == 0:
         return x.detach().clone()
-    held = x.detach().contiguous()
+    source = x.detach().contiguous()
     if fmt.exponent_bits < carrier.exponent_bits:
-        rounded = _overflow(held, _round_quotients(held, carrier, fmt, mode, random_bits), fmt, mode)
+        rounded = _overflow(source, _round_quotients(source, carrier, fmt, mode, random_bits), fmt, mode)
     else:
-        bits = _round_bits(held.view(carrier.bits), carrier.mantissa_bits - fmt.mantissa_bits, mode, random_bits)
+        bits = _round_bits(source.view(carrier.bits), carrier.mantissa_bits - fmt.mantissa_bits, mode, random_bits)
         rounded = bits.view(x.dtype)
-        if x.device.type != "cpu" or math.isnan(held.sum().item()):  # on the host a sum is cheap to wait for
+        if x.device.type != "cpu" or math.isnan(source.sum().item()):  # on the host a sum is cheap to wait for
             # Adding to the bits of a NaN may have made it Inf or a number. The clamp leaves -Inf of all but NaN, and
             # maximum passes NaN on: several times faster than torch.where with a mask.
-            rounded = torch.maximum(rounded, held.clamp(max=-torch.inf))
+            rounded = torch.maximum(rounded, source.clamp(max=-torch.inf))
     return rounded
 
 
@@ -111,9 +111,9 @@ class _Constants(NamedTuple):
     """Numbers of a rounding."""
 
     shift: torch.Tensor | int
-    one: torch.Tensor | int
+    unit: torch.Tensor | int
     below_half: torch.Tensor | int
-    kept: torch.Tensor | int
+    mask: torch.Tensor | int
 
 
 @cache
@@ -140,12 +140,12 @@ def _round_bits(bits: torch.Tensor, shift: int, mode: Rounding, random_bits: tor
     match mode:
         case Rounding.TO_EVEN:
             # In place: this is the path that every emulated matrix product takes.
-            raised = torch.bitwise_right_shift(bits, constants.shift).bitwise_and_(constants.one)
+            raised = torch.bitwise_right_shift(bits, constants.shift).bitwise_and_(constants.unit)
             raised = raised.add_(bits).add_(constants.below_half)
         case Rounding.TIES_AWAY:
             raised = bits + (1 << (shift - 1))
         case Rounding.TOWARD_ZERO:
-            return bits.bitwise_and(constants.kept)
+            return bits.bitwise_and(constants.mask)
         case Rounding.UP:
             raised = bits + (~(bits >> negative) & discarded)
         case Rounding.DOWN:
@@ -155,7 +155,7 @@ def _round_bits(bits: torch.Tensor, shift: int, mode: Rounding, random_bits: tor
             # The 0.5 of the rule is nothing to a fraction of at most 32 bits, which meets integers only.
             scaled = random_bits >> (32 - shift) if shift <= 32 else ((2 * random_bits + 1) << (shift - 33))
             raised = bits + scaled.to(bits.dtype)
-    return raised.bitwise_and_(constants.kept)
+    return raised.bitwise_and_(constants.mask)
 
 
 def _round_quotients(
@@ -167,7 +167,7 @@ def _round_quotients(
     other step is exact. What lies beyond the largest value by a binade counts as that, so that no quotient is Inf.
     """
     if fmt.mantissa_bits == 0 and mode is Rounding.TO_EVEN:
-        # Without fraction bits the even one of two neighbours is the one with the even exponent, which the bits tell.
+        # Without fraction bits the even one of two neighbours is the one with the even exponent, which the bits show.
         raised = _round_bits(x.view(carrier.bits), carrier.mantissa_bits, mode, None).view(x.dtype)
         x = torch.where(x.abs() >= fmt.smallest_normal, raised, x)
     x = x.clamp(-(2.0 ** (fmt.max_exponent + 1)), 2.0 ** (fmt.max_exponent + 1))

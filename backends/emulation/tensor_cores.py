@@ -121,10 +121,10 @@ def _add_in_turn(core: TensorCore, step: _Step, addend: Tensor) -> Tensor:
         products, power = _sum_of_products(core, step.products, step.powers)
     of_addend = _power(addend, FP32.min_exponent)
     largest = torch.maximum(power, of_addend)
-    kept = _down(addend.double(), largest, core.fraction_bits)
+    addend_part = _down(addend.double(), largest, core.fraction_bits)
     if core.order is Order.EVEN_AND_ODD:
-        kept = kept.masked_fill(of_addend * _LOST_ADDEND < largest, 0.0)
-    total = _down(products, largest, _BITS_OF_PRODUCTS) + kept
+        addend_part = addend_part.masked_fill(of_addend * _LOST_ADDEND < largest, 0.0)
+    total = _down(products, largest, _BITS_OF_PRODUCTS) + addend_part
     return _with_infinities(_with_large_products(total, step), step, addend).float()
 
 
