@@ -175,8 +175,8 @@ def sound_cells(caught: Mapping[str, Caught]) -> tuple[PlantedCell, ...]:
 def caught_rows(caught: Mapping[str, Caught]) -> list[CaughtRow]:
     """A row for every defect."""
     missed = Caught(0, ("",), ())
-    found = {name: caught.get(name, missed) for name in DEFECTS}
-    return [CaughtRow(name, each.cases[0], " ".join(each.by), each.at_first) for name, each in found.items()]
+    catch_of = {name: caught.get(name, missed) for name in DEFECTS}
+    return [CaughtRow(name, each.cases[0], " ".join(each.by), each.at_first) for name, each in catch_of.items()]
 
 
 def twin_rows(parts: Iterable[Part], cells: Sequence[PlantedCell]) -> list[TwinRow]:
@@ -204,8 +204,8 @@ def report(defects: Sequence[CaughtRow], twins: Sequence[TwinRow]) -> Iterator[s
     """The tables of the page: what is caught, why the others are missed, and the sound twins."""
     caught, missed = ([row for row in defects if bool(row.case) is there] for there in (True, False))
     yield from [f"{len(caught)} of {len(defects)} defects are caught.", ""]
-    found = ((_linked(row.defect), f"`{row.case}`", row.checks, str(row.heads)) for row in caught)
-    yield from table(("defect", "first case", "checks not met", "heads"), found, right=False)
+    rows = ((_linked(row.defect), f"`{row.case}`", row.checks, str(row.heads)) for row in caught)
+    yield from table(("defect", "first case", "checks not met", "heads"), rows, right=False)
     reasons: dict[str, list[str]] = {}
     for row in missed:
         reasons.setdefault(DEFECTS[row.defect].missed or "not known", []).append(_linked(row.defect))

@@ -95,18 +95,18 @@ def run(task: Task) -> Line:
     """One run, on one core."""
     torch.set_num_threads(1)
     backend, started = _BACKENDS[task.backend], time.process_time()
-    found = run_snippet(SNIPPETS[task.snippet], VARIANTS[task.variant], backend.arithmetic, task.seed, backend.device)
-    return Line(task, round(time.process_time() - started, 3), found.measures)
+    result = run_snippet(SNIPPETS[task.snippet], VARIANTS[task.variant], backend.arithmetic, task.seed, backend.device)
+    return Line(task, round(time.process_time() - started, 3), result.measures)
 
 
 def read_lines(path: Path) -> Iterator[Line]:
     """The runs that a file has; what a stop cut short is left out."""
     for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
-            told = json.loads(text)
+            parts = json.loads(text)
         except ValueError:
             continue
-        yield Line(Task(**{each.name: told[each.name] for each in fields(Task)}), told["seconds"], told["measures"])
+        yield Line(Task(**{each.name: parts[each.name] for each in fields(Task)}), parts["seconds"], parts["measures"])
 
 
 def mend(path: Path) -> None:
@@ -125,7 +125,7 @@ def spreads(lines: Iterable[Line]) -> dict[Ran, Spread]:
             for measure in _asked(snippet, task.variant):
                 ran = Ran(task.snippet, task.version, task.backend, task.variant, measure)
                 values.setdefault(ran, {})[task.seed] = line.measures[measure]
-    return {ran: spread(ran.measure, list(found.values())) for ran, found in values.items() if len(found) > 1}
+    return {ran: spread(ran.measure, list(by_seed.values())) for ran, by_seed in values.items() if len(by_seed) > 1}
 
 
 def _asked(snippet: Snippet, variant: str) -> set[str]:
@@ -133,14 +133,14 @@ def _asked(snippet: Snippet, variant: str) -> set[str]:
     return own | {each.measure for each in snippet.rules if variant in (*each.variants, each.against)}
 
 
-def tables(found: Mapping[Ran, Spread]) -> Iterator[str]:
+def tables(spreads: Mapping[Ran, Spread]) -> Iterator[str]:
     """A row for each variant: lowest to highest over the seeds, on the emulation."""
     snippets = list(SNIPPETS.values())
     rows = []
     for variant in VARIANTS:
-        spreads = [found.get(Ran(each.name, each.version, "emulation", variant, each.headline)) for each in snippets]
-        if any(spreads):
-            rows.append((f"`{variant}`", *map(_range, spreads)))
+        ranges = [spreads.get(Ran(each.name, each.version, "emulation", variant, each.headline)) for each in snippets]
+        if any(ranges):
+            rows.append((f"`{variant}`", *map(_range, ranges)))
     return table(("variant", *(each.label for each in snippets)), rows, right=False)
 
 
@@ -151,10 +151,10 @@ def _range(spread: Spread | None) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def alarms(lines: Iterable[Line], found: Mapping[Ran, Spread]) -> tuple[int, list[str]]:
-    """How many runs claims speak of, and those that would have fallen at the bounds that follow from `found`."""
+def alarms(lines: Iterable[Line], spreads: Mapping[Ran, Spread]) -> tuple[int, list[str]]:
+    """How many runs claims speak of, and those that would have fallen at the bounds that follow from `spreads`."""
     claims = {
-        snippet.name: (*snippet.own_claims, *bounded(snippet.name, snippet.version, snippet.rules, found))
+        snippet.name: (*snippet.own_claims, *bounded(snippet.name, snippet.version, snippet.rules, spreads))
         for snippet in SNIPPETS.values()
     }
     count, fallen = 0, []
@@ -229,8 +229,8 @@ def _run(left: Sequence[Task], workers: int, path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     with context.Pool(workers, initializer=keep_memory) as pool, path.open("a", encoding="utf-8") as file:
         for number, line in enumerate(pool.imap_unordered(run, left), start=1):
-            told = {**vars(line.task), "seconds": line.seconds, "measures": dict(line.measures)}
-            file.write(json.dumps(told) + "\n")
+            parts = {**vars(line.task), "seconds": line.seconds, "measures": dict(line.measures)}
+            file.write(json.dumps(parts) + "\n")
             file.flush()
             if number % _EVERY == 0 or number == len(left):
                 rest = (time.monotonic() - started) / number * (len(left) - number)
@@ -242,7 +242,7 @@ def _seconds(kept: Sequence[Line], left: Sequence[Task]) -> float:
     took: dict[str, list[float]] = {}
     for line in kept:
         took.setdefault(line.task.snippet, []).append(line.seconds)
-    each = {name: sum(found) / len(found) for name, found in took.items()}
+    each = {name: sum(seconds) / len(seconds) for name, seconds in took.items()}
     return sum(each.get(task.snippet, SNIPPETS[task.snippet].steps * _STEP_SECONDS) for task in left)
 
 

@@ -32,13 +32,13 @@ def pages(root: Path) -> Iterator[tuple[str, str]]:
     Args:
         root: of the checkout.
     """
-    found: dict[str, list[Record]] = {}
+    records: dict[str, list[Record]] = {}
     for record in store.read(root / _BASELINE).records:
-        found.setdefault(record.case, []).append(record)
+        records.setdefault(record.case, []).append(record)
     groups: dict[str, Sequence[Case | Snippet]] = {**GROUPS, GROUP: tuple(SNIPPETS.values())}
     yield "cases/index.md", _index(groups)
     for about, group in groups.items():
-        parts = [f"# {_title(about)}", *(_section(one, found.get(one.name, [])) for one in group)]
+        parts = [f"# {_title(about)}", *(_section(case, records.get(case.name, [])) for case in group)]
         yield f"cases/{_slug(about)}.md", "\n\n".join(parts) + "\n"
 
 
@@ -54,32 +54,32 @@ def _index(groups: dict[str, Sequence[Case | Snippet]]) -> str:
     for about, group in groups.items():
         page = f"{_slug(about)}.md"
         lines += ["", f"## [{_title(about)}]({page})", "", "| case | | input |", "|---|---|---|"]
-        for one in group:
-            fails = "**!**" if isinstance(one, Case) and one.failure else ""
-            lines.append(f"| [`{one.name}`]({page}#{_slug(one.name)}) | {fails} | {_text(one.about)} |")
+        for case in group:
+            fails = "**!**" if isinstance(case, Case) and case.failure else ""
+            lines.append(f"| [`{case.name}`]({page}#{_slug(case.name)}) | {fails} | {_text(case.about)} |")
     return "\n".join(lines) + "\n"
 
 
-def _section(one: Case | Snippet, records: Sequence[Record]) -> str:
-    parts = [f"## `{one.name}` {{ #{_slug(one.name)} }}", _sentence(one.about)]
-    if isinstance(one, Case):
-        parts += [_FAILURE] if one.failure else []
-        parts += [_picture(one)]
-        claims = [f"- {_text(claimed(claim))}" for claim in one.claims]
+def _section(case: Case | Snippet, records: Sequence[Record]) -> str:
+    parts = [f"## `{case.name}` {{ #{_slug(case.name)} }}", _sentence(case.about)]
+    if isinstance(case, Case):
+        parts += [_FAILURE] if case.failure else []
+        parts += [_picture(case)]
+        claims = [f"- {_text(claimed(claim))}" for claim in case.claims]
         parts += ["Claims, of which the first that concerns a kernel holds:", "\n".join(claims)] if claims else []
     else:
-        parts += [f"{one.steps} steps of training."]
-        variants = [", ".join(f"`{name}`" for name in sorted(claim.variants)) for claim in one.claims]
-        told = [f"- {names}: {_text(claim.text)}" for names, claim in zip(variants, one.claims, strict=True)]
-        parts += ["Claims:", "\n".join(told)] if told else []
-    if one.unclaimed:
-        parts.append(f"Nothing is claimed of other kernels: {_text(one.unclaimed)}.")
+        parts += [f"{case.steps} steps of training."]
+        variants = [", ".join(f"`{name}`" for name in sorted(claim.variants)) for claim in case.claims]
+        lines = [f"- {names}: {_text(claim.text)}" for names, claim in zip(variants, case.claims, strict=True)]
+        parts += ["Claims:", "\n".join(lines)] if lines else []
+    if case.unclaimed:
+        parts.append(f"Nothing is claimed of other kernels: {_text(case.unclaimed)}.")
     parts += _measured(records)
-    return "\n\n".join([*parts, f"Source: {_text(one.source)}."])
+    return "\n\n".join([*parts, f"Source: {_text(case.source)}."])
 
 
 def _measured(records: Sequence[Record]) -> list[str]:
-    shown = [(one.kernel, marks.plain_text(one)) for one in records if one.shown is not None]
+    shown = [(record.kernel, marks.plain_text(record)) for record in records if record.shown is not None]
     if not shown:
         return []
     chips = " ".join(f'<span class="cell"><code>{escape(name)}</code> {escape(text)}</span>' for name, text in shown)

@@ -64,8 +64,8 @@ def stale(keys: int = 8192, queries: int = 256, d: int = 128) -> Iterator[str]:
             scale = deviation / math.sqrt(d)
             inputs = AttentionInputs(q, k, v, torch.zeros_like(q), Formats.of(BF16, v=FP8_E4M3), softmax_scale=scale)
             plain = _attend("flash@fused,base=2", inputs)
-            found = [(_attend(f"{kernel},base=2", inputs) - plain).norm() / plain.norm() for kernel in _STALE.values()]
-            yield f"{deviation:g}", f"{before:.3f}", f"{after:.3f}", *(f"{one.item():.3f}" for one in found)
+            errors = [(_attend(f"{kernel},base=2", inputs) - plain).norm() / plain.norm() for kernel in _STALE.values()]
+            yield f"{deviation:g}", f"{before:.3f}", f"{after:.3f}", *(f"{error.item():.3f}" for error in errors)
 
     yield from table(("logits' deviation", "B300, before", "B300, 2^4", *_STALE), rows())
 
@@ -90,11 +90,11 @@ def sink(heads: int = 64, keys: int = 4096) -> Iterator[str]:
 
     def rows() -> Iterator[Sequence[str]]:
         for power in (0, 4, 8):
-            found = half(2.0**power)
+            height = half(2.0**power)
             lifted = 10 * math.log(2) + power * math.log(2)
             own, theirs = lifted - above, lifted - 1.03
-            apart = (f"{found / one - 1:+.1%}" for one in (own, theirs))
-            yield f"2^{power}", f"{found:.2f}", f"{own:.2f}", f"{theirs:.2f}", *apart
+            apart = (f"{height / closed - 1:+.1%}" for closed in (own, theirs))
+            yield f"2^{power}", f"{height:.2f}", f"{own:.2f}", f"{theirs:.2f}", *apart
 
     of_these = f"closed form, delta_k = {above:.2f} of these scores"
     yield from table(("S", "half is lost from", of_these, "delta_k = 1.03", "apart", "apart"), rows())
@@ -122,8 +122,8 @@ def fix() -> Iterator[str]:
     refs = {name: reference(inputs).o for name, inputs in cases.items()}
 
     def rows() -> Iterator[Sequence[str]]:
-        for told, kernel in {"flash, P-bar in bf16": "flash@fused", **FIX}.items():
-            yield told, *(fix_row(kernel, cases[name], refs[name]) for name in FIX_CASES)
+        for name, kernel in {"flash, P-bar in bf16": "flash@fused", **FIX}.items():
+            yield name, *(fix_row(kernel, cases[case], refs[case]) for case in FIX_CASES)
 
     yield from table(("kernel", *(f"`{name}`" for name in FIX_CASES)), rows())
 

@@ -87,7 +87,7 @@ def _compact(record: Record, names: set[str]) -> Record:
 def _short(value: Value) -> Value:
     if isinstance(value, Estimate):
         mean, half_width = (
-            None if one is None else float(f"{one:.{_DIGITS}g}") for one in (value.mean, value.half_width)
+            None if number is None else float(f"{number:.{_DIGITS}g}") for number in (value.mean, value.half_width)
         )
         return replace(value, mean=mean, half_width=half_width)
     return None if value is None else float(f"{value:.{_DIGITS}g}")
@@ -95,34 +95,34 @@ def _short(value: Value) -> Value:
 
 def kept() -> dict[str, dict[str, Run]]:
     """The runs by machine and level, the native level first."""
-    found: dict[str, dict[str, Run]] = {}
+    runs: dict[str, dict[str, Run]] = {}
     for path in sorted(
         FOLDER.glob("*/*.json.gz"), key=lambda path: (path.parent, path.name != f"{NATIVE}.json.gz", path)
     ):
-        found.setdefault(path.parent.name, {})[path.name.removesuffix(".json.gz")] = store.read(path)
-    return found
+        runs.setdefault(path.parent.name, {})[path.name.removesuffix(".json.gz")] = store.read(path)
+    return runs
 
 
-def brief(found: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
+def brief(runs: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
     """The table of the README."""
     rows = []
-    for levels in found.values():
+    for levels in runs.values():
         first = next(iter(levels.values()))
         apart = compare(list(levels.values()), list(levels)).counts[Agreement.DISAGREE]
         rows.append((_processor(first), str(len(levels)), f"{len(first.records):,}", str(apart)))
     return table(("[ran on](docs/platforms.md#gallery)", "levels", "cells", "differ between levels"), rows)
 
 
-def whole(found: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
+def whole(runs: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
     """The tables of docs/platforms.md."""
-    for machine, levels in found.items():
+    for machine, levels in runs.items():
         first = next(iter(levels.values()))
         torch, commit = first.platform["torch"], str(first.platform["commit"])[:7]
         yield from [f"### {machine}", "", f"{_processor(first)}, torch {torch}, commit `{commit}`.", ""]
         yield from [*_machine(levels), ""]
-    natives = {machine: levels[NATIVE] for machine, levels in found.items() if NATIVE in levels}
-    for (one, left), (other, right) in itertools.combinations(natives.items(), 2):
-        yield from [f"### {one} beside {other}", "", *_agreement({one: left, other: right})]
+    natives = {machine: levels[NATIVE] for machine, levels in runs.items() if NATIVE in levels}
+    for (name, left), (other, right) in itertools.combinations(natives.items(), 2):
+        yield from [f"### {name} beside {other}", "", *_agreement({name: left, other: right})]
 
 
 def _processor(run: Run) -> str:

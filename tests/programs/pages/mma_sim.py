@@ -172,8 +172,8 @@ def nans(draw: Draw) -> Inputs:
 def one_large_product(draw: Draw) -> Inputs:
     """One product of a step is far above all other terms."""
     a, b = draw.operands(-40, -6)
-    one = draw.rng.integers(0, draw.k, 1)
-    a[:, one], b[:, one] = (x[:, one] for x in draw.operands(10, 14))
+    column = draw.rng.integers(0, draw.k, 1)
+    a[:, column], b[:, column] = (x[:, column] for x in draw.operands(10, 14))
     return a, b, draw.addend(-30, 0)
 
 
@@ -265,9 +265,9 @@ INSTRUCTIONS = (
 )
 
 
-def differing(found: Tensor, expected: Tensor) -> int:
+def differing(sums: Tensor, expected: Tensor) -> int:
     """How many elements have not the same bits; NaN is NaN."""
-    same = (found.view(torch.int32) == expected.view(torch.int32)) | (found.isnan() & expected.isnan())
+    same = (sums.view(torch.int32) == expected.view(torch.int32)) | (sums.isnan() & expected.isnan())
     return int((~same).sum())
 
 
@@ -275,11 +275,11 @@ def compare(instruction: Instruction, built: Any, kind: str, seed: int) -> int:
     """How many of SIDE * SIDE sums of two instructions differ."""
     rng = np.random.default_rng([seed, list(KINDS).index(kind), *instruction.qualifier.encode()])
     a, b, c = KINDS[kind](Draw(rng, instruction.a, instruction.b, 2 * built.k))
-    found = tensor_core_matmul(a, b.T, c, core_of(instruction.target, instruction.a, instruction.b))
+    sums = tensor_core_matmul(a, b.T, c, core_of(instruction.target, instruction.a, instruction.b))
     first, second = DTYPES[instruction.a], DTYPES[instruction.b]
     for k in (slice(0, built.k), slice(built.k, None)):
         c = built(a[:, k].to(first), b[:, k].to(second).T, c)
-    return differing(found, c)
+    return differing(sums, c)
 
 
 def _mma_sim(checkout: Path) -> Mapping[str, Any]:
@@ -304,8 +304,8 @@ def main() -> int:
     for instruction in INSTRUCTIONS:
         count = partial(compare, instruction, instruction.build(kinds))
         different = {kind: sum(count(kind, seed) for seed in range(options.seeds)) for kind in KINDS}
-        told = ", ".join(f"{kind}: {number}" for kind, number in different.items() if number)
-        print(f"{instruction.target:7} {instruction.kind:10} {instruction.qualifier:32} {told or 0}", flush=True)
+        counts = ", ".join(f"{kind}: {number}" for kind, number in different.items() if number)
+        print(f"{instruction.target:7} {instruction.kind:10} {instruction.qualifier:32} {counts or 0}", flush=True)
         fell += sum(different.values())
         sums += options.seeds * SIDE * SIDE * len(KINDS)
     print(f"{fell} of {sums} sums differ")

@@ -82,7 +82,7 @@ def lay_out(folder: Path) -> None:
     pages |= {"api.md": _api()} | dict(case_pages.pages(ROOT))
     for place, text in pages.items():
         _write(folder / "pages" / place, outside_of_code(text, place))
-    for target in sorted({one for place, text in pages.items() for one in _files(text, place)}):
+    for target in sorted({file for place, text in pages.items() for file in _files(text, place)}):
         (folder / "pages" / _place(target)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / target, folder / "pages" / _place(target))
     shutil.copy(HERE / "site.css", folder / "pages")
@@ -98,8 +98,8 @@ def _write(path: Path, text: str) -> None:
 def outside_of_code(text: str, place: str) -> str:
     """A page with its links turned; blocks of code stay as they are."""
 
-    def turn(found: re.Match[str]) -> str:
-        return found[1] + _turned(found[2], place) + found[3]
+    def turn(link: re.Match[str]) -> str:
+        return link[1] + _turned(link[2], place) + link[3]
 
     return "".join(part if part.startswith("```") else _LINK.sub(turn, part) for part in _FENCE.split(text))
 
@@ -153,9 +153,9 @@ class _Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Keep ids, and the links of elements that have any."""
-        told = dict(attrs)
-        self.anchors |= {name for key in ("id", "name") if (name := told.get(key))}
-        if link := told.get("src" if tag in {"img", "script"} else "href"):
+        values = dict(attrs)
+        self.anchors |= {name for key in ("id", "name") if (name := values.get(key))}
+        if link := values.get("src" if tag in {"img", "script"} else "href"):
             self.links.append(link)
 
 
@@ -176,11 +176,11 @@ def broken_links(site: Path) -> Iterator[str]:
                 continue
             target, _, anchor = link.partition("#")
             goal = path.parent / unquote(target) if target else path
-            told = f"{path.relative_to(site.resolve())}: {link}"
+            where = f"{path.relative_to(site.resolve())}: {link}"
             if not goal.exists():
-                yield f"{told} leads nowhere"
+                yield f"{where} leads nowhere"
             elif anchor and (other := pages.get(goal.resolve())) and unquote(anchor) not in other.anchors:
-                yield f"{told} has no such anchor"
+                yield f"{where} has no such anchor"
 
 
 if __name__ == "__main__":

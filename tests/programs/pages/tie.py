@@ -17,7 +17,7 @@ NAMES = {"flash@paper": "plain flash", "stabilized@paper": "the published fix"}
 def sides() -> dict[str, Side]:
     """The histograms of the picture, by kernel."""
     kept = store.read(Path(__file__).parents[3] / "docs" / "figures" / "tie.json")
-    records = {one.kernel: one for one in kept.records}
+    records = {record.kernel: record for record in kept.records}
     return {
         kernel: Side(name, records[kernel].evidence["histogram"], records[kernel].number("bias") or 0.0)
         for kernel, name in NAMES.items()

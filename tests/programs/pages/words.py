@@ -34,8 +34,8 @@ SOURCES = {"measures": of_measures, "checks": of_checks}
 
 def _about(measure: Measure) -> str:
     units = f"{measure.unit.removesuffix('s')}s"
-    told = f" In {units}." if measure.unit and units not in measure.about else ""
-    return f"{_capital(measure.about)}.{told}"
+    unit = f" In {units}." if measure.unit and units not in measure.about else ""
+    return f"{_capital(measure.about)}.{unit}"
 
 
 def _row(kind: str, name: str, about: str, term: str) -> Sequence[str]:
