@@ -38,6 +38,7 @@ from tiebreak.reports.cli import Parser
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 SOURCE = "cases/gpt2/spread.csv"
+_ROUNDED = "_l_rounded"  # behind the name of a variant
 _WORKER_GIB = 1.0
 _BACKENDS = {backend.name: backend for backend in (EMULATION, CPU)}
 _STEP_SECONDS = 0.03  # about, until runs have told
@@ -134,19 +135,24 @@ def _asked(snippet: Snippet, variant: str) -> set[str]:
 
 
 def tables(spreads: Mapping[Ran, Spread]) -> Iterator[str]:
-    """A row for each variant: lowest to highest over the seeds, on the emulation."""
-    snippets = list(SNIPPETS.values())
+    """A row for each variant: lowest to highest over the seeds, emulated; l from unrounded / rounded P-bar."""
+    snippets = [snippet for snippet in SNIPPETS.values() if not snippet.own_claims]  # whose numbers have a spread
+
+    def cell(snippet: Snippet, variant: str) -> str:
+        names = (variant, f"{variant}{_ROUNDED}")
+        runs = [Ran(snippet.name, snippet.version, "emulation", name, snippet.headline) for name in names]
+        texts = dict.fromkeys(_range(spreads[run]) if run in spreads else "-" for run in runs)
+        return "" if list(texts) == ["-"] else " / ".join(texts)
+
     rows = []
-    for variant in VARIANTS:
-        ranges = [spreads.get(Ran(each.name, each.version, "emulation", variant, each.headline)) for each in snippets]
-        if any(ranges):
-            rows.append((f"`{variant}`", *map(_range, ranges)))
-    return table(("variant", *(each.label for each in snippets)), rows, right=False)
+    for variant in dict.fromkeys(name.removesuffix(_ROUNDED) for name in VARIANTS):
+        cells = [cell(snippet, variant) for snippet in snippets]
+        if any(cells):
+            rows.append((f"`{variant}`", *cells))
+    return table(("variant", *(snippet.label for snippet in snippets)), rows, right=False)
 
 
-def _range(spread: Spread | None) -> str:
-    if spread is None:
-        return ""
+def _range(spread: Spread) -> str:
     low, high = (f"{value:.3g}" for value in (spread.lowest, spread.highest))
     return low if low == high else f"{low} to {high}"
 

@@ -41,7 +41,6 @@ CASES = ("tied_maxima[k=2]", "sink_tie", "no_tail", "single_maximum", "single_ma
 RULES = tuple("flash" if rule == "safe" else rule for rule in SHIFT_RULES if rule != "lazy_4")
 KERNELS = (*(f"{rule}@paper" for rule in RULES), "flash@fused", "stabilized@fused", "fair", "standard")
 SHOWN = ("flash@paper", "stabilized@paper", "dithered@paper", "flash@fused", "stabilized@fused", "fair")
-BESIDE = ("flash@paper", "flash@fused")
 DRAWN = ("flash@paper", "stabilized@paper", "flash@fused", "fair")
 SEED, HEADS = 1, 256
 _DIGITS = 5
@@ -119,18 +118,11 @@ def _row(fmt: str, case: str, kernel: str, batch: Batch) -> Row:
 
 
 def tables(rows: Sequence[Row]) -> Iterator[str]:
-    """What the page shows: one case under many kernels, then the other cases under two."""
+    """What the page shows: the first case."""
     shown_in = {(row.format, row.case, row.kernel): _shown(row) for row in rows}
-    formats = (*MANTISSAS, *OTHERS)
-    tied, *others = CASES
     yield from table(
-        (f"`{tied}`", *(f"`{kernel}`" for kernel in SHOWN)),
-        ((fmt, *(shown_in[fmt, tied, kernel] for kernel in SHOWN)) for fmt in formats),
-    )
-    yield ""
-    yield from table(
-        (" / ".join(f"`{kernel}`" for kernel in BESIDE), *(f"`{case}`" for case in others)),
-        ((fmt, *(" / ".join(shown_in[fmt, case, kernel] for kernel in BESIDE) for case in others)) for fmt in formats),
+        (f"`{CASES[0]}`", *(f"`{kernel}`" for kernel in SHOWN)),
+        ((fmt, *(shown_in[fmt, CASES[0], kernel] for kernel in SHOWN)) for fmt in (*MANTISSAS, *OTHERS)),
     )
 
 
