@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tiebreak.reports.records.record import (
     BIASED,
@@ -45,7 +46,7 @@ class Verdict:
             ("fix", self._fix),
             ("fell", self._fell),
             ("checks", self._checks),
-            ("training", self._training),
+            *((kind, partial(self._headlines, kind)) for kind in sorted(self.run.pooled)),
             ("rounding", self._plan),
             ("skipped", self._skipped),
             ("ended", self._ended),
@@ -144,11 +145,13 @@ class Verdict:
         held = [f"{name} {number}" for name, number in asked.items() if met[name] == number]
         return f"met wherever asked: {', '.join(held)} cells" if held else ""
 
-    def _training(self) -> str:
-        """What the headline of every training run was."""
+    def _headlines(self, kind: str) -> str:
+        """What the headline of every case of a kind of experiment came to."""
         cases = self.run.cases
-        trained = [one for one in self.records if one.case in cases and cases[one.case].label and one.shown]
-        return ", ".join(f"{one.case} {cases[one.case].headline} {plain_text(one)}" for one in trained)
+        known = [
+            record for record in self.records if record.experiment == kind and record.case in cases and record.shown
+        ]
+        return ", ".join(f"{record.case} {cases[record.case].headline} {plain_text(record)}" for record in known)
 
     def _plan(self) -> str:
         if self._explanation is not None:
@@ -156,7 +159,9 @@ class Verdict:
         if not self._declared:
             return ""
         met = sum(record.met(PREDICTION) is True for record in self._predicted)
-        shares = [share for record in self._predicted if (share := record.number("equal_bits")) is not None]
+        measures = {name: kind.agreement for name, kind in self.run.experiments.items()}
+        numbers = (record.number(measures.get(record.experiment) or "") for record in self._predicted)
+        shares = [share for share in numbers if share is not None]
         bits = f", {percent(sum(shares) / len(shares))} of bits" if shares else ""
         return f"declares {self._declared}; as predicted in {met} of {len(self._predicted)} cells{bits}"
 

@@ -22,7 +22,7 @@ from tiebreak.reports.sweeps.store import Sweep
 from tiebreak.reports.sweeps.tables import sweep_figures
 from tiebreak.reports.tables import run as tables
 from tiebreak.reports.tables.comparison import distinct, platform_labels
-from tiebreak.reports.tables.training import TRAINING, training_legend
+from tiebreak.reports.tables.training import training_legend
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("page.js", "page_map.js", "page_about.js")
@@ -104,7 +104,7 @@ def page(
             _said(findings(runs, labels)),
             _platforms(runs, labels),
             _map(runs),
-            _trained(runs),
+            _pooled(runs),
             *sections,
             *cells,
         ]
@@ -133,7 +133,7 @@ def _marked(line: str) -> str:
 
 
 def _map(runs: Sequence[Run]) -> str:
-    kinds = {name: about for run in reversed(runs) for name, about in run.experiments.items() if name != TRAINING}
+    kinds = {name: about for run in reversed(runs) for name, about in run.experiments.items() if not about.pooled}
     legends = [f"<p>{escape(name)}: {escape(about.legend or about.about)}</p>" for name, about in kinds.items()]
     return f"""<h2 id="map">Kernels and cases</h2>
 {"".join(legends)}
@@ -145,12 +145,13 @@ def _map(runs: Sequence[Run]) -> str:
 <div id="paper"></div>"""
 
 
-def _trained(runs: Sequence[Run]) -> str:
-    if not any(record.experiment == TRAINING for run in runs for record in run.records):
+def _pooled(runs: Sequence[Run]) -> str:
+    if not any(record.experiment in run.pooled for run in runs for record in run.records):
         return ""
-    return f"""<h2 id="training">Short training runs</h2>
+    kinds = {name: run.experiments[name].about for run in runs for name in run.pooled}
+    return f"""<h2 id="pooled">Over seeds: {escape(", ".join(kinds.values()))}</h2>
 {page_tables.lines(training_legend(runs))}
-<div id="training-map"></div>"""
+<div id="pooled-map"></div>"""
 
 
 _FORM = """<form id="filters">

@@ -18,7 +18,6 @@ from tiebreak.reports.records.record import (
 from tiebreak.reports.tables import marks
 from tiebreak.reports.tables.comparison import Row, compare
 from tiebreak.reports.tables.plans import explanation_text
-from tiebreak.reports.tables.training import TRAINING
 
 _DIGITS = 5  # significant ones of a number on the page: the files have them all
 _FITS = 3  # plans that are named of those that a kernel's bits were held against
@@ -76,7 +75,7 @@ class _Tables:
         rows = [self._row(row, order) for row in compare(self.runs, labels).rows]
         return {
             "platforms": [_platform(run, label) for run, label in zip(self.runs, labels, strict=True)],
-            "training": TRAINING,
+            "pooled": sorted({name for run in self.runs for name in run.pooled}),
             "cases": [
                 [name, one.about, one.source, one.group, int(one.failure), one.unclaimed or "", one.headline or ""]
                 for name, one in cases.items()

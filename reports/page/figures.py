@@ -7,7 +7,15 @@ from itertools import accumulate
 
 from tiebreak.reports.page.mechanism import Side
 from tiebreak.reports.records.order import cases_of
-from tiebreak.reports.records.record import CaseRecord, HistogramRecord, Record, Run, SeriesRecord, TraceRecord
+from tiebreak.reports.records.record import (
+    CaseRecord,
+    HistogramRecord,
+    Record,
+    Run,
+    SeriesFigure,
+    SeriesRecord,
+    TraceRecord,
+)
 
 _EACH = 2  # kernels of each kind in a figure: more lines than four can't be told apart
 _WELL_KNOWN = ("flash@paper", "stabilized@paper")  # the paper's own, which come first where they were run
@@ -57,7 +65,7 @@ def figures(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
 
 def _scripted(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
     for run, label in zip(runs, labels, strict=True):
-        chosen = _chosen(run.records)
+        chosen = _chosen(run)
         if chosen:
             found = [_trace(chosen), _histogram(chosen), _fall(run, chosen)]
             return [_from(figure, label) for figure in found if figure is not None]
@@ -82,23 +90,25 @@ class _Trained:
 def _trained(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
     """Of every file, whatever its kernels are called: those that err most, and those that err least."""
     cases = cases_of(runs)
-    drift = _runs_of("delta_error", "delta_error_mean", runs, cases)
-    growth = _runs_of("wq_norm", "wq_norm_growth", runs, cases)
-    return [figure for figure in (_running_sum(drift, labels), _growth(growth, labels)) if figure is not None]
+    wanted = dict.fromkeys(about.figure for about in cases.values() if about.figure is not None)
+    chosen = [(figure, trained) for figure in wanted if (trained := _runs_of(figure, runs, cases))]
+    return [_readings(number, *each, labels) for number, each in enumerate(chosen, start=1)]
 
 
-def _runs_of(series: str, headline: str, runs: Sequence[Run], cases: Mapping[str, CaseRecord]) -> list[_Trained]:
-    """The training runs to draw: of the first snippet that has this headline, the worst and the best."""
-    shown = {name: about.label or name for name, about in cases.items() if about.headline == headline}
+def _runs_of(figure: SeriesFigure, runs: Sequence[Run], cases: Mapping[str, CaseRecord]) -> list[_Trained]:
+    """The training runs to draw: of the first case that has this figure, the worst and the best."""
+    shown = {name: about for name, about in cases.items() if about.figure == figure}
     found = [
         _Trained(one, number, size, steps)
         for number, run in enumerate(runs, start=1)
         for one in run.records
-        if one.case in shown and (steps := _series(one, series)) and (size := _headline(one, headline)) is not None
+        if one.case in shown
+        and (steps := _series(one, figure.series))
+        and (size := _headline(one, shown[one.case].headline)) is not None
     ]
     if not found:
         return []
-    case = min((one.record.case for one in found), key=lambda case: shown[case])
+    case = min((one.record.case for one in found), key=lambda case: shown[case].label or case)
     worst: dict[str, _Trained] = {}  # of each kernel, wherever it ran: other kernels tell more than other platforms
     for one in sorted((one for one in found if one.record.case == case), key=lambda one: -one.size):
         worst.setdefault(one.record.kernel, one)
@@ -107,8 +117,8 @@ def _runs_of(series: str, headline: str, runs: Sequence[Run], cases: Mapping[str
     return told if len(told) <= 2 * _EACH else [*told[:_EACH], *told[-_EACH:]]
 
 
-def _headline(record: Record, name: str) -> float | None:
-    value = record.number(name)
+def _headline(record: Record, name: str | None) -> float | None:
+    value = None if name is None else record.number(name)
     return None if value is None else abs(value)
 
 
@@ -134,43 +144,19 @@ def _series(record: Record, name: str) -> tuple[tuple[int, float | None], ...]:
     return tuple(zip(found.steps, found.values.get(name, ()), strict=False))
 
 
-def _running_sum(chosen: Sequence[_Trained], labels: Sequence[str]) -> Figure | None:
+def _readings(number: int, figure: SeriesFigure, chosen: Sequence[_Trained], labels: Sequence[str]) -> Figure:
     series = []
-    for name, one in zip(_named(chosen), chosen, strict=True):
-        totals = accumulate(value or 0.0 for _, value in one.steps)
-        points = tuple((float(step), total) for (step, _), total in zip(one.steps, totals, strict=True))
-        series.append(Series(name, points))
-    if not series:
-        return None
-    note = (
-        "delta as the kernel has it less delta in fp64, summed over the rows of the scripted head and over the steps. A"
-        " straight line is a bias: the query weights are pushed one way in every step. The kernels that err most and"
-        " least."
-    )
+    for name, trained in zip(_named(chosen), chosen, strict=True):
+        values = [value for _, value in trained.steps]
+        heights = list(accumulate(value or 0.0 for value in values)) if figure.summed else values
+        points = zip((step for step, _ in trained.steps), heights, strict=True)
+        series.append(Series(name, tuple((float(step), height) for step, height in points if height is not None)))
     return Figure(
-        name="drift",
-        title="Training: delta's error summed up",
-        note=_from_where(note, chosen, labels),
+        name=f"readings-{number}",
+        title=figure.title,
+        note=_from_where(figure.note, chosen, labels),
         x_label="step",
-        y_label="sum of delta's error",
-        series=tuple(series),
-    )
-
-
-def _growth(chosen: Sequence[_Trained], labels: Sequence[str]) -> Figure | None:
-    series = [
-        Series(name, tuple((float(step), norm) for step, norm in one.steps if norm is not None))
-        for name, one in zip(_named(chosen), chosen, strict=True)
-    ]
-    if not series:
-        return None
-    note = "Spectral norm of the scripted head's query weights while they alone train. The most growth and the least."
-    return Figure(
-        name="growth",
-        title="Training: W_Q's norm",
-        note=_from_where(note, chosen, labels),
-        x_label="step",
-        y_label="spectral norm",
+        y_label=figure.y_label,
         series=tuple(series),
     )
 
@@ -188,14 +174,14 @@ def mechanism(runs: Sequence[Run]) -> tuple[Side, Side] | None:
         runs: the runs.
     """
     for run in runs:
-        stepping, smooth = map(_sides, _traced(run.records))
+        stepping, smooth = (_sides(run, records) for records in _traced(run))
         if stepping and smooth:
             return stepping[0], smooth[0]
     return None
 
 
-def _sides(records: Sequence[Record]) -> list[Side]:
-    found = ((one, one.evidence.get("histogram"), one.number("bias")) for one in records)
+def _sides(run: Run, records: Sequence[Record]) -> list[Side]:
+    found = ((one, one.evidence.get("histogram"), run.headline(one)) for one in records)
     return [
         Side(one.kernel, errors, bias)
         for one, errors, bias in found
@@ -203,18 +189,20 @@ def _sides(records: Sequence[Record]) -> list[Side]:
     ]
 
 
-def _chosen(records: Sequence[Record]) -> list[Record]:
-    stepping, smooth = _traced(records)
+def _chosen(run: Run) -> list[Record]:
+    stepping, smooth = _traced(run)
     return [*stepping, *smooth]
 
 
-def _traced(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+def _traced(run: Run) -> tuple[list[Record], list[Record]]:
     """The kernels to draw: those whose P-bar reaches 1, where ties break, and the others."""
-    traced = [(record, trace) for record in records if isinstance(trace := record.evidence.get("trace"), TraceRecord)]
+    traced = [
+        (record, trace) for record in run.records if isinstance(trace := record.evidence.get("trace"), TraceRecord)
+    ]
     stepping = [pair for pair in traced if pair[1].at_one]
     smooth = [pair for pair in traced if not pair[1].at_one]
-    stepping.sort(key=lambda pair: (pair[0].kernel not in _WELL_KNOWN, -_size(pair[0])))
-    smooth.sort(key=lambda pair: (pair[0].kernel not in _WELL_KNOWN, _size(pair[0])))
+    stepping.sort(key=lambda pair: (pair[0].kernel not in _WELL_KNOWN, -_size(run, pair[0])))
+    smooth.sort(key=lambda pair: (pair[0].kernel not in _WELL_KNOWN, _size(run, pair[0])))
     return _different(stepping), _different(smooth)
 
 
@@ -224,9 +212,9 @@ def _different(traced: Sequence[tuple[Record, TraceRecord]]) -> list[Record]:
     return [record for record, trace in traced if found[trace] is record][:_EACH]
 
 
-def _size(record: Record) -> float:
+def _size(run: Run, record: Record) -> float:
     """|bias|; without one a kernel is the last to be called fair."""
-    mean = record.number("bias")
+    mean = run.headline(record)
     return math.inf if mean is None else abs(mean)
 
 
@@ -276,7 +264,7 @@ def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
     places = {name: about.at for name, about in run.cases.items() if about.family == family and about.at is not None}
     points: dict[tuple[str, str], dict[float, float]] = {(one.backend, one.kernel): {} for one in chosen}
     for record in run.records:
-        line, place, bias = points.get((record.backend, record.kernel)), places.get(record.case), record.number("bias")
+        line, place, bias = points.get((record.backend, record.kernel)), places.get(record.case), run.headline(record)
         if family and line is not None and place is not None and place > 0 and bias is not None:
             line[place] = bias
     maxima = sorted({k for line in points.values() for k in line})

@@ -120,12 +120,12 @@ class _Standing:
     sizes: list[float] = field(default_factory=list)  # shares of its size that a shrunk output keeps
     follows: str = ""  # the plan
 
-    def add(self, records: Sequence[Record], failures: frozenset[str]) -> None:
-        """Take in what a platform says."""
+    def add(self, run: Run, records: Sequence[Record], failures: frozenset[str]) -> None:
+        """Take in what a platform says: its run, and the records of the kernel."""
         states = [(record, _state(record)) for record in records if record.outcome != SKIPPED]
         judged = [(record, state) for record, state in states if state is not None]
         known = [(record, state) for record, state in judged if not failures or record.case in failures]
-        means = [record.number("bias") or 0.0 for record, state in known if state == BIASED]
+        means = [run.headline(record) or 0.0 for record, state in known if state == BIASED]
         self.biased.append(len(means))
         self.asked.append(len(known))
         self.up, self.down = self.up or any(x > 0 for x in means), self.down or any(x < 0 for x in means)
@@ -160,7 +160,7 @@ def _standings(runs: Sequence[Run]) -> list[_Standing]:
         for (kernel, backend), records in groups.items():
             records.sort(key=lambda record: order[record.case])
             one = found.setdefault((kernel, backend), _Standing(kernel, backend))
-            one.add(records, failures)
+            one.add(run, records, failures)
             one.follows = one.follows or _follows(run, records)
     return list(found.values())
 

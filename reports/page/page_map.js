@@ -102,8 +102,8 @@ function around(chosen, all) {
   return all.filter((cell) => rows.has(cell.place) && columns.has(cell.column) && linesOf(cell).length);
 }
 
-const MAPS = [["cells-map", "kernels and cases", (cell) => cell.experiment !== data.training],
-  ["training-map", "short training runs", (cell) => cell.experiment === data.training]];
+const MAPS = [["cells-map", "kernels and cases", (cell) => !data.pooled.includes(cell.experiment)],
+  ["pooled-map", "over seeds", (cell) => data.pooled.includes(cell.experiment)]];
 const partsOf = (chosen) => MAPS.map(([id, title, fits]) => {
   const shown = around(chosen.filter(fits), cells.filter(fits));
   return { holder: control(id), title, shown, columns: columnsOf(shown) };

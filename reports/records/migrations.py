@@ -270,7 +270,17 @@ def _to_7(plain: dict[str, Any]) -> None:
     _rename(plain)
 
 
-_LARGEST = "max_ulps"  # beside the bias of a call in comparisons
+_NEW_OF_EXPERIMENTS: dict[str, dict[str, Any]] = {
+    _CALL: {"largest": "max_ulps", "agreement": "equal_bits"},
+    _TRAINING: {"pooled": True},
+}
+_FIGURES: dict[str, dict[str, Any]] = {
+    "delta_error_mean": {"series": "delta_error", "title": "Training: delta's error summed up",
+                         "note": "A straight line is a bias. The kernels that err most and least.",
+                         "y_label": "sum of delta's error", "summed": True},
+    "wq_norm_growth": {"series": "wq_norm", "title": "Training: W_Q's norm",
+                       "note": "Spectral norm. The most growth and the least.", "y_label": "spectral norm"},
+}  # fmt: skip
 _MARKS = {BIASED: "B", UNDECIDED: "?"}
 _NUMBER = re.compile(r"(?P<number>(?P<sign>[+-]?)\d+(\.(?P<digits>\d+))?(?P<power>e[+-]\d+)?) ?(?P<unit>.*)", re.DOTALL)
 _SHARE = r"(?P<share>[\d.]+) % of bits in (?P<cells>\d+) cells?"
@@ -299,8 +309,13 @@ def _to_data(plain: dict[str, Any]) -> None:
     explained, experiments = plain.get("explanations"), plain.get("experiments")
     if isinstance(explained, dict):
         plain["explanations"] = {name: _explanation(text) for name, text in explained.items()}
-    if isinstance(experiments, dict) and isinstance(call := experiments.get(_CALL), dict):
-        call["largest"] = _LARGEST
+    for name, about in _NEW_OF_EXPERIMENTS.items():
+        if isinstance(experiments, dict) and isinstance(kind := experiments.get(name), dict):
+            kind.update(about)
+    cases = plain.get("cases")
+    for case in cases.values() if isinstance(cases, dict) else ():
+        if isinstance(case, dict) and isinstance(headline := case.get("headline"), str) and headline in _FIGURES:
+            case["figure"] = _FIGURES[headline]
     for record in _records(plain):
         if isinstance(text := record.get("shown"), str):
             record["shown"] = _as_shown(text, record, _headline(record, plain))

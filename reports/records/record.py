@@ -152,6 +152,17 @@ class CheckRecord:
 
 
 @dataclass(frozen=True)
+class SeriesFigure:
+    """How a page draws one series of the evidence of a case's cells: those whose headline is largest and smallest."""
+
+    series: str  # its name in the evidence
+    title: str
+    note: str  # what to see in it
+    y_label: str
+    summed: bool = False  # whether readings are added up from step to step
+
+
+@dataclass(frozen=True)
 class CaseRecord:
     """What a case is."""
 
@@ -164,6 +175,7 @@ class CaseRecord:
     at: float | None = None  # where the case stands in its family
     failure: bool = False  # whether it is an input on which rounding is known to fail
     group: str = ""  # what the cases that stand beside it are about; empty: not told
+    figure: SeriesFigure | None = None  # of its readings
 
 
 @dataclass(frozen=True)
@@ -174,6 +186,8 @@ class ExperimentRecord:
     legend: str = ""  # what its tables show
     headline: str | None = None  # the measure, in ulps, that heat maps colour
     largest: str | None = None  # the measure that comparisons show beside what tables show: the largest error
+    agreement: str | None = None  # the measure that is the share of bits that agree with a prediction
+    pooled: bool = False  # whether tables put all seeds of a kernel in one place, kernels down and cases across
 
 
 @dataclass(frozen=True)
@@ -383,6 +397,16 @@ class Run:
         return " ".join(
             [backend, *(told for name, told in self.platform.get("assumed", {}).items() if name == backend)]
         )
+
+    def headline(self, record: Record) -> float | None:
+        """The number of the measure that a record's kind of experiment is known by; None where there is none."""
+        kind = self.experiments.get(record.experiment)
+        return None if kind is None or kind.headline is None else record.number(kind.headline)
+
+    @property
+    def pooled(self) -> frozenset[str]:
+        """Kinds of experiment of which tables put all seeds of a kernel in one place."""
+        return frozenset(name for name, kind in self.experiments.items() if kind.pooled)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that JSON has, records in order of their ids."""

@@ -10,7 +10,7 @@ from tiebreak.reports.tables.grids import aside, broken, grid_text
 from tiebreak.reports.tables.marks import LEGEND, cell_text
 from tiebreak.reports.tables.plans import explanation_text
 from tiebreak.reports.tables.rerun import runnable
-from tiebreak.reports.tables.training import TRAINING, training_tables
+from tiebreak.reports.tables.training import training_tables
 
 _CELL_WIDTH = 10  # of a column of the table, with its gap
 _NAMED = 3  # of cells that ended alike; the table shows them all
@@ -58,7 +58,7 @@ def tables(run: Run, width: int | None = 120, tablefmt: str = "simple", absent: 
     grids: dict[tuple[str, str, str], _Grid] = {}
     where = run.told_of
     for record in run.records:
-        if record.experiment == TRAINING:
+        if record.experiment in run.pooled:
             continue
         key = (record.experiment, record.backend, record.format)
         grid = grids.setdefault(key, _Grid(f"{where(record.backend)}, {record.format}", absent))

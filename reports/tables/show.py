@@ -22,7 +22,7 @@ from tiebreak.reports.sweeps import tables as sweep_tables
 from tiebreak.reports.sweeps.store import Sweep
 from tiebreak.reports.tables import run as tables
 from tiebreak.reports.tables.marks import shown_text
-from tiebreak.reports.tables.training import TRAINING, training_grids, training_tables
+from tiebreak.reports.tables.training import training_grids, training_tables
 
 FORMATS = ("simple", "github", "csv", "json", "latex")
 
@@ -59,7 +59,7 @@ def _show_training(runs: Sequence[Run], options: argparse.Namespace) -> None:
     if options.format in ("csv", "json"):
         raise UsageError(f"--format {options.format}: the table over seeds is simple, github or latex")
     _check_one_platform(runs, options.files)
-    records = [record for run in runs for record in run.records if record.experiment == TRAINING]
+    records = [record for run in runs for record in run.records if record.experiment in run.pooled]
     if not records:
         raise UsageError(f"{options.files[0]}: no training runs in there, and compare puts calls side by side")
     wanted = {record.id for record in _selection(options).apply(records)}

@@ -18,7 +18,6 @@ from tiebreak.reports.records.record import (
 from tiebreak.reports.tables.grids import aside, broken, grid_text
 from tiebreak.reports.tables.marks import EXCUSED, mark_of, marked, plain_text
 
-TRAINING = "training"  # the kind of experiment that the tables here are of
 _UNKNOWN = CaseRecord(about="")
 _WORST_FIRST = (FELL, CRASHED, TIMED_OUT, INCONCLUSIVE, EXCUSED, MEASURED, HELD, SKIPPED)
 
@@ -27,6 +26,7 @@ _WORST_FIRST = (FELL, CRASHED, TIMED_OUT, INCONCLUSIVE, EXCUSED, MEASURED, HELD,
 class TrainingGrid:
     """The training runs of one backend: every seed of a kernel in a snippet in one place."""
 
+    kind: str  # of experiment
     backend: str
     described: Mapping[str, CaseRecord]  # what the snippets are
     cells: dict[tuple[str, str], list[Record]] = field(default_factory=dict)  # by kernel and case
@@ -80,7 +80,7 @@ class TrainingGrid:
 
 
 def training_grids(runs: Sequence[Run]) -> list[TrainingGrid]:
-    """Training runs by backend.
+    """Training runs, or what other experiments pool their seeds, by kind and backend.
 
     Args:
         runs: one, or several of different seeds.
@@ -89,9 +89,10 @@ def training_grids(runs: Sequence[Run]) -> list[TrainingGrid]:
         A grid a backend, in the order of the records; none without training runs.
     """
     described = {name: about for run in reversed(runs) for name, about in run.cases.items()}
-    grids: dict[str, TrainingGrid] = {}
-    for record in (record for run in runs for record in run.records if record.experiment == TRAINING):
-        grid = grids.setdefault(record.backend, TrainingGrid(record.backend, described))
+    grids: dict[tuple[str, str], TrainingGrid] = {}
+    for record in (record for run in runs for record in run.records if record.experiment in run.pooled):
+        key = record.experiment, record.backend
+        grid = grids.setdefault(key, TrainingGrid(*key, described))
         grid.cells.setdefault((record.kernel, record.case), []).append(record)
     return list(grids.values())
 
@@ -102,7 +103,7 @@ def training_tables(runs: Sequence[Run], tablefmt: str = "simple") -> str:
     for grid in training_grids(runs):
         seeds = sorted({one.seed for found in grid.cells.values() for one in found})
         said = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
-        parts += [aside(f"training, {grid.backend}, {said}", tablefmt), _table(grid, tablefmt)]
+        parts += [aside(f"{grid.kind}, {grid.backend}, {said}", tablefmt), _table(grid, tablefmt)]
     if parts:
         parts.append(aside(training_legend(runs), tablefmt))
     return "\n\n".join(parts)
@@ -117,7 +118,7 @@ def _table(grid: TrainingGrid, tablefmt: str) -> str:
 
 def training_legend(runs: Sequence[Run]) -> str:
     """What the rows and columns of the tables stand for."""
-    legends = [run.experiments[TRAINING].legend for run in runs if TRAINING in run.experiments]
+    legends = [kind.legend for run in runs for kind in run.experiments.values() if kind.pooled]
     lines = list(dict.fromkeys(legend for legend in legends if legend))
     for grid in training_grids(runs):
         lines += [f"{about.label}, {case}: {about.about}" for case in grid.cases

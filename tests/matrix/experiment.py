@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from tiebreak.backends.backend import Backend
@@ -11,7 +11,7 @@ from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.result import Result
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records.record import CaseRecord
+from tiebreak.reports.records.record import CaseRecord, ExperimentRecord
 
 Pair = tuple[Backend, Kernel]
 
@@ -140,6 +140,8 @@ class Kind(ABC):
     legend: str = ""  # what its tables show
     headline: str | None = None  # the measure, in ulps, that heat maps colour
     largest: str | None = None  # the measure that comparisons show beside it: the largest error
+    agreement: str | None = None  # the measure that is the share of bits that agree with a prediction
+    pooled: bool = False  # whether tables put all seeds of a kernel in one place, kernels down and cases across
 
     @abstractmethod
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
@@ -156,6 +158,11 @@ class Kind(ABC):
     @abstractmethod
     def measures(self) -> Mapping[str, Measure]:
         """What its results measure, by name."""
+
+    @property
+    def described(self) -> ExperimentRecord:
+        """What it is, for the file of records."""
+        return ExperimentRecord(**{each.name: getattr(self, each.name) for each in fields(ExperimentRecord)})
 
     def kernels(self, backend: Backend) -> Mapping[str, Kernel]:
         """Kernels by name that it has beside the backend's own, and that --kernels takes."""

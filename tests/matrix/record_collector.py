@@ -296,11 +296,7 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
         measures={name: found for name, found in measures().items() if name in measured},
         checks={name: records.CheckRecord(one.about, one.judges) for name, one in checks().items() if name in asked},
         cases={name: experiment.described() for name, experiment in cases.items()},
-        experiments={
-            name: records.ExperimentRecord(kind.about, kind.legend, kind.headline, kind.largest)
-            for name, kind in kinds().items()
-            if name in ran
-        },
+        experiments={name: kind.described for name, kind in kinds().items() if name in ran},
     )
 
 

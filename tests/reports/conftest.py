@@ -27,6 +27,7 @@ from tiebreak.reports.records.record import (
     Narrowing,
     Record,
     Run,
+    SeriesFigure,
     SeriesRecord,
     Shown,
     TraceRecord,
@@ -137,14 +138,18 @@ def make_skip(kernel: str = "flash@paper", case: str = "random", outcome: str = 
     return replace(make_record(kernel, case, outcome=outcome), **(empty | fields))
 
 
+DRIFT = SeriesFigure("delta_error", "delta's error", "Summed up.", "sum", summed=True)
+
 CASES = {
-    "train_drift": CaseRecord("delta errs", label="A", headline="delta_error_mean"),
+    "train_drift": CaseRecord("delta errs", label="A", headline="delta_error_mean", figure=DRIFT),
     "train_lm": CaseRecord("a language model", label="L", headline="delta_error_mean"),
     **{f"tied_maxima[k={k}]": CaseRecord("ties", family="tied maxima", at=k) for k in (2, 3, 4, 8, 16)},
 }
 EXPERIMENTS = {
-    "call": ExperimentRecord("one call", "bias of O in ulps", headline="bias", largest="max_ulps"),
-    "training": ExperimentRecord("a short training run", "What differs is the kernel."),
+    "call": ExperimentRecord(
+        "one call", "bias of O in ulps", headline="bias", largest="max_ulps", agreement="equal_bits"
+    ),
+    "training": ExperimentRecord("a short training run", "What differs is the kernel.", pooled=True),
 }
 
 

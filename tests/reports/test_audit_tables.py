@@ -152,7 +152,7 @@ def test_a_page_of_an_audit_alone_has_nothing_of_runs_and_one_of_a_run_nothing_o
 ) -> None:
     alone, without = page([], [], [], {"a": audits}), page([telling], ["here"], [])
     both = page([telling], ["here"], [], {"a": audits})
-    for mark in ('id="findings"', 'id="map"', 'id="training"', 'id="all"', "<script"):
+    for mark in ('id="findings"', 'id="map"', 'id="pooled"', 'id="all"', "<script"):
         assert mark not in alone
         assert mark in without
         assert mark in both

@@ -24,6 +24,7 @@ from tiebreak.reports.records.record import (
     MeasureRecord,
     Record,
     Run,
+    SeriesFigure,
     SeriesRecord,
     Shown,
     TraceRecord,
@@ -221,6 +222,10 @@ def test_nothing_is_written_where_input_cannot_be_read(
     assert not (tmp_path / "page").exists()
 
 
+DRIFT = SeriesFigure("delta_error", "delta's error", "Summed up.", "sum", summed=True)  # of `run`'s own case
+NORM = SeriesFigure("wq_norm", "W_Q's norm", "It grows.", "norm")
+
+
 def test_training_runs_of_every_file_have_figures_whatever_their_names(run: MakeRun, trained: Make) -> None:
     def one(kernel: str, value: float, **fields: Any) -> Record:
         """Each with a series of its own."""
@@ -234,8 +239,8 @@ def test_training_runs_of_every_file_have_figures_whatever_their_names(run: Make
     # A later snippet of the same measure is another figure's matter: one is enough.
     late = trained("late", "train_late", value=1.0)
     described = {
-        "train_runaway": CaseRecord("W_Q grows", label="Q", headline="wq_norm_growth"),
-        "train_late": CaseRecord("late", label="B", headline="delta_error_mean"),
+        "train_runaway": CaseRecord("W_Q grows", label="Q", headline="wq_norm_growth", figure=NORM),
+        "train_late": CaseRecord("late", label="B", headline="delta_error_mean", figure=DRIFT),
     }
     # A kernel is drawn once, where it errs most.
     second = run(one("theirs", -3e-3), one("least", 0.0), growth, late, cases=described)
@@ -253,8 +258,8 @@ def test_training_runs_of_every_file_have_figures_whatever_their_names(run: Make
 def test_training_runs_have_a_map_of_their_own_and_their_strings_are_escaped(run: MakeRun, trained: Make) -> None:
     html = page([run(trained(EVIL))], ["a"], [])
     assert EVIL not in html
-    assert '<div id="training-map">' in html
-    assert 'id="training"' not in page([run()], ["a"], [])
+    assert '<div id="pooled-map">' in html
+    assert 'id="pooled"' not in page([run()], ["a"], [])
 
 
 def test_figures_are_drawn_to_files(run: MakeRun, record: Make, telling: Run, keep: Keep, tmp_path: Path) -> None:
@@ -262,7 +267,7 @@ def test_figures_are_drawn_to_files(run: MakeRun, record: Make, telling: Run, ke
     assert main(["page", str(keep(telling, "a")), str(costly), "-o", str(tmp_path / "page"), "--figures"]) == 0
     drawn = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "page" / "figures").iterdir()}
     assert set(drawn) == {
-        f"{name}.svg" for name in ("trace", "histogram", "maxima", "drift", "heat-1", "heat-2", "heat-3")
+        f"{name}.svg" for name in ("trace", "histogram", "maxima", "readings-1", "heat-1", "heat-2", "heat-3")
     }
     for name, text in drawn.items():
         assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg", name

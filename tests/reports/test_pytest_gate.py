@@ -142,7 +142,10 @@ def test_a_baseline_of_another_platform_is_refused_before_any_work(
         (["--across"], "*--across means nothing alone: it needs --baseline FILE"),
         (["--update-baseline"], "*--update-baseline means nothing alone: it needs --baseline FILE"),
         (["--fail", "bias:1"], "*--fail means nothing alone: it needs --baseline FILE"),
-        (["--baseline", "no.json", "--fail", "bais:1"], "*--fail: unknown limit 'bais': known are bias, *, each also NAME_share"),
+        (
+            ["--baseline", "no.json", "--fail", "bais:1"],
+            "*--fail: unknown limit 'bais': known are bias, *, each also NAME_share",
+        ),
     ],
 )
 def test_bad_usage_is_refused_before_any_work(matrix: Matrix, arguments: list[str], message: str) -> None:

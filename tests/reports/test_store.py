@@ -68,6 +68,7 @@ def test_the_published_schema_is_of_this_version_and_has_every_field_with_a_line
         "measure": records.MeasureRecord,
         "check": records.CheckRecord,
         "case": records.CaseRecord,
+        "series_figure": records.SeriesFigure,
         "experiment": records.ExperimentRecord,
         "narrowing": records.Narrowing,
         "shown": records.Shown,

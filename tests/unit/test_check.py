@@ -23,6 +23,7 @@ from tiebreak.reports.records.record import (
     UNEXPLAINED,
     Answer,
     CaseRecord,
+    ExperimentRecord,
     Explanation,
     PlanRecord,
     Record,
@@ -141,6 +142,7 @@ def record(case: str, verdict: str | None, bias: float | None) -> Record:
     )  # fmt: skip
 
 
+EXPERIMENTS = {"call": ExperimentRecord("one call", agreement="equal_bits")}
 PLANS = {
     "flash@fused,base=2": PlanRecord("flash"),
     "flash@fused": PlanRecord("flash"),
@@ -200,6 +202,6 @@ def test_a_declared_plan_is_told_with_what_came_of_its_prediction(
         declared(record("other", UNBIASED, 0.0), measures={"equal_bits": 1.0}),
     )
     cases = {one.case: CaseRecord("", failure=True) for one in records}
-    (found,) = verdicts(Run({}, {}, records=records, cases=cases, plans=PLANS))
+    (found,) = verdicts(Run({}, {}, records=records, cases=cases, experiments=EXPERIMENTS, plans=PLANS))
     assert f"fix         {fix}" in found.text
     assert f"rounding    {rounding}" in found.text

@@ -236,4 +236,5 @@ KIND = _Calls(
     "NaN: NaN or Inf where the reference is finite; x..: the output shrinks to that share.",
     headline="bias",
     largest="max_ulps",
+    agreement="equal_bits",
 )

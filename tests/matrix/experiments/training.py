@@ -20,6 +20,23 @@ from tiebreak.reports.records import record as records
 
 EMULATED_BACKWARD = "+emulated_backward"  # what the name of a kernel that trains with the suite's backward ends with
 _DIGITS = 6  # significant ones of a series: it is there to be drawn
+_FIGURES = {  # by the measure whose readings they show
+    "delta_error_mean": records.SeriesFigure(
+        "delta_error",
+        "Training: delta's error summed up",
+        "delta as the kernel has it less delta in fp64, summed over the rows of the scripted head and over the steps. A"
+        " straight line is a bias: the query weights are pushed one way in every step. The kernels that err most and"
+        " least.",
+        "sum of delta's error",
+        summed=True,
+    ),
+    "wq_norm_growth": records.SeriesFigure(
+        "wq_norm",
+        "Training: W_Q's norm",
+        "Spectral norm of the scripted head's query weights while they alone train. The most growth and the least.",
+        "spectral norm",
+    ),
+}
 _SAID = {True: "stable", False: "fails"}  # what the paper says of training with a kernel
 
 
@@ -56,7 +73,13 @@ class TrainingRun(Experiment):
         """As `Experiment.described`."""
         snippet = self.snippet
         return records.CaseRecord(
-            snippet.about, snippet.source, snippet.label, snippet.headline, snippet.unclaimed, group=GROUP
+            snippet.about,
+            snippet.source,
+            snippet.label,
+            snippet.headline,
+            snippet.unclaimed,
+            group=GROUP,
+            figure=_FIGURES.get(snippet.headline),
         )
 
     def formats(self) -> Sequence[Format]:
@@ -202,6 +225,7 @@ class _TrainingRuns(Kind):
 KIND = _TrainingRuns(
     TrainingRun.kind,
     "a short training run of a small GPT-2",
-    "A short GPT-2 run for every cell, its first head scripted into the paper's failure state; what differs is the"
-    " kernel.\n...@train sums l from P̄ before its cast, ...@train_l_rounded after.",
+    pooled=True,
+    legend="A short GPT-2 run for every cell, its first head scripted into the paper's failure state; what differs is"
+    " the kernel.\n...@train sums l from P̄ before its cast, ...@train_l_rounded after.",
 )
