@@ -300,7 +300,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _parser().error("--heads is a list of integers from 2 on, --workers is a positive integer, --seeds one or 0")
     try:
         parts = kept(options.out)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         _parser().error(str(error))
     try:

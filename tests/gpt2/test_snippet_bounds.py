@@ -26,6 +26,7 @@ from tiebreak.cases.gpt2.bounds import (
 from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS
 from tiebreak.programs import spread as program
 from tiebreak.programs.pages.tables import renewed
+from tiebreak.programs.resumable import read_parts
 
 ABOVE = BoundRule(("flash@train",), "row_max_rise", "a test", "above", "fair@train")
 BELOW = BoundRule(("fair@train",), "row_max_rise", "a test", "below", "flash@train")
@@ -141,9 +142,7 @@ def test_what_a_stop_cut_short_is_left_out_and_run_again(tmp_path: Path) -> None
     line = json.dumps({**vars(task), "seconds": 1.0, "measures": {}})
     out = tmp_path / "runs.jsonl"
     out.write_text(f"{line}\n{line[:20]}", encoding="utf-8")
-    program.mend(out)
-    out.write_text(out.read_text(encoding="utf-8") + line, encoding="utf-8")
-    assert [each.task for each in program.read_lines(out)] == [task, task]
+    assert [each.task for each in read_parts(out, program.Line)] == [task]
 
 
 def test_every_seed_has_all_that_statements_speak_of() -> None:
@@ -168,7 +167,7 @@ def test_what_bounds_of_a_default_run_rest_on_is_run_at_all_seeds_first() -> Non
 
 def test_runs_become_spreads_and_those_beyond_a_bound_are_named() -> None:
     def line(variant: str, seed: int, mean: float) -> program.Line:
-        return program.Line(program.Task("emulation", "train_drift", DRIFT.version, variant, seed), 1.0, {
+        return program.Line("emulation", "train_drift", DRIFT.version, variant, seed, 1.0, {
             "delta_error_mean": mean, "output_delta_error_mean": 0.0,
         })  # fmt: skip
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from tiebreak.backends.levels import LEVELS
 from tiebreak.laboratory.ray_cluster import RAY, Cluster, Node, connected, first_line, is_address
 from tiebreak.programs.levels import environment
-from tiebreak.programs.resumable import Bar
+from tiebreak.programs.resumable import show_progress
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split
@@ -122,13 +122,16 @@ def _run(
     for kind in found:
         told = f" on {kind.nodes[0].labels[LEVEL_LABEL]}" if LEVEL_LABEL in kind.nodes[0].labels else ""
         print(f"{kind.name}{told}: {counted(len(kind.nodes), 'node')}, one of them runs the matrix", flush=True)
-    bar, code = Bar(len(found), "kind"), HELD
-    for kind, came in _each(cluster, found, matrix):
-        problem = str(came) if isinstance(came, Exception) else _bring(came, out / f"{kind.name}.json", kind, home)
-        if isinstance(came, Exception) or came.code:
-            code = FELL
-        bar.tell(f"{kind.name}: {problem}")
-    return code
+    codes = []
+
+    def ended() -> Iterator[str]:
+        for kind, result in _each(cluster, found, matrix):
+            codes.append(FELL if isinstance(result, Exception) or result.code else HELD)
+            file = out / f"{kind.name}.json"
+            yield f"{kind.name}: {result if isinstance(result, Exception) else _bring(result, file, kind, home)}"
+
+    show_progress(ended(), len(found), "kind")
+    return max(codes, default=HELD)
 
 
 def _each(

@@ -151,9 +151,7 @@ def _of_runs(options: argparse.Namespace, epsilons: list[float]) -> int:
     duration = expected(each * len(left) / workers)
     print(f"{counted(len(have), 'run')} kept, {len(left)} to run, {workers} at a time: {duration}", flush=True)
     try:
-        if left:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            run_parts(run_one, left, workers, options.out, _told, found)
+        run_parts(run_one, left, workers, options.out, _told, found)
     except KeyboardInterrupt:
         print(f"stopped; {options.out} has the runs that are done, and the same command goes on")
         return INTERRUPTED

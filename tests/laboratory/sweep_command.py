@@ -4,6 +4,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 
@@ -13,7 +14,7 @@ from tiebreak.laboratory import ray_cluster as on_ray
 from tiebreak.laboratory.ray_cluster import RAY
 from tiebreak.laboratory.sweep_options import parse, settings, tasks
 from tiebreak.laboratory.sweep_run import Task, run
-from tiebreak.programs.resumable import Bar, expected, in_processes
+from tiebreak.programs.resumable import expected, in_processes, show_progress
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import HELD, INTERRUPTED
 from tiebreak.reports.errors import UsageError
@@ -58,29 +59,29 @@ def _run_all(options: argparse.Namespace, sweep: Sweep, left: Sequence[Task]) ->
         return
     if options.on is None:
         workers = min(options.workers or worker_count(_WORKER_GIB), len(left))
-        _with_bar(_told(sweep, left, workers, "here"), _here(left, workers), len(left), options)
+        print(_outlook(sweep, left, workers, "here"), flush=True)
+        show_progress(_kept(_here(left, workers), options.out), len(left), "run")
         return
     with on_ray.connected(None if options.on == RAY else options.on, options.workers) as cluster:
         slots = cluster.slots(options.gpus_per_run)
+        print(_outlook(sweep, left, min(slots, len(left)), f"on Ray, {cluster.about}"), flush=True)
         runs = cluster.run(run, left, gpus=options.gpus_per_run)
-        _with_bar(_told(sweep, left, min(slots, len(left)), f"on Ray, {cluster.about}"), runs, len(left), options)
+        show_progress(_kept(runs, options.out), len(left), "run")
 
 
-def _with_bar(told: str, runs: Iterable[SweepRun], count: int, options: argparse.Namespace) -> None:
-    """Keep runs as they come."""
-    print(told, flush=True)
-    bar = Bar(count, "run")
-    for one in runs:
-        keep(one, options.out)
-        end = f"diverged ({one.diverged}) at step {one.steps}" if one.diverged else f"loss {one.loss:.3f}"
-        bar.tell(f"{one.place.text}: {end}")
+def _kept(runs: Iterable[SweepRun], folder: Path) -> Iterator[str]:
+    """Keep runs as they come; what each came to."""
+    for each in runs:
+        keep(each, folder)
+        end = f"diverged ({each.diverged}) at step {each.steps}" if each.diverged else f"loss {each.loss:.3f}"
+        yield f"{each.place.text}: {end}"
 
 
 def _here(left: Sequence[Task], workers: int) -> Iterator[SweepRun]:
     return map(run, left) if workers == 1 else in_processes(run, left, workers)
 
 
-def _told(sweep: Sweep, left: Sequence[Task], workers: int, where: str) -> str:
+def _outlook(sweep: Sweep, left: Sequence[Task], workers: int, where: str) -> str:
     each = _seconds(sweep, left[0])
     time = "" if each is None else f": {expected(each * len(left) / workers)}"
     done = counted(len(sweep.runs), "run")

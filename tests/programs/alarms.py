@@ -137,7 +137,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         asked = cells(Selection(backends=options.backend, cases=options.cases))[0]
         done = kept(options.out, options.backend, options.cases)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
     except (SelectionError, ValueError, OSError) as error:
         _parser().error(str(error))
     wanted = range(options.first, options.first + options.seeds)

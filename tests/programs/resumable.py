@@ -6,7 +6,7 @@ import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,14 +41,14 @@ def read_parts(path: Path, kind: type[_Part]) -> list[_Part]:
     Raises:
         ValueError: a line is none that such a run wrote; one line that names it.
     """
-    found = []
+    parts = []
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     for number, line in enumerate(text[: _whole(text)].splitlines(), start=1):
         try:
-            found.append(kind(**json.loads(line)))
+            parts.append(kind(**json.loads(line)))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}, line {number}: none of this program's: {error}; name another --out") from error
-    return found
+    return parts
 
 
 def _whole(text: str) -> int:
@@ -77,8 +77,8 @@ def run_parts(
     left: Sequence[_Task],
     workers: int,
     path: Path,
-    told: Callable[[_Part], str],
-    found: list[_Part],
+    line: Callable[[_Part], str],
+    parts: list[_Part],
 ) -> None:
     """Run what is left, a line in the file for each part as it ends, and say how long the rest will take.
 
@@ -86,23 +86,27 @@ def run_parts(
         one: runs one part, in a process of its own; gives an instance of a dataclass.
         left: what to run.
         workers: processes.
-        path: of the file.
-        told: of a part, for the line that says so.
-        found: where the parts go, as they end.
+        path: of the file, whose folder is made if need be.
+        line: of a part, what is shown as it ends.
+        parts: where they go, as they end.
     """
-    started, before = time.monotonic(), len(found)
+    if not left:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         text = path.read_text(encoding="utf-8")
         path.write_text(text[: _whole(text)], encoding="utf-8")
-    with path.open("a", encoding="utf-8") as file:
-        for part in in_processes(one, left, workers):
-            found.append(part)
-            fields: dict[str, Any] = asdict(part)  # type: ignore[call-overload]
-            file.write(json.dumps(fields) + "\n")
-            file.flush()
-            ran = len(found) - before
-            rest = (time.monotonic() - started) / ran * (len(left) - ran)
-            print(f"{told(part)}; {expected(rest)}", flush=True)
+
+    def kept() -> Iterator[str]:
+        with path.open("a", encoding="utf-8") as file:
+            for part in in_processes(one, left, workers):
+                parts.append(part)
+                fields: dict[str, Any] = asdict(part)  # type: ignore[call-overload]
+                file.write(json.dumps(fields) + "\n")
+                file.flush()
+                yield line(part)
+
+    show_progress(kept(), len(left), "part")
 
 
 def expected(seconds: float) -> str:
@@ -111,33 +115,22 @@ def expected(seconds: float) -> str:
     return f"about {minutes // 60} h {minutes % 60} min to go"
 
 
-class Bar:
-    """A bar that fills as parts end, on a terminal; elsewhere a line for each."""
+def show_progress(lines: Iterable[str], total: int, noun: str) -> None:
+    """Show parts as they end: by a bar on a terminal; elsewhere a line for each, with how long the rest will take.
 
-    _WIDTH = 24
+    Args:
+        lines: of each part what it came to, given as it ends.
+        total: parts to come.
+        noun: of a part.
+    """
+    from tqdm import tqdm  # not for those that read a file of parts alone
 
-    def __init__(self, total: int, noun: str) -> None:
-        """Start at nothing.
-
-        Args:
-            total: parts to come.
-            noun: of a part.
-        """
-        self._total, self._noun, self._done, self._started = total, noun, 0, time.monotonic()
-
-    def tell(self, told: str) -> None:
-        """One more part has ended.
-
-        Args:
-            told: what it came to, in a line.
-        """
-        self._done += 1
-        rest = (time.monotonic() - self._started) / self._done * (self._total - self._done)
-        count = f"{self._done} of {self._total} {self._noun}s, {expected(rest)}"
-        if not sys.stdout.isatty():
-            print(f"{told}; {count}", flush=True)
-            return
-        full = self._WIDTH * self._done // self._total
-        line = f"[{'#' * full}{'.' * (self._WIDTH - full)}] {count}; {told}"
-        end = "\n" if self._done == self._total else ""
-        print(f"\r\033[K{line[: terminal.width() - 1]}", end=end, flush=True)  # on two lines it could not be renewed
+    started, live = time.monotonic(), sys.stdout.isatty()
+    width = terminal.width() - 1  # on two lines it could not be renewed
+    with tqdm(lines, total=total, unit=noun, file=sys.stdout, disable=not live, ncols=width) as bar:
+        for number, line in enumerate(bar, start=1):
+            if live:
+                bar.set_postfix_str(line)
+            else:
+                rest = (time.monotonic() - started) / number * (total - number)
+                print(f"{line}; {number} of {total} {noun}s, {expected(rest)}", flush=True)

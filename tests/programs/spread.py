@@ -8,8 +8,6 @@ and the table into docs/training.md.
 """
 
 import argparse
-import json
-import multiprocessing
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,7 +31,7 @@ from tiebreak.cases.gpt2.snippets import SNIPPETS, Snippet, run_snippet
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.matrix.memory import keep_memory
 from tiebreak.programs.pages.tables import renew, table
-from tiebreak.programs.resumable import add_options, expected
+from tiebreak.programs.resumable import add_options, expected, read_parts, run_parts
 from tiebreak.reports.cli import Parser
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
@@ -42,7 +40,6 @@ _ROUNDED = "_l_rounded"  # behind the name of a variant
 _WORKER_GIB = 1.0
 _BACKENDS = {backend.name: backend for backend in (EMULATION, CPU)}
 _STEP_SECONDS = 0.03  # about, until runs have told
-_EVERY = 20  # runs between two words on how long it takes
 
 
 @dataclass(frozen=True)
@@ -57,12 +54,16 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Line:
+class Line(Task):
     """What a run came to."""
 
-    task: Task
     seconds: float  # of one core
-    measures: Mapping[str, float]
+    measures: dict[str, float]
+
+    @property
+    def task(self) -> Task:
+        """The run."""
+        return Task(*(getattr(self, each.name) for each in fields(Task)))
 
 
 def variants_of(snippet: Snippet) -> Sequence[str]:
@@ -95,26 +96,11 @@ def _of_default(snippet: Snippet) -> frozenset[str]:
 def run(task: Task) -> Line:
     """One run, on one core."""
     torch.set_num_threads(1)
+    keep_memory()
     backend, started = _BACKENDS[task.backend], time.process_time()
-    result = run_snippet(SNIPPETS[task.snippet], VARIANTS[task.variant], backend.arithmetic, task.seed, backend.device)
-    return Line(task, round(time.process_time() - started, 3), result.measures)
-
-
-def read_lines(path: Path) -> Iterator[Line]:
-    """The runs that a file has; what a stop cut short is left out."""
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            parts = json.loads(text)
-        except ValueError:
-            continue
-        yield Line(Task(**{each.name: parts[each.name] for each in fields(Task)}), parts["seconds"], parts["measures"])
-
-
-def mend(path: Path) -> None:
-    """End a last line that a stop has cut short."""
-    if path.exists() and not path.read_text(encoding="utf-8").endswith("\n"):
-        with path.open("a", encoding="utf-8") as file:
-            file.write("\n")
+    snippet, variant = SNIPPETS[task.snippet], VARIANTS[task.variant]
+    measures = run_snippet(snippet, variant, backend.arithmetic, task.seed, backend.device).measures
+    return Line(**vars(task), seconds=round(time.process_time() - started, 3), measures=dict(measures))
 
 
 def spreads(lines: Iterable[Line]) -> dict[Ran, Spread]:
@@ -203,21 +189,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.seeds < 0 or (options.workers is not None and options.workers < 1):
         _parser().error("--workers is a positive integer, --seeds one or 0")
     try:
-        kept = list(read_lines(options.out))
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-    except (KeyError, TypeError, OSError) as error:
-        _parser().error(f"{options.out}: none of this program's ({error}); name another --out")
-    have = {line.task for line in kept}
+        lines = read_parts(options.out, Line)
+    except (ValueError, OSError) as error:
+        _parser().error(str(error))
+    have = {line.task for line in lines}
     left = [task for task in tasks(options.seeds) if task not in have]
     workers = min(options.workers or worker_count(_WORKER_GIB), max(1, len(left)))
     print(f"{len(have)} runs are kept, {len(left)} to run, in {workers} processes:"
-          f" {expected(_seconds(kept, left) / workers)}", flush=True)  # fmt: skip
+          f" {expected(_seconds(lines, left) / workers)}", flush=True)  # fmt: skip
     try:
-        _run(left, workers, options.out)
+        run_parts(run, left, workers, options.out, _line, lines)
     except KeyboardInterrupt:
         print(f"stopped; {options.out} has the runs that are done, and the same command goes on")
         return 130
-    lines = list(read_lines(options.out))
     if options.write:
         write_spreads(spreads(lines))
         renew(PAGE, SOURCE, tables(read_spreads()))
@@ -227,20 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(fallen))
 
 
-def _run(left: Sequence[Task], workers: int, path: Path) -> None:
-    if not left:
-        return
-    mend(path)
-    started = time.monotonic()
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(workers, initializer=keep_memory) as pool, path.open("a", encoding="utf-8") as file:
-        for number, line in enumerate(pool.imap_unordered(run, left), start=1):
-            parts = {**vars(line.task), "seconds": line.seconds, "measures": dict(line.measures)}
-            file.write(json.dumps(parts) + "\n")
-            file.flush()
-            if number % _EVERY == 0 or number == len(left):
-                rest = (time.monotonic() - started) / number * (len(left) - number)
-                print(f"{number} of {len(left)} runs, now seed {line.task.seed}; {expected(rest)}", flush=True)
+def _line(line: Line) -> str:
+    return f"{line.backend} {line.snippet} {line.variant} seed {line.seed}"
 
 
 def _seconds(kept: Sequence[Line], left: Sequence[Task]) -> float:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.programs.resumable import expected, read_parts, run_parts
+from tiebreak.programs.resumable import expected, read_parts, run_parts, show_progress
 
 
 @dataclass(frozen=True)
@@ -59,3 +59,19 @@ def test_a_line_of_something_else_is_refused_by_its_number(tmp_path: Path) -> No
 
 def test_hours_and_minutes_are_told() -> None:
     assert expected(3 * 3600 + 125) == "about 3 h 2 min to go"
+
+
+def test_a_terminal_has_a_bar_and_a_pipe_has_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_progress(["one", "two"], 2, "run")
+    assert capsys.readouterr().out.splitlines() == [
+        f"{line}; {number} of 2 runs, about 0 h 0 min to go" for number, line in enumerate(("one", "two"), start=1)
+    ]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "90")
+    show_progress(["one", "two " * 40], 2, "run")
+    *_, last = capsys.readouterr().out.rstrip("\n").split("\r")
+    assert last.startswith("100%|")
+    assert "2/2" in last
+    assert len(last) < 90

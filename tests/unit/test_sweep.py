@@ -15,7 +15,6 @@ from tiebreak.laboratory import sweep_run as sweeping
 from tiebreak.laboratory.reduced import Reduction, parse_reduction
 from tiebreak.laboratory.sweep_options import parse, settings, tasks
 from tiebreak.laboratory.sweep_run import STABILISERS, Task
-from tiebreak.programs.resumable import Bar
 from tiebreak.reports.cli import main
 from tiebreak.reports.sweeps.store import RUNS, Place, SweepRun, read_sweep
 
@@ -178,16 +177,3 @@ def test_sizes_and_lengths_are_part_of_what_a_sweep_is() -> None:
     recipe = settings(parse([*QUICK, "--steps", "7"])).recipe
     assert (recipe["steps"], recipe["width"], recipe["vocabulary"]) == (7, 8, 128)
     assert settings(parse(QUICK)).recipe["data"] == recipe["data"]
-
-
-def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "90")
-    bar = Bar(2, "run")
-    bar.tell("one")
-    bar.tell("two " * 20)
-    first, second = capsys.readouterr().out.split("\r\033[K")[1:]
-    assert first.startswith(f"[{'#' * 12}{'.' * 12}] 1 of 2 runs, about 0 h 0 min to go; one")
-    assert second.startswith(f"[{'#' * 24}] 2 of 2 runs")
-    assert second.endswith("\n")
-    assert len(second.rstrip("\n")) < 90
