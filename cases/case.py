@@ -98,7 +98,7 @@ class Case:
     chaotic: bool = False  # one bit of S, or a flushed subnormal, changes O by many ulps: bits cannot be predicted
     formats: Callable[[Format], Formats] = Formats.of  # what it is in where q and k are in a format
     revision: int = 1  # raised when the recipe makes another input
-    fixed_heads: FixedHeads | None = None  # None: the recipe makes as many heads as it is asked for
+    fixed_heads: FixedHeads | None = None  # None: the recipe makes any number of heads
     unclaimed: str | None = None  # why nothing is claimed of the kernels that no claim speaks of
     family: Family | None = None  # None: it stands alone
 
@@ -121,7 +121,7 @@ class Case:
             seed: of the run.
             batch: index of the batch; each has its own random stream.
             heads: query heads, split over the batch dimension; of a fixed_heads the last batch may have fewer.
-            fmt: format of q and k; `formats` says what follows for the others.
+            fmt: format of q and k; the others follow by `formats`.
 
         Raises:
             ValueError: the format is none that torch devices compute in.

@@ -20,5 +20,5 @@ OWN_SCALE = Feature("own scale", "scale of the scores other than 1/sqrt(d)")
 MIXED_FORMATS = Feature("mixed formats", "operands or output in another format than its inputs")
 
 # What kernels take that mask every score on its own. What is added above later does not belong in here: each kernel
-# that takes it says so itself, and all others are refused it.
+# that takes it declares so itself, and the others' cells are skipped.
 COMMON = frozenset({GROUPED, CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS})

@@ -297,7 +297,7 @@ def backward(
     Args:
         inputs: q, k, v, dO and masks.
         output: what the forward pass returned, its log-sum-exp included, and its tiles where it had the same block.
-        plan: where and how to round; `delta_from` says what delta is computed from, which is all that separates
+        plan: where and how to round; `delta_from` is what delta is computed from, which is all that separates
             standard attention's backward pass from flash attention's.
         arithmetic: the device's operations.
         block: tile sizes.
@@ -326,8 +326,8 @@ def backward(
                 dk[:, :, keys].add_(operands.scale * tape.product(ds.transpose(-1, -2), operands.q[:, :, rows]))
     dk, dv = sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
     dq, dk, dv = (
-        arithmetic.cast(gradient, plan.gradients) if asked else gradient
-        for gradient, asked in zip((dq, dk, dv), wanted, strict=True)
+        arithmetic.cast(gradient, plan.gradients) if needed else gradient
+        for gradient, needed in zip((dq, dk, dv), wanted, strict=True)
     )
     return Gradients(dq, dk, dv, delta)
 

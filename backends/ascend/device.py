@@ -30,7 +30,7 @@ _NOT_FOUND = re.compile(r"(lib[\w+.-]+\.so[\w.]*): cannot open shared object fil
 
 
 class DeviceError(RuntimeError):
-    """The NPU could not do it; the message says what to do, in one line."""
+    """The NPU can't run the kernel; the message has the remedy, in one line."""
 
 
 class Npu(Protocol):

@@ -1,4 +1,4 @@
-"""What a model's call of attention asked for, in the words of the captured format; or why the format can't hold it."""
+"""A model's call of attention in the captured format's words; or why the format can't hold it."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _AS_DEFAULT = 1e-12  # relative: d**-0.5 and 1/sqrt(d) differ in their last bit
-# What Hugging Face's attention functions may be told beside q, k, v, mask, dropout, scale and is_causal.
+# What Hugging Face's attention functions take beside q, k, v, mask, dropout, scale and is_causal.
 _UNHELD_WORDS = {
     "softcap": "a soft cap",
     "s_aux": "attention sinks",
@@ -21,7 +21,7 @@ _UNHELD_WORDS = {
 
 
 class NotHeldError(Exception):
-    """A call that the captured format has no place for; the message says what of it, after "calls with"."""
+    """A call that the captured format has no place for; the message names the part, after "calls with"."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class AttentionCall:
     causal: bool  # query i sees keys 0 .. i + keys - queries
     scale: float | None  # None: 1/sqrt(d)
     factor: float = 1.0  # a power of two that belongs into q: what folds another scale into 1/sqrt(d)
-    sure: bool = False  # whether the function that was called says so, or it is what its words most likely mean
+    sure: bool = False  # whether the function defines it so, or its arguments most likely mean it
 
     @property
     def alpha(self) -> float:

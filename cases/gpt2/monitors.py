@@ -25,7 +25,7 @@ from tiebreak.kernels.shift_rules import repeated
 
 @dataclass(frozen=True)
 class View:
-    """An observation with the intermediates that monitors share, each computed once and only if asked for."""
+    """An observation with the intermediates that monitors share, each computed once and only if used."""
 
     observation: Observation
     head: int | None = None  # of the model's layer, the one looked at; None: all of the call

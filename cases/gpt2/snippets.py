@@ -356,7 +356,7 @@ def run_snippet(
 ) -> SnippetResult:
     """Train for a moment and judge what came of it.
 
-    `MEASURED` says what the measures are, all of the scripted head.
+    `MEASURED` describes the measures, all of the scripted head.
 
     Args:
         snippet: the recipe.

@@ -25,7 +25,7 @@ class Variant:
     scripted: Declaration | Kernel  # of the layer with the scripted head
     before: Declaration | None = None  # of the layer before it; None: as that one
     head: Declaration | None = None  # of the scripted head itself; None: as its layer
-    stable: bool | None = None  # whether the paper says that training is stable with it (section 3.2); None: not said
+    stable: bool | None = None  # whether training is stable with it by the paper (section 3.2); None: not stated
     mitigation: Mitigation = NO_MITIGATION  # what is changed beside the kernels
     held_to: str | None = None  # the variant whose claims it is held to; None: its own
 

@@ -4,7 +4,7 @@
 
 The folder holds unpacked wheels and checkouts; without it the package must be installed. Nothing of a package is here:
 its file is executed as it is, with stand-ins for what it imports (public_sources.py). Where a launcher chooses by the
-card, it is told of an sm_80.
+card, it sees an sm_80.
 
     python examples/public-kernels/public_kernels.py --sources FOLDER
 

@@ -104,7 +104,7 @@ _TORCH = _Torch("torch")
 
 
 def as_if_on_a_gpu(q: torch.Tensor) -> Any:
-    """A tensor on the CPU that says that it is on a GPU, for a launcher that asks."""
+    """A tensor on the CPU that claims to be on a GPU, for a launcher that checks."""
     return torch.Tensor._make_subclass(_SaysCuda, q, q.requires_grad)
 
 

@@ -20,7 +20,7 @@ from tiebreak.kernels.reference import reference
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _FULL = "bhnd"
 _LAYOUTS = ("bhnd", "bnhd")  # that most people's kernels have
-_NO_DRIVER = "0 active drivers"  # what Triton says of a machine without a GPU
+_NO_DRIVER = "0 active drivers"  # Triton's message on a machine without a GPU
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,10 @@ class Needs:
 
     square: bool = False  # as many queries as keys
     multiple_of: int = 1  # of both
-    causal: bool = False  # its mask is causal, whether asked for or not
-    has_causal: bool = False  # it can be asked for a causal mask
+    causal: bool = False  # its mask is causal in every call
+    has_causal: bool = False  # it has a flag for a causal mask
     causal_where_square: bool = False  # a causal mask is right only where queries and keys are as many
-    has_padding: bool = False  # it can be asked to hide keys
+    has_padding: bool = False  # it has a mask that hides keys
 
     def arrange(self, inputs: AttentionInputs) -> Arranged:
         """The call to make.

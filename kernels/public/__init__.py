@@ -1,6 +1,6 @@
 """Does this attention kernel round fairly, on this device, and does the fix hold?
 
-What a file with a kernel names: ``tiebreak.kernel``, the decorator by which a kernel says what its signature does not
+For files with a kernel: ``tiebreak.kernel``, the decorator that declares what a kernel's signature does not show
 (docs/your-kernel.md). To import ``tiebreak`` imports nothing else; torch comes with the name.
 """
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """The public names, each imported when it is asked for: the command answers before torch has loaded."""
+        """The public names, each imported when it is first used: the command answers before torch has loaded."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from tiebreak.kernels import external

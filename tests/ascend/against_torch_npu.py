@@ -53,7 +53,7 @@ def libraries() -> list[Path]:
 
 
 def unresolved() -> list[str]:
-    """Symbols that the package asks for and neither it, torch, Python nor the system has."""
+    """Symbols that the package needs and neither it, torch, Python nor the system has."""
     needed, defined = set[str](), set[str]()
     for library in libraries():
         lines = subprocess.run(["nm", "-D", str(library)], capture_output=True, text=True, check=True).stdout
@@ -145,7 +145,7 @@ def unregistered(names: set[str]) -> list[str]:
 
 
 def main() -> None:
-    """Print what is asked for: `symbols` and `missing` need no stand-ins, `all` does."""
+    """Print the answers on a subject: `symbols` and `missing` need no stand-ins, `all` does."""
     subject, root = sys.argv[1], Path(sys.argv[2])
     answers: dict[str, Any] = {"missing": ascend(TorchNpu(root)).unavailable()}
     if subject == "symbols":

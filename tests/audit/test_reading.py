@@ -1,4 +1,4 @@
-"""What the assembly says of rounding, on snippets written by hand: every kind of instruction, and planted changes."""
+"""How the assembly rounds, on snippets written by hand: every kind of instruction, and planted changes."""
 
 import pytest
 

@@ -80,14 +80,15 @@ def test_step(benchmark: BenchmarkFixture, tmp_path: Path, capsys: pytest.Captur
     benchmark.pedantic(turns, rounds=ROUNDS, warmup_rounds=1)  # type: ignore[no-untyped-call]
     plain = seconds.pop("without")
     ratios = {
-        kind: statistics.median(a / b for a, b in zip(each, plain, strict=True)) for kind, each in seconds.items()
+        kind: statistics.median(a / b for a, b in zip(durations, plain, strict=True))
+        for kind, durations in seconds.items()
     }
     cost = (ratios["looked at"] - 1) / EVERY + (ratios["passed by"] - 1) * (EVERY - 1) / EVERY
     benchmark.extra_info.update({kind: round(ratio, 4) for kind, ratio in ratios.items()}, cost=round(cost, 5))
     with capsys.disabled():
-        told = ", ".join(f"{kind} {ratio:.4f}" for kind, ratio in ratios.items())
+        text = ", ".join(f"{kind} {ratio:.4f}" for kind, ratio in ratios.items())
         print(
-            f"\nstep without: {statistics.median(plain):.2f} s; ratios: {told}; of a step, every {EVERY}: {cost:+.2%};"
-            f" rounds: { {kind: [round(x, 2) for x in each] for kind, each in ({'without': plain} | seconds).items()} }"
+            f"\nstep without: {statistics.median(plain):.2f} s; ratios: {text}; of a step, every {EVERY}: {cost:+.2%};"
+            f" rounds: { {kind: [round(x, 2) for x in row] for kind, row in ({'without': plain} | seconds).items()} }"
         )
     assert cost < 0.02

@@ -40,7 +40,9 @@ class _Torchs(GPT2):
 
     def _through(self, block: Block, x: Tensor) -> Tensor:
         h = block.norm_1(x)
-        q, k, v = (each(h).unflatten(-1, (block.heads, -1)).transpose(1, 2) for each in (block.wq, block.wk, block.wv))
+        q, k, v = (
+            layer(h).unflatten(-1, (block.heads, -1)).transpose(1, 2) for layer in (block.wq, block.wk, block.wv)
+        )
         o = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + block.wo(o.transpose(1, 2).flatten(2))
         out: Tensor = x + block.down(functional.gelu(block.up(block.norm_2(x))))

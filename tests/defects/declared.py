@@ -1,4 +1,4 @@
-"""Kernels that declare a rounding plan and follow another, and devices that round otherwise than they are told."""
+"""Kernels that declare a rounding plan and follow another, and devices that round otherwise than configured."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -73,8 +73,8 @@ def _fp64() -> tuple[Tensor, ...]:
     ids=["flash", "flash in tiles", "dithered", "standard", "delta from P"],
 )
 def test_fp32_attention_has_the_gradients_of_a_softmax(declared: Declaration) -> None:
-    found = _run((HeadKernel(declared, Cast(FP32)),) * SHAPE[1], _call())
-    for ours, exact in zip(found, _fp64(), strict=True):
+    computed = _run((HeadKernel(declared, Cast(FP32)),) * SHAPE[1], _call())
+    for ours, exact in zip(computed, _fp64(), strict=True):
         # A few dozen fp32 operations a result.
         assert (ours - exact).norm() < 32 * FP32.unit_roundoff * exact.norm()
 
@@ -88,9 +88,9 @@ def test_it_is_the_declared_kernel_to_the_bit(name: str) -> None:
     inputs = AttentionInputs(q, k, v, do, Formats.of(BF16), causal=True, noise_seed=seed)
     expected = run_declared(declared, inputs, EMULATION.arithmetic, True)
     assert expected.gradients is not None
-    found = _run((HeadKernel(declared),) * SHAPE[1], _call(seed=5))
-    wanted = (expected.o, expected.gradients.dq, expected.gradients.dk, expected.gradients.dv)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
+    computed = _run((HeadKernel(declared),) * SHAPE[1], _call(seed=5))
+    exact = (expected.o, expected.gradients.dq, expected.gradients.dk, expected.gradients.dv)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(computed, exact, strict=True))
 
 
 def test_a_kernel_without_a_backward_pass_gets_that_of_fp32_attention_with_its_o() -> None:
@@ -120,8 +120,8 @@ def test_a_kernel_with_a_backward_pass_of_its_own_is_trained_with_by_it() -> Non
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
         out = scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
     expected = (out.detach(), *torch.autograd.grad(out, leaves, do))
-    found = _run((HeadKernel(cpu_sdpa_flash()),) * SHAPE[1], _call())
-    assert all(torch.equal(ours, theirs.float()) for ours, theirs in zip(found, expected, strict=True))
+    computed = _run((HeadKernel(cpu_sdpa_flash()),) * SHAPE[1], _call())
+    assert all(torch.equal(ours, theirs.float()) for ours, theirs in zip(computed, expected, strict=True))
 
 
 def test_every_head_has_its_own_kernel() -> None:
@@ -150,11 +150,11 @@ def test_noise_depends_on_seed_step_and_layer() -> None:
 
 
 def test_an_observer_sees_all_and_changes_nothing() -> None:
-    seen: list[Observation] = []
-    watched, alone = _run((LOW, EXACT, LOW), _call(observer=seen)), _run((LOW, EXACT, LOW), _call())
+    observations: list[Observation] = []
+    watched, alone = _run((LOW, EXACT, LOW), _call(observer=observations)), _run((LOW, EXACT, LOW), _call())
     assert all(torch.equal(a, b) for a, b in zip(watched, alone, strict=True))
-    assert sorted(observation.heads for observation in seen) == [(0, 2), (1,)]
-    low = next(observation for observation in seen if observation.heads == (0, 2))
+    assert sorted(observation.heads for observation in observations) == [(0, 2), (1,)]
+    low = next(observation for observation in observations if observation.heads == (0, 2))
     assert torch.equal(low.inputs.q, _tensors()[0][:, [0, 2]].bfloat16().float())
     assert torch.equal(low.inputs.do, _tensors()[3][:, [0, 2]])
     assert low.output.gradients is not None

@@ -19,11 +19,11 @@ def _write(folder: Path, tokens: list[int]) -> Path:
 
 
 def test_the_corpus_is_the_text_that_ships() -> None:
-    found = corpus()
+    shipped = corpus()
     text = files("tiebreak.cases.gpt2").joinpath("corpus.txt").read_bytes()
-    assert found.decode(found.tokens).encode("ascii") == text
+    assert shipped.decode(shipped.tokens).encode("ascii") == text
     assert len(text) <= 200_000
-    assert "".join(sorted(set(found.vocabulary))) == found.vocabulary
+    assert "".join(sorted(set(shipped.vocabulary))) == shipped.vocabulary
 
 
 def test_the_corpus_comes_with_its_licence() -> None:
@@ -48,9 +48,9 @@ def test_the_parts_of_a_batch_make_it_up() -> None:
     batches = Batches(corpus().tokens, 6, 8, 0)
     whole = batches.batch(3)
     for parts in (1, 2, 3):
-        found = [batches.batch(3, part, parts) for part in range(parts)]
+        pieces = [batches.batch(3, part, parts) for part in range(parts)]
         for side in (0, 1):
-            assert torch.equal(torch.cat([each[side] for each in found]), whole[side])
+            assert torch.equal(torch.cat([piece[side] for piece in pieces]), whole[side])
 
 
 def test_targets_are_the_tokens_that_follow() -> None:
@@ -76,17 +76,17 @@ def test_a_token_file_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "told"),
+    ("tokens", "message"),
     [
         ([], "0 tokens, at least 5 are needed for a context of 4"),
         ([1, 2, 3, 4], "4 tokens, at least 5 are needed for a context of 4"),
         ([1, 2, 3, 6, 0], "token 6 at position 3 is not below the vocabulary of 6"),
     ],
 )
-def test_a_bad_token_file_is_one_clear_line(tmp_path: Path, tokens: list[int], told: str) -> None:
+def test_a_bad_token_file_is_one_clear_line(tmp_path: Path, tokens: list[int], message: str) -> None:
     with pytest.raises(DataError) as raised:
         read_bin(_write(tmp_path, tokens), vocabulary=6, context=4)
-    assert str(raised.value) == f"{tmp_path / 'train.bin'}: {told}"
+    assert str(raised.value) == f"{tmp_path / 'train.bin'}: {message}"
 
 
 def test_a_file_cut_in_a_token_is_told(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def _largest(model: GPT2) -> Tensor:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_scripted_head_keeps_its_scores_under_qk_norm(script: Script) -> None:
     """Of all queries but the sinks', which see equal keys alone; in the other heads nearly."""
-    plain, normed = (_scores(_scripted(each, script))[:, :, script.sinks :] for each in (NO_MITIGATION, QK_NORM))
+    plain, normed = (_scores(_scripted(variant, script))[:, :, script.sinks :] for variant in (NO_MITIGATION, QK_NORM))
     torch.testing.assert_close(normed[:, HEAD], plain[:, HEAD], rtol=1e-4, atol=1e-4)
     others = [head for head in range(4) if head != HEAD]
     error, size = (normed - plain)[:, others].std(), plain[:, others].std()
@@ -183,7 +183,7 @@ def test_scores_of_a_block_without_qk_norm_are_refused_in_one_line() -> None:
 
 @pytest.mark.parametrize("mitigation", [NO_MITIGATION, QK_NORM, QK_CLIP, GATED])
 def test_a_mitigation_trains_what_it_adds(mitigation: Mitigation) -> None:
-    plain, changed = (dict(_scripted(each).named_parameters()) for each in (NO_MITIGATION, mitigation))
+    plain, changed = (dict(_scripted(variant).named_parameters()) for variant in (NO_MITIGATION, mitigation))
     added = {name for name in changed if name not in plain and name.startswith(f"blocks.{LAYER}.")}
     assert added == set(mitigation.trained)
     assert all(torch.equal(changed[name], weight) for name, weight in plain.items())

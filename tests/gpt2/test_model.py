@@ -42,9 +42,9 @@ def test_parameters_are_those_of_gpt_2_without_biases(tied: bool) -> None:
 
 
 def test_weights_depend_on_the_seed_alone() -> None:
-    one, again, other = (dict(_model(seed).named_parameters()) for seed in (0, 0, 1))
-    assert all(torch.equal(one[name], again[name]) for name in one)
-    assert not torch.equal(one["head.weight"], other["head.weight"])
+    first, again, other = (dict(_model(seed).named_parameters()) for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["head.weight"], other["head.weight"])
 
 
 def test_weights_that_write_to_the_residual_stream_start_smaller() -> None:
@@ -59,7 +59,7 @@ def test_a_token_does_not_see_later_ones() -> None:
     tokens = torch.arange(6)[None]
     changed = tokens.clone()
     changed[0, 4] = 10
-    first, second = (_model()(each, step=0) for each in (tokens, changed))
+    first, second = (_model()(input_tokens, step=0) for input_tokens in (tokens, changed))
     assert torch.equal(first[0, :4], second[0, :4])
     assert not torch.equal(first[0, 4:], second[0, 4:])
 
@@ -124,9 +124,9 @@ def test_a_head_norm_by_hand() -> None:
         norm.gain[4:] = torch.tensor([1.0, 10.0, 1.0, 1.0])
     x = torch.full((1, 2, 2, 4), 7.0)
     x[0, 1, 1] = torch.tensor([3.0, 4.0, 0.0, 0.0])
-    found = norm(x).detach()
-    torch.testing.assert_close(found[0, 1, 1], torch.tensor([1.2, 16.0, 0.0, 0.0]))
-    torch.testing.assert_close(found[0, 0], torch.ones(2, 4))
+    normed = norm(x).detach()
+    torch.testing.assert_close(normed[0, 1, 1], torch.tensor([1.2, 16.0, 0.0, 0.0]))
+    torch.testing.assert_close(normed[0, 0], torch.ones(2, 4))
 
 
 def test_qk_norm_makes_the_size_of_the_weights_of_queries_and_keys_irrelevant() -> None:

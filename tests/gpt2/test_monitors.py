@@ -23,11 +23,11 @@ LOW = HeadKernel(VARIANTS["flash"].scripted)
 
 
 def _observe(q: Tensor, k: Tensor, v: Tensor, do: Tensor, x: Tensor, kernel: HeadKernel = LOW) -> Observation:
-    seen: list[Observation] = []
+    observations: list[Observation] = []
     leaf = q.clone().requires_grad_()
-    call = Call(EMULATION.arithmetic, 3, 0, seen.append, x)
+    call = Call(EMULATION.arithmetic, 3, 0, observations.append, x)
     attend(leaf, k, v, (kernel,) * q.shape[1], call).backward(do)  # type: ignore[no-untyped-call]
-    return seen[0]
+    return observations[0]
 
 
 @pytest.fixture
@@ -49,14 +49,14 @@ def drawn() -> View:
 
 def test_a_tie_by_hand(tie: View) -> None:
     """-4.703125 goes to the even -4.6875, O to -2.34375; exact is -2.3515625. The first row is exact."""
-    found = {name: measure(tie).item() for name, measure in MEASURES.items()}
+    values = {name: measure(tie).item() for name, measure in MEASURES.items()}
     assert tie.output_error.flatten().tolist() == [0.0, 0.0078125]
-    assert found["output_delta_error"] == 0.0078125  # dO is 1 in that row
-    assert found["delta_error"] == pytest.approx(0.0078125, rel=1e-4)
-    assert found["repeated_rows"] == 0.5
-    assert found["p_bar_ones"] == 1.5
-    assert found["row_max"] == 4.0
-    assert found["max_logit"] == 6.0
+    assert values["output_delta_error"] == 0.0078125  # dO is 1 in that row
+    assert values["delta_error"] == pytest.approx(0.0078125, rel=1e-4)
+    assert values["repeated_rows"] == 0.5
+    assert values["p_bar_ones"] == 1.5
+    assert values["row_max"] == 4.0
+    assert values["max_logit"] == 6.0
 
 
 def test_on_a_device_without_fp64_monitors_compute_on_the_host(tie: View) -> None:
@@ -108,22 +108,22 @@ def test_equation_2_gives_the_error_of_the_query_weights_gradient(drawn: View) -
 def test_delta_s_error_is_found_in_dq_where_a_kernel_keeps_delta_to_itself(drawn: View) -> None:
     """Equation 1 backwards. P sums to 1 and the backward pass is in fp32 here: nothing but delta's error is in dQ."""
     inputs, kernel = drawn.observation.inputs, HeadKernel(variants(rounded=False)["flash"].scripted)
-    told = View(_observe(inputs.q, inputs.k, inputs.v, inputs.do, drawn.observation.x, kernel))
-    silent = replace(told.observation.output, gradients=replace(told.gradients, delta=None))
-    found = View(replace(told.observation, output=silent)).delta_error
-    assert (found - told.delta_error).norm() < 1e-3 * told.delta_error.norm()
-    assert told.delta_error.norm() > 1e-3
+    view = View(_observe(inputs.q, inputs.k, inputs.v, inputs.do, drawn.observation.x, kernel))
+    silent = replace(view.observation.output, gradients=replace(view.gradients, delta=None))
+    delta_error = View(replace(view.observation, output=silent)).delta_error
+    assert (delta_error - view.delta_error).norm() < 1e-3 * view.delta_error.norm()
+    assert view.delta_error.norm() > 1e-3
 
 
 def test_token_similarity_by_hand(drawn: View) -> None:
     pk, x = drawn.pk.numpy(), drawn.observation.x.double().numpy()
     for head in range(3):
-        found = []
+        similarities = []
         for sequence in range(2):
             matrices = [np.outer(pk[sequence, head, t], x[sequence, t]).ravel() for t in range(8)]
             units = [matrix / np.linalg.norm(matrix) for matrix in matrices]
-            found += [float(units[i] @ units[j]) for i in range(8) for j in range(8) if i != j]
-        assert MEASURES["token_similarity"](drawn)[head].item() == pytest.approx(np.mean(found))
+            similarities += [float(units[i] @ units[j]) for i in range(8) for j in range(8) if i != j]
+        assert MEASURES["token_similarity"](drawn)[head].item() == pytest.approx(np.mean(similarities))
 
 
 def test_the_gradient_direction_is_that_of_the_first_step(drawn: View) -> None:
@@ -163,20 +163,22 @@ def test_what_is_read_of_one_head_is_the_same_without_the_others(drawn: View, ru
     """Sums to the bit. Also where the kernel keeps delta to itself, and where its noise tells heads apart."""
     inputs, declared = drawn.observation.inputs, HeadKernel(VARIANTS["flash"].scripted).declaration
     kernel = HeadKernel(replace(declared, shift_rule=SHIFT_RULES[rule]))
-    seen = _observe(inputs.q, inputs.k, inputs.v, inputs.do, drawn.observation.x, kernel)
+    observation = _observe(inputs.q, inputs.k, inputs.v, inputs.do, drawn.observation.x, kernel)
     if silent:
-        seen = replace(seen, output=replace(seen.output, gradients=replace(View(seen).gradients, delta=None)))
+        observation = replace(
+            observation, output=replace(observation.output, gradients=replace(View(observation).gradients, delta=None))
+        )
     measures = {**MEASURES, "direction": GradientDirection().gradient}
     whole = Recorder(measures, [3])
-    whole(seen)
+    whole(observation)
     for head in range(3):
-        one = Recorder({**MEASURES, "direction": GradientDirection().gradient}, [3], head)
-        one(seen)
+        alone = Recorder({**MEASURES, "direction": GradientDirection().gradient}, [3], head)
+        alone(observation)
         for name in measures:
-            ours, theirs = (recorder.series(name, 3, head).values for recorder in (one, whole))
+            ours, theirs = (recorder.series(name, 3, head).values for recorder in (alone, whole))
             assert ours == (pytest.approx(theirs) if name in ("direction", "token_similarity") else theirs)
         with pytest.raises(KeyError):
-            one.series("row_max", 3, (head + 1) % 3)
+            alone.series("row_max", 3, (head + 1) % 3)
 
 
 def test_a_head_that_another_call_computes_is_not_read(drawn: View) -> None:

@@ -17,10 +17,10 @@ RATE = 1e-3
 def model() -> GPT2:
     declared = composed_kernel("flash@fp32").declaration
     assert declared is not None
-    found = GPT2(SIZES, everywhere(HeadKernel(declared), SIZES), CPU.arithmetic, 0)
-    for index, weight in enumerate(found.parameters()):
+    made = GPT2(SIZES, everywhere(HeadKernel(declared), SIZES), CPU.arithmetic, 0)
+    for index, weight in enumerate(made.parameters()):
         weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(index))
-    return found
+    return made
 
 
 def _changes(model: GPT2, name: str) -> dict[str, torch.Tensor]:

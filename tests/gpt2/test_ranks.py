@@ -39,9 +39,9 @@ def _torchrun(*words: str) -> subprocess.CompletedProcess[str]:
 
 # A run of its own: processes that join a second time under one torchrun may wait for each other for ever.
 def test_two_processes_tell_once_what_is_wrong_and_leave_no_folder(tmp_path: Path) -> None:
-    told = _torchrun(*TRAIN, *TOY, "--sequences", "3", "--out", str(tmp_path / "wrong"))
-    assert told.returncode != 0
-    assert told.stderr.count("tiebreak lab train: --sequences 3 must be a multiple of the 2 processes") == 1
+    result = _torchrun(*TRAIN, *TOY, "--sequences", "3", "--out", str(tmp_path / "wrong"))
+    assert result.returncode != 0
+    assert result.stderr.count("tiebreak lab train: --sequences 3 must be a multiple of the 2 processes") == 1
     assert not (tmp_path / "wrong").exists()
 
 
@@ -57,8 +57,8 @@ def test_two_processes_take_the_steps_of_one_also_after_a_kill(tmp_path: Path) -
     assert resumed.returncode == 0, resumed.stderr
     assert "on 2 processes;" in resumed.stdout
     assert resumed.stdout.count("step 6  loss") == 1
-    one, two = (torch.load(tmp_path / name / CHECKPOINT, weights_only=True)["model"] for name in ("one", "two"))
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    single, double = (torch.load(tmp_path / name / CHECKPOINT, weights_only=True)["model"] for name in ("one", "two"))
+    assert all(torch.equal(single[name], double[name]) for name in single)
     assert (tmp_path / "one" / LOG).read_text() == (tmp_path / "two" / LOG).read_text()
 
 

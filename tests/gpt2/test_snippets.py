@@ -56,7 +56,7 @@ def _run(
 
 def fell(result: SnippetResult) -> list[str]:
     """The claims that a run does not meet."""
-    return [one.claim.text for one in result.verdicts if not one.held]
+    return [verdict.claim.text for verdict in result.verdicts if not verdict.held]
 
 
 # That the claims hold is what the cells of the matrix test.
@@ -104,7 +104,7 @@ def test_a_seed_gives_the_same_run_to_the_bit() -> None:
 
 def test_a_run_pays_for_no_monitor_that_its_result_does_not_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
     paid: set[tuple[str, int | None]] = set()
-    told: set[tuple[str, int | None]] = set()
+    monitored: set[tuple[str, int | None]] = set()
 
     class Spy(Recorder):
         def __init__(self, measures: Mapping[str, Measure], layers: Iterable[int], head: int | None = None) -> None:
@@ -112,12 +112,12 @@ def test_a_run_pays_for_no_monitor_that_its_result_does_not_tell_of(monkeypatch:
             super().__init__(measures, layers, head)
 
         def series(self, measure: str, layer: int, head: int) -> Drift:
-            told.add((measure, head))
+            monitored.add((measure, head))
             return super().series(measure, layer, head)
 
     monkeypatch.setattr("tiebreak.cases.gpt2.snippets.Recorder", Spy)
     _run(replace(SHORT, steps=1), ROUNDED["flash"])
-    assert paid == told
+    assert paid == monitored
 
 
 def test_batches_are_made_once_and_are_those_of_the_text() -> None:
@@ -233,12 +233,12 @@ def test_variants_are_what_their_names_say(name: str, rule: str, unfused: bool, 
 
 def test_the_amplified_snippet_keeps_s_in_a_narrower_format() -> None:
     short = replace(SNIPPETS["train_amplified"], steps=2)
-    narrow, bf16 = (_run(each, ROUNDED["flash"]).losses for each in (short, replace(short, scores=BF16)))
+    narrow, bf16 = (_run(snippet, ROUNDED["flash"]).losses for snippet in (short, replace(short, scores=BF16)))
     assert narrow != bf16
 
 
 def test_every_single_change_of_section_3_2_is_a_change() -> None:
-    kernels = {(each.scripted, each.before, each.head, each.mitigation) for each in ROUNDED.values()}
+    kernels = {(variant.scripted, variant.before, variant.head, variant.mitigation) for variant in ROUNDED.values()}
     assert len(kernels) == len(ROUNDED)
 
 

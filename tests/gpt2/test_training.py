@@ -40,14 +40,14 @@ def _log(out: Path) -> list[dict[str, Any]]:
 
 
 def _weights(out: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = torch.load(out / CHECKPOINT, weights_only=True)["model"]
-    return found
+    weights: dict[str, Tensor] = torch.load(out / CHECKPOINT, weights_only=True)["model"]
+    return weights
 
 
-def _same_end(one: Path, other: Path) -> bool:
+def _same_end(first: Path, other: Path) -> bool:
     """Whether two runs ended in the same log and the same weights, to the bit."""
-    a, b = _weights(one), _weights(other)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) and _log(one) == _log(other)
+    a, b = _weights(first), _weights(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) and _log(first) == _log(other)
 
 
 def _killed_at(step: int, patch: pytest.MonkeyPatch) -> None:
@@ -140,8 +140,8 @@ def test_ctrl_c_ends_the_step_and_leaves_a_checkpoint(tmp_path: Path, capsys: py
         patch.setattr(GPT2, "loss", pressed)
         assert _train(tmp_path / "stopped", "--checkpoint-every", "100") == 130
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    told = capsys.readouterr().out.splitlines()[-1]
-    assert told == f"interrupted after step 3; {tmp_path / 'stopped' / CHECKPOINT} has it all: go on with --resume"
+    last_line = capsys.readouterr().out.splitlines()[-1]
+    assert last_line == f"interrupted after step 3; {tmp_path / 'stopped' / CHECKPOINT} has it all: go on with --resume"
     assert _train(tmp_path / "stopped", "--resume") == 0
     assert _same_end(tmp_path / "straight", tmp_path / "stopped")
 
@@ -237,11 +237,11 @@ def test_the_parts_of_a_batch_have_noise_of_their_own(tmp_path: Path, monkeypatc
 def test_bf16_rounds_the_linear_layers_but_neither_weights_nor_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, seen = nn.Linear.forward, set()
+    forward, dtypes = nn.Linear.forward, set()
 
     def linear(self: nn.Linear, x: Tensor) -> Tensor:
         out = forward(self, x)
-        seen.add((self.weight.dtype, out.dtype))
+        dtypes.add((self.weight.dtype, out.dtype))
         return out
 
     def view(observation: Observation) -> View:
@@ -254,15 +254,15 @@ def test_bf16_rounds_the_linear_layers_but_neither_weights_nor_attention(
     monkeypatch.setattr(nn.Linear, "forward", linear)
     monkeypatch.setattr(f"{PROGRESS}.View", view)
     assert _train(tmp_path / "run", "--precision", "bf16", "--kernel", "flash@fp32", steps=2) == 0
-    assert seen == {(torch.float32, torch.bfloat16)}
+    assert dtypes == {(torch.float32, torch.bfloat16)}
     assert {weight.dtype for weight in _weights(tmp_path / "run").values()} == {torch.float32}
 
 
 def test_the_rate_follows_the_schedule(tmp_path: Path) -> None:
     assert _train(tmp_path / "one", steps=2) == 0
     assert _train(tmp_path / "other", "--warm-up", "5", steps=2) == 0
-    one, other = _weights(tmp_path / "one"), _weights(tmp_path / "other")
-    assert not torch.equal(one["head.weight"], other["head.weight"])
+    first, second = _weights(tmp_path / "one"), _weights(tmp_path / "other")
+    assert not torch.equal(first["head.weight"], second["head.weight"])
 
 
 def test_gradients_are_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,10 +316,10 @@ def test_an_explosion_ends_the_run_and_keeps_its_inputs(tmp_path: Path, capsys: 
     last = _log(tmp_path / "run")[-1]["step"]
     assert f"the loss exploded at step {last}" in capsys.readouterr().out
     assert EXPLOSION_STEPS <= last < 40
-    kept = sorted(path.name for path in (tmp_path / "run").glob("inputs-*"))
+    files = sorted(path.name for path in (tmp_path / "run").glob("inputs-*"))
     steps = range(max(1, last - KEPT_STEPS + 1), last + 1)
-    assert kept == [f"inputs-{step:06d}.safetensors" for step in steps]
-    with safe_open(tmp_path / "run" / kept[-1], framework="pt") as file:
+    assert files == [f"inputs-{step:06d}.safetensors" for step in steps]
+    with safe_open(tmp_path / "run" / files[-1], framework="pt") as file:
         names = file.keys()
         assert sorted(names) == [f"layer{layer}.{name}" for layer in (0, 1) for name in ("do", "k", "q", "v")]
         assert file.metadata() == {
@@ -330,9 +330,9 @@ def test_an_explosion_ends_the_run_and_keeps_its_inputs(tmp_path: Path, capsys: 
             "preset": "tiny",
             "seed": "3",
         }
-        found = {name: file.get_tensor(name) for name in names}
-    assert {tuple(tensor.shape) for tensor in found.values()} == {(2, 4, 64, 16)}
-    assert {name: tensor.dtype for name, tensor in found.items() if name.startswith("layer1")} == {
+        tensors = {name: file.get_tensor(name) for name in names}
+    assert {tuple(tensor.shape) for tensor in tensors.values()} == {(2, 4, 64, 16)}
+    assert {name: tensor.dtype for name, tensor in tensors.items() if name.startswith("layer1")} == {
         "layer1.q": torch.bfloat16,
         "layer1.k": torch.bfloat16,
         "layer1.v": torch.bfloat16,
@@ -353,7 +353,7 @@ def test_kernels_are_chosen_by_layer_and_by_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ("2", "expected LAYER=KERNEL or LAYER.HEAD=KERNEL"),
         ("3=fair", "the model has 2 layers of 4 heads, from 1"),
@@ -362,10 +362,10 @@ def test_kernels_are_chosen_by_layer_and_by_head(tmp_path: Path) -> None:
     ],
 )
 def test_a_layer_or_head_that_is_not_there_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str, message: str
 ) -> None:
     assert _train(tmp_path / "run", "--in-layers", value) == 2
-    assert capsys.readouterr().err == f"tiebreak lab train: --in-layers {value}: {said}\n"
+    assert capsys.readouterr().err == f"tiebreak lab train: --in-layers {value}: {message}\n"
 
 
 def test_heads_of_several_kernels_are_kept_in_their_order(tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_a_users_kernel_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--data", "nowhere"], "train.bin: no such file"),
         (["--resume"], "checkpoint.pt: no such file; start without --resume"),
@@ -429,12 +429,12 @@ def test_a_users_kernel_trains(tmp_path: Path) -> None:
     ],
 )
 def test_bad_usage_is_one_clear_line_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert _train(tmp_path / "run", *arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("tiebreak lab train: ")
-    assert told in error
+    assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
@@ -451,9 +451,9 @@ def test_safetensors_is_missed_before_the_run(
 def test_a_preset_is_written_with_either_dash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--layers", "1", "--heads", "2", "--width", "4", "--context", "4", "--steps", "1", "--sequences", "2"]
     assert main(["--preset", "gpt2-small", *small, "--out", str(tmp_path / "run")]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("gpt2_small: 1 layers, 2 heads, width 4, ")
-    assert "linear layers in bf16" in told
+    printed = capsys.readouterr().out
+    assert printed.startswith("gpt2_small: 1 layers, 2 heads, width 4, ")
+    assert "linear layers in bf16" in printed
 
 
 def test_checkpoints_of_another_run_or_cut_short_are_refused(

@@ -1,4 +1,4 @@
-"""Adapters by name: attention of packages that people use, each a function of a few lines, imported when asked for."""
+"""Adapters by name: attention of packages that people use, each a function of a few lines, imported when used."""
 
 import difflib
 import importlib

@@ -1,4 +1,4 @@
-"""Attention of inference engines: a graph of one operator, built when it is first asked for. Forward alone."""
+"""Attention of inference engines: a graph of one operator, built when it is first called. Forward alone."""
 
 import importlib
 from functools import cache
@@ -53,7 +53,7 @@ def onnxruntime(
 
 @cache
 def _compiled(dtype: torch.dtype, d: int, scale: float | None, is_causal: bool, masked: bool) -> Any:
-    """A model that is one ScaledDotProductAttention, told to compute in the format of its inputs."""
+    """A model that is one ScaledDotProductAttention, set to compute in the format of its inputs."""
     library = importlib.import_module("openvino")
     operators, kind = library.opset13, getattr(library.Type, _ELEMENTS[dtype])
     parameters = [operators.parameter([-1, -1, -1, d], kind) for _ in "qkv"]
@@ -71,7 +71,7 @@ def _compiled(dtype: torch.dtype, d: int, scale: float | None, is_causal: bool, 
 def openvino(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool, scale: float
 ) -> Tensor:
-    """OpenVINO's operator on a CPU, told to compute in the inputs' format: where the CPU has none, it does in fp32.
+    """OpenVINO's operator on a CPU, set to compute in the inputs' format, or in fp32 where the CPU lacks it.
 
     Its causal mask is aligned at the upper left, and its scale is a number of the inputs' format.
     """

@@ -107,9 +107,9 @@ def _rows(name: str, milliseconds: Mapping[str, float], flops: float) -> list[st
 
 def test_long_rows_take_memory_for_the_rows_alone() -> None:
     leaves = tuple(tensor.requires_grad_() for tensor in _tensors(LONG)[:3])
-    one = leaves[0].numel() * leaves[0].element_size()
+    tensor_bytes = leaves[0].numel() * leaves[0].element_size()
     torch.cuda.reset_peak_memory_stats()
     o = _triton("triton_flash", True, *leaves)
     _gradients(o, leaves, torch.ones_like(o))
     # Tensors of q's size are 8, and some are copied; a matrix of scores in bf16 would be 512.
-    assert torch.cuda.max_memory_allocated() < 64 * one
+    assert torch.cuda.max_memory_allocated() < 64 * tensor_bytes
