@@ -33,6 +33,10 @@ from tiebreak.reports.records import store
 
 _USAGE = 2
 _WORKER_GIB = 2.0
+# In the steps that `Experiment.cost` counts: 3.0 s of a worker's start, imports and collection, by 0.19 s (11 calls of
+# a user's kernel: 11.0 s of CPU time without workers, 14.0 and 17.0 s with one and two).
+_WORKER_START = 16.0
+_SHARED_CORE = 0.75  # of a core's speed that is left where all are busy: 0.6 where two share their units, 1 of its own
 _PRINTED = 10_000  # characters of what a cell prints that are kept, the last
 _NO_RUN = ("help", "collectonly", "markers", "showfixtures")  # pytest's options that run no cell
 _WORKED_EXAMPLES = Path(__file__).with_name("test_worked_examples.py")
@@ -42,6 +46,7 @@ WATCH = pytest.StashKey[Watch]()
 ACCOUNT = pytest.StashKey[str]()  # a cell's own account of why it did not hold
 _poisoned = pytest.StashKey[bool]()  # of the session: whether its device is beyond use for this process
 _cells = pytest.StashKey[Mapping[str, Cell]]()
+_chosen = pytest.StashKey[tuple[list[Cell], dict[str, str]]]()  # cells, and the backends that can't run
 _bench = pytest.StashKey[Workbench]()
 _excuses = pytest.StashKey[Excuses]()
 
@@ -113,6 +118,26 @@ def _selection(config: pytest.Config) -> Selection:
     )
 
 
+def _choose(config: pytest.Config) -> tuple[list[Cell], dict[str, str]]:
+    """The cells of the run and the backends that can't run, looked up once: a user's file is imported for it."""
+    if _chosen not in config.stash:
+        config.stash[_chosen] = cells(_selection(config))
+    return config.stash[_chosen]
+
+
+def faster_alone(config: pytest.Config, workers: int) -> bool:
+    """Whether one process is done with all cells before so many workers would be.
+
+    Alone they take the sum of their costs; n workers a start and an n-th of it, on cores that slow each other down.
+    """
+    try:
+        chosen, _ = _choose(config)
+    except SelectionError:  # which pytest_configure tells
+        return False
+    work, n = sum(cell.experiment.cost(cell.backend) for cell in chosen), min(workers, len(chosen))
+    return work * (_SHARED_CORE * n - 1) < _WORKER_START * n
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Check every option before any work, on the controller and again on the workers."""
     # One thread a worker, however many workers: sums are added in one order and records repeat to the bit.
@@ -130,7 +155,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings = _settings(config)
     config.stash[_bench] = Workbench(settings)
     try:
-        found, unavailable = cells(_selection(config))
+        found, unavailable = _choose(config)
         if on_controller:
             check_usable(found)
     except SelectionError as error:

@@ -5,8 +5,11 @@ import contextlib
 import io
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TextIO
 
 import pytest
@@ -15,12 +18,16 @@ from tiebreak.kernels.external.adapters import ADAPTERS
 from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.matrix.gatekeeper import Gatekeeper
 from tiebreak.matrix.options import OPTIONS, refuse_twice
+from tiebreak.matrix.plugin import WATCH, faster_alone
 from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.scheduling import cell_id
+from tiebreak.matrix.watch import timed_out
+from tiebreak.programs import forked
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, USAGE, Parser
 from tiebreak.reports.records.record import Run
 
+_AUTO = "auto"
 _EXIT = "Exit: "  # before the reason for which pytest was told to end
 _TELL_EVERY = 0.5  # seconds between two words on how far it is
 # Of the user's pytest nothing is wanted here: neither its configuration nor what is installed beside it.
@@ -40,13 +47,29 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = _parser().parse_args(arguments)
     refuse_twice(arguments)
-    teller = _Teller(sys.stderr)
+    if options.workers == _AUTO and forked.possible():
+        with tempfile.TemporaryDirectory(prefix="tiebreak-") as folder:
+            word = Path(folder) / "watch"
+            code = forked.in_a_fork(lambda: _check(options, _Teller(sys.stderr, word)))
+            if code is not None:
+                return code
+            why = timed_out(word) or "the process has ended, or its device is beyond use"
+        print(f"tiebreak check: {why}; once more with workers, to tell which cells are to blame", file=sys.stderr)
+    code = _check(options, _Teller(sys.stderr))
+    assert code is not None
+    return code
+
+
+def _check(options: argparse.Namespace, teller: "_Teller") -> int | None:
+    """Run, and print what it came to; None if a run without workers has left out cells by itself."""
     code, printed = _run(_words(options), teller)
     if teller.collector is None or teller.collector.run is None:
         if teller.interrupted:
             return INTERRUPTED
         print(_refusal(printed), file=sys.stderr)
         return USAGE
+    if teller.alone and not teller.interrupted and not teller.collector.run.complete:
+        return None
     terminal.show(_report(teller.collector.run, teller))
     if teller.interrupted:
         return INTERRUPTED
@@ -68,15 +91,15 @@ def _parser() -> argparse.ArgumentParser:
         "-n",
         "--workers",
         type=_workers,
-        default="auto",
+        default=_AUTO,
         metavar="N",
-        help="processes (default: as many as the machine carries)",
+        help="worker processes; 0: none (default: none where that is faster, else as many as the machine carries)",
     )
     return parser
 
 
 def _workers(text: str) -> str:
-    if text != "auto" and not text.isdecimal():
+    if text != _AUTO and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text}: expected a number of processes, or auto")
     return text
 
@@ -121,12 +144,33 @@ def _report(run: Run, teller: "_Teller") -> str:
 class _Teller:
     """Says on a stream how far the run is: a plug-in of the pytest that runs in silence."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, word: Path | None = None) -> None:
+        """Begin.
+
+        Args:
+            stream: to say it on.
+            word: where this process, which may be ended, leaves word if a cell takes too long; None: it must go on.
+        """
         self.stream, self.began, self.told = stream, time.monotonic(), 0.0
+        self.word, self.alone = word, False
         self.collector: RecordCollector | None = None
         self.gate: Gatekeeper | None = None
         self.interrupted = False
         self.ended: set[str] = set()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_xdist_auto_num_workers(self, config: pytest.Config) -> Generator[None, int | None, int | None]:
+        """None where that is faster, unless cells are to be ended one by one."""
+        workers = yield
+        expendable = self.word is not None and config.getoption("cell_timeout") is None
+        self.alone = expendable and workers is not None and faster_alone(config, workers)
+        return 0 if self.alone else workers
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Let a cell that takes too long end a process that can be spared."""
+        if self.alone:
+            config.stash[WATCH] = replace(config.stash[WATCH], file=self.word)
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Get hold of what keeps the records, and of what judges them as a whole."""
@@ -135,7 +179,7 @@ class _Teller:
         if self.collector is not None:
             for line in self.collector.warnings():
                 print(f"tiebreak check: {line}", file=self.stream)
-        self._tell("starting the workers")
+        self._tell("starting")
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """Ctrl-C; what ends a run before its work comes this way too."""

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.programs import check
+from tiebreak.matrix.plugin import faster_alone
+from tiebreak.programs import check, forked
 from tiebreak.reports import cli
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import (
@@ -50,6 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option-either")
+    monkeypatch.setattr(forked, "possible", lambda: False)  # what is printed is looked at in this process
     return tmp_path
 
 
@@ -100,6 +102,39 @@ def test_bad_usage_is_one_line_and_exit_code_2(
     assert found.err.startswith(told)
     assert len(found.err.splitlines()) == 1
     assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(("cases", "alone"), [("random,no_tail", True), ("*", False)])
+def test_few_cheap_cells_take_no_workers(pytester: pytest.Pytester, cases: str, alone: bool) -> None:
+    (pytester.path / "mine.py").write_text(KERNEL)
+    config = pytester.parseconfig("-p", "tiebreak.matrix.plugin", "--kernel", "mine.py:attention", "--cases", cases)
+    assert faster_alone(config, 2) is alone
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there it always has workers")
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [("os._exit(0)", "the process has ended"), ("re.fullmatch('(a+)+b', 'a' * 64)", "no result after 2 s; it was in ")],
+)
+def test_a_kernel_that_ends_or_holds_the_one_process_is_run_again_with_workers(
+    folder: Path, end: str, why: str
+) -> None:
+    """Here it does so where there are no workers alone."""
+    (folder / "mine.py").write_text(
+        KERNEL.replace(
+            "import torch\n",
+            "import os, re, torch\nfrom tiebreak.matrix.experiments.call import Call\n"
+            "alone = 'PYTEST_XDIST_WORKER' not in os.environ\nif alone:\n    Call.time_limit = 2.0\n",
+        ).replace("    p =", f"    if alone and q.shape[2] == 7:\n        {end}\n    p =")
+    )
+    command = [sys.executable, "-m", "tiebreak.reports.cli", "check", "mine.py:attention"]
+    options = ("--cases", "random,random_odd", "--heads", "16")
+    ran = subprocess.run([*command, *options], cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "2 cells: 2 measured" in ran.stdout
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith(f"tiebreak check: {why}")
+    assert line.endswith("; once more with workers, to tell which cells are to blame")
 
 
 def pytest_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
