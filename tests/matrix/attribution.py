@@ -47,12 +47,12 @@ def fits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaration]) -
     """
     work = {name: nameless(batch.clipped(declaration)) for name, declaration in candidates.items()}
     some = _part(batch)
-    found = _tried(o, some, work.values())
+    fitting = _tried(o, some, work.values())
     if some is not batch:
-        best = max(fit.bits for fit in found.values())
-        near = [one for one, fit in found.items() if fit.bits >= best - _REACH or drawn(one)]
-        found |= _tried(o, batch, near)
-    return {name: found[one] for name, one in work.items()}
+        best = max(fit.bits for fit in fitting.values())
+        near = [plan for plan, fit in fitting.items() if fit.bits >= best - _REACH or drawn(plan)]
+        fitting |= _tried(o, batch, near)
+    return {name: fitting[plan] for name, plan in work.items()}
 
 
 def drawn(declaration: Declaration) -> bool:
@@ -63,12 +63,12 @@ def drawn(declaration: Declaration) -> bool:
 def _tried(o: Tensor, batch: SharedBatch, declarations: Iterable[Declaration]) -> dict[Declaration, Fit]:
     entries, heads = batch.inputs.q.shape[:2]
     ours, units = o[:entries, :heads].float(), batch.yardstick.units
-    found = {}
+    fitting = {}
     for declaration in dict.fromkeys(declarations):
         theirs = run_forward(declaration, batch.inputs, batch.emulation.arithmetic).o
         samples = by_key_head(in_units(ours.double() - theirs.double(), units), batch.inputs.groups)
-        found[declaration] = Fit(equal_bits(ours, theirs), interval(samples[torch.isfinite(samples)]))
-    return found
+        fitting[declaration] = Fit(equal_bits(ours, theirs), interval(samples[torch.isfinite(samples)]))
+    return fitting
 
 
 def _part(batch: SharedBatch) -> SharedBatch:

@@ -58,26 +58,26 @@ def candidates() -> Mapping[str, Declaration]:
     more = ("flash@fused_fast_exp", *_MORE, *_EIGHT_BITS, *DEFAULT_ROSTER)
     texts = dict.fromkeys((*_PLAIN, *_UNTILED, *_SCALED_FIRST, *more))
     texts |= dict.fromkeys(f"{text},base=2" for text in (*_PLAIN, *_UNTILED))
-    found: dict[str, Declaration] = {}
+    declarations: dict[str, Declaration] = {}
     for text in texts:
         declaration = parse_declaration(text)
         if declaration.plan.o.narrows:
-            found.setdefault(text, declaration)
+            declarations.setdefault(text, declaration)
             tiled = declaration.algorithm.tiled and not declaration.tile_named
             tiled = tiled and text.partition(",")[0] not in _UNTILED
             blocks = _LATER if text in (*_PLAIN, *_MORE) or text.endswith("base=2") else (ONE_TILE,)
             # In one tile flash attention 1 is standard attention.
             for block in blocks[text.startswith(FLASH_ATTENTION_1.name) :] if tiled else ():
-                found[f"{text},tile={block}"] = replace(declaration, block=block, tile_named=True)
-    return MappingProxyType(_without_doubles(found))
+                declarations[f"{text},tile={block}"] = replace(declaration, block=block, tile_named=True)
+    return MappingProxyType(_without_doubles(declarations))
 
 
-def _without_doubles(found: Mapping[str, Declaration]) -> dict[str, Declaration]:
+def _without_doubles(declarations: Mapping[str, Declaration]) -> dict[str, Declaration]:
     """Those that do not do the same as one before them: `as_printed_v1` is `safe` by another name."""
     first: dict[Declaration, str] = {}
-    for text, declaration in found.items():
+    for text, declaration in declarations.items():
         first.setdefault(nameless(declaration), text)
-    return {text: found[text] for text in first.values()}
+    return {text: declarations[text] for text in first.values()}
 
 
 def nameless(declaration: Declaration) -> Declaration:

@@ -16,7 +16,7 @@ class Claimed:
     asked: str  # what is expected
     source: str  # who claims it
     met: bool | None  # None: the data do not tell
-    found: str  # what was measured, in words
+    measured: str  # what was measured, in words
     waives: frozenset[str] = frozenset()  # checks that need not be met: it claims that they are not
 
 
@@ -26,7 +26,7 @@ class Predicted:
 
     plan: str  # rule@plan that was emulated
     met: bool | None  # None: the data do not tell
-    found: str  # what was measured and what was predicted, in words
+    measured: str  # what was measured and what was predicted, in words
 
 
 @dataclass(frozen=True)

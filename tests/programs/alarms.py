@@ -51,10 +51,10 @@ def run_seed(seed: int, backends: str, cases: str | None) -> Seed:
     torch.set_num_threads(1)
     keep_memory()
     started, bench = time.monotonic(), Workbench(Settings(seed=seed))
-    found, _ = cells(Selection(backends=backends, cases=cases))
+    asked, _ = cells(Selection(backends=backends, cases=cases))
     outcomes: Counter[str] = Counter()
     alarms = []
-    for cell in found:
+    for cell in asked:
         record = run_cell(cell, bench)
         outcomes[record.outcome] += 1
         if not record.passes and record.outcome != SKIPPED:
@@ -73,7 +73,7 @@ def kept(path: Path, backends: str, cases: str | None) -> dict[int, Seed]:
         ValueError: a line is none that this program wrote.
     """
     asked = (backends, cases, commit())
-    return {one.seed: one for one in read_parts(path, Seed) if (one.backends, one.cases, one.commit) == asked}
+    return {seed.seed: seed for seed in read_parts(path, Seed) if (seed.backends, seed.cases, seed.commit) == asked}
 
 
 def at_most(alarms: int, cells: int, sure: float = _SURE) -> float:
@@ -98,13 +98,13 @@ def at_most(alarms: int, cells: int, sure: float = _SURE) -> float:
 
 def summary(seeds: Iterable[Seed]) -> str:
     """The count, its bound, and every alarm."""
-    found = sorted(seeds, key=lambda one: one.seed)
-    outcomes = sum((Counter(one.outcomes) for one in found), Counter[str]())
+    seeds = sorted(seeds, key=lambda seed: seed.seed)
+    outcomes = sum((Counter(seed.outcomes) for seed in seeds), Counter[str]())
     ran = sum(outcomes.values()) - outcomes[SKIPPED]
-    alarms = [f"seed {one.seed}: {text}" for one in found for text in one.alarms]
+    alarms = [f"seed {seed.seed}: {text}" for seed in seeds for text in seed.alarms]
     parts = ", ".join(f"{count} {name}" for name, count in outcomes.most_common())
     bound = at_most(len(alarms), ran) if ran else 1.0
-    asked = f"{counted(len(found), 'seed')}, {counted(ran, 'cell')} ({parts})"
+    asked = f"{counted(len(seeds), 'seed')}, {counted(ran, 'cell')} ({parts})"
     head = f"{asked}: {counted(len(alarms), 'alarm')}, with {_SURE:.0%} confidence fewer than"
     return "\n".join([f"{head} one in {1 / bound:,.0f} cells", *alarms])
 
@@ -140,23 +140,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SelectionError, ValueError, OSError) as error:
         _parser().error(str(error))
     wanted = range(options.first, options.first + options.seeds)
-    found = [done[seed] for seed in wanted if seed in done]
+    finished = [done[seed] for seed in wanted if seed in done]
     left = [(seed, options.backend, options.cases) for seed in wanted if seed not in done]
     workers = min(options.workers or worker_count(_WORKER_GIB), max(1, len(left)))
-    before = [one.seconds for one in done.values()]
+    before = [seed.seconds for seed in done.values()]
     each = sum(before) / len(before) if before else _STEP_SECONDS * sum(c.experiment.cost(c.backend) for c in asked)
     print(f"{len(asked)} cells a seed, {len(left)} of {len(wanted)} seeds to run, in {workers} processes:"
           f" {expected(each * len(left) / workers)}", flush=True)  # fmt: skip
     try:
-        run_parts(_one, left, workers, options.out, _told, found)
+        run_parts(_one, left, workers, options.out, _line, finished)
     except KeyboardInterrupt:
         print(f"stopped; {options.out} has the seeds that are done, and the same command goes on")
         return 130
-    print(summary(found))
-    return int(any(one.alarms for one in found))
+    print(summary(finished))
+    return int(any(seed.alarms for seed in finished))
 
 
-def _told(seed: Seed) -> str:
+def _line(seed: Seed) -> str:
     return f"seed {seed.seed}: {len(seed.alarms)} alarms in {seed.seconds:.0f} s"
 
 

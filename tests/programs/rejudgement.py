@@ -115,7 +115,7 @@ def _of_a_call(record: Record, case: Case) -> Iterator[str]:
     if not nonfinite and abs(bias.mean - expected.mean - difference.mean) > _CLOSE:
         yield "measures: bias less predicted_bias is not prediction_difference"
     elif not nonfinite and answer is not None and answer.met is not predicted(difference):
-        yield f"answers.prediction: {_told(answer.met)}, and its measures say {_told(predicted(difference))}"
+        yield f"answers.prediction: {_in_words(answer.met)}, and its measures say {_in_words(predicted(difference))}"
     declaration = declaration_of(record)
     if declaration is None:
         return
@@ -136,7 +136,7 @@ def _of_the_claim(record: Record, claim: Claim | None) -> Iterator[str]:
         # Of rows a record has the means alone, without their interval.
         met = claim.expectation.met(_as_recorded(record))
         if met is not answer.met:
-            yield f"answers.claim: {_told(answer.met)}, and its measures say {_told(met)}"
+            yield f"answers.claim: {_in_words(answer.met)}, and its measures say {_in_words(met)}"
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ class _Recorded(Errors):
 
 def _as_recorded(record: Record) -> Errors:
     def number(name: str) -> float:
-        found = record.number(name)
-        return math.nan if found is None else found
+        value = record.number(name)
+        return math.nan if value is None else value
 
     def count(name: str) -> int:
         return int(record.number(name) or 0)
@@ -190,17 +190,17 @@ def _of_measures(record: Record, waived: frozenset[str]) -> Iterator[str]:
     """Checks that its measures answer otherwise than it says."""
     result = Result({name: _value(value) for name, value in record.measures.items()}, Shown(""), bound_of=record.plan)
     for name in _MEASURED:
-        found, said = checks()[name].ask(result), record.answers.get(name)
-        if found is None:
+        answer, recorded = checks()[name].ask(result), record.answers.get(name)
+        if answer is None:
             continue
-        if said is None:
-            if name not in waived and found.met is not True:
-                yield f"answers.{name}: not asked, and its measures do not meet it: {found.why}"
-        elif said.met is not found.met and not (name == "gradients" and said.met is False):
-            yield f"answers.{name}: {_told(said.met)}, and its measures say {_told(found.met)}"
+        if recorded is None:
+            if name not in waived and answer.met is not True:
+                yield f"answers.{name}: not asked, and its measures do not meet it: {answer.why}"
+        elif recorded.met is not answer.met and not (name == "gradients" and recorded.met is False):
+            yield f"answers.{name}: {_in_words(recorded.met)}, and its measures say {_in_words(answer.met)}"
 
 
-def _told(met: bool | None) -> str:
+def _in_words(met: bool | None) -> str:
     return {True: "met", False: "not met", None: "not told"}[met]
 
 
@@ -263,7 +263,7 @@ def _differences(record: Record, again: Record) -> Iterator[str]:
             yield f"measures.{name}: {_number(record.measures.get(name))}, recomputed {_number(value)}"
     met = {name: answer.met for name, answer in again.answers.items()}
     if met != {name: answer.met for name, answer in record.answers.items()}:
-        yield f"answers: recomputed {', '.join(f'{name} {_told(told)}' for name, told in met.items())}"
+        yield f"answers: recomputed {', '.join(f'{name} {_in_words(told)}' for name, told in met.items())}"
 
 
 def _prediction(record: Record, bench: Workbench) -> Iterator[str]:
@@ -275,14 +275,14 @@ def _prediction(record: Record, bench: Workbench) -> Iterator[str]:
     if not 0 < record.heads <= most:
         yield f"heads: {record.heads}, and a cell draws at most {most}"
         return
-    found: list[Errors] = []
+    batches: list[Errors] = []
     drawn, first = 0, ""
     while drawn < record.heads:
-        output, errors = bench.case(case, fmt).emulated(len(found), declaration)
+        output, errors = bench.case(case, fmt).emulated(len(batches), declaration)
         first = first or digest(output)
-        found.append(errors)
+        batches.append(errors)
         drawn += output.o.shape[0] * output.o.shape[1]
-    bias = merge(found).bias
+    bias = merge(batches).bias
     value = Estimate.of(bias.mean, bias.half_width)
     if not _same(value, record.measures.get("predicted_bias")):
         said = _number(record.measures.get("predicted_bias"))

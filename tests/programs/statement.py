@@ -56,17 +56,17 @@ def state(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="records of one platform's runs")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write")
-    told = "; ".join(f"{name}: {one.about}" for name, one in PROFILES.items())
-    parser.add_argument("--profile", required=True, metavar="NAME", help=f"which cells must be there: {told}")
+    profiles = "; ".join(f"{name}: {selector.about}" for name, selector in PROFILES.items())
+    parser.add_argument("--profile", required=True, metavar="NAME", help=f"which cells must be there: {profiles}")
     parser.add_argument(
         "--waivers", type=Path, metavar="FILE", help="TOML file of expected failures, each with a last day"
     )
     options = parser.parse_args(arguments)
     asked = _profile(options.profile)
     entries = () if options.waivers is None else expected.waivers(options.waivers, checks())
-    found = write(options.files, options.output, asked, entries, date.today())
-    print(f"statement: {options.output}: profile {asked.name}, {_counts(found)}: {found.result}")
-    return HELD if found.result == "held" else FELL
+    statement = write(options.files, options.output, asked, entries, date.today())
+    print(f"statement: {options.output}: profile {asked.name}, {_counts(statement)}: {statement.result}")
+    return HELD if statement.result == "held" else FELL
 
 
 def verify(arguments: Sequence[str]) -> int:
@@ -152,9 +152,9 @@ def write(
     named = {str(path): run for path, run in zip(files, runs, strict=True)}
     _refuse(itertools.chain(_of_records(named, asked), statement_findings.of_waivers(runs, waivers, checks(), today)))
     names = [f"records-{number}.json" for number in range(1, len(files) + 1)]
-    found = statements.derive(runs, contents, names, asked, waivers)
-    _write_whole(folder, {**dict(zip(names, contents, strict=True)), **_texts(found, runs, asked)})
-    return found
+    statement = statements.derive(runs, contents, names, asked, waivers)
+    _write_whole(folder, {**dict(zip(names, contents, strict=True)), **_texts(statement, runs, asked)})
+    return statement
 
 
 def _of_records(named: Mapping[str, Run], asked: Profile) -> Iterator[str]:
@@ -165,18 +165,18 @@ def _of_records(named: Mapping[str, Run], asked: Profile) -> Iterator[str]:
 
 
 def _refuse(findings: Iterator[str]) -> None:
-    found = list(findings)
-    if found:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise UsageError(store.one_line(f"{found[0]}{more}"))
+    lines = list(findings)
+    if lines:
+        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+        raise UsageError(store.one_line(f"{lines[0]}{more}"))
 
 
-def _texts(found: Statement, runs: Sequence[Run], asked: Profile) -> dict[str, bytes]:
+def _texts(statement: Statement, runs: Sequence[Run], asked: Profile) -> dict[str, bytes]:
     markdown, html = SUMMARIES
     texts = {
-        FILE: statements.as_text(found),
-        markdown: statement_summary.markdown(found, runs, asked),
-        html: statement_summary.html(found, runs, asked),
+        FILE: statements.as_text(statement),
+        markdown: statement_summary.markdown(statement, runs, asked),
+        html: statement_summary.html(statement, runs, asked),
     }
     return {name: text.encode() for name, text in texts.items()}
 
@@ -184,7 +184,7 @@ def _texts(found: Statement, runs: Sequence[Run], asked: Profile) -> dict[str, b
 def _check_free(folder: Path) -> None:
     """Refuse a folder that has something else in it than an older statement."""
     if folder.is_dir() and not folder.is_symlink():
-        there = {one.name for one in folder.iterdir()}
+        there = {path.name for path in folder.iterdir()}
         if there and not (FILE in there and all(_ours(name) for name in there)):
             raise UsageError(f"-o {folder}: there is something else in it; name a folder that is new or empty")
     elif folder.exists() or folder.is_symlink():
@@ -230,38 +230,38 @@ class Verification:
             tiebreak.reports.records.store.UnreadableRecordsError: `statement.json` can't be read.
         """
         try:
-            found = statements.read(self.folder)
+            statement = statements.read(self.folder)
         except OtherVersionError as error:
             return [str(error)]
-        asked = self.wanted or (profile(found.profile) if found.profile in PROFILES else None)
+        asked = self.wanted or (profile(statement.profile) if statement.profile in PROFILES else None)
         if asked is None:
-            return [f"{FILE}: {unknown('profile', found.profile, PROFILES, '')}"]
-        if found.profile != asked.name:
-            return [f"{FILE}: of profile {found.profile}, not of {asked.name}"]
-        if found.profile_hash != asked.hash:
+            return [f"{FILE}: {unknown('profile', statement.profile, PROFILES, '')}"]
+        if statement.profile != asked.name:
+            return [f"{FILE}: of profile {statement.profile}, not of {asked.name}"]
+        if statement.profile_hash != asked.hash:
             return [
-                f"{FILE}: of profile {found.profile}, {found.profile_hash[:16]}; profile {asked.name} of this tiebreak"
-                f" is {asked.hash[:16]}: verify with the release that it was made with"
+                f"{FILE}: of profile {statement.profile}, {statement.profile_hash[:16]}; profile {asked.name} of this"
+                f" tiebreak is {asked.hash[:16]}: verify with the release that it was made with"
             ]
-        findings = list(self._of_files(found))
-        runs, unreadable = self._runs(found)
+        findings = list(self._of_files(statement))
+        runs, unreadable = self._runs(statement)
         findings += unreadable
         if unreadable or not runs:
             return findings or [f"{FILE}: files: none"]
-        findings += self._of_statement(found, runs, asked)
+        findings += self._of_statement(statement, runs, asked)
         findings += _of_records(runs, asked)
-        findings += statement_findings.of_waivers(list(runs.values()), found.waivers, checks(), self.today)
-        findings += statement_findings.of_outcomes(list(runs.values()), found.waivers)
+        findings += statement_findings.of_waivers(list(runs.values()), statement.waivers, checks(), self.today)
+        findings += statement_findings.of_outcomes(list(runs.values()), statement.waivers)
         findings += self._rejudged(runs, asked)
         self.told = self.told if not findings else ""
         return findings
 
-    def _of_files(self, found: Statement) -> Iterator[str]:
+    def _of_files(self, statement: Statement) -> Iterator[str]:
         """Files that are not as the statement lists them."""
-        listed = {one.name: one for one in found.files}
-        if len(listed) < len(found.files):
+        listed = {file.name: file for file in statement.files}
+        if len(listed) < len(statement.files):
             yield f"{FILE}: files: one is listed twice"
-        for name in sorted(one.name for one in self.folder.iterdir()):
+        for name in sorted(file.name for file in self.folder.iterdir()):
             if name not in (FILE, *SUMMARIES, *listed):
                 yield f"{name}: not a file of the statement"
         for name in (*SUMMARIES, *listed):
@@ -272,31 +272,31 @@ class Verification:
             elif name in listed and statements.digest((self.folder / name).read_bytes()) != listed[name].sha256:
                 yield f"{name}: SHA-256 is not as in {FILE}: the file was edited"
 
-    def _runs(self, found: Statement) -> tuple[dict[str, Run], list[str]]:
+    def _runs(self, statement: Statement) -> tuple[dict[str, Run], list[str]]:
         runs: dict[str, Run] = {}
         problems: list[str] = []
-        for one in found.files:
-            if not _COPY.fullmatch(one.name) or not (self.folder / one.name).is_file():
+        for file in statement.files:
+            if not _COPY.fullmatch(file.name) or not (self.folder / file.name).is_file():
                 continue
             try:
-                runs[one.name] = store.read(self.folder / one.name)
+                runs[file.name] = store.read(self.folder / file.name)
             except store.UnreadableRecordsError as error:
                 problems.append(str(error))
         return runs, problems
 
-    def _of_statement(self, found: Statement, runs: Mapping[str, Run], asked: Profile) -> Iterator[str]:
+    def _of_statement(self, statement: Statement, runs: Mapping[str, Run], asked: Profile) -> Iterator[str]:
         """What `statement.json` and the summaries say otherwise than the records."""
         contents = [(self.folder / name).read_bytes() for name in runs]
-        derived = statements.derive(list(runs.values()), contents, list(runs), asked, found.waivers)
+        derived = statements.derive(list(runs.values()), contents, list(runs), asked, statement.waivers)
         for name in ("commit", "platform", "kernels", "users", "counts", "result"):
-            if getattr(found, name) != getattr(derived, name):
+            if getattr(statement, name) != getattr(derived, name):
                 yield f"{FILE}: {name}: not what the records come to"
-        cells = {one.name: one.cells for one in derived.files}
-        if any(one.cells != cells.get(one.name, one.cells) for one in found.files):
+        cells = {file.name: file.cells for file in derived.files}
+        if any(file.cells != cells.get(file.name, file.cells) for file in statement.files):
             yield f"{FILE}: files: cells: not what the records come to"
         # Other digests have been told of; the summaries need not be told of for them too.
-        listed = {one.name: one.sha256 for one in found.files}
-        files = tuple(replace(one, sha256=listed[one.name]) for one in derived.files)
+        listed = {file.name: file.sha256 for file in statement.files}
+        files = tuple(replace(file, sha256=listed[file.name]) for file in derived.files)
         for name, content in _texts(replace(derived, files=files), list(runs.values()), asked).items():
             path = self.folder / name
             if name != FILE and path.is_file() and path.read_bytes() != content:
@@ -313,10 +313,10 @@ class Verification:
         for record in chosen:
             if record.seed == asked.seed:
                 yield from (f"{record.id}: {text}" for text in rejudging.recomputed(record, asked.heads, bench))
-        self.told = _told(asked, records, chosen)
+        self.told = _summary(asked, records, chosen)
 
 
-def _told(asked: Profile, records: Sequence[Record], chosen: Sequence[Record]) -> str:
+def _summary(asked: Profile, records: Sequence[Record], chosen: Sequence[Record]) -> str:
     able = sum(map(rejudging.recomputable, records))
     own = sum(record.backend == EMULATION.name for record in chosen)
     return (

@@ -37,9 +37,9 @@ _ALWAYS = (
 @cache
 def checks() -> Mapping[str, Check]:
     """Every check by name."""
-    names = sorted(one.name for one in pkgutil.iter_modules(__path__))
-    found: list[Check] = [import_module(f"{__name__}.{name}").CHECK for name in names]
-    return MappingProxyType({check.name: check for check in (*_ALWAYS, *found)})
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    asked: list[Check] = [import_module(f"{__name__}.{name}").CHECK for name in names]
+    return MappingProxyType({check.name: check for check in (*_ALWAYS, *asked)})
 
 
 def ask_all(result: Result) -> dict[str, Answer]:
@@ -50,9 +50,9 @@ def ask_all(result: Result) -> dict[str, Answer]:
 
 def numbers(result: Result, *names: str) -> tuple[float, ...] | None:
     """The numbers of some measures; None if one of them is missing or NaN, which no check takes for a pass."""
-    found = [result.number(name) for name in names]
-    told = tuple(number for number in found if number is not None and not math.isnan(number))
-    return told if len(told) == len(names) else None
+    measured = [result.number(name) for name in names]
+    known = tuple(number for number in measured if number is not None and not math.isnan(number))
+    return known if len(known) == len(names) else None
 
 
 def without_number(asked: str, *names: str) -> Answer:
@@ -72,8 +72,8 @@ def at_most(result: Result, measure: str, limit: float, asked: str, why: str) ->
     """
     if measure not in result.measures:
         return None
-    found = numbers(result, measure)
-    if found is None:
+    measured = numbers(result, measure)
+    if measured is None:
         return without_number(asked, measure)
-    (number,) = found
+    (number,) = measured
     return Answer(True, asked) if number <= limit else Answer(False, asked, why.format(f"{number:.3g}"))

@@ -9,14 +9,15 @@ def _ask(result: Result) -> Answer | None:
     claims = result.claims
     if not claims:
         return None
-    fell = [f"claim fell: {one.asked} ({one.source}); {one.found}" for one in claims if one.met is False]
+    fell = [f"claim fell: {claim.asked} ({claim.source}); {claim.measured}" for claim in claims if claim.met is False]
     untold = [
-        f"{result.heads} heads do not settle the claim: {one.asked} ({one.source}); {one.found}; {result.remedy}"
-        for one in claims
-        if one.met is None
+        f"{result.heads} heads do not settle the claim: {claim.asked} ({claim.source}); {claim.measured};"
+        f" {result.remedy}"
+        for claim in claims
+        if claim.met is None
     ]
-    asked = ", ".join(one.asked for one in claims)
-    source = "; ".join(dict.fromkeys(one.source for one in claims))
+    asked = ", ".join(claim.asked for claim in claims)
+    source = "; ".join(dict.fromkeys(claim.source for claim in claims))
     met = False if fell else None if untold else True
     return Answer(met, asked, "; ".join(fell or untold), source)
 

@@ -15,12 +15,12 @@ def _ask(result: Result) -> Answer | None:
     if counted is None:
         return without_number(_ASKED, *_NEEDED)
     lost, missed, elements = map(int, counted)
-    found = []
+    faults = []
     if lost:
-        found.append(f"{lost} of {elements} elements are NaN or Inf, the reference is not")
+        faults.append(f"{lost} of {elements} elements are NaN or Inf, the reference is not")
     if missed:
-        found.append(f"{missed} elements are finite where the reference is NaN or Inf")
-    return Answer(not found, _ASKED, "; ".join(found))
+        faults.append(f"{missed} elements are finite where the reference is NaN or Inf")
+    return Answer(not faults, _ASKED, "; ".join(faults))
 
 
 CHECK = Check("finite", "O is finite where the reference is, and nowhere else", _ask, term="NaN propagation")

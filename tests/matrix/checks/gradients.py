@@ -10,20 +10,20 @@ _ASKED = "dQ, dK and dV finite where the reference's are, and within their round
 
 def _ask(result: Result) -> Answer | None:
     if result.backward_error is not None:
-        told = f"its backward pass raised {result.backward_error}; declare backward=none if it has none"
-        return Answer(False, _ASKED, told)
+        why = f"its backward pass raised {result.backward_error}; declare backward=none if it has none"
+        return Answer(False, _ASKED, why)
     if all(result.measures.get(name) is None for name in _NEEDED) or result.waived(CHECK.name):
         return None
     counted = numbers(result, *_NEEDED)
     if counted is None:
         return without_number(_ASKED, *_NEEDED)
     lost, share = counted
-    found = []
+    faults = []
     if lost:
-        found.append(f"{lost:.0f} elements of dQ, dK and dV are NaN or Inf, the reference's are not")
+        faults.append(f"{lost:.0f} elements of dQ, dK and dV are NaN or Inf, the reference's are not")
     if share > 1.0:
-        found.append(f"the largest error of dQ, dK and dV is {share:.3g} times its bound")
-    return Answer(not found, _ASKED, "; ".join(found))
+        faults.append(f"the largest error of dQ, dK and dV is {share:.3g} times its bound")
+    return Answer(not faults, _ASKED, "; ".join(faults))
 
 
 CHECK = Check(

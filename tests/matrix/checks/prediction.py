@@ -6,14 +6,15 @@ from tiebreak.reports.records.record import PREDICTION, Answer
 
 
 def _ask(result: Result) -> Answer | None:
-    found = result.prediction
-    if found is None:
+    prediction = result.prediction
+    if prediction is None:
         return None
-    asked = f"what {found.plan} predicts"
-    if found.met is None:
-        told = f"{result.heads} heads do not settle whether it is what {found.plan} predicts"
-        return Answer(None, asked, f"{told}: {found.found}; {result.remedy}")
-    return Answer(found.met, asked, "" if found.met else f"not what {found.plan} predicts: {found.found}")
+    asked = f"what {prediction.plan} predicts"
+    if prediction.met is None:
+        unsettled = f"{result.heads} heads do not settle whether it is what {prediction.plan} predicts"
+        return Answer(None, asked, f"{unsettled}: {prediction.measured}; {result.remedy}")
+    why = "" if prediction.met else f"not what {prediction.plan} predicts: {prediction.measured}"
+    return Answer(prediction.met, asked, why)
 
 
 CHECK = Check(

@@ -16,6 +16,6 @@ from tiebreak.matrix.experiment import Kind
 @cache
 def kinds() -> Mapping[str, Kind]:
     """Every kind of experiment by name."""
-    modules = [import_module(f"{__name__}.{one.name}") for one in pkgutil.iter_modules(__path__)]
-    found: list[Kind] = [module.KIND for module in modules]
-    return MappingProxyType({kind.name: kind for kind in found})
+    modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    offered: list[Kind] = [module.KIND for module in modules]
+    return MappingProxyType({kind.name: kind for kind in offered})

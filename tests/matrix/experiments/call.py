@@ -59,8 +59,8 @@ class Call(Experiment):
     @property
     def tags(self) -> frozenset[str]:
         """As `Experiment.tags`."""
-        told = {"call": True, "failure": self.case.failure, "backward": self.case.gradients}
-        return frozenset(tag for tag, applies in told.items() if applies)
+        applying = {"call": True, "failure": self.case.failure, "backward": self.case.gradients}
+        return frozenset(tag for tag, applies in applying.items() if applies)
 
     def described(self) -> records.CaseRecord:
         """As `Experiment.described`."""
@@ -210,11 +210,11 @@ class _Calls(Kind):
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
         """As `Kind.offered`."""
         try:
-            found = () if captured is None else captured_cases(Path(captured))
+            layers = () if captured is None else captured_cases(Path(captured))
         except CapturedError as error:
             raise UnusableExperimentError(str(error)) from error
-        made = self._scripted if captured is None or cases_named else ()
-        return (*made, *map(Call, found))
+        scripted = self._scripted if captured is None or cases_named else ()
+        return (*scripted, *map(Call, layers))
 
     @cached_property
     def _scripted(self) -> tuple[Call, ...]:
