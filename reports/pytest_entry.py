@@ -22,8 +22,8 @@ def pytest_load_initial_conftests(
     try:
         early_config.pluginmanager.import_plugin(_PLUGIN)
     except ValueError as error:  # argparse's, of an option that is there already
-        told = f"{_FLAG}: a conftest.py here and tiebreak have an option of one name ({error})"
-        raise pytest.UsageError(f"{told}; `tiebreak check` loads no conftest.py") from error
+        problem = f"{_FLAG}: a conftest.py here and tiebreak have an option of one name ({error})"
+        raise pytest.UsageError(f"{problem}; `tiebreak check` loads no conftest.py") from error
     early_config.option.plugins.append(_PLUGIN)  # for the workers, which are not told what was asked for
     if _CELLS not in args:
         args += ["--pyargs", _CELLS]  # beside what else is named: a kernel that is given is never left out

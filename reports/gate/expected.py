@@ -72,13 +72,13 @@ def read(flag: str | None, folder: Path, checks: Collection[str], today: date | 
 def _read(flag: str | None, folder: Path, checks: Collection[str]) -> tuple[Expected, ...]:
     if flag is not None:
         return _entries(_toml(Path(flag), f"--expected {flag}"), flag, checks)
-    found, table = settings(folder)
+    file, table = settings(folder)
     value = table.get("expected", [])
     if isinstance(value, str):
-        assert found is not None
-        path = found.parent / value
-        return _entries(_toml(path, f"{found}: [tool.tiebreak]: expected = {value!r}"), str(path), checks)
-    return _entries({"expected": value}, f"{found}: [tool.tiebreak]", checks)
+        assert file is not None
+        path = file.parent / value
+        return _entries(_toml(path, f"{file}: [tool.tiebreak]: expected = {value!r}"), str(path), checks)
+    return _entries({"expected": value}, f"{file}: [tool.tiebreak]", checks)
 
 
 def waivers(path: Path, checks: Collection[str]) -> tuple[Expected, ...]:
@@ -108,12 +108,12 @@ def _toml(path: Path, where: str) -> Mapping[str, Any]:
 
 
 def _entries(table: Mapping[str, Any], where: str, checks: Collection[str]) -> tuple[Expected, ...]:
-    found = table.get("expected", [])
-    if set(table) - {"expected"} or not isinstance(found, list):
+    entries = table.get("expected", [])
+    if set(table) - {"expected"} or not isinstance(entries, list):
         raise UsageError(
             f"{where}: expected tables [[expected]] with {', '.join(_FIELDS)}, perhaps {_EXPIRES}, and no more"
         )
-    return tuple(_entry(one, f"{where}: expected[{number}]", checks) for number, one in enumerate(found))
+    return tuple(_entry(entry, f"{where}: expected[{number}]", checks) for number, entry in enumerate(entries))
 
 
 def _entry(plain: Any, where: str, checks: Collection[str]) -> Expected:
@@ -163,8 +163,8 @@ class Excuses:
         return replace(record, excused="; ".join(dict.fromkeys(reason for reason in reasons if reason)))
 
     def _reason(self, cell: str, check: str) -> str | None:
-        found = next((entry.reason for entry in self.entries if entry.check == check and entry.concerns(cell)), None)
-        return found if found is not None else (self.before or {}).get((cell, check))
+        reason = next((entry.reason for entry in self.entries if entry.check == check and entry.concerns(cell)), None)
+        return reason if reason is not None else (self.before or {}).get((cell, check))
 
     def stale(self, records: Iterable[Record], *, whole: bool) -> list[str]:
         """The entries that excuse nothing in a run although some of their cells ran, a line each.
@@ -180,12 +180,12 @@ class Excuses:
         ran = [record for record in records if record.outcome != SKIPPED]
         lines = []
         for entry in self.entries:
-            mine = [one for one in ran if (entry.concerns(one.id) if whole else entry.cells == one.id)]
+            mine = [record for record in ran if (entry.concerns(record.id) if whole else entry.cells == record.id)]
             # What crashed was asked nothing else.
-            mine = [one for one in mine if one.shown is not None or entry.check in one.answers]
+            mine = [record for record in mine if record.shown is not None or entry.check in record.answers]
             if mine and not any(entry.check in _unmet(record) for record in mine):
-                told = f"{mine[0].id} meets" if len(mine) == 1 else f"all {len(mine)} cells meet"
-                lines.append(f"{entry.where}: no longer fails: {told} the check {entry.check}: remove the entry")
+                who = f"{mine[0].id} meets" if len(mine) == 1 else f"all {len(mine)} cells meet"
+                lines.append(f"{entry.where}: no longer fails: {who} the check {entry.check}: remove the entry")
         return lines
 
 

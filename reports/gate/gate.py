@@ -81,12 +81,12 @@ class Outcome:
     @property
     def worse(self) -> list[CellChange]:
         """What makes the gate fall."""
-        return [found for found in self.changes if found.change.worse]
+        return [change for change in self.changes if change.change.worse]
 
     @property
     def better(self) -> list[CellChange]:
         """Improvements."""
-        return [found for found in self.changes if not found.change.worse]
+        return [change for change in self.changes if not change.change.worse]
 
     @property
     def held(self) -> bool:
@@ -109,12 +109,12 @@ def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mappin
     if not baseline.complete:
         raise UsageError("complete: the baseline's run was interrupted; make it again")
     for name in ("seed", "heads"):
-        old, new = (str(found.get(name)) for found in (baseline.options, options))
+        old, new = (str(options_of.get(name)) for options_of in (baseline.options, options))
         if old != new:
             raise UsageError(f"options.{name}: {old} in the baseline, {new} in the new run; run with --{name} {old}")
     kinds = (baseline.platform.keys() | platform.keys()) - {*_SOFTWARE, *_CAPACITY, _FINGERPRINT}
     for name in sorted(kinds):
-        old, new = (_plain(found.get(name)) for found in (baseline.platform, platform))
+        old, new = (_plain(described.get(name)) for described in (baseline.platform, platform))
         if old != new and not across:
             raise UsageError(
                 f"platform.{name}: {old!r} in the baseline, {new!r} in the new run: a baseline of another platform;"
@@ -143,8 +143,8 @@ def gate(baseline: Run, run: Run, limits: Limits, *, across: bool = False) -> Ou
     """
     check_comparable(baseline, run.platform, run.options, across=across)
     described = {**baseline.measures, **run.measures}
-    held_to = {name: limits.of(name, found) for name, found in described.items() if found.worse is not None}
-    old, new = ({record.id: record for record in found.records} for found in (baseline, run))
+    held_to = {name: limits.of(name, measure) for name, measure in described.items() if measure.worse is not None}
+    old, new = ({record.id: record for record in each.records} for each in (baseline, run))
     changes: list[CellChange] = []
     for name in sorted(old.keys() & new.keys()):
         changes += [CellChange(new[name], change) for change in _compare(old[name], new[name], held_to, across)]
@@ -154,8 +154,8 @@ def gate(baseline: Run, run: Run, limits: Limits, *, across: bool = False) -> Ou
     fresh = [new[name] for name in sorted(new.keys() - old.keys())]
     changes += [CellChange(record, Change(True, f"not in the baseline, and {record.outcome}")) for record in fresh
                 if not record.passes and record.outcome != SKIPPED]  # fmt: skip
-    told = {found.record.id for found in changes if found.change.worse}
-    changes += [CellChange(record, change) for name, record in new.items() if name not in told
+    worse = {change.record.id for change in changes if change.change.worse}
+    changes += [CellChange(record, change) for name, record in new.items() if name not in worse
                 for change in _contradiction(record, run)]  # fmt: skip
     compared = old.keys() & new.keys()
     notes = [*_notes(baseline, run, len(fresh), len(gone) - len(asked)), *([] if compared else ["no cell is in both"])]
@@ -170,7 +170,7 @@ def _notes(baseline: Run, run: Run, fresh: int, outside: int) -> Iterator[str]:
         old, new = baseline.platform.get(name), run.platform.get(name)
         if old != new:
             yield f"{name} {old} in the baseline, {new} in the new run"
-    before, after = (found.platform.get(_FINGERPRINT, {}) for found in (baseline, run))
+    before, after = (each.platform.get(_FINGERPRINT, {}) for each in (baseline, run))
     for backend in before.keys() & after.keys():
         for probe in sorted(before[backend].keys() & after[backend].keys()):
             old, new = before[backend][probe], after[backend][probe]
@@ -208,20 +208,20 @@ def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], acr
     yield from outcome
     if new.shown is None and new.outcome not in PASSING:
         return  # the outcome says it
-    said = new.reasons if outcome else ()
+    reasons = new.reasons if outcome else ()
     for name, asked in old.answers.items():
-        found = new.answers.get(name)
-        if found is None or found.met is True or found.why not in said:
-            yield from _answer(name, asked, found, replanned=across and old.plan != new.plan)
+        answer = new.answers.get(name)
+        if answer is None or answer.met is True or answer.why not in reasons:
+            yield from _answer(name, asked, answer, replanned=across and old.plan != new.plan)
     if not across:
         yield from _verdict(old.verdict, new.verdict)
     lost = [text for name in old.measures for text in _lost(name, old.measures[name], new.measures.get(name))]
     if lost:
         yield Change(True, f"NaN or missing: {', '.join(lost)}; a number in the baseline")
     # A case without a verdict cancels: its errors in ulps are of any size.
-    told = old.verdict is not None or new.verdict is not None
+    judged = old.verdict is not None or new.verdict is not None
     for name, measure in held_to.items():
-        if measure.portable or (not across and (told or measure.unit != _ULP)):
+        if measure.portable or (not across and (judged or measure.unit != _ULP)):
             yield from _measure(name, measure, old, new)
 
 
@@ -279,9 +279,9 @@ def _measure(name: str, measure: MeasureRecord, old: Record, new: Record) -> Ite
     if before is None or after is None or measure.limit is None:
         return
     was, now = _badness(measure, before) / _whole(measure, old), _badness(measure, after) / _whole(measure, new)
-    widths = sum(_half_width(one.measures[name]) / _whole(measure, one) for one in (old, new))
+    widths = sum(_half_width(record.measures[name]) / _whole(measure, record) for record in (old, new))
     if abs(now - was) - widths > measure.limit and abs(now - was) > measure.share * min(abs(was), abs(now)):
-        texts = [_text(one.measures[name]) + _of_whole(measure, one) for one in (new, old)]
+        texts = [_text(record.measures[name]) + _of_whole(measure, record) for record in (new, old)]
         unit = f" {measure.unit}" if measure.unit else ""
         yield Change(now > was, f"{name} {texts[0]}{unit}, {texts[1]} in the baseline")
 
@@ -320,11 +320,11 @@ def report(outcome: Outcome, baseline: Path) -> str:
         f"gate {word}: {counted(outcome.compared, 'cell')} compared with {baseline}:"
         f" {len(outcome.worse)} worse, {len(outcome.better)} better"
     ]
-    for name, found in groupby(outcome.worse, lambda change: change.record.id):
-        cell = list(found)
-        lines += [f"worse   {name}: {'; '.join(one.change.text for one in cell)}"]
+    for name, changes in groupby(outcome.worse, lambda change: change.record.id):
+        cell = list(changes)
+        lines += [f"worse   {name}: {'; '.join(change.change.text for change in cell)}"]
         lines += [f"        rerun: {runnable(cell[0].record.command)}"]
-    lines += [f"better  {found.record.id}: {found.change.text}" for found in outcome.better]
+    lines += [f"better  {better.record.id}: {better.change.text}" for better in outcome.better]
     return "\n".join([*lines, *(f"note    {note}" for note in outcome.notes)])
 
 

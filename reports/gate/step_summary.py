@@ -39,8 +39,8 @@ def of_gate(outcome: Outcome, baseline: Path) -> str:
     """What the gate found, in short."""
     word = "held" if outcome.held else "fell"
     title = f"### tiebreak: the gate {word} ({outcome.compared} cells compared with {baseline})"
-    lines = [f"- worse: {found.record.id}: {found.change.text}" for found in outcome.worse]
-    lines += [f"- better: {found.record.id}: {found.change.text}" for found in outcome.better]
+    lines = [f"- worse: {change.record.id}: {change.change.text}" for change in outcome.worse]
+    lines += [f"- better: {change.record.id}: {change.change.text}" for change in outcome.better]
     lines += [f"- note: {note}" for note in outcome.notes]
     return "\n\n".join([title, *_listed(lines)])
 

@@ -60,8 +60,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def _refuse(message: str, own_traceback: str = "") -> NoReturn:
     """End with one line and exit code 2, before any work; below it the traceback of a user's own code, if any."""
-    told = " ".join(message.split())
-    pytest.exit(f"{told}\n{own_traceback}" if own_traceback else told, returncode=_USAGE)
+    line = " ".join(message.split())
+    pytest.exit(f"{line}\n{own_traceback}" if own_traceback else line, returncode=_USAGE)
 
 
 def _positive(config: pytest.Config, option: str) -> int:
@@ -155,14 +155,14 @@ def pytest_configure(config: pytest.Config) -> None:
     settings = _settings(config)
     config.stash[_bench] = Workbench(settings)
     try:
-        found, unavailable = _choose(config)
+        chosen, unavailable = _choose(config)
         if on_controller:
-            check_usable(found)
+            check_usable(chosen)
     except SelectionError as error:
         _refuse(str(error), error.own_traceback)
-    for backend in backends_of(found):
+    for backend in backends_of(chosen):
         backend.set_up()
-    named = {cell.id: cell for cell in found}
+    named = {cell.id: cell for cell in chosen}
     config.stash[_cells] = named
     try:
         entries = expected.read(config.getoption("expected"), Path.cwd(), checks())
@@ -170,7 +170,7 @@ def pytest_configure(config: pytest.Config) -> None:
             expected.check_used(entries, named, unavailable)
         config.stash[_excuses] = Excuses(entries, _excused_before(config))
         if on_controller:
-            _keep(config, found, unavailable)
+            _keep(config, chosen, unavailable)
     except (UsageError, store.UnreadableRecordsError, store.UnwritableFolderError) as error:
         _refuse(str(error))
 
@@ -182,11 +182,11 @@ def _excused_before(config: pytest.Config) -> dict[tuple[str, str], str]:
     return expected.of_baseline(store.read(path), path) if path is not None and path.exists() else {}
 
 
-def _keep(config: pytest.Config, found: Sequence[Cell], unavailable: Mapping[str, str]) -> None:
+def _keep(config: pytest.Config, chosen: Sequence[Cell], unavailable: Mapping[str, str]) -> None:
     """Set up what keeps the records and what judges them as a whole."""
     missing = _missing(config, unavailable)
     collector = RecordCollector(
-        config, found, config.stash[_bench].settings, unavailable, config.stash[_excuses], missing
+        config, chosen, config.stash[_bench].settings, unavailable, config.stash[_excuses], missing
     )
     _check_path(config, collector.file.path)
     config.pluginmanager.register(collector, "tiebreak-collector")
@@ -195,7 +195,7 @@ def _keep(config: pytest.Config, found: Sequence[Cell], unavailable: Mapping[str
     config.pluginmanager.register(gatekeeper, "tiebreak-gatekeeper")
     if getattr(config.option, "maxworkerrestart", "") is None:
         # A kernel may kill the worker of each of its cells, and every other cell still has its turn.
-        config.option.maxworkerrestart = len(found) + 1
+        config.option.maxworkerrestart = len(chosen) + 1
 
 
 def _missing(config: pytest.Config, unavailable: Mapping[str, str]) -> list[str]:

@@ -244,14 +244,14 @@ class RecordCollector:
             self.fallen.append(f"fell: {tables.counted(len(lost), 'cell')} never ran: too many workers died")
 
     def _as_run(self, *, complete: bool) -> records.Run:
-        found = tuple(self.records[name] for name in self.expected if name in self.records)
+        finished = tuple(self.records[name] for name in self.expected if name in self.records)
         left = self.collected - self.records.keys()
         return described(
             records.Run(
                 platform=self.platform() | {"fingerprint": self._fingerprints},
                 options=self.options(),
                 narrowing=self.narrowing(),
-                records=found,
+                records=finished,
                 unavailable=self.unavailable,
                 seconds=self.seconds,
                 not_run=tuple(name for name in self.expected if name in left - self.begun),
@@ -282,7 +282,7 @@ class RecordCollector:
         for text in self.fallen:
             terminalreporter.write_line(text, red=True)
         if not self.failure:
-            terminalreporter.write_line(self.file.told)
+            terminalreporter.write_line(self.file.line)
 
 
 def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
@@ -293,8 +293,10 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
     cases = {record.case: cells[record.id].experiment for record in run.records}
     return replace(
         run,
-        measures={name: found for name, found in measures().items() if name in measured},
-        checks={name: records.CheckRecord(one.about, one.judges) for name, one in checks().items() if name in asked},
+        measures={name: measure for name, measure in measures().items() if name in measured},
+        checks={
+            name: records.CheckRecord(check.about, check.judges) for name, check in checks().items() if name in asked
+        },
         cases={name: experiment.described() for name, experiment in cases.items()},
         experiments={name: kind.described for name, kind in kinds().items() if name in ran},
     )
@@ -304,10 +306,10 @@ def measures() -> dict[str, records.MeasureRecord]:
     """Every measure of every kind of experiment, for the file of records."""
     return {
         name: records.MeasureRecord(
-            **{key: value for key, value in asdict(found).items() if key not in ("name", "term")}
+            **{key: value for key, value in asdict(measure).items() if key not in ("name", "term")}
         )
         for kind in kinds().values()
-        for name, found in kind.measures().items()
+        for name, measure in kind.measures().items()
     }
 
 
@@ -318,13 +320,13 @@ def backends_of(cells: Iterable[Cell]) -> list[Backend]:
 
 def properties(record: records.Record) -> list[tuple[str, object]]:
     """What a cell's entry in JUnit's XML carries: its outcome, measures and answers."""
-    found: dict[str, object] = {"outcome": record.outcome, "verdict": record.verdict, "plan": record.plan}
+    entries: dict[str, object] = {"outcome": record.outcome, "verdict": record.verdict, "plan": record.plan}
     for name, value in record.measures.items():
-        found[name] = record.number(name)
+        entries[name] = record.number(name)
         if isinstance(value, records.Estimate):
-            found[f"{name}_half_width"] = value.half_width
-    found |= {f"{name}_met": answer.met for name, answer in record.answers.items()}
-    return [(f"tiebreak.{name}", value) for name, value in found.items() if value is not None]
+            entries[f"{name}_half_width"] = value.half_width
+    entries |= {f"{name}_met": answer.met for name, answer in record.answers.items()}
+    return [(f"tiebreak.{name}", value) for name, value in entries.items() if value is not None]
 
 
 def _why(report: pytest.TestReport) -> str:

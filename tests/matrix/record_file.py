@@ -55,7 +55,7 @@ class RecordFile:
         self._seen = _stamp(self.path)
 
     @property
-    def told(self) -> str:
+    def line(self) -> str:
         """Where the records are, for the last line."""
         if self.aside is None:
             return f"records: {self.path}"
@@ -67,7 +67,7 @@ class RecordFile:
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     """What is another once a file has been written anew; None: there is none."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size

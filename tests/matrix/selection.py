@@ -61,15 +61,15 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
     formats = _formats(selection.formats)
     experiments = _pick("--cases", "case", selection.cases, _known(selection))
     _hold_to_formats(selection, experiments, formats)
-    found: list[Cell] = []
+    selected: list[Cell] = []
     for fmt in formats:
         named = bool(selection.kernel) or selection.kernels is not None
         asked = SelectionContext(pairs, running, named, selection.cases is not None, fmt, selection.emulated_backward)
-        found += cells_of(experiments, asked)
-    if not found:
+        selected += cells_of(experiments, asked)
+    if not selected:
         hints = "; ".join(kind.hint() for kind in kinds().values() if kind.hint())
         raise SelectionError(f"no cell is left: {hints}")
-    return found, reasons
+    return selected, reasons
 
 
 def cells_of(experiments: Iterable[Experiment], asked: SelectionContext) -> list[Cell]:
@@ -89,13 +89,13 @@ def cells_of(experiments: Iterable[Experiment], asked: SelectionContext) -> list
     ]
 
 
-def check_usable(found: Iterable[Cell]) -> None:
+def check_usable(chosen: Iterable[Cell]) -> None:
     """Read once what the experiments of all cells are made from.
 
     Raises:
         SelectionError: a file can't be read, or a tensor in it is not finite in a cell's format.
     """
-    for fmt, experiment in dict.fromkeys((cell.fmt, cell.experiment) for cell in found):
+    for fmt, experiment in dict.fromkeys((cell.fmt, cell.experiment) for cell in chosen):
         try:
             experiment.check(fmt)
         except UnusableExperimentError as error:
@@ -115,10 +115,10 @@ def _known(selection: Selection) -> dict[str, Experiment]:
 def _hold_to_formats(selection: Selection, experiments: Iterable[Experiment], formats: Sequence[Format]) -> None:
     """Refuse formats that captured tensors, which someone has named a folder of, do not come in."""
     for experiment in experiments:
-        given = experiment.formats() if experiment.options else None
-        if given is not None and not set(given) & set(formats):
-            told = f"{experiment.name} is in {given[0].name}; add that, or leave it out with --cases"
-            raise SelectionError(f"--dtype {selection.formats}: {told}")
+        formats_of_tensors = experiment.formats() if experiment.options else None
+        if formats_of_tensors is not None and not set(formats_of_tensors) & set(formats):
+            advice = f"{experiment.name} is in {formats_of_tensors[0].name}; add that, or leave it out with --cases"
+            raise SelectionError(f"--dtype {selection.formats}: {advice}")
 
 
 def matching_backends(selection: Selection) -> list[Backend]:
@@ -129,14 +129,14 @@ def matching_backends(selection: Selection) -> list[Backend]:
     """
     default = _EXTERNAL_BACKEND if selection.kernel else None
     names = default if selection.backends is None else selection.backends
-    found = _pick("--backend", "backend", names, BACKENDS)
+    backends = _pick("--backend", "backend", names, BACKENDS)
     if selection.card is None:
-        return found
+        return backends
     try:
-        assuming = [backend.assuming(selection.card) for backend in found]
+        assuming = [backend.assuming(selection.card) for backend in backends]
     except ValueError as error:
         raise SelectionError(f"--as {error}") from error
-    if all(one is other for one, other in zip(assuming, found, strict=True)):
+    if all(assumed is plain for assumed, plain in zip(assuming, backends, strict=True)):
         raise SelectionError(f"--as {selection.card}: only --backend interpreter computes as a card that is not here")
     return assuming
 
@@ -188,16 +188,16 @@ def _of(backend: Backend, names: str | None) -> list[Kernel]:
         return list(default.values())
     for kind in kinds().values():
         default |= kind.kernels(backend)
-    found: dict[str, Kernel] = {}
+    kernels: dict[str, Kernel] = {}
     for name in split(names):
         try:
             if not _is_glob(name):  # by its full name, a kernel that is for some inputs alone may meet any
-                found[name] = backend.kernel(name)
+                kernels[name] = backend.kernel(name)
                 continue
         except ValueError:
             pass  # one of another kind of experiment, or another backend's own: `_all_used` decides
-        found.update({match: default[match] for match in matching(name, default)})
-    return list(found.values())
+        kernels.update({match: default[match] for match in matching(name, default)})
+    return list(kernels.values())
 
 
 def _all_used(names: str, used: Iterable[str], backends: Sequence[Backend]) -> None:
@@ -218,15 +218,15 @@ def _pick(flag: str, kind: str, names: str | None, known: Mapping[str, _T]) -> l
     if names is None:
         return list(known.values())
     listed = f"`tiebreak list {kind}s` names"
-    found: dict[str, _T] = {}
+    chosen: dict[str, _T] = {}
     for name in split(names):
         matches = matching(name, known)
         if not matches:
             raise SelectionError(f"{flag}: {unknown(kind, name, known, listed)}")
-        found.update({match: known[match] for match in matches})
-    if not found:
+        chosen.update({match: known[match] for match in matches})
+    if not chosen:
         raise SelectionError(f"{flag}: {none_named(kind, known, listed)}")
-    return list(found.values())
+    return list(chosen.values())
 
 
 def _is_glob(name: str) -> bool:

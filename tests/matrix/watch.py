@@ -24,10 +24,10 @@ class Watch:
     deadly: frozenset[str]  # kernels that have ended processes: each of their cells is the last of its process
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], seconds: float | None) -> "Watch":
+    def of(cls, worker_input: Mapping[str, Any], seconds: float | None) -> "Watch":
         """The watch of a worker with this input; of the only process, with none."""
-        file = given.get(_FILE)
-        return cls(None if file is None else Path(file), seconds, frozenset(given.get(_DEADLY, ())))
+        file = worker_input.get(_FILE)
+        return cls(None if file is None else Path(file), seconds, frozenset(worker_input.get(_DEADLY, ())))
 
     @contextmanager
     def over(self, cell: Cell) -> Iterator[None]:

@@ -138,7 +138,7 @@ def _report(run: Run, teller: "_Teller") -> str:
     assert teller.collector is not None
     parts = [*teller.collector.report(run, terminal.width()), *teller.collector.fallen]
     parts += teller.gate.lines if teller.gate else ()
-    return "\n\n".join([*parts, teller.collector.failure or teller.collector.file.told])
+    return "\n\n".join([*parts, teller.collector.failure or teller.collector.file.line])
 
 
 class _Teller:
@@ -151,7 +151,7 @@ class _Teller:
             stream: to say it on.
             word: where this process, which may be ended, leaves word if a cell takes too long; None: it must go on.
         """
-        self.stream, self.began, self.told = stream, time.monotonic(), 0.0
+        self.stream, self.began, self.told_at = stream, time.monotonic(), 0.0
         self.word, self.alone = word, False
         self.collector: RecordCollector | None = None
         self.gate: Gatekeeper | None = None
@@ -191,13 +191,13 @@ class _Teller:
             return
         if report.when == "teardown" or report.failed:
             self.ended.add(report.nodeid)
-        if time.monotonic() > self.told + _TELL_EVERY:
+        if time.monotonic() > self.told_at + _TELL_EVERY:
             done, cells = len(self.ended), len(self.collector.expected)
             left = (time.monotonic() - self.began) * (cells - done) / max(done, 1)
             self._tell(f"{done} of {cells} cells" + (f", about {left:.0f} s to go" if done > 3 else ""))
 
     def _tell(self, text: str) -> None:
-        self.told = time.monotonic()
+        self.told_at = time.monotonic()
         if self.stream.isatty():
             self.stream.write(f"\r{text:60}")
             self.stream.flush()
