@@ -205,9 +205,8 @@ def _layer(path: Path, file: Any, number: str, metadata: Mapping[str, str]) -> _
     if ours not in _FORMATS or set(others) != {ours} or do not in {ours, "F32"}:
         shown = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         raise CapturedError(f"{path}: {shown}; expected one of {', '.join(_FORMATS)} for all four, or F32 for do alone")
-    q, k = _shapes(
-        path, number, causal and not made, {part: tuple(tensor.get_shape()) for part, tensor in slices.items()}
-    )
+    shapes = {part: tuple(tensor.get_shape()) for part, tensor in slices.items()}
+    q, k = _shapes(path, number, causal and not made, shapes)
     heads, groups = q[0] * q[1], q[1] // k[1]
     checksum = metadata.get(f"layer{number}.crc32")
     common = path, number, causal, scale, checksum, _FORMATS[ours], groups

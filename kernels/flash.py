@@ -239,9 +239,7 @@ def _flash_1_rows(
         row_max = s.amax(-1, keepdim=True)
         new_m = torch.maximum(m, row_max)
         # A wholly masked tile has no maximum to shift by, and weighs nothing.
-        own, shift = (
-            torch.where(maximum == -torch.inf, torch.zeros_like(maximum), maximum) for maximum in (row_max, new_m)
-        )
+        own, shift = (torch.where(top == -torch.inf, torch.zeros_like(top), top) for top in (row_max, new_m))
         p = softmax.of(s, own)
         alpha, beta = (softmax.between(maximum, shift) for maximum in (m, row_max))
         block_sum = arithmetic.cast(arithmetic.row_sum(p, plan.accumulator), plan.row_sum)

@@ -152,15 +152,13 @@ class FaithfulBuilder(InterpreterBuilder):
         return self._atomic_add(ptr, val, mask)
 
     def _atomic_add(self, ptr: Handle, val: Handle, mask: Handle) -> Handle:
-        previous = np.zeros(ptr.data.shape, val.data.dtype)
+        olds = np.zeros(ptr.data.shape, val.data.dtype)
         for index in np.argwhere(np.broadcast_to(mask.data, ptr.data.shape)):
             at, shown = ptr.data[tuple(index)].reshape(1), np.ones(1, bool)
-            before = native.load(at, shown, bits(np.zeros(1, val.data.dtype)), bits(previous).dtype).view(
-                val.data.dtype
-            )
-            previous[tuple(index)] = before[0]
+            before = native.load(at, shown, bits(np.zeros(1, val.data.dtype)), bits(olds).dtype).view(val.data.dtype)
+            olds[tuple(index)] = before[0]
             native.store(at, bits(before + np.broadcast_to(val.data, ptr.data.shape)[tuple(index)]), shown)
-        return TensorHandle(previous, val.dtype.scalar)
+        return TensorHandle(olds, val.dtype.scalar)
 
     def create_addptr(self, ptr: Handle, offset: Handle) -> Handle:
         """As upstream, but nothing is added up yet, and it remembers the argument."""
@@ -170,8 +168,8 @@ class FaithfulBuilder(InterpreterBuilder):
 
     def create_splat(self, ret_ty: tl.dtype, arg: Handle) -> Handle:
         """As upstream, without a copy for every element, and it remembers."""
-        one = arg.data.reshape((1,) * len(ret_ty.shape))
-        return _keeping(arg, TensorHandle(np.broadcast_to(one, ret_ty.shape), arg.dtype.scalar))
+        number = arg.data.reshape((1,) * len(ret_ty.shape))
+        return _keeping(arg, TensorHandle(np.broadcast_to(number, ret_ty.shape), arg.dtype.scalar))
 
     def create_expand_dims(self, arg: Handle, axis: int) -> Handle:
         """As upstream, and it remembers."""

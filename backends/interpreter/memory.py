@@ -53,7 +53,7 @@ class Memory:
         Returns:
             The array; None where it is not known to lie within one argument, in whole elements.
         """
-        meant = [one for one in self.arguments if one.name == name]
+        meant = [argument for argument in self.arguments if argument.name == name]
         if len(meant) != 1:
             return None
         elements, offset = meant[0].elements(dtype), first - meant[0].start

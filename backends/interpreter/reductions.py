@@ -84,9 +84,8 @@ def _combined(combine: Combine, arrays: list[Array], inputs: tuple[Tensor, ...])
     # A function may give back a number; of scalars Triton's arrays have one element.
     data = (upstream.interpreter_semantic.to_tensor(result).handle.data for result in results)
     shape = arrays[0].shape
-    return [
-        result.reshape(shape) if result.size == arrays[0].size else np.broadcast_to(result, shape) for result in data
-    ]
+    size = arrays[0].size
+    return [part.reshape(shape) if part.size == size else np.broadcast_to(part, shape) for part in data]
 
 
 def _total(x: Array, axis: int, assumed: Assumptions) -> Array:

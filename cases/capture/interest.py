@@ -89,13 +89,7 @@ class Candidate:
         delta = torch.stack([(biased / size).mean(), (biased.abs() / wrong.abs().sum(-1)).mean()])
         (repeated, largest), unlike = self.statistics[:-1].reshape(2, -1), self.statistics[-1:]
         return torch.cat(
-            [
-                repeated.mean()[None],
-                delta.nan_to_num(),
-                largest.amax()[None],
-                unlike,
-                finite.float()[None],
-            ]
+            [repeated.mean()[None], delta.nan_to_num(), largest.amax()[None], unlike, finite.float()[None]]
         )
 
 

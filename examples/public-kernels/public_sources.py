@@ -227,9 +227,8 @@ def version_of(module: str) -> str:
             return distribution.version
     for name in ("__init__", "_version", "version"):
         file = root / top / f"{name}.py"
-        if file.is_file() and (
-            version := re.search(r"^__version__ = .*?'(\S+)'", file.read_text("utf-8"), re.MULTILINE)
-        ):
+        text = file.read_text("utf-8") if file.is_file() else ""
+        if version := re.search(r"^__version__ = .*?'(\S+)'", text, re.MULTILINE):
             return version[1]
     command = ["git", "-C", str(path.parent), "rev-parse", "--short=10", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -70,9 +70,7 @@ def _coherent(runs: Mapping[str, Run]) -> Iterator[list[str]]:
     """How far the errors of a row go together, which is what contraction does: over heads it averages out."""
     for name, run in runs.items():
         for record in run.records:
-            coherence, independent = (
-                record.number(measure) for measure in ("row_coherence", "row_coherence_independent")
-            )
+            coherence, independent = map(record.number, ("row_coherence", "row_coherence_independent"))
             if coherence is not None and independent is not None:
                 yield [f"`{name}`", f"`{record.case}`", plain_text(record), f"{coherence:.3f}", f"{independent:.3f}"]
 

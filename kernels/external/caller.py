@@ -218,9 +218,8 @@ class _Call:
     def returned(self) -> Any:
         """All that one call returns, of a kernel that takes all dimensions."""
         inputs = self.inputs
-        return self._returned(
-            [self._laid(tensor.to(self._dtype)) for tensor in (inputs.q, inputs.k, inputs.v)], slice(None)
-        )
+        arguments = [self._laid(tensor.to(self._dtype)) for tensor in (inputs.q, inputs.k, inputs.v)]
+        return self._returned(arguments, slice(None))
 
     def _returned(self, arguments: Sequence[Tensor], batch: slice) -> Any:
         after, keywords = self.caller.convention.arguments(self.keywords(batch))
@@ -235,11 +234,8 @@ class _Call:
         if convention.grouped is not None:
             keywords[convention.grouped] = inputs.groups > 1
         square = inputs.q.shape[2] == inputs.k.shape[2]
-        flagged = (
-            convention.causal is not None
-            and inputs.key_padding is None
-            and (square or not convention.causal_where_square)
-        )
+        fits = square or not convention.causal_where_square
+        flagged = convention.causal is not None and inputs.key_padding is None and fits
         if convention.causal not in (None, ALWAYS):
             keywords[str(convention.causal)] = inputs.causal and flagged
         if convention.mask is not None:

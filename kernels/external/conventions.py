@@ -143,11 +143,8 @@ def _signature(function: Callable[..., Any]) -> _Signature:
     first = [parameter for parameter in parameters[:3] if parameter.kind in by_place]
     if len(first) < 3 and not spread:
         raise LoadError(f"expected a function of (q, k, v, ...), this one has {len(first)} parameters by position")
-    rest = {
-        parameter.name: parameter.default
-        for parameter in parameters[3:]
-        if parameter.kind in (*by_place, inspect.Parameter.KEYWORD_ONLY)
-    }
+    named = (*by_place, inspect.Parameter.KEYWORD_ONLY)
+    rest = {parameter.name: parameter.default for parameter in parameters[3:] if parameter.kind in named}
     return _Signature(
         tuple(rest),
         required=tuple(name for name, default in rest.items() if default is inspect.Parameter.empty),

@@ -72,9 +72,7 @@ def left_behind(call: Callable[[], _Returned], returned: int) -> tuple[_Returned
         with _young_heap():
             for _ in range(CALLS - 1):
                 _, growth = _growth(lambda: (call(), gc.collect()))  # garbage that nobody has collected yet is no leak
-                leaks = {
-                    name: min(least, growth[name]) for name, least in leaks.items() if growth[name] >= limits[name]
-                }
+                leaks = {key: min(least, growth[key]) for key, least in leaks.items() if growth[key] >= limits[key]}
                 if not leaks:
                     break
     text = ", ".join(f"{least:,} {name}" for name, least in leaks.items())

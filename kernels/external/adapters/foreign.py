@@ -63,9 +63,8 @@ class Foreign:
             return f"{self._release} can't be imported: {type(error).__name__}: {' '.join(str(error).split())}"
         unknown = [keyword for keyword in self.keywords if not _takes(function, keyword)]
         if unknown:
-            return (
-                f"{name} of {self._release} has no parameter {', '.join(unknown)}; this adapter knows {self.releases}"
-            )
+            lacks = f"{name} of {self._release} has no parameter {', '.join(unknown)}"
+            return f"{lacks}; this adapter knows {self.releases}"
         return None
 
     def _misplaced(self, device: str) -> str | None:
@@ -105,9 +104,8 @@ def _takes(function: Callable[..., Any], keyword: str) -> bool:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # written in C: it will say so itself
         return True
-    return keyword in parameters or any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
+    kinds = {parameter.kind for parameter in parameters.values()}
+    return keyword in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def needs(*foreign: Foreign) -> Callable[[_F], _F]:
