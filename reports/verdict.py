@@ -1,10 +1,13 @@
-"""What a run says of each kernel, in words: the first lines that its author wants to read."""
+"""What a run says of a kernel: an object, from which the first lines that its author reads are made, and JSON."""
 
+import json
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from typing import Any
 
+from tiebreak.reports.records.decode import decoder
 from tiebreak.reports.records.record import (
     BIASED,
     CRASHED,
@@ -14,6 +17,7 @@ from tiebreak.reports.records.record import (
     TIMED_OUT,
     UNDECIDED,
     UNEXPLAINED,
+    Count,
     Explanation,
     PlanRecord,
     Record,
@@ -21,88 +25,214 @@ from tiebreak.reports.records.record import (
 )
 from tiebreak.reports.tables.marks import plain_text, shown_text
 from tiebreak.reports.tables.plans import explanation_text, percent
+from tiebreak.reports.tables.rerun import runnable
+from tiebreak.reports.tables.run import counted
 
+SCHEMA = 1  # of the JSON: verdict.schema.json, beside this file
 _LISTED = 8  # cases of a list that are named; the table has them all
 _WIDTH = 12
+_SOFTWARE = ("python", "torch", "numpy", "triton", "cpu", "level")  # of a platform, what a verdict says of it
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that there is to say of a kernel."""
+
+    name: str  # a word or two, by which it is looked up
+    text: str  # in words
+    cases: tuple[str, ...] = ()  # that it is about, if it is about some
+
+
+@dataclass(frozen=True)
+class FallenCell:
+    """A cell that fails the run."""
+
+    cell: str  # backend-kernel-case-format
+    outcome: str  # fell, inconclusive, crashed, timed_out
+    reasons: tuple[str, ...]  # why
+    command: str  # runs it again
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What a run says of one kernel on one backend."""
 
+    kernel: str
+    backend: str  # with what was assumed of a device that was not there
+    formats: tuple[str, ...]  # of q, k, v and O
+    ok: bool  # nothing fell, everything was run; a bias that nobody has claimed away is a finding, and falls nothing
+    complete: bool  # False: the run was interrupted
+    inputs: Count  # failure inputs, on which rounding is known to fail, that were run
+    biased: Count  # of them: the mean error of O is not 0, beyond the margin, at 99.9 % confidence
+    nonfinite: Count  # of them: NaN or Inf where the exact result is finite
+    unknown: Count  # of them: too few heads to tell, or no result
+    findings: tuple[Finding, ...]
+    fell: tuple[FallenCell, ...] = ()
+    failures: tuple[str, ...] = ()  # what fails the run though no cell fell, as the gate
+    plan: Explanation | None = None  # that explains the bits of a kernel that declares none
+    declared: str | None = None  # the plan that it declares
+    share: float | None = None  # of bits that agree with the plan, mean over the cells that were compared
+    cells: Mapping[str, Count] = field(default_factory=dict)  # by outcome
+    left: Count = 0  # cells that were not done when the run was interrupted
+    seed: Count = 0  # of all inputs
+    versions: Mapping[str, str] = field(default_factory=dict)  # of the software, and what it ran on
+    command: str = ""  # runs all of it again
+
+    @property
+    def headline(self) -> str:
+        """On how many failure inputs it is biased, or worse."""
+        name = f"{self.kernel} on {self.backend}, {', '.join(self.formats)}: "
+        if not self.complete:
+            done = sum(self.cells.values())
+            name += f"INCOMPLETE, {done} of {counted(done + self.left, 'cell')} done: "
+        if not self.inputs:
+            return f"{name}no failure input was run, nothing is known of its bias"
+        words = ((self.biased, "biased"), (self.nonfinite, "NaN or Inf"))
+        failing = [f"{word} on {number}" for number, word in words if number]
+        told = " and ".join(failing) or f"unbiased on {self.inputs - self.unknown}"
+        unknown = f", {self.unknown} not known" if self.unknown else ""
+        return f"{name}{told} of {counted(self.inputs, 'failure input')}{unknown}"
+
+    @property
+    def text(self) -> str:
+        """A headline, and a line for each finding."""
+        return "\n".join([self.headline, *(f"  {finding.name:{_WIDTH}}{finding.text}" for finding in self.findings)])
+
+    def __str__(self) -> str:
+        """As `tiebreak check` prints it."""
+        return self.text
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values that JSON has."""
+        return {"headline": self.headline, **asdict(self)}
+
+
+def as_json(verdicts: Sequence[Verdict]) -> str:
+    """What `tiebreak check --json` writes: verdict.schema.json says what stands in it."""
+    ok = bool(verdicts) and all(verdict.ok for verdict in verdicts)
+    whole = {"schema": SCHEMA, "ok": ok, "verdicts": [verdict.as_dict() for verdict in verdicts]}
+    return json.dumps(whole, indent=2, allow_nan=False) + "\n"
+
+
+def from_json(text: str) -> list[Verdict]:
+    """The verdicts that `as_json` wrote."""
+    parts = json.loads(text)["verdicts"]
+    return [decoder(Verdict)({name: value for name, value in part.items() if name != "headline"}) for part in parts]
+
+
+def verdicts(run: Run, command: str = "", failures: Sequence[str] = ()) -> list[Verdict]:
+    """What a run says of its kernels, in the order of their first records.
+
+    Args:
+        run: its records.
+        command: runs it again.
+        failures: what fails it though no cell fell.
+    """
+    kernels: dict[tuple[str, str], list[Record]] = {}
+    for record in run.records:
+        kernels.setdefault((record.backend, record.kernel), []).append(record)
+    return [_Kernel(*names, records, run).verdict(command, failures) for names, records in kernels.items()]
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """One kernel on one backend, as a run has it."""
+
     backend: str
     kernel: str
     records: Sequence[Record]  # its own
     run: Run
 
-    @property
-    def text(self) -> str:
-        """A headline, and a line for each thing that there is to say."""
-        parts: list[tuple[str, Callable[[], str]]] = [
-            ("biased", lambda: _cases(self._failing(BIASED))),
-            ("NaN", lambda: _cases(self._failing(NONFINITE))),
-            ("not known", lambda: _cases(self._failing(UNDECIDED))),
-            ("elsewhere", lambda: _cases(self._elsewhere)),
-            ("fix", self._fix),
-            ("fell", self._fell),
-            ("checks", self._checks),
-            *((kind, partial(self._headlines, kind)) for kind in sorted(self.run.pooled)),
-            ("rounding", self._plan),
-            ("skipped", self._skipped),
-            ("ended", self._ended),
-        ]
-        lines = [f"  {name:{_WIDTH}}{told}" for name, tell in parts if (told := tell())]
-        return "\n".join([self.headline, *lines])
+    def verdict(self, command: str, failures: Sequence[str]) -> Verdict:
+        """What there is to say of it."""
+        run, asked = self.run, [record for record in self._failure_inputs if record.outcome != SKIPPED]
+        fell = tuple(
+            FallenCell(record.id, record.outcome, record.reasons, runnable(record.command))
+            for record in self.records
+            if not record.passes and record.outcome != SKIPPED
+        )
+        ran = any(record.outcome != SKIPPED for record in self.records)
+        beginning = f"{self.backend}-{self.kernel}-"
+        explained = self._explanation
+        return Verdict(
+            kernel=self.kernel,
+            backend=run.told_of(self.backend),
+            formats=tuple(dict.fromkeys(record.format for record in self.records)),
+            ok=run.complete and ran and not fell and not failures,
+            complete=run.complete,
+            inputs=len(asked),
+            biased=len(self._failing(BIASED)),
+            nonfinite=len(self._failing(NONFINITE)),
+            # What crashed, or has too few heads, is no sign of health.
+            unknown=sum(record.verdict in (None, UNDECIDED) for record in asked),
+            findings=tuple(self._findings()),
+            fell=fell,
+            failures=tuple(failures),
+            plan=explained,
+            declared=self._declared or None,
+            share=explained.share if explained is not None else self._agreed,
+            cells=dict(Counter(record.outcome for record in self.records)),
+            left=sum(name.startswith(beginning) for name in (*run.not_run, *run.running)),
+            seed=self.records[0].seed,
+            versions={name: str(run.platform[name]) for name in _SOFTWARE if run.platform.get(name)},
+            command=command,
+        )
 
-    @property
-    def headline(self) -> str:
-        """On how many failure inputs it is biased."""
-        formats = ", ".join(dict.fromkeys(record.format for record in self.records))
-        name = f"{self.kernel} on {self.run.told_of(self.backend)}, {formats}"
-        asked = [record for record in self._failure_inputs if record.outcome != SKIPPED]
-        if not asked:
-            return f"{name}: no failure input was run, nothing is known of its bias"
-        failing = [*self._failing(BIASED), *self._failing(NONFINITE)]
-        # What crashed, or has too few heads, is no sign of health.
-        unknown = [record for record in asked if record.verdict in (None, UNDECIDED)]
-        told = f", {len(unknown)} not known" if unknown else ""
-        if failing:
-            return f"{name}: BIASED OR LOST on {len(failing)} of {len(asked)} failure inputs{told}"
-        return f"{name}: unbiased on {len(asked) - len(unknown)} of {len(asked)} failure inputs{told}"
+    def _findings(self) -> Iterator[Finding]:
+        listed = {
+            "biased": self._failing(BIASED),
+            "NaN": self._failing(NONFINITE),
+            "not known": self._failing(UNDECIDED),
+            "elsewhere": self._elsewhere,
+        }
+        pooled = {kind: partial(self._headlines, kind) for kind in sorted(self.run.pooled)}
+        texts: dict[str, Callable[[], str]] = {
+            "fix": self._fix,
+            "fell": self._fell,
+            "checks": self._checks,
+            **pooled,
+            "rounding": self._rounding,
+            "skipped": self._skipped,
+        }
+        ended = [record for record in self.records if record.outcome in (CRASHED, TIMED_OUT)]  # no result, and no pass
+        yield from (_of_cells(name, records) for name, records in listed.items() if records)
+        yield from (Finding(name, text) for name, tell in texts.items() if (text := tell()))
+        if ended:
+            yield _of_cells("ended", ended)
 
     @property
     def _failure_inputs(self) -> list[Record]:
         cases = self.run.cases
-        return [one for one in self.records if one.case in cases and cases[one.case].failure]
+        return [record for record in self.records if record.case in cases and cases[record.case].failure]
 
     def _failing(self, verdict: str) -> list[Record]:
         return [record for record in self._failure_inputs if record.verdict == verdict]
 
     @property
     def _elsewhere(self) -> list[Record]:
-        """Biased or lost on inputs that are not known to fail."""
+        """Biased, or NaN and Inf, on inputs that are not known to fail."""
         failure = self._failure_inputs
-        return [one for one in self.records if one.verdict in (BIASED, NONFINITE) and one not in failure]
+        return [record for record in self.records if record.verdict in (BIASED, NONFINITE) and record not in failure]
 
     def _fix(self) -> str:
-        """Whether the shift that it follows is a fix, and where that fails."""
+        """Whether the shift that it follows is a fix for ties, and where that fails."""
         judged = [record for record in self._failure_inputs if record.verdict is not None]
         failing = [record for record in judged if record.verdict in (BIASED, NONFINITE)]
         if not judged:
             return ""
         if not failing:
-            return "needs none on these inputs"
+            return "none needed on these inputs"
         plans = self._plans()
         if not plans:
             declared = self._declared
             return f"not known: it {f'is not what {declared} predicts' if declared else 'follows no known plan'}"
         rules = sorted({plan.rule for plan in plans})
         if not any(plan.fix for plan in plans):
-            return "absent: it shifts a row by its maximum, whatever repeats"
+            return "none for ties: each row is shifted by its maximum, also where the maximum repeats"
         if not all(plan.fix for plan in plans):
             return f"not known: these cases do not tell {' from '.join(rules)}"
-        told = f"it fails on the {len(failing)} inputs above and holds on {len(judged) - len(failing)}"
-        return f"partial: {' or '.join(rules)}; {told}"
+        held = len(judged) - len(failing)
+        return f"partial: {' or '.join(rules)}; fails on the {counted(len(failing), 'input')} above, holds on {held}"
 
     def _plans(self) -> list[PlanRecord]:
         """What it may follow: by its bits, or as it declares where that predicts it."""
@@ -127,14 +257,22 @@ class Verdict:
     def _predicted(self) -> list[Record]:
         return [record for record in self.records if PREDICTION in record.answers]
 
+    @property
+    def _agreed(self) -> float | None:
+        """The share of bits that agree with what it declares."""
+        measures = {name: kind.agreement for name, kind in self.run.experiments.items()}
+        numbers = (record.number(measures.get(record.experiment) or "") for record in self._predicted)
+        shares = [share for share in numbers if share is not None]
+        return sum(shares) / len(shares) if shares else None
+
     def _fell(self) -> str:
         """Checks that were not met, with where."""
-        found: dict[str, list[str]] = {}
+        unmet: dict[str, list[str]] = {}
         for record in self.records:
             for name, answer in record.answers.items():
                 if answer.met is False:
-                    found.setdefault(name, []).append(record.case)
-        return "; ".join(f"{name} in {_some(cases)}" for name, cases in found.items())
+                    unmet.setdefault(name, []).append(record.case)
+        return "; ".join(f"{name} in {_some(cases)}" for name, cases in unmet.items())
 
     def _checks(self) -> str:
         """Checks that were met wherever they were asked."""
@@ -153,38 +291,23 @@ class Verdict:
         ]
         return ", ".join(f"{record.case} {cases[record.case].headline} {plain_text(record)}" for record in known)
 
-    def _plan(self) -> str:
+    def _rounding(self) -> str:
         if self._explanation is not None:
             return explanation_text(self._explanation)
         if not self._declared:
             return ""
         met = sum(record.met(PREDICTION) is True for record in self._predicted)
-        measures = {name: kind.agreement for name, kind in self.run.experiments.items()}
-        numbers = (record.number(measures.get(record.experiment) or "") for record in self._predicted)
-        shares = [share for share in numbers if share is not None]
-        bits = f", {percent(sum(shares) / len(shares))} of bits" if shares else ""
+        bits = "" if self._agreed is None else f", {percent(self._agreed)} of bits"
         return f"declares {self._declared}; as predicted in {met} of {len(self._predicted)} cells{bits}"
 
     def _skipped(self) -> str:
-        found = Counter(one.skipped for one in self.records if one.outcome == SKIPPED)
-        return "; ".join(f"{number} cell{'' if number == 1 else 's'}: {why}" for why, number in found.items())
-
-    def _ended(self) -> str:
-        """Cells that came to no result, and are no pass."""
-        found = [one for one in self.records if one.outcome in (CRASHED, TIMED_OUT)]
-        return _cases(found)
+        reasons = Counter(record.skipped for record in self.records if record.outcome == SKIPPED)
+        return "; ".join(f"{counted(number, 'cell')}: {why}" for why, number in reasons.items())
 
 
-def verdicts(run: Run) -> list[Verdict]:
-    """What a run says of its kernels, in the order of their first records."""
-    found: dict[tuple[str, str], list[Record]] = {}
-    for record in run.records:
-        found.setdefault((record.backend, record.kernel), []).append(record)
-    return [Verdict(backend, kernel, records, run) for (backend, kernel), records in found.items()]
-
-
-def _cases(records: Sequence[Record]) -> str:
-    return _some([f"{record.case} {_number(record)}" for record in records])
+def _of_cells(name: str, records: Sequence[Record]) -> Finding:
+    texts = [f"{record.case} {_number(record)}" for record in records]
+    return Finding(name, _some(texts), tuple(record.case for record in records))
 
 
 def _number(record: Record) -> str:

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from public_sources import FOLDER, version_of
 from tabulate import tabulate
 
-from tiebreak.reports.records.record import SKIPPED, UNEXPLAINED, Run
+from tiebreak.reports.records.record import SKIPPED, UNEXPLAINED, Record, Run
 from tiebreak.reports.records.store import read
 from tiebreak.reports.tables.marks import plain_text
 from tiebreak.reports.tables.plans import percent
@@ -24,7 +23,6 @@ SHOWN = (
 _COLUMNS = ("kernel", "version", *(f"`{case}`" for case in SHOWN), "biased", "follows", "bits", "gradients", "s")
 _COHERENT = ("kernel", "case", "bias", "mean of a row's absolute mean error", "if its errors were independent")
 _ROOT = Path(__file__).parents[2]
-_BIASED = re.compile(r"on (\d+ of \d+) failure inputs")
 
 
 def main(arguments: Sequence[str], file: str, sources: Mapping[str, str]) -> int:
@@ -98,18 +96,19 @@ def _run(target: str, name: str, out: Path, options: argparse.Namespace) -> None
 
 def _rows(run: Run, name: str, module: str) -> Iterator[list[object]]:
     for verdict in verdicts(run):
-        shown = {record.case: plain_text(record) for record in verdict.records if record.outcome != SKIPPED}
-        biased = _BIASED.search(verdict.headline)
-        plan, bits = _plan(run, verdict)
+        records = [record for record in run.records if record.kernel == verdict.kernel]
+        shown = {record.case: plain_text(record) for record in records if record.outcome != SKIPPED}
+        failing = verdict.biased + verdict.nonfinite
+        plan, bits = _plan(verdict)
         yield [
-            f"`{name}`" if verdict.records[0].format == "bf16" else f"`{name}`, {verdict.records[0].format}",
+            f"`{name}`" if verdict.formats == ("bf16",) else f"`{name}`, {', '.join(verdict.formats)}",
             _version(module),
             *(shown.get(case, "") for case in SHOWN),
-            biased[1] if biased and "BIASED" in verdict.headline else verdict.headline.partition(": ")[2],
+            f"{failing} of {verdict.inputs}" if failing else verdict.headline.partition(": ")[2],
             plan,
             bits,
-            _gradients(verdict),
-            round(sum(run.seconds.get(record.id, 0.0) for record in verdict.records)),
+            _gradients(records),
+            round(sum(run.seconds.get(record.id, 0.0) for record in records)),
         ]
 
 
@@ -120,15 +119,15 @@ def _version(module: str) -> str:
         return "not here"
 
 
-def _plan(run: Run, verdict: Verdict) -> tuple[str, str]:
-    explanation = run.explanations.get(f"{verdict.backend}-{verdict.kernel}")
+def _plan(verdict: Verdict) -> tuple[str, str]:
+    explanation = verdict.plan
     if explanation is None:
         return "", ""
     plans = " or ".join(f"`{plan}`" for plan in explanation.plans)
     return f"none, nearest {plans}" if explanation.state == UNEXPLAINED else plans, percent(explanation.share)
 
 
-def _gradients(verdict: Verdict) -> str:
+def _gradients(records: Sequence[Record]) -> str:
     """In how many cells they are within their bounds, of those that have some."""
-    answers = [record.answers["gradients"] for record in verdict.records if "gradients" in record.answers]
+    answers = [record.answers["gradients"] for record in records if "gradients" in record.answers]
     return f"{sum(answer.met is True for answer in answers)} of {len(answers)}" if answers else ""

@@ -1,21 +1,25 @@
 """Does this attention kernel round fairly, on this device, and does the fix hold?
 
-For files with a kernel: ``tiebreak.kernel``, the decorator that declares what a kernel's signature does not show
-(docs/your-kernel.md). To import ``tiebreak`` imports nothing else; torch comes with the name.
+For files with a kernel: ``tiebreak.kernel``, the decorator that declares what a kernel's signature does not show. For
+notebooks and harnesses: ``tiebreak.check(function)``, which returns a verdict (docs/your-kernel.md). To import
+``tiebreak`` imports nothing else; torch comes with the names.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["kernel"]
+__all__ = ["check", "kernel"]
+
+_HOMES = {"check": "tiebreak.programs.checking", "kernel": "tiebreak.kernels.external"}
 
 if TYPE_CHECKING:
     from tiebreak.kernels.external import kernel
+
+    check: Any  # (function, *, in_process=False, workers="auto", **options) -> tiebreak.reports.verdict.Verdict
 else:
 
     def __getattr__(name: str) -> Any:
         """The public names, each imported when it is first used: the command answers before torch has loaded."""
-        if name not in __all__:
+        if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from tiebreak.kernels import external
-
-        return getattr(external, name)
+        return getattr(import_module(_HOMES[name]), name)

@@ -4,6 +4,7 @@ import math
 
 from tiebreak.reports.records.record import BEHAVES_LIKE, FOLLOWS, UNEXPLAINED, Explanation
 
+_PLANS = 4  # plans that can't be told apart that are named
 _NAMED = 3  # cases that no plan explains that are named
 
 
@@ -20,7 +21,8 @@ def explanation_text(explanation: Explanation) -> str:
         worst = [f"{case} {percent(share)}" for case, share in explanation.worst.items()]
         named = ", ".join(worst[:_NAMED]) + (", ..." if len(worst) > _NAMED else "")
         return f"unexplained: no known plan agrees; nearest is {first} with {agreed} ({named})"
-    return f"can't tell apart: {', '.join(plans)} on these cases ({agreed})"
+    more = f" and {len(plans) - _PLANS} more" if len(plans) > _PLANS else ""
+    return f"can't tell apart: {', '.join(plans[:_PLANS])}{more} on these cases ({agreed})"
 
 
 def percent(share: float | None) -> str:

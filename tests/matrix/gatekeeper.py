@@ -37,6 +37,7 @@ class Gatekeeper:
         self.limits.check(measures())
         self.baseline = self._read()
         self.lines: list[str] = []
+        self.fell = False
 
     def _read(self) -> Run | None:
         if self.path is None:
@@ -96,6 +97,7 @@ class Gatekeeper:
 
     def _fall(self, session: pytest.Session, status: int) -> None:
         """Fail a session that would have passed; one that was interrupted keeps its own exit code."""
+        self.fell = True
         if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = status
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -25,9 +26,13 @@ from tiebreak.matrix.watch import timed_out
 from tiebreak.programs import forked
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, USAGE, Parser
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import Run
+from tiebreak.reports.records.store import write_text
+from tiebreak.reports.verdict import Verdict, as_json, verdicts
 
 _AUTO = "auto"
+_STDOUT = "-"  # in the place of a file
 _EXIT = "Exit: "  # before the reason for which pytest was told to end
 _TELL_EVERY = 0.5  # seconds between two words on how far it is
 # Of the user's pytest nothing is wanted here: neither its configuration nor what is installed beside it.
@@ -45,8 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0 if nothing fell, 1 if something fell or is inconclusive, 2 on bad usage, 130 after Ctrl-C.
     """
-    options = _parser().parse_args(arguments)
-    refuse_twice(arguments)
+    options = _parsed(arguments)
     if options.workers == _AUTO and forked.possible():
         with tempfile.TemporaryDirectory(prefix="tiebreak-") as folder:
             word = Path(folder) / "watch"
@@ -63,17 +67,48 @@ def main(arguments: Sequence[str]) -> int:
 def _check(options: argparse.Namespace, teller: "_Teller") -> int | None:
     """Run, and print what it came to; None if a run without workers has left out cells by itself."""
     code, printed = _run(_words(options), teller)
-    if teller.collector is None or teller.collector.run is None:
+    run = teller.run
+    if run is None:
         if teller.interrupted:
             return INTERRUPTED
-        print(_refusal(printed), file=sys.stderr)
+        print(f"tiebreak check: {_refusal(printed)}", file=sys.stderr)
         return USAGE
-    if teller.alone and not teller.interrupted and not teller.collector.run.complete:
+    if teller.alone and not teller.interrupted and not run.complete:
         return None
-    terminal.show(_report(teller.collector.run, teller))
+    if options.json is not None:
+        _write(as_json(verdicts(run, options.command, teller.failures)), options.json)
+    if options.json != _STDOUT:
+        terminal.show(_report(run, teller))
     if teller.interrupted:
         return INTERRUPTED
     return {int(pytest.ExitCode.OK): HELD, USAGE: USAGE}.get(code, FELL)
+
+
+def judged(arguments: Sequence[str]) -> list[Verdict]:
+    """The verdicts of the command with these words, in this process; nothing is printed.
+
+    Raises:
+        UsageError: it would end with exit code 2.
+    """
+    teller = _Teller(io.StringIO())
+    _, printed = _run(_words(_parsed(arguments)), teller)
+    if teller.run is None:
+        raise UsageError("it was interrupted" if teller.interrupted else _refusal(printed))
+    return verdicts(teller.run, "", teller.failures)
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    options = _parser().parse_args(arguments)
+    refuse_twice(arguments)
+    options.command = shlex.join(["tiebreak", "check", *arguments])
+    return options
+
+
+def _write(text: str, where: str) -> None:
+    if where == _STDOUT:
+        sys.stdout.write(text)
+    else:
+        write_text(text, Path(where))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,6 +129,11 @@ def _parser() -> argparse.ArgumentParser:
         default=_AUTO,
         metavar="N",
         help="worker processes; 0: none (default: none where that is faster, else as many as the machine carries)",
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the verdict as JSON too (docs/your-kernel.md); -: to the terminal, and nothing else",
     )
     return parser
 
@@ -130,7 +170,7 @@ def _run(words: list[str], teller: "_Teller") -> tuple[int, str]:
 
 def _refusal(printed: str) -> str:
     """What pytest was told to exit with."""
-    return f"tiebreak check: {printed.partition(_EXIT)[2].strip() or printed.strip()}"
+    return printed.partition(_EXIT)[2].strip() or printed.strip()
 
 
 def _report(run: Run, teller: "_Teller") -> str:
@@ -157,6 +197,18 @@ class _Teller:
         self.gate: Gatekeeper | None = None
         self.interrupted = False
         self.ended: set[str] = set()
+
+    @property
+    def run(self) -> Run | None:
+        """What was run; None: nothing was."""
+        return None if self.collector is None else self.collector.run
+
+    @property
+    def failures(self) -> list[str]:
+        """What made the run fall though no cell did."""
+        assert self.collector is not None
+        gate = self.gate.lines if self.gate is not None and self.gate.fell else ()
+        return [*self.collector.fallen, *gate, *([self.collector.failure] if self.collector.failure else [])]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_xdist_auto_num_workers(self, config: pytest.Config) -> Generator[None, int | None, int | None]:

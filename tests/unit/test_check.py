@@ -1,16 +1,23 @@
 """`tiebreak check`, and `pytest --kernel` in a repository that has tests of its own."""
 
+import importlib
+import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
+import torch
 
+import tiebreak
 from tiebreak.matrix.plugin import faster_alone
 from tiebreak.programs import check, forked
-from tiebreak.reports import cli
+from tiebreak.reports import cli, verdict
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import (
     AMBIGUOUS,
@@ -31,7 +38,7 @@ from tiebreak.reports.records.record import (
     Run,
     Shown,
 )
-from tiebreak.reports.verdict import verdicts
+from tiebreak.reports.verdict import Verdict, verdicts
 
 KERNEL = """
 import torch
@@ -58,7 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_verdict_comes_first_then_what_it_rests_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main(["mine.py:attention", *FEW]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "attention on cpu, bf16: BIASED OR LOST on 1 of 1 failure inputs"
+    assert printed[0] == "attention on cpu, bf16: biased on 1 of 1 failure input"
     assert printed[1] == "  biased      tied_maxima[k=2] +0.23"
     assert "  skipped     1 cell: attention takes no grouped-query heads" in printed
     assert any(line.startswith("tied_maxima[k=2] ") for line in printed[6:])
@@ -192,11 +199,11 @@ PLANS = {
 @pytest.mark.parametrize(
     ("verdict", "plan", "failing", "fix"),
     [
-        (BIASED, (FOLLOWS, "flash@fused,base=2"), 2, "absent: it shifts"),
-        (UNBIASED, (FOLLOWS, "stabilized@paper"), 1, "partial: stabilized; it fails on the 1 inputs"),
-        (BIASED, (AMBIGUOUS, "flash@fused", "standard"), 2, "absent: it shifts"),
+        (BIASED, (FOLLOWS, "flash@fused,base=2"), 2, "none for ties: each row is shifted by its maximum"),
+        (UNBIASED, (FOLLOWS, "stabilized@paper"), 1, "partial: stabilized; fails on the 1 input above, holds on 1"),
+        (BIASED, (AMBIGUOUS, "flash@fused", "standard"), 2, "none for ties: each row is shifted by its maximum"),
         (BIASED, (AMBIGUOUS, "flash@fused", "stabilized@fused"), 2, "not known: these cases do not"),
-        (BIASED, (BEHAVES_LIKE, "fair", "gamma@paper"), 2, "partial: dithered or gamma; it"),
+        (BIASED, (BEHAVES_LIKE, "fair", "gamma@paper"), 2, "partial: dithered or gamma; fails on the 2 inputs"),
         (BIASED, (UNEXPLAINED, "flash@fused"), 2, "not known: it follows no known plan"),
     ],
 )
@@ -212,7 +219,9 @@ def test_a_fix_is_told_by_the_plan_and_by_where_it_fails(
     cases = {one.case: CaseRecord("", failure=one.case != "control") for one in records}
     explanations = {"cpu-mine": Explanation(plan[0], plan[1:], 2, 0.99)}
     (found,) = verdicts(Run({}, {}, records=records, cases=cases, explanations=explanations, plans=PLANS))
-    assert f"mine on cpu, bf16: BIASED OR LOST on {failing} of 3 failure inputs, 1 not known" in found.text
+    told = "biased on 1 and NaN or Inf on 1" if failing == 2 else "NaN or Inf on 1"
+    assert found.headline == f"mine on cpu, bf16: {told} of 3 failure inputs, 1 not known"
+    assert (found.biased + found.nonfinite, found.inputs, found.unknown) == (failing, 3, 1)
     assert f"fix         {fix}" in found.text
     assert "NaN         large NaN" in found.text
     assert "elsewhere   control +0.10" in found.text
@@ -222,8 +231,8 @@ def test_a_fix_is_told_by_the_plan_and_by_where_it_fails(
 @pytest.mark.parametrize(
     ("plan", "met", "fix", "rounding"),
     [
-        ("flash@fused", True, "absent: it shifts", "declares flash@fused; as predicted in 2 of 2 cells, 99.50 %"),
-        ("stabilized@paper", True, "partial: stabilized; it fails on the 1 inputs", "declares stabilized@paper; as"),
+        ("flash@fused", True, "none for ties: each row", "declares flash@fused; as predicted in 2 of 2 cells, 99.50 %"),
+        ("stabilized@paper", True, "partial: stabilized; fails on the 1 input", "declares stabilized@paper; as"),
         ("flash@fused", False, "not known: it is not what flash@fused predicts", "declares flash@fused; as"),
     ],
 )  # fmt: skip
@@ -240,3 +249,60 @@ def test_a_declared_plan_is_told_with_what_came_of_its_prediction(
     (found,) = verdicts(Run({}, {}, records=records, cases=cases, experiments=EXPERIMENTS, plans=PLANS))
     assert f"fix         {fix}" in found.text
     assert f"rounding    {rounding}" in found.text
+
+
+def test_an_interrupted_check_says_so_in_its_headline() -> None:
+    records = (record("tie", BIASED, 0.23), record("other", UNBIASED, 0.0))
+    cases = {cell.case: CaseRecord("", failure=True) for cell in records}
+    run = Run({}, {}, records=records, cases=cases, complete=False, not_run=("cpu-mine-a-bf16", "cpu-its-a-bf16"),
+              running=("cpu-mine-b-bf16",))  # fmt: skip
+    (verdict,) = verdicts(run)
+    assert verdict.headline == "mine on cpu, bf16: INCOMPLETE, 2 of 4 cells done: biased on 1 of 2 failure inputs"
+    assert not verdict.ok
+    (whole,) = verdicts(replace(run, complete=True))
+    assert whole.ok
+    (fell,) = verdicts(replace(run, complete=True), failures=["the gate"])
+    assert (fell.ok, fell.failures) == (False, ("the gate",))
+
+
+def validated(text: str) -> Any:
+    plain = json.loads(text)
+    schema = json.loads(Path(verdict.__file__).with_name("verdict.schema.json").read_text(encoding="utf-8"))
+    assert schema["$defs"]["verdict"]["properties"].keys() == {"headline", *(each.name for each in fields(Verdict))}
+    jsonschema.Draft202012Validator(schema).validate(plain)
+    return plain
+
+
+def test_json_is_the_verdict_and_nothing_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["mine.py:attention", "--fair", *FEW, "--json", "-"]) == 1
+    text = capsys.readouterr().out
+    (plain,) = validated(text)["verdicts"]
+    (again,) = verdict.from_json(text)
+    assert plain["headline"] == again.headline == "attention on cpu, bf16: biased on 1 of 1 failure input"
+    assert (again.ok, again.seed, again.cells) == (False, 1, {"fell": 1, "measured": 1, "skipped": 1})
+    assert [(cell.cell, cell.outcome) for cell in again.fell] == [("cpu-attention-tied_maxima[k=2]-bf16", "fell")]
+    assert "--cases 'tied_maxima[k=2]'" in again.fell[0].command
+    assert again.command.startswith("tiebreak check mine.py:attention --fair --cases ")
+
+
+def test_a_verdict_is_an_object_of_a_function_in_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ten lines, as docs/your-kernel.md has it."""
+    monkeypatch.syspath_prepend(str(folder))
+    attention = importlib.import_module("mine").attention
+    told = tiebreak.check(attention, cases="tied_maxima[k=2]", heads=64, seed=2, workers=0)
+    assert str(told).startswith("attention on cpu, bf16: biased on 1 of 1 failure input\n")
+    assert (told.ok, told.biased, told.seed, told.fell) == (True, 1, 2, ())
+    assert told.plan.plans[0] == "flash@paper"
+    assert told.versions["torch"] == torch.__version__
+    assert not (folder / "out").exists()
+
+
+def test_a_function_without_a_file_is_checked_in_this_process_alone(tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    exec(KERNEL, names)
+    with pytest.raises(UsageError, match=r"^'attention' stands in no file .* in_process=True$"):
+        tiebreak.check(names["attention"])
+    told = tiebreak.check(names["attention"], in_process=True, cases="no_tail", heads=16)
+    assert told.headline == "attention on cpu, bf16: no failure input was run, nothing is known of its bias"
+    with pytest.raises(UsageError, match=r"^tiebreak.check has no heds; it has backend, "):
+        tiebreak.check(names["attention"], heds=16)

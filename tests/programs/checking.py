@@ -1,0 +1,105 @@
+"""`tiebreak.check(function) -> Verdict`: a kernel through the matrix from a notebook, or from another program."""
+
+import inspect
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tiebreak.matrix.options import OPTIONS
+from tiebreak.programs import check as command
+from tiebreak.reports.cli import USAGE
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.verdict import Verdict, from_json
+
+_CHECKING = "TIEBREAK_CHECKING"  # set in the process that imports the function's file
+_MODULE = "tiebreak_given"  # what a function that has no file is imported from
+
+
+def check(
+    function: Callable[..., Any] | str, *, in_process: bool = False, workers: str | int = "auto", **options: Any
+) -> Verdict:
+    """Put one attention kernel through the matrix, as `tiebreak check` does.
+
+    Args:
+        function: of (q, k, v, ...), as docs/your-kernel.md has it, in a file; or a target such as `mine.py:attention`.
+        in_process: run it in this process, one cell after the other, for a function that has no file (of a notebook);
+            what the kernel breaks, such as the device, stays broken. Else it runs in processes of its own.
+        workers: how many; as `-n`.
+        options: those of `tiebreak check`, with `_` for `-`: cases, plan, seed, heads, dtype, backend, fair, declare...
+            Without `out` no records are kept.
+
+    Returns:
+        What there is to say of it: ok, headline, findings, fell, plan, share, cells... Printed, it is what the command
+        prints first.
+
+    Raises:
+        tiebreak.reports.errors.UsageError: an option that there is not, a function that can't be found or called,
+            several backends, an interrupted run that did nothing.
+    """
+    if os.environ.get(_CHECKING):
+        raise UsageError("tiebreak.check is called as its function's file is imported: put it under __name__ == ...")
+    with tempfile.TemporaryDirectory(prefix="tiebreak-") as folder:
+        words, kept = _words(options), [] if "out" in options else ["--out", folder]
+        if in_process:
+            return _only(_here(function, [*words, *kept, "-n", "0"]))
+        words = [_target(function), *words, "-n", str(workers)]
+        verdict = _only(_apart([*words, *kept], Path(folder) / "verdict.json"))
+    return replace(verdict, command=shlex.join(["tiebreak", "check", *words]))
+
+
+def _only(found: list[Verdict]) -> Verdict:
+    if len(found) != 1:
+        raise UsageError(f"{len(found)} verdicts, and a call gives one: name one backend, and no other kernels")
+    return found[0]
+
+
+def _words(options: dict[str, Any]) -> list[str]:
+    known = {option.dest: option for option in OPTIONS if option.forwarded}
+    if unknown := options.keys() - known.keys():
+        raise UsageError(f"tiebreak.check has no {', '.join(sorted(unknown))}; it has {', '.join(known)}")
+    return [word for name, value in options.items() for word in known[name].words(value)]
+
+
+def _target(function: Callable[..., Any] | str) -> str:
+    """As the command line names a function."""
+    if isinstance(function, str):
+        return function
+    name = getattr(function, "__qualname__", "")
+    try:
+        file = Path(inspect.getsourcefile(inspect.unwrap(function)) or "")
+    except TypeError:
+        file = Path()
+    if not name or "<" in name or file.suffix != ".py" or not file.is_file():
+        raise UsageError(
+            f"{name or function!r} stands in no file that another process could import: put it in one, or say"
+            " in_process=True"
+        )
+    return f"{file}:{name}"
+
+
+def _apart(words: list[str], path: Path) -> list[Verdict]:
+    program = [sys.executable, "-m", "tiebreak.reports.cli", "check", *words, "--json", str(path)]
+    done = subprocess.run(program, env=os.environ | {_CHECKING: "1"}, capture_output=True, text=True, check=False)
+    if done.returncode == USAGE or not path.exists():
+        raise UsageError(done.stderr.strip().removeprefix("tiebreak check: ") or "it was interrupted")
+    return from_json(path.read_text(encoding="utf-8"))
+
+
+def _here(function: Callable[..., Any] | str, words: list[str]) -> list[Verdict]:
+    if isinstance(function, str):
+        return command.judged([function, *words])
+    name = getattr(function, "__name__", type(function).__name__).strip("<>")
+    module = ModuleType(_MODULE)
+    setattr(module, name, function)
+    sys.modules[_MODULE] = module
+    try:
+        return command.judged([f"{_MODULE}:{name}", *words])
+    finally:
+        del sys.modules[_MODULE]
