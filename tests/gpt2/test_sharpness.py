@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tiebreak.laboratory import sharpness_command as program
 from tiebreak.laboratory.sharpness import sharpness
-from tiebreak.laboratory.sharpness_command import BACK, ON, TRAINED, Point, Run, Settings, Task, run_one, summary
+from tiebreak.laboratory.sharpness_run import BACK, ON, TRAINED, Point, Run, Settings, Task, run_one
+from tiebreak.laboratory.sharpness_tables import summary
 from tiebreak.reports.cli import main
 
 SETTINGS = Settings("flash@fused", "same", 2, 2, "E8M7", 1, 1e-2, 2, 4, [5e-4, 1e-2])

@@ -60,5 +60,5 @@ def sharpness(logits: Tensor, targets: Tensor, epsilon: float = EPSILON) -> floa
 
 def _minimum(function: Any, start: _Array, box: _Array) -> float:
     optimize = import_module("scipy.optimize")  # an extra, and slow to import
-    found = optimize.minimize(function, start, jac=True, method="L-BFGS-B", bounds=optimize.Bounds(-box, box))
-    return float(found.fun)
+    minimum = optimize.minimize(function, start, jac=True, method="L-BFGS-B", bounds=optimize.Bounds(-box, box))
+    return float(minimum.fun)
