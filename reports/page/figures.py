@@ -138,10 +138,10 @@ def _from_where(note: str, chosen: Sequence[_Trained], labels: Sequence[str]) ->
 
 def _series(record: Record, name: str) -> tuple[tuple[int, float | None], ...]:
     """A series of a training run with its steps; none where it was not kept."""
-    found = record.evidence.get("series")
-    if not isinstance(found, SeriesRecord):
+    series = record.evidence.get("series")
+    if not isinstance(series, SeriesRecord):
         return ()
-    return tuple(zip(found.steps, found.values.get(name, ()), strict=False))
+    return tuple(zip(series.steps, series.values.get(name, ()), strict=False))
 
 
 def _readings(number: int, figure: SeriesFigure, chosen: Sequence[_Trained], labels: Sequence[str]) -> Figure:
@@ -238,13 +238,13 @@ def _trace(chosen: Sequence[Record]) -> Figure:
 def _histogram(chosen: Sequence[Record]) -> Figure | None:
     series = []
     for record in chosen:
-        found = record.evidence.get("histogram")
-        if not isinstance(found, HistogramRecord) or not (total := sum(found.counts) + found.outside):
+        histogram = record.evidence.get("histogram")
+        if not isinstance(histogram, HistogramRecord) or not (total := sum(histogram.counts) + histogram.outside):
             continue
         steps = []
-        for number, count in enumerate(found.counts):
-            left = found.low + number * found.width
-            steps += [(left, count / total), (left + found.width, count / total)]
+        for number, count in enumerate(histogram.counts):
+            left = histogram.low + number * histogram.width
+            steps += [(left, count / total), (left + histogram.width, count / total)]
         series.append(Series(record.kernel, tuple(steps)))
     if not series:
         return None
@@ -260,9 +260,9 @@ def _histogram(chosen: Sequence[Record]) -> Figure | None:
 
 def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
     """Bias over the cases of the family that the traced case belongs to."""
-    family = next((about.family for one in chosen if (about := run.cases.get(one.case)) and about.family), None)
+    family = next((about.family for record in chosen if (about := run.cases.get(record.case)) and about.family), None)
     places = {name: about.at for name, about in run.cases.items() if about.family == family and about.at is not None}
-    points: dict[tuple[str, str], dict[float, float]] = {(one.backend, one.kernel): {} for one in chosen}
+    points: dict[tuple[str, str], dict[float, float]] = {(record.backend, record.kernel): {} for record in chosen}
     for record in run.records:
         line, place, bias = points.get((record.backend, record.kernel)), places.get(record.case), run.headline(record)
         if family and line is not None and place is not None and place > 0 and bias is not None:
@@ -271,8 +271,7 @@ def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
     if len(maxima) < 2:
         return None
     lines = {
-        kernel: tuple((math.log2(k), bias) for k, bias in sorted(found.items()))
-        for (_, kernel), found in points.items()
+        kernel: tuple((math.log2(k), bias) for k, bias in sorted(line.items())) for (_, kernel), line in points.items()
     }
     series = [Series(kernel, line, marked=line) for kernel, line in lines.items()]
     theory = Series("1/(2k): every tie to one side", tuple((math.log2(k), 0.5 / k) for k in maxima), dashed=True)

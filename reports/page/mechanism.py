@@ -74,18 +74,18 @@ def _jump(y: float, start: float, end: float, colour: str) -> Iterator[str]:
 def _errors(x: float, y: float, side: Side, colour: str) -> Iterator[str]:
     """The histogram of signed errors, and their mean, dashed."""
     width, height = 330.0, 96.0
-    found = side.errors
+    errors = side.errors
     bins = [
         (left, count)
-        for number, count in enumerate(found.counts)
-        if -REACH <= (left := found.low + number * found.width) < REACH
+        for number, count in enumerate(errors.counts)
+        if -REACH <= (left := errors.low + number * errors.width) < REACH
     ]
     most = max(count for _, count in bins)
 
     def place(error: float) -> float:
         return x + (error + REACH) / (2 * REACH) * width
 
-    wide = place(found.width) - place(0) - 1
+    wide = place(errors.width) - place(0) - 1
     for left, count in bins:
         tall = height * count / most
         if tall >= 0.5:

@@ -67,7 +67,7 @@ class _Plot:
             y, stroke = self.y(value), INK if value == 0 else GRID
             parts.append(f'<path d="M{_LEFT} {y:.1f}H{right}" stroke="{stroke}"/>')
             parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
-        for place, label in self.figure.x_ticks or [(one, f"{one:.4g}") for one in ticks(self.x_low, self.x_high)]:
+        for place, label in self.figure.x_ticks or [(at, f"{at:.4g}") for at in ticks(self.x_low, self.x_high)]:
             x = self.x(place)
             parts.append(f'<path d="M{x:.1f} {bottom}v5" stroke="{INK}"/>')
             parts.append(f'<text x="{x:.1f}" y="{bottom + 19}" text-anchor="middle">{escape(label)}</text>')

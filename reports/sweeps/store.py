@@ -114,15 +114,15 @@ def open_store(folder: Path, settings: Settings) -> Sweep:
             )
         _write_settings(settings, path)
         return Sweep(settings, ())
-    found = read_sweep(folder)
-    _check_same(found.settings, settings, path)
-    if settings.seeds > found.settings.seeds:
+    kept = read_sweep(folder)
+    _check_same(kept.settings, settings, path)
+    if settings.seeds > kept.settings.seeds:
         _write_settings(settings, path)
-    return Sweep(settings, tuple(run for run in found.runs if run.seed <= settings.seeds))
+    return Sweep(settings, tuple(run for run in kept.runs if run.seed <= settings.seeds))
 
 
-def _check_same(found: Settings, asked: Settings, path: Path) -> None:
-    there, here = map(_told, (found, asked))
+def _check_same(kept: Settings, asked: Settings, path: Path) -> None:
+    there, here = map(_described, (kept, asked))
     for name in dict.fromkeys([*here, *there]):
         if there.get(name) != here.get(name):
             raise UsageError(
@@ -131,7 +131,7 @@ def _check_same(found: Settings, asked: Settings, path: Path) -> None:
             )
 
 
-def _told(settings: Settings) -> dict[str, Any]:
+def _described(settings: Settings) -> dict[str, Any]:
     """All by which sweeps are told apart."""
     own = {one.name: getattr(settings, one.name) for one in fields(settings) if one.name not in ("recipe", "seeds")}
     return {**settings.recipe, **own}

@@ -66,12 +66,12 @@ def variant(kernel: str, stabiliser: str) -> str:
 
 def groups(sweep: Sweep) -> list[Group]:
     """The sweep's runs by all but their seed, in the order of its settings; without those of which none is done."""
-    found: dict[tuple[str, float, str], list[SweepRun]] = {}
+    by_place: dict[tuple[str, float, str], list[SweepRun]] = {}
     for place in sweep.settings.places():
-        found.setdefault((place.format, place.rate, variant(place.kernel, place.stabiliser)), [])
+        by_place.setdefault((place.format, place.rate, variant(place.kernel, place.stabiliser)), [])
     for run in sweep.runs:
-        found[run.format, run.rate, variant(run.kernel, run.stabiliser)].append(run)
-    return [Group(*key, tuple(runs)) for key, runs in found.items() if runs]
+        by_place[run.format, run.rate, variant(run.kernel, run.stabiliser)].append(run)
+    return [Group(*key, tuple(runs)) for key, runs in by_place.items() if runs]
 
 
 def _variants(settings: Settings) -> list[str]:
@@ -135,13 +135,13 @@ def _apart(sweep: Sweep) -> list[str]:
     return ["intervals that are apart:", *(f"  {pair}" for pair in pairs[:_APART]), *more]
 
 
-def _other(one: Group, other: Group) -> str:
+def _other(group: Group, other: Group) -> str:
     """The other of a pair, by what it differs in."""
     named = next(
         text
         for text, differs in (
-            (other.variant, other.variant != one.variant),
-            (other.format, other.format != one.format),
+            (other.variant, other.variant != group.variant),
+            (other.format, other.format != group.format),
             (f"{other.rate:g}", True),
         )
         if differs
@@ -149,12 +149,12 @@ def _other(one: Group, other: Group) -> str:
     return f"{named} ({other.diverged}/{len(other.runs)})"
 
 
-def _differ_in_one(one: Group, other: Group) -> bool:
-    return (one.format != other.format) + (one.rate != other.rate) + (one.variant != other.variant) == 1
+def _differ_in_one(group: Group, other: Group) -> bool:
+    return (group.format != other.format) + (group.rate != other.rate) + (group.variant != other.variant) == 1
 
 
-def _separate(one: Group, other: Group) -> bool:
-    (low, high), (other_low, other_high) = one.interval, other.interval
+def _separate(group: Group, other: Group) -> bool:
+    (low, high), (other_low, other_high) = group.interval, other.interval
     return high < other_low or other_high < low
 
 
@@ -188,13 +188,15 @@ def sweep_figures(sweep: Sweep, label: str) -> list[Figure]:
         sweep: as far as it is done.
         label: what tells it from others on the page.
     """
-    found = groups(sweep)
+    of_sweep = groups(sweep)
     drawn: list[Figure] = []
     name = re.sub(r"\W", "_", label)
     for fmt in sweep.settings.formats:
-        own = [one for one in found if one.format == fmt]
-        shares = [_Mark(one, *(100 * share for share in (one.diverged / len(one.runs), *one.interval))) for one in own]
-        losses = [_Mark(one, median(one.losses), one.losses[0], one.losses[-1]) for one in own if one.losses]
+        own = [each for each in of_sweep if each.format == fmt]
+        shares = [
+            _Mark(each, *(100 * share for share in (each.diverged / len(each.runs), *each.interval))) for each in own
+        ]
+        losses = [_Mark(each, median(each.losses), each.losses[0], each.losses[-1]) for each in own if each.losses]
         settings = sweep.settings
         note = f"Bars: Wilson's {CONFIDENCE:.0%} intervals. {label}."
         drawn.append(_figure(f"sweep-{name}-{len(drawn)}", f"{fmt}: runs that diverged", "%", shares, settings, note))
@@ -226,10 +228,10 @@ def _figure(
 ) -> Figure:
     series = []
     for number, label in enumerate(_variants(settings)):
-        own = sorted((one for one in values if one.group.variant == label), key=lambda one: one.group.rate)
-        places = [math.log10(one.group.rate) + number * _STEP for one in own]
-        points = tuple((x, one.y) for x, one in zip(places, own, strict=True))
-        bars = tuple((x, one.low, one.high) for x, one in zip(places, own, strict=True))
+        own = sorted((mark for mark in values if mark.group.variant == label), key=lambda mark: mark.group.rate)
+        places = [math.log10(mark.group.rate) + number * _STEP for mark in own]
+        points = tuple((x, mark.y) for x, mark in zip(places, own, strict=True))
+        bars = tuple((x, mark.low, mark.high) for x, mark in zip(places, own, strict=True))
         if points:
             series.append(Series(label, points, marked=points, bars=bars))
     ticks = tuple((math.log10(rate), f"{rate:g}") for rate in sorted(settings.rates))

@@ -123,7 +123,7 @@ def _show_audits(audits: Audits, options: argparse.Namespace) -> None:
     _narrowed_by_kernels_alone(options, "an audit of compiled kernels")
     if options.kernels is not None:
         wanted = selection.pick("kernels", "kernel", options.kernels, audits.kernels)
-        audits = replace(audits, audits=tuple(one for one in audits.audits if one.kernel in wanted))
+        audits = replace(audits, audits=tuple(each for each in audits.audits if each.kernel in wanted))
     if options.format == "json":
         print(audit.as_json(audits), end="")
     elif options.format == "csv":
@@ -142,7 +142,7 @@ def _as_tables(run: Run, tablefmt: str, absent: str) -> str:
 def as_csv(run: Run) -> str:
     """The records as CSV, a line each: every measure and check that the run describes; what there is not is empty."""
     out = io.StringIO()
-    estimated = {name for one in run.records for name, value in one.measures.items() if isinstance(value, Estimate)}
+    estimated = {name for each in run.records for name, value in each.measures.items() if isinstance(value, Estimate)}
     rows = [_row(record, run, estimated) for record in run.records]
     writer = csv.DictWriter(out, list(rows[0]) if rows else ["id"], lineterminator="\n")
     writer.writeheader()

@@ -50,15 +50,15 @@ class TrainingGrid:
         about = self.described.get(case, _UNKNOWN)
         return case if about.label is None else f"{about.label}: {about.headline}"
 
-    def said(self, kernel: str) -> str:
+    def paper(self, kernel: str) -> str:
         """What the paper says of training with a kernel; empty where it says nothing."""
-        found = [one for (name, _), records in self.cells.items() if name == kernel for one in records]
-        return next((str(one.evidence["paper"]) for one in found if "paper" in one.evidence), "")
+        ran = [record for (name, _), records in self.cells.items() if name == kernel for record in records]
+        return next((str(record.evidence["paper"]) for record in ran if "paper" in record.evidence), "")
 
     def values(self, kernel: str, case: str) -> list[float]:
         """The headline of every seed that has a number, lowest first."""
-        found = (self._value(one) for one in self.cells.get((kernel, case), []))
-        return sorted(value for value in found if value is not None)
+        numbers = (self._value(one) for one in self.cells.get((kernel, case), []))
+        return sorted(value for value in numbers if value is not None)
 
     def _value(self, record: Record) -> float | None:
         headline = self.headline(record.case)
@@ -66,12 +66,12 @@ class TrainingGrid:
 
     def text(self, kernel: str, case: str) -> str:
         """One place of the table: the headline, lowest to highest, with the mark of the worst of it."""
-        found = self.cells.get((kernel, case), [])
-        if not found:
+        records = self.cells.get((kernel, case), [])
+        if not records:
             return ""
-        texts = list(dict.fromkeys(map(plain_text, sorted(found, key=self._order))))
+        texts = list(dict.fromkeys(map(plain_text, sorted(records, key=self._order))))
         text = texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}"
-        marks = [mark_of(one) for one in found]
+        marks = [mark_of(record) for record in records]
         return marked(text, min(marks, key=_WORST_FIRST.index))
 
     def _order(self, record: Record) -> float:
@@ -102,8 +102,8 @@ def training_tables(runs: Sequence[Run], tablefmt: str = "simple") -> str:
     parts = []
     for grid in training_grids(runs):
         seeds = sorted({one.seed for found in grid.cells.values() for one in found})
-        said = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
-        parts += [aside(f"{grid.kind}, {grid.backend}, {said}", tablefmt), _table(grid, tablefmt)]
+        named = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
+        parts += [aside(f"{grid.kind}, {grid.backend}, {named}", tablefmt), _table(grid, tablefmt)]
     if parts:
         parts.append(aside(training_legend(runs), tablefmt))
     return "\n\n".join(parts)
@@ -112,7 +112,7 @@ def training_tables(runs: Sequence[Run], tablefmt: str = "simple") -> str:
 def _table(grid: TrainingGrid, tablefmt: str) -> str:
     headings = [grid.heading(case) for case in grid.cases]
     headers = ["kernel", *(map(broken, headings) if tablefmt == "simple" else headings), "paper"]
-    rows = [[kernel, *(grid.text(kernel, case) for case in grid.cases), grid.said(kernel)] for kernel in grid.kernels]
+    rows = [[kernel, *(grid.text(kernel, case) for case in grid.cases), grid.paper(kernel)] for kernel in grid.kernels]
     return grid_text(rows, headers, tablefmt)
 
 

@@ -59,8 +59,8 @@ class Captures:
                 continue
             path = folder / f"inputs-{step:06d}.safetensors"
             partial = path.with_suffix(".partial")
-            told = {**metadata, "step": str(step), "layers": str(len(tensors) // 4), "causal": "true"}
-            save_file({name: _narrowed(tensor) for name, tensor in tensors.items()}, partial, told)
+            labels = {**metadata, "step": str(step), "layers": str(len(tensors) // 4), "causal": "true"}
+            save_file({name: _narrowed(tensor) for name, tensor in tensors.items()}, partial, labels)
             os.replace(partial, path)
             paths.append(path)
         return paths

@@ -57,12 +57,12 @@ def load(folder: Path, run: dict[str, str | int | float]) -> Checkpoint:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; start without --resume")
     try:
-        found = Checkpoint(**torch.load(path, map_location="cpu", weights_only=True))
+        checkpoint = Checkpoint(**torch.load(path, map_location="cpu", weights_only=True))
     except (RuntimeError, EOFError, OSError, TypeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         raise CheckpointError(
             f"{path}: not a whole checkpoint ({type(error).__name__}); start without --resume"
         ) from error
     for name, value in run.items():
-        if found.run.get(name) != value:
-            raise CheckpointError(f"{path}: was written with {name} = {found.run.get(name)}, not {value}")
-    return found
+        if checkpoint.run.get(name) != value:
+            raise CheckpointError(f"{path}: was written with {name} = {checkpoint.run.get(name)}, not {value}")
+    return checkpoint

@@ -39,19 +39,19 @@ class MachineGroup:
 
 
 @dataclass(frozen=True)
-class Came:
+class MatrixResult:
     """What came home from a node."""
 
     code: int  # pytest's exit code
     records: bytes  # the file; empty: there is none
-    told: str  # the last lines that pytest said
+    last: str  # the last lines that pytest said
 
 
 def main(argv: Sequence[str]) -> int:
     """The verb `fleet`; see `tiebreak.reports.cli.main`.
 
     Returns:
-        0 if every kind held, 1 if something fell or a kind came to no records, 130 after Ctrl-C.
+        0 if every kind held, 1 if something fell or a kind gave no records, 130 after Ctrl-C.
 
     Raises:
         UsageError: bad usage, or a cluster that does not answer; one line.
@@ -66,10 +66,10 @@ def main(argv: Sequence[str]) -> int:
     home: dict[str, Path] = {}
     try:
         with connected(None if options.on == RAY else options.on) as cluster:
-            found = kinds(cluster.nodes, split(options.labels))
-            if not found:
+            groups = kinds(cluster.nodes, split(options.labels))
+            if not groups:
                 raise UsageError(f"--on {options.on}: the cluster has no node with a core")
-            code = _run(cluster, found, matrix, options.out, home)
+            code = _run(cluster, groups, matrix, options.out, home)
     except KeyboardInterrupt:
         print(f"\nstopped; {options.out} has the records of {counted(len(home), 'kind')}", file=sys.stderr)
         return INTERRUPTED
@@ -82,7 +82,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         usage="%(prog)s --on WHERE [--labels NAMES] [--out DIR] [-- PYTEST_ARGUMENT ...]",
         description="The matrix once on each kind of machine of a Ray cluster, with each machine's own PyTorch.",
         epilog=f"A node's label {LEVEL_LABEL} forces an instruction-set level. Exit codes: 0 all held, 1 something"
-        " fell or a kind came to no records, 2 bad usage or no cluster, 130 stopped: records that came are kept.",
+        " fell or a kind gave no records, 2 bad usage or no cluster, 130 stopped: records that came are kept.",
     )
     parser.add_argument("--on", required=True, metavar="WHERE", help="ray://HOST:PORT, HOST:PORT, or ray: here alone")
     parser.add_argument("--labels", default="", metavar="NAMES", help="labels that make a kind (default: all of them)")
@@ -105,50 +105,50 @@ def kinds(nodes: Sequence[Node], labels: Sequence[str] = ()) -> list[MachineGrou
     """
     for name in labels:
         if not any(name in node.labels for node in nodes):
-            known = sorted({one for node in nodes for one in node.labels})
+            known = sorted({label for node in nodes for label in node.labels})
             raise UsageError(f"--labels {name}: no node has it; they have {', '.join(known) or 'none'}")
-    found: dict[str, list[Node]] = {}
+    groups: dict[str, list[Node]] = {}
     for node in nodes:
-        told = [value for name, value in sorted(node.labels.items()) if not labels or name in labels]
+        values = [value for name, value in sorted(node.labels.items()) if not labels or name in labels]
         accelerator = node.accelerator or ("gpu" if node.gpus else "cpu")
-        found.setdefault(re.sub(r"[^\w.+-]", "_", "-".join([accelerator, *told])), []).append(node)
-    return [MachineGroup(name, tuple(alike)) for name, alike in sorted(found.items())]
+        groups.setdefault(re.sub(r"[^\w.+-]", "_", "-".join([accelerator, *values])), []).append(node)
+    return [MachineGroup(name, tuple(alike)) for name, alike in sorted(groups.items())]
 
 
 def _run(
-    cluster: Cluster, found: Sequence[MachineGroup], matrix: Sequence[str], out: Path, home: dict[str, Path]
+    cluster: Cluster, groups: Sequence[MachineGroup], matrix: Sequence[str], out: Path, home: dict[str, Path]
 ) -> int:
     """Run the matrix on each kind, its records brought home as it ends; 0, or 1 if something fell."""
-    for kind in found:
-        told = f" on {kind.nodes[0].labels[LEVEL_LABEL]}" if LEVEL_LABEL in kind.nodes[0].labels else ""
-        print(f"{kind.name}{told}: {counted(len(kind.nodes), 'node')}, one of them runs the matrix", flush=True)
+    for kind in groups:
+        level = f" on {kind.nodes[0].labels[LEVEL_LABEL]}" if LEVEL_LABEL in kind.nodes[0].labels else ""
+        print(f"{kind.name}{level}: {counted(len(kind.nodes), 'node')}, one of them runs the matrix", flush=True)
     codes = []
 
     def ended() -> Iterator[str]:
-        for kind, result in _each(cluster, found, matrix):
+        for kind, result in _each(cluster, groups, matrix):
             codes.append(FELL if isinstance(result, Exception) or result.code else HELD)
             file = out / f"{kind.name}.json"
             yield f"{kind.name}: {result if isinstance(result, Exception) else _bring(result, file, kind, home)}"
 
-    show_progress(ended(), len(found), "kind")
+    show_progress(ended(), len(groups), "kind")
     return max(codes, default=HELD)
 
 
 def _each(
-    cluster: Cluster, found: Sequence[MachineGroup], matrix: Sequence[str]
-) -> Iterator[tuple[MachineGroup, Came | Exception]]:
+    cluster: Cluster, groups: Sequence[MachineGroup], matrix: Sequence[str]
+) -> Iterator[tuple[MachineGroup, MatrixResult | Exception]]:
     """What came of each kind, as it ends; where a node dies, the kind's next has a try."""
     waiting = {
-        cluster.start(on_node, kind.nodes[0], list(matrix), level_of(kind.nodes[0])): (kind, 0) for kind in found
+        cluster.start(on_node, kind.nodes[0], list(matrix), level_of(kind.nodes[0])): (kind, 0) for kind in groups
     }
     while waiting:
-        for reference, came in cluster.finished(list(waiting)):
+        for reference, result in cluster.finished(list(waiting)):
             kind, at = waiting.pop(reference)
-            if isinstance(came, Exception) and at + 1 < len(kind.nodes):
+            if isinstance(result, Exception) and at + 1 < len(kind.nodes):
                 node = kind.nodes[at + 1]
                 waiting[cluster.start(on_node, node, list(matrix), level_of(node))] = (kind, at + 1)
                 continue
-            yield kind, UsageError(f"no records: {first_line(came)}") if isinstance(came, Exception) else came
+            yield kind, UsageError(f"no records: {first_line(result)}") if isinstance(result, Exception) else result
 
 
 def level_of(node: Node) -> str | None:
@@ -163,39 +163,39 @@ def level_of(node: Node) -> str | None:
     return name
 
 
-def _bring(came: Came, path: Path, kind: MachineGroup, home: dict[str, Path]) -> str:
+def _bring(result: MatrixResult, path: Path, kind: MachineGroup, home: dict[str, Path]) -> str:
     """Keep what came; what to say of it."""
-    if not came.records:
-        print(came.told, file=sys.stderr)
-        return f"no records (pytest's exit code {came.code})"
+    if not result.records:
+        print(result.last, file=sys.stderr)
+        return f"no records (pytest's exit code {result.code})"
     try:
-        run = store.parse(came.records, path)
+        run = store.parse(result.records, path)
     except UnreadableRecordsError as error:
         return f"no records: {error}"
-    store.write_text(came.records.decode("utf-8"), path)
+    store.write_text(result.records.decode("utf-8"), path)
     home[kind.name] = path
     return f"{counts(run.records)}, PyTorch {run.platform.get('torch')}"
 
 
-def on_node(matrix: Sequence[str], level: str | None) -> Came:
+def on_node(matrix: Sequence[str], level: str | None) -> MatrixResult:
     """Run the matrix in a process of its own, with this machine's Python and PyTorch: what a node does.
 
     Args:
         matrix: arguments for pytest.
         level: the instruction-set level to force; None: as the machine is.
     """
-    own = next((one for one in LEVELS if one.name == level), None)
-    given = dict(os.environ) if own is None else environment(own)
+    own = next((each for each in LEVELS if each.name == level), None)
+    environ = dict(os.environ) if own is None else environment(own)
     # What Ray told its worker is not the matrix' own.
-    given = {name: value for name, value in given.items() if name not in ("OMP_NUM_THREADS", "PYTEST_ADDOPTS")}
+    environ = {name: value for name, value in environ.items() if name not in ("OMP_NUM_THREADS", "PYTEST_ADDOPTS")}
     with tempfile.TemporaryDirectory(prefix="tiebreak-fleet-") as folder:
         words = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", folder, "--import-mode=importlib"]
         words += ["-p", "no:cacheprovider", *_MATRIX, "--save", _NAME, "--out", folder, *matrix]
-        done = subprocess.run(words, env=given, cwd=folder, capture_output=True, text=True, check=False)
+        done = subprocess.run(words, env=environ, cwd=folder, capture_output=True, text=True, check=False)
         path = Path(folder, f"{_NAME}.json")
         records = path.read_bytes() if path.exists() else b""
-    told = "\n".join([*done.stdout.splitlines()[-_LAST_LINES:], *done.stderr.splitlines()[-_LAST_LINES:]])
-    return Came(done.returncode, records, told)
+    last = "\n".join([*done.stdout.splitlines()[-_LAST_LINES:], *done.stderr.splitlines()[-_LAST_LINES:]])
+    return MatrixResult(done.returncode, records, last)
 
 
 def _show(records: Sequence[Path], out: Path) -> int:

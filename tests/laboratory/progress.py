@@ -90,10 +90,12 @@ class Readings:
 
     def report(self, step: int, loss: float, rate: float, ranks: Ranks) -> Progress:
         """What the monitors of all processes read together."""
-        found = ranks.gather((self.drift, self.max_logit, self.sign_diversity))
-        drift = torch.stack([each[0] for each in found]).sum(0).flatten()
+        readings = ranks.gather((self.drift, self.max_logit, self.sign_diversity))
+        drift = torch.stack([each[0] for each in readings]).sum(0).flatten()
         largest = drift[drift.abs().argmax()].item()
-        return Progress(step, loss, rate, torch.stack([each[1] for each in found]).max().item(), largest, found[0][2])
+        return Progress(
+            step, loss, rate, torch.stack([each[1] for each in readings]).max().item(), largest, readings[0][2]
+        )
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,9 @@ class Ranks:
         """The values of all processes, in the order of their ranks."""
         if self.size == 1:
             return [value]
-        found: list[_Value | None] = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found  # type: ignore[return-value]
+        values: list[_Value | None] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]
 
 
 @contextmanager

@@ -45,16 +45,16 @@ class Cluster:
     @property
     def nodes(self) -> list[Node]:
         """The machines that are alive and have cores, in the order of their ids."""
-        found = [_node(told) for told in self._ray.nodes() if told["Alive"]]
-        return sorted((node for node in found if node.cpus >= 1), key=lambda node: node.id)
+        nodes = [_node(entry) for entry in self._ray.nodes() if entry["Alive"]]
+        return sorted((node for node in nodes if node.cpus >= 1), key=lambda node: node.id)
 
     @property
     def about(self) -> str:
         """How large it is, in words."""
         nodes = self.nodes
         gpus = sum(node.gpus for node in nodes)
-        told = f", {counted(int(gpus), 'GPU')}" if gpus else ""
-        return f"{counted(len(nodes), 'node')}, {counted(int(sum(node.cpus for node in nodes)), 'core')}{told}"
+        accelerators = f", {counted(int(gpus), 'GPU')}" if gpus else ""
+        return f"{counted(len(nodes), 'node')}, {counted(int(sum(node.cpus for node in nodes)), 'core')}{accelerators}"
 
     def slots(self, gpus: float) -> int:
         """How many tasks of one core and this share of GPUs it runs at a time.
@@ -67,18 +67,18 @@ class Cluster:
             raise UsageError(f"the cluster ({self.about}) has no node with a core and {gpus:g} of a GPU for a run")
         return sum(each)
 
-    def run(self, one: Callable[[_Task], _Result], tasks: Sequence[_Task], *, gpus: float) -> Iterator[_Result]:
+    def run(self, function: Callable[[_Task], _Result], tasks: Sequence[_Task], *, gpus: float) -> Iterator[_Result]:
         """Run tasks wherever there is room, and give each result as it comes; one whose node dies is run again.
 
         Args:
-            one: runs one task; imported by the nodes, which need the same tiebreak.
+            function: runs one task; imported by the nodes, which need the same tiebreak.
             tasks: what to run.
             gpus: share of GPUs of each.
 
         Raises:
-            UsageError: in the end, if some did not come to a result; those that did have been given.
+            UsageError: in the end, if some did not finish; those that did have been given.
         """
-        remote = self._ray.remote(one).options(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)
+        remote = self._ray.remote(function).options(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)
         lost = []
         for reference in self._ended([remote.remote(task) for task in tasks]):
             try:
@@ -86,7 +86,7 @@ class Cluster:
             except self._ray.exceptions.RayError as error:
                 lost.append(first_line(error))
         if lost:
-            raise UsageError(f"{counted(len(lost), 'run')} came to no result: {lost[0]}; the same command tries again")
+            raise UsageError(f"{counted(len(lost), 'run')} did not finish: {lost[0]}; the same command tries again")
 
     def _ended(self, waiting: list[Any]) -> Iterator[Any]:
         """References as they end."""
@@ -94,7 +94,7 @@ class Cluster:
             ended, waiting = self._ray.wait(waiting, timeout=_TOLD_EVERY)
             yield from ended
 
-    def start(self, one: Callable[..., Any], node: Node, *words: Any) -> Any:
+    def start(self, function: Callable[..., Any], node: Node, *words: Any) -> Any:
         """Run a function on one machine with all its cores and GPUs, and nowhere else.
 
         Returns:
@@ -104,7 +104,7 @@ class Cluster:
 
         pinned = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
         options = {"num_cpus": node.cpus, "num_gpus": node.gpus, "max_retries": 0, "scheduling_strategy": pinned}
-        return self._ray.remote(one).options(**options).remote(*words)
+        return self._ray.remote(function).options(**options).remote(*words)
 
     def finished(self, waiting: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
         """References as they end, each with its result or with the error that it ended in."""
@@ -174,17 +174,17 @@ def _check_answers(address: str) -> None:
             raise UsageError(f"{refusal}: what listens there is no Ray") from None
 
 
-def _node(told: Mapping[str, Any]) -> Node:
-    resources: Mapping[str, float] = told["Resources"]
+def _node(entry: Mapping[str, Any]) -> Node:
+    resources: Mapping[str, float] = entry["Resources"]
     types = [name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")]
-    labels = {name: value for name, value in told.get("Labels", {}).items() if not name.startswith("ray.io/")}
+    labels = {name: value for name, value in entry.get("Labels", {}).items() if not name.startswith("ray.io/")}
     return Node(
-        told["NodeID"], resources.get("CPU", 0.0), resources.get("GPU", 0.0), types[0] if types else None, labels
+        entry["NodeID"], resources.get("CPU", 0.0), resources.get("GPU", 0.0), types[0] if types else None, labels
     )
 
 
 def first_line(error: BaseException) -> str:
     """What an error says, in a line; Ray's own end with what their cause said."""
     cause = getattr(error, "cause", None)
-    told = str(cause if isinstance(cause, BaseException) else error).strip()
-    return told.splitlines()[0] if told else type(error).__name__
+    text = str(cause if isinstance(cause, BaseException) else error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

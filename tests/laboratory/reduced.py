@@ -219,7 +219,7 @@ class _Masking(TorchFunctionMode):
 
     def __init__(self, reduction: Reduction) -> None:
         super().__init__()
-        self.told: list[Reduction | None] = [reduction]  # the last holds; None: products as they are
+        self.reductions: list[Reduction | None] = [reduction]  # the last holds; None: products as they are
 
     def __torch_function__(
         self,
@@ -229,7 +229,7 @@ class _Masking(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         del types
-        reduction, named = self.told[-1], dict(kwargs or {})
+        reduction, named = self.reductions[-1], dict(kwargs or {})
         if func is _TENSOR.__rmatmul__:
             func, args = torch.matmul, args[::-1]
         if reduction is not None:
@@ -257,8 +257,8 @@ def _masked_call(func: Callable[..., Any], reduction: Reduction, args: tuple[Any
         for at, operand in zip(places, masked, strict=True):
             leaves[at] = operand
         own, keywords = pytree.tree_unflatten(leaves, structure)
-        found: Tensor = func(*own, **keywords)
-        return found
+        output: Tensor = func(*own, **keywords)
+        return output
 
     return masked_product(product, reduction, *(leaves[at] for at in places)) if places else product()
 
@@ -321,11 +321,11 @@ def _switch(hooks: ExitStack, masking: _Masking, module: nn.Module, reduction: R
 
     def enter(module: nn.Module, args: Any) -> None:
         del module, args
-        masking.told.append(reduction)
+        masking.reductions.append(reduction)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         del module, args, output
-        masking.told.pop()
+        masking.reductions.pop()
 
     hooks.callback(module.register_forward_pre_hook(enter).remove)
     hooks.callback(module.register_forward_hook(leave, always_call=True).remove)

@@ -90,9 +90,9 @@ def _outlook(sweep: Sweep, left: Sequence[Task], workers: int, where: str) -> st
 
 def _seconds(sweep: Sweep, task: Task) -> float | None:
     """What a run takes, to go by those that are done, or by a few steps; None: they can't be taken on this machine."""
-    steps = sum(one.steps for one in sweep.runs)
+    steps = sum(each.steps for each in sweep.runs)
     if steps:
-        return sum(one.seconds for one in sweep.runs) / steps * task.steps
+        return sum(each.seconds for each in sweep.runs) / steps * task.steps
     if task.device == "cuda" and not torch.cuda.is_available():
         return None
     run(task, 1)  # the first step of a process takes longer

@@ -179,8 +179,8 @@ def _add_axes(group: argparse._ArgumentGroup) -> None:
         metavar="NAMES",
         help="of attention; default: flash@paper,stabilized@paper,fair",
     )
-    told = "; ".join(f"{name}: {one.about}" for name, one in STABILISERS.items())
-    group.add_argument("--stabiliser", default="none", metavar="NAMES", help=f"each alone. {told}; default: none")
+    about = "; ".join(f"{name}: {each.about}" for name, each in STABILISERS.items())
+    group.add_argument("--stabiliser", default="none", metavar="NAMES", help=f"each alone. {about}; default: none")
 
 
 def _add_where(group: argparse._ArgumentGroup) -> None:

@@ -89,8 +89,8 @@ class _Logits:
 
     def __call__(self, observation: Observation) -> None:
         """Look at one call of attention."""
-        found = max_logit(View(observation)).max().item()
-        self.largest = found if math.isnan(self.largest) else max(self.largest, found)
+        largest = max_logit(View(observation)).max().item()
+        self.largest = largest if math.isnan(self.largest) else max(self.largest, largest)
 
 
 def run(task: Task, steps: int | None = None) -> SweepRun:
@@ -167,6 +167,12 @@ def _masked(model: GPT2, task: Task, stabiliser: Stabiliser) -> AbstractContextM
 @cache
 def _platform(device: str) -> Mapping[str, str | None]:
     """What of a machine can change the bits of a run."""
-    found = describe()
+    platform = describe()
     card = torch.cuda.get_device_name() if device == "cuda" else None
-    return {"cpu": found.cpu, "level": found.level, "torch": found.torch, "commit": found.commit, "gpu": card}
+    return {
+        "cpu": platform.cpu,
+        "level": platform.level,
+        "torch": platform.torch,
+        "commit": platform.commit,
+        "gpu": card,
+    }

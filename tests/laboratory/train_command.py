@@ -47,7 +47,7 @@ _WARNING = (
 _Made = TypeVar("_Made")
 
 
-class _ToldError(Exception):
+class _ShownError(Exception):
     """Something wrong with the command line, data or checkpoint, that the terminal shows already."""
 
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             training = _agreed(ranks, lambda: _training(options, ranks))
             _train(training, options, ranks, asked)
             return _end(training, options, ranks)
-    except _ToldError:
+    except _ShownError:
         return USAGE
     except (ValueError, OSError, CheckpointError, ContractError, CannotRunError, NotFiniteAtStartError) as error:
         if os.environ.get("RANK", "0") == "0":  # all processes say the same, or it is the first that writes files
@@ -118,7 +118,7 @@ def _agreed(ranks: Ranks, make: Callable[[], _Made]) -> _Made:
     """What `make` returns, if it does in every process.
 
     Raises:
-        _ToldError: it does not; the first reason has been told.
+        _ShownError: it does not; the first reason has been shown.
     """
     made: list[_Made] = []
     problem = ""
@@ -131,7 +131,7 @@ def _agreed(ranks: Ranks, make: Callable[[], _Made]) -> _Made:
         if ranks.first:
             _tell(problems[0])
         ranks.gather(problem)  # torchrun stops all processes as soon as one ends: not before it is told
-        raise _ToldError
+        raise _ShownError
     return made[0]
 
 
@@ -153,8 +153,8 @@ def _training(options: argparse.Namespace, ranks: Ranks) -> Training:
     recipe = Recipe(
         Schedule(options.steps, options.rate, options.warm_up), options.optimizer, options.precision, in_parts
     )
-    told = {name: value for name, value in vars(options).items() if name not in _FREE}
-    run = {**told, **asdict(sizes), "data": batches.digest(1)}
+    given = {name: value for name, value in vars(options).items() if name not in _FREE}
+    run = {**given, **asdict(sizes), "data": batches.digest(1)}
     if (options.out / LOG).exists() and not options.resume:
         raise UsageError(f"{options.out} holds a run already; go on with --resume or name another --out")
     checkpoint = load(options.out, run) if options.resume else None
@@ -268,14 +268,14 @@ def _train(training: Training, options: argparse.Namespace, ranks: Ranks, asked:
 def _end(training: Training, options: argparse.Namespace, ranks: Ranks) -> int:
     """Say how the run ended; its exit code."""
     if training.exploded:
-        told = f"the loss exploded at step {training.done}; q, k, v, dO of {len(training.captured)} of the last steps"
-        told += f" are in {options.out}: pytest tests/matrix --captured {options.out}"
+        text = f"the loss exploded at step {training.done}; q, k, v, dO of {len(training.captured)} of the last steps"
+        text += f" are in {options.out}: pytest tests/matrix --captured {options.out}"
         code = EXPLODED
     elif training.interrupted:
-        told = f"interrupted after step {training.done}; {options.out / CHECKPOINT} has it all: go on with --resume"
+        text = f"interrupted after step {training.done}; {options.out / CHECKPOINT} has it all: go on with --resume"
         code = INTERRUPTED
     else:
-        told, code = f"done: {training.done} steps; {options.out / CHECKPOINT}", DONE
+        text, code = f"done: {training.done} steps; {options.out / CHECKPOINT}", DONE
     if ranks.first:
-        print(told, flush=True)
+        print(text, flush=True)
     return code

@@ -40,7 +40,7 @@ class Defaults:
 _PAPER = Defaults(600_000, 512, 16, 2000, 1e-3, "bf16", report_every=10, checkpoint_every=500)
 # In fp32, so that attention's rounding is all that separates two runs.
 _TOY = Defaults(1000, 8, 8, 100, 1e-3, "fp32", report_every=10, checkpoint_every=100)
-_FILLED = tuple(one.name for one in fields(Defaults) if one.name != "at_once")  # which hangs on the processes
+_FILLED = tuple(one.name for one in fields(Defaults) if one.name != "at_once")  # which depends on the processes
 _COUNTS = ("steps", "sequences", "warm_up")
 DEFAULTS = {"gpt2_small": _PAPER, "gpt2_medium": replace(_PAPER, at_once=8), "tiny": _TOY}
 
@@ -107,7 +107,7 @@ def in_layers(text: str, sizes: Configuration) -> dict[tuple[int, tuple[int, ...
     Raises:
         UsageError: not such a list, or a layer or head that the model lacks.
     """
-    found: dict[tuple[int, tuple[int, ...]], str] = {}
+    kernels: dict[tuple[int, tuple[int, ...]], str] = {}
     for item in split(text):
         match = re.fullmatch(r"([0-9]+)(?:\.([0-9]+))?=(.+)", item)
         if match is None:
@@ -116,12 +116,12 @@ def in_layers(text: str, sizes: Configuration) -> dict[tuple[int, tuple[int, ...
         if not (1 <= layer <= sizes.layers and 1 <= head <= sizes.heads):
             raise UsageError(f"--in-layers {item}: the model has {sizes.layers} layers of {sizes.heads} heads, from 1")
         heads = tuple(range(sizes.heads)) if match[2] is None else (head - 1,)
-        found[layer - 1, heads] = match[3]
-    return found
+        kernels[layer - 1, heads] = match[3]
+    return kernels
 
 
 def parts(options: argparse.Namespace, ranks: int) -> int:
-    """How many parts a batch is worked off in, by all processes together; settles `at_once` where it was not given.
+    """How many parts a batch is processed in, by all processes together; settles `at_once` where it was not given.
 
     Raises:
         UsageError: the processes, or the sequences at once, don't divide the batch.
@@ -149,10 +149,10 @@ def _preset(name: str) -> str:
 
 def _by_preset(name: str) -> str:
     """The default of every preset, for the help."""
-    found: dict[str, list[str]] = {}
+    presets_by_value: dict[str, list[str]] = {}
     for preset, defaults in DEFAULTS.items():
-        found.setdefault(str(getattr(defaults, name)), []).append(preset)
-    return "default: " + ", ".join(f"{value} ({', '.join(presets)})" for value, presets in found.items())
+        presets_by_value.setdefault(str(getattr(defaults, name)), []).append(preset)
+    return "default: " + ", ".join(f"{value} ({', '.join(presets)})" for value, presets in presets_by_value.items())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -41,8 +41,8 @@ def _never() -> bool:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a step told, of all processes together."""
+class StepResult:
+    """What a step came to, of all processes together."""
 
     loss: float  # of the whole batch, in nats
     rate: float  # learning rate
@@ -71,7 +71,7 @@ class Steps:
 
     def take(
         self, step: int, observers: Callable[[int], Sequence[Observer]], stop: Callable[[], bool] = _never
-    ) -> Told:
+    ) -> StepResult:
         """Take one step.
 
         Args:
@@ -84,18 +84,18 @@ class Steps:
             optimizer.zero_grad()
             for group in optimizer.param_groups:
                 group["lr"] = rate
-        told = torch.zeros(2, device=self._device)  # the loss, who was asked to stop
+        sums = torch.zeros(2, device=self._device)  # the loss, who was asked to stop
         for part in self._ranks.share(self._recipe.parts):
-            told[0] += self._part(step, part, observers(part))
-        told[1] = float(stop())
-        self._ranks.add(told)
+            sums[0] += self._part(step, part, observers(part))
+        sums[1] = float(stop())
+        self._ranks.add(sums)
         for weight in self.weights:
             assert weight.grad is not None
             self._ranks.add(weight.grad)
         nn.utils.clip_grad_norm_(self.weights, CLIP)
         for optimizer in self.optimizers:
             optimizer.step()
-        return Told(told[0].item(), rate, told[1].item() > 0)
+        return StepResult(sums[0].item(), rate, sums[1].item() > 0)
 
     def _part(self, step: int, part: int, observers: Sequence[Observer]) -> Tensor:
         """Forward and backward pass of one part; its share of the loss."""
@@ -190,7 +190,7 @@ class Training:
             if progress is not None:
                 yield progress
 
-    def _step(self, readings: Readings | None, stop: Callable[[], bool]) -> Told:
+    def _step(self, readings: Readings | None, stop: Callable[[], bool]) -> StepResult:
         """One step; the captures and the monitors look at it."""
         self._captures.begin(self.done + 1)
         monitors: list[Observer] = [] if readings is None else [readings]

@@ -18,7 +18,7 @@ FORMATS = tuple(f"E8M{bits}" for bits in (7, 6, 5, 4, 3))
 
 
 @dataclass(frozen=True)
-class Found:
+class Error:
     """Means over the draws, and standard errors."""
 
     bias: float  # mean signed error over mean ulp, away from zero positive
@@ -26,12 +26,12 @@ class Found:
     gain: float  # sum |Y| / sum |Y without masks|
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         """The bias, with two standard errors."""
         return f"{self.bias:+.3f} ± {2 * self.error:.3f}"
 
 
-def measure(name: str) -> tuple[Found, Found]:
+def measure(name: str) -> tuple[Error, Error]:
     """Of Y = A B and of dA = dY B^T, against the same products in fp64 without masks.
 
     The mean error is divided by the mean ulp: elements near 0, whose terms cancel, have errors of hundreds of ulps.
@@ -48,12 +48,12 @@ def measure(name: str) -> tuple[Found, Found]:
         y.backward(dy)  # type: ignore[no-untyped-call]
         assert a.grad is not None
         exact = (a.detach().double() @ b.double(), dy.double() @ b.double().mT)
-        for at, (found, reference) in enumerate(zip((y.detach(), a.grad), exact, strict=True)):
-            signed = (found.double() - reference) * reference.sign()
+        for at, (result, reference) in enumerate(zip((y.detach(), a.grad), exact, strict=True)):
+            signed = (result.double() - reference) * reference.sign()
             errors[at].append((signed.mean() / ulp(reference, reduction.fmt).mean()).item())
-            gains[at].append((found.abs().sum() / reference.abs().sum()).item())
+            gains[at].append((result.abs().sum() / reference.abs().sum()).item())
     forward, backward = (
-        Found(statistics.fmean(each), statistics.stdev(each) / DRAWS**0.5, statistics.fmean(gain))
+        Error(statistics.fmean(each), statistics.stdev(each) / DRAWS**0.5, statistics.fmean(gain))
         for each, gain in zip(errors, gains, strict=True)
     )
     return forward, backward
@@ -62,7 +62,7 @@ def measure(name: str) -> tuple[Found, Found]:
 def row(fmt: str) -> tuple[str, ...]:
     """Of the table."""
     (y, _), (cut_y, cut_da) = (measure(fmt + mode) for mode in ("", ":zero"))
-    return fmt, y.told, cut_y.told, cut_da.told, f"{y.gain:.4f}", f"{cut_y.gain:.4f}"
+    return fmt, y.text, cut_y.text, cut_da.text, f"{y.gain:.4f}", f"{cut_y.gain:.4f}"
 
 
 def main() -> None:

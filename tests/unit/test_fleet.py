@@ -164,9 +164,9 @@ def test_bad_usage_of_a_fleet_is_one_line(capsys: pytest.CaptureFixture[str], ar
 class _Cluster:
     """Stands in for one whose nodes die: the first of a kind does."""
 
-    def __init__(self, came: fleet.Came) -> None:
+    def __init__(self, result: fleet.MatrixResult) -> None:
         self.started: list[str] = []
-        self._came = came
+        self._result = result
 
     def start(self, one: object, on: Node, *words: object) -> str:
         del one, words
@@ -175,15 +175,15 @@ class _Cluster:
 
     def finished(self, waiting: list[str]) -> Iterator[tuple[str, object]]:
         for reference in waiting:
-            yield reference, RuntimeError("node died") if reference == "1" else self._came
+            yield reference, RuntimeError("node died") if reference == "1" else self._result
 
 
 def test_ctrl_c_keeps_the_records_that_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def until_stopped(*arguments: object) -> Iterator[tuple[fleet.MachineGroup, fleet.Came]]:
+    def until_stopped(*arguments: object) -> Iterator[tuple[fleet.MachineGroup, fleet.MatrixResult]]:
         del arguments
-        yield fleet.MachineGroup("cpu", ()), fleet.Came(0, RECORDS.read_bytes(), "")
+        yield fleet.MachineGroup("cpu", ()), fleet.MatrixResult(0, RECORDS.read_bytes(), "")
         raise KeyboardInterrupt
 
     nodes = SimpleNamespace(nodes=[node("1"), node("2", "H100")])
@@ -198,9 +198,9 @@ def test_ctrl_c_keeps_the_records_that_came(
 def test_a_kind_without_records_is_told_and_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    came = fleet.Came(4, b"", "ERROR: unrecognized arguments: --casse")
+    result = fleet.MatrixResult(4, b"", "ERROR: unrecognized arguments: --casse")
     monkeypatch.setattr(fleet, "connected", lambda address: nullcontext(SimpleNamespace(nodes=[node("1")])))
-    monkeypatch.setattr(fleet, "_each", lambda *arguments: iter([(fleet.MachineGroup("cpu", ()), came)]))
+    monkeypatch.setattr(fleet, "_each", lambda *arguments: iter([(fleet.MachineGroup("cpu", ()), result)]))
     assert main(["lab", "fleet", "--on", "h:1", "--out", str(tmp_path), "--", "--casse", "x"]) == 1
     told = capsys.readouterr()
     assert "cpu: no records (pytest's exit code 4)" in told.out
@@ -209,12 +209,12 @@ def test_a_kind_without_records_is_told_and_fails(
 
 
 def test_where_a_node_dies_the_next_of_its_kind_has_a_try() -> None:
-    came = fleet.Came(0, b"{}", "")
+    result = fleet.MatrixResult(0, b"{}", "")
     found = kinds([node("1", "H100"), node("2", "H100"), node("3")])
-    cluster = _Cluster(came)
+    cluster = _Cluster(result)
     ended = {kind.name: what for kind, what in fleet._each(cluster, found, [])}  # type: ignore[arg-type]
     assert cluster.started == ["1", "3", "2"]
-    assert ended == {"H100": came, "cpu": came}
-    alone = _Cluster(came)
+    assert ended == {"H100": result, "cpu": result}
+    alone = _Cluster(result)
     ((_, what),) = fleet._each(alone, kinds([node("1")]), [])  # type: ignore[arg-type]
     assert str(what) == "no records: node died"
