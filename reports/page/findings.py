@@ -46,8 +46,8 @@ def findings(runs: Sequence[Run], labels: Sequence[str]) -> tuple[str, ...]:
     """
     standings = _standings(runs)
     noun = "failure input" if _failures(runs) else "input"
-    found = [*_interrupted(runs, labels), *_fallen(runs), *_different(runs, labels)]
-    return (*found, *_biased(standings, noun), *_lost(standings), *_fair(standings, noun), *_absent(runs))
+    urgent = [*_interrupted(runs, labels), *_fallen(runs), *_different(runs, labels)]
+    return (*urgent, *_biased(standings, noun), *_lost(standings), *_fair(standings, noun), *_absent(runs))
 
 
 def _interrupted(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
@@ -65,16 +65,16 @@ def _fallen(runs: Sequence[Run]) -> Iterator[str]:
     if not ran:
         yield f"No cell ran: {counted(len(records), 'cell')} skipped."
         return
-    said = {FELL: "fell", CRASHED: "crashed", TIMED_OUT: "timed out", INCONCLUSIVE: "drew too few heads to tell"}
+    verbs = {FELL: "fell", CRASHED: "crashed", TIMED_OUT: "timed out", INCONCLUSIVE: "drew too few heads to tell"}
     failed = False
-    for outcome, words in said.items():
+    for outcome, words in verbs.items():
         those = [record for record in ran if record.outcome == outcome and record.excused is None]
         failed = failed or bool(those)
         if those:
             yield f"{len(those):,} of {counted(len(ran), 'cell')} {words}: {_where(those)}."
     if not failed:
-        found = Counter(record.outcome for record in ran)
-        yield f"No cell fell: {found[HELD]:,} held, {found[MEASURED]:,} measured without a claim."
+        outcomes = Counter(record.outcome for record in ran)
+        yield f"No cell fell: {outcomes[HELD]:,} held, {outcomes[MEASURED]:,} measured without a claim."
     if excused := sum(record.excused is not None for record in ran):
         yield f"{counted(excused, 'cell')} fell and {'is' if excused == 1 else 'are'} excused."
 
@@ -130,7 +130,11 @@ class _Standing:
         self.asked.append(len(known))
         self.up, self.down = self.up or any(x > 0 for x in means), self.down or any(x < 0 for x in means)
         # Also what crashed is no sign of health.
-        due = {state for record, state in states if record.case in failures} if failures else {one for _, one in known}
+        due = (
+            {state for record, state in states if record.case in failures}
+            if failures
+            else {state for _, state in known}
+        )
         self.fair = self.fair and bool(known) and due == {UNBIASED}
         for record, state in judged:
             if state in (NONFINITE, SHRUNK) and record.case not in self.lost.setdefault(state, []):
@@ -151,7 +155,7 @@ class _Standing:
 
 def _standings(runs: Sequence[Run]) -> list[_Standing]:
     failures = _failures(runs)
-    found: dict[tuple[str, str], _Standing] = {}
+    standings: dict[tuple[str, str], _Standing] = {}
     order = case_places(runs)
     for run in runs:
         groups: dict[tuple[str, str], list[Record]] = {}
@@ -159,10 +163,10 @@ def _standings(runs: Sequence[Run]) -> list[_Standing]:
             groups.setdefault((record.kernel, record.backend), []).append(record)
         for (kernel, backend), records in groups.items():
             records.sort(key=lambda record: order[record.case])
-            one = found.setdefault((kernel, backend), _Standing(kernel, backend))
-            one.add(run, records, failures)
-            one.follows = one.follows or _follows(run, records)
-    return list(found.values())
+            standing = standings.setdefault((kernel, backend), _Standing(kernel, backend))
+            standing.add(run, records, failures)
+            standing.follows = standing.follows or _follows(run, records)
+    return list(standings.values())
 
 
 def _state(record: Record) -> str | None:
@@ -192,59 +196,62 @@ def _biased(standings: Sequence[_Standing], noun: str) -> Iterator[str]:
     A kernel that is named for its rounding plan is there to be compared with: kernels of other names come first.
     """
     groups: dict[str, list[_Standing]] = {}
-    for one in sorted(standings, key=lambda one: (-max(one.biased), one.kernel)):
-        if any(one.biased):
-            groups.setdefault(one.kernel, []).append(one)
-    said = sorted(groups.items(), key=lambda pair: all(one.named_for_plan for one in pair[1]))
-    for kernel, those in said[:_ALONE]:
-        counts = [f"{one.share}{'' if at else f' {noun}s'} on {one.backend}" for at, one in enumerate(those)]
-        follows = "".join(dict.fromkeys(one.follows for one in those))
+    for standing in sorted(standings, key=lambda standing: (-max(standing.biased), standing.kernel)):
+        if any(standing.biased):
+            groups.setdefault(standing.kernel, []).append(standing)
+    ordered = sorted(groups.items(), key=lambda pair: all(standing.named_for_plan for standing in pair[1]))
+    for kernel, those in ordered[:_ALONE]:
+        counts = [
+            f"{standing.share}{'' if at else f' {noun}s'} on {standing.backend}" for at, standing in enumerate(those)
+        ]
+        follows = "".join(dict.fromkeys(standing.follows for standing in those))
         yield f"{_name(kernel)} is biased {_way(those)} in {_and(dict.fromkeys(counts))}{follows}."
     if rest := [
-        f"{_name(kernel)} ({_and(dict.fromkeys(one.share for one in those))})" for kernel, those in said[_ALONE:]
+        f"{_name(kernel)} ({_and(dict.fromkeys(standing.share for standing in those))})"
+        for kernel, those in ordered[_ALONE:]
     ]:
         yield f"Biased in some {noun}s: {_list(rest, 'kernel')}."
 
 
 def _way(standings: Sequence[_Standing]) -> str:
     """Which way biases go."""
-    up, down = any(one.up for one in standings), any(one.down for one in standings)
+    up, down = any(standing.up for standing in standings), any(standing.down for standing in standings)
     return "both ways" if up and down else "away from zero" if up else "toward zero"
 
 
 def _lost(standings: Sequence[_Standing]) -> Iterator[str]:
     for state, words in ((NONFINITE, "NaN or Inf where the reference is finite"), (SHRUNK, "The output shrinks")):
         groups: dict[tuple[str, ...], list[_Standing]] = {}
-        for one in standings:
-            if cases := one.lost.get(state):
-                groups.setdefault(tuple(cases), []).append(one)
-        told = [f"{_kernels(those)} in {_list(map(_name, cases), 'case')}" for cases, those in groups.items()]
-        if told:
-            sizes = [size for those in groups.values() for one in those for size in one.sizes]
+        for standing in standings:
+            if cases := standing.lost.get(state):
+                groups.setdefault(tuple(cases), []).append(standing)
+        lost = [f"{_kernels(those)} in {_list(map(_name, cases), 'case')}" for cases, those in groups.items()]
+        if lost:
+            sizes = [size for those in groups.values() for standing in those for size in standing.sizes]
             least = f", to x{min(sizes):.2g} at the least" if state == SHRUNK else ""
-            yield f"{words}{least}: {_list(told, 'group of kernels', '; ', 'groups of kernels', longest=2)}."
+            yield f"{words}{least}: {_list(lost, 'group of kernels', '; ', 'groups of kernels', longest=2)}."
 
 
 def _fair(standings: Sequence[_Standing], noun: str) -> Iterator[str]:
-    fair = [one for one in standings if one.fair]
+    fair = [standing for standing in standings if standing.fair]
     groups: dict[str, list[_Standing]] = {}
-    for one in sorted(fair, key=lambda one: -max(one.asked)):
-        groups.setdefault(_range(one.asked), []).append(one)
-    if told := [
+    for standing in sorted(fair, key=lambda standing: -max(standing.asked)):
+        groups.setdefault(_range(standing.asked), []).append(standing)
+    if fairly := [
         f"{_kernels(those, 2 * _NAMED)} ({number} {noun}{'' if number == '1' else 's'})"
         for number, those in groups.items()
     ]:
-        yield f"Fair, unbiased on every {noun}: {_list(told, 'group of kernels', '; ', 'groups of kernels')}."
-    elif any(any(one.asked) for one in standings):
+        yield f"Fair, unbiased on every {noun}: {_list(fairly, 'group of kernels', '; ', 'groups of kernels')}."
+    elif any(any(standing.asked) for standing in standings):
         yield f"No kernel is unbiased on every {noun}."
 
 
 def _absent(runs: Sequence[Run]) -> Iterator[str]:
     """What was only assumed, and what was to run and did not."""
     yield from dict.fromkeys(
-        f"The backend {_name(name)} computed {told}."
+        f"The backend {_name(name)} computed {assumed}."
         for run in runs
-        for name, told in run.platform.get("assumed", {}).items()
+        for name, assumed in run.platform.get("assumed", {}).items()
     )
     yield from dict.fromkeys(
         f"The backend {_name(name)} did not run: {reason}." for run in runs for name, reason in run.unavailable.items()
@@ -261,17 +268,17 @@ def _where(records: Sequence[Record]) -> str:
         cases.setdefault(_name(record.case), []).append(kernel)
     by_case = len(cases) < len(kernels)
     groups = cases if by_case else kernels
-    told = [
+    groups_named = [
         f"{name} ({_list(dict.fromkeys(those), 'kernel' if by_case else 'case')})" for name, those in groups.items()
     ]
-    return _list(told, "case" if by_case else "kernel")
+    return _list(groups_named, "case" if by_case else "kernel")
 
 
 def _kernels(standings: Sequence[_Standing], longest: int = _NAMED) -> str:
     """Kernels with their backends, those of the same backends together."""
     backends: dict[str, list[str]] = {}
-    for one in standings:
-        backends.setdefault(one.kernel, []).append(one.backend)
+    for standing in standings:
+        backends.setdefault(standing.kernel, []).append(standing.backend)
     together: dict[str, list[str]] = {}
     for kernel, those in backends.items():
         together.setdefault(_and(dict.fromkeys(those)), []).append(_name(kernel))
@@ -285,11 +292,11 @@ def _and(names: Mapping[str, None]) -> str:
 
 def _list(names: Iterable[str], noun: str, between: str = ", ", nouns: str = "", *, longest: int = _NAMED) -> str:
     """The first few names, and how many more there are."""
-    found = list(names)
-    if len(found) <= longest + 1:
-        return between.join(found)
-    more = len(found) - longest
-    return f"{between.join(found[:longest])}{between}and {more} more {nouns or noun + 's'}"
+    listed = list(names)
+    if len(listed) <= longest + 1:
+        return between.join(listed)
+    more = len(listed) - longest
+    return f"{between.join(listed[:longest])}{between}and {more} more {nouns or noun + 's'}"
 
 
 def _range(numbers: Sequence[int]) -> str:
