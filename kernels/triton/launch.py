@@ -125,8 +125,9 @@ class Call:
         if not self.interpreted:
             return replace(self.config, block=block), heads
         block = Block(min(block.queries, power_of_two(self.lengths[0])), block.keys)
-        largest = max(block.queries, block.keys) * max(block.keys, self.config.block_d)
-        together = min(heads & -heads, max(1, _TILE_ELEMENTS // power_of_two(largest)))
+        d = self.config.block_d
+        largest = max(block.queries * block.keys, block.queries * d, block.keys * d)
+        together = min(heads & -heads, max(1, _TILE_ELEMENTS // largest))
         return replace(self.config, block=block, heads=together), heads // together
 
     def empty(self, cast: Cast, like: Tensor) -> Tensor:
