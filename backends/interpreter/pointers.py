@@ -68,14 +68,11 @@ class Pointers(TensorHandle):  # type: ignore[misc]
         """The first address, and how many bytes lie between neighbours along each dimension; None: they are no box."""
         first, strides = 0, [0] * len(self.shape)
         for term in self.terms:
-            long = [axis for axis, length in enumerate(term.shape) if length > 1]
-            signed = term.reshape(-1).view(np.int64)
-            first += int(signed[0])
-            if len(long) > 1:
-                return None
-            if long:
-                steps = np.diff(signed)
-                if (steps != steps[0]).any():
+            signed = term.view(np.int64)
+            first += int(signed.flat[0])
+            for axis in (axis for axis, length in enumerate(term.shape) if length > 1):
+                steps = np.diff(signed, axis=axis)
+                if (steps != steps.flat[0]).any():
                     return None
-                strides[long[0]] += int(steps[0])
+                strides[axis] += int(steps.flat[0])
         return first, tuple(strides)

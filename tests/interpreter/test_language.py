@@ -30,6 +30,26 @@ def _pair_sum(a: Any, x: Any, b: Any, y: Any) -> Any:
     return a + b, tl.maximum(x, y)
 
 
+def _places(X: Any, Y: Any, N: tl.constexpr) -> None:
+    row, column = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    here = row * N + column
+    loaded = tl.load(X + here)
+    tl.store(Y + here, tl.load(X + (N - 1 - row) * N + column))
+    tl.store(Y + N * N + here, tl.load(X + row * N + column * 0))
+    tl.store(Y + 2 * N * N + here, tl.load(X + (row * column) % N))
+    tl.store(X + here, loaded + 1.0)
+    tl.store(Y + 3 * N * N + here, loaded)
+
+
+def test_a_tile_is_read_backwards_repeated_scattered_and_before_it_is_written(launch: Launch) -> None:
+    before = _random(N, N).bfloat16()
+    x, y, row = before.clone(), torch.zeros(4, N, N, dtype=torch.bfloat16), torch.arange(N)
+    launch(_places, x, y, N=N)
+    scattered = before.flatten()[row[:, None] * row % N]
+    assert torch.equal(y, torch.stack([before.flip(0), before[:, :1].expand(N, N), scattered, before]))
+    assert torch.equal(x, (before + 1.0).bfloat16())
+
+
 def _reductions(X: Any, Y: Any, Z: Any, N: tl.constexpr) -> None:
     row = tl.arange(0, N)
     x = tl.load(X + row[:, None] * N + row[None, :])
