@@ -1,6 +1,7 @@
 """The command `tiebreak`: a table of verbs, each imported when it is called."""
 
 import argparse
+import contextlib
 import gc
 import io
 import os
@@ -8,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.store import UnreadableRecordsError, UnwritableFolderError
@@ -87,6 +88,32 @@ VERBS: Mapping[str, Verb | Group] = {
 _CODES = "exit codes: 0 all held, 1 a claim or the gate fell, 2 bad usage or unreadable input"
 
 
+@dataclass(frozen=True)
+class _Output:
+    """The standard output. Where its reader (head, a pager) has had enough, the rest goes nowhere."""
+
+    stream: TextIO
+
+    def write(self, text: str) -> int:
+        try:
+            return self.stream.write(text)
+        except BrokenPipeError:
+            self._leave()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except BrokenPipeError:
+            self._leave()
+
+    def _leave(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line.
 
@@ -105,7 +132,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     collecting = gc.isenabled()
     gc.disable()  # a command makes hundreds of thousands of objects and no garbage; looking for some takes a third
     try:
-        return _choose("tiebreak", VERBS, arguments)
+        with contextlib.redirect_stdout(_Output(sys.stdout)):
+            code = _choose("tiebreak", VERBS, arguments)
+            sys.stdout.flush()
+        return code
     finally:
         if collecting:
             gc.enable()
@@ -136,16 +166,11 @@ def _help(command: str, verbs: Mapping[str, Verb | Group]) -> str:
 def _call(command: str, verb: Verb, arguments: Sequence[str]) -> int:
     try:
         code: int = getattr(import_module(verb.module), verb.function)(arguments)
-        sys.stdout.flush()
     except (UsageError, UnreadableRecordsError, UnwritableFolderError) as error:
         print(f"{command}: {error}", file=sys.stderr)
         return USAGE
     except SystemExit as request:  # argparse ends the process; a function returns
         return request.code if isinstance(request.code, int) else HELD
-    except BrokenPipeError:
-        # The reader (head, a pager) has had enough; without this the interpreter complains as it closes the stream.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return HELD
     except KeyboardInterrupt:
         return INTERRUPTED
     return code

@@ -53,8 +53,6 @@ def _work(work: Callable[[], int | None], write: int) -> NoReturn:
         sys.stderr.flush()
         if code is not None:
             os.write(write, str(code).encode())
-    except BrokenPipeError:  # the reader of the output has had enough
-        os.write(write, b"0")
     except BaseException:
         traceback.print_exc()
     finally:

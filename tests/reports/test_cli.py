@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -100,15 +101,17 @@ def test_verbs_are_loaded_when_called() -> None:
     assert done.stderr.strip() == ""
 
 
-def test_a_reader_that_has_had_enough_is_no_error(telling: Run, keep: Keep) -> None:
-    path = keep(telling, "a")
-    command = [sys.executable, "-m", "tiebreak.reports.cli", "show", str(path), "--format", "json"]
+@pytest.mark.parametrize(("verb", "code"), [("show", 0), ("gate", 1)])
+def test_a_reader_that_has_had_enough_changes_no_exit_code(telling: Run, keep: Keep, verb: str, code: int) -> None:
+    path, fallen = keep(telling, "a"), keep(replace(telling, records=()), "b")
+    words = {"show": ["--format", "json", str(path)], "gate": [str(path), str(fallen)]}
+    command = [sys.executable, "-m", "tiebreak.reports.cli", verb, *words[verb]]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait() == 0
+        assert process.wait() == code
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,17 @@ def test_a_kernel_that_ends_or_holds_the_one_process_is_run_again_with_workers(
     assert line.endswith("; once more with workers, to tell which cells are to blame")
 
 
+def test_what_falls_falls_though_nobody_reads_on(folder: Path) -> None:
+    command = [sys.executable, "-m", "tiebreak.reports.cli", "check", "mine.py:attention", "--fair"]
+    options = ("--cases", "tied_maxima[k=2]", "--heads", "64")
+    with subprocess.Popen([*command, *options], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 1
+
+
 def pytest_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
