@@ -140,7 +140,7 @@ class AttentionOutput:
     o: Tensor  # (batch, heads, queries, d)
     lse: Tensor | None = None  # (batch, heads, queries, 1), log-sum-exp of the scores, where the kernel returns it
     gradients: Gradients | None = None  # where a backward pass was asked for and exists
-    backward_error: str | None = None  # what a backward pass that was asked for raised, in one line
+    backward_error: str | None = None  # what a backward pass that was asked for did wrong, in one line: raised ...
     tiles: Tiles | None = None  # what a declared kernel's backward pass may use again, until it has run
 
 

@@ -172,7 +172,7 @@ def _backward(
     with torch.enable_grad():  # which autograd turns off in here, and a kernel may rest on
         computed = implementation.compute(inputs, arithmetic, True)
     if computed.backward_error is not None:
-        raise RuntimeError(f"the backward pass of {implementation.name} raised {computed.backward_error}")
+        raise RuntimeError(f"the backward pass of {implementation.name} {computed.backward_error}")
     gradients = computed.gradients
     if gradients is None:
         raise CannotRunError(

@@ -85,7 +85,7 @@ class Caller:
         # Outside: that the kernel changes the grad mode is to be seen.
         with torch.set_grad_enabled(wanted and self.convention.options.backward == AUTOGRAD), kept_state() as changed:
             try:
-                o, returned_gradients, raised = self._call(call, gradients=wanted)
+                o, returned_gradients, failure = self._call(call, gradients=wanted)
             except NotImplementedError as error:
                 reason = " ".join(str(error).split()) or "no reason given"
                 raise CannotRunError(f"NotImplementedError: {reason}") from error
@@ -99,7 +99,7 @@ class Caller:
         if changed:
             raise ContractError(f"changed {', '.join(changed)}")
         if returned_gradients is None or arranged.keys is None:
-            return AttentionOutput(arranged.rows(o), backward_error=raised)
+            return AttentionOutput(arranged.rows(o), backward_error=failure)
         dq, dk, dv = returned_gradients
         return AttentionOutput(
             arranged.rows(o), gradients=Gradients(arranged.rows(dq), arranged.keys(dk), arranged.keys(dv))
@@ -135,6 +135,10 @@ class Caller:
         return bool(error.square().sum() < expected.square().sum() / 4)
 
 
+class _NoGradientsError(Exception):
+    """What a backward pass has returned is no dQ, dK and dV of its inputs; the message goes on after `it`."""
+
+
 _Returned = tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None, str | None]
 
 
@@ -150,7 +154,7 @@ class _Call:
         return TORCH_DTYPES[self.inputs.formats.inputs]
 
     def run(self, *, gradients: bool) -> _Returned:
-        """O and the gradients, all (batch, heads, N, d) in fp32, and what the backward pass raised."""
+        """O and the gradients, all (batch, heads, N, d) in fp32, and what was wrong with the backward pass."""
         inputs, backward = self.inputs, self.caller.convention.options.backward
         # Copies, in fp32 too: a kernel that writes into its inputs must not spoil those of the other cells.
         leaves = tuple(self._laid(tensor.to(self._dtype, copy=True)) for tensor in (inputs.q, inputs.k, inputs.v))
@@ -160,23 +164,25 @@ class _Call:
         arguments = tuple(tensor.requires_grad_().clone() for tensor in leaves) if differentiable else leaves
         o = self._forward(arguments)
         _check_inputs(arguments, copies)
-        computed, raised = None, None
+        computed, failure = None, None
         try:
             if differentiable and o.requires_grad:
                 computed = self._by_autograd(o, leaves)
             elif gradients and callable(backward):
                 computed = self._by_function(backward, o, arguments)
-        except (ContractError, NotImplementedError):
+            if computed is not None:
+                _check_gradients(computed, arguments)
+        except NotImplementedError:
             raise
         except CannotRunError:
             pass  # nothing is known of its gradients, and its O stands
         except Exception as error:  # its O is its own: what is wrong with the backward pass is the gradients' matter
-            raised = " ".join(f"{type(error).__name__}: {error}".split())
-        if computed is not None:
+            kind = "" if isinstance(error, _NoGradientsError) else f"raised {type(error).__name__}: "
+            computed, failure = None, " ".join(f"{kind}{error}".split())
+        if gradients:
             _check_inputs(arguments, copies)
-            _check_gradients(computed, arguments)
         back = None if computed is None else tuple(self._unlaid(gradient.detach()).float() for gradient in computed)
-        return self._unlaid(o.detach()).float(), back, raised  # type: ignore[return-value]
+        return self._unlaid(o.detach()).float(), back, failure  # type: ignore[return-value]
 
     @property
     def _letters(self) -> str:
@@ -251,7 +257,7 @@ class _Call:
         gradients = torch.autograd.grad(o, leaves, do, allow_unused=True)
         missing = [name for name, gradient in zip("qkv", gradients, strict=True) if gradient is None]
         if missing:
-            raise ContractError(f"its backward pass has no gradient of {' and '.join(missing)}")
+            raise _NoGradientsError(f"has no gradient of {' and '.join(missing)}")
         return gradients
 
     def _by_function(self, backward: Callable[..., Any], o: Tensor, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -259,7 +265,7 @@ class _Call:
         after, keywords = self.caller.convention.arguments(self.keywords(slice(None)))
         gradients = backward(do, *arguments, o, *after, **keywords)
         if not isinstance(gradients, (tuple, list)) or len(gradients) < 3:
-            raise ContractError("its backward function returned no (dQ, dK, dV)")
+            raise _NoGradientsError("returned no (dQ, dK, dV)")
         return tuple(gradients[:3])
 
 
@@ -297,4 +303,4 @@ def _check_gradients(gradients: Sequence[Tensor], arguments: Sequence[Tensor]) -
     for name, gradient, leaf in zip("qkv", gradients, arguments, strict=True):
         if not isinstance(gradient, Tensor) or gradient.shape != leaf.shape:
             received = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
-            raise ContractError(f"returned {received} for d{name.upper()}, expected {tuple(leaf.shape)}")
+            raise _NoGradientsError(f"returned {received} for d{name.upper()}, expected {tuple(leaf.shape)}")

@@ -139,12 +139,19 @@ def test_gradients_behind_a_mask_are_asked_for_too(case: str) -> None:
     assert unseen.met("gradients") is False
 
 
-def test_a_backward_pass_that_raises_takes_no_forward_pass_with_it(tmp_path: Path) -> None:
-    """A kernel that writes into what its own backward pass needs, as kernels for inference do."""
+@pytest.mark.parametrize(
+    ("v", "after", "why"),
+    [
+        # It writes into what its own backward pass needs, as kernels for inference do.
+        ("v", "o[0, 0, 0, 0] *= 1", "raised RuntimeError: one of the variables"),
+        ("v.detach()", "pass", "has no gradient of v"),
+    ],
+)
+def test_a_backward_pass_that_fails_takes_no_forward_pass_with_it(tmp_path: Path, v: str, after: str, why: str) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n\ndef mine(q, k, v, *, causal=False, scale=None):\n"
-        "    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)\n"
-        "    o[0, 0, 0, 0] *= 1\n    return o\n"
+        f"    o = torch.nn.functional.scaled_dot_product_attention(q, k, {v}, is_causal=causal, scale=scale)\n"
+        f"    {after}\n    return o\n"
     )
     target = f"{tmp_path / 'mine.py'}:mine"
     judged, none = (
@@ -155,7 +162,7 @@ def test_a_backward_pass_that_raises_takes_no_forward_pass_with_it(tmp_path: Pat
     )
     assert judged.outcome == FELL
     assert judged.met("bound")
-    assert "its backward pass raised RuntimeError: one of the variables" in judged.answers["gradients"].why
+    assert f"its backward pass {why}" in judged.answers["gradients"].why
     assert none.outcome == MEASURED
     assert "gradients" not in none.answers
     assert judged.digest == none.digest

@@ -10,7 +10,7 @@ _ASKED = "dQ, dK and dV finite where the reference's are, and within their round
 
 def _ask(result: Result) -> Answer | None:
     if result.backward_error is not None:
-        why = f"its backward pass raised {result.backward_error}; declare backward=none if it has none"
+        why = f"its backward pass {result.backward_error}; declare backward=none if it has none"
         return Answer(False, _ASKED, why)
     if all(result.measures.get(name) is None for name in _NEEDED) or result.waived(CHECK.name):
         return None
