@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from tiebreak.defects.tiled import CallRequest, Sums, Tiled, by_group
+from tiebreak.kernels.formats import FP16
 
 _LOG2_E = math.log2(math.e)
+_CONTIGUOUS = "users' kernels are given contiguous copies only"
+_NO_PLAN = "it declares no plan, and its error is within the bound of kernels that may round every step to 16 bits"
 
 
-class UpperLeftCausal(Tiled):
+class CausalUpperLeft(Tiled, bug="NVIDIA/cutlass/issues/2336"):
     """Query i sees keys 0 .. i, however many keys there are."""
 
     def hidden(self, request: CallRequest) -> Tensor | None:
@@ -21,7 +24,7 @@ class UpperLeftCausal(Tiled):
         return torch.ones(request.queries, request.keys, dtype=torch.bool).triu(1)
 
 
-class StrictCausal(Tiled):
+class CausalStrict(Tiled, bug="pbloem/former/issues/10"):
     """A query does not see its own key."""
 
     def hidden(self, request: CallRequest) -> Tensor | None:
@@ -30,21 +33,21 @@ class StrictCausal(Tiled):
         return torch.ones(request.queries, request.keys, dtype=torch.bool).triu(request.keys - request.queries)
 
 
-class CausalWithoutMaskSkipped(Tiled):
+class CausalSkipped(Tiled, bug="facebookresearch/xformers/issues/103"):
     """The causal mask is merged into a given mask, and there is none."""
 
     def hidden(self, request: CallRequest) -> Tensor | None:
         return None if request.mask is None else super().hidden(request)
 
 
-class PaddingIgnored(Tiled):
+class PaddingIgnored(Tiled, bug="huggingface/diffusers/issues/8886"):
     """The mask is not passed on."""
 
     def hidden(self, request: CallRequest) -> Tensor | None:
         return super().hidden(replace(request, mask=None))
 
 
-class TinyMaskValue(Tiled):
+class TinyMaskValue(Tiled, bug="Shujun-He/RibonanzaNet/issues/5"):
     """Masked scores are filled with -1e-9 where -1e9 was meant."""
 
     fill = -1e-9
@@ -54,13 +57,13 @@ class TinyMaskValue(Tiled):
         return s if hidden is None else s.masked_fill(hidden[..., keys], self.fill)
 
 
-class FiniteMaskValue(TinyMaskValue):
+class FiniteMaskValue(TinyMaskValue, bug="TransformerLensOrg/TransformerLens/issues/318"):
     """Masked scores are filled with -1e5: a row with nothing else sees them all."""
 
     fill = -1e5
 
 
-class AddedMask(Tiled):
+class AddedMask(Tiled, bug="pytorch/pytorch/issues/101967", missed="no case has a NaN at a masked key"):
     """The mask is added to the scores: what is NaN at a masked key stays NaN."""
 
     def scores(self, request: CallRequest, keys: slice) -> Tensor:
@@ -68,14 +71,14 @@ class AddedMask(Tiled):
         return s if hidden is None else s + torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[..., keys]
 
 
-class BlindRowsNan(Tiled):
+class BlindRowsNan(Tiled, bug="pytorch/pytorch/issues/103963"):
     """0 / 0 in a row without a visible key."""
 
     def normalised(self, sums: Sums) -> Tensor:
         return sums.o_bar / sums.l
 
 
-class BlindRowsMean(Tiled):
+class BlindRowsMean(Tiled, bug="ml-explore/mlx/issues/2395"):
     """Softmax of a row of equal, very low scores: the mean of V."""
 
     def output(self, request: CallRequest) -> Tensor:
@@ -86,35 +89,35 @@ class BlindRowsMean(Tiled):
         return torch.where(hidden.all(-1, keepdim=True), mean, o)
 
 
-class BlindRowsUnwritten(Tiled):
+class BlindRowsUnwritten(Tiled, bug="vllm-project/vllm/pull/19784"):
     """Rows without a visible key are skipped, and what the buffer held is returned."""
 
     def normalised(self, sums: Sums) -> Tensor:
         return super().normalised(sums).masked_fill(sums.m == -torch.inf, 1.0)
 
 
-class ScaleIgnored(Tiled):
+class ScaleIgnored(Tiled, bug="tenstorrent/tt-xla/issues/2342"):
     """1 / sqrt(d), whatever the caller says."""
 
     def product(self, request: CallRequest, keys: slice) -> Tensor:
         return super().product(replace(request, scale=request.q.shape[-1] ** -0.5), keys)
 
 
-class ScaledTwice(Tiled):
+class ScaledTwice(Tiled, bug="huggingface/transformers/pull/38290"):
     """Q is scaled, and the scores once more."""
 
     def product(self, request: CallRequest, keys: slice) -> Tensor:
         return super().product(request, keys) * request.scale
 
 
-class ScaleDivides(Tiled):
+class ScaleDivides(Tiled, bug="esceptico/perceiver-io/issues/9"):
     """Scores are divided by what they are to be multiplied by."""
 
     def product(self, request: CallRequest, keys: slice) -> Tensor:
         return super().product(replace(request, scale=1.0 / request.scale), keys)
 
 
-class ScaledAfterSoftmax(Tiled):
+class ScaledAfterSoftmax(Tiled, bug="FrancescoSaverioZuppichini/ViT/issues/2"):
     """The softmax is scaled, not the scores."""
 
     def product(self, request: CallRequest, keys: slice) -> Tensor:
@@ -124,7 +127,7 @@ class ScaledAfterSoftmax(Tiled):
         return self.stored(self.normalised(self.sums(request)) * request.scale, request)
 
 
-class ScaleGrows(Tiled):
+class ScaleGrows(Tiled, bug="flagos-ai/FlagGems/pull/424"):
     """log2(e) is multiplied into the scale in every tile anew."""
 
     def product(self, request: CallRequest, keys: slice) -> Tensor:
@@ -143,7 +146,7 @@ class _TiledHeads(CallRequest):
         return self.v.float().repeat(1, self.groups, 1, 1)
 
 
-class HeadsTiled(Tiled):
+class HeadsTiled(Tiled, bug="ekzhang/jax-js/pull/180"):
     """Key heads are tiled over the query heads, not repeated."""
 
     def request(
@@ -156,14 +159,14 @@ class HeadsTiled(Tiled):
         return by_group(gradient, gradient.shape[1] // request.groups).sum(1)
 
 
-class SixtyFourDimensions(Tiled):
+class SixtyFourDimensions(Tiled, bug="triton-lang/triton/issues/621"):
     """The head dimension is written into the kernel."""
 
     def product(self, request: CallRequest, keys: slice) -> Tensor:
         return super().product(replace(request, q=request.q[..., :64], k=request.k[..., :64]), keys)
 
 
-class OddDimensionsDropped(Tiled):
+class OddDimensionsDropped(Tiled, bug="66RING/tiny-flash-attention/issues/12"):
     """Q K^T takes the head dimension in steps of 16, and leaves what is left over."""
 
     def product(self, request: CallRequest, keys: slice) -> Tensor:
@@ -171,7 +174,7 @@ class OddDimensionsDropped(Tiled):
         return super().product(replace(request, q=request.q[..., :whole], k=request.k[..., :whole]), keys)
 
 
-class LastTileFilledUp(Tiled):
+class LastTileFilledUp(Tiled, bug="flashinfer-ai/flashinfer/pull/5090"):
     """Keys past the end are zeros with a score of 0, and are not masked."""
 
     def step(self, request: CallRequest, sums: Sums, keys: slice) -> Sums:
@@ -184,14 +187,14 @@ class LastTileFilledUp(Tiled):
         )
 
 
-class LastTileDropped(Tiled):
+class LastTileDropped(Tiled, bug="jax-ml/jax/issues/27224"):
     """Keys past the last whole tile are left out."""
 
     def tiles(self, request: CallRequest) -> list[slice]:
         return [keys for keys in super().tiles(request) if keys.stop - keys.start == self.tile]
 
 
-class StridesOfVIgnored(Tiled):
+class StridesOfVIgnored(Tiled, bug="flagos-ai/FlagGems/issues/5896", missed=_CONTIGUOUS):
     """V is read as if it were contiguous."""
 
     def request(
@@ -201,7 +204,7 @@ class StridesOfVIgnored(Tiled):
         return super().request(q, k, read, causal, scale, mask)
 
 
-class BatchStrideZero(Tiled):
+class BatchStrideZero(Tiled, bug="vllm-project/flash-attention/pull/176"):
     """What is combined for every batch entry is written to the first."""
 
     def output(self, request: CallRequest) -> Tensor:
@@ -228,21 +231,21 @@ class Split(Tiled):
         return Sums(m, l, torch.as_tensor(o_bar))
 
 
-class SplitInBaseTwo(Split):
+class SplitInBaseTwo(Split, bug="sgl-project/sglang/issues/33064", twin="split"):
     """Natural log-sum-exps are combined with powers of two."""
 
     def weight(self, lse: Tensor, largest: Tensor) -> Tensor:
         return torch.exp2(lse - largest)
 
 
-class SplitUnweighted(Split):
+class SplitUnweighted(Split, bug="flashinfer-ai/flashinfer/pull/50", twin="split"):
     """The log-sum-exp of a part is not stored, so all parts weigh alike."""
 
     def weight(self, lse: Tensor, largest: Tensor) -> Tensor:
         return torch.ones_like(lse)
 
 
-class MaximumFromZero(Tiled):
+class MaximumFromZero(Tiled, bug="Dao-AILab/flash-attention/issues/2082"):
     """The maximum of a row that has seen nothing becomes 0, and stays there where all scores are negative."""
 
     first = 0.0
@@ -255,20 +258,20 @@ class MaximumFromZero(Tiled):
         return (sums.o_bar / sums.l).masked_fill(sums.l == 0.0, 0.0)
 
 
-class MaximumFromAFiniteNumber(MaximumFromZero):
+class MaximumFromFinite(MaximumFromZero, bug="flashinfer-ai/flashinfer/issues/4267"):
     """The running maximum starts at -5e4."""
 
     first = -5e4
 
 
-class MaximumOfTheTile(Tiled):
+class MaximumOfTheTile(Tiled, bug="tile-ai/tilelang/pull/1148"):
     """The shift is the maximum of this tile alone: what was summed before may overflow as it is rescaled."""
 
     def largest(self, sums: Sums, s: Tensor) -> Tensor:
         return s.amax(-1, keepdim=True)
 
 
-class ConstantShift(MaximumFromZero):
+class ConstantShift(MaximumFromZero, bug="HabanaAI/vllm-fork/issues/275"):
     """10 is subtracted from every score in place of the maximum."""
 
     first = 10.0
@@ -277,7 +280,7 @@ class ConstantShift(MaximumFromZero):
         return sums.m
 
 
-class PInTheOtherFrame(Tiled):
+class PInTheOtherFrame(Tiled, bug="ROCm/rocm-libraries/pull/7194"):
     """Where the maximum rises by little the old one is kept, but P was computed with the new one."""
 
     def step(self, request: CallRequest, sums: Sums, keys: slice) -> Sums:
@@ -292,7 +295,7 @@ def _parts(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
     return sums.m, sums.l, sums.o_bar
 
 
-class RescaledTheOtherWay(Tiled):
+class RescaledTheOtherWay(Tiled, bug="Dao-AILab/flash-attention/issues/991"):
     """O is multiplied by exp(m' - m), as printed with an exponent of -1 too many."""
 
     def step(self, request: CallRequest, sums: Sums, keys: slice) -> Sums:
@@ -302,7 +305,7 @@ class RescaledTheOtherWay(Tiled):
         return replace(next_sums, o_bar=next_sums.o_bar + (inverse - alpha) * sums.o_bar)
 
 
-class NanDropped(Tiled):
+class NanDropped(Tiled, bug="ohdearquant/lattice/issues/740"):
     """A maximum that passes over NaN, and an exponential that makes 0 of it."""
 
     def largest(self, sums: Sums, s: Tensor) -> Tensor:
@@ -312,7 +315,7 @@ class NanDropped(Tiled):
         return super().exp(s, m).nan_to_num(nan=0.0)
 
 
-class NarrowProduct(Tiled):
+class NarrowProduct(Tiled, bug="ultralytics/ultralytics/pull/24990", fmt=FP16):
     """Q K^T is stored in the format of the call, and scaled afterwards: in fp16 it overflows."""
 
     def product(self, request: CallRequest, keys: slice) -> Tensor:
@@ -320,14 +323,14 @@ class NarrowProduct(Tiled):
         return raw.to(request.q.dtype).float() * request.scale
 
 
-class NarrowSoftmax(Tiled):
+class NarrowSoftmax(Tiled, bug="apple/axlearn/pull/18", missed=_NO_PLAN):
     """The softmax is computed in the format of the call."""
 
     def exp(self, s: Tensor, m: Tensor) -> Tensor:
         return super().exp(s.bfloat16(), m.bfloat16()).float()
 
 
-class NarrowRowSum(Tiled):
+class NarrowRowSum(Tiled, bug="Intel-tensorflow/tensorflow/pull/23", missed=_NO_PLAN):
     """l is summed in bf16, key after key."""
 
     def step(self, request: CallRequest, sums: Sums, keys: slice) -> Sums:
@@ -340,7 +343,7 @@ class NarrowRowSum(Tiled):
         return replace(super().step(request, sums, keys), l=total.float())
 
 
-class NarrowBetweenTiles(Tiled):
+class NarrowBetweenTiles(Tiled, bug="zhuzilin/ring-flash-attention/issues/22", missed=_NO_PLAN):
     """O of every tile is stored in the format of the call, and added up from there."""
 
     def step(self, request: CallRequest, sums: Sums, keys: slice) -> Sums:
@@ -348,7 +351,7 @@ class NarrowBetweenTiles(Tiled):
         return replace(next_sums, o_bar=next_sums.o_bar.to(request.q.dtype).float())
 
 
-class NarrowAccumulation(Tiled):
+class NarrowAccumulation(Tiled, bug="Xilinx/mlir-air/pull/1606", missed=_NO_PLAN):
     """P V is added up in bf16, key after key."""
 
     def step(self, request: CallRequest, sums: Sums, keys: slice) -> Sums:
@@ -360,14 +363,14 @@ class NarrowAccumulation(Tiled):
         return replace(next_sums, o_bar=total.float())
 
 
-class EightBitP(Tiled):
+class EightBitP(Tiled, bug="Dao-AILab/flash-attention/issues/1493"):
     """P is cast to e4m3 without a scale of its own."""
 
     def p_bar(self, p: Tensor, request: CallRequest) -> Tensor:
         return p.to(torch.float8_e4m3fn).float()
 
 
-class TruncatedStore(Tiled):
+class TruncatedStore(Tiled, bug="tinygrad/tinygrad/pull/11848", missed=_NO_PLAN):
     """O is stored by cutting its last 16 bits off."""
 
     def stored(self, o: Tensor, request: CallRequest) -> Tensor:
@@ -376,14 +379,14 @@ class TruncatedStore(Tiled):
         return o.view(torch.int32).bitwise_and(-65536).view(torch.float32).bfloat16()
 
 
-class StoredInFp32(Tiled):
+class StoredInFp32(Tiled, bug="lucidrains/flash-attention-jax/pull/13"):
     """O is returned in fp32, whatever the inputs are in."""
 
     def stored(self, o: Tensor, request: CallRequest) -> Tensor:
         return o
 
 
-class QueryOverwritten(Tiled):
+class QueryOverwritten(Tiled, bug="unslothai/unsloth/issues/5001"):
     """Q is scaled where it lies."""
 
     def output(self, request: CallRequest) -> Tensor:
@@ -392,7 +395,7 @@ class QueryOverwritten(Tiled):
         return super().output(replace(request, scale=1.0))
 
 
-class SwitchLeftOn(Tiled):
+class SwitchLeftOn(Tiled, bug="MouseLand/cellpose/issues/1253"):
     """A global switch is set for speed and stays set."""
 
     def output(self, request: CallRequest) -> Tensor:
@@ -400,7 +403,7 @@ class SwitchLeftOn(Tiled):
         return super().output(request)
 
 
-class SumNotReset(Tiled):
+class SumNotReset(Tiled, bug="flashinfer-ai/flashinfer/pull/5029"):
     """An accumulator outlives the call, and the next one starts from what it holds."""
 
     def __init__(self) -> None:
@@ -418,7 +421,7 @@ class SumNotReset(Tiled):
         return total
 
 
-class RaceInO(Tiled):
+class RaceInO(Tiled, bug="ROCm/triton/issues/953"):
     """Two threads add to O in an order of their own, and sometimes one of them is lost."""
 
     def __init__(self) -> None:

@@ -1,9 +1,10 @@
 """Flash attention as users write it: the sound kernel that the planted ones differ from in one step each."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -75,6 +76,12 @@ class Tiled:
     """FlashAttention-2 in plain PyTorch, forward and backward: fp32 inside, P cast for the product with V."""
 
     tile: ClassVar[int] = 64  # keys
+    bug: ClassVar[str] = ""  # where it was reported, below github.com, of a kernel that is wrong
+    of_defect: ClassVar[Mapping[str, Any]] = {}  # what else a `Defect` of it has
+
+    def __init_subclass__(cls, bug: str = "", twin: str = "tiled", **of_defect: Any) -> None:
+        """A kernel that is wrong names, where its class begins, the bug that it stands for."""
+        cls.bug, cls.of_defect = bug, {"twin": twin, **of_defect}
 
     def __call__(
         self,
