@@ -6,8 +6,10 @@ is measured, held to its plan's error bound and, on a device, to the emulation's
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -67,6 +69,10 @@ _LAZY_IS_FUSED = claim(UNBIASED, f"{OWN}: no later block is higher, so nothing l
 _STANDARD_IS_BIASED = claim(BIASED_AWAY, f"{OWN}: normalising P before its cast leaves the ties", rules="standard")
 _TIES_GO_AWAY = claim(BIASED_AWAY, f"{OWN}: a cast of O away from zero", rules="safe", plans="fused_p_bar_o_away")
 _FIX_HOLDS = claim(UNBIASED, f"{PAPER} v2, section 4", rules=_FIXES, plans="paper all_bf16")
+# Of plans that scale nothing, where two maxima tie.
+_FUSED_ROUNDS_ONCE = (_FUSED_IS_NOT, _LAZY_IS_FUSED, _STOCHASTIC)
+_WITHOUT_A_FIX = (*_FUSED_ROUNDS_ONCE, _STANDARD_IS_BIASED)
+_TIES_BREAK = (_PLAIN_IS_BIASED, _FIX_HOLDS, *_WITHOUT_A_FIX)
 _SCALED_BREAKS_DOWN = claim(
     BREAKS_DOWN, f"{PAPER} v1, appendix C: unconditional scaling", rules="always_scaled", formats="bf16 fp16"
 )
@@ -89,42 +95,21 @@ def _tied(
     *claims: Claim,
     values: Values = ONE_SIGNED,
     shape: Shape = SHAPE,
-    gradients: bool = False,
-    traced: bool = False,
-    chaotic: bool = False,
-    family: Family | None = None,
-    unclaimed: str | None = None,
+    **fields: Any,
 ) -> Case:
+    """A failure input, with further fields of its case."""
     recipe = partial(scripted, scores=scores, values=values, shape=shape)
-    return Case(
-        name,
-        about,
-        PAPER,
-        recipe,
-        (*claims, _DITHERED, FAIR, OFFSET_HARMS),
-        failure=True,
-        gradients=gradients,
-        traced=traced,
-        chaotic=chaotic,
-        family=family,
-        unclaimed=unclaimed,
-    )
+    return Case(name, about, PAPER, recipe, (*claims, _DITHERED, FAIR, OFFSET_HARMS), failure=True, **fields)
 
 
 def _tied_maxima() -> list[Case]:
     """K equal maxima with one-signed V: the bias falls about as 1/(2k), so from k = 8 on it is inside the margin."""
     cases = []
     for k in (2, 3, 4, 8, 16):
-        biased = (
-            (_PLAIN_IS_BIASED, _FIX_HOLDS, _FUSED_IS_NOT, _LAZY_IS_FUSED, _STOCHASTIC, _STANDARD_IS_BIASED)
-            if k <= 4
-            else (_FUSED_IS_NOT, _LAZY_IS_FUSED, _STOCHASTIC)
-        )
+        claims = (*(_TIES_BREAK if k <= 4 else _FUSED_ROUNDS_ONCE), V1_IN_FP16)
         scores = Scores(maxima=k, gap=(9.0, 15.0) if k == 2 else (12.0, 18.0))
-        about = f"{k} equal maxima, V negative"
-        claims = (*biased, V1_IN_FP16)
+        name, about = f"tied_maxima[k={k}]", f"{k} equal maxima, V negative"
         family = Family("number of equal maxima", k)
-        name = f"tied_maxima[k={k}]"
         cases.append(_tied(name, about, scores, *claims, gradients=k == 2, traced=k == 2, family=family))
     return cases
 
@@ -134,12 +119,7 @@ def _shapes_of_v() -> list[Case]:
         "tied_maxima_positive_v",
         "2 equal maxima, V positive: the same bias, the other way",
         Scores(),
-        _PLAIN_IS_BIASED,
-        _FIX_HOLDS,
-        _FUSED_IS_NOT,
-        _LAZY_IS_FUSED,
-        _STOCHASTIC,
-        _STANDARD_IS_BIASED,
+        *_TIES_BREAK,
         V1_IN_FP16,
         values=Values(mean=2.4),
     )
@@ -147,12 +127,7 @@ def _shapes_of_v() -> list[Case]:
         "tied_maxima_unscaled",
         "2 equal maxima, alpha = 1: scores are not scaled, as in T5",
         Scores(),
-        _PLAIN_IS_BIASED,
-        _FIX_HOLDS,
-        _FUSED_IS_NOT,
-        _LAZY_IS_FUSED,
-        _STOCHASTIC,
-        _STANDARD_IS_BIASED,
+        *_TIES_BREAK,
         V1_IN_FP16,
         shape=Shape(scale=1.0),
     )
@@ -268,10 +243,7 @@ def _row_maximum_near_zero() -> list[Case]:
         Scores(top=(0.0, 0.0)),
         _PLAIN_IS_BIASED,
         claim(BIASED_AWAY, f"{OWN}: no branch for 0", rules=_FIXES, plans="paper all_bf16"),
-        _FUSED_IS_NOT,
-        _LAZY_IS_FUSED,
-        _STOCHASTIC,
-        _STANDARD_IS_BIASED,
+        *_WITHOUT_A_FIX,
     )
     tiny = _tied(
         "repeated_tiny",
@@ -280,24 +252,16 @@ def _row_maximum_near_zero() -> list[Case]:
         _PLAIN_IS_BIASED,
         claim(BIASED, _ROUNDS_BACK, rules=_SCALED, plans="paper"),
         claim(BIASED_AWAY, f"{_ROUNDS_BACK}, and l with it", rules="stabilized_authors", plans="all_bf16"),
-        _FUSED_IS_NOT,
-        _LAZY_IS_FUSED,
-        _STOCHASTIC,
-        _STANDARD_IS_BIASED,
+        *_WITHOUT_A_FIX,
         unclaimed=f"the fix in a fused kernel {_ON_THE_MARGIN}",
     )
     negative = _tied(
         "repeated_negative",
         "repeated maximum of -6 to -1: the fix's negative branch",
         Scores(top=(-6.0, -1.0)),
-        _PLAIN_IS_BIASED,
         claim(BIASED_AWAY, f"{OWN}: line 10 of v2 as printed loses this branch", rules="as_printed_v2", plans="paper"),
         claim(BIASED, f"{PAPER} v1, appendix C: gamma close to 1", rules="gamma", plans="paper"),
-        _FIX_HOLDS,
-        _FUSED_IS_NOT,
-        _LAZY_IS_FUSED,
-        _STOCHASTIC,
-        _STANDARD_IS_BIASED,
+        *_TIES_BREAK,
     )
     return [zero, tiny, negative]
 
@@ -362,10 +326,7 @@ def _row_maximum_large() -> list[Case]:
             *claims,
             v1_breaks,
             no_sum,
-            _FUSED_ROUNDED_FIRST_IS_NOT if r == 10000 else _FUSED_IS_NOT,
-            _LAZY_IS_FUSED,
-            _STOCHASTIC,
-            _STANDARD_IS_BIASED,
+            *((_FUSED_ROUNDED_FIRST_IS_NOT, *_WITHOUT_A_FIX[1:]) if r == 10000 else _WITHOUT_A_FIX),
             chaotic=r == 90,  # whether the device flushes a subnormal P-bar decides
             unclaimed=unclaimed.get(r),
         )
@@ -514,20 +475,18 @@ def _equal_keys(draw: Draw) -> AttentionInputs:
     q, k = inputs.q.clone(), inputs.k.clone()
     q[..., 2:] = draw.rounded(0.05 * draw.normal(*q[..., 2:].shape))
     k[:, :, 1] = k[:, :, 0]
-    return AttentionInputs(q, k, inputs.v, inputs.do, inputs.formats, noise_seed=inputs.noise_seed)
+    return replace(inputs, q=q, k=k)
 
 
-def _padded(draw: Draw, shape: Shape, *, all_masked: bool) -> AttentionInputs:
+def _padded(draw: Draw, *, all_masked: bool) -> AttentionInputs:
     """Random input with a key padding mask; with `all_masked`, the first batch entry sees no key at all."""
-    inputs = normal_numbers(draw, shape)
-    batch = inputs.q.shape[0]
-    lengths = torch.from_numpy(draw.rng.integers(shape.keys // 4, shape.keys + 1, batch))
-    visible = torch.arange(shape.keys)[None] < lengths[:, None]
+    inputs = normal_numbers(draw, SHAPE)
+    batch, keys = inputs.k.shape[0], inputs.k.shape[2]
+    lengths = torch.from_numpy(draw.rng.integers(keys // 4, keys + 1, batch))
+    visible = torch.arange(keys)[None] < lengths[:, None]
     if all_masked:
         visible[0] = False
-    return AttentionInputs(
-        inputs.q, inputs.k, inputs.v, inputs.do, inputs.formats, key_padding=visible, noise_seed=inputs.noise_seed
-    )
+    return replace(inputs, key_padding=visible)
 
 
 def _poisoned(draw: Draw, value: float, tensor: str) -> AttentionInputs:
@@ -535,14 +494,14 @@ def _poisoned(draw: Draw, value: float, tensor: str) -> AttentionInputs:
     inputs = normal_numbers(draw, Shape())
     q, v = inputs.q.clone(), inputs.v.clone()
     (q if tensor == "q" else v)[:, :, 1, 0] = value
-    return AttentionInputs(q, inputs.k, v, inputs.do, inputs.formats, noise_seed=inputs.noise_seed)
+    return replace(inputs, q=q, v=v)
 
 
 def _subnormal(draw: Draw) -> AttentionInputs:
     """V below the smallest normal value of the format."""
     inputs = normal_numbers(draw, Shape())
-    v = draw.rounded(inputs.v.abs().clamp(max=1.9) * (0.5 * inputs.formats.inputs.smallest_normal))
-    return AttentionInputs(inputs.q, inputs.k, v, inputs.do, inputs.formats, noise_seed=inputs.noise_seed)
+    tiny = inputs.v.abs().clamp(max=1.9) * (0.5 * inputs.formats.inputs.smallest_normal)
+    return replace(inputs, v=draw.rounded(tiny))
 
 
 def _tied_p_bar(draw: Draw) -> AttentionInputs:
@@ -637,7 +596,6 @@ def _random() -> list[Case]:
 
 
 def _edges() -> list[Case]:
-    padded, poisoned = partial(_padded, shape=Shape()), partial(_poisoned)
     shrunk = claim(
         INACCURATE, f"{OWN}: scaling takes P V below the subnormals", rules="always_scaled", formats="bf16 fp16"
     )
@@ -665,12 +623,12 @@ def _edges() -> list[Case]:
     huge = partial(normal_numbers, shape=Shape(), size=1e4)
     one_hot = "where S is in bf16, in steps of 64 here, which key wins a row is chance"
     return [
-        Case("padded", "a key padding mask", OWN, partial(padded, all_masked=False), gradients=True),
+        Case("padded", "a key padding mask", OWN, partial(_padded, all_masked=False), gradients=True),
         Case(
             "wholly_masked",
             "rows without a visible key give zeros",
             OWN,
-            partial(padded, all_masked=True),
+            partial(_padded, all_masked=True),
             gradients=True,
         ),
         Case(
@@ -695,9 +653,9 @@ def _edges() -> list[Case]:
             "inf_in_v",
             "one Inf in V: its column is lost, no other",
             OWN,
-            partial(poisoned, value=torch.inf, tensor="v"),
+            partial(_poisoned, value=torch.inf, tensor="v"),
         ),
-        Case("nan_in_q", "a NaN in q: its row is lost, no other", OWN, partial(poisoned, value=torch.nan, tensor="q")),
+        Case("nan_in_q", "a NaN in q: its row is lost, no other", OWN, partial(_poisoned, value=torch.nan, tensor="q")),
         Case(
             "subnormal_v",
             "V below the smallest normal value: exact, or flushed to zero",
