@@ -1,28 +1,20 @@
-"""Older schemas, brought up to date one version at a time.
+"""Older schemas, brought up to date.
 
-1 -> 2: `run` tells runs apart; measures say whether the cell is `repeatable`; a traced case has a `histogram`, and its
-`trace` is null where there is none.
-
-2 -> 3: a record of a short training run has `training`.
-
-3 -> 4: a record has an `experiment`, `answers` to checks in the place of `claim`, `prediction`, `repeatable` and
+1 to 3 -> 4: a record has an `experiment`, `answers` to checks in the place of `claim`, `prediction`, `repeatable` and
 `reasons`, and what is there to be drawn as `evidence`; measures, those of training runs and gradients among them, are
 one mapping, and the file says what they are. A cell that held although nothing was asked of its rounding was
-`measured`.
+`measured`. What 2 and 3 brought, names of runs, histograms and training runs, a file of 1 lacks, as it may.
 
-4 -> 5: an interrupted run says which cells were `running`.
-
-5 -> 6: a case says which `group` of cases it belongs to.
-
-6 -> 7: `narrowing` says which cells the options left out. What tables show of a record, and which plan explains a
+4 to 6 -> 7: `narrowing` says which cells the options left out. What tables show of a record, and which plan explains a
 kernel, are data; until then they were sentences, which are read here and nowhere else. The file says what the `plans`
-are that it names; of older files that is not known. Two plans are called for where they differ.
+are that it names; of older files that is not known. Two plans are called for where they differ. What 5 and 6 brought,
+cells that were `running` and the `group` of a case, older files lack, as they may.
 """
 
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tiebreak.reports.names import split
@@ -55,23 +47,11 @@ def upgrade(plain: dict[str, Any], schema: int) -> None:
         plain: the whole file as JSON has it.
         schema: the version it was written in, 1 to the present one.
     """
-    for version in range(schema, SCHEMA):
-        _STEPS[version](plain)
+    if schema < 4:
+        _to_4(plain)
+    if schema < SCHEMA:
+        _to_7(plain)
     plain["schema"] = SCHEMA
-
-
-def _to_2(plain: dict[str, Any]) -> None:
-    plain.setdefault("run", None)
-    for record in _records(plain):
-        record["trace"] = record.get("trace") or None
-        record.setdefault("histogram", None)
-        if isinstance(measures := record.get("measures"), dict):
-            measures.setdefault("repeatable", None)
-
-
-def _to_3(plain: dict[str, Any]) -> None:
-    for record in _records(plain):
-        record.setdefault("training", None)
 
 
 _CALL, _TRAINING = "call", "training"
@@ -108,7 +88,8 @@ _EXPERIMENTS: dict[str, dict[str, Any]] = {
 
 def _to_4(plain: dict[str, Any]) -> None:
     plain.update(cases={}, not_run=[])
-    for record in _records(plain):
+    records = list(_records(plain))
+    for record in records:
         trained = str(record.get("case")).startswith("train_")
         record["experiment"] = _TRAINING if trained else _CALL
         record["evidence"] = {}
@@ -116,37 +97,37 @@ def _to_4(plain: dict[str, Any]) -> None:
         plain["cases"].setdefault(str(record.get("case")), about or {"about": ""})
         _of_call(record)
         _answers(record)
-    found = list(_records(plain))
-    plain["measures"] = _described(_MEASURES, [record["measures"] for record in found])
-    plain["checks"] = _described(_CHECKS, [record["answers"] for record in found])
-    plain["experiments"] = _described(_EXPERIMENTS, [{record["experiment"]: None} for record in found])
+    plain["measures"] = _described(_MEASURES, (name for record in records for name in _object(record["measures"])))
+    plain["checks"] = _described(_CHECKS, (name for record in records for name in record["answers"]))
+    plain["experiments"] = _described(_EXPERIMENTS, (record["experiment"] for record in records))
 
 
-def _described(known: Mapping[str, dict[str, Any]], used: Iterable[Any]) -> dict[str, dict[str, Any]]:
-    """What the names that records use stand for, as far as that is known; a record may have anything in their place."""
-    names = dict.fromkeys(name for each in used if isinstance(each, dict) for name in each)
-    return {name: known.get(name, {"about": ""}) for name in names}
+def _object(value: Any) -> dict[str, Any]:
+    """An object of the file; a file may have anything in its place, and then there is nothing in it."""
+    return value if isinstance(value, dict) else {}
+
+
+def _described(known: Mapping[str, dict[str, Any]], used: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """What the names that records use stand for, as far as that is known."""
+    return {name: known.get(name, {"about": ""}) for name in used}
 
 
 def _taken(record: dict[str, Any], name: str) -> dict[str, Any] | None:
     """An object that is moved out of a record; what is none is left there, for the reader to complain about."""
-    found = record.get(name)
-    if found is not None and not isinstance(found, dict):
-        return None
-    taken: dict[str, Any] | None = record.pop(name, None)
-    return taken
+    value = record.get(name)
+    return record.pop(name, None) if value is None or isinstance(value, dict) else None
 
 
 def _training(record: dict[str, Any]) -> dict[str, Any] | None:
     """Move what a training run measured; what its case is, where it ran."""
-    found = _taken(record, "training")
-    if found is None:
+    training = _taken(record, "training")
+    if training is None:
         return None
-    record["measures"], record["shown"] = found.get("measures"), found.get("shown")
-    record["evidence"]["series"] = {"steps": found.get("steps"), "values": found.get("series")}
-    if isinstance(stable := found.get("stable"), bool):
+    record["measures"], record["shown"] = training.get("measures"), training.get("shown")
+    record["evidence"]["series"] = {"steps": training.get("steps"), "values": training.get("series")}
+    if isinstance(stable := training.get("stable"), bool):
         record["evidence"]["paper"] = "stable" if stable else "fails"
-    return {name: found.get(name) for name in ("about", "label", "headline")}
+    return {name: training.get(name) for name in ("about", "label", "headline")}
 
 
 def _of_call(record: dict[str, Any]) -> None:
@@ -159,8 +140,8 @@ def _of_call(record: dict[str, Any]) -> None:
             evidence[name] = value
     if record.get("measures") is None:
         record["measures"] = {}
-    measures = record["measures"]
-    if not isinstance(measures, dict) or not measures:
+    measures = _object(record["measures"])
+    if not measures:
         return
     if gradients := _taken(measures, "gradients"):
         measures.update(gradients)
@@ -172,8 +153,7 @@ def _of_call(record: dict[str, Any]) -> None:
 
 def _shown(measures: dict[str, Any], verdict: Any) -> str:
     """As tables showed the measures of a call."""
-    bias, gain = measures.get("bias"), _number(measures.get("gain"))
-    mean = _number(bias.get("mean")) if isinstance(bias, dict) else None
+    mean, gain = _number(_object(measures.get("bias")).get("mean")), _number(measures.get("gain"))
     if measures.get("nonfinite"):
         return "NaN"
     if gain is not None and gain < 0.9:
@@ -189,84 +169,86 @@ def _number(value: Any) -> float | None:
 
 def _answers(record: dict[str, Any]) -> None:
     """From claim, prediction, repeatability and reasons to answers."""
-    told = record.get("reasons") or []
-    if isinstance(told, list) and all(isinstance(text, str) for text in told):
+    reasons = record.get("reasons") or []
+    if isinstance(reasons, list) and all(isinstance(text, str) for text in reasons):
         record.pop("reasons", None)
     else:
-        told = []
-    found: dict[str, Any] = {}
+        reasons = []
+    answers: dict[str, Any] = {}
     outcome = record.get("outcome")
     if claim := _taken(record, "claim"):
-        found[CLAIM] = {"met": claim.get("met"), "asked": claim.get("expectation"), "source": claim.get("source")}
+        answers[CLAIM] = {"met": claim.get("met"), "asked": claim.get("expectation"), "source": claim.get("source")}
     if prediction := _taken(record, "prediction"):
-        found[PREDICTION] = {"met": prediction.get("met"), "asked": f"what {prediction.get('plan')} predicts"}
-        if isinstance(measures := record["measures"], dict):
-            measures["predicted_bias"] = prediction.get("bias")
-            measures["prediction_difference"] = prediction.get("difference")
-            measures["equal_bits"] = prediction.get("equal_bits")
-    repeatable = record.pop("repeatable", None)
-    if repeatable is not None:
-        found["repeatable"] = {"met": repeatable, "asked": "the same bits twice"}
-    why = "; ".join(told)
+        answers[PREDICTION] = {"met": prediction.get("met"), "asked": f"what {prediction.get('plan')} predicts"}
+        _object(record["measures"]).update(
+            predicted_bias=prediction.get("bias"),
+            prediction_difference=prediction.get("difference"),
+            equal_bits=prediction.get("equal_bits"),
+        )
+    if (repeatable := record.pop("repeatable", None)) is not None:
+        answers["repeatable"] = {"met": repeatable, "asked": "the same bits twice"}
+    why = "; ".join(reasons)
     match outcome:
         case "skipped":
             record["skipped"] = why
         case "crashed" | "timed_out":
-            found[RUNS if outcome == CRASHED else IN_TIME] = {"met": False, "asked": "an end", "why": why}
+            answers[RUNS if outcome == CRASHED else IN_TIME] = {"met": False, "asked": "an end", "why": why}
         case "fell" | "inconclusive":
-            _blame(found, told, outcome)
-        case "held" if found.keys().isdisjoint({CLAIM, PREDICTION}):
+            _blame(answers, reasons, outcome)
+        case "held" if answers.keys().isdisjoint({CLAIM, PREDICTION}):
             record["outcome"] = MEASURED
-    record["answers"] = found
+    record["answers"] = answers
 
 
-_BEGINNINGS = (
-    ("claim fell", CLAIM), ("not what ", PREDICTION), ("not repeatable", "repeatable"), ("largest error is", "bound"),
-)  # fmt: skip
+# Words of a reason, and the check that it speaks of.
+_BLAMED = {"claim fell": CLAIM, "not what ": PREDICTION, "not repeatable": "repeatable", "largest error is": "bound",
+           "NaN or Inf": "finite", "": WHOLE}  # fmt: skip
 
 
-def _blame(found: dict[str, Any], told: list[str], outcome: str) -> None:
+def _blame(answers: dict[str, Any], reasons: list[str], outcome: str) -> None:
     """Give every reason to the check that it speaks of."""
     met = None if outcome == INCONCLUSIVE else False
-    for text in told:
-        name = next((check for beginning, check in _BEGINNINGS if beginning in text), "")
-        if not name:
-            name = "finite" if "NaN or Inf" in text else WHOLE
-        answer = found.setdefault(name, {"met": met, "asked": name})
+    for text in reasons:
+        name = next(check for words, check in _BLAMED.items() if words in text)
+        answer = answers.setdefault(name, {"asked": name})
         answer["met"] = met
         answer["why"] = "; ".join(part for part in (answer.get("why"), text) if part)
-    if met not in [answer.get("met") for answer in found.values()]:
-        found[WHOLE] = {"met": met, "asked": "the outcome", "why": outcome}
+    if met not in [answer.get("met") for answer in answers.values()]:
+        answers[WHOLE] = {"met": met, "asked": "the outcome", "why": outcome}
 
 
 def _records(plain: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    found = plain.get("records")
-    return (record for record in (found if isinstance(found, list) else ()) if isinstance(record, dict))
-
-
-def _to_5(plain: dict[str, Any]) -> None:
-    plain.setdefault("running", [])
-
-
-def _to_6(plain: dict[str, Any]) -> None:
-    """Nothing to do: what an older file does not tell is empty."""
+    records = plain.get("records")
+    return (record for record in (records if isinstance(records, list) else ()) if isinstance(record, dict))
 
 
 _NARROWING = {"backend": "backend", "kernels": "kernel", "cases": "case", "dtype": "format"}  # option: field, then
 
 
 def _to_7(plain: dict[str, Any]) -> None:
-    options = plain.get("options")
-    words = {name: str(value) for name, value in options.items() if value} if isinstance(options, dict) else {}
+    words = {name: str(value) for name, value in _object(plain.get("options")).items() if value}
     plain["narrowing"] = [
         {"given": [f"--{name} {words[name]}"], "field": field, "names": split(words[name])}
         for name, field in _NARROWING.items()
         if name in words
     ]
     if "captured" in words and "cases" not in words:  # they ran alone
-        cases = list(dict.fromkeys(str(record.get("case")) for record in _records(plain)))
-        plain["narrowing"] += [{"given": [f"--captured {words['captured']}"], "field": "case", "names": cases}]
-    _to_data(plain)
+        names = list(dict.fromkeys(str(record.get("case")) for record in _records(plain)))
+        plain["narrowing"] += [{"given": [f"--captured {words['captured']}"], "field": "case", "names": names}]
+    plain["plans"] = {}
+    if isinstance(explained := plain.get("explanations"), dict):
+        plain["explanations"] = {name: _explanation(text) for name, text in explained.items()}
+    experiments, cases = _object(plain.get("experiments")), _object(plain.get("cases"))
+    for name, about in _NEW_OF_EXPERIMENTS.items():
+        _object(experiments.get(name)).update(about)
+    for case in map(_object, cases.values()):
+        if isinstance(headline := case.get("headline"), str) and headline in _FIGURES:
+            case["figure"] = _FIGURES[headline]
+    for record in _records(plain):
+        if isinstance(text := record.get("shown"), str):
+            described = (cases.get(str(record.get("case"))), experiments.get(str(record.get("experiment"))))
+            headlines = (each["headline"] for each in map(_object, described) if isinstance(each.get("headline"), str))
+            record["shown"] = _as_shown(text, record, next(headlines, ""))
     _rename(plain)
 
 
@@ -303,29 +285,11 @@ def _rename(plain: dict[str, Any]) -> None:
         plain.update(json.loads(_OLD_NAME.sub(lambda name: _RENAMED[name[1]], text)))
 
 
-def _to_data(plain: dict[str, Any]) -> None:
-    """Explanations and what tables show, from words."""
-    plain["plans"] = {}
-    explained, experiments = plain.get("explanations"), plain.get("experiments")
-    if isinstance(explained, dict):
-        plain["explanations"] = {name: _explanation(text) for name, text in explained.items()}
-    for name, about in _NEW_OF_EXPERIMENTS.items():
-        if isinstance(experiments, dict) and isinstance(kind := experiments.get(name), dict):
-            kind.update(about)
-    cases = plain.get("cases")
-    for case in cases.values() if isinstance(cases, dict) else ():
-        if isinstance(case, dict) and isinstance(headline := case.get("headline"), str) and headline in _FIGURES:
-            case["figure"] = _FIGURES[headline]
-    for record in _records(plain):
-        if isinstance(text := record.get("shown"), str):
-            record["shown"] = _as_shown(text, record, _headline(record, plain))
-
-
 def _explanation(text: Any) -> Any:
     """A sentence as data; what is none is left for the reader to complain about."""
     for state, pattern in _EXPLAINED:
-        if isinstance(text, str) and (told := pattern.fullmatch(text)):
-            parts = told.groupdict()
+        if isinstance(text, str) and (match := pattern.fullmatch(text)):
+            parts = match.groupdict()
             shares = (pair.rsplit(" ", 2)[:2] for pair in (parts.get("worst") or "").split(", ") if pair)
             return {
                 "state": state,
@@ -337,37 +301,23 @@ def _explanation(text: Any) -> Any:
     return text
 
 
-def _headline(record: dict[str, Any], plain: dict[str, Any]) -> str:
-    """The measure that tables showed of a record; empty where the file does not tell."""
-    for kind, name in (("cases", "case"), ("experiments", "experiment")):
-        described = plain.get(kind)
-        about = described.get(str(record.get(name))) if isinstance(described, dict) else None
-        if isinstance(about, dict) and isinstance(headline := about.get("headline"), str):
-            return headline
-    return ""
-
-
 def _as_shown(text: str, record: dict[str, Any], headline: str) -> dict[str, Any]:
     """What tables showed as data that are written the same."""
     if text in ("NaN", "nan", "+nan", "+inf", "-inf", "inf"):
         return {"kind": NONFINITE}
-    measures = record.get("measures")
-    values = measures if isinstance(measures, dict) else {}
+    values = _object(record.get("measures"))
     if text.startswith("x"):
         return {"kind": SHRUNK, "number": _number(values.get("gain"))}
-    told = _NUMBER.fullmatch(text)
-    if told is None:
+    match = _NUMBER.fullmatch(text)
+    if match is None:
         return {"kind": NO_NUMBER}
     value = values.get(headline)
-    digits, power, unit = min(len(told["digits"] or ""), 6), told["power"], told["unit"]
-    spec = f"{'+' if told['sign'] else ''}.{digits}{'e' if power else 'f'}"
+    digits, power, unit = min(len(match["digits"] or ""), 6), match["power"], match["unit"]
+    spec = f"{'+' if match['sign'] else ''}.{digits}{'e' if power else 'f'}"
     number = _number(value.get("mean") if isinstance(value, dict) else value)
-    if number is None or format(number, spec) != told["number"]:
-        number = float(told["number"])
+    if number is None or format(number, spec) != match["number"]:
+        number = float(match["number"])
     verdict = record.get("verdict")
     marked = unit == _MARKS.get(str(verdict), "") and verdict is not None
     shown = {"kind": headline, "number": number, "spec": spec}
     return shown | ({"verdict": verdict} if marked else {"unit": unit})
-
-
-_STEPS: dict[int, Callable[[dict[str, Any]], None]] = {1: _to_2, 2: _to_3, 3: _to_4, 4: _to_5, 5: _to_6, 6: _to_7}
