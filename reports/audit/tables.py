@@ -1,12 +1,10 @@
 """Audits as tables, one a kernel with a row a target: the same for the verb `audit`, for `show` and for the page."""
 
-import csv
-import io
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from tiebreak.reports.audit.record import Audit, Audits, kinds
-from tiebreak.reports.tables.grids import aside, fitted
+from tiebreak.reports.tables.grids import aside, csv_text, fitted
 
 _COLUMNS = {
     "products": "matrix instruction",
@@ -34,45 +32,17 @@ LEGEND = (
 _BETWEEN = " | "  # in CSV: the kinds have commas and semicolons of their own
 
 
-@dataclass(frozen=True)
-class Row:
-    """One target."""
-
-    target: str
-    cards: str  # what it stands for
-    skipped: str | None  # why it was not compiled; then there are no cells
-    cells: tuple[tuple[str, ...], ...]  # the kinds of instructions, one cell a column after that of the target
-
-    @property
-    def name(self) -> str:
-        """The target and what it stands for."""
-        return f"{self.target} ({self.cards})"
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The cells in a line each."""
-        return ("skip",) * len(_COLUMNS) if self.skipped is not None else tuple(map(", ".join, self.cells))
+def by_kernel(audits: Audits) -> dict[str, list[Audit]]:
+    """The audits of each kernel, kernels and targets in the order they come in."""
+    grids: dict[str, list[Audit]] = {}
+    for audit in audits.audits:
+        grids.setdefault(audit.kernel, []).append(audit)
+    return grids
 
 
-@dataclass(frozen=True)
-class AuditGrid:
-    """One kernel on every target."""
-
-    kernel: str
-    rows: tuple[Row, ...]
-
-
-def audit_grids(audits: Audits) -> list[AuditGrid]:
-    """A grid a kernel, kernels and targets in the order they come in."""
-    rows: dict[str, list[Row]] = {}
-    for one in audits.audits:
-        cells = () if one.skipped is not None else tuple(_cells(one))
-        rows.setdefault(one.kernel, []).append(Row(one.target, audits.cards[one.target], one.skipped, cells))
-    return [AuditGrid(kernel, tuple(found)) for kernel, found in rows.items()]
-
-
-def _cells(audit: Audit) -> Iterator[tuple[str, ...]]:
-    for name in _COLUMNS:
+def cells(audit: Audit) -> Iterator[tuple[str, ...]]:
+    """The kinds of instructions, a cell a column after that of the target; none of what was not compiled."""
+    for name in _COLUMNS if audit.skipped is None else ():
         *others, last = kinds(getattr(audit, name))
         counts = f" ({audit.fused}/{audit.separate})" if name == "contraction" else ""
         yield *others, last + counts
@@ -95,22 +65,21 @@ def audit_tables(audits: Audits, width: int | None = None, tablefmt: str = "simp
         The text.
     """
     parts = []
-    for grid in audit_grids(audits):
-        rows = [[row.name, *row.texts] for row in grid.rows]
-        parts += [aside(grid.kernel, tablefmt), *fitted(rows, HEADERS, tablefmt, width)]
-    skips = [f"skipped {one.id}: {one.skipped}" for one in audits.audits if one.skipped is not None]
+    for kernel, own in by_kernel(audits).items():
+        texts = [list(map(", ".join, cells(audit))) or ["skip"] * len(_COLUMNS) for audit in own]
+        rows = [[f"{audit.target} ({audits.cards[audit.target]})", *row] for audit, row in zip(own, texts, strict=True)]
+        parts += [aside(kernel, tablefmt), *fitted(rows, HEADERS, tablefmt, width)]
+    skips = [f"skipped {audit.id}: {audit.skipped}" for audit in audits.audits if audit.skipped is not None]
     notes = ["\n".join(skips), f"{about(audits)}\n{LEGEND}"]
     return "\n\n".join([*parts, *(aside(note, tablefmt) for note in notes if note)])
 
 
 def as_csv(audits: Audits) -> str:
     """The audits as CSV, a line each; a field of several kinds has them with bars between, one without any is empty."""
-    out = io.StringIO()
     names = [field.name for field in fields(Audit)]
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["triton", "cards", *names])
-    for one in audits.audits:
-        values = [getattr(one, name) for name in names]
-        texts = [_BETWEEN.join(value) if isinstance(value, tuple) else value for value in values]
-        writer.writerow([audits.triton, audits.cards[one.target], *texts])
-    return out.getvalue()
+    rows = []
+    for audit in audits.audits:
+        values = {name: getattr(audit, name) for name in names}
+        texts = {name: _BETWEEN.join(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        rows.append({"triton": audits.triton, "cards": audits.cards[audit.target], **texts})
+    return csv_text(["triton", "cards", *names], rows)

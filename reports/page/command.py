@@ -95,7 +95,7 @@ def page(
     """
     style, *scripts = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", *_SCRIPTS))
     script = "".join(scripts)
-    sections = [_figures(found), page_tables.audits(audits), *map(_swept, sweeps, sweeps.values())]
+    sections = [_figures(found), page_tables.audited(audits), *map(_swept, sweeps, sweeps.values())]
     if runs:
         data = f'<script type="application/json" id="data">{page_data(runs, labels)}</script>'
         cells = [_CELLS, page_tables.words(runs), _DIALOG, data, f"<script>{script}</script>"]
@@ -212,4 +212,4 @@ def _drawn(found: Sequence[Figure]) -> str:
 
 def _swept(label: str, sweep: Sweep) -> str:
     """A sweep: its tables, and what becomes of its runs as the learning rate grows."""
-    return "\n".join([page_tables.sweep(label, sweep), _drawn(sweep_figures(sweep, label))])
+    return "\n".join([page_tables.swept(label, sweep), _drawn(sweep_figures(sweep, label))])

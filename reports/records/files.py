@@ -1,6 +1,6 @@
 """What there is to read: records of a run, audits of compiled kernels, and folders of sweeps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tiebreak.reports.audit import record as audit
@@ -37,19 +37,15 @@ def read_all(paths: Sequence[Path]) -> tuple[dict[Path, Run], dict[Path, Audits]
     runs: dict[Path, Run] = {}
     audits: dict[Path, Audits] = {}
     for path in paths:
-        found = read(path)
-        if isinstance(found, Run):
-            store.refuse_repeated(found, path, runs.items())
-            runs[path] = found
-        elif isinstance(found, Sweep):
-            sweeps[path] = found
+        content = read(path)
+        if isinstance(content, Run):
+            store.refuse_repeated(content, path, runs.items())
+            runs[path] = content
+        elif isinstance(content, Sweep):
+            sweeps[path] = content
         else:
-            _refuse_repeated(found, path, audits)
-            audits[path] = found
+            for other, earlier in audits.items():
+                if content == earlier:
+                    raise UnreadableRecordsError(f"{path}: audits: the same as in {other}; give each audit once")
+            audits[path] = content
     return runs, audits, sweeps
-
-
-def _refuse_repeated(found: Audits, path: Path, audits: Mapping[Path, Audits]) -> None:
-    for other, earlier in audits.items():
-        if found == earlier:
-            raise UnreadableRecordsError(f"{path}: audits: the same as in {other}; give each audit once")

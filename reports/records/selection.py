@@ -2,39 +2,14 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import matching, none_named, split, unknown
-from tiebreak.reports.records.record import OUTCOMES, Record
+from tiebreak.reports.records.record import Run
 
 # Flag, named as pytest's own, and the field of a record that it filters by.
 _FILTERS = {"backend": "backend", "kernels": "kernel", "cases": "case"}
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Names on the command line: comma-separated, globs allowed; None selects all."""
-
-    backend: str | None = None
-    kernels: str | None = None
-    cases: str | None = None
-    only: str | None = None  # an outcome
-
-    def apply(self, records: Sequence[Record]) -> list[Record]:
-        """The records that are selected.
-
-        Raises:
-            UsageError: a name fits no record.
-        """
-        chosen = list(records)
-        for flag, field in _FILTERS.items():
-            names = getattr(self, flag)
-            if names is not None:
-                known = list(dict.fromkeys(getattr(record, field) for record in records))
-                wanted = pick(flag, field, names, known)
-                chosen = [record for record in chosen if getattr(record, field) in wanted]
-        return [record for record in chosen if self.only in (None, record.outcome)]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +18,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{flag}", metavar="NAMES", help=f"{field}s to show; a comma list, globs allowed")
 
 
-def add_only(parser: argparse.ArgumentParser) -> None:
-    """The filter by outcome."""
-    parser.add_argument("--only", choices=OUTCOMES, help="show cells with this outcome alone")
+def narrowed(runs: Sequence[Run], options: argparse.Namespace, only: str | None = None) -> list[Run]:
+    """The runs, each with those records alone that the filters select; `only` is an outcome.
+
+    Raises:
+        UsageError: a name fits no record of any run.
+    """
+    records = chosen = [record for run in runs for record in run.records]
+    for flag, field in _FILTERS.items():
+        if (names := getattr(options, flag)) is not None:
+            wanted = pick(flag, field, names, list(dict.fromkeys(getattr(record, field) for record in records)))
+            chosen = [record for record in chosen if getattr(record, field) in wanted]
+    kept = {record.id for record in chosen if only in (None, record.outcome)}
+    return [replace(run, records=tuple(record for record in run.records if record.id in kept)) for run in runs]
 
 
 def pick(flag: str, kind: str, names: str, known: Sequence[str], listed: str | None = None) -> set[str]:
@@ -62,12 +47,10 @@ def pick(flag: str, kind: str, names: str, known: Sequence[str], listed: str | N
         UsageError: a name fits none; says which may be meant.
     """
     listed = listed or f"leave --{flag} out to see"
-    found: set[str] = set()
-    for name in split(names):
-        fitting = matching(name, known)
-        if not fitting:
-            raise UsageError(f"--{flag}: {unknown(kind, name, known, listed)}")
-        found.update(fitting)
-    if not found:
+    fitting = {name: matching(name, known) for name in split(names)}
+    if not fitting:
         raise UsageError(f"--{flag}: {none_named(kind, known, listed)}")
-    return found
+    for name, meant in fitting.items():
+        if not meant:
+            raise UsageError(f"--{flag}: {unknown(kind, name, known, listed)}")
+    return {name for meant in fitting.values() for name in meant}

@@ -1,7 +1,5 @@
 """A sweep as tables and figures: how often runs diverged, and what their loss came to."""
 
-import csv
-import io
 import json
 import math
 import re
@@ -14,7 +12,7 @@ from statistics import median
 from tiebreak.reports.page.figures import Figure, Series
 from tiebreak.reports.sweeps.intervals import CONFIDENCE, wilson
 from tiebreak.reports.sweeps.store import Settings, Sweep, SweepRun
-from tiebreak.reports.tables.grids import aside, fitted
+from tiebreak.reports.tables.grids import aside, csv_text, fitted
 from tiebreak.reports.tables.run import counted
 
 NO_STABILISER = "none"
@@ -160,20 +158,25 @@ def _separate(group: Group, other: Group) -> bool:
 
 def as_csv(sweep: Sweep) -> str:
     """A line a group."""
-    out = io.StringIO()
     names = ("format", "rate", "kernel", "stabiliser", "runs", "diverged", "low", "high", "loss_median", "loss_lowest",
              "loss_highest", "max_logit")  # fmt: skip
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(names)
-    for one in groups(sweep):
-        first, losses = one.runs[0], one.losses
-        logits = [run.max_logit for run in one.runs if run.max_logit is not None]
-        numbers = (median(losses), losses[0], losses[-1]) if losses else ("", "", "")
-        shares = (len(one.runs), one.diverged, *one.interval)
-        writer.writerow(
-            [one.format, one.rate, first.kernel, first.stabiliser, *shares, *numbers, max(logits, default="")]
+    rows = []
+    for group in groups(sweep):
+        first, losses = group.runs[0], group.losses
+        logits = [run.max_logit for run in group.runs if run.max_logit is not None]
+        numbers = (median(losses), losses[0], losses[-1]) if losses else (None, None, None)
+        shares = (len(group.runs), group.diverged, *group.interval)
+        values = (
+            group.format,
+            group.rate,
+            first.kernel,
+            first.stabiliser,
+            *shares,
+            *numbers,
+            max(logits, default=None),
         )
-    return out.getvalue()
+        rows.append(dict(zip(names, values, strict=True)))
+    return csv_text(names, rows)
 
 
 def as_json(sweep: Sweep) -> str:

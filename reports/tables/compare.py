@@ -3,7 +3,6 @@
 import argparse
 import textwrap
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from tiebreak.reports import terminal
@@ -44,8 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError("one file alone has nothing to compare with; name two or more")
     runs = store.read_all(options.files)
     labels = platform_labels(runs, options.files)
-    chosen = _select(runs, selection.Selection(options.backend, options.kernels, options.cases))
-    comparison = compare(chosen, labels)
+    comparison = compare(selection.narrowed(runs, options), labels)
     terminal.show(_platforms(runs, options.files, labels, options.format))
     terminal.show(render(comparison, options.format, _shown(options)))
     return HELD
@@ -55,12 +53,6 @@ def _shown(options: argparse.Namespace) -> Collection[Agreement]:
     if options.only:
         return {NAMES[options.only]}
     return set(Agreement) if options.all else DIFFERING
-
-
-def _select(runs: Sequence[Run], wanted: selection.Selection) -> list[Run]:
-    """The runs with the selected records alone; a name has to be known to one of them."""
-    kept = {record.id for record in wanted.apply([record for run in runs for record in run.records])}
-    return [replace(run, records=tuple(record for record in run.records if record.id in kept)) for run in runs]
 
 
 def _platforms(runs: Sequence[Run], paths: Sequence[Path], labels: Sequence[str], tablefmt: str) -> str:

@@ -1,6 +1,9 @@
 """Grids of text, as a terminal, GitHub or LaTeX takes them."""
 
-from collections.abc import Sequence
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tabulate import tabulate
 
@@ -42,6 +45,15 @@ def fitted(rows: Sequence[Sequence[str]], headers: Sequence[str], tablefmt: str,
         grid_text([[row[one] for one in (0, *part)] for row in rows], [headers[one] for one in (0, *part)], tablefmt)
         for part in chosen
     ]
+
+
+def csv_text(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows by the names of their columns as CSV; what a row has None of is empty."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
 
 
 def aside(text: str, tablefmt: str) -> str:

@@ -1,12 +1,11 @@
 """`tiebreak show FILE...`: the table of one run, audit or sweep, or of training over seeds, in a format of choice."""
 
 import argparse
-import csv
-import io
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tiebreak.reports import terminal
 from tiebreak.reports.audit import record as audit
@@ -17,13 +16,15 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.page import plots
 from tiebreak.reports.records import files, selection, store
 from tiebreak.reports.records.order import case_places
-from tiebreak.reports.records.record import Estimate, Record, Run
+from tiebreak.reports.records.record import OUTCOMES, Estimate, Record, Run
 from tiebreak.reports.sweeps import tables as sweep_tables
 from tiebreak.reports.sweeps.store import Sweep
 from tiebreak.reports.tables import run as tables
+from tiebreak.reports.tables.grids import csv_text
 from tiebreak.reports.tables.marks import shown_text
 from tiebreak.reports.tables.training import training_grids, training_tables
 
+_T = TypeVar("_T", Run, Audits, Sweep)
 FORMATS = ("simple", "github", "csv", "json", "latex")
 
 
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--format", choices=FORMATS, default="simple", help="default: simple, for the terminal")
     selection.add_options(parser)
-    selection.add_only(parser)
+    parser.add_argument("--only", choices=OUTCOMES, help="show cells with this outcome alone")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the short training runs to an SVG file")
     options = parser.parse_args(arguments)
     if len(options.files) > 1 or options.figure is not None:
@@ -46,12 +47,32 @@ def main(arguments: Sequence[str]) -> int:
         return HELD
     content = files.read(options.files[0])
     if isinstance(content, Run):
-        _show_run(content, options)
+        # What a filter by outcome leaves out is not missing.
+        absent = "" if options.only else "missing"
+        _show(_of_run(content, options), options, store.as_text, as_csv, partial(_run_tables, absent=absent))
     elif isinstance(content, Sweep):
-        _show_sweep(content, options)
+        _show(
+            _of_sweep(content, options), options, sweep_tables.as_json, sweep_tables.as_csv, sweep_tables.sweep_tables
+        )
     else:
-        _show_audits(content, options)
+        _show(_of_audits(content, options), options, audit.as_json, audit_tables.as_csv, audit_tables.audit_tables)
     return HELD
+
+
+def _show(
+    content: _T,
+    options: argparse.Namespace,
+    as_json: Callable[[_T], str],
+    as_csv: Callable[[_T], str],
+    as_tables: Callable[[_T, int | None, str], str],
+) -> None:
+    match options.format:
+        case "json":
+            print(as_json(content), end="")
+        case "csv":
+            print(as_csv(content), end="")
+        case tablefmt:
+            terminal.show(as_tables(content, terminal.limit(tablefmt), tablefmt))
 
 
 def _show_training(runs: Sequence[Run], options: argparse.Namespace) -> None:
@@ -59,11 +80,12 @@ def _show_training(runs: Sequence[Run], options: argparse.Namespace) -> None:
     if options.format in ("csv", "json"):
         raise UsageError(f"--format {options.format}: the table over seeds is simple, github or latex")
     _check_one_platform(runs, options.files)
-    records = [record for run in runs for record in run.records if record.experiment in run.pooled]
-    if not records:
+    pooled = [
+        replace(run, records=tuple(each for each in run.records if each.experiment in run.pooled)) for run in runs
+    ]
+    if not any(run.records for run in pooled):
         raise UsageError(f"{options.files[0]}: no training runs in there, and compare puts calls side by side")
-    wanted = {record.id for record in _selection(options).apply(records)}
-    chosen = [replace(run, records=tuple(record for record in run.records if record.id in wanted)) for run in runs]
+    chosen = selection.narrowed(pooled, options, options.only)
     terminal.show(training_tables(chosen, options.format))
     if options.figure is not None:
         plots.save_training(training_grids(chosen), options.figure)
@@ -81,59 +103,33 @@ def _check_one_platform(runs: Sequence[Run], paths: Sequence[Path]) -> None:
                 )
 
 
-def _selection(options: argparse.Namespace) -> selection.Selection:
-    return selection.Selection(options.backend, options.kernels, options.cases, options.only)
-
-
-def _show_run(run: Run, options: argparse.Namespace) -> None:
+def _of_run(run: Run, options: argparse.Namespace) -> Run:
     place = case_places([run])
-    chosen = _selection(options).apply(run.records)
-    run = replace(run, records=tuple(sorted(chosen, key=lambda record: place[record.case])))
-    if options.format == "json":
-        print(store.as_text(run), end="")
-    elif options.format == "csv":
-        print(as_csv(run), end="")
-    else:
-        # What a filter by outcome leaves out is not missing.
-        terminal.show(_as_tables(run, options.format, "" if options.only else "missing"))
+    (chosen,) = selection.narrowed([run], options, options.only)
+    return replace(chosen, records=tuple(sorted(chosen.records, key=lambda record: place[record.case])))
 
 
-def _show_sweep(sweep: Sweep, options: argparse.Namespace) -> None:
-    _narrowed_by_kernels_alone(options, "a sweep")
-    if options.kernels is not None:
-        wanted = selection.pick("kernels", "kernel", options.kernels, sweep.settings.kernels)
-        kept = tuple(name for name in sweep.settings.kernels if name in wanted)
-        runs = tuple(run for run in sweep.runs if run.kernel in wanted)
-        sweep = Sweep(replace(sweep.settings, kernels=kept), runs)
-    if options.format == "json":
-        print(sweep_tables.as_json(sweep), end="")
-    elif options.format == "csv":
-        print(sweep_tables.as_csv(sweep), end="")
-    else:
-        terminal.show(sweep_tables.sweep_tables(sweep, terminal.limit(options.format), options.format))
+def _of_sweep(sweep: Sweep, options: argparse.Namespace) -> Sweep:
+    wanted = _kernels(options, "a sweep", sweep.settings.kernels)
+    kept = tuple(name for name in sweep.settings.kernels if name in wanted)
+    return Sweep(replace(sweep.settings, kernels=kept), tuple(run for run in sweep.runs if run.kernel in wanted))
 
 
-def _narrowed_by_kernels_alone(options: argparse.Namespace, what: str) -> None:
+def _of_audits(audits: Audits, options: argparse.Namespace) -> Audits:
+    wanted = _kernels(options, "an audit of compiled kernels", audits.kernels)
+    return replace(audits, audits=tuple(each for each in audits.audits if each.kernel in wanted))
+
+
+def _kernels(options: argparse.Namespace, what: str, known: Sequence[str]) -> Collection[str]:
+    """The kernels that are shown of what no other filter narrows."""
     for flag in ("backend", "cases", "only"):
         if getattr(options, flag) is not None:
             raise UsageError(f"--{flag}: {options.files[0]} is {what}; --kernels alone narrows it")
+    return known if options.kernels is None else selection.pick("kernels", "kernel", options.kernels, known)
 
 
-def _show_audits(audits: Audits, options: argparse.Namespace) -> None:
-    _narrowed_by_kernels_alone(options, "an audit of compiled kernels")
-    if options.kernels is not None:
-        wanted = selection.pick("kernels", "kernel", options.kernels, audits.kernels)
-        audits = replace(audits, audits=tuple(each for each in audits.audits if each.kernel in wanted))
-    if options.format == "json":
-        print(audit.as_json(audits), end="")
-    elif options.format == "csv":
-        print(audit_tables.as_csv(audits), end="")
-    else:
-        terminal.show(audit_tables.audit_tables(audits, terminal.limit(options.format), options.format))
-
-
-def _as_tables(run: Run, tablefmt: str, absent: str) -> str:
-    parts = [tables.tables(run, terminal.limit(tablefmt), tablefmt, absent)]
+def _run_tables(run: Run, width: int | None, tablefmt: str, absent: str) -> str:
+    parts = [tables.tables(run, width, tablefmt, absent)]
     if tablefmt == "simple":
         parts += [tables.summary(run), tables.fallen(run.records)]
     return "\n\n".join(part for part in parts if part)
@@ -141,13 +137,9 @@ def _as_tables(run: Run, tablefmt: str, absent: str) -> str:
 
 def as_csv(run: Run) -> str:
     """The records as CSV, a line each: every measure and check that the run describes; what there is not is empty."""
-    out = io.StringIO()
     estimated = {name for each in run.records for name, value in each.measures.items() if isinstance(value, Estimate)}
     rows = [_row(record, run, estimated) for record in run.records]
-    writer = csv.DictWriter(out, list(rows[0]) if rows else ["id"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
+    return csv_text(list(rows[0]) if rows else ["id"], rows)
 
 
 _NAMED = (
