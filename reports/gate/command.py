@@ -23,7 +23,11 @@ def main(arguments: Sequence[str]) -> int:
         metavar="LIMITS",
         help="how much worse which measures may get: NAME:NUMBER, ...; NAME_share: of itself",
     )
-    parser.add_argument("--across", action="store_true", help="compare claims alone: BASELINE is another platform's")
+    parser.add_argument(
+        "--across",
+        action="store_true",
+        help="BASELINE is another platform's: compare all but bits and what has no interval",
+    )
     parser.add_argument("--update-baseline", action="store_true", help="then make NEW the baseline")
     options = parser.parse_args(arguments)
     allowed = limits(options.fail, Path.cwd())

@@ -27,6 +27,7 @@ from tiebreak.reports.records.record import (
     MEASURED,
     MORE,
     PASSING,
+    PREDICTION,
     SKIPPED,
     TIMED_OUT,
     VERDICTS,
@@ -118,7 +119,7 @@ def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mappin
         if old != new and not across:
             raise UsageError(
                 f"platform.{name}: {old!r} in the baseline, {new!r} in the new run: a baseline of another platform;"
-                " --across compares claims alone"
+                " --across compares all but bits and what has no interval"
             )
 
 
@@ -133,7 +134,7 @@ def gate(baseline: Run, run: Run, limits: Limits, *, across: bool = False) -> Ou
         baseline: what was kept.
         run: what is judged.
         limits: how much worse a cell may get.
-        across: compare claims alone, as between platforms.
+        across: compare outcomes, verdicts, answers and estimates alone, as between platforms.
 
     Returns:
         What changed.
@@ -158,7 +159,9 @@ def gate(baseline: Run, run: Run, limits: Limits, *, across: bool = False) -> Ou
     changes += [CellChange(record, change) for name, record in new.items() if name not in worse
                 for change in _contradiction(record, run)]  # fmt: skip
     compared = old.keys() & new.keys()
-    notes = [*_notes(baseline, run, len(fresh), len(gone) - len(asked)), *([] if compared else ["no cell is in both"])]
+    first = sum(old[name].outcome == SKIPPED != new[name].outcome for name in compared)
+    notes = [*_notes(baseline, run, len(fresh) + first, len(gone) - len(asked))]
+    notes += [] if compared else ["no cell is in both"]
     changed = sum(old[name].digest != new[name].digest for name in compared)
     if changed:
         notes.append(f"{counted(changed, 'cell')} with other bits than in the baseline")
@@ -177,7 +180,7 @@ def _notes(baseline: Run, run: Run, fresh: int, outside: int) -> Iterator[str]:
             if old != new:
                 yield f"{backend}, {probe}: {old} in the baseline, {new} in the new run"
     if fresh:
-        yield f"{counted(fresh, 'cell')} not in the baseline; --update-baseline adds what is new"
+        yield f"{counted(fresh, 'cell')} not in the baseline, or skipped there; --update-baseline adds what is new"
     if outside:
         yield f"{counted(outside, 'cell')} of the baseline NOT compared: outside {_words(run.narrowing)}"
     if not run.complete:
@@ -206,6 +209,8 @@ def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], acr
         return
     outcome = list(_outcome(old, new))
     yield from outcome
+    if old.outcome == SKIPPED:
+        return  # it is as good as new
     if new.shown is None and new.outcome not in PASSING:
         return  # the outcome says it
     reasons = new.reasons if outcome else ()
@@ -213,7 +218,9 @@ def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], acr
         answer = new.answers.get(name)
         if answer is None or answer.met is True or answer.why not in reasons:
             yield from _answer(name, asked, answer, replanned=across and old.plan != new.plan)
-    if not across:
+    # Of another platform's arithmetic, such as subnormals that it flushes, or plan the emulation knows what follows.
+    foretold = across and new.met(PREDICTION) is True
+    if not foretold:
         yield from _verdict(old.verdict, new.verdict)
     lost = [text for name in old.measures for text in _lost(name, old.measures[name], new.measures.get(name))]
     if lost:
@@ -221,7 +228,9 @@ def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], acr
     # A case without a verdict cancels: its errors in ulps are of any size.
     judged = old.verdict is not None or new.verdict is not None
     for name, measure in held_to.items():
-        if measure.portable or (not across and (judged or measure.unit != _ULP)):
+        # What has no interval depends on single bits, which are a platform's own.
+        comparable = not across or (not foretold and isinstance(old.measures.get(name), Estimate))
+        if measure.portable or (comparable and (judged or measure.unit != _ULP)):
             yield from _measure(name, measure, old, new)
 
 
@@ -237,8 +246,9 @@ def _lost(name: str, old: Value, new: Value) -> Iterator[str]:
 def _outcome(old: Record, new: Record) -> Iterator[Change]:
     if new.outcome == SKIPPED and old.outcome != SKIPPED:
         yield Change(True, f"turned into a skip ({new.skipped}), {old.outcome} in the baseline")
-    elif old.outcome == SKIPPED and new.outcome != SKIPPED and not new.passes:
-        yield Change(True, f"{new.outcome}, skipped in the baseline")
+    elif old.outcome == SKIPPED:
+        if new.outcome != SKIPPED and not new.passes:
+            yield Change(True, f"{new.outcome}, skipped in the baseline")
     elif _SEVERITY[old.outcome] != _SEVERITY[new.outcome]:
         worse = _SEVERITY[new.outcome] > _SEVERITY[old.outcome]
         why = f": {'; '.join(new.reasons)}" if new.reasons else ""

@@ -234,7 +234,7 @@ OPTIONS = (
         metavar="LIMITS",
         needs="baseline",
     ),
-    Option("across", "the baseline is another platform's: compare claims alone", needs="baseline"),
+    Option("across", "the baseline is another platform's: bits are not compared", needs="baseline"),
     Option("update-baseline", "then make this run the baseline", needs="baseline"),
 )  # fmt: skip
 _BY_NAME = {option.name: option for option in OPTIONS}

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def test_a_skip_is_no_pass(run: MakeRun, record: Make, skip: Make) -> None:
     assert judge(run, record(outcome="fell"), skip())[0][0]
     assert judge(run, skip(outcome="crashed"), skip())[0][0]
     assert judge(run, skip(), record(outcome="fell"))[0] == (True, "fell, skipped in the baseline")
-    assert judge(run, skip(), record()) == [(False, "held, skipped in the baseline")]
+    assert judge(run, skip(), record(measures=BIASED["measures"], verdict="biased", outcome="measured")) == []
     assert judge(run, skip(), skip()) == []
 
 
@@ -188,7 +189,7 @@ def test_nothing_compared_is_no_pass(run: MakeRun, record: Make) -> None:
 def test_a_new_cell_is_told_and_has_to_hold(run: MakeRun, record: Make) -> None:
     found = gate(run(record()), run(record(), record(case="new")), Limits())
     assert found.held
-    assert "1 cell not in the baseline; --update-baseline adds what is new" in found.notes
+    assert "1 cell not in the baseline, or skipped there; --update-baseline adds what is new" in found.notes
     fallen = gate(run(record()), run(record(), record(case="new", outcome="fell")), Limits())
     assert [one.change.text for one in fallen.worse] == ["not in the baseline, and fell"]
 
@@ -215,8 +216,15 @@ def test_a_changed_fingerprint_is_told_not_refused(run: MakeRun, record: Make) -
     assert found.notes == ("cpu, matmul_subnormals: kept in the baseline, flushed in the new run",)
 
 
-def test_across_compares_claims_not_numbers(run: MakeRun, record: Make, skip: Make) -> None:
-    assert judge(run, record(), record(digest="q", **BIASED), across=True) == []
+def test_across_compares_all_but_bits(run: MakeRun, record: Make, skip: Make) -> None:
+    assert judge(run, record(), record(digest="q", measures={"max_ulps": 9.0}), across=True) == []
+    assert judge(run, record(), record(**BIASED), across=True) == [], "that is what its plan predicts there"
+    plain = partial(record, answers={PREDICTION: None})
+    near, far = (Estimate(mean, 0.02) for mean in (0.06, 0.08))
+    assert judge(run, plain(), plain(measures={"bias": near}), across=True) == []
+    assert judge(run, plain(), plain(measures={"bias": far}), across=True)[0][1].startswith("bias +0.08")
+    assert judge(run, plain(), plain(verdict="biased"), across=True)[0][1].startswith("verdict biased")
+    assert judge(run, record(), record(answers={"repeatable": Answer(False, TWICE)}), across=True)[0][0]
     assert judge(run, record(), record(outcome="fell"), across=True)[0][0]
     assert judge(run, record(), record(answers={CLAIM: None}), across=True)[0][0]
     assert judge(run, record(), record(measures=NAN), across=True)[0][0]
@@ -224,7 +232,9 @@ def test_across_compares_claims_not_numbers(run: MakeRun, record: Make, skip: Ma
 
 
 def test_across_a_kernel_may_declare_another_plan_with_a_claim_of_its_own(run: MakeRun, record: Make) -> None:
-    other = {"plan": "flash@fused_fast_exp", "answers": {CLAIM: Answer(True, "biased away from zero", source="us")}}
+    other = {
+        "plan": "flash@fused_fast_exp", "answers": {CLAIM: Answer(True, "biased away from zero", source="us")}, **BIASED
+    }  # fmt: skip
     assert judge(run, record(), record(**other), across=True) == []
     assert judge(run, record(), record(**other))[0][0], "on one platform a changed plan is a changed kernel"
     unmet = {**other, "answers": {CLAIM: Answer(False, "biased away from zero", "no", "us")}}
