@@ -1,7 +1,6 @@
 """The backends that there are, by name."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from tiebreak.backends.ascend.backend import ASCEND
 from tiebreak.backends.backend import CPU, EMULATION, Backend
@@ -11,6 +10,4 @@ from tiebreak.backends.interpreter.assumptions import CARDS
 
 __all__ = ["BACKENDS", "CARDS"]
 
-BACKENDS: Mapping[str, Backend] = MappingProxyType(
-    {backend.name: backend for backend in (EMULATION, CPU, INTERPRETER, CUDA, ASCEND)}
-)
+BACKENDS: Mapping[str, Backend] = {backend.name: backend for backend in (EMULATION, CPU, INTERPRETER, CUDA, ASCEND)}

@@ -1,7 +1,8 @@
 """Errors of a kernel's output against the fp64 reference: signed errors in ulps, never absolute tolerances."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,9 @@ def _units(ref: Tensor, fmt: Format) -> Tensor:
 def in_units(difference: Tensor, units: Tensor) -> Tensor:
     """Differences from the reference in its units (`Yardstick.units`), NaN where one is not finite."""
     return (difference * units).nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
+
+
+_LARGEST = frozenset({"max_ulps", "error_over_bound", "outside_values"})  # of `Errors`: others are sums, or of heads
 
 
 @dataclass(frozen=True)
@@ -176,22 +180,14 @@ def measure(
 
 def merge(batches: list[Errors]) -> Errors:
     """The measures of several batches as one."""
-    return Errors(
-        head_bias=torch.cat([batch.head_bias for batch in batches]),
-        head_square=torch.cat([batch.head_square for batch in batches]),
-        head_coherence=torch.cat([batch.head_coherence for batch in batches]),
-        head_delta=torch.cat([batch.head_delta for batch in batches]),
-        head_delta_size=torch.cat([batch.head_delta_size for batch in batches]),
-        max_ulps=max(batch.max_ulps for batch in batches),
-        error_over_bound=max(batch.error_over_bound for batch in batches),
-        output_size=sum(batch.output_size for batch in batches),
-        reference_size=sum(batch.reference_size for batch in batches),
-        left_out=sum(batch.left_out for batch in batches),
-        nonfinite=sum(batch.nonfinite for batch in batches),
-        missed=sum(batch.missed for batch in batches),
-        elements=sum(batch.elements for batch in batches),
-        outside_values=max(batch.outside_values for batch in batches),
-    )
+
+    def merged(name: str) -> Any:
+        values = [getattr(batch, name) for batch in batches]
+        if name.startswith("head_"):
+            return torch.cat(values)
+        return max(values) if name in _LARGEST else sum(values)
+
+    return Errors(**{field.name: merged(field.name) for field in fields(Errors)})
 
 
 def difference(ours: Errors, theirs: Errors) -> Interval:

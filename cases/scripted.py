@@ -8,7 +8,6 @@ is measured, held to its plan's error bound and, on a device, to the emulation's
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -668,19 +667,17 @@ def _edges() -> list[Case]:
 
 
 #: The scripted cases by what they are about.
-GROUPS: Mapping[str, tuple[Case, ...]] = MappingProxyType(
-    {
-        "equal maxima": tuple(_tied_maxima()),
-        "equal maxima, other values of V": tuple(_shapes_of_v()),
-        "one maximum": tuple(_single_maximum()),
-        "maxima near zero and below it": tuple(_row_maximum_near_zero()),
-        "large maxima": tuple(_row_maximum_large()),
-        "maxima in several key blocks": tuple(_across_blocks()),
-        "maxima that differ by less than P-bar's rounding": tuple(_near_ties()),
-        "controls": tuple(_controls()),
-        "V in 8 bits": tuple(eight_bits()),
-        "normal numbers": tuple(_random()),
-        "masks, NaN, Inf, subnormal and very large numbers": tuple(_edges()),
-    }
-)
+GROUPS: Mapping[str, tuple[Case, ...]] = {
+    "equal maxima": tuple(_tied_maxima()),
+    "equal maxima, other values of V": tuple(_shapes_of_v()),
+    "one maximum": tuple(_single_maximum()),
+    "maxima near zero and below it": tuple(_row_maximum_near_zero()),
+    "large maxima": tuple(_row_maximum_large()),
+    "maxima in several key blocks": tuple(_across_blocks()),
+    "maxima that differ by less than P-bar's rounding": tuple(_near_ties()),
+    "controls": tuple(_controls()),
+    "V in 8 bits": tuple(eight_bits()),
+    "normal numbers": tuple(_random()),
+    "masks, NaN, Inf, subnormal and very large numbers": tuple(_edges()),
+}
 SCRIPTED: tuple[Case, ...] = tuple(case for group in GROUPS.values() for case in group)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -22,9 +21,7 @@ from tiebreak.kernels.features import (
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 
 # Formats that torch devices compute in.
-TORCH_DTYPES: Mapping[Format, torch.dtype] = MappingProxyType(
-    {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32}
-)
+TORCH_DTYPES: Mapping[Format, torch.dtype] = {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32}
 
 _KEPT = 2**20  # elements of a call's tiles, at most, that are kept for later use: long sequences have too many
 

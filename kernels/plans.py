@@ -3,7 +3,6 @@
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from types import MappingProxyType
 
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, INT8, Format, Formats, Rounding
 from tiebreak.kernels.quantization import Quantization, Scaling
@@ -267,30 +266,28 @@ _TENSOR_CORE = (
 PRESETS = (PAPER, ALL_BF16, FUSED, FUSED_STOCHASTIC, STANDARD, FP32_PLAN)
 
 # Every plan that has a name.
-PLANS: Mapping[str, RoundingPlan] = MappingProxyType(
-    {
-        plan.name: plan
-        for plan in (
-            *PRESETS,
-            *ISOLATION,
-            FUSED_P_BAR_AWAY,
-            FUSED_P_BAR_O_AWAY,
-            FUSED_FP8,
-            FUSED_FP8_OFFSET,
-            FUSED_FP8_OFFSET_4,
-            FUSED_FP8_CLAMPED,
-            FUSED_FP8_FAIR,
-            FUSED_E5M2_OFFSET,
-            FP8,
-            FP8_TENSOR,
-            FP8_BLOCK,
-            FP8_E5M2_V,
-            MXFP8,
-            SAGE,
-            FUSED_CONTRACTED,
-            FUSED_FAST_EXP,
-            FP32_INSIDE,
-            *_TENSOR_CORE,
-        )
-    }
-)
+PLANS: Mapping[str, RoundingPlan] = {
+    plan.name: plan
+    for plan in (
+        *PRESETS,
+        *ISOLATION,
+        FUSED_P_BAR_AWAY,
+        FUSED_P_BAR_O_AWAY,
+        FUSED_FP8,
+        FUSED_FP8_OFFSET,
+        FUSED_FP8_OFFSET_4,
+        FUSED_FP8_CLAMPED,
+        FUSED_FP8_FAIR,
+        FUSED_E5M2_OFFSET,
+        FP8,
+        FP8_TENSOR,
+        FP8_BLOCK,
+        FP8_E5M2_V,
+        MXFP8,
+        SAGE,
+        FUSED_CONTRACTED,
+        FUSED_FAST_EXP,
+        FP32_INSIDE,
+        *_TENSOR_CORE,
+    )
+}

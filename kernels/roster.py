@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, FLASH_ATTENTION_1, STANDARD_ATTENTION
 from tiebreak.kernels.formats import FP8_E4M3, FP8_E5M2, Formats
@@ -10,9 +9,7 @@ from tiebreak.kernels.kernel import PLAIN, Declaration, Kernel, composed
 from tiebreak.kernels.plans import FUSED, FUSED_STOCHASTIC, PLANS, STANDARD, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
-_FLASH_PLANS: Mapping[str, RoundingPlan] = MappingProxyType(
-    {name: plan for name, plan in PLANS.items() if name != STANDARD.name}
-)
+_FLASH_PLANS: Mapping[str, RoundingPlan] = {name: plan for name, plan in PLANS.items() if name != STANDARD.name}
 
 
 def _standard() -> Kernel:

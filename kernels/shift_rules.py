@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -88,36 +87,34 @@ def repeated(scores: Tensor, row_max: Tensor, epsilon: float = EPSILON) -> Tenso
 
 _PAPER = "arXiv 2510.04212"
 
-SHIFT_RULES: Mapping[str, ShiftRule] = MappingProxyType(
-    {
-        rule.name: rule
-        for rule in (
-            ShiftRule("safe", "flash attention 2"),
-            ShiftRule(
-                "stabilized", f"{_PAPER} v2, algorithm 1 as meant", detects=True, epsilon=EPSILON, above=BETA, below=0.0
-            ),
-            ShiftRule("stabilized_v1", f"{_PAPER} v1, algorithm 1 as meant", detects=True, above=BETA_V1, below=0.0),
-            ShiftRule(
-                "stabilized_authors",
-                f"{_PAPER}, published code",
-                detects=True,
-                epsilon=EPSILON,
-                above=BETA,
-                below=0.0,
-                row_sum_floor=AUTHORS_ROW_SUM_FLOOR,
-            ),
-            # Line 10 of v1 takes max(m_prev, r_m): the lines before it have no effect.
-            ShiftRule("as_printed_v1", f"{_PAPER} v1, algorithm 1 to the letter"),
-            # Line 10 of v2 takes m', before the negative branch: that branch has no effect.
-            ShiftRule(
-                "as_printed_v2", f"{_PAPER} v2, algorithm 1 to the letter", detects=True, epsilon=EPSILON, above=BETA
-            ),
-            ShiftRule("fixed_offset", f"{_PAPER} v1, appendix C", offset=OFFSET),
-            ShiftRule("always_scaled", f"{_PAPER} v1, appendix C", above=BETA, below=0.0),
-            ShiftRule("gamma", f"{_PAPER} v1, appendix C", detects=True, epsilon=EPSILON, above=BETA, below=GAMMA),
-            ShiftRule("dithered", "this suite", dithered=True),
-            ShiftRule("lazy", "FlashAttention-4, Blackwell forward pass", lag=LAG),
-            ShiftRule("lazy_4", "FlashAttention-4, Blackwell forward pass in fp8", lag=LAG / 2),
-        )
-    }
-)
+SHIFT_RULES: Mapping[str, ShiftRule] = {
+    rule.name: rule
+    for rule in (
+        ShiftRule("safe", "flash attention 2"),
+        ShiftRule(
+            "stabilized", f"{_PAPER} v2, algorithm 1 as meant", detects=True, epsilon=EPSILON, above=BETA, below=0.0
+        ),
+        ShiftRule("stabilized_v1", f"{_PAPER} v1, algorithm 1 as meant", detects=True, above=BETA_V1, below=0.0),
+        ShiftRule(
+            "stabilized_authors",
+            f"{_PAPER}, published code",
+            detects=True,
+            epsilon=EPSILON,
+            above=BETA,
+            below=0.0,
+            row_sum_floor=AUTHORS_ROW_SUM_FLOOR,
+        ),
+        # Line 10 of v1 takes max(m_prev, r_m): the lines before it have no effect.
+        ShiftRule("as_printed_v1", f"{_PAPER} v1, algorithm 1 to the letter"),
+        # Line 10 of v2 takes m', before the negative branch: that branch has no effect.
+        ShiftRule(
+            "as_printed_v2", f"{_PAPER} v2, algorithm 1 to the letter", detects=True, epsilon=EPSILON, above=BETA
+        ),
+        ShiftRule("fixed_offset", f"{_PAPER} v1, appendix C", offset=OFFSET),
+        ShiftRule("always_scaled", f"{_PAPER} v1, appendix C", above=BETA, below=0.0),
+        ShiftRule("gamma", f"{_PAPER} v1, appendix C", detects=True, epsilon=EPSILON, above=BETA, below=GAMMA),
+        ShiftRule("dithered", "this suite", dithered=True),
+        ShiftRule("lazy", "FlashAttention-4, Blackwell forward pass", lag=LAG),
+        ShiftRule("lazy_4", "FlashAttention-4, Blackwell forward pass in fp8", lag=LAG / 2),
+    )
+}

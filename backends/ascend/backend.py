@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tiebreak.backends.ascend.device import Npu, TorchNpu, deterministic, remedies
+from tiebreak.backends.ascend.device import TorchNpu, deterministic, remedies
 from tiebreak.backends.ascend.probes import arithmetic_probes, p_cast, softmax_errors
 from tiebreak.backends.backend import Backend, to_device, unusable
 from tiebreak.backends.probes import fingerprint
@@ -30,7 +30,7 @@ class Ascend(Backend):
         ValueError: it is called as the real one but does not compute on torch's device `npu`.
     """
 
-    npu: Npu = _REAL  # which NPUs
+    npu: TorchNpu = _REAL  # which NPUs
 
     def __post_init__(self) -> None:
         """Records of anything else must not look like an NPU's."""
@@ -73,7 +73,7 @@ class Ascend(Backend):
         """How the NPU is set and what its arithmetic and the vendor's kernel do, for the record of a run.
 
         Returns:
-            The facts of `Npu.facts`, the answers of `tiebreak.backends.probes.fingerprint` and of
+            The facts of `TorchNpu.facts`, the answers of `tiebreak.backends.probes.fingerprint` and of
             `tiebreak.backends.ascend.probes`; `p_cast` as npu_fusion_attention answers it, and `softmax_max_error` and
             `softmax_sum_error`, the largest relative error of its two statistics on the same input. A probe that the
             device can't run is answered by its error.
@@ -112,7 +112,7 @@ def _answers(probes: Mapping[str, _Probe]) -> dict[str, str | float]:
     return answers
 
 
-def ascend(npu: Npu) -> Ascend:
+def ascend(npu: TorchNpu) -> Ascend:
     """A backend on these NPUs."""
     return Ascend(
         name=npu.backend,
@@ -125,7 +125,7 @@ def ascend(npu: Npu) -> Ascend:
     )
 
 
-def _kernels(npu: Npu) -> tuple[Kernel, ...]:
+def _kernels(npu: TorchNpu) -> tuple[Kernel, ...]:
     """torch-npu's operators, and the Triton kernels where triton-ascend, which goes by triton's name, is installed."""
     compiled = triton_kernels(interpreted=False) if missing() is None else ()
     return (*npu_kernels(npu.operators), *compiled)

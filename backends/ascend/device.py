@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from packaging.requirements import Requirement
@@ -33,53 +33,14 @@ class DeviceError(RuntimeError):
     """The NPU can't run the kernel; the message has the remedy, in one line."""
 
 
-class Npu(Protocol):
-    """NPUs of one kind: the real ones, or what a test puts in their place."""
-
-    @property
-    def backend(self) -> str:
-        """Name of the backend that runs on them."""
-        ...
-
-    @property
-    def device(self) -> str:
-        """torch's name of the device."""
-        ...
-
-    @property
-    def operators(self) -> Operators:
-        """Where the vendor's operators come from."""
-        ...
-
-    def missing(self) -> str | None:
-        """None, or what is missing, in one line."""
-        ...
-
-    def start(self) -> None:
-        """Take one of them for this process."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait for all work of this process; errors of it are raised here."""
-        ...
-
-    def describe(self) -> Mapping[str, str]:
-        """Device, driver and libraries."""
-        ...
-
-    def facts(self) -> Mapping[str, str | float]:
-        """Which one this process has taken, and the settings that change numbers."""
-        ...
-
-
 @dataclass(frozen=True)
 class TorchNpu:
-    """The NPUs that torch-npu finds."""
+    """The NPUs that torch-npu finds. A test derives what it puts in their place."""
 
     root: Path = Path("/")  # the file system's root
-    backend: str = "ascend"
-    device: str = "npu"
-    operators: Operators = torch_npu_operators
+    backend: str = "ascend"  # name of the backend that runs on them
+    device: str = "npu"  # torch's name of the device
+    operators: Operators = torch_npu_operators  # where the vendor's operators come from
 
     def missing(self) -> str | None:
         """None, or what is missing: package, fitting torch, driver, CANN, NPU, in this order.
@@ -93,7 +54,7 @@ class TorchNpu:
         _start()
 
     def synchronize(self) -> None:
-        """Wait for all work of this process."""
+        """Wait for all work of this process; errors of it are raised here."""
         _module().npu.synchronize()
 
     def describe(self) -> Mapping[str, str]:
@@ -107,7 +68,7 @@ class TorchNpu:
         }
 
     def facts(self) -> Mapping[str, str | float]:
-        """The NPU's number, and the settings that change numbers."""
+        """The number of the NPU that this process has taken, and the settings that change numbers."""
         npu = _module().npu
         return {
             "npu": float(npu.current_device()),

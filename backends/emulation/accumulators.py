@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -45,14 +44,12 @@ def _tensor_core(target: str, operands: str) -> Accumulation:
     return Accumulation(matmul, _pairwise_total)
 
 
-ACCUMULATIONS: Mapping[Accumulator, Accumulation] = MappingProxyType(
-    {
-        Accumulator.EXACT: Accumulation(_exact_matmul, _exact_total),
-        Accumulator.VOLTA: _tensor_core("sm_70", "fp16"),
-        Accumulator.AMPERE: _tensor_core("sm_80", "bf16"),
-        Accumulator.HOPPER: _tensor_core("sm_90", "bf16"),
-        Accumulator.CDNA3: _tensor_core("gfx942", "bf16"),
-        Accumulator.ADA_FP8: _tensor_core("sm_89", "fp8_e4m3"),
-        Accumulator.HOPPER_FP8: _tensor_core("sm_90", "fp8_e4m3"),
-    }
-)
+ACCUMULATIONS: Mapping[Accumulator, Accumulation] = {
+    Accumulator.EXACT: Accumulation(_exact_matmul, _exact_total),
+    Accumulator.VOLTA: _tensor_core("sm_70", "fp16"),
+    Accumulator.AMPERE: _tensor_core("sm_80", "bf16"),
+    Accumulator.HOPPER: _tensor_core("sm_90", "bf16"),
+    Accumulator.CDNA3: _tensor_core("gfx942", "bf16"),
+    Accumulator.ADA_FP8: _tensor_core("sm_89", "fp8_e4m3"),
+    Accumulator.HOPPER_FP8: _tensor_core("sm_90", "fp8_e4m3"),
+}

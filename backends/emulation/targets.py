@@ -1,7 +1,6 @@
 """Which tensor core each GPU has for which operands, as MMA-Sim has it (arXiv 2511.10909)."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from tiebreak.backends.emulation.tensor_cores import Order, TensorCore
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format
@@ -53,19 +52,17 @@ _AMPERE = _wide(8, 4, 24)
 _HOPPER = _wide(16, 8, 25)
 _BLACKWELL = _HOPPER | _cores(_FP8, 32, 25)
 
-_CORES: Mapping[str, Mapping[tuple[str, str], TensorCore]] = MappingProxyType(
-    {
-        "sm_70": _cores((FP16.name,), 4, 23),  # Volta
-        "sm_75": _cores((FP16.name,), 8, 24),  # Turing
-        "sm_80": _AMPERE,
-        "sm_86": _AMPERE,
-        "sm_89": _AMPERE | _cores(_FP8, 16, 13, result=_E8M13),  # Ada
-        "sm_90": _HOPPER | _cores(_FP8, 32, 13, result=_E8M13),  # wgmma
-        "sm_100": _BLACKWELL,  # tcgen05
-        "sm_120": _BLACKWELL,  # mma of the RTX cards
-        "gfx942": _wide(8, 4, 24, Order.PRODUCTS_FIRST) | _cores(_FNUZ, 16, 24, Order.EVEN_AND_ODD),  # MFMA of CDNA3
-    }
-)
+_CORES: Mapping[str, Mapping[tuple[str, str], TensorCore]] = {
+    "sm_70": _cores((FP16.name,), 4, 23),  # Volta
+    "sm_75": _cores((FP16.name,), 8, 24),  # Turing
+    "sm_80": _AMPERE,
+    "sm_86": _AMPERE,
+    "sm_89": _AMPERE | _cores(_FP8, 16, 13, result=_E8M13),  # Ada
+    "sm_90": _HOPPER | _cores(_FP8, 32, 13, result=_E8M13),  # wgmma
+    "sm_100": _BLACKWELL,  # tcgen05
+    "sm_120": _BLACKWELL,  # mma of the RTX cards
+    "gfx942": _wide(8, 4, 24, Order.PRODUCTS_FIRST) | _cores(_FNUZ, 16, 24, Order.EVEN_AND_ODD),  # MFMA of CDNA3
+}
 TARGETS = tuple(_CORES)  # names of the GPUs whose tensor cores are known
 
 

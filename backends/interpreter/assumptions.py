@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from torch import Tensor
 
@@ -82,6 +81,4 @@ def _card(name: str) -> Assumptions:
 
 
 #: By the names that --as takes. Volta is none: Triton has dropped it.
-CARDS: Mapping[str, Assumptions] = MappingProxyType(
-    {EXACT.name: EXACT} | {name: _card(name) for name in KNOWN_CORES if name != "sm_70"}
-)
+CARDS: Mapping[str, Assumptions] = {EXACT.name: EXACT} | {name: _card(name) for name in KNOWN_CORES if name != "sm_70"}

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from tiebreak.cases.capture.interest import Candidate, aside, candidate, finding
 from tiebreak.cases.capture.watch import AttentionModule, Place, Watch, named_modules
 
 _UNLIKE = 0.1  # an O further from softmax(scale q k^T) v than this is that of another function
-_NOTHING: Mapping[str, AttentionModule] = MappingProxyType({})
+_NOTHING: Mapping[str, AttentionModule] = {}
 _SHOWN = 5  # files in the summary
 
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from tiebreak.cases.gpt2.variants import variant_names
@@ -39,12 +38,10 @@ class Scale:
 
 
 AS_IT_IS = Scale(float, float)
-SCALES: Mapping[str, Scale] = MappingProxyType(
-    {
-        "wq_norm_growth": Scale(math.log, math.exp),
-        "loss_rise": Scale(math.cbrt, lambda root: root**3),  # 0 in half of the runs whose loss only falls
-    }
-)
+SCALES: Mapping[str, Scale] = {
+    "wq_norm_growth": Scale(math.log, math.exp),
+    "loss_rise": Scale(math.cbrt, lambda root: root**3),  # 0 in half of the runs whose loss only falls
+}
 
 Side = Literal["above", "below", "within"]  # within: as small as this, whichever its sign
 
@@ -182,14 +179,12 @@ def spread(measure: str, values: Sequence[float]) -> Spread:
 def read_spreads(path: Path = FILE) -> Mapping[Ran, Spread]:
     """What a data file has."""
     with path.open(encoding="utf-8", newline="") as file:
-        return MappingProxyType(
-            {
-                Ran(row["snippet"], int(row["version"]), row["backend"], row["variant"], row["measure"]): Spread(
-                    int(row["n"]), *(float(row[field.name]) for field in fields(Spread)[1:])
-                )
-                for row in csv.DictReader(file)
-            }
-        )
+        return {
+            Ran(row["snippet"], int(row["version"]), row["backend"], row["variant"], row["measure"]): Spread(
+                int(row["n"]), *(float(row[field.name]) for field in fields(Spread)[1:])
+            )
+            for row in csv.DictReader(file)
+        }
 
 
 def write_spreads(spreads: Mapping[Ran, Spread], path: Path = FILE) -> None:

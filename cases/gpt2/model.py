@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -44,13 +43,11 @@ class Configuration:
 
 
 # The paper's two models (section 4, GPT-2 as nanoGPT builds it, its vocabulary padded to 50,304), and a toy.
-PRESETS: Mapping[str, Configuration] = MappingProxyType(
-    {
-        "gpt2_small": Configuration(layers=12, heads=12, width=768, context=1024, vocabulary=50304, tied=True),
-        "gpt2_medium": Configuration(layers=24, heads=16, width=1024, context=1024, vocabulary=50304, tied=True),
-        "tiny": Configuration(layers=2, heads=4, width=64, context=64, vocabulary=128),
-    }
-)
+PRESETS: Mapping[str, Configuration] = {
+    "gpt2_small": Configuration(layers=12, heads=12, width=768, context=1024, vocabulary=50304, tied=True),
+    "gpt2_medium": Configuration(layers=24, heads=16, width=1024, context=1024, vocabulary=50304, tied=True),
+    "tiny": Configuration(layers=2, heads=4, width=64, context=64, vocabulary=128),
+}
 
 
 def everywhere(kernel: HeadKernel, configuration: Configuration) -> Kernels:

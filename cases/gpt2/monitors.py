@@ -7,7 +7,6 @@ without an observer keeps and computes nothing for them.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -228,17 +227,15 @@ def _cosines(a: Tensor, b: Tensor) -> Tensor:
     return torch.nn.functional.cosine_similarity(a.flatten(1), b.flatten(1), dim=1)
 
 
-MEASURES: Mapping[str, Measure] = MappingProxyType(
-    {
-        "delta_error": delta_error,
-        "output_delta_error": output_delta_error,
-        "repeated_rows": repeated_rows,
-        "p_bar_ones": p_bar_ones,
-        "row_max": row_max,
-        "max_logit": max_logit,
-        "token_similarity": token_similarity,
-    }
-)
+MEASURES: Mapping[str, Measure] = {
+    "delta_error": delta_error,
+    "output_delta_error": output_delta_error,
+    "repeated_rows": repeated_rows,
+    "p_bar_ones": p_bar_ones,
+    "row_max": row_max,
+    "max_logit": max_logit,
+    "token_similarity": token_similarity,
+}
 
 
 @dataclass(frozen=True)

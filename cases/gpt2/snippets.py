@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from types import MappingProxyType
 
 from torch import Tensor, nn
 
@@ -316,39 +315,31 @@ LARGE_LOGITS = replace(
 )
 
 GROUP = "short training runs of a small GPT-2"  # what they are, among the groups of cases
-SNIPPETS: Mapping[str, Snippet] = MappingProxyType(
-    {
-        snippet.name: snippet
-        for snippet in (DRIFT, RUNAWAY, LANGUAGE_MODEL, AMPLIFIED, GAP_11, ONE_SINK, NO_TAIL, LARGE_LOGITS)
-    }
-)
+SNIPPETS: Mapping[str, Snippet] = {
+    snippet.name: snippet
+    for snippet in (DRIFT, RUNAWAY, LANGUAGE_MODEL, AMPLIFIED, GAP_11, ONE_SINK, NO_TAIL, LARGE_LOGITS)
+}
 
 
 #: What the numbers of a result are, by name; all but `steps`, that the recipe asks for, are in SnippetResult.measures.
-MEASURED: Mapping[str, Measure] = MappingProxyType(
-    {
-        measure.name: measure
-        for measure in (
-            Measure(
-                "delta_error_mean", "mean over the steps of s, the sum of delta_lp - delta_hp over the rows of one"
-            ),
-            Measure("delta_error_drift", "sum(s) / sum |s| over the steps: 1 or -1 where s keeps one sign"),
-            Measure("output_delta_error_mean", "mean of s, had delta been computed from O: of rowsum(dO * error of O)"),
-            Measure(
-                "direction_cosine", "cosine of the error of dW_Q to R (paper, equation 3)", term="cosine similarity"
-            ),
-            Measure("repeated_rows", "share of rows with a repeated maximum"),
-            Measure("wq_norm_growth", "spectral norm of W_Q, last over first"),
-            Measure("row_max_first", "mean largest logit of a row, at the start", term="max logit"),
-            Measure("row_max_rise", "mean largest logit of a row, last less first", term="logit growth"),
-            Measure("loss_first", "loss of the first step", "nats", term="cross entropy"),
-            Measure("loss_last", "loss of the last step", "nats"),
-            Measure("loss_rise", "largest loss less the first", "nats", term="loss spike"),
-            Measure("finite_steps", "steps with a loss that is a number; the first one without ends the run"),
-            Measure("steps", "steps that the run was to take"),
-        )
-    }
-)
+MEASURED: Mapping[str, Measure] = {
+    measure.name: measure
+    for measure in (
+        Measure("delta_error_mean", "mean over the steps of s, the sum of delta_lp - delta_hp over the rows of one"),
+        Measure("delta_error_drift", "sum(s) / sum |s| over the steps: 1 or -1 where s keeps one sign"),
+        Measure("output_delta_error_mean", "mean of s, had delta been computed from O: of rowsum(dO * error of O)"),
+        Measure("direction_cosine", "cosine of the error of dW_Q to R (paper, equation 3)", term="cosine similarity"),
+        Measure("repeated_rows", "share of rows with a repeated maximum"),
+        Measure("wq_norm_growth", "spectral norm of W_Q, last over first"),
+        Measure("row_max_first", "mean largest logit of a row, at the start", term="max logit"),
+        Measure("row_max_rise", "mean largest logit of a row, last less first", term="logit growth"),
+        Measure("loss_first", "loss of the first step", "nats", term="cross entropy"),
+        Measure("loss_last", "loss of the last step", "nats"),
+        Measure("loss_rise", "largest loss less the first", "nats", term="loss spike"),
+        Measure("finite_steps", "steps with a loss that is a number; the first one without ends the run"),
+        Measure("steps", "steps that the run was to take"),
+    )
+}
 
 
 def run_snippet(

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from tiebreak.cases.gpt2.mitigations import GATED, NO_MITIGATION, QK_CLIP, QK_NORM, Mitigation
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
@@ -106,6 +105,6 @@ def variants(*, rounded: bool) -> Mapping[str, Variant]:
 
 
 #: Every variant by its full name, `short@train` or `short@train_l_rounded`.
-VARIANTS: Mapping[str, Variant] = MappingProxyType(
-    {variant.name: variant for rounded in (False, True) for variant in variants(rounded=rounded).values()}
-)
+VARIANTS: Mapping[str, Variant] = {
+    variant.name: variant for rounded in (False, True) for variant in variants(rounded=rounded).values()
+}

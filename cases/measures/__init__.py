@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import import_module
-from types import MappingProxyType
 from typing import Literal
 
 from torch import Tensor
@@ -97,4 +96,4 @@ def call_measures() -> Mapping[str, CallMeasure]:
     names = sorted((module.name for module in pkgutil.iter_modules(__path__)), key=lambda name: (name != "core", name))
     modules = [import_module(f"{__name__}.{name}") for name in names]
     measures: list[CallMeasure] = [measure for module in modules for measure in module.MEASURES]
-    return MappingProxyType({measure.described.name: measure for measure in measures})
+    return {measure.described.name: measure for measure in measures}

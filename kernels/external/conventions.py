@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ _GROUPED = ("enable_gqa",)
 _UPPER_LEFT = ("is_causal",)  # PyTorch's flag aligns its mask at the upper left: row i sees keys 0 .. i
 
 # Functions of PyTorch that are written in C, whose signature Python can't read.
-_BUILTIN: Mapping[object, tuple[str, ...]] = MappingProxyType(
-    {torch.nn.functional.scaled_dot_product_attention: ("attn_mask", "is_causal", "scale", "enable_gqa")}
-)
+_BUILTIN: Mapping[object, tuple[str, ...]] = {
+    torch.nn.functional.scaled_dot_product_attention: ("attn_mask", "is_causal", "scale", "enable_gqa")
+}
 
 
 @dataclass(frozen=True)

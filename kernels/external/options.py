@@ -5,7 +5,6 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from tiebreak.kernels.external.errors import LoadError
@@ -15,16 +14,14 @@ _ATTRIBUTE = "__tiebreak__"
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 #: What `takes` may list, by the words that people use.
-TAKEN: Mapping[str, Feature] = MappingProxyType(
-    {
-        "causal": CAUSAL,
-        "gqa": GROUPED,
-        "oblong_causal": OBLONG_CAUSAL,
-        "padding": KEY_PADDING,
-        "blind_rows": BLIND_ROWS,
-        "scale": OWN_SCALE,
-    }
-)
+TAKEN: Mapping[str, Feature] = {
+    "causal": CAUSAL,
+    "gqa": GROUPED,
+    "oblong_causal": OBLONG_CAUSAL,
+    "padding": KEY_PADDING,
+    "blind_rows": BLIND_ROWS,
+    "scale": OWN_SCALE,
+}
 #: Who computes dQ, dK and dV, where it is no function.
 AUTOGRAD, NO_BACKWARD = "autograd", "none"
 

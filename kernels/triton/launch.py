@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -255,7 +254,7 @@ def _standard(call: Call) -> tuple[Tensor, Tensor]:
     return o, lse
 
 
-_FORWARD: Mapping[str, Forward] = MappingProxyType({FLASH_ATTENTION.name: _flash, STANDARD_ATTENTION.name: _standard})
+_FORWARD: Mapping[str, Forward] = {FLASH_ATTENTION.name: _flash, STANDARD_ATTENTION.name: _standard}
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
@@ -36,21 +35,19 @@ def _declared(plan: RoundingPlan, rule: str) -> Declaration:
     return Declaration(FLASH_ATTENTION, replace(plan, exponential=_BASE_TWO), SHIFT_RULES[rule], BLOCK)
 
 
-DECLARATIONS: Mapping[str, Declaration] = MappingProxyType(
-    {
-        "triton_flash": _declared(FUSED, "safe"),
-        "triton_stabilized": _declared(FUSED, "stabilized"),
-        "triton_dithered": _declared(FUSED, "dithered"),
-        "triton_lazy": _declared(FUSED, "lazy"),
-        "triton_fair": _declared(FUSED_STOCHASTIC, "dithered"),
-        "triton_paper": _declared(PAPER, "safe"),
-        "triton_fp8": _declared(FUSED_FP8, "safe"),
-        "triton_fp8_offset": _declared(FUSED_FP8_OFFSET, "safe"),
-        "triton_standard": Declaration(
-            STANDARD_ATTENTION, replace(STANDARD, exponential=_BASE_TWO), SHIFT_RULES["safe"], BLOCK
-        ),
-    }
-)
+DECLARATIONS: Mapping[str, Declaration] = {
+    "triton_flash": _declared(FUSED, "safe"),
+    "triton_stabilized": _declared(FUSED, "stabilized"),
+    "triton_dithered": _declared(FUSED, "dithered"),
+    "triton_lazy": _declared(FUSED, "lazy"),
+    "triton_fair": _declared(FUSED_STOCHASTIC, "dithered"),
+    "triton_paper": _declared(PAPER, "safe"),
+    "triton_fp8": _declared(FUSED_FP8, "safe"),
+    "triton_fp8_offset": _declared(FUSED_FP8_OFFSET, "safe"),
+    "triton_standard": Declaration(
+        STANDARD_ATTENTION, replace(STANDARD, exponential=_BASE_TWO), SHIFT_RULES["safe"], BLOCK
+    ),
+}
 
 
 def triton_kernels(*, interpreted: bool) -> tuple[Kernel, ...]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.ascend.backend import Ascend, ascend
+from tiebreak.backends.ascend.device import TorchNpu
 from tiebreak.kernels.npu import Operator, Operators
 
 NAMESPACE = "npu_stand_in"
@@ -180,8 +181,8 @@ def operators(name: str) -> Operator | None:
     return operator
 
 
-@dataclass
-class StandInNpu:
+@dataclass(frozen=True)
+class StandInNpu(TorchNpu):
     """NPUs that are a CPU."""
 
     backend: str = "ascend_stand_in"

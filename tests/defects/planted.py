@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 
 from tiebreak.backends.backend import CPU, Backend
 from tiebreak.defects import backward, forward
@@ -135,10 +134,10 @@ def _unscaled(inputs: AttentionInputs) -> AttentionInputs:
 
 
 #: Every planted defect, by name.
-DEFECTS: Mapping[str, Defect] = MappingProxyType({defect.name: defect for defect in (*_of_users(), *_rounding())})
+DEFECTS: Mapping[str, Defect] = {defect.name: defect for defect in (*_of_users(), *_rounding())}
 
 #: Sound twins that are users' kernels.
-USERS: Mapping[str, Callable[[], Tiled]] = MappingProxyType({"tiled": Tiled, "split": forward.Split})
+USERS: Mapping[str, Callable[[], Tiled]] = {"tiled": Tiled, "split": forward.Split}
 
 
 def twin(name: str) -> Kernel:

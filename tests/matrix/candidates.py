@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from types import MappingProxyType
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION_1
 from tiebreak.kernels.declarations import parse_declaration
@@ -69,7 +68,7 @@ def candidates() -> Mapping[str, Declaration]:
             # In one tile flash attention 1 is standard attention.
             for block in blocks[text.startswith(FLASH_ATTENTION_1.name) :] if tiled else ():
                 declarations[f"{text},tile={block}"] = replace(declaration, block=block, tile_named=True)
-    return MappingProxyType(_without_doubles(declarations))
+    return _without_doubles(declarations)
 
 
 def _without_doubles(declarations: Mapping[str, Declaration]) -> dict[str, Declaration]:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from types import MappingProxyType
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.registry import BACKENDS
@@ -26,18 +25,14 @@ class Selector:
     kernels: Sequence[str] | None = None  # of the suite's own; None: all of a default run
 
 
-PROFILES: Mapping[str, Selector] = MappingProxyType(
-    {
-        "quick": Selector(
-            "the inputs on which rounding is known to fail, the main kernels", frozenset({"failure"}), _MAIN
-        ),
-        "full": Selector("every cell of a default run", frozenset({"call", "training"})),
-        "training": Selector(
-            "the short training runs, and calls whose backward pass is measured", frozenset({"training", "backward"})
-        ),
-        "inference": Selector("every single call", frozenset({"call"})),
-    }
-)
+PROFILES: Mapping[str, Selector] = {
+    "quick": Selector("the inputs on which rounding is known to fail, the main kernels", frozenset({"failure"}), _MAIN),
+    "full": Selector("every cell of a default run", frozenset({"call", "training"})),
+    "training": Selector(
+        "the short training runs, and calls whose backward pass is measured", frozenset({"training", "backward"})
+    ),
+    "inference": Selector("every single call", frozenset({"call"})),
+}
 
 
 @cache

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from types import MappingProxyType
 
 from tiebreak.matrix.result import Result
 from tiebreak.reports.records.record import IN_TIME, RUNS, Answer
@@ -39,7 +38,7 @@ def checks() -> Mapping[str, Check]:
     """Every check by name."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     asked: list[Check] = [import_module(f"{__name__}.{name}").CHECK for name in names]
-    return MappingProxyType({check.name: check for check in (*_ALWAYS, *asked)})
+    return {check.name: check for check in (*_ALWAYS, *asked)}
 
 
 def ask_all(result: Result) -> dict[str, Answer]:

@@ -8,7 +8,6 @@ import pkgutil
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from types import MappingProxyType
 
 from tiebreak.matrix.experiment import Kind
 
@@ -18,4 +17,4 @@ def kinds() -> Mapping[str, Kind]:
     """Every kind of experiment by name."""
     modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
     offered: list[Kind] = [module.KIND for module in modules]
-    return MappingProxyType({kind.name: kind for kind in offered})
+    return {kind.name: kind for kind in offered}

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 
 @dataclass(frozen=True)
@@ -29,17 +28,15 @@ def _hip(name: str, cards: str) -> Target:
     return Target(name, "hip", name, 64, cards)
 
 
-TARGETS: Mapping[str, Target] = MappingProxyType(
-    {
-        target.name: target
-        for target in (
-            _cuda(80, "A100"),
-            _cuda(89, "L4, L40S, RTX 4090"),
-            _cuda(90, "H100, H200"),
-            _cuda(100, "B200"),
-            _cuda(120, "RTX 5090"),
-            _hip("gfx942", "MI300"),
-            _hip("gfx950", "MI350"),
-        )
-    }
-)
+TARGETS: Mapping[str, Target] = {
+    target.name: target
+    for target in (
+        _cuda(80, "A100"),
+        _cuda(89, "L4, L40S, RTX 4090"),
+        _cuda(90, "H100, H200"),
+        _cuda(100, "B200"),
+        _cuda(120, "RTX 5090"),
+        _hip("gfx942", "MI300"),
+        _hip("gfx950", "MI350"),
+    )
+}

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -100,7 +99,7 @@ def sink(heads: int = 64, keys: int = 4096) -> Iterator[str]:
     yield from table(("S", "half is lost from", of_these, "delta_k = 1.03", "apart", "apart"), rows())
 
 
-_SUMS = MappingProxyType({"before": "fused_fp8_offset", "after": "fused_fp8_offset,l_from=rounded"})
+_SUMS = {"before": "fused_fp8_offset", "after": "fused_fp8_offset,l_from=rounded"}
 FIX = {
     **{f"{rule}, l {when} the cast": f"{rule}@{plan}" for rule in ("flash", "stabilized", "dithered")
        for when, plan in _SUMS.items()},
@@ -179,9 +178,7 @@ def scales(heads: int = 8, keys: int = 512, queries: int = 64, d: int = 64) -> I
     yield from table(("plan", *(each.about for each in _INPUTS)), rows())
 
 
-TABLES: Mapping[str, Callable[[], Iterator[str]]] = MappingProxyType(
-    {"stale": stale, "sink": sink, "fix": fix, "scales": scales}
-)
+TABLES: Mapping[str, Callable[[], Iterator[str]]] = {"stale": stale, "sink": sink, "fix": fix, "scales": scales}
 
 
 def main(arguments: Sequence[str]) -> int:
