@@ -6,7 +6,7 @@ XML, the page and the JSON Schema read its description and know no measure by na
 
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import import_module
 from typing import Literal
@@ -83,11 +83,10 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class CallMeasure:
-    """A measure of one call, and how it is computed."""
+class CallMeasure(Measure):
+    """A measure of one call."""
 
-    described: Measure
-    of: Callable[[Observed], Value]
+    of: Callable[[Observed], Value] = field(kw_only=True)  # how it is computed
 
 
 @cache
@@ -96,4 +95,4 @@ def call_measures() -> Mapping[str, CallMeasure]:
     names = sorted((module.name for module in pkgutil.iter_modules(__path__)), key=lambda name: (name != "core", name))
     modules = [import_module(f"{__name__}.{name}") for name in names]
     measures: list[CallMeasure] = [measure for module in modules for measure in module.MEASURES]
-    return {measure.described.name: measure for measure in measures}
+    return {measure.name: measure for measure in measures}

@@ -3,7 +3,7 @@
 from functools import partial
 
 from tiebreak.cases.gradients import delta_error_of, ulps_of_rows
-from tiebreak.cases.measures import CallMeasure, Measure, Observed, Value
+from tiebreak.cases.measures import CallMeasure, Observed, Value
 
 _RELATIVE = {
     "dq_relative_error": "norm of the error of dQ over the norm of dQ",
@@ -37,61 +37,51 @@ def _error_of(name: str, observed: Observed) -> Value:
 
 MEASURES = (
     *(
-        CallMeasure(Measure(name, about, worse="more", term="relative error"), partial(_error_of, name))
+        CallMeasure(name, about, worse="more", term="relative error", of=partial(_error_of, name))
         for name, about in _RELATIVE.items()
     ),
     *(
-        CallMeasure(Measure(name, about, term="cosine similarity"), partial(_error_of, name))
+        CallMeasure(name, about, term="cosine similarity", of=partial(_error_of, name))
         for name, about in _COSINES.items()
     ),
     *(
         CallMeasure(
-            Measure(
-                f"{name}_ulps",
-                f"root mean square error of d{name[1].upper()}, in ulps of the largest element of its row",
-                "ulp",
-                worse="more",
-                term="RMS error",
-            ),
-            partial(_ulps, at),
+            f"{name}_ulps",
+            f"root mean square error of d{name[1].upper()}, in ulps of the largest element of its row",
+            "ulp",
+            worse="more",
+            term="RMS error",
+            of=partial(_ulps, at),
         )
         for at, name in enumerate(_NAMES)
     ),
     CallMeasure(
-        Measure(
-            "delta_bias_in_dq",
-            "mean error of delta as the error of dQ shows it (paper, equation 1), relative to mean |delta|",
-            worse="farther",
-            term="relative mean error",
-        ),
-        _delta,
+        "delta_bias_in_dq",
+        "mean error of delta as the error of dQ shows it (paper, equation 1), relative to mean |delta|",
+        worse="farther",
+        term="relative mean error",
+        of=_delta,
     ),
     CallMeasure(
-        Measure(
-            "gradients_nonfinite",
-            "elements of dQ, dK, dV that are NaN or Inf, the reference's are finite",
-            worse="more",
-            term="NaN count",
-        ),
-        lambda observed: observed.gradient_faults.get("nonfinite"),
+        "gradients_nonfinite",
+        "elements of dQ, dK, dV that are NaN or Inf, the reference's are finite",
+        worse="more",
+        term="NaN count",
+        of=lambda observed: observed.gradient_faults.get("nonfinite"),
+    ),
+    # No check and no limit: most kernels add up dQ by atomics.
+    CallMeasure(
+        "gradients_repeated",
+        "share of elements of dQ, dK, dV that a second run gives to the bit: chance where atomics add them up",
+        worse="less",
+        term="determinism of the backward pass",
+        of=lambda observed: observed.equal_gradients,
     ),
     CallMeasure(
-        # No check and no limit: most kernels add up dQ by atomics.
-        Measure(
-            "gradients_repeated",
-            "share of elements of dQ, dK, dV that a second run gives to the bit: chance where atomics add them up",
-            worse="less",
-            term="determinism of the backward pass",
-        ),
-        lambda observed: observed.equal_gradients,
-    ),
-    CallMeasure(
-        Measure(
-            "gradient_error_over_bound",
-            "largest error of dQ, dK and dV as a share of its rounding-error bound",
-            worse="more",
-            term="a priori error bound",
-        ),
-        lambda observed: observed.gradient_faults.get("over_bound"),
+        "gradient_error_over_bound",
+        "largest error of dQ, dK and dV as a share of its rounding-error bound",
+        worse="more",
+        term="a priori error bound",
+        of=lambda observed: observed.gradient_faults.get("over_bound"),
     ),
 )

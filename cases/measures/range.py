@@ -4,16 +4,14 @@ A bound that follows from errors of the scores is of no use where scores are so 
 weight to any key; this one does not look at them.
 """
 
-from tiebreak.cases.measures import CallMeasure, Measure
+from tiebreak.cases.measures import CallMeasure
 
 MEASURES = (
     CallMeasure(
-        Measure(
-            "outside_values",
-            "largest distance of O from the range of V, as a share of what the plan's rounding allows",
-            worse="more",
-            term="violated convex combination",
-        ),
-        lambda observed: observed.errors.outside_values,
+        "outside_values",
+        "largest distance of O from the range of V, as a share of what the plan's rounding allows",
+        worse="more",
+        term="violated convex combination",
+        of=lambda observed: observed.errors.outside_values,
     ),
 )

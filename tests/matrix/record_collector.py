@@ -8,7 +8,7 @@ import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -306,7 +306,7 @@ def measures() -> dict[str, records.MeasureRecord]:
     """Every measure of every kind of experiment, for the file of records."""
     return {
         name: records.MeasureRecord(
-            **{key: value for key, value in asdict(measure).items() if key not in ("name", "term")}
+            **{each.name: getattr(measure, each.name) for each in fields(records.MeasureRecord)}
         )
         for kind in kinds().values()
         for name, measure in kind.measures().items()

@@ -222,7 +222,7 @@ class _Calls(Kind):
 
     def measures(self) -> Mapping[str, Measure]:
         """As `Kind.measures`."""
-        return {name: measure.described for name, measure in call_measures().items()}
+        return call_measures()
 
     def hint(self) -> str:
         """As `Kind.hint`."""
