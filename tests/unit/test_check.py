@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -136,7 +137,10 @@ def test_a_kernel_that_ends_or_holds_the_one_process_is_run_again_with_workers(
     )
     command = [sys.executable, "-m", "tiebreak.reports.cli", "check", "mine.py:attention"]
     options = ("--cases", "random,random_odd", "--heads", "16")
-    ran = subprocess.run([*command, *options], cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    ran = subprocess.run(
+        [*command, *options], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "2 cells: 2 measured" in ran.stdout
     (line,) = ran.stderr.splitlines()
@@ -300,6 +304,7 @@ def test_a_verdict_is_an_object_of_a_function_in_a_file(folder: Path, monkeypatc
     """In ten lines, as docs/your-kernel.md has it."""
     monkeypatch.syspath_prepend(str(folder))
     attention = importlib.import_module("mine").attention
+    del sys.modules["mine"]  # other tests have a module of that name
     told = tiebreak.check(attention, cases="tied_maxima[k=2]", heads=64, seed=2, workers=0)
     assert str(told).startswith("attention on cpu, bf16: biased on 1 of 1 failure input\n")
     assert (told.ok, told.biased, told.seed, told.fell) == (True, 1, 2, ())

@@ -469,7 +469,7 @@ class TestFiles:
 class TestTerminal:
     def test_help_has_a_group(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
         result = matrix("--help")
-        result.stdout.fnmatch_lines(["tiebreak: the matrix*", "*--backend=NAMES*", "*--seed=N*", "*--kernel=*"])
+        result.stdout.fnmatch_lines(["tiebreak: the matrix*", "*--backend=NAMES*", "*--kernel=*", "*--seed=N*"])
         assert list(pytester.path.iterdir()) == []
 
     def test_header_names_the_platform_and_what_cannot_run(
