@@ -2,10 +2,16 @@
 
 import difflib
 import fnmatch
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 _FEW = 8  # names that a message can list
 _MEANT = 3  # names that it asks about, at most
+
+
+def first_few(names: Sequence[str], most: int) -> str:
+    """The first names of a list, and how many more there are."""
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def split(names: str) -> list[str]:
@@ -32,8 +38,8 @@ def unknown(kind: str, name: str, known: Collection[str], listed: str) -> str:
         One line: the names that may be meant; without such the known ones if they are few, else where they are listed.
     """
     meant = _meant(name, known)
-    told = f"did you mean {' or '.join(meant)}?" if meant else _all_of(known, listed)
-    return f"unknown {kind} {name!r}: {told}"
+    hint = f"did you mean {' or '.join(meant)}?" if meant else _all_of(known, listed)
+    return f"unknown {kind} {name!r}: {hint}"
 
 
 def none_named(kind: str, known: Collection[str], listed: str) -> str:
@@ -46,10 +52,10 @@ def _meant(name: str, known: Collection[str]) -> list[str]:
     bare = name.strip("*?")
     if not bare:
         return []
-    begin = {one: one[: len(bare)] for one in known}
+    begin = {each: each[: len(bare)] for each in known}
     alike = difflib.get_close_matches(bare, known, _MEANT) or difflib.get_close_matches(bare, set(begin.values()))
-    found = [one for one in known if one in alike or begin[one] in alike]
-    return (found or [one for one in known if bare.lower() in one.lower()])[:_MEANT]
+    meant = [each for each in known if each in alike or begin[each] in alike]
+    return (meant or [each for each in known if bare.lower() in each.lower()])[:_MEANT]
 
 
 def _all_of(known: Collection[str], listed: str) -> str:

@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from tiebreak.reports.names import first_few
 from tiebreak.reports.records.decode import decoder
+from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import (
     BIASED,
     CRASHED,
@@ -128,9 +130,7 @@ def verdicts(run: Run, command: str = "", failures: Sequence[str] = ()) -> list[
         command: runs it again.
         failures: what fails it though no cell fell.
     """
-    kernels: dict[tuple[str, str], list[Record]] = {}
-    for record in run.records:
-        kernels.setdefault((record.backend, record.kernel), []).append(record)
+    kernels = grouped(run.records, lambda record: (record.backend, record.kernel))
     return [_Kernel(*names, records, run).verdict(command, failures) for names, records in kernels.items()]
 
 
@@ -149,7 +149,7 @@ class _Kernel:
         fell = tuple(
             FallenCell(record.id, record.outcome, record.reasons, runnable(record.command))
             for record in self.records
-            if not record.passes and record.outcome != SKIPPED
+            if record.fails
         )
         ran = any(record.outcome != SKIPPED for record in self.records)
         beginning = f"{self.backend}-{self.kernel}-"
@@ -272,7 +272,7 @@ class _Kernel:
             for name, answer in record.answers.items():
                 if answer.met is False:
                     unmet.setdefault(name, []).append(record.case)
-        return "; ".join(f"{name} in {_some(cases)}" for name, cases in unmet.items())
+        return "; ".join(f"{name} in {first_few(cases, _LISTED)}" for name, cases in unmet.items())
 
     def _checks(self) -> str:
         """Checks that were met wherever they were asked."""
@@ -307,14 +307,9 @@ class _Kernel:
 
 def _of_cells(name: str, records: Sequence[Record]) -> Finding:
     texts = [f"{record.case} {_number(record)}" for record in records]
-    return Finding(name, _some(texts), tuple(record.case for record in records))
+    return Finding(name, first_few(texts, _LISTED), tuple(record.case for record in records))
 
 
 def _number(record: Record) -> str:
     """What tables show without the verdict, which its line says."""
     return plain_text(record) if record.shown is None else shown_text(replace(record.shown, verdict=None))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from tiebreak.reports.audit.record import Audit, Audits, kinds
+from tiebreak.reports.records.order import grouped
 from tiebreak.reports.tables.grids import aside, csv_text, fitted
 
 _COLUMNS = {
@@ -32,14 +33,6 @@ LEGEND = (
 _BETWEEN = " | "  # in CSV: the kinds have commas and semicolons of their own
 
 
-def by_kernel(audits: Audits) -> dict[str, list[Audit]]:
-    """The audits of each kernel, kernels and targets in the order they come in."""
-    grids: dict[str, list[Audit]] = {}
-    for audit in audits.audits:
-        grids.setdefault(audit.kernel, []).append(audit)
-    return grids
-
-
 def cells(audit: Audit) -> Iterator[tuple[str, ...]]:
     """The kinds of instructions, a cell a column after that of the target; none of what was not compiled."""
     for name in _COLUMNS if audit.skipped is None else ():
@@ -65,7 +58,7 @@ def audit_tables(audits: Audits, width: int | None = None, tablefmt: str = "simp
         The text.
     """
     parts = []
-    for kernel, own in by_kernel(audits).items():
+    for kernel, own in grouped(audits.audits, lambda audit: audit.kernel).items():
         texts = [list(map(", ".join, cells(audit))) or ["skip"] * len(_COLUMNS) for audit in own]
         rows = [[f"{audit.target} ({audits.cards[audit.target]})", *row] for audit, row in zip(own, texts, strict=True)]
         parts += [aside(kernel, tablefmt), *fitted(rows, HEADERS, tablefmt, width)]

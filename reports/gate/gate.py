@@ -52,23 +52,17 @@ _SOFTWARE = (
 )
 _CAPACITY = ("cores", "memory_gib")
 _ULP = "ulp"  # the unit of measures that say nothing where the sum cancels
+_Judgement = tuple[bool, str]  # whether it is worse, and what changed
 _FINGERPRINT = "fingerprint"  # follows from platform and software, so a change of it is told, not refused
 
 
 @dataclass(frozen=True)
 class Change:
-    """What changed in one cell, for the worse or for the better."""
-
-    worse: bool
-    text: str
-
-
-@dataclass(frozen=True)
-class CellChange:
-    """A change with its cell."""
+    """What changed in one cell."""
 
     record: Record  # of the new run; of the baseline if the cell vanished
-    change: Change
+    worse: bool  # or for the better
+    text: str
 
 
 @dataclass(frozen=True)
@@ -76,18 +70,18 @@ class Outcome:
     """What the gate found."""
 
     compared: int  # cells that both runs have
-    changes: tuple[CellChange, ...]
+    changes: tuple[Change, ...]
     notes: tuple[str, ...]  # what a reader should know; no reason to fall
 
     @property
-    def worse(self) -> list[CellChange]:
+    def worse(self) -> list[Change]:
         """What makes the gate fall."""
-        return [change for change in self.changes if change.change.worse]
+        return [change for change in self.changes if change.worse]
 
     @property
-    def better(self) -> list[CellChange]:
+    def better(self) -> list[Change]:
         """Improvements."""
-        return [change for change in self.changes if not change.change.worse]
+        return [change for change in self.changes if not change.worse]
 
     @property
     def held(self) -> bool:
@@ -146,18 +140,17 @@ def gate(baseline: Run, run: Run, limits: Limits, *, across: bool = False) -> Ou
     described = {**baseline.measures, **run.measures}
     held_to = {name: limits.of(name, measure) for name, measure in described.items() if measure.worse is not None}
     old, new = ({record.id: record for record in each.records} for each in (baseline, run))
-    changes: list[CellChange] = []
+    changes: list[Change] = []
     for name in sorted(old.keys() & new.keys()):
-        changes += [CellChange(new[name], change) for change in _compare(old[name], new[name], held_to, across)]
+        changes += [Change(new[name], *each) for each in _compare(old[name], new[name], held_to, across)]
     gone = [old[name] for name in sorted(old.keys() - new.keys())]
     asked = [record for record in gone if _asked_for(record, run.narrowing)]
-    changes += [CellChange(record, Change(True, "vanished: the new run lacks it")) for record in asked]
+    changes += [Change(record, True, "vanished: the new run lacks it") for record in asked]
     fresh = [new[name] for name in sorted(new.keys() - old.keys())]
-    changes += [CellChange(record, Change(True, f"not in the baseline, and {record.outcome}")) for record in fresh
-                if not record.passes and record.outcome != SKIPPED]  # fmt: skip
-    worse = {change.record.id for change in changes if change.change.worse}
-    changes += [CellChange(record, change) for name, record in new.items() if name not in worse
-                for change in _contradiction(record, run)]  # fmt: skip
+    changes += [Change(record, True, f"not in the baseline, and {record.outcome}") for record in fresh if record.fails]
+    worse = {change.record.id for change in changes if change.worse}
+    changes += [Change(record, *each) for name, record in new.items() if name not in worse
+                for each in _contradiction(record, run)]  # fmt: skip
     compared = old.keys() & new.keys()
     first = sum(old[name].outcome == SKIPPED != new[name].outcome for name in compared)
     notes = [*_notes(baseline, run, len(fresh) + first, len(gone) - len(asked))]
@@ -187,11 +180,11 @@ def _notes(baseline: Run, run: Run, fresh: int, outside: int) -> Iterator[str]:
         yield "the new run was interrupted"
 
 
-def _contradiction(record: Record, run: Run) -> Iterator[Change]:
+def _contradiction(record: Record, run: Run) -> Iterator[_Judgement]:
     """A pass whose answers are none: of a file that was edited, or mangled."""
     comes_to = outcome_of(record.answers, [name for name, check in run.checks.items() if check.judges])
     if record.outcome in PASSING and comes_to not in PASSING:
-        yield Change(True, f"says {record.outcome}, and its answers come to {comes_to}: was the file edited?")
+        yield True, f"says {record.outcome}, and its answers come to {comes_to}: was the file edited?"
 
 
 def _asked_for(record: Record, narrowing: Collection[Narrowing]) -> bool:
@@ -203,9 +196,9 @@ def _words(narrowing: Collection[Narrowing]) -> str:
     return " ".join(dict.fromkeys(words for each in narrowing for words in each.given))
 
 
-def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], across: bool) -> Iterator[Change]:
+def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], across: bool) -> Iterator[_Judgement]:
     if old.case_version != new.case_version:
-        yield Change(True, f"not comparable: version {new.case_version} of the case, not {old.case_version}")
+        yield True, f"not comparable: version {new.case_version} of the case, not {old.case_version}"
         return
     outcome = list(_outcome(old, new))
     yield from outcome
@@ -224,7 +217,7 @@ def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], acr
         yield from _verdict(old.verdict, new.verdict)
     lost = [text for name in old.measures for text in _lost(name, old.measures[name], new.measures.get(name))]
     if lost:
-        yield Change(True, f"NaN or missing: {', '.join(lost)}; a number in the baseline")
+        yield True, f"NaN or missing: {', '.join(lost)}; a number in the baseline"
     # A case without a verdict cancels: its errors in ulps are of any size.
     judged = old.verdict is not None or new.verdict is not None
     for name, measure in held_to.items():
@@ -243,19 +236,19 @@ def _lost(name: str, old: Value, new: Value) -> Iterator[str]:
         yield f"interval of {name}"
 
 
-def _outcome(old: Record, new: Record) -> Iterator[Change]:
+def _outcome(old: Record, new: Record) -> Iterator[_Judgement]:
     if new.outcome == SKIPPED and old.outcome != SKIPPED:
-        yield Change(True, f"turned into a skip ({new.skipped}), {old.outcome} in the baseline")
+        yield True, f"turned into a skip ({new.skipped}), {old.outcome} in the baseline"
     elif old.outcome == SKIPPED:
-        if new.outcome != SKIPPED and not new.passes:
-            yield Change(True, f"{new.outcome}, skipped in the baseline")
+        if new.fails:
+            yield True, f"{new.outcome}, skipped in the baseline"
     elif _SEVERITY[old.outcome] != _SEVERITY[new.outcome]:
         worse = _SEVERITY[new.outcome] > _SEVERITY[old.outcome]
         why = f": {'; '.join(new.reasons)}" if new.reasons else ""
-        yield Change(worse, f"{new.outcome}, {old.outcome} in the baseline{why}")
+        yield worse, f"{new.outcome}, {old.outcome} in the baseline{why}"
 
 
-def _answer(name: str, old: Answer, new: Answer | None, *, replanned: bool) -> Iterator[Change]:
+def _answer(name: str, old: Answer, new: Answer | None, *, replanned: bool) -> Iterator[_Judgement]:
     """A check: no longer asked, of other words, or no longer met.
 
     Args:
@@ -267,23 +260,23 @@ def _answer(name: str, old: Answer, new: Answer | None, *, replanned: bool) -> I
     """
     if new is None:
         if name not in IMPLIED:
-            yield Change(True, f"{name} no longer asked: {old.asked}, in the baseline")
+            yield True, f"{name} no longer asked: {old.asked}, in the baseline"
     elif old.asked != new.asked and old.source is not None and not (replanned and new.met is True):
-        yield Change(True, f"{name}: asks {new.asked}, {old.asked} in the baseline")
+        yield True, f"{name}: asks {new.asked}, {old.asked} in the baseline"
     elif old.met is True and new.met is not True:
-        yield Change(True, f"{name} no longer met: {new.why or new.asked}")
+        yield True, f"{name} no longer met: {new.why or new.asked}"
     elif old.met is False and new.met is True:
-        yield Change(False, f"{name} is met now: {new.asked}")
+        yield False, f"{name} is met now: {new.asked}"
 
 
-def _verdict(old: str | None, new: str | None) -> Iterator[Change]:
+def _verdict(old: str | None, new: str | None) -> Iterator[_Judgement]:
     if old == new or old is None:
         return
     worse = new is None or VERDICTS.index(new) > VERDICTS.index(old)
-    yield Change(worse, f"verdict {new or 'none'}, {old} in the baseline")
+    yield worse, f"verdict {new or 'none'}, {old} in the baseline"
 
 
-def _measure(name: str, measure: MeasureRecord, old: Record, new: Record) -> Iterator[Change]:
+def _measure(name: str, measure: MeasureRecord, old: Record, new: Record) -> Iterator[_Judgement]:
     """Whether a measure got worse, or better, by more than its limits; a number that is missing `_compare` has told."""
     before, after = old.number(name), new.number(name)
     if before is None or after is None or measure.limit is None:
@@ -293,7 +286,7 @@ def _measure(name: str, measure: MeasureRecord, old: Record, new: Record) -> Ite
     if abs(now - was) - widths > measure.limit and abs(now - was) > measure.share * min(abs(was), abs(now)):
         texts = [_text(record.measures[name]) + _of_whole(measure, record) for record in (new, old)]
         unit = f" {measure.unit}" if measure.unit else ""
-        yield Change(now > was, f"{name} {texts[0]}{unit}, {texts[1]} in the baseline")
+        yield now > was, f"{name} {texts[0]}{unit}, {texts[1]} in the baseline"
 
 
 def _whole(measure: MeasureRecord, record: Record) -> float:
@@ -332,9 +325,9 @@ def report(outcome: Outcome, baseline: Path) -> str:
     ]
     for name, changes in groupby(outcome.worse, lambda change: change.record.id):
         cell = list(changes)
-        lines += [f"worse   {name}: {'; '.join(change.change.text for change in cell)}"]
+        lines += [f"worse   {name}: {'; '.join(change.text for change in cell)}"]
         lines += [f"        rerun: {runnable(cell[0].record.command)}"]
-    lines += [f"better  {better.record.id}: {better.change.text}" for better in outcome.better]
+    lines += [f"better  {better.record.id}: {better.text}" for better in outcome.better]
     return "\n".join([*lines, *(f"note    {note}" for note in outcome.notes)])
 
 

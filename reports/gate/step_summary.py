@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 
 from tiebreak.reports.gate.gate import Outcome
-from tiebreak.reports.records.record import SKIPPED, Run
+from tiebreak.reports.records.order import grouped
+from tiebreak.reports.records.record import Run
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables import run as tables
 
@@ -24,12 +25,9 @@ def append(text: str) -> None:
 
 def of_run(run: Run) -> str:
     """A run in short: cells by backend and outcome, then what did not hold."""
-    rows = []
-    for backend in dict.fromkeys(record.backend for record in run.records):
-        records = [record for record in run.records if record.backend == backend]
-        rows.append([backend, tables.counts(records)])
-    fallen = [record for record in run.records if not record.passes and record.outcome != SKIPPED]
-    lines = [f"- {record.outcome} {record.id}: {'; '.join(record.reasons)}" for record in fallen]
+    backends = grouped(run.records, lambda record: record.backend)
+    rows = [[backend, tables.counts(records)] for backend, records in backends.items()]
+    lines = [f"- {record.outcome} {record.id}: {'; '.join(record.reasons)}" for record in run.records if record.fails]
     note = [] if run.complete else ["The run was interrupted: these are the cells that were done."]
     title = f"### tiebreak: {tables.counts(run.records)}"
     return "\n\n".join([title, *note, grids.grid_text(rows, ["backend", "cells"], "github"), *_listed(lines)])
@@ -39,8 +37,8 @@ def of_gate(outcome: Outcome, baseline: Path) -> str:
     """What the gate found, in short."""
     word = "held" if outcome.held else "fell"
     title = f"### tiebreak: the gate {word} ({outcome.compared} cells compared with {baseline})"
-    lines = [f"- worse: {change.record.id}: {change.change.text}" for change in outcome.worse]
-    lines += [f"- better: {change.record.id}: {change.change.text}" for change in outcome.better]
+    lines = [f"- worse: {change.record.id}: {change.text}" for change in outcome.worse]
+    lines += [f"- better: {change.record.id}: {change.text}" for change in outcome.better]
     lines += [f"- note: {note}" for note in outcome.notes]
     return "\n\n".join([title, *_listed(lines)])
 

@@ -7,8 +7,6 @@ from types import MappingProxyType
 
 from tiebreak.reports.audit.record import Audits
 from tiebreak.reports.cli import HELD, Parser
-from tiebreak.reports.errors import UsageError
-from tiebreak.reports.page import plots
 from tiebreak.reports.page import tables as page_tables
 from tiebreak.reports.page.data import page_data
 from tiebreak.reports.page.document import document
@@ -51,21 +49,14 @@ def main(arguments: Sequence[str]) -> int:
         "files", type=Path, nargs="+", metavar="FILE", help="records of runs, audits, folders of sweeps"
     )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder for index.html")
-    parser.add_argument("--figures", action="store_true", help="also every figure and map as an SVG file")
     options = parser.parse_args(arguments)
     by_file, audited, swept = files.read_all(options.files)
-    if options.figures and not by_file and not swept:
-        raise UsageError("--figures: an audit has none; name records of a run, too")
     runs = list(by_file.values())
     labels = platform_labels(runs, list(by_file))
-    found = figures(runs, labels)
     path = options.output / "index.html"
     sweeps = dict(zip(distinct([folder.name for folder in swept], list(swept)), swept.values(), strict=True))
-    store.write_text(page(runs, labels, found, _by_compiler(audited), sweeps), path)
+    store.write_text(page(runs, labels, figures(runs, labels), _by_compiler(audited), sweeps), path)
     print(f"page: {path}")
-    if options.figures:
-        drawn = [*found, *(one for label, sweep in sweeps.items() for one in sweep_figures(sweep, label))]
-        print("\n".join(f"figure: {file}" for file in plots.save(drawn, runs, labels, options.output / "figures")))
     return HELD
 
 

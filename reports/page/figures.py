@@ -1,12 +1,12 @@
-"""What the figures of a page show, as plain data: drawn into the page, or to files."""
+"""What the figures of a page show, as plain data."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 
 from tiebreak.reports.page.mechanism import Side
-from tiebreak.reports.records.order import cases_of
+from tiebreak.reports.records.order import cases_of, grouped
 from tiebreak.reports.records.record import (
     CaseRecord,
     HistogramRecord,
@@ -36,7 +36,6 @@ class Series:
 class Figure:
     """One figure."""
 
-    name: str  # of its file
     title: str
     note: str  # what to see in it
     x_label: str
@@ -65,10 +64,9 @@ def figures(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
 
 def _scripted(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
     for run, label in zip(runs, labels, strict=True):
-        chosen = _chosen(run)
-        if chosen:
-            found = [_trace(chosen), _histogram(chosen), _fall(run, chosen)]
-            return [_from(figure, label) for figure in found if figure is not None]
+        if chosen := list(chain(*_traced(run))):
+            drawn = [_trace(chosen), _histogram(chosen), _fall(run, chosen)]
+            return [replace(each, note=f"{each.note} From {label}.") for each in drawn if each is not None]
     return []
 
 
@@ -92,45 +90,43 @@ def _trained(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
     cases = cases_of(runs)
     wanted = dict.fromkeys(about.figure for about in cases.values() if about.figure is not None)
     chosen = [(figure, trained) for figure in wanted if (trained := _runs_of(figure, runs, cases))]
-    return [_readings(number, *each, labels) for number, each in enumerate(chosen, start=1)]
+    return [_readings(*each, labels) for each in chosen]
 
 
 def _runs_of(figure: SeriesFigure, runs: Sequence[Run], cases: Mapping[str, CaseRecord]) -> list[_Trained]:
     """The training runs to draw: of the first case that has this figure, the worst and the best."""
     shown = {name: about for name, about in cases.items() if about.figure == figure}
-    found = [
-        _Trained(one, number, size, steps)
-        for number, run in enumerate(runs, start=1)
-        for one in run.records
-        if one.case in shown
-        and (steps := _series(one, figure.series))
-        and (size := _headline(one, shown[one.case].headline)) is not None
-    ]
-    if not found:
+    by_case = grouped(
+        (
+            _Trained(record, number, abs(size), steps)
+            for number, run in enumerate(runs, start=1)
+            for record in run.records
+            if record.case in shown
+            and (steps := _series(record, figure.series))
+            and (size := record.number(shown[record.case].headline or "")) is not None
+        ),
+        lambda run: run.record.case,
+    )
+    if not by_case:
         return []
-    case = min((one.record.case for one in found), key=lambda case: shown[case].label or case)
+    case = min(by_case, key=lambda case: shown[case].label or case)
     worst: dict[str, _Trained] = {}  # of each kernel, wherever it ran: other kernels tell more than other platforms
-    for one in sorted((one for one in found if one.record.case == case), key=lambda one: -one.size):
-        worst.setdefault(one.record.kernel, one)
-    alike = {one.steps: one for one in reversed(worst.values())}
-    told = [one for one in worst.values() if alike[one.steps] is one]
-    return told if len(told) <= 2 * _EACH else [*told[:_EACH], *told[-_EACH:]]
-
-
-def _headline(record: Record, name: str | None) -> float | None:
-    value = None if name is None else record.number(name)
-    return None if value is None else abs(value)
+    for trained in sorted(by_case[case], key=lambda run: -run.size):
+        worst.setdefault(trained.record.kernel, trained)
+    alike = {trained.steps: trained for trained in reversed(worst.values())}
+    different = [trained for trained in worst.values() if alike[trained.steps] is trained]
+    return different if len(different) <= 2 * _EACH else [*different[:_EACH], *different[-_EACH:]]
 
 
 def _named(chosen: Sequence[_Trained]) -> list[str]:
     """Labels of lines: the kernel, and where it ran if they ran in several places."""
-    several = len({one.place for one in chosen}) > 1
-    return [f"{one.record.kernel} ({one.place})" if several else one.record.kernel for one in chosen]
+    several = len({run.place for run in chosen}) > 1
+    return [f"{run.record.kernel} ({run.place})" if several else run.record.kernel for run in chosen]
 
 
 def _from_where(note: str, chosen: Sequence[_Trained], labels: Sequence[str]) -> str:
     """The note, and which platforms it is from."""
-    numbers = sorted({one.platform for one in chosen})
+    numbers = sorted({run.platform for run in chosen})
     if len(numbers) == 1:
         return f"{note} From {labels[numbers[0] - 1]}."
     return f"{note} {'; '.join(f'Platform {number}: {labels[number - 1]}' for number in numbers)}."
@@ -144,7 +140,7 @@ def _series(record: Record, name: str) -> tuple[tuple[int, float | None], ...]:
     return tuple(zip(series.steps, series.values.get(name, ()), strict=False))
 
 
-def _readings(number: int, figure: SeriesFigure, chosen: Sequence[_Trained], labels: Sequence[str]) -> Figure:
+def _readings(figure: SeriesFigure, chosen: Sequence[_Trained], labels: Sequence[str]) -> Figure:
     series = []
     for name, trained in zip(_named(chosen), chosen, strict=True):
         values = [value for _, value in trained.steps]
@@ -152,17 +148,12 @@ def _readings(number: int, figure: SeriesFigure, chosen: Sequence[_Trained], lab
         points = zip((step for step, _ in trained.steps), heights, strict=True)
         series.append(Series(name, tuple((float(step), height) for step, height in points if height is not None)))
     return Figure(
-        name=f"readings-{number}",
         title=figure.title,
         note=_from_where(figure.note, chosen, labels),
         x_label="step",
         y_label=figure.y_label,
         series=tuple(series),
     )
-
-
-def _from(figure: Figure, label: str) -> Figure:
-    return Figure(**{**vars(figure), "note": f"{figure.note} From {label}."})
 
 
 def mechanism(runs: Sequence[Run]) -> tuple[Side, Side] | None:
@@ -187,11 +178,6 @@ def _sides(run: Run, records: Sequence[Record]) -> list[Side]:
         for one, errors, bias in found
         if isinstance(errors, HistogramRecord) and bias is not None
     ]
-
-
-def _chosen(run: Run) -> list[Record]:
-    stepping, smooth = _traced(run)
-    return [*stepping, *smooth]
 
 
 def _traced(run: Run) -> tuple[list[Record], list[Record]]:
@@ -226,7 +212,6 @@ def _trace(chosen: Sequence[Record]) -> Figure:
         at_one = set(trace.at_one)
         series.append(Series(record.kernel, points, tuple(point for point in points if int(point[0]) in at_one)))
     return Figure(
-        name="trace",
         title="Error of Ō as its sum over the keys proceeds",
         note="Dots: keys whose P̄ is 1. Where two of them meet, their sum is a tie, and the error steps.",
         x_label="key",
@@ -249,7 +234,6 @@ def _histogram(chosen: Sequence[Record]) -> Figure | None:
     if not series:
         return None
     return Figure(
-        name="histogram",
         title="Signed errors of O",
         note="Share of elements in each bin. A fair kernel is even around 0; + is away from zero.",
         x_label="signed error, ulps",
@@ -276,7 +260,6 @@ def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
     series = [Series(kernel, line, marked=line) for kernel, line in lines.items()]
     theory = Series("1/(2k): every tie to one side", tuple((math.log2(k), 0.5 / k) for k in maxima), dashed=True)
     return Figure(
-        name="maxima",
         title=f"Bias against the {family} k",
         note="A tie that always breaks to one side costs half an ulp of one product in k.",
         x_label="k",

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from tiebreak.reports.audit.record import Audit, Audits
-from tiebreak.reports.audit.tables import HEADERS, LEGEND, about, by_kernel, cells
+from tiebreak.reports.audit.tables import HEADERS, LEGEND, about, cells
+from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import Run
 from tiebreak.reports.sweeps.store import Sweep
 from tiebreak.reports.sweeps.tables import grids, legend
@@ -19,7 +20,7 @@ def audited(files: Mapping[str, Audits]) -> str:
     for label, audits in files.items():
         parts += [f"<h3>{escape(label)}</h3>"] if len(files) > 1 else []
         parts.append(f"<p>{escape(about(audits))}</p>")
-        for kernel, own in by_kernel(audits).items():
+        for kernel, own in grouped(audits.audits, lambda audit: audit.kernel).items():
             table = _table("audited", f"audit, {kernel}", HEADERS, [_target(each, audits) for each in own])
             parts.append(f"<details{opened}><summary>{escape(kernel)}</summary>{table}</details>")
             opened = ""

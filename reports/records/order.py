@@ -1,8 +1,20 @@
 """The order of cases in tables: groups stay together, as the files of records describe them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
 
 from tiebreak.reports.records.record import CaseRecord, Run
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Item = TypeVar("_Item")
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """Items by their key, keys in the order of their first items."""
+    groups: dict[_Key, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def cases_of(runs: Iterable[Run]) -> dict[str, CaseRecord]:
@@ -16,15 +28,14 @@ def cases_of(runs: Iterable[Run]) -> dict[str, CaseRecord]:
     Returns:
         What the cases are: group after group, cases of no group last.
     """
-    found: dict[str, CaseRecord] = {}
+    cases: dict[str, CaseRecord] = {}
     for run in sorted(runs, key=lambda run: -sum(bool(about.group) for about in run.cases.values())):
         for name, about in run.cases.items():
-            known = found.setdefault(name, about)
-            if about.group and not known.group:
-                found[name] = about
-    groups = list(dict.fromkeys(about.group for about in found.values() if about.group))
+            if not cases.setdefault(name, about).group:
+                cases[name] = about if about.group else cases[name]
+    groups = list(dict.fromkeys(about.group for about in cases.values() if about.group))
     place_of = {group: place for place, group in enumerate(groups)}
-    return dict(sorted(found.items(), key=lambda pair: place_of.get(pair[1].group, len(groups))))
+    return dict(sorted(cases.items(), key=lambda pair: place_of.get(pair[1].group, len(groups))))
 
 
 def case_places(runs: Iterable[Run]) -> dict[str, int]:

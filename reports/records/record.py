@@ -258,6 +258,11 @@ class Record:
         return self.outcome in PASSING or self.excused is not None
 
     @property
+    def fails(self) -> bool:
+        """Whether it makes a run fall: neither a pass, nor excused, nor skipped."""
+        return not self.passes and self.outcome != SKIPPED
+
+    @property
     def reasons(self) -> tuple[str, ...]:
         """Why it did not hold, or was not run."""
         if self.skipped is not None:

@@ -7,8 +7,9 @@ What takes cases or kernels to tell, such as a verdict that does not follow from
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date
 
+from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import SKIPPED, Record, Run, outcome_of
-from tiebreak.reports.statement.folder import Profile, Waiver, fell, users_kernels, waived
+from tiebreak.reports.statement.folder import Profile, Waiver, users_kernels, waived
 
 _OF_THE_MOMENT = frozenset({"fingerprint", "memory_gib", "cores"})  # what may differ between runs of one platform
 
@@ -100,13 +101,11 @@ def _asked(runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str, st
     for backend in sorted(whole):
         for kernel, cases in profile.suite.get(backend, {}).items():
             yield from ((backend, kernel, case) for case in cases)
-    tried: dict[tuple[str, str], set[str]] = {}
-    for record in (record for run in runs for record in run.records):
-        if record.kernel not in profile.suite.get(record.backend, {}):
-            tried.setdefault((record.backend, record.kernel), set()).add(record.case)
-    for (backend, kernel), cases_of in tried.items():
-        for cases in profile.own.values():
-            if kernel in users or cases_of & set(cases):
+    tried = grouped((record for run in runs for record in run.records), lambda record: (record.backend, record.kernel))
+    for (backend, kernel), records in tried.items():
+        own = kernel not in profile.suite.get(backend, {})
+        for cases in profile.own.values() if own else ():
+            if kernel in users or any(record.case in cases for record in records):
                 yield from ((backend, kernel, case) for case in cases)
 
 
@@ -125,19 +124,18 @@ def of_waivers(runs: Sequence[Run], waivers: Sequence[Waiver], checks: Collectio
         today: the day on which they have to hold.
     """
     records = [record for run in runs for record in run.records]
-    for one in waivers:
-        told = f"waiver {one.cells}, {one.check}"
-        entry = one.entry
-        if entry.expired(today):
-            yield f"{told}: expired on {one.expires}"
-        if one.check not in checks:
-            yield f"{told}: unknown check"
-        elif not any(map(entry.excuses, records)):
-            yield f"{told}: covers nothing: every cell that it names meets the check, or it names none"
+    for waiver in waivers:
+        name = f"waiver {waiver.cells}, {waiver.check}"
+        if waiver.entry.expired(today):
+            yield f"{name}: expired on {waiver.expires}"
+        if waiver.check not in checks:
+            yield f"{name}: unknown check"
+        elif not any(map(waiver.entry.excuses, records)):
+            yield f"{name}: covers nothing: every cell that it names meets the check, or it names none"
 
 
 def of_outcomes(runs: Sequence[Run], waivers: Sequence[Waiver]) -> Iterator[str]:
     """The cells that fell, or are not settled, without a waiver, a line each."""
     for record in waived(runs, waivers):
-        if fell(record):
+        if record.fails:
             yield f"{record.outcome}, and no waiver: {record.id}: {'; '.join(record.reasons)}"

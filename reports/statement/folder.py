@@ -17,7 +17,8 @@ from typing import Annotated, Any
 from tiebreak.reports.gate.expected import Excuses, Expected
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import FieldError, decoder
-from tiebreak.reports.records.record import OUTCOMES, SKIPPED, Count, Record, Run
+from tiebreak.reports.records.order import grouped
+from tiebreak.reports.records.record import OUTCOMES, Count, Record, Run
 
 SCHEMA = 1
 FILE = "statement.json"
@@ -115,21 +116,10 @@ def waived(runs: Iterable[Run], waivers: Sequence[Waiver]) -> list[Record]:
     return [excuses.excuse(replace(record, excused=None)) for run in runs for record in run.records]
 
 
-def fell(record: Record) -> bool:
-    """Whether a record, as `waived` has it, makes its statement fall. A skip is no pass, and makes none fall."""
-    return not record.passes and record.outcome != SKIPPED
-
-
 def users_kernels(runs: Iterable[Run], profile: Profile) -> list[str]:
     """Names of the kernels that --kernel has brought in: in its runs, those that the suite does not have."""
-    found = [
-        record.kernel
-        for run in runs
-        if run.options.get("kernel")
-        for record in run.records
-        if record.kernel not in profile.suite.get(record.backend, {})
-    ]
-    return sorted(set(found))
+    given = (record for run in runs if run.options.get("kernel") for record in run.records)
+    return sorted({record.kernel for record in given if record.kernel not in profile.suite.get(record.backend, {})})
 
 
 def derive(
@@ -149,16 +139,14 @@ def derive(
     """
     records = waived(runs, waivers)
     counted = Counter(WAIVED if record.excused is not None else record.outcome for record in records)
-    kernels: dict[str, dict[str, None]] = {}
-    for record in records:
-        kernels.setdefault(record.backend, {})[record.kernel] = None
+    backends = grouped(records, lambda record: record.backend)
     return Statement(
         SCHEMA,
         profile.name,
         profile.hash,
         str(runs[0].platform.get("commit")),
         platform_of(runs),
-        {backend: tuple(sorted(found)) for backend, found in sorted(kernels.items())},
+        {name: tuple(sorted({record.kernel for record in own})) for name, own in sorted(backends.items())},
         tuple(users_kernels(runs, profile)),
         tuple(
             StatedFile(name, digest(content), len(run.records))
@@ -166,15 +154,15 @@ def derive(
         ),
         tuple(waivers),
         {name: counted[name] for name in (*OUTCOMES, WAIVED) if counted[name]},
-        "fell" if any(map(fell, records)) else "held",
+        "fell" if any(record.fails for record in records) else "held",
     )
 
 
 def platform_of(runs: Sequence[Run]) -> dict[str, Any]:
     """The platform of the first run, with the fingerprints of all; the commit stands elsewhere."""
-    probed = {name: found for run in runs for name, found in run.platform.get("fingerprint", {}).items()}
-    devices = {name: value for run in runs for name, value in run.platform.items()}
-    return {name: value for name, value in devices.items() if name != "commit"} | {"fingerprint": probed}
+    probed = {name: values for run in runs for name, values in run.platform.get("fingerprint", {}).items()}
+    devices = {name: value for run in runs for name, value in run.platform.items() if name != "commit"}
+    return devices | {"fingerprint": probed}
 
 
 def as_text(statement: Statement) -> str:

@@ -4,10 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from tiebreak.reports.names import first_few
 from tiebreak.reports.page.document import document
+from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import BIASED, NONFINITE, SKIPPED, Record, Run
 from tiebreak.reports.records.store import one_line
-from tiebreak.reports.statement.folder import Profile, Statement, fell, waived
+from tiebreak.reports.statement.folder import Profile, Statement, waived
 from tiebreak.reports.tables.grids import grid_text
 from tiebreak.reports.tables.marks import plain_text
 from tiebreak.reports.tables.run import counted
@@ -75,8 +77,8 @@ def _parts(statement: Statement, runs: Sequence[Run], profile: Profile) -> Itera
     records = waived(runs, statement.waivers)
     yield _Part("", _counts(statement, records))
     yield _Part("Platform", "", ("what", "is"), tuple(_platform(statement, profile)))
-    yield _listed("Fell, without a waiver", ("cell", "why"), [_cell(one) for one in records if fell(one)])
-    covered = [(*_cell(one)[:1], one.excused or "") for one in records if one.excused is not None]
+    yield _listed("Fell, without a waiver", ("cell", "why"), [_cell(record) for record in records if record.fails])
+    covered = [(record.id, record.excused) for record in records if record.excused is not None]
     yield _listed("Waived", ("cell", "reason"), covered)
     rows = tuple((one.cells, one.check, one.reason, one.expires) for one in statement.waivers)
     yield _Part("Waivers", "" if rows else "None.", ("cells", "check", "reason", "last day"), _clean(rows))
@@ -135,12 +137,8 @@ def _clean(rows: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
 def _biased(records: Sequence[Record], runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
     """A row a backend and kernel that failure inputs were run with: of how many it is biased, or lost, on which."""
     failure = {name for run in runs for name, about in run.cases.items() if about.failure}
-    found: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if record.case in failure and record.outcome != SKIPPED:
-            found.setdefault((record.backend, record.kernel), []).append(record)
-    for (backend, kernel), asked in found.items():
+    ran = (record for record in records if record.case in failure and record.outcome != SKIPPED)
+    for (backend, kernel), asked in grouped(ran, lambda record: (record.backend, record.kernel)).items():
         failing = [record for record in asked if record.verdict in (BIASED, NONFINITE)]
         texts = [f"{record.case} {plain_text(record)}" for record in failing]
-        more = f", and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
-        yield backend, kernel, f"{len(failing)} of {len(asked)}", ", ".join(texts[:_NAMED]) + more
+        yield backend, kernel, f"{len(failing)} of {len(asked)}", first_few(texts, _NAMED)

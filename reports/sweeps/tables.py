@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +9,7 @@ from itertools import combinations
 from statistics import median
 
 from tiebreak.reports.page.figures import Figure, Series
+from tiebreak.reports.records.order import grouped
 from tiebreak.reports.sweeps.intervals import CONFIDENCE, wilson
 from tiebreak.reports.sweeps.store import Settings, Sweep, SweepRun
 from tiebreak.reports.tables.grids import aside, csv_text, fitted
@@ -191,23 +191,16 @@ def sweep_figures(sweep: Sweep, label: str) -> list[Figure]:
         sweep: as far as it is done.
         label: what tells it from others on the page.
     """
-    of_sweep = groups(sweep)
-    drawn: list[Figure] = []
-    name = re.sub(r"\W", "_", label)
-    for fmt in sweep.settings.formats:
-        own = [each for each in of_sweep if each.format == fmt]
+    settings, drawn = sweep.settings, list[Figure]()
+    for fmt, own in grouped(groups(sweep), lambda group: group.format).items():
         shares = [
             _Mark(each, *(100 * share for share in (each.diverged / len(each.runs), *each.interval))) for each in own
         ]
         losses = [_Mark(each, median(each.losses), each.losses[0], each.losses[-1]) for each in own if each.losses]
-        settings = sweep.settings
         note = f"Bars: Wilson's {CONFIDENCE:.0%} intervals. {label}."
-        drawn.append(_figure(f"sweep-{name}-{len(drawn)}", f"{fmt}: runs that diverged", "%", shares, settings, note))
-        note, title = (
-            f"Median over the seeds. Bars: lowest to highest. {label}.",
-            f"{fmt}: loss of the runs that did not",
-        )
-        drawn.append(_figure(f"sweep-{name}-{len(drawn)}", title, "loss, nats", losses, settings, note))
+        drawn.append(_figure(f"{fmt}: runs that diverged", "%", shares, settings, note))
+        note = f"Median over the seeds. Bars: lowest to highest. {label}."
+        drawn.append(_figure(f"{fmt}: loss of the runs that did not", "loss, nats", losses, settings, note))
     return drawn
 
 
@@ -221,21 +214,14 @@ class _Mark:
     high: float
 
 
-def _figure(
-    name: str,
-    title: str,
-    y_label: str,
-    values: Sequence[_Mark],
-    settings: Settings,
-    note: str,
-) -> Figure:
+def _figure(title: str, y_label: str, marks: Sequence[_Mark], settings: Settings, note: str) -> Figure:
     series = []
     for number, label in enumerate(_variants(settings)):
-        own = sorted((mark for mark in values if mark.group.variant == label), key=lambda mark: mark.group.rate)
+        own = sorted((mark for mark in marks if mark.group.variant == label), key=lambda mark: mark.group.rate)
         places = [math.log10(mark.group.rate) + number * _STEP for mark in own]
         points = tuple((x, mark.y) for x, mark in zip(places, own, strict=True))
         bars = tuple((x, mark.low, mark.high) for x, mark in zip(places, own, strict=True))
         if points:
             series.append(Series(label, points, marked=points, bars=bars))
     ticks = tuple((math.log10(rate), f"{rate:g}") for rate in sorted(settings.rates))
-    return Figure(name, title, note, "learning rate", y_label, tuple(series), ticks)
+    return Figure(title, note, "learning rate", y_label, tuple(series), ticks)

@@ -9,6 +9,7 @@ from tiebreak.reports import terminal
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import selection, store
+from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import PASSING, REPLACED, Estimate, Record, Run
 from tiebreak.reports.tables import grids, marks
 from tiebreak.reports.tables import run as tables
@@ -79,10 +80,7 @@ def render(comparison: Comparison, tablefmt: str = "simple", shown: Collection[A
     """
     rows = [row for row in comparison.rows if row.agreement in shown]
     parts = [grids.aside(_summary(comparison), tablefmt)]
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(f"{row.record.backend}, {row.record.format}", []).append(row)
-    for title, group in groups.items():
+    for title, group in grouped(rows, lambda row: f"{row.record.backend}, {row.record.format}").items():
         parts += [grids.aside(title, tablefmt), *_tables(comparison.labels, group, tablefmt)]
     if hidden := len(comparison.rows) - len(rows):
         why = " with the same bits everywhere" if shown is DIFFERING else ""

@@ -3,9 +3,10 @@
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 
-from tiebreak.reports.records.record import OUTCOMES, SKIPPED, Record, Run
+from tiebreak.reports.names import first_few
+from tiebreak.reports.records.order import grouped
+from tiebreak.reports.records.record import OUTCOMES, Record, Run
 from tiebreak.reports.tables.grids import aside, broken, grid_text
 from tiebreak.reports.tables.marks import LEGEND, cell_text
 from tiebreak.reports.tables.plans import explanation_text
@@ -17,30 +18,17 @@ _NAMED = 3  # of cells that ended alike; the table shows them all
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
 
-@dataclass(frozen=True)
-class _Grid:
-    """One backend's and format's records of one kind of experiment as a grid."""
-
-    title: str
-    absent: str  # stands where there is no record
-    cells: dict[tuple[str, str], Record] = field(default_factory=dict)  # by kernel and case
-
-    def render(self, width: int | None, tablefmt: str) -> str:
-        """The grid, split into as many tables as the width asks for."""
-        kernels, cases = (list(dict.fromkeys(names)) for names in zip(*self.cells, strict=True))
-        first = max(map(len, cases)) + 2
-        columns = len(kernels) if width is None else max(1, (width - first) // _CELL_WIDTH)
-        parts = [aside(self.title, tablefmt)]
-        for start in range(0, len(kernels), columns):
-            shown = kernels[start : start + columns]
-            rows = [[case, *(self._text(kernel, case) for kernel in shown)] for case in cases]
-            headers = ["case", *(broken(kernel) if width else kernel for kernel in shown)]
-            parts.append(grid_text(rows, headers, tablefmt))
-        return "\n\n".join(parts)
-
-    def _text(self, kernel: str, case: str) -> str:
-        record = self.cells.get((kernel, case))
-        return self.absent if record is None else cell_text(record)
+def _grids(records: Iterable[Record], width: int | None, tablefmt: str, absent: str) -> list[str]:
+    """Records of one backend, format and kind of experiment, in as many tables as the width asks for."""
+    cells = {(record.kernel, record.case): cell_text(record) for record in records}
+    kernels, cases = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+    columns = len(kernels) if width is None else max(1, (width - max(map(len, cases)) - 2) // _CELL_WIDTH)
+    parts = []
+    for start in range(0, len(kernels), columns):
+        shown = kernels[start : start + columns]
+        rows = [[case, *(cells.get((kernel, case), absent) for kernel in shown)] for case in cases]
+        parts.append(grid_text(rows, ["case", *(map(broken, shown) if width else shown)], tablefmt))
+    return parts
 
 
 def tables(run: Run, width: int | None = 120, tablefmt: str = "simple", absent: str = "missing") -> str:
@@ -55,17 +43,11 @@ def tables(run: Run, width: int | None = 120, tablefmt: str = "simple", absent: 
     Returns:
         The tables with their legends; empty without records.
     """
-    grids: dict[tuple[str, str, str], _Grid] = {}
-    where = run.told_of
-    for record in run.records:
-        if record.experiment in run.pooled:
-            continue
-        key = (record.experiment, record.backend, record.format)
-        grid = grids.setdefault(key, _Grid(f"{where(record.backend)}, {record.format}", absent))
-        grid.cells[record.kernel, record.case] = record
     parts: list[str] = []
-    for kind in dict.fromkeys(kind for kind, _, _ in grids):
-        parts += [grid.render(width, tablefmt) for (each, _, _), grid in grids.items() if each == kind]
+    calls = (record for record in run.records if record.experiment not in run.pooled)
+    for kind, of_kind in grouped(calls, lambda record: record.experiment).items():
+        for (backend, fmt), records in grouped(of_kind, lambda record: (record.backend, record.format)).items():
+            parts += [aside(f"{run.told_of(backend)}, {fmt}", tablefmt), *_grids(records, width, tablefmt, absent)]
         about = run.experiments.get(kind)
         if about is not None and about.legend:
             parts.append(aside(about.legend, tablefmt))
@@ -77,11 +59,9 @@ def tables(run: Run, width: int | None = 120, tablefmt: str = "simple", absent: 
 def fallen(records: Sequence[Record]) -> str:
     """Every cell that does not pass: what fell, why, and the command that reruns it; then what is excused."""
     lines = []
-    for alike in _alike([record for record in records if not record.passes and record.outcome != SKIPPED]):
+    for alike in grouped((record for record in records if record.fails), _likeness).values():
         first = alike[0]
-        names = ", ".join(record.id for record in alike[:_NAMED])
-        more = f", and {len(alike) - _NAMED} more" if len(alike) > _NAMED else ""
-        lines.append(f"{first.outcome} {names}{more}")
+        lines.append(f"{first.outcome} {first_few([record.id for record in alike], _NAMED)}")
         lines += [f"    {reason}" for reason in first.reasons]
         if any(record.reasons != first.reasons for record in alike):
             lines.append(f"    so all {len(alike)}, with other numbers")
@@ -91,15 +71,11 @@ def fallen(records: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
-def _alike(records: Iterable[Record]) -> list[list[Record]]:
-    """Records that one line will do for: of one kernel, without a result, for one reason but for its numbers."""
-    groups: dict[Hashable, list[Record]] = {}
-    for record in records:
-        reasons = tuple(_NUMBER.sub("#", reason) for reason in record.reasons)
-        alone = record.id if record.shown is not None else None
-        key = (record.backend, record.kernel, record.format, record.outcome, reasons, alone)
-        groups.setdefault(key, []).append(record)
-    return list(groups.values())
+def _likeness(record: Record) -> Hashable:
+    """Equal for records that one line will do for: of one kernel, without a result, for one reason but its numbers."""
+    reasons = tuple(_NUMBER.sub("#", reason) for reason in record.reasons)
+    alone = record.id if record.shown is not None else None
+    return record.backend, record.kernel, record.format, record.outcome, reasons, alone
 
 
 def counted(number: int, word: str) -> str:
@@ -119,11 +95,8 @@ def counts(records: Sequence[Record]) -> str:
 def summary(run: Run) -> str:
     """Counts by outcome, reasons of skips, and the plans that undeclared kernels follow."""
     lines = [counts(run.records)]
-    skips: dict[str, int] = {}
-    for record in run.records:
-        if record.skipped is not None:
-            reason = f"{record.backend}-{record.kernel}: {record.skipped}"
-            skips[reason] = skips.get(reason, 0) + 1
+    skipped = (record for record in run.records if record.skipped is not None)
+    skips = Counter(f"{record.backend}-{record.kernel}: {record.skipped}" for record in skipped)
     lines += [f"skipped ({count}) {reason}" for reason, count in skips.items()]
     lines += [f"backend {name} did not run: {reason}" for name, reason in run.unavailable.items()]
     lines += [f"{kernel}: {explanation_text(plan)}" for kernel, plan in run.explanations.items()]

@@ -1,8 +1,9 @@
 """Tables of short training runs: kernels down, snippets across, over the seeds of one run or several."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import (
     CRASHED,
     FELL,
@@ -29,7 +30,7 @@ class TrainingGrid:
     kind: str  # of experiment
     backend: str
     described: Mapping[str, CaseRecord]  # what the snippets are
-    cells: dict[tuple[str, str], list[Record]] = field(default_factory=dict)  # by kernel and case
+    cells: Mapping[tuple[str, str], Sequence[Record]]  # by kernel and case
 
     @property
     def kernels(self) -> list[str]:
@@ -89,19 +90,18 @@ def training_grids(runs: Sequence[Run]) -> list[TrainingGrid]:
         A grid a backend, in the order of the records; none without training runs.
     """
     described = {name: about for run in reversed(runs) for name, about in run.cases.items()}
-    grids: dict[tuple[str, str], TrainingGrid] = {}
-    for record in (record for run in runs for record in run.records if record.experiment in run.pooled):
-        key = record.experiment, record.backend
-        grid = grids.setdefault(key, TrainingGrid(*key, described))
-        grid.cells.setdefault((record.kernel, record.case), []).append(record)
-    return list(grids.values())
+    trained = (record for run in runs for record in run.records if record.experiment in run.pooled)
+    return [
+        TrainingGrid(*key, described, grouped(records, lambda record: (record.kernel, record.case)))
+        for key, records in grouped(trained, lambda record: (record.experiment, record.backend)).items()
+    ]
 
 
 def training_tables(runs: Sequence[Run], tablefmt: str = "simple") -> str:
     """Tables of the runs' training runs, one a backend, with their legend; empty without any."""
     parts = []
     for grid in training_grids(runs):
-        seeds = sorted({one.seed for found in grid.cells.values() for one in found})
+        seeds = sorted({record.seed for records in grid.cells.values() for record in records})
         named = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
         parts += [aside(f"{grid.kind}, {grid.backend}, {named}", tablefmt), _table(grid, tablefmt)]
     if parts:

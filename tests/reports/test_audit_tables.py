@@ -247,7 +247,6 @@ def test_verbs_of_runs_say_what_an_audit_is_and_which_take_it(
         (["show", "AUDIT", "--backend", "cpu"], "--backend: AUDIT is an audit"),
         (["show", "AUDIT", "--only", "fell"], "--only: AUDIT is an audit"),
         (["show", "AUDIT", "--kernels", "nope"], "--kernels: unknown kernel 'nope': known are flash/forward, fp8/"),
-        (["page", "AUDIT", "-o", "page", "--figures"], "--figures: an audit has none; name records of a run"),
     ],
 )
 def test_what_an_audit_does_not_have_is_refused(

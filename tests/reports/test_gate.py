@@ -33,8 +33,8 @@ def judge(
     """What changed, worse or not, and the text."""
     found = gate(run(old), run(new), fail or Limits(), across=across)
     assert found.compared == 1
-    assert found.held is not any(one.change.worse for one in found.changes)
-    return [(one.change.worse, one.change.text) for one in found.changes]
+    assert found.held is not any(one.worse for one in found.changes)
+    return [(one.worse, one.text) for one in found.changes]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_skip_is_no_pass(run: MakeRun, record: Make, skip: Make) -> None:
 def test_a_cell_that_vanished_is_no_pass(run: MakeRun, record: Make) -> None:
     found = gate(run(record(), record(case="gone")), run(record()), Limits())
     assert not found.held
-    assert [(one.record.case, one.change.text) for one in found.worse] == [("gone", "vanished: the new run lacks it")]
+    assert [(one.record.case, one.text) for one in found.worse] == [("gone", "vanished: the new run lacks it")]
 
 
 def test_a_narrowed_run_is_judged_by_its_own_cells_and_says_so(run: MakeRun, record: Make) -> None:
@@ -191,7 +191,7 @@ def test_a_new_cell_is_told_and_has_to_hold(run: MakeRun, record: Make) -> None:
     assert found.held
     assert "1 cell not in the baseline, or skipped there; --update-baseline adds what is new" in found.notes
     fallen = gate(run(record()), run(record(), record(case="new", outcome="fell")), Limits())
-    assert [one.change.text for one in fallen.worse] == ["not in the baseline, and fell"]
+    assert [one.text for one in fallen.worse] == ["not in the baseline, and fell"]
 
 
 def test_a_baseline_of_another_platform_is_refused_unless_across(run: MakeRun, record: Make) -> None:
@@ -322,16 +322,14 @@ def test_a_measure_says_which_way_it_is_worse(
     described = {"wobble": MeasureRecord("made up", "deg", worse=worse, limit=0.5)}
     old, new = (record(measures={"wobble": value}, verdict=verdict) for value in (1.0, number))
     found = gate(run(old, measures=described), run(new, measures=described), Limits())
-    assert [one.change.text for one in found.worse] == (
-        [f"wobble {number:.4g} deg, 1 in the baseline"] if falls else []
-    )
+    assert [one.text for one in found.worse] == ([f"wobble {number:.4g} deg, 1 in the baseline"] if falls else [])
 
 
 def test_an_interval_of_a_share_is_a_share_too(run: MakeRun, record: Make) -> None:
     described = {"late": MeasureRecord("made up", worse="more", limit=0.01, per="elements")}
     old, new = (record(measures={"late": Estimate(mean, 100.0)}) for mean in (0.0, 6553.6))
     found = gate(run(old, measures=described), run(new, measures=described), Limits())
-    assert [one.change.worse for one in found.changes] == [True], "0.1 worse, by intervals of 0.0015"
+    assert [one.worse for one in found.changes] == [True], "0.1 worse, by intervals of 0.0015"
 
 
 def test_a_cell_that_crashed_and_holds_now_is_better(run: MakeRun, record: Make, skip: Make) -> None:

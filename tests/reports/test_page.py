@@ -7,7 +7,6 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -260,15 +259,3 @@ def test_training_runs_have_a_map_of_their_own_and_their_strings_are_escaped(run
     assert EVIL not in html
     assert '<div id="pooled-map">' in html
     assert 'id="pooled"' not in page([run()], ["a"], [])
-
-
-def test_figures_are_drawn_to_files(run: MakeRun, record: Make, telling: Run, keep: Keep, tmp_path: Path) -> None:
-    costly = keep(run(record("$x^$", "a/../../b"), record(EVIL, "c")), "b")
-    assert main(["page", str(keep(telling, "a")), str(costly), "-o", str(tmp_path / "page"), "--figures"]) == 0
-    drawn = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "page" / "figures").iterdir()}
-    assert set(drawn) == {
-        f"{name}.svg" for name in ("trace", "histogram", "maxima", "readings-1", "heat-1", "heat-2", "heat-3")
-    }
-    for name, text in drawn.items():
-        assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg", name
-        assert EVIL not in text

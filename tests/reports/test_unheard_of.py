@@ -187,13 +187,6 @@ def test_the_page_has_them_in_map_and_table(kept: Kept, tmp_path: Path) -> None:
     assert {"pendulum", "1.0 deg ·", "beads", "abacus"} <= set(data["strings"])
 
 
-def test_figures_have_a_heat_map_of_the_measure_that_the_experiment_names(kept: Kept, tmp_path: Path) -> None:
-    assert main(["page", str(kept("a", swing())), "-o", str(tmp_path), "--figures"]) == 0
-    drawn = (tmp_path / "figures" / "heat-1.svg").read_text(encoding="utf-8")
-    for text in ("abacus, fp9: wobble, deg", "beads", "fast_swing"):
-        assert re.search(f">[^<]*{text}</text>", drawn), text
-
-
 def test_a_baseline_keeps_their_evidence_and_drops_nothing(kept: Kept, tmp_path: Path) -> None:
     baseline = tmp_path / "base" / "line.json"
     assert main(["gate", str(baseline), str(kept("a", swing())), "--update-baseline"]) == 0

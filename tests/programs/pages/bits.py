@@ -141,7 +141,6 @@ def picture(rows: Sequence[Row]) -> str:
         )
         series.append(Series(kernel, points, marked=points))
     figure = Figure(
-        name="bits",
         title="Bias of O against the bits of the mantissa",
         note="",
         x_label="mantissa bits (7: bf16)",
