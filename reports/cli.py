@@ -115,14 +115,7 @@ class _Output:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line.
-
-    Args:
-        argv: its arguments, those of the process by default.
-
-    Returns:
-        The exit code: 0 all held, 1 a claim or the gate fell, 2 bad usage or unreadable input.
-    """
+    """The command line; those of the process by default. Returns the exit code, see `_CODES`."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks is no error
     arguments = list(sys.argv[1:] if argv is None else argv)

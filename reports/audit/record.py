@@ -77,12 +77,7 @@ def read(path: Path) -> Audits:
 
 
 def decode(plain: dict[str, Any], path: Path) -> Audits:
-    """The audits in the object of a file; see `read`.
-
-    Args:
-        plain: the object.
-        path: its name, for messages.
-    """
+    """The audits in the object of a file; see `read`. The path is for messages."""
     if "records" in plain:
         raise UnreadableRecordsError(
             f"{path}: records of a run, not an audit: tiebreak show, page, compare and gate take them"
@@ -135,16 +130,7 @@ def as_json(audits: Audits) -> str:
 
 
 def differences(expected: Sequence[Audit], found: Sequence[Audit]) -> list[str]:
-    """Where audits are not what was expected, a line each.
-
-    Args:
-        expected: what was committed.
-        found: what was compiled.
-
-    Returns:
-        Instructions that changed, kernels that were skipped on one side alone, and those that one side lacks; none if
-        all agree.
-    """
+    """Where audits are not what was expected, a line each: instructions, kernels that one side skipped or lacks."""
     old, new = ({audit.id: audit for audit in side} for side in (expected, found))
     lines = [f"{name}: expected, but not compiled" for name in old if name not in new]
     for name, audit in new.items():
@@ -186,8 +172,7 @@ def check_update(path: Path, coming: Collection[tuple[str, str]]) -> None:
 
     Raises:
         UsageError: the file has audits that are not to come.
-        tiebreak.reports.records.store.UnreadableRecordsError: there is a file at `path` that is no file of audits.
-        tiebreak.reports.records.store.UnwritableFolderError: it can't be written.
+        UnreadableRecordsError, UnwritableFolderError: it is no file of audits, or it can't be written.
     """
     store.check_writable(path.parent)
     if path.exists():

@@ -47,16 +47,7 @@ def about(audits: Audits) -> str:
 
 
 def audit_tables(audits: Audits, width: int | None = None, tablefmt: str = "simple") -> str:
-    """One table a kernel, one row a target, then why what was skipped was, and the legend.
-
-    Args:
-        audits: what to show.
-        width: of the terminal, in columns; wider tables are split. None: no limit.
-        tablefmt: tabulate's name of the table's style.
-
-    Returns:
-        The text.
-    """
+    """One table a kernel, one row a target, then why what was skipped was, and the legend; see `grids.fitted`."""
     parts = []
     for kernel, own in grouped(audits.audits, lambda audit: audit.kernel).items():
         texts = [list(map(", ".join, cells(audit))) or ["skip"] * len(_COLUMNS) for audit in own]

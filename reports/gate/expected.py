@@ -84,10 +84,6 @@ def _read(flag: str | None, folder: Path, checks: Collection[str]) -> tuple[Expe
 def waivers(path: Path, checks: Collection[str]) -> tuple[Expected, ...]:
     """The entries of a file for a statement: each has to expire.
 
-    Args:
-        path: the file.
-        checks: names of all checks that there are.
-
     Raises:
         UsageError: as `read`, but for entries that have expired; or one that never does.
     """
@@ -131,12 +127,9 @@ def _entry(plain: Any, where: str, checks: Collection[str]) -> Expected:
 
 
 def check_used(entries: Iterable[Expected], cells: Collection[str], unavailable: Collection[str]) -> None:
-    """Make sure that every entry is about some cell of a whole run.
+    """Make sure that every entry is about some cell of a whole run, or of a backend that can't run here.
 
-    Args:
-        entries: the entries.
-        cells: ids of the cells of the run.
-        unavailable: backends that can't run here, of whose cells an entry may be: one file may serve several machines.
+    One file may serve several machines.
 
     Raises:
         UsageError: one is about none.
@@ -173,9 +166,6 @@ class Excuses:
             records: of the run.
             whole: whether all cells ran that an entry may be about. In a part of them a pattern may well excuse
                 nothing: only entries that name one cell are judged.
-
-        Returns:
-            What to tell, with where each entry stands.
         """
         ran = [record for record in records if record.outcome != SKIPPED]
         lines = []

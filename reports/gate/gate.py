@@ -90,13 +90,7 @@ class Outcome:
 
 
 def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mapping[str, Any], *, across: bool) -> None:
-    """Refuse, before any work, a baseline that tells nothing about a run.
-
-    Args:
-        baseline: the baseline.
-        platform: of the new run.
-        options: of the new run's command line.
-        across: whether a baseline of another platform will do.
+    """Refuse, before any work, a baseline that tells nothing about a run of a platform with some options.
 
     Raises:
         UsageError: an interrupted baseline, other inputs, or another platform without `across`; names the field.
@@ -129,9 +123,6 @@ def gate(baseline: Run, run: Run, limits: Limits, *, across: bool = False) -> Ou
         run: what is judged.
         limits: how much worse a cell may get.
         across: compare outcomes, verdicts, answers and estimates alone, as between platforms.
-
-    Returns:
-        What changed.
 
     Raises:
         UsageError: the two can't be compared; see `check_comparable`.
@@ -249,12 +240,9 @@ def _outcome(old: Record, new: Record) -> Iterator[_Judgement]:
 
 
 def _answer(name: str, old: Answer, new: Answer | None, *, replanned: bool) -> Iterator[_Judgement]:
-    """A check: no longer asked, of other words, or no longer met.
+    """A check: no longer asked (None), of other words, or no longer met.
 
     Args:
-        name: of the check.
-        old: the baseline's answer.
-        new: the new run's; None if it did not ask.
         replanned: whether the kernels differ: a vendor's may declare another plan on another platform, a case claims
             other things of another plan, and what is met there is no worse.
     """
@@ -348,11 +336,6 @@ def update(run: Run, path: Path) -> None:
 
 def check_update(baseline: Run, path: Path, narrowing: Collection[Narrowing]) -> None:
     """Refuse to replace a baseline by the records of a narrower run.
-
-    Args:
-        baseline: the one that there is.
-        path: its file.
-        narrowing: what the command line leaves out of the run that would replace it.
 
     Raises:
         UsageError: some of its cells were not asked for.

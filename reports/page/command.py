@@ -80,9 +80,6 @@ def page(
         found: the figures.
         audits: of compiled kernels, by what tells them apart.
         sweeps: by what tells them apart.
-
-    Returns:
-        The whole file.
     """
     style, *scripts = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", *_SCRIPTS))
     script = "".join(scripts)

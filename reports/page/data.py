@@ -28,10 +28,6 @@ _DRAWN = frozenset({"trace", "series"})  # evidence that the figures draw
 def page_data(runs: Sequence[Run], labels: Sequence[str]) -> str:
     """The cells of all runs as JSON that can stand inside a script element.
 
-    Args:
-        runs: what to show.
-        labels: of their platforms.
-
     Returns:
         One object: tables of strings, measures, checks' answers and cases; and a row for every cell, with what each
         platform says of it. A platform that says what an earlier one says has that one's number.

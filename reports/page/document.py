@@ -13,9 +13,6 @@ def document(title: str, style: str, body: str, script: str = "") -> str:
         style: the style sheet.
         body: what the page shows, as HTML.
         script: the page's own, which stands in the body; empty: none may run.
-
-    Returns:
-        The text of the file.
     """
     policy = f"default-src 'none'; img-src data:; style-src '{_hash(style)}'"
     policy += f"; script-src '{_hash(script)}'" if script else ""

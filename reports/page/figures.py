@@ -45,19 +45,11 @@ class Figure:
 
 
 def figures(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
-    """The figures that the runs have data for.
+    """The figures that the runs have data for, five at most.
 
     The kernels are the paper's own, then the most biased of those whose P-bar reaches 1, where ties break, and the
     least biased of the others, under emulation, where the trace is known. They come from the first run that traced any.
     Training runs come from all runs, and are those that err most and least.
-
-    Args:
-        runs: the runs.
-        labels: of their platforms.
-
-    Returns:
-        Up to five figures: error trace, histogram of signed errors, bias against the number of maxima; delta's error
-        summed up over a training run, and the growth of W_Q.
     """
     return [*_scripted(runs, labels), *_trained(runs, labels)]
 
@@ -160,9 +152,6 @@ def mechanism(runs: Sequence[Run]) -> tuple[Side, Side] | None:
     """A kernel whose ties are broken to one side and one whose are not, each with its errors; None where none has any.
 
     Both are of the first run that has them, by the order in which `figures` chooses kernels.
-
-    Args:
-        runs: the runs.
     """
     for run in runs:
         stepping, smooth = (_sides(run, records) for records in _traced(run))

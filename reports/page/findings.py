@@ -31,18 +31,11 @@ _ALONE = 3  # biased kernels that have a sentence of their own
 
 
 def findings(runs: Sequence[Run], labels: Sequence[str]) -> tuple[str, ...]:
-    """The findings of runs, the most urgent first.
+    """The findings of runs, the most urgent first, a dozen sentences at most; names stand between backticks.
 
     In order: runs that were interrupted; what fell; what differs between the platforms; biased kernels, those in the
     most failure inputs first; NaN and outputs that shrink; kernels without a bias; what did not run where it was to.
     Where no file says which inputs are known to fail (older schemas), all inputs count.
-
-    Args:
-        runs: one or several.
-        labels: of their platforms.
-
-    Returns:
-        A dozen sentences at most, plain text; names of kernels, cases and platforms stand between backticks.
     """
     standings = _standings(runs)
     noun = "failure input" if _failures(runs) else "input"

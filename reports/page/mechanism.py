@@ -129,15 +129,7 @@ def _means(*sides: Side) -> str:
 
 
 def drawing(before: Side, after: Side) -> str:
-    """The picture as SVG.
-
-    Args:
-        before: a kernel whose ties are broken to one side.
-        after: one whose are not.
-
-    Returns:
-        The file; names are escaped.
-    """
+    """The picture as SVG, of a kernel whose ties are broken to one side and one whose are not; names are escaped."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
         f' font-family="{_FONT}" role="img">',

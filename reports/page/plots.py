@@ -22,12 +22,8 @@ def save_training(grids: Sequence[TrainingGrid], path: Path) -> None:
 
     Kernels that differ in the sum of l alone share a row.
 
-    Args:
-        grids: one a backend.
-        path: of the file, which ends in .svg.
-
     Raises:
-        UsageError: another ending.
+        UsageError: a path that does not end in .svg.
         UnwritableFolderError: the file can't be written.
     """
     if path.suffix != ".svg":

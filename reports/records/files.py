@@ -25,13 +25,10 @@ def read(path: Path) -> Run | Audits | Sweep:
 
 
 def read_all(paths: Sequence[Path]) -> tuple[dict[Path, Run], dict[Path, Audits], dict[Path, Sweep]]:
-    """Read several files.
+    """The runs, the audits and the sweeps in several files, by file, in the order they come in.
 
     Raises:
         UnreadableRecordsError: as `read`; or two of the files hold the same.
-
-    Returns:
-        The runs, the audits and the sweeps by file, in the order they come in.
     """
     sweeps: dict[Path, Sweep] = {}
     runs: dict[Path, Run] = {}

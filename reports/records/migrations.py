@@ -41,12 +41,7 @@ from tiebreak.reports.records.record import (
 
 
 def upgrade(plain: dict[str, Any], schema: int) -> None:
-    """Bring a file of an older schema up to date, in place; what is wrong with it is left for the reader to find.
-
-    Args:
-        plain: the whole file as JSON has it.
-        schema: the version it was written in, 1 to the present one.
-    """
+    """Bring a file of an older schema up to date, in place; what is wrong with it is left for the reader to find."""
     if schema < 4:
         _to_4(plain)
     if schema < SCHEMA:

@@ -18,15 +18,10 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, 
 
 
 def cases_of(runs: Iterable[Run]) -> dict[str, CaseRecord]:
-    """The cases of several runs in display order, each as the first run describes it that says its group.
+    """The cases of several runs in display order: group after group, cases of no group last.
 
-    A narrowed run describes some of the cases and an old file knows no groups, so the run that describes most decides.
-
-    Args:
-        runs: one or more; a run describes its cases in the order in which they are shown.
-
-    Returns:
-        What the cases are: group after group, cases of no group last.
+    A narrowed run describes some of the cases and an old file knows no groups, so the run that describes most decides,
+    and each case is as the first run describes it that says its group.
     """
     cases: dict[str, CaseRecord] = {}
     for run in sorted(runs, key=lambda run: -sum(bool(about.group) for about in run.cases.values())):

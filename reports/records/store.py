@@ -162,12 +162,7 @@ def content_of(path: Path) -> bytes:
 
 
 def parse(content: bytes, path: Path) -> Run:
-    """The run in the content of a file; see `read`.
-
-    Args:
-        content: of the file.
-        path: its name, for messages.
-    """
+    """The run in the content of a file; see `read`. The path is for messages."""
     return decode(_object(content, path), path)
 
 
@@ -177,12 +172,7 @@ def is_audit(plain: dict[str, Any]) -> bool:
 
 
 def decode(plain: dict[str, Any], path: Path) -> Run:
-    """The run in the object of a file; see `read`.
-
-    Args:
-        plain: the object; an older schema's is brought up to date in place.
-        path: its name, for messages.
-    """
+    """The run in the object of a file, which is brought up to date in place; see `read`. The path is for messages."""
     if is_audit(plain):
         raise UnreadableRecordsError(
             f"{path}: an audit of compiled kernels, no records: tiebreak show, page and audit --expect take it"

@@ -15,16 +15,11 @@ _OF_THE_MOMENT = frozenset({"fingerprint", "memory_gib", "cores"})  # what may d
 
 
 def of_runs(runs: Mapping[str, Run], profile: Profile, judging: Collection[str]) -> Iterator[str]:
-    """Why some runs are no statement of a profile.
-
-    Args:
-        runs: by the name of their file.
-        profile: what they are held to.
-        judging: names of the checks that are about a cell's rounding.
+    """Why some runs, by the names of their files, are no statement of a profile.
 
     Returns:
         A line each: an interrupted run, a dirty checkout, another platform, other inputs, a cell that is missing or
-        there twice, an outcome that its answers do not come to.
+        there twice, an outcome that its answers, by the checks that judge rounding, do not come to.
     """
     yield from _of_one_platform(runs)
     for name, run in runs.items():
@@ -115,14 +110,7 @@ def nothing_of(runs: Sequence[Run], profile: Profile) -> bool:
 
 
 def of_waivers(runs: Sequence[Run], waivers: Sequence[Waiver], checks: Collection[str], today: date) -> Iterator[str]:
-    """Why waivers do not hold, a line each: expired, about an unknown check, or covering nothing.
-
-    Args:
-        runs: of the statement.
-        waivers: of the statement.
-        checks: names of all checks that there are.
-        today: the day on which they have to hold.
-    """
+    """Why waivers do not hold on a day, a line each: expired, about an unknown check, or covering nothing."""
     records = [record for run in runs for record in run.records]
     for waiver in waivers:
         name = f"waiver {waiver.cells}, {waiver.check}"

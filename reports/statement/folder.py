@@ -133,9 +133,6 @@ def derive(
         names: of their copies in the folder.
         profile: what it is held to.
         waivers: what excuses cells.
-
-    Returns:
-        The statement.
     """
     records = waived(runs, waivers)
     counted = Counter(WAIVED if record.excused is not None else record.outcome for record in records)

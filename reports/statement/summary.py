@@ -36,13 +36,7 @@ class _Part:
 
 
 def markdown(statement: Statement, runs: Sequence[Run], profile: Profile) -> str:
-    """The page as Markdown.
-
-    Args:
-        statement: what is summed up.
-        runs: those of its files.
-        profile: that it is held to.
-    """
+    """The page as Markdown, of a statement, the runs of its files and the profile that it is held to."""
     lines = [f"# {_escaped(_title(statement))}"]
     for part in _parts(statement, runs, profile):
         lines += [f"## {part.heading}"] if part.heading else []

@@ -77,13 +77,7 @@ def _variants(settings: Settings) -> list[str]:
 
 
 def sweep_tables(sweep: Sweep, width: int | None, tablefmt: str) -> str:
-    """Two tables, of rates and of losses: formats and learning rates down, kernels across; then what they say.
-
-    Args:
-        sweep: as far as it is done.
-        width: of the terminal, in columns. None: no limit.
-        tablefmt: tabulate's name of the table's style.
-    """
+    """Two tables, of rates and of losses: formats and learning rates down, kernels across; then what they say."""
     titles = ("runs that diverged", "loss of the others, in nats: median (lowest to highest)")
     parts = []
     for title, (headers, *rows) in zip(titles, grids(sweep), strict=True):
@@ -185,12 +179,7 @@ def as_json(sweep: Sweep) -> str:
 
 
 def sweep_figures(sweep: Sweep, label: str) -> list[Figure]:
-    """Of each format how often runs diverged against the learning rate, and what the loss of the others came to.
-
-    Args:
-        sweep: as far as it is done.
-        label: what tells it from others on the page.
-    """
+    """Of each format how often runs diverged against the learning rate, and what the loss of the others came to."""
     settings, drawn = sweep.settings, list[Figure]()
     for fmt, own in grouped(groups(sweep), lambda group: group.format).items():
         shares = [

@@ -68,16 +68,7 @@ def _platforms(runs: Sequence[Run], paths: Sequence[Path], labels: Sequence[str]
 
 
 def render(comparison: Comparison, tablefmt: str = "simple", shown: Collection[Agreement] = DIFFERING) -> str:
-    """A comparison as text: counts, then a table for every backend and format.
-
-    Args:
-        comparison: what to show.
-        tablefmt: simple (split to the terminal's width), github or latex.
-        shown: the rows that are shown.
-
-    Returns:
-        The text.
-    """
+    """A comparison as text: counts, then a table for every backend and format of the rows that are shown."""
     rows = [row for row in comparison.rows if row.agreement in shown]
     parts = [grids.aside(_summary(comparison), tablefmt)]
     for title, group in grouped(rows, lambda row: f"{row.record.backend}, {row.record.format}").items():

@@ -81,15 +81,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run], labels: Sequence[str]) -> Comparison:
-    """Put runs side by side.
-
-    Args:
-        runs: two or more.
-        labels: of their platforms.
-
-    Returns:
-        A row for every cell that any run has.
-    """
+    """Put runs side by side: a row for every cell that any run has."""
     by_id = [{record.id: record for record in run.records} for run in runs]
     heads = [str(run.options.get("heads", "")) for run in runs]
     known = {record.id: record for run in runs for record in run.records}
@@ -127,15 +119,7 @@ def _passed(record: Record) -> str:
 
 
 def platform_labels(runs: Sequence[Run], paths: Sequence[Path]) -> list[str]:
-    """A label for every run's platform: level and processor, the file's name where those are alike.
-
-    Args:
-        runs: the runs.
-        paths: their files.
-
-    Returns:
-        Labels that differ from each other.
-    """
+    """A label for every run's platform: level and processor, the file's name where those are alike."""
     return distinct([f"{run.platform['level']} {run.platform['cpu']}" for run in runs], paths)
 
 

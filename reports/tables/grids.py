@@ -28,10 +28,7 @@ def fitted(rows: Sequence[Sequence[str]], headers: Sequence[str], tablefmt: str,
         rows: texts, one a column.
         headers: one a column, of one line.
         tablefmt: tabulate's name of the table's style.
-        width: of the terminal, in columns. None: no limit.
-
-    Returns:
-        The tables; one column beside the first may be too wide by itself.
+        width: of the terminal, in columns; one column beside the first may be too wide by itself. None: no limit.
     """
     columns = zip(headers, *rows, strict=True)
     sizes = [max(len(head) + _PADDING, *map(len, texts)) + _GAP for head, *texts in columns]

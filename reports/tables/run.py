@@ -32,16 +32,13 @@ def _grids(records: Iterable[Record], width: int | None, tablefmt: str, absent: 
 
 
 def tables(run: Run, width: int | None = 120, tablefmt: str = "simple", absent: str = "missing") -> str:
-    """Tables of a run, one a backend, format and kind of experiment; training runs last, in tables of their own.
+    """Tables of a run, one a backend, format and kind of experiment, with legends; training runs last, in their own.
 
     Args:
         run: its records in the order that kernels and cases shall have.
         width: of the terminal, in columns; wider tables are split. None: no limit.
         tablefmt: tabulate's name of the table's style.
         absent: stands where there is no record.
-
-    Returns:
-        The tables with their legends; empty without records.
     """
     parts: list[str] = []
     calls = (record for record in run.records if record.experiment not in run.pooled)

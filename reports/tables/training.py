@@ -81,13 +81,10 @@ class TrainingGrid:
 
 
 def training_grids(runs: Sequence[Run]) -> list[TrainingGrid]:
-    """Training runs, or what other experiments pool their seeds, by kind and backend.
-
-    Args:
-        runs: one, or several of different seeds.
+    """Training runs, or what other experiments pool their seeds, of one run or several of different seeds.
 
     Returns:
-        A grid a backend, in the order of the records; none without training runs.
+        A grid a kind of experiment and backend, in the order of the records.
     """
     described = {name: about for run in reversed(runs) for name, about in run.cases.items()}
     trained = (record for run in runs for record in run.records if record.experiment in run.pooled)
