@@ -4,6 +4,7 @@ What takes cases or kernels to tell, such as a verdict that does not follow from
 `tiebreak.programs.rejudgement`.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date
 
@@ -38,6 +39,8 @@ def _of_one_platform(runs: Mapping[str, Run]) -> Iterator[str]:
         commit = run.platform.get("commit")
         if not isinstance(commit, str):
             yield f"{name}: platform.commit: not told: run the suite from a git checkout"
+        elif not re.fullmatch("[0-9a-f]{40}(-dirty)?", commit):
+            yield f"{name}: platform.commit: {commit!r}: not a commit's 40 hexadecimal digits: was the file edited?"
         elif commit.endswith("-dirty"):
             yield f"{name}: platform.commit: {commit}: files differ from the commit; commit them and run again"
         for field in sorted((run.platform.keys() & first.platform.keys()) - _OF_THE_MOMENT):

@@ -51,11 +51,12 @@ def result_record(
         verdict=result.verdict,
         shown=result.shown,
         heads=result.heads,
-        measures={name: _value(value) for name, value in result.measures.items() if value is not None},
+        measures={name: recorded(value) for name, value in result.measures.items() if value is not None},
         digest=result.digest,
         evidence=dict(result.evidence),
     )
 
 
-def _value(value: Interval | float) -> Value:
+def recorded(value: Interval | float) -> Value:
+    """A measured value as records have it."""
     return Estimate.of(value.mean, value.half_width) if isinstance(value, Interval) else finite(value)

@@ -18,16 +18,19 @@ from tiebreak.cases.claims import ROWS_ERR_APART, ROWS_ERR_TOGETHER, Claim, pred
 from tiebreak.cases.errors import Errors, merge
 from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.gpt2.variants import VARIANTS
+from tiebreak.cases.measures import Observed, call_measures
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import LOOKS, Interval, Verdict, judge
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import parse_format
-from tiebreak.kernels.inputs import TORCH_DTYPES
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionOutput
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.roster import composed_kernel
+from tiebreak.matrix.candidates import tilings
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call, digest, shown
+from tiebreak.matrix.recording import recorded
 from tiebreak.matrix.result import Result
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
@@ -38,6 +41,7 @@ from tiebreak.reports.tables.marks import plain_text
 _CASES = {case.name: case for case in SCRIPTED}
 _FORMATS = frozenset(fmt.name for fmt in TORCH_DTYPES)
 _MEASURED = ("finite", "bound", "range", "gradients", "loss")  # checks that ask a result for its measures alone
+_OF_A_BACKWARD_PASS = "delta_bias"  # the delta that it used; equal bits are those of O alone
 _CLOSE = 1e-6  # as a share, and in ulps: what another order of summation in fp64 may change of a mean
 
 
@@ -75,11 +79,12 @@ def waived_checks(record: Record, case: Case | None) -> frozenset[str]:
     """
     if case is None:
         return _waived_in_training(record)
-    declaration = declaration_of(record)
-    if declaration is None and record.plan is not None:
-        declaration = parse_declaration(record.plan)
-    claim = case.claim_about(declaration, parse_format(record.format))
-    return frozenset() if claim is None else claim.expectation.waives
+    fmt, known = parse_format(record.format), declaration_of(record)
+    if known is None and record.plan is not None:  # a user's: which of the tiles it works in is not recorded
+        claims = [case.claim_about(tiled, fmt) for tiled in tilings(parse_declaration(record.plan))]
+    else:
+        claims = [case.claim_about(known, fmt)]
+    return frozenset().union(*(claim.expectation.waives for claim in claims if claim is not None))
 
 
 def _waived_in_training(record: Record) -> frozenset[str]:
@@ -90,11 +95,15 @@ def _waived_in_training(record: Record) -> frozenset[str]:
 
 
 def declaration_of(record: Record) -> Declaration | None:
-    """What a kernel of the suite declares; None of any other."""
+    """What a kernel of the suite, or of the backend's own, declares; None of any other."""
     try:
         return composed_kernel(record.kernel).declaration
     except ValueError:
-        return None
+        backend = BACKENDS.get(record.backend)
+    own = backend.vendor_kernels() if backend else ()
+    declared = [kernel.declaration for kernel in own if kernel.name == record.kernel]
+    # On another processor it may declare another plan.
+    return next((each for each in declared if each is not None and each.label == record.plan), None)
 
 
 def _of_a_call(record: Record, case: Case) -> Iterator[str]:
@@ -259,8 +268,7 @@ def _differences(record: Record, again: Record) -> Iterator[str]:
     if plain_text(again) != plain_text(record):
         yield f"shown: {plain_text(record)}, recomputed {plain_text(again)}"
     for name, value in again.measures.items():
-        if not _same(value, record.measures.get(name)):
-            yield f"measures.{name}: {_number(record.measures.get(name))}, recomputed {_number(value)}"
+        yield from _of_measure(name, value, record)
     met = {name: answer.met for name, answer in again.answers.items()}
     if met != {name: answer.met for name, answer in record.answers.items()}:
         yield f"answers: recomputed {', '.join(f'{name} {_in_words(told)}' for name, told in met.items())}"
@@ -275,21 +283,32 @@ def _prediction(record: Record, bench: Workbench) -> Iterator[str]:
     if not 0 < record.heads <= most:
         yield f"heads: {record.heads}, and a cell draws at most {most}"
         return
+    outputs: list[AttentionOutput] = []
     batches: list[Errors] = []
-    drawn, first = 0, ""
+    drawn = 0
     while drawn < record.heads:
         output, errors = bench.case(case, fmt).emulated(len(batches), declaration)
-        first = first or digest(output)
+        outputs.append(replace(output, gradients=None))  # the device's are its own
         batches.append(errors)
         drawn += output.o.shape[0] * output.o.shape[1]
     bias = merge(batches).bias
-    value = Estimate.of(bias.mean, bias.half_width)
-    if not _same(value, record.measures.get("predicted_bias")):
-        said = _number(record.measures.get("predicted_bias"))
-        yield f"measures.predicted_bias: {said}, recomputed {_number(value)}"
-    # The sign and the payload of a NaN are the device's own; a NaN equals any other.
-    if record.number("equal_bits") == 1.0 and not record.number("nonfinite") and record.digest != first:
+    yield from _of_measure("predicted_bias", Estimate.of(bias.mean, bias.half_width), record)
+    if record.number("equal_bits") != 1.0:
+        return
+    first = digest(outputs[0])
+    if record.digest != first:
         yield f"digest: {record.digest}, and equal_bits says that it is the emulation's, recomputed {first}"
+    made_from = [bench.case(case, fmt).batch(index) for index in range(len(outputs))]
+    observed = Observed(merge(batches), outputs, made_from, declaration, merge(batches), 1.0)
+    for name, measure in call_measures().items():
+        value = measure.of(observed)
+        if value is not None and name != _OF_A_BACKWARD_PASS:
+            yield from _of_measure(name, recorded(value), record)
+
+
+def _of_measure(name: str, value: Value, record: Record) -> Iterator[str]:
+    if not _same(value, record.measures.get(name)):
+        yield f"measures.{name}: {_number(record.measures.get(name))}, recomputed {_number(value)}"
 
 
 def _same(one: Value, other: Value) -> bool:
