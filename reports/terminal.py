@@ -5,6 +5,8 @@ import re
 import shutil
 import sys
 
+from tiebreak.reports.records.store import one_line
+
 _COLOURS = {"!": "31", "?": "33"}  # marks of cells that fell and that are not known yet: red, yellow
 _MARKED = re.compile(r"([!?])(?! )[^!?\n]*?\1|^(?:fell|crashed|timed_out) .*$", re.MULTILINE)
 
@@ -26,11 +28,7 @@ def coloured() -> bool:
 
 def clean(text: str) -> str:
     """The text with control characters other than line ends spelled out: names in a file of records may carry some."""
-    return "\n".join(line if line.isprintable() else _spelled(line) for line in text.split("\n"))
-
-
-def _spelled(line: str) -> str:
-    return "".join(mark if mark.isprintable() else repr(mark)[1:-1] for mark in line)
+    return "\n".join(map(one_line, text.split("\n")))
 
 
 def paint(text: str) -> str:

@@ -36,20 +36,12 @@ def page_data(runs: Sequence[Run], labels: Sequence[str]) -> str:
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
 
 
-class _Table:
-    """Values by number, each there once."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[Any, int] = {}
+class _Table(dict[Any, int]):
+    """Values with their numbers, each there once."""
 
     def number(self, value: Any) -> int:
         """The value's number; a new one for a new value."""
-        return self.numbers.setdefault(value, len(self.numbers))
-
-    @property
-    def values(self) -> list[Any]:
-        """By number."""
-        return list(self.numbers)
+        return self.setdefault(value, len(self))
 
 
 class _Tables:
@@ -77,10 +69,10 @@ class _Tables:
                 for name, one in cases.items()
             ],
             "measures": [[name, one.unit, one.about, int(self._column(name))] for name, one in self.measures.items()],
-            "strings": self.strings.values,
-            "shapes": self.shapes.values,
-            "answers": self.answers.values,
-            "asked": self.asked.values,
+            "strings": list(self.strings),
+            "shapes": list(self.shapes),
+            "answers": list(self.answers),
+            "asked": list(self.asked),
             "rows": rows,
         }
 
@@ -101,7 +93,7 @@ class _Tables:
             else:
                 told = self._record(record)
                 said.append(said.index(told) if told in said else told)
-        return [*map(self.strings.number, names), order[first.case], row.agreement.value, ",".join(row.letters), said]
+        return [*map(self.strings.number, names), order[first.case], row.agreement.mark, ",".join(row.letters), said]
 
     def _record(self, one: Record) -> list[Any]:
         string = self.strings.number

@@ -3,8 +3,9 @@
 import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 _Decoder = Callable[[Any], Any]
@@ -33,14 +34,21 @@ def _wrong(expected: str, found: object) -> FieldError:
     return FieldError(f"expected {expected}, found {shown}")
 
 
+@dataclass(frozen=True, eq=False)
+class ByName:
+    """Annotates a Mapping[str, Any]: what the values of some names are."""
+
+    kinds: Mapping[str, Any]
+
+
 @cache
 def decoder(kind: Any) -> _Decoder:
     """The function that takes a JSON value to `kind`.
 
     Args:
         kind: str, bool, int, float (finite), Any (JSON without NaN), an Annotated[str, frozenset of allowed values],
-            Annotated[int or float, least value], X | None, a data class | float | None, tuple[X, ...],
-            Mapping[str, X], or a data class with such fields; those that have a default may be missing.
+            Annotated[int or float, least value], Annotated[Mapping, ByName], X | None, a data class | float | None,
+            tuple[X, ...], Mapping[str, X], or a data class with such fields; those that have a default may be missing.
 
     Returns:
         A function of the value that raises `FieldError`, with the path of the field, if it is not of that kind.
@@ -51,8 +59,7 @@ def decoder(kind: Any) -> _Decoder:
     if is_dataclass(kind):
         return _of_dataclass(kind)
     if origin is Annotated:
-        kind, limit = arguments
-        return _one_of(limit) if kind is str else _at_least(decoder(kind), limit)
+        return _limited(*arguments)
     if origin in (Union, types.UnionType):
         inner = [argument for argument in arguments if argument is not types.NoneType]
         return _or_null(decoder(inner[0])) if len(inner) == 1 else _object_or_number(decoder(inner[0]))
@@ -61,6 +68,12 @@ def decoder(kind: Any) -> _Decoder:
     if origin is Mapping:
         return _of_object(decoder(arguments[1]))
     raise TypeError(f"no JSON value stands for {kind}")
+
+
+def _limited(kind: Any, limit: Any) -> _Decoder:
+    if isinstance(limit, ByName):
+        return _of_object(_anything, {name: decoder(of_name) for name, of_name in limit.kinds.items()})
+    return _one_of(limit) if kind is str else _at_least(decoder(kind), limit)
 
 
 def _string(value: Any) -> str:
@@ -151,28 +164,28 @@ def _of_list(inner: _Decoder) -> _Decoder:
     def decode(value: Any) -> tuple[Any, ...]:
         if type(value) is not list:
             raise _wrong("a list", value)
-        found: list[Any] = []
+        items: list[Any] = []
         try:
             for item in value:
-                found.append(inner(item))
+                items.append(inner(item))
         except FieldError as error:
-            raise error.within(f"[{len(found)}]") from None
-        return tuple(found)
+            raise error.within(f"[{len(items)}]") from None
+        return tuple(items)
 
     return decode
 
 
-def _of_object(inner: _Decoder) -> _Decoder:
+def _of_object(inner: _Decoder, known: Mapping[str, _Decoder] = MappingProxyType({})) -> _Decoder:
     def decode(value: Any) -> dict[str, Any]:
         if type(value) is not dict:
             raise _wrong("an object", value)
-        found = {}
+        values = {}
         for name, item in value.items():
             try:
-                found[name] = inner(item)
+                values[name] = known.get(name, inner)(item)
             except FieldError as error:
                 raise error.within(f".{name}") from None
-        return found
+        return values
 
     return decode
 

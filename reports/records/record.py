@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any
 
 from tiebreak.reports.names import matching
-from tiebreak.reports.records.decode import FieldError, decoder
+from tiebreak.reports.records.decode import ByName, decoder
 
 SCHEMA = 7  # see tiebreak.reports.records.migrations for what changed
 
@@ -217,13 +217,15 @@ class SeriesRecord:
 
 
 # Evidence that something here draws or reads; of any other kind a record carries what JSON has.
-EVIDENCE: Mapping[str, Any] = {
-    "trace": TraceRecord,
-    "histogram": HistogramRecord,
-    "series": SeriesRecord,
-    "fits": Mapping[str, FitRecord],  # of a kernel that declares nothing, by known plan
-    "paper": str,  # what the paper says of training with the kernel: stable, fails
-}
+EVIDENCE = ByName(
+    {
+        "trace": TraceRecord,
+        "histogram": HistogramRecord,
+        "series": SeriesRecord,
+        "fits": Mapping[str, FitRecord],  # of a kernel that declares nothing, by known plan
+        "paper": str,  # what the paper says of training with the kernel: stable, fails
+    }
+)
 DRAWN = frozenset({"trace", "histogram", "series"})  # evidence that is there to be drawn alone
 
 
@@ -250,7 +252,7 @@ class Record:
     excused: str | None = None  # the reason why what fell does not fail the run
     skipped: str | None = None  # why it was skipped
     digest: str | None = None  # of the bits of the first batch's O; of a training run, of its losses
-    evidence: Mapping[str, Any] = field(default_factory=dict)  # see EVIDENCE
+    evidence: Annotated[Mapping[str, Any], EVIDENCE] = field(default_factory=dict)
 
     @property
     def passes(self) -> bool:
@@ -291,13 +293,12 @@ class Record:
 
 def _plain(value: Any) -> dict[str, Any]:
     """A data class' fields, those at their defaults left out, here and within."""
-    found = {}
-    for one in fields(value):
-        part = getattr(value, one.name)
-        default = one.default_factory() if one.default_factory is not MISSING else one.default
-        if part != default:
-            found[one.name] = _within(part)
-    return found
+    plain = {}
+    for each in fields(value):
+        part = getattr(value, each.name)
+        if part != (each.default_factory() if each.default_factory is not MISSING else each.default):
+            plain[each.name] = _within(part)
+    return plain
 
 
 def _within(part: Any) -> Any:
@@ -313,26 +314,7 @@ def from_dict(plain: Mapping[str, Any]) -> Record:
         tiebreak.reports.records.decode.FieldError: a field is missing, unknown or of the wrong kind.
     """
     record: Record = decoder(Record)(plain)
-    return with_evidence(record)
-
-
-def with_evidence(record: Record) -> Record:
-    """The record with the evidence that is known here in the classes that stand for it.
-
-    Raises:
-        tiebreak.reports.records.decode.FieldError: some is not of its kind.
-    """
-    if not record.evidence.keys() & EVIDENCE.keys():
-        return record
-    known = {}
-    for name, value in record.evidence.items():
-        try:
-            known[name] = decoder(EVIDENCE[name])(value) if name in EVIDENCE else value
-        except FieldError as error:
-            raise error.within(f".evidence.{name}") from None
-    made = object.__new__(Record)
-    vars(made).update(vars(record) | {"evidence": known})
-    return made
+    return record
 
 
 def outcome_of(answers: Mapping[str, Answer], judging: Collection[str]) -> str:
@@ -350,10 +332,10 @@ def outcome_of(answers: Mapping[str, Answer], judging: Collection[str]) -> str:
         return CRASHED
     if (in_time := answers.get(IN_TIME)) is not None and in_time.met is False:
         return TIMED_OUT
-    told = {answer.met for answer in answers.values()}
-    if False in told:
+    met = {answer.met for answer in answers.values()}
+    if False in met:
         return FELL
-    if None in told:
+    if None in met:
         return INCONCLUSIVE
     return HELD if answers.keys() & set(judging) else MEASURED
 
@@ -399,9 +381,8 @@ class Run:
 
     def told_of(self, backend: str) -> str:
         """A backend's name, with what was assumed of a device that was not there."""
-        return " ".join(
-            [backend, *(told for name, told in self.platform.get("assumed", {}).items() if name == backend)]
-        )
+        assumed = self.platform.get("assumed", {})
+        return f"{backend} {assumed[backend]}" if backend in assumed else backend
 
     def headline(self, record: Record) -> float | None:
         """The number of the measure that a record's kind of experiment is known by; None where there is none."""
@@ -426,7 +407,7 @@ class Run:
             "unavailable": dict(self.unavailable),
             "not_run": list(self.not_run),
             "running": list(self.running),
-            **{name: {one: _plain(found) for one, found in getattr(self, name).items()} for name in described},
+            **{name: {each: _plain(about) for each, about in getattr(self, name).items()} for name in described},
             "records": [record.as_dict() for record in sorted(self.records, key=lambda record: record.id)],
             "seconds": {name: self.seconds[name] for name in sorted(self.seconds)},
         }

@@ -10,13 +10,12 @@ import tempfile
 import uuid
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tiebreak.reports.records.decode import FieldError, decoder
 from tiebreak.reports.records.migrations import upgrade
-from tiebreak.reports.records.record import SCHEMA, Record, Run, with_evidence
+from tiebreak.reports.records.record import SCHEMA, Record, Run
 
 _GZIP = b"\x1f\x8b"  # what a file begins with that gzip has compressed
 MAX_BYTES = 128 * 2**20  # 5,000 cells take about 8 MiB: what is larger is no file of records
@@ -187,23 +186,12 @@ def decode(plain: dict[str, Any], path: Path) -> Run:
     try:
         upgrade(plain, schema)
         run: Run = decoder(Run)(plain)
-        run = _with_evidence(run)
     except FieldError as error:
         raise UnreadableRecordsError(one_line(f"{path}: {error}")) from None
     except RecursionError:
         raise UnreadableRecordsError(f"{path}: nested too deeply") from None
     _check(run, path)
     return run
-
-
-def _with_evidence(run: Run) -> Run:
-    records = []
-    for number, record in enumerate(run.records):
-        try:
-            records.append(with_evidence(record))
-        except FieldError as error:
-            raise error.within(f".records[{number}]") from None
-    return replace(run, records=tuple(records))
 
 
 def _object(content: bytes, path: Path) -> dict[str, Any]:
@@ -276,4 +264,6 @@ def _check_described(run: Run, record: Record, where: str) -> None:
 
 def one_line(text: str) -> str:
     """Control characters, which a file may carry in its names, spelled out."""
+    if text.isprintable():
+        return text
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

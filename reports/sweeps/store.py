@@ -62,14 +62,9 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class SweepRun:
+class SweepRun(Place):
     """What a run came to."""
 
-    format: str  # these five: see `Place`
-    rate: float
-    kernel: str
-    stabiliser: str
-    seed: int
     diverged: str | None  # how; null: it has not
     steps: int  # that it took
     loss: float | None  # mean over the last tenth of its steps, in nats; null where that is no number
@@ -81,7 +76,7 @@ class SweepRun:
     @property
     def place(self) -> Place:
         """Where it stands."""
-        return Place(**{one.name: getattr(self, one.name) for one in fields(Place)})
+        return Place(**{each.name: getattr(self, each.name) for each in fields(Place)})
 
 
 @dataclass(frozen=True)
@@ -152,7 +147,7 @@ def keep(run: SweepRun, folder: Path) -> None:
     Raises:
         tiebreak.reports.records.store.UnwritableFolderError: it can't be written.
     """
-    store.write_text(as_line(run), folder / RUNS / run.place.file)
+    store.write_text(as_line(run), folder / RUNS / run.file)
 
 
 def as_line(run: SweepRun) -> str:
@@ -176,7 +171,7 @@ def read_sweep(folder: Path) -> Sweep:
     runs = {place: _read(path, SweepRun, cure) for place, path in paths.items() if path.exists()}
     for place, run in runs.items():
         if run.place != place:
-            raise UnreadableRecordsError(f"{folder / RUNS / place.file}: holds another run: {run.place.text}")
+            raise UnreadableRecordsError(f"{folder / RUNS / place.file}: holds another run: {run.text}")
     return Sweep(settings, tuple(runs.values()))
 
 

@@ -13,7 +13,7 @@ from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import PASSING, REPLACED, Estimate, Record, Run
 from tiebreak.reports.tables import grids, marks
 from tiebreak.reports.tables import run as tables
-from tiebreak.reports.tables.comparison import NAMES, WORDS, Agreement, Comparison, Row, compare, platform_labels
+from tiebreak.reports.tables.comparison import Agreement, Comparison, Row, compare, platform_labels
 
 DIFFERING = frozenset(Agreement) - {Agreement.BITS}  # the rows that are shown unless others are asked for
 _COLUMN = 26  # characters of a platform's column
@@ -33,8 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--all", action="store_true", help="show rows that agree to the bit everywhere, too")
     parser.add_argument(
         "--only",
-        choices=NAMES,
-        help="show these rows alone; " + ", ".join(f"{name}: {WORDS[agreement]}" for name, agreement in NAMES.items()),
+        choices=[each.option for each in Agreement],
+        help="show these rows alone; " + ", ".join(f"{each.option}: {each.words}" for each in Agreement),
     )
     selection.add_options(parser)
     options = parser.parse_args(arguments)
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _shown(options: argparse.Namespace) -> Collection[Agreement]:
     if options.only:
-        return {NAMES[options.only]}
+        return {each for each in Agreement if each.option == options.only}
     return set(Agreement) if options.all else DIFFERING
 
 
@@ -77,19 +77,19 @@ def render(comparison: Comparison, tablefmt: str = "simple", shown: Collection[A
         why = " with the same bits everywhere" if shown is DIFFERING else ""
         parts.append(grids.aside(f"left out: {tables.counted(hidden, 'row')}{why}; --all shows all", tablefmt))
     if rows:
-        rows_marks = ", ".join(f"{agreement.value} {words}" for agreement, words in WORDS.items())
+        rows_marks = ", ".join(f"{each.mark} {each.words}" for each in Agreement)
         parts.append(grids.aside(_LEGEND + rows_marks, tablefmt))
     return "\n\n".join(parts)
 
 
 def _summary(comparison: Comparison) -> str:
-    counts = [f"{count} {WORDS[agreement]}" for agreement, count in comparison.counts.items() if count]
+    counts = [f"{count} {agreement.words}" for agreement, count in comparison.counts.items() if count]
     head = f"{tables.counted(len(comparison.rows), 'cell')} on {len(comparison.labels)} platforms"
     return f"{head}: {', '.join(counts)}" if counts else head
 
 
 def _tables(labels: Sequence[str], rows: Sequence[Row], tablefmt: str) -> list[str]:
-    names = [f"{row.agreement.value} {row.record.kernel} {row.record.case}" for row in rows]
+    names = [f"{row.agreement.mark} {row.record.kernel} {row.record.case}" for row in rows]
     columns = len(labels)
     if tablefmt == "simple":
         columns = max(1, (terminal.width() - max(map(len, names))) // (_COLUMN + 2))

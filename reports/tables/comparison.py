@@ -11,31 +11,16 @@ from tiebreak.reports.records.record import HELD, PASSING, SKIPPED, Record, Run
 
 
 class Agreement(enum.Enum):
-    """What the runs agree on in one cell; the value marks its row."""
+    """What the runs agree on in one cell: what --only takes for it, the mark of its row, how a summary counts it."""
 
-    BITS = "="  # every run gives the same bits
-    VERDICT = "~"  # bits differ; verdict and outcome are the same
-    DISAGREE = "!"  # verdict or outcome differ
-    LACKING = "-"  # some run lacks the cell or skipped it; those that ran it agree in verdict
-    NOT_COMPARABLE = "/"  # other inputs: another version of the case, another seed or number of heads
+    BITS = "agree", "=", "agree to the bit"
+    VERDICT = "bits", "~", "agree in verdict, not in bits"  # verdict and outcome are the same
+    DISAGREE = "different", "!", "disagree in verdict or outcome"
+    LACKING = "missing", "-", "missing or skipped somewhere"  # those that ran it agree in verdict
+    NOT_COMPARABLE = "incomparable", "/", "not comparable (other inputs)"  # another version, seed or number of heads
 
-
-#: What --only takes for each.
-NAMES = {
-    "agree": Agreement.BITS,
-    "bits": Agreement.VERDICT,
-    "different": Agreement.DISAGREE,
-    "missing": Agreement.LACKING,
-    "incomparable": Agreement.NOT_COMPARABLE,
-}
-#: How a summary counts each, and a legend explains it.
-WORDS = {
-    Agreement.BITS: "agree to the bit",
-    Agreement.VERDICT: "agree in verdict, not in bits",
-    Agreement.DISAGREE: "disagree in verdict or outcome",
-    Agreement.LACKING: "missing or skipped somewhere",
-    Agreement.NOT_COMPARABLE: "not comparable (other inputs)",
-}
+    def __init__(self, option: str, mark: str, words: str) -> None:
+        self.option, self.mark, self.words = option, mark, words
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ LEGEND = (
 )
 EXCUSED = "excused"  # in the place of an outcome
 _LEAST = 0.01  # share of its size from which on what has shrunk is told by a number
+_VERDICT: dict[str | None, str] = {BIASED: " B", UNDECIDED: " ?"}  # what stands behind a bias
 _EMPTY = {SKIPPED: "skip", CRASHED: "crash", TIMED_OUT: "time"}  # where there is no result
 
 
@@ -53,7 +54,7 @@ def shown_text(shown: Shown, spec: str = "", half_width: float | None = None) ->
         return f"x{shown.number:.2g}" if shown.number >= _LEAST else "x0"
     width = "" if half_width is None else f"±{half_width:.3f}"
     unit = f" {shown.unit}" if shown.unit else ""
-    return f"{shown.number:{spec or shown.spec}}{width}{unit}{verdict_mark(shown.verdict)}"
+    return f"{shown.number:{spec or shown.spec}}{width}{unit}{_VERDICT.get(shown.verdict, '')}"
 
 
 def mark_of(record: Record) -> str:
@@ -70,8 +71,3 @@ def marked(text: str, mark: str) -> str:
     if mark == EXCUSED:
         return f"({text})"
     return f"?{text}?" if mark == INCONCLUSIVE else f"!{text}!"
-
-
-def verdict_mark(verdict: str | None) -> str:
-    """What stands behind a bias: B for biased, ? for not known yet."""
-    return {BIASED: " B", UNDECIDED: " ?"}.get(verdict or "", "")
