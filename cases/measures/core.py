@@ -1,64 +1,58 @@
 """The errors of O against the fp64 reference, in ulps, and of delta."""
 
+from typing import Any
+
 from tiebreak.cases.measures import CallMeasure
 
+
+def _of_errors(name: str, about: str, **described: Any) -> CallMeasure:
+    """What `Errors` has by this name."""
+    return CallMeasure(name, about, **described, of=lambda observed: getattr(observed.errors, name))
+
+
 MEASURES = (
-    CallMeasure(
+    _of_errors(
         "bias",
         "mean signed error of O; + is away from zero",
-        "ulp",
+        unit="ulp",
         worse="farther",
         limit=0.02,
         column=True,
         term="systematic rounding error",
-        of=lambda observed: observed.errors.bias,
     ),
-    CallMeasure(
+    _of_errors(
         "rms_ulps",
         "root mean square error of O",
-        "ulp",
+        unit="ulp",
         worse="more",
         column=True,
         term="RMS error",
-        of=lambda observed: observed.errors.rms_ulps,
     ),
-    CallMeasure(
+    _of_errors(
         "max_ulps",
         "largest error of O",
-        "ulp",
+        unit="ulp",
         worse="more",
         limit=1.0,
         share=0.1,
         column=True,
         term="maximum ulp error",
-        of=lambda observed: observed.errors.max_ulps,
     ),
-    CallMeasure(
+    _of_errors(
         "error_over_bound",
         "largest error of O as a share of its plan's rounding-error bound",
         worse="more",
         term="forward error bound",
-        of=lambda observed: observed.errors.error_over_bound,
     ),
-    CallMeasure(
-        "gain",
-        "sum |O| / sum |reference|: below 1 the output shrinks",
-        column=True,
-        of=lambda observed: observed.errors.gain,
-    ),
-    CallMeasure(
+    _of_errors("gain", "sum |O| / sum |reference|: below 1 the output shrinks", column=True),
+    _of_errors(
         "delta_bias",
         "mean of delta_lp - delta_hp, relative to mean |delta_hp|; delta is rowsum(dO * O)",
         worse="farther",
         column=True,
-        of=lambda observed: observed.errors.delta_bias,
     ),
-    CallMeasure(
-        "left_out",
-        "elements of O left out of the errors: the reference is 0, or the sum has cancelled",
-        of=lambda observed: observed.errors.left_out,
-    ),
-    CallMeasure(
+    _of_errors("left_out", "elements of O left out of the errors: the reference is 0, or the sum has cancelled"),
+    _of_errors(
         "nonfinite",
         "elements of O that are NaN or Inf where the reference is finite",
         worse="more",
@@ -66,9 +60,8 @@ MEASURES = (
         per="elements",
         portable=True,
         column=True,
-        of=lambda observed: observed.errors.nonfinite,
     ),
-    CallMeasure(
+    _of_errors(
         "missed",
         "elements of O that are finite where the reference is NaN or Inf",
         worse="more",
@@ -76,7 +69,6 @@ MEASURES = (
         per="elements",
         portable=True,
         term="lost NaN",
-        of=lambda observed: observed.errors.missed,
     ),
-    CallMeasure("elements", "elements of O", of=lambda observed: observed.errors.elements),
+    _of_errors("elements", "elements of O"),
 )

@@ -9,7 +9,7 @@ from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import COMMON, OWN_SCALE
 from tiebreak.kernels.flash import Block
-from tiebreak.kernels.formats import BF16, FP8_E4M3, FP32, Format, Formats
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.plans import (
@@ -96,18 +96,18 @@ _BACKWARD = (("backward", "delta"), ("backward", "key_gradients"), ("backward", 
 _TYPES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32", "fp8_e4m3": "*fp8e4nv"}
 
 
-def compilations(d: int = 64, *, causal: bool = True, fmt: Format = BF16) -> Iterator[Compilation]:
-    """What there is to compile for inputs of one format and head dimension, kernel by kernel of the roster.
+def compilations() -> Iterator[Compilation]:
+    """What there is to compile for causal inputs in bf16 with d = 64, kernel by kernel of the roster.
 
     Raises:
         ValueError: triton is not installed.
     """
+    d, formats = 64, Formats.of(BF16)
     for name, declaration in DECLARATIONS.items():
-        formats = Formats.of(fmt)
         plan = declaration.plan.in_formats(formats)
         for part, function in (*_FUNCTIONS[declaration.algorithm.name], *_BACKWARD):
             block = backward_block(plan, d) if part == "backward" else forward_block(declaration.block, d)
-            config = Config(plan, declaration.shift_rule, causal, d, block, query_heads=16)
+            config = Config(plan, declaration.shift_rule, causal=True, d=d, block=block, query_heads=16)
             constants = {"C": config, "PADDING": None}  # a mask of keys rounds nothing
             jitted, chosen = getattr(source(part), function), options(d)
             types = {

@@ -7,25 +7,18 @@ from typing import Any
 
 from tiebreak.kernels.external.errors import LoadError
 
+_NAMESAKES = {
+    "gpu": "flash_attn flash_attn_cute xformers flashinfer sageattention aiter transformer_engine flag_gems liger fla",
+    "npu": "npu_fusion_attention",
+    "modules": "x_transformers",
+    "arrays": "jax",
+    "graphs": "onnxruntime openvino",
+}  # adapters that are called as their functions, by module
 #: Where each lies: its module in this package, and its function.
 ADAPTERS: Mapping[str, str] = {
-    "flash_attn": "gpu:flash_attn",
-    "flash_attn_cute": "gpu:flash_attn_cute",
-    "xformers": "gpu:xformers",
-    "flashinfer": "gpu:flashinfer",
-    "sageattention": "gpu:sageattention",
-    "aiter": "gpu:aiter",
-    "transformer_engine": "gpu:transformer_engine",
-    "flag_gems": "gpu:flag_gems",
-    "liger": "gpu:liger",
-    "fla": "gpu:fla",
-    "npu_fusion_attention": "npu:npu_fusion_attention",
+    **{name: f"{module}:{name}" for module, names in _NAMESAKES.items() for name in names.split()},
     "hf:eager": "modules:hf_eager",
     "hf:sdpa": "modules:hf_sdpa",
-    "x_transformers": "modules:x_transformers",
-    "jax": "arrays:jax",
-    "onnxruntime": "graphs:onnxruntime",
-    "openvino": "graphs:openvino",
 }
 _OWN = "one of your own is path/to/file.py:function or package.module:function"
 _FAMILIES = frozenset(name.partition(":")[0] for name in ADAPTERS if ":" in name)
