@@ -131,11 +131,6 @@ class RoundingPlan:
             raise ValueError("q is rounded, or put into 8 bits with scales, not both")
 
     @property
-    def unfused(self) -> bool:
-        """Whether O-bar is rounded to a narrow format before the division by l."""
-        return self.o_bar.narrows
-
-    @property
     def quantizes(self) -> bool:
         """Whether an operand is put into 8 bits with scales."""
         return any(quantization is not None for quantization in (self.q8, self.k8, self.v8, self.p8))

@@ -224,7 +224,7 @@ def test_variants_are_what_their_names_say(name: str, rule: str, unfused: bool, 
         plan = declared.plan
         assert declared.algorithm.name == ("standard" if name == "standard" else "flash")
         assert declared.shift_rule.name == rule
-        assert (plan.unfused, plan.stochastic) == (unfused, stochastic)
+        assert (plan.o_bar.narrows, plan.stochastic) == (unfused, stochastic)
         assert (plan.row_sum_of is SumOf.ROUNDED) == (rounded and name != "standard")
         assert plan.s.narrows
         assert plan.p_bar.narrows

@@ -147,12 +147,12 @@ def test_a_switch_of_section_3_2_changes_the_paper_plan_in_one_thing(name: str, 
 
 @pytest.mark.parametrize("name", ["paper", "all_bf16"])
 def test_the_paper_plans_are_unfused(name: str) -> None:
-    assert PLANS[name].unfused
+    assert PLANS[name].o_bar.narrows
 
 
 @pytest.mark.parametrize("name", ["fused", "fused_stochastic", "standard", "fp32"])
 def test_the_other_plans_are_not_unfused(name: str) -> None:
-    assert not PLANS[name].unfused
+    assert not PLANS[name].o_bar.narrows
 
 
 @each_preset

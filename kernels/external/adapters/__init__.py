@@ -7,18 +7,16 @@ from typing import Any
 
 from tiebreak.kernels.external.errors import LoadError
 
-_NAMESAKES = {
+_BY_MODULE = {
     "gpu": "flash_attn flash_attn_cute xformers flashinfer sageattention aiter transformer_engine flag_gems liger fla",
     "npu": "npu_fusion_attention",
-    "modules": "x_transformers",
+    "modules": "hf:eager hf:sdpa x_transformers",
     "arrays": "jax",
     "graphs": "onnxruntime openvino",
-}  # adapters that are called as their functions, by module
+}
 #: Where each lies: its module in this package, and its function.
 ADAPTERS: Mapping[str, str] = {
-    **{name: f"{module}:{name}" for module, names in _NAMESAKES.items() for name in names.split()},
-    "hf:eager": "modules:hf_eager",
-    "hf:sdpa": "modules:hf_sdpa",
+    name: f"{module}:{name.replace(':', '_')}" for module, names in _BY_MODULE.items() for name in names.split()
 }
 _OWN = "one of your own is path/to/file.py:function or package.module:function"
 _FAMILIES = frozenset(name.partition(":")[0] for name in ADAPTERS if ":" in name)
