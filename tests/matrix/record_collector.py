@@ -22,13 +22,12 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.explain import explain, plans
 from tiebreak.matrix.record_file import RecordFile
-from tiebreak.matrix.recording import blank_record
+from tiebreak.matrix.recording import crashed_record
 from tiebreak.matrix.scheduling import CaseScheduling, cell_id
 from tiebreak.matrix.settings import Settings
 from tiebreak.reports.gate.expected import Excuses
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import Answer
 from tiebreak.reports.tables import run as tables
 from tiebreak.reports.verdict import verdicts
 
@@ -75,6 +74,7 @@ class RecordCollector:
         self.file = RecordFile(path, self.name)
         self.run: records.Run | None = None
         self.failure: str | None = None
+        self.late: dict[str, watch.Late] = {}  # by kernel
         self.deaths = Counter[str]()  # of workers, by the kernel that they ran
         self.fallen: list[str] = []  # what fails the session though no single cell fell
 
@@ -134,6 +134,9 @@ class RecordCollector:
                 self.records[name] = records.from_dict(json.loads(str(carried[0])))
             else:
                 self.records[name] = self.excuses.excuse(self._without_record(name, report))
+            in_time = self.records[name].outcome != records.TIMED_OUT
+            if in_time or not carried:  # a cell that was given up took no time
+                self._note_time(self.records[name].kernel, in_time=in_time)
                 if (reason := self.records[name].excused) is not None:
                     report.outcome, report.wasxfail = "skipped", reason
             self.seconds[name] = round(report.duration, 3)
@@ -165,19 +168,21 @@ class RecordCollector:
 
     def _without_record(self, name: str, report: pytest.TestReport) -> records.Record:
         """The record of a cell whose test failed before it gave one: mostly its process has ended."""
-        why = _why(report)
+        why, cell = _why(report), self.expected[name]
         died = _WORKER_DIED.match(why)
         if died is None:
-            return self._crashed(name, why, in_time=not why.startswith("Failed: Timeout"))
-        self.deaths[self.expected[name].kernel.name] += 1
+            return crashed_record(cell, self.settings, why, in_time=not why.startswith("Failed: Timeout"))
+        self.deaths[cell.kernel.name] += 1
         late = watch.timed_out(self._watches / died[1])
-        return self._crashed(name, late or _DIED, in_time=late is None)
+        return crashed_record(cell, self.settings, late or _DIED, in_time=late is None)
 
-    def _crashed(self, name: str, why: str, *, in_time: bool = True) -> records.Record:
-        check, outcome = (records.RUNS, records.CRASHED) if in_time else (records.IN_TIME, records.TIMED_OUT)
-        cell = self.expected[name]
-        answer = Answer(False, checks()[check].about, why)
-        return blank_record(cell, self.settings, outcome, {check: answer})
+    def _note_time(self, kernel: str, *, in_time: bool) -> None:
+        """Let workers know of a kernel whose cells time out, and of one whose cells do so no more."""
+        late = self.late.get(kernel, watch.Late())
+        now = watch.Late(late.ever, 0) if in_time else watch.Late(late.ever + 1, late.in_a_row + 1)
+        if now != late:
+            self.late[kernel] = now
+            watch.tell(self._watches, self.late)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Remember which cells have begun."""
@@ -239,7 +244,9 @@ class RecordCollector:
         """A cell that was asked for is in the records, also where all workers died before its turn."""
         lost = [name for name in self.expected if name in self.collected - self.records.keys()]
         for name in lost:
-            self.records[name] = self._crashed(name, "never run: too many of the workers died before its turn")
+            self.records[name] = crashed_record(
+                self.expected[name], self.settings, "never run: too many of the workers died before its turn"
+            )
         if lost:
             self.fallen.append(f"fell: {tables.counted(len(lost), 'cell')} never ran: too many workers died")
 

@@ -5,11 +5,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tiebreak.cases.verdicts import Interval
+from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.options import rerun
 from tiebreak.matrix.result import Result
 from tiebreak.matrix.settings import Settings
-from tiebreak.reports.records.record import SKIPPED, Answer, Estimate, Record, Value, finite
+from tiebreak.reports.records.record import (
+    CRASHED,
+    IN_TIME,
+    RUNS,
+    SKIPPED,
+    TIMED_OUT,
+    Answer,
+    Estimate,
+    Record,
+    Value,
+    finite,
+)
 
 
 def command(cell: Cell, settings: Settings) -> str:
@@ -35,6 +47,12 @@ def blank_record(cell: Cell, settings: Settings, outcome: str, answers: Mapping[
         plan=declared.label if declared else None,
         answers=answers or {},
     )
+
+
+def crashed_record(cell: Cell, settings: Settings, why: str, *, in_time: bool = True) -> Record:
+    """The record of a cell that did not run to its end, or not in its time."""
+    check, outcome = (RUNS, CRASHED) if in_time else (IN_TIME, TIMED_OUT)
+    return blank_record(cell, settings, outcome, {check: Answer(False, checks()[check].about, why)})
 
 
 def skipped_record(cell: Cell, settings: Settings, why: str) -> Record:

@@ -7,6 +7,7 @@ import pytest
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.plugin import ACCOUNT, WATCH, poison
 from tiebreak.matrix.record_collector import PROPERTY
+from tiebreak.matrix.recording import crashed_record
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.gate.expected import Excuses
@@ -16,10 +17,16 @@ from tiebreak.reports.tables.rerun import runnable
 
 def test_cell(cell: Cell, bench: Workbench, excuses: Excuses, request: pytest.FixtureRequest) -> None:
     watch = request.config.stash[WATCH]
-    with watch.over(cell):
-        record = excuses.excuse(run_cell(cell, bench))
+    given_up = watch.given_up(cell)
+    if given_up is None:
+        with watch.over(cell):
+            record = run_cell(cell, bench)
+    else:
+        record = crashed_record(cell, bench.settings, given_up, in_time=False)
+    record = excuses.excuse(record)
     request.node.user_properties.append((PROPERTY, json.dumps(record.as_dict())))
-    if cell.kernel.name in watch.deadly or (record.outcome == CRASHED and cell.backend.poisoned()):
+    deadly = given_up is None and cell.kernel.name in watch.deadly
+    if deadly or (record.outcome == CRASHED and cell.backend.poisoned()):
         poison(request.node)
     if record.outcome == SKIPPED:
         pytest.skip("; ".join(record.reasons))

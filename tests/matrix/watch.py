@@ -1,15 +1,19 @@
 """What keeps one kernel under test from taking the run with it: a time limit, and processes that are not used again."""
 
 import faulthandler
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiebreak.matrix.experiment import Cell, time_limit
 
+_HURRIED, _GIVEN_UP = 2, 5  # time-outs of a kernel: all so far; in a row
+_LEFT = 0.1  # of its time limit, for each cell of a hurried kernel
+_LATE = "late.json"  # beside the words of the workers
 _FILE, _DEADLY = "tiebreak_watch", "tiebreak_deadly"  # of a worker's input
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (.+)')
 _TIMEOUT = re.compile(r"Timeout \((\d+):(\d+):([\d.]+)\)")
@@ -32,7 +36,7 @@ class Watch:
     @contextmanager
     def over(self, cell: Cell) -> Iterator[None]:
         """End the process if a cell takes too long. By a thread in C: a kernel may hold Python's lock for ever."""
-        limit = time_limit(cell, self.seconds)
+        limit = self.limit(cell)
         if self.file is None or limit is None:
             yield
             return
@@ -42,6 +46,41 @@ class Watch:
                 yield
             finally:
                 faulthandler.cancel_dump_traceback_later()
+
+    def limit(self, cell: Cell) -> float | None:
+        """Seconds that a cell may take now; None: as many as it needs."""
+        limit = time_limit(cell, self.seconds)
+        if limit is None or self.seconds is not None or self._late(cell).ever < _HURRIED:
+            return limit
+        return _LEFT * limit
+
+    def given_up(self, cell: Cell) -> str | None:
+        """None, or why a cell is not run: too many cells of its kernel have timed out, one after the other."""
+        late = self._late(cell)
+        return f"not run: {late.in_a_row} of its cells in a row had timed out" if late.in_a_row >= _GIVEN_UP else None
+
+    def _late(self, cell: Cell) -> "Late":
+        if self.file is None:
+            return Late()
+        try:
+            told = json.loads(self.file.with_name(_LATE).read_text())
+        except OSError:  # none has been yet
+            return Late()
+        return Late(*told.get(cell.kernel.name, ()))
+
+
+class Late(NamedTuple):
+    """How often cells of a kernel have timed out."""
+
+    ever: int = 0
+    in_a_row: int = 0
+
+
+def tell(folder: Path, late: Mapping[str, Late]) -> None:
+    """Let all workers know, before their next cell, how often cells of each kernel have timed out."""
+    part = folder / f"{_LATE}.part"
+    part.write_text(json.dumps(late))
+    part.replace(folder / _LATE)
 
 
 def watched(file: Path, deadly: Collection[str]) -> dict[str, Any]:

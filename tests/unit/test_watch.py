@@ -1,6 +1,7 @@
 """A kernel that hangs, dies or talks without end: told apart, each in its own cell, and every other cell runs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,40 @@ def test_a_kernel_is_deadly_from_its_second_death_on(pytester: pytest.Pytester) 
     keeper._take(died(mine[1], "gw2"))
     assert deadly() == {"flash@paper"}
     keeper.pytest_unconfigure()
+
+
+def test_a_kernel_that_hangs_is_hurried_and_then_given_up(pytester: pytest.Pytester) -> None:
+    """Workers that run already learn of it; another kernel has all its time, and one in time begins anew."""
+    kernels = [replace(composed_kernel(name), external=True) for name in ("flash@paper", "standard")]
+    mine, other = ([Cell(CPU, kernel, Call(case), BF16) for case in SCRIPTED[:9]] for kernel in kernels)
+    keeper = RecordCollector(
+        pytester.parseconfig("-p", "tiebreak.matrix.plugin"), [*mine, *other], Settings(1, 16), {}, Excuses(())
+    )
+    worker = Watch.of(keeper.watched("gw9"), None)
+    (keeper._watches / "gw0").write_text(DUMP)
+    limits = []
+    for cell in mine[:5]:
+        assert worker.given_up(mine[8]) is None
+        keeper._take(died(cell, "gw0"))
+        limits.append(worker.limit(mine[8]))
+    assert limits == [60.0, 6.0, 6.0, 6.0, 6.0]
+    assert worker.given_up(mine[8]) == "not run: 5 of its cells in a row had timed out"
+    assert (worker.limit(other[0]), worker.given_up(other[0])) == (60.0, None)
+    assert replace(worker, seconds=9.0).limit(mine[8]) == 9.0, "what was asked for stays"
+    keeper._take(died(mine[5], "gw1"))  # it has died, and in time
+    assert worker.given_up(mine[8]) is None
+    assert worker.limit(mine[8]) == 6.0
+    keeper.pytest_unconfigure()
+
+
+def test_every_cell_of_a_kernel_that_was_given_up_has_its_record(
+    matrix: MatrixRun, kept: Kept, mine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Watch, "given_up", lambda watch, cell: "not run: that is why")
+    assert matrix("--kernel", mine, *CASES, "-n", "0").ret == 1
+    assert [(record.outcome, record.reasons) for record in kept().records] == [
+        (TIMED_OUT, ("not run: that is why",))
+    ] * 3
 
 
 def test_no_other_cell_comes_after_one_of_a_deadly_kernel_in_its_process(
