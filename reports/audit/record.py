@@ -139,28 +139,22 @@ def differences(expected: Sequence[Audit], found: Sequence[Audit]) -> list[str]:
 
 
 def _changes(old: Audit, new: Audit) -> list[str]:
-    if old.skipped is not None and new.skipped is not None:
+    skips = ["no" if audit.skipped is None else audit.skipped for audit in (old, new)]
+    if "no" not in skips:
         return []
-    if old.skipped is not None or new.skipped is not None:
-        return [f"{new.id}: skipped: was {_or_no(old.skipped)}, is {_or_no(new.skipped)}"]
+    if skips != ["no", "no"]:
+        return [f"{new.id}: skipped: was {skips[0]}, is {skips[1]}"]
+    pairs = {name: (getattr(old, name), getattr(new, name)) for name in _GATED}
     return [
-        f"{new.id}: {name}: was {_said(getattr(old, name))}, is {_said(getattr(new, name))}"
-        for name in _GATED
-        if getattr(old, name) != getattr(new, name)
+        f"{new.id}: {name}: was {', '.join(kinds(was))}, is {', '.join(kinds(now))}"
+        for name, (was, now) in pairs.items()
+        if was != now
     ]
-
-
-def _or_no(reason: str | None) -> str:
-    return "no" if reason is None else reason
 
 
 def kinds(value: str | tuple[str, ...]) -> tuple[str, ...]:
     """A field as tables and messages show it: its kinds, or that there is none."""
     return (value,) if isinstance(value, str) else value or ("none",)
-
-
-def _said(value: str | tuple[str, ...]) -> str:
-    return ", ".join(kinds(value))
 
 
 def check_update(path: Path, coming: Collection[tuple[str, str]]) -> None:

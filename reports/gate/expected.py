@@ -10,7 +10,6 @@ An excuse holds for the checks that it names and for no other. One that excuses 
 one that has expired. An entry that expires is what a statement calls a waiver (`tiebreak.reports.statement.folder`).
 """
 
-import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.gate.limits import settings
+from tiebreak.reports.gate.limits import settings, toml
 from tiebreak.reports.names import matching
 from tiebreak.reports.records.record import SKIPPED, Record, Run
 
@@ -71,13 +70,13 @@ def read(flag: str | None, folder: Path, checks: Collection[str], today: date | 
 
 def _read(flag: str | None, folder: Path, checks: Collection[str]) -> tuple[Expected, ...]:
     if flag is not None:
-        return _entries(_toml(Path(flag), f"--expected {flag}"), flag, checks)
+        return _entries(toml(Path(flag), f"--expected {flag}"), flag, checks)
     file, table = settings(folder)
     value = table.get("expected", [])
     if isinstance(value, str):
         assert file is not None
         path = file.parent / value
-        return _entries(_toml(path, f"{file}: [tool.tiebreak]: expected = {value!r}"), str(path), checks)
+        return _entries(toml(path, f"{file}: [tool.tiebreak]: expected = {value!r}"), str(path), checks)
     return _entries({"expected": value}, f"{file}: [tool.tiebreak]", checks)
 
 
@@ -87,20 +86,11 @@ def waivers(path: Path, checks: Collection[str]) -> tuple[Expected, ...]:
     Raises:
         UsageError: as `read`, but for entries that have expired; or one that never does.
     """
-    entries = _entries(_toml(path, f"--waivers {path}"), str(path), checks)
+    entries = _entries(toml(path, f"--waivers {path}"), str(path), checks)
     for entry in entries:
         if entry.expires is None:
             raise UsageError(f"{entry.where}.{_EXPIRES}: missing: a waiver of a statement has a last day")
     return entries
-
-
-def _toml(path: Path, where: str) -> Mapping[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{where}: {error.strerror or error}") from error
-    except ValueError as error:  # no TOML, no UTF-8
-        raise UsageError(f"{where}: {' '.join(str(error).split())}") from error
 
 
 def _entries(table: Mapping[str, Any], where: str, checks: Collection[str]) -> tuple[Expected, ...]:

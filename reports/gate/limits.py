@@ -68,6 +68,20 @@ def _pairs(text: str) -> dict[str, Any]:
     return pairs
 
 
+def toml(path: Path, where: str) -> Mapping[str, Any]:
+    """The content of a TOML file.
+
+    Raises:
+        UsageError: no such file, no TOML; begins with `where`.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{where}: {error.strerror or error}") from error
+    except ValueError as error:  # no TOML, no UTF-8
+        raise UsageError(f"{where}: {' '.join(str(error).split())}") from error
+
+
 _TABLE = ("fail", "expected")  # what [tool.tiebreak] may have
 
 
@@ -81,10 +95,7 @@ def settings(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
     path = next((at / "pyproject.toml" for at in (here, *here.parents) if (at / "pyproject.toml").is_file()), None)
     if path is None:
         return None, {}
-    try:
-        tool = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {})
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: {error}") from error
+    tool = toml(path, str(path)).get("tool", {})
     table = tool.get("tiebreak", {}) if isinstance(tool, Mapping) else None
     if not isinstance(table, Mapping) or set(table) - set(_TABLE):
         raise UsageError(f"{path}: [tool.tiebreak]: expected {' and '.join(_TABLE)} and no more")

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tiebreak.reports.records.order import case_places
+from tiebreak.reports.records.order import case_places, grouped
 from tiebreak.reports.records.record import (
     BIASED,
     CRASHED,
@@ -123,11 +123,7 @@ class _Standing:
         self.asked.append(len(known))
         self.up, self.down = self.up or any(x > 0 for x in means), self.down or any(x < 0 for x in means)
         # Also what crashed is no sign of health.
-        due = (
-            {state for record, state in states if record.case in failures}
-            if failures
-            else {state for _, state in known}
-        )
+        due = {state for record, state in (states if failures else known) if not failures or record.case in failures}
         self.fair = self.fair and bool(known) and due == {UNBIASED}
         for record, state in judged:
             if state in (NONFINITE, SHRUNK) and record.case not in self.lost.setdefault(state, []):
@@ -151,12 +147,10 @@ def _standings(runs: Sequence[Run]) -> list[_Standing]:
     standings: dict[tuple[str, str], _Standing] = {}
     order = case_places(runs)
     for run in runs:
-        groups: dict[tuple[str, str], list[Record]] = {}
-        for record in run.records:
-            groups.setdefault((record.kernel, record.backend), []).append(record)
-        for (kernel, backend), records in groups.items():
-            records.sort(key=lambda record: order[record.case])
-            standing = standings.setdefault((kernel, backend), _Standing(kernel, backend))
+        ordered = sorted(run.records, key=lambda record: order[record.case])
+        own = grouped(ordered, lambda record: (record.kernel, record.backend))
+        for names in dict.fromkeys((record.kernel, record.backend) for record in run.records):
+            records, standing = own[names], standings.setdefault(names, _Standing(*names))
             standing.add(run, records, failures)
             standing.follows = standing.follows or _follows(run, records)
     return list(standings.values())
@@ -188,10 +182,8 @@ def _biased(standings: Sequence[_Standing], noun: str) -> Iterator[str]:
 
     A kernel that is named for its rounding plan is there to be compared with: kernels of other names come first.
     """
-    groups: dict[str, list[_Standing]] = {}
-    for standing in sorted(standings, key=lambda standing: (-max(standing.biased), standing.kernel)):
-        if any(standing.biased):
-            groups.setdefault(standing.kernel, []).append(standing)
+    worst = sorted(standings, key=lambda standing: (-max(standing.biased), standing.kernel))
+    groups = grouped((standing for standing in worst if any(standing.biased)), lambda standing: standing.kernel)
     ordered = sorted(groups.items(), key=lambda pair: all(standing.named_for_plan for standing in pair[1]))
     for kernel, those in ordered[:_ALONE]:
         counts = [
@@ -214,22 +206,19 @@ def _way(standings: Sequence[_Standing]) -> str:
 
 def _lost(standings: Sequence[_Standing]) -> Iterator[str]:
     for state, words in ((NONFINITE, "NaN or Inf where the reference is finite"), (SHRUNK, "The output shrinks")):
-        groups: dict[tuple[str, ...], list[_Standing]] = {}
-        for standing in standings:
-            if cases := standing.lost.get(state):
-                groups.setdefault(tuple(cases), []).append(standing)
+        losing = [standing for standing in standings if standing.lost.get(state)]
+        inputs = dict.fromkeys(tuple(standing.lost[state]) for standing in losing)
+        groups = {cases: [each for each in losing if tuple(each.lost[state]) == cases] for cases in inputs}
         lost = [f"{_kernels(those)} in {_list(map(_name, cases), 'case')}" for cases, those in groups.items()]
         if lost:
-            sizes = [size for those in groups.values() for standing in those for size in standing.sizes]
+            sizes = [size for standing in losing for size in standing.sizes]
             least = f", to x{min(sizes):.2g} at the least" if state == SHRUNK else ""
             yield f"{words}{least}: {_list(lost, 'group of kernels', '; ', 'groups of kernels', longest=2)}."
 
 
 def _fair(standings: Sequence[_Standing], noun: str) -> Iterator[str]:
-    fair = [standing for standing in standings if standing.fair]
-    groups: dict[str, list[_Standing]] = {}
-    for standing in sorted(fair, key=lambda standing: -max(standing.asked)):
-        groups.setdefault(_range(standing.asked), []).append(standing)
+    fair = sorted((standing for standing in standings if standing.fair), key=lambda standing: -max(standing.asked))
+    groups = grouped(fair, lambda standing: _range(standing.asked))
     if fairly := [
         f"{_kernels(those, 2 * _NAMED)} ({number} {noun}{'' if number == '1' else 's'})"
         for number, those in groups.items()
@@ -269,13 +258,14 @@ def _where(records: Sequence[Record]) -> str:
 
 def _kernels(standings: Sequence[_Standing], longest: int = _NAMED) -> str:
     """Kernels with their backends, those of the same backends together."""
-    backends: dict[str, list[str]] = {}
-    for standing in standings:
-        backends.setdefault(standing.kernel, []).append(standing.backend)
-    together: dict[str, list[str]] = {}
-    for kernel, those in backends.items():
-        together.setdefault(_and(dict.fromkeys(those)), []).append(_name(kernel))
-    return ", ".join(f"{_list(those, 'kernel', longest=longest)} on {where}" for where, those in together.items())
+    backends = {
+        kernel: _and(dict.fromkeys(standing.backend for standing in own))
+        for kernel, own in grouped(standings, lambda standing: standing.kernel).items()
+    }
+    together = grouped(backends, lambda kernel: backends[kernel])
+    return ", ".join(
+        f"{_list(map(_name, kernels), 'kernel', longest=longest)} on {where}" for where, kernels in together.items()
+    )
 
 
 def _and(names: Mapping[str, None]) -> str:

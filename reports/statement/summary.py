@@ -1,6 +1,6 @@
 """The summary of a statement: one page, written once and rendered as Markdown and as HTML."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -70,17 +70,17 @@ def _title(statement: Statement) -> str:
 def _parts(statement: Statement, runs: Sequence[Run], profile: Profile) -> Iterator[_Part]:
     records = waived(runs, statement.waivers)
     yield _Part("", _counts(statement, records))
-    yield _Part("Platform", "", ("what", "is"), tuple(_platform(statement, profile)))
+    yield _Part("Platform", "", ("what", "is"), _clean(_platform(statement, profile)))
     yield _listed("Fell, without a waiver", ("cell", "why"), [_cell(record) for record in records if record.fails])
     covered = [(record.id, record.excused) for record in records if record.excused is not None]
     yield _listed("Waived", ("cell", "reason"), covered)
-    rows = tuple((one.cells, one.check, one.reason, one.expires) for one in statement.waivers)
+    rows = [(waiver.cells, waiver.check, waiver.reason, waiver.expires) for waiver in statement.waivers]
     yield _Part("Waivers", "" if rows else "None.", ("cells", "check", "reason", "last day"), _clean(rows))
     yield _Part(
         "Biased or lost",
         "Of the inputs on which rounding is known to fail: bias of O beyond 0.05 ulp at 99.9 % confidence, or NaN.",
         ("backend", "kernel", "inputs", "such as"),
-        _clean(tuple(_biased(records, runs))),
+        _clean(_biased(records, runs)),
     )
 
 
@@ -91,24 +91,20 @@ def _counts(statement: Statement, records: Sequence[Record]) -> str:
 
 def _platform(statement: Statement, profile: Profile) -> Iterator[tuple[str, str]]:
     yield "profile", f"{profile.name} ({profile.about}), {statement.profile_hash[:_SHOWN]}"
-    yield "suite", f"commit {one_line(statement.commit)}"
+    yield "suite", f"commit {statement.commit}"
     for backend, kernels in statement.kernels.items():
         own = [name for name in kernels if name not in profile.suite.get(backend, {})]
         names = [f"{name} (given by --kernel)" if name in statement.users else name for name in own]
         suite = len(kernels) - len(own)
         told = [f"{counted(suite, 'kernel')} of the suite"] if suite else []
-        yield f"on {one_line(backend)}", one_line(", ".join([*told, *names]))
+        yield f"on {backend}", ", ".join([*told, *names])
     for name, value in statement.platform.items():
         if value is not None and value != [] and name != "fingerprint":
-            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            yield one_line(name), one_line(text)
+            yield name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     for backend, probes in statement.platform.get("fingerprint", {}).items():
-        yield (
-            one_line(f"fingerprint of {backend}"),
-            one_line(", ".join(f"{name} {found}" for name, found in probes.items())),
-        )
-    for one in statement.files:
-        yield one_line(one.name), f"{counted(one.cells, 'cell')}, SHA-256 {one.sha256}"
+        yield f"fingerprint of {backend}", ", ".join(f"{name} {value}" for name, value in probes.items())
+    for file in statement.files:
+        yield file.name, f"{counted(file.cells, 'cell')}, SHA-256 {file.sha256}"
 
 
 def _cell(record: Record) -> tuple[str, str]:
@@ -119,11 +115,11 @@ def _listed(heading: str, headers: tuple[str, ...], rows: Sequence[tuple[str, ..
     if not rows:
         return _Part(heading, "None.")
     more = len(rows) - _LISTED
-    text = f"{counted(len(rows), 'cell')}" + (f", of which {_LISTED} are shown." if more > 0 else ".")
-    return _Part(heading, text, headers, _clean(tuple(rows[:_LISTED])))
+    text = counted(len(rows), "cell") + (f", of which {_LISTED} are shown." if more > 0 else ".")
+    return _Part(heading, text, headers, _clean(rows[:_LISTED]))
 
 
-def _clean(rows: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+def _clean(rows: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
     """Without control characters, which a file may carry in its names."""
     return tuple(tuple(map(one_line, row)) for row in rows)
 

@@ -3,9 +3,9 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import combinations
+from itertools import combinations, product
 from statistics import median
 
 from tiebreak.reports.page.figures import Figure, Series
@@ -20,7 +20,7 @@ _APART = 12  # pairs that a table lists
 _STEP = 0.02  # between the marks of two lines at one learning rate, in powers of ten
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
     """The runs that differ in their seed alone."""
 
@@ -28,6 +28,11 @@ class Group:
     rate: float
     variant: str  # kernel, and stabiliser where there is one
     runs: tuple[SweepRun, ...]  # at least one
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """What tells it from others."""
+        return self.variant, self.format, f"{self.rate:g}"
 
     @property
     def diverged(self) -> int:
@@ -87,67 +92,42 @@ def sweep_tables(sweep: Sweep, width: int | None, tablefmt: str) -> str:
 
 def grids(sweep: Sweep) -> tuple[list[list[str]], list[list[str]]]:
     """Rates and losses as rows of texts, the first the headings."""
-    found = {(one.format, one.rate, one.variant): one for one in groups(sweep)}
-    settings = sweep.settings
-    names = _variants(settings)
+    done = {(group.format, group.rate, group.variant): group for group in groups(sweep)}
+    names = _variants(sweep.settings)
     rates, losses = [["format, lr", *names]], [["format, lr", *names]]
-    for fmt in settings.formats:
-        for rate in settings.rates:
-            line = [found.get((fmt, rate, name)) for name in names]
-            rates.append([f"{fmt} {rate:g}", *(one.rate_text if one else "" for one in line)])
-            losses.append([f"{fmt} {rate:g}", *(one.loss_text if one else "" for one in line)])
+    for fmt, rate in product(sweep.settings.formats, sweep.settings.rates):
+        line = [done.get((fmt, rate, name)) for name in names]
+        rates.append([f"{fmt} {rate:g}", *(group.rate_text if group else "" for group in line)])
+        losses.append([f"{fmt} {rate:g}", *(group.loss_text if group else "" for group in line)])
     return rates, losses
 
 
 def legend(sweep: Sweep) -> str:
     """How many runs there are, what diverged means, how runs diverged, and which rates are apart."""
     ways = Counter((variant(run.kernel, run.stabiliser), run.diverged) for run in sweep.runs if run.diverged)
-    told = "; ".join(f"{name}: {count} by {way}" for (name, way), count in sorted(ways.items())) or "none"
-    left = len(sweep.left)
-    return "\n".join(
-        [
-            f"{counted(len(sweep.runs), 'run')}{f', {left} to run' if left else ''}; diverged: {told}",
-            f"diverged: {sweep.settings.diverged}",
-            f"in brackets: Wilson's {CONFIDENCE:.0%} interval of the rate; loss: mean of the last tenth of the steps",
-            *_apart(sweep),
-        ]
-    )
+    counts = "; ".join(f"{name}: {count} by {way}" for (name, way), count in sorted(ways.items())) or "none"
+    left = f", {len(sweep.left)} to run" if sweep.left else ""
+    lines = [
+        f"{counted(len(sweep.runs), 'run')}{left}; diverged: {counts}",
+        f"diverged: {sweep.settings.diverged}",
+        f"in brackets: Wilson's {CONFIDENCE:.0%} interval of the rate; loss: mean of the last tenth of the steps",
+    ]
+    return "\n".join([*lines, *_apart(sweep)])
 
 
 def _apart(sweep: Sweep) -> list[str]:
-    """Pairs that differ in one thing and whose intervals do not overlap."""
-    pairs = [
-        f"{one.variant} {one.format} {one.rate:g} ({one.diverged}/{len(one.runs)}), {_other(one, other)}"
-        for one, other in combinations(groups(sweep), 2)
-        if _differ_in_one(one, other) and _separate(one, other)
-    ]
+    """Pairs that differ in one thing and whose intervals do not overlap, the other of each by what it differs in."""
+    pairs = []
+    for group, other in combinations(groups(sweep), 2):
+        differing = [text for text, own in zip(other.names, group.names, strict=True) if text != own]
+        (low, high), (other_low, other_high) = group.interval, other.interval
+        if len(differing) == 1 and (high < other_low or other_high < low):
+            share = f"{other.diverged}/{len(other.runs)}"
+            pairs.append(f"{' '.join(group.names)} ({group.diverged}/{len(group.runs)}), {differing[0]} ({share})")
     if not pairs:
         return ["no two rates that differ in kernel, format or learning rate alone have intervals that are apart"]
     more = [f"  and {len(pairs) - _APART} more"] if len(pairs) > _APART else []
     return ["intervals that are apart:", *(f"  {pair}" for pair in pairs[:_APART]), *more]
-
-
-def _other(group: Group, other: Group) -> str:
-    """The other of a pair, by what it differs in."""
-    named = next(
-        text
-        for text, differs in (
-            (other.variant, other.variant != group.variant),
-            (other.format, other.format != group.format),
-            (f"{other.rate:g}", True),
-        )
-        if differs
-    )
-    return f"{named} ({other.diverged}/{len(other.runs)})"
-
-
-def _differ_in_one(group: Group, other: Group) -> bool:
-    return (group.format != other.format) + (group.rate != other.rate) + (group.variant != other.variant) == 1
-
-
-def _separate(group: Group, other: Group) -> bool:
-    (low, high), (other_low, other_high) = group.interval, other.interval
-    return high < other_low or other_high < low
 
 
 def as_csv(sweep: Sweep) -> str:
@@ -182,10 +162,10 @@ def sweep_figures(sweep: Sweep, label: str) -> list[Figure]:
     """Of each format how often runs diverged against the learning rate, and what the loss of the others came to."""
     settings, drawn = sweep.settings, list[Figure]()
     for fmt, own in grouped(groups(sweep), lambda group: group.format).items():
-        shares = [
-            _Mark(each, *(100 * share for share in (each.diverged / len(each.runs), *each.interval))) for each in own
-        ]
-        losses = [_Mark(each, median(each.losses), each.losses[0], each.losses[-1]) for each in own if each.losses]
+        shares = {
+            group: [100 * share for share in (group.diverged / len(group.runs), *group.interval)] for group in own
+        }
+        losses = {group: [median(group.losses), group.losses[0], group.losses[-1]] for group in own if group.losses}
         note = f"Bars: Wilson's {CONFIDENCE:.0%} intervals. {label}."
         drawn.append(_figure(f"{fmt}: runs that diverged", "%", shares, settings, note))
         note = f"Median over the seeds. Bars: lowest to highest. {label}."
@@ -193,24 +173,14 @@ def sweep_figures(sweep: Sweep, label: str) -> list[Figure]:
     return drawn
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """A mark of a figure with its bar."""
-
-    group: Group
-    y: float
-    low: float
-    high: float
-
-
-def _figure(title: str, y_label: str, marks: Sequence[_Mark], settings: Settings, note: str) -> Figure:
+def _figure(title: str, y_label: str, marks: Mapping[Group, list[float]], settings: Settings, note: str) -> Figure:
+    """Marks, each with the ends of its bar, by their learning rates."""
     series = []
     for number, label in enumerate(_variants(settings)):
-        own = sorted((mark for mark in marks if mark.group.variant == label), key=lambda mark: mark.group.rate)
-        places = [math.log10(mark.group.rate) + number * _STEP for mark in own]
-        points = tuple((x, mark.y) for x, mark in zip(places, own, strict=True))
-        bars = tuple((x, mark.low, mark.high) for x, mark in zip(places, own, strict=True))
-        if points:
-            series.append(Series(label, points, marked=points, bars=bars))
+        own = sorted((group for group in marks if group.variant == label), key=lambda group: group.rate)
+        bars = [(math.log10(group.rate) + number * _STEP, *marks[group]) for group in own]
+        if bars:
+            points = tuple((x, y) for x, y, *_ in bars)
+            series.append(Series(label, points, marked=points, bars=tuple((x, low, high) for x, _, low, high in bars)))
     ticks = tuple((math.log10(rate), f"{rate:g}") for rate in sorted(settings.rates))
     return Figure(title, note, "learning rate", y_label, tuple(series), ticks)
