@@ -91,9 +91,9 @@ class Verdict:
             return f"{name}no failure input was run, nothing is known of its bias"
         words = ((self.biased, "biased"), (self.nonfinite, "NaN or Inf"))
         failing = [f"{word} on {number}" for number, word in words if number]
-        told = " and ".join(failing) or f"unbiased on {self.inputs - self.unknown}"
+        known = " and ".join(failing) or f"unbiased on {self.inputs - self.unknown}"
         unknown = f", {self.unknown} not known" if self.unknown else ""
-        return f"{name}{told} of {counted(self.inputs, 'failure input')}{unknown}"
+        return f"{name}{known} of {counted(self.inputs, 'failure input')}{unknown}"
 
     @property
     def text(self) -> str:
@@ -267,12 +267,11 @@ class _Kernel:
 
     def _fell(self) -> str:
         """Checks that were not met, with where."""
-        unmet: dict[str, list[str]] = {}
-        for record in self.records:
-            for name, answer in record.answers.items():
-                if answer.met is False:
-                    unmet.setdefault(name, []).append(record.case)
-        return "; ".join(f"{name} in {first_few(cases, _LISTED)}" for name, cases in unmet.items())
+        unmet = grouped(
+            ((name, record.case) for record in self.records for name in record.answers if record.met(name) is False),
+            lambda pair: pair[0],
+        )
+        return "; ".join(f"{name} in {first_few([case for _, case in own], _LISTED)}" for name, own in unmet.items())
 
     def _checks(self) -> str:
         """Checks that were met wherever they were asked."""

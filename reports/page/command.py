@@ -54,21 +54,18 @@ def main(arguments: Sequence[str]) -> int:
     runs = list(by_file.values())
     labels = platform_labels(runs, list(by_file))
     path = options.output / "index.html"
+    compilers = distinct([f"Triton {audits.triton}" for audits in audited.values()], list(audited))
+    by_compiler = dict(zip(compilers, audited.values(), strict=True))
     sweeps = dict(zip(distinct([folder.name for folder in swept], list(swept)), swept.values(), strict=True))
-    store.write_text(page(runs, labels, figures(runs, labels), _by_compiler(audited), sweeps), path)
+    store.write_text(page(runs, labels, figures(runs, labels), by_compiler, sweeps), path)
     print(f"page: {path}")
     return HELD
-
-
-def _by_compiler(audited: Mapping[Path, Audits]) -> dict[str, Audits]:
-    labels = distinct([f"Triton {one.triton}" for one in audited.values()], list(audited))
-    return dict(zip(labels, audited.values(), strict=True))
 
 
 def page(
     runs: Sequence[Run],
     labels: Sequence[str],
-    found: Sequence[Figure],
+    drawn: Sequence[Figure],
     audits: Mapping[str, Audits] = MappingProxyType({}),
     sweeps: Mapping[str, Sweep] = MappingProxyType({}),
 ) -> str:
@@ -77,19 +74,25 @@ def page(
     Args:
         runs: what to show.
         labels: of their platforms.
-        found: the figures.
+        drawn: the figures.
         audits: of compiled kernels, by what tells them apart.
         sweeps: by what tells them apart.
     """
     style, *scripts = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", *_SCRIPTS))
     script = "".join(scripts)
-    sections = [_figures(found), page_tables.audited(audits), *map(_swept, sweeps, sweeps.values())]
+    sections = [
+        _drawn(drawn, '<h2 id="figures">Where it comes from</h2>') if drawn else "",
+        page_tables.audited(audits),
+    ]
+    sections += [
+        _drawn(sweep_figures(sweep, label), page_tables.swept(label, sweep)) for label, sweep in sweeps.items()
+    ]
     if runs:
         data = f'<script type="application/json" id="data">{page_data(runs, labels)}</script>'
         cells = [_CELLS, page_tables.words(runs), _DIALOG, data, f"<script>{script}</script>"]
         sections = [
             _mechanism(runs),
-            _said(findings(runs, labels)),
+            _findings(findings(runs, labels)),
             _platforms(runs, labels),
             _map(runs),
             _pooled(runs),
@@ -106,9 +109,9 @@ def _mechanism(runs: Sequence[Run]) -> str:
     return "" if sides is None else f'<figure class="mechanism">{drawing(*sides)}</figure>'
 
 
-def _said(found: Sequence[str]) -> str:
+def _findings(sentences: Sequence[str]) -> str:
     """The findings, the first of them open."""
-    items = [f"<li>{_marked(line)}</li>" for line in found]
+    items = [f"<li>{_marked(line)}</li>" for line in sentences]
     first, rest = (items[:_DIGEST], items[_DIGEST:]) if len(items) > _DIGEST + 1 else (items, [])
     more = f"<details><summary>{len(rest)} more</summary><ul>{''.join(rest)}</ul></details>" if rest else ""
     return f'<h2 id="findings">Findings</h2>\n<ul class="findings">{"".join(first)}</ul>{more}'
@@ -167,11 +170,13 @@ _DIALOG = """<dialog id="about" aria-labelledby="about-title">
 def _platforms(runs: Sequence[Run], labels: Sequence[str]) -> str:
     items = []
     for run, label in zip(runs, labels, strict=True):
-        told = [f"{name} {run.platform[name]}" for name in ("torch", "os") if run.platform.get(name)]
-        told += [f"commit {_commit(str(run.platform['commit']))}"] if run.platform.get("commit") else []
-        told += [f"{name} {run.options[name]}" for name in ("seed", "heads") if run.options.get(name)]
+        facts = [f"{name} {run.platform[name]}" for name in ("torch", "os") if run.platform.get(name)]
+        facts += [f"commit {_commit(str(run.platform['commit']))}"] if run.platform.get("commit") else []
+        facts += [f"{name} {run.options[name]}" for name in ("seed", "heads") if run.options.get(name)]
         note = "" if run.complete else ". Interrupted: these are the cells that were done"
-        items.append(f"<li><b>{escape(label)}</b> ({escape(', '.join(told))}): {tables.counts(run.records)}{note}</li>")
+        items.append(
+            f"<li><b>{escape(label)}</b> ({escape(', '.join(facts))}): {tables.counts(run.records)}{note}</li>"
+        )
     return "\n".join(['<ol id="platforms">', *items, "</ol>"])
 
 
@@ -186,18 +191,10 @@ def _key() -> str:
     return "\n".join(['<ul class="key">', *items, "</ul>"])
 
 
-def _figures(found: Sequence[Figure]) -> str:
-    return "\n".join(['<h2 id="figures">Where it comes from</h2>', _drawn(found)]) if found else ""
-
-
-def _drawn(found: Sequence[Figure]) -> str:
+def _drawn(drawn: Sequence[Figure], head: str) -> str:
+    """Figures below something."""
     parts = [
-        f"<figure>\n<figcaption><b>{escape(one.title)}</b>. {escape(one.note)}</figcaption>\n{draw(one)}\n</figure>"
-        for one in found
+        f"<figure>\n<figcaption><b>{escape(each.title)}</b>. {escape(each.note)}</figcaption>\n{draw(each)}\n</figure>"
+        for each in drawn
     ]
-    return "\n".join(['<div class="figures">', *parts, "</div>"])
-
-
-def _swept(label: str, sweep: Sweep) -> str:
-    """A sweep: its tables, and what becomes of its runs as the learning rate grows."""
-    return "\n".join([page_tables.swept(label, sweep), _drawn(sweep_figures(sweep, label))])
+    return "\n".join([head, '<div class="figures">', *parts, "</div>"])

@@ -10,7 +10,6 @@ from tiebreak.reports.records.record import (
     Estimate,
     FitRecord,
     HistogramRecord,
-    MeasureRecord,
     Record,
     Run,
     number_of,
@@ -51,9 +50,7 @@ class _Tables:
         self.runs = runs
         self.strings, self.shapes, self.answers, self.asked = _Table(), _Table(), _Table(), _Table()
         self.headlines = {name: about.headline for run in reversed(runs) for name, about in run.experiments.items()}
-        self.measures: dict[str, MeasureRecord] = {
-            name: about for run in reversed(runs) for name, about in run.measures.items()
-        }
+        self.measures = {name: about for run in reversed(runs) for name, about in run.measures.items()}
         self.places = {name: place for place, name in enumerate(self.measures)}
 
     def plain(self, labels: Sequence[str]) -> dict[str, Any]:
@@ -68,16 +65,16 @@ class _Tables:
                 [name, one.about, one.source, one.group, int(one.failure), one.unclaimed or "", one.headline or ""]
                 for name, one in cases.items()
             ],
-            "measures": [[name, one.unit, one.about, int(self._column(name))] for name, one in self.measures.items()],
+            "measures": [
+                [name, about.unit, about.about, int(about.column or name in self.headlines.values())]
+                for name, about in self.measures.items()
+            ],
             "strings": list(self.strings),
             "shapes": list(self.shapes),
             "answers": list(self.answers),
             "asked": list(self.asked),
             "rows": rows,
         }
-
-    def _column(self, name: str) -> bool:
-        return self.measures[name].column or name in self.headlines.values()
 
     def _row(self, row: Row, order: dict[str, int]) -> list[Any]:
         first = row.record
@@ -97,8 +94,17 @@ class _Tables:
 
     def _record(self, one: Record) -> list[Any]:
         string = self.strings.number
-        texts = (one.outcome, one.verdict or "", marks.cell_text(one), one.plan or "", one.excused or "")
-        told = (one.skipped or "", _template(one), one.digest or "")
+        command = one.command.replace(one.kernel, _KERNEL).replace(one.case, _CASE)
+        texts = (
+            one.outcome,
+            one.verdict,
+            marks.cell_text(one),
+            one.plan,
+            one.excused,
+            one.skipped,
+            command,
+            one.digest,
+        )
         numbers: list[float | None] = []
         shape: list[int] = []
         for name, value in one.measures.items():
@@ -107,8 +113,7 @@ class _Tables:
             numbers += [_short(number_of(value)), *([_short(value.half_width)] if isinstance(value, Estimate) else [])]
         asked = tuple(map(self._answer, one.answers, one.answers.values()))
         return [
-            *map(string, texts),
-            *map(string, told),
+            *(string(text or "") for text in texts),
             one.seed,
             one.heads,
             one.case_version,
@@ -152,10 +157,6 @@ def _platform(run: Run, label: str) -> dict[str, Any]:
     facts |= {f"backend {name}": told for name, told in run.platform.get("assumed", {}).items()}
     plans = {kernel: explanation_text(plan) for kernel, plan in run.explanations.items()}
     return {"label": label, "facts": facts, "explanations": plans}
-
-
-def _template(one: Record) -> str:
-    return one.command.replace(one.kernel, _KERNEL).replace(one.case, _CASE)
 
 
 def _fits(fits: Any) -> list[list[Any]]:

@@ -68,7 +68,7 @@ def _training(grid: TrainingGrid, top: float) -> tuple[list[str], float, float]:
     """The panels of one backend, their width and their height."""
     rows = list(dict.fromkeys(kernel.removesuffix(_ROUNDED) for kernel in grid.kernels))
     names = [_short(row.removesuffix("@train")) for row in rows]
-    left, first = _wide(names) + 12, top + 76
+    left, first = _LETTER * max(map(len, names), default=0) + 12, top + 76
     parts = [f'<text x="0" y="{top + 16}" font-weight="bold">{escape(_short(grid.backend))}</text>']
     for number, name in enumerate(names):
         parts.append(f'<text x="{left - 8}" y="{first + _ROW * number + 4}" text-anchor="end">{escape(name)}</text>')
@@ -101,8 +101,3 @@ def _panel(grid: TrainingGrid, case: str, left: float, places: Mapping[str, floa
 
 def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
-
-
-def _wide(names: Sequence[str]) -> float:
-    """The room that the longest of some names takes."""
-    return _LETTER * max(map(len, names), default=0)
