@@ -93,6 +93,7 @@ class Case:
     claims: tuple[Claim, ...] = ()  # the first that concerns a kernel holds for it
     failure: bool = False  # an input on which rounding is known to fail: --fair asks for no bias here
     gradients: bool = False  # whether the backward pass is run and measured too
+    normal: bool = False  # normal numbers: no accepted plan in 16 bits is biased on them
     traced: bool = False  # whether the error trace of one element of O-bar is recorded
     cancels: bool = False  # V is of mixed sign and O cancels: its error in ulps has no mean worth judging
     chaotic: bool = False  # one bit of S, or a flushed subnormal, changes O by many ulps: bits cannot be predicted

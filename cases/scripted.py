@@ -588,6 +588,7 @@ def _random() -> list[Case]:
             recipe,
             (subnormal, *claims) if name == "random_scaled" else claims,
             gradients=True,
+            normal=True,
             unclaimed=unclaimed,
         )
         for name, (about, recipe) in recipes.items()

@@ -34,6 +34,7 @@ class ShiftRule:
     dithered: bool = False  # whether the row's random number u enters
     row_sum_floor: float = 0.0  # smallest row sum of a block, as the authors' code clamps it
     lag: float = 0.0  # how far the running shift may stay below the maximum over the blocks before it follows
+    accepted: bool = True  # whether kernels that people ship, or fixes, follow it; else it is known alone
 
     @property
     def scales(self) -> bool:
@@ -105,14 +106,21 @@ SHIFT_RULES: Mapping[str, ShiftRule] = {
             row_sum_floor=AUTHORS_ROW_SUM_FLOOR,
         ),
         # Line 10 of v1 takes max(m_prev, r_m): the lines before it have no effect.
-        ShiftRule("as_printed_v1", f"{_PAPER} v1, algorithm 1 to the letter"),
+        ShiftRule("as_printed_v1", f"{_PAPER} v1, algorithm 1 to the letter", accepted=False),
         # Line 10 of v2 takes m', before the negative branch: that branch has no effect.
         ShiftRule(
-            "as_printed_v2", f"{_PAPER} v2, algorithm 1 to the letter", detects=True, epsilon=EPSILON, above=BETA
+            "as_printed_v2",
+            f"{_PAPER} v2, algorithm 1 to the letter",
+            detects=True,
+            epsilon=EPSILON,
+            above=BETA,
+            accepted=False,
         ),
-        ShiftRule("fixed_offset", f"{_PAPER} v1, appendix C", offset=OFFSET),
-        ShiftRule("always_scaled", f"{_PAPER} v1, appendix C", above=BETA, below=0.0),
-        ShiftRule("gamma", f"{_PAPER} v1, appendix C", detects=True, epsilon=EPSILON, above=BETA, below=GAMMA),
+        ShiftRule("fixed_offset", f"{_PAPER} v1, appendix C", offset=OFFSET, accepted=False),
+        ShiftRule("always_scaled", f"{_PAPER} v1, appendix C", above=BETA, below=0.0, accepted=False),
+        ShiftRule(
+            "gamma", f"{_PAPER} v1, appendix C", detects=True, epsilon=EPSILON, above=BETA, below=GAMMA, accepted=False
+        ),
         ShiftRule("dithered", "this suite", dithered=True),
         ShiftRule("lazy", "FlashAttention-4, Blackwell forward pass", lag=LAG),
         ShiftRule("lazy_4", "FlashAttention-4, Blackwell forward pass in fp8", lag=LAG / 2),

@@ -101,7 +101,7 @@ class SnippetResult:
     verdicts: tuple[Judged, ...]  # of the claims that concern the variant
     losses: tuple[float, ...]  # in nats, one a step; cut short by the first that is not finite
     steps: tuple[int, ...]  # at which monitors were read
-    series: Mapping[str, tuple[float, ...]]  # at those steps: loss; of the scripted head delta_error, row_max, wq_norm
+    series: Mapping[str, tuple[float, ...]]  # of the scripted head at those steps: delta_error, row_max, wq_norm
 
 
 _QUERIES = (f"blocks.{LAYER}.wq.weight",)
@@ -368,7 +368,7 @@ def run_snippet(
     measures = _measures(recorder, losses, norms)
     verdicts = tuple(Judged(claim, claim.held(measures)) for claim in snippet.claims_about(variant))
     read = {name: recorder.series(name, LAYER, HEAD).values for name in ("delta_error", "row_max")}
-    series = {**read, "wq_norm": tuple(norms), "loss": tuple(losses[step] for step in steps)}
+    series = {**read, "wq_norm": tuple(norms)}
     return SnippetResult(snippet.name, variant, seed, measures, verdicts, tuple(losses), tuple(steps), series)
 
 

@@ -79,53 +79,47 @@ class _Tables:
     def _row(self, row: Row, order: dict[str, int]) -> list[Any]:
         first = row.record
         names = (first.backend, first.format, first.kernel, first.experiment)
-        platforms: list[Any] = []
+        said: list[Any] = []
         for number, record in enumerate(row.records):
             # Records that are equal as they are need no second writing down: most are.
             alike = row.records.index(record)
             if record is None:
-                platforms.append(None)
+                said.append(None)
             elif alike < number:
-                platforms.append(alike if isinstance(platforms[alike], list) else platforms[alike])
+                said.append(alike if isinstance(said[alike], list) else said[alike])
             else:
-                plain = self._record(record)
-                platforms.append(platforms.index(plain) if plain in platforms else plain)
-        return [
-            *map(self.strings.number, names),
-            order[first.case],
-            row.agreement.mark,
-            ",".join(row.letters),
-            platforms,
-        ]
+                told = self._record(record)
+                said.append(said.index(told) if told in said else told)
+        return [*map(self.strings.number, names), order[first.case], row.agreement.mark, ",".join(row.letters), said]
 
-    def _record(self, record: Record) -> list[Any]:
+    def _record(self, one: Record) -> list[Any]:
         string = self.strings.number
-        command = record.command.replace(record.kernel, _KERNEL).replace(record.case, _CASE)
+        command = one.command.replace(one.kernel, _KERNEL).replace(one.case, _CASE)
         texts = (
-            record.outcome,
-            record.verdict,
-            marks.cell_text(record),
-            record.plan,
-            record.excused,
-            record.skipped,
+            one.outcome,
+            one.verdict,
+            marks.cell_text(one),
+            one.plan,
+            one.excused,
+            one.skipped,
             command,
-            record.digest,
+            one.digest,
         )
         numbers: list[float | None] = []
         shape: list[int] = []
-        for name, value in record.measures.items():
+        for name, value in one.measures.items():
             estimated = isinstance(value, Estimate)
             shape.append(~self.places[name] if estimated else self.places[name])
             numbers += [_short(number_of(value)), *([_short(value.half_width)] if isinstance(value, Estimate) else [])]
-        asked = tuple(map(self._answer, record.answers, record.answers.values()))
+        asked = tuple(map(self._answer, one.answers, one.answers.values()))
         return [
             *(string(text or "") for text in texts),
-            record.seed,
-            record.heads,
-            record.case_version,
-            self._tone(record),
+            one.seed,
+            one.heads,
+            one.case_version,
+            self._tone(one),
             self.asked.number(asked),
-            self._evidence(record),
+            self._evidence(one),
             self.shapes.number(tuple(shape)),
             *numbers,
         ]
@@ -137,24 +131,24 @@ class _Tables:
             (string(check), met, string(answer.asked), string(answer.why), string(answer.source or ""))
         )
 
-    def _tone(self, record: Record) -> float | None:
+    def _tone(self, one: Record) -> float | None:
         """The number that colours a cell: where it is shown, and has a verdict; what cancels or shrank has none."""
-        headline = self.headlines.get(record.experiment)
-        if headline is None or record.verdict in (None, NONFINITE) or record.shrank:
+        headline = self.headlines.get(one.experiment)
+        if headline is None or one.verdict in (None, NONFINITE) or one.shrank:
             return None
-        return _short(record.number(headline))
+        return _short(one.number(headline))
 
-    def _evidence(self, record: Record) -> dict[str, Any] | int:
+    def _evidence(self, one: Record) -> dict[str, Any] | int:
         """The histogram, the plans whose bits the kernel's were held against, and what else a record carries."""
-        evidence: dict[str, Any] = {}
-        for name, value in record.evidence.items():
+        found: dict[str, Any] = {}
+        for name, value in one.evidence.items():
             if isinstance(value, HistogramRecord):
-                evidence["histogram"] = [value.low, value.width, value.outside, value.counts]
+                found["histogram"] = [value.low, value.width, value.outside, value.counts]
             elif name == "fits":
-                evidence[name] = _fits(value)
+                found[name] = _fits(value)
             elif name not in _DRAWN:
-                evidence.setdefault("more", []).append([name, value if isinstance(value, str) else json.dumps(value)])
-        return evidence or 0
+                found.setdefault("more", []).append([name, value if isinstance(value, str) else json.dumps(value)])
+        return found or 0
 
 
 def _platform(run: Run, label: str) -> dict[str, Any]:

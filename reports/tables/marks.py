@@ -18,9 +18,9 @@ from tiebreak.reports.records.record import (
 
 HELD_MARK = "·"
 LEGEND = (
-    f"{HELD_MARK}: held: as claimed of such a kernel, or as its declared plan predicts; without a mark: measured,"
-    " nothing\nwas asked. !..!: a check was not met, see below; (..): that is excused; ?..?: too few heads to tell;"
-    " skip: can't run\nthere, see below."
+    f"{HELD_MARK}: held: as claimed, as the declared plan predicts, or with no larger errors than the plan it follows;"
+    " without\na mark: measured, nothing was asked. !..!: a check was not met, see below; (..): that is excused;"
+    " ?..?: too\nfew heads to tell; skip: can't run there, see below."
 )
 EXCUSED = "excused"  # in the place of an outcome
 _LEAST = 0.01  # share of its size from which on what has shrunk is told by a number

@@ -10,7 +10,7 @@ from tiebreak.defects.tiled import CallRequest, Tiled, by_group
 
 _CONTIGUOUS = "users' kernels are given a contiguous dO only"
 _UNASKED = "`gradients_repeated` shows it; no check asks: most kernels add up dQ by atomics"
-_GRADIENTS = "the bound of gradients allows a cast to 16 bits at every step of the backward pass"
+_GRADIENTS = "no emulated backward pass says how much a sound one errs here, and dQ is right on the whole"
 
 
 class UnscaledDk(Tiled, bug="Dao-AILab/flash-attention/issues/2651"):

@@ -12,7 +12,6 @@ from tiebreak.kernels.formats import FP16
 
 _LOG2_E = math.log2(math.e)
 _CONTIGUOUS = "users' kernels are given contiguous copies only"
-_NO_PLAN = "it declares no plan, and its error is within the bound of kernels that may round every step to 16 bits"
 
 
 class CausalUpperLeft(Tiled, bug="NVIDIA/cutlass/issues/2336"):
@@ -323,14 +322,14 @@ class NarrowProduct(Tiled, bug="ultralytics/ultralytics/pull/24990", fmt=FP16):
         return raw.to(request.q.dtype).float() * request.scale
 
 
-class NarrowSoftmax(Tiled, bug="apple/axlearn/pull/18", missed=_NO_PLAN):
+class NarrowSoftmax(Tiled, bug="apple/axlearn/pull/18"):
     """The softmax is computed in the format of the call."""
 
     def exp(self, s: Tensor, m: Tensor) -> Tensor:
         return super().exp(s.bfloat16(), m.bfloat16()).float()
 
 
-class NarrowRowSum(Tiled, bug="Intel-tensorflow/tensorflow/pull/23", missed=_NO_PLAN):
+class NarrowRowSum(Tiled, bug="Intel-tensorflow/tensorflow/pull/23"):
     """l is summed in bf16, key after key."""
 
     def step(self, request: CallRequest, sums: Sums, keys: slice) -> Sums:
@@ -343,7 +342,7 @@ class NarrowRowSum(Tiled, bug="Intel-tensorflow/tensorflow/pull/23", missed=_NO_
         return replace(super().step(request, sums, keys), l=total.float())
 
 
-class NarrowBetweenTiles(Tiled, bug="zhuzilin/ring-flash-attention/issues/22", missed=_NO_PLAN):
+class NarrowBetweenTiles(Tiled, bug="zhuzilin/ring-flash-attention/issues/22"):
     """O of every tile is stored in the format of the call, and added up from there."""
 
     def step(self, request: CallRequest, sums: Sums, keys: slice) -> Sums:
@@ -351,7 +350,7 @@ class NarrowBetweenTiles(Tiled, bug="zhuzilin/ring-flash-attention/issues/22", m
         return replace(next_sums, o_bar=next_sums.o_bar.to(request.q.dtype).float())
 
 
-class NarrowAccumulation(Tiled, bug="Xilinx/mlir-air/pull/1606", missed=_NO_PLAN):
+class NarrowAccumulation(Tiled, bug="Xilinx/mlir-air/pull/1606"):
     """P V is added up in bf16, key after key."""
 
     def step(self, request: CallRequest, sums: Sums, keys: slice) -> Sums:
@@ -370,7 +369,7 @@ class EightBitP(Tiled, bug="Dao-AILab/flash-attention/issues/1493"):
         return p.to(torch.float8_e4m3fn).float()
 
 
-class TruncatedStore(Tiled, bug="tinygrad/tinygrad/pull/11848", missed=_NO_PLAN):
+class TruncatedStore(Tiled, bug="tinygrad/tinygrad/pull/11848"):
     """O is stored by cutting its last 16 bits off."""
 
     def stored(self, o: Tensor, request: CallRequest) -> Tensor:

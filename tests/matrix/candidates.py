@@ -71,6 +71,12 @@ def candidates() -> Mapping[str, Declaration]:
     return _without_doubles(declarations)
 
 
+@cache
+def accepted() -> Mapping[str, Declaration]:
+    """Those of them that kernels which people ship, or fixes, follow."""
+    return {text: plan for text, plan in candidates().items() if plan.shift_rule.accepted}
+
+
 def _without_doubles(declarations: Mapping[str, Declaration]) -> dict[str, Declaration]:
     """Those that do not do the same as one before them: `as_printed_v1` is `safe` by another name."""
     first: dict[Declaration, str] = {}
@@ -81,7 +87,7 @@ def _without_doubles(declarations: Mapping[str, Declaration]) -> dict[str, Decla
 
 def nameless(declaration: Declaration) -> Declaration:
     """What a declaration does, whatever it is called: two that do the same are equal."""
-    rule = replace(declaration.shift_rule, name="", source="")
+    rule = replace(declaration.shift_rule, name="", source="", accepted=True)
     return replace(declaration, plan=replace(declaration.plan, name=""), shift_rule=rule)
 
 

@@ -128,6 +128,7 @@ class Workbench:
     """Where a worker's cells are run: holds what those of one case share, and forgets it with the next case."""
 
     settings: Settings
+    overall: dict[tuple[str, str, str], tuple[str, ...]] = field(default_factory=dict)  # by backend, kernel and format
     _held: CaseBench | None = None
 
     def case(self, case: Case, fmt: Format) -> CaseBench:

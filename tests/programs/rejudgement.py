@@ -5,7 +5,7 @@ again anywhere. Of a device's cell that was held to a prediction, the prediction
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -16,7 +16,7 @@ from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.case import Case
 from tiebreak.cases.claims import ROWS_ERR_APART, ROWS_ERR_TOGETHER, Claim, predicted
 from tiebreak.cases.errors import Errors, merge
-from tiebreak.cases.gpt2.snippets import SNIPPETS, Snippet
+from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.cases.measures import Observed, call_measures
 from tiebreak.cases.scripted import SCRIPTED
@@ -35,12 +35,19 @@ from tiebreak.matrix.result import Result
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records.record import CLAIM, PREDICTION, Estimate, Record, SeriesRecord, Shown, Value
+from tiebreak.reports.records.record import CLAIM, PREDICTION, Estimate, Record, Shown, Value
 from tiebreak.reports.tables.marks import plain_text
 
 _CASES = {case.name: case for case in SCRIPTED}
 _FORMATS = frozenset(fmt.name for fmt in TORCH_DTYPES)
-_MEASURED = ("finite", "bound", "range", "gradients", "loss")  # checks that ask a result for its measures alone
+_MEASURED = (
+    "accuracy",
+    "finite",
+    "bound",
+    "range",
+    "gradients",
+    "loss",
+)  # checks that ask a result for its measures alone
 _OF_A_BACKWARD_PASS = "delta_bias"  # the delta that it used; equal bits are those of O alone
 _CLOSE = 1e-6  # as a share, and in ulps: what another order of summation in fp64 may change of a mean
 
@@ -68,55 +75,7 @@ def contradictions(record: Record) -> Iterator[str]:
         return
     if case is not None:
         yield from _of_a_call(record, case)
-    if record.case in SNIPPETS:
-        yield from _of_a_run(record, SNIPPETS[record.case])
     yield from _of_measures(record, waived)
-
-
-def _of_a_run(record: Record, snippet: Snippet) -> Iterator[str]:
-    """What tables show of a training run, and measures that its readings come to, as far as those are rounded."""
-    expected_shown = Shown.of(snippet.headline, _number_of(record, snippet.headline), spec=snippet.spec)
-    if record.shown != expected_shown:
-        text = plain_text(replace(record, shown=expected_shown))
-        yield f"shown: {plain_text(record)!r}, and its measures come to {text!r}"
-    readings = record.evidence.get("series")
-    if not isinstance(readings, SeriesRecord):
-        yield "evidence.series: missing: its measures follow from them"
-        return
-    for name, (series, fold) in _READ_OFF.items():
-        values = readings.values.get(series, ())
-        measured = record.number(name)
-        if len(values) < 2 or None in values or measured is None:
-            continue  # it broke off
-        known = [value for value in values if value is not None]
-        size = max(1.0, abs(fold(known))) if fold in (_drift, _growth) else max(map(abs, known))
-        if abs(fold(known) - measured) > _ROUNDED * size:
-            yield f"measures.{name}: {measured:.6g}, and the readings of {series} come to {fold(known):.6g}"
-
-
-def _drift(values: Sequence[float]) -> float:
-    return sum(values) / sum(map(abs, values))
-
-
-def _growth(values: Sequence[float]) -> float:
-    return values[-1] / values[0]
-
-
-_ROUNDED = 2e-5  # what six digits of readings leave of a mean or a ratio
-_READ_OFF: Mapping[str, tuple[str, Callable[[Sequence[float]], float]]] = {  # measure: its series, and how it follows
-    "delta_error_mean": ("delta_error", lambda values: sum(values) / len(values)),
-    "delta_error_drift": ("delta_error", _drift),
-    "wq_norm_growth": ("wq_norm", _growth),
-    "row_max_first": ("row_max", lambda values: values[0]),
-    "row_max_rise": ("row_max", lambda values: values[-1] - values[0]),
-    "loss_first": ("loss", lambda values: values[0]),
-    "loss_last": ("loss", lambda values: values[-1]),
-}
-
-
-def _number_of(record: Record, name: str) -> float:
-    value = record.number(name)
-    return math.nan if value is None else value
 
 
 def waived_checks(record: Record, case: Case | None) -> frozenset[str]:
@@ -215,6 +174,10 @@ class _Recorded(Errors):
 
 
 def _as_recorded(record: Record) -> Errors:
+    def number(name: str) -> float:
+        value = record.number(name)
+        return math.nan if value is None else value
+
     def count(name: str) -> int:
         return int(record.number(name) or 0)
 
@@ -225,17 +188,17 @@ def _as_recorded(record: Record) -> Errors:
         head_coherence=nothing,
         head_delta=nothing,
         head_delta_size=nothing,
-        max_ulps=_number_of(record, "max_ulps"),
-        error_over_bound=_number_of(record, "error_over_bound"),
-        output_size=_number_of(record, "gain"),  # of a reference of size 1: claims ask whether it is 0
+        max_ulps=number("max_ulps"),
+        error_over_bound=number("error_over_bound"),
+        output_size=number("gain"),  # of a reference of size 1: claims ask whether it is 0
         reference_size=1.0,
         left_out=count("left_out"),
         nonfinite=count("nonfinite"),
         missed=count("missed"),
         elements=count("elements"),
-        outside_values=_number_of(record, "outside_values"),
+        outside_values=number("outside_values"),
         told_bias=_interval(record.measures.get("bias")),
-        told_gain=_number_of(record, "gain"),
+        told_gain=number("gain"),
     )
 
 

@@ -48,7 +48,7 @@ def attention(q, k, v, *, causal=False, scale=None):
     p = torch.exp(q.float() @ k.float().mT * scale - (q.float() @ k.float().mT * scale).amax(-1, keepdim=True))
     return ((p.to(v.dtype) @ v) / p.sum(-1, keepdim=True)).to(q.dtype)
 """
-FEW = ("--cases", "tied_maxima[k=2],no_tail,random_grouped", "--heads", "64")
+FEW = ("--cases", "tied_maxima[k=2],no_tail,random_grouped", "--heads", "64", "-n", "1")
 
 
 @pytest.fixture
@@ -64,16 +64,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_verdict_comes_first_then_what_it_rests_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a run on a worker, in which something fell: exit code 1."""
-    assert check.main(["mine.py:attention", "--fair", *FEW, "-n", "1"]) == 1
+    assert check.main(["mine.py:attention", *FEW]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "attention on cpu, bf16: biased on 1 of 1 failure input"
     assert printed[1] == "  biased      tied_maxima[k=2] +0.23"
-    assert "  fell        claim in tied_maxima[k=2]" in printed
     assert "  skipped     1 cell: attention takes no grouped-query heads" in printed
     assert any(line.startswith("tied_maxima[k=2] ") for line in printed[6:])
     assert printed[-1] == "records: out/last.json"
     assert {record.case for record in store.read(folder / "out" / "last.json").records} >= {"no_tail"}
+
+
+def test_what_falls_is_exit_code_1(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["mine.py:attention", "--fair", *FEW]) == 1
+    assert "  fell        claim in tied_maxima[k=2]\n" in capsys.readouterr().out
 
 
 def test_why_a_run_fell_is_told_though_no_cell_did(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,21 +121,18 @@ def test_few_cheap_cells_take_no_workers(pytester: pytest.Pytester, cases: str, 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there it always has workers")
 @pytest.mark.parametrize(
-    ("end", "limit", "why"),
-    [
-        ("os._exit(0)", 100.0, "the process has ended"),
-        ("re.fullmatch('(a+)+b', 'a' * 64)", 2.0, "no result after 2 s; it was in "),
-    ],
+    ("end", "why"),
+    [("os._exit(0)", "the process has ended"), ("re.fullmatch('(a+)+b', 'a' * 64)", "no result after 2 s; it was in ")],
 )
 def test_a_kernel_that_ends_or_holds_the_one_process_is_run_again_with_workers(
-    folder: Path, end: str, limit: float, why: str
+    folder: Path, end: str, why: str
 ) -> None:
     """Here it does so where there are no workers alone."""
     (folder / "mine.py").write_text(
         KERNEL.replace(
             "import torch\n",
             "import os, re, torch\nfrom tiebreak.matrix.experiments.call import Call\n"
-            f"alone = 'PYTEST_XDIST_WORKER' not in os.environ\nif alone:\n    Call.time_limit = {limit}\n",
+            "alone = 'PYTEST_XDIST_WORKER' not in os.environ\nif alone:\n    Call.time_limit = 2.0\n",
         ).replace("    p =", f"    if alone and q.shape[2] == 7:\n        {end}\n    p =")
     )
     command = [sys.executable, "-m", "tiebreak.reports.cli", "check", "mine.py:attention"]
@@ -149,8 +149,8 @@ def test_a_kernel_that_ends_or_holds_the_one_process_is_run_again_with_workers(
 
 
 def test_what_falls_falls_though_nobody_reads_on(folder: Path) -> None:
-    command = [sys.executable, "-m", "tiebreak.reports.cli", "check", "mine.py:attention"]
-    options = ("--cases", "random_grouped", "--heads", "16")  # which it does not take: no cell runs
+    command = [sys.executable, "-m", "tiebreak.reports.cli", "check", "mine.py:attention", "--fair"]
+    options = ("--cases", "tied_maxima[k=2]", "--heads", "64")
     with subprocess.Popen([*command, *options], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -180,10 +180,10 @@ def test_pytest_runs_the_matrix_in_a_repository_of_its_own(tmp_path: Path) -> No
     found = pytest_in(tmp_path, "--kernel", "kernels/flash.py:attention", "--cases", "no_tail", "--heads=16", "-n", "1")
     assert found.returncode == 0
     assert "attention on cpu, bf16: no failure input was run" in found.stdout
-    assert "1 cell: 1 measured" in found.stdout
+    assert "1 cell: 1 held" in found.stdout
     assert "1 passed" in found.stdout
     both = pytest_in(tmp_path, "tests", "--kernel", "kernels/flash.py:attention", "--cases", "no_tail", "--heads=16")
-    assert "1 cell: 1 measured" in both.stdout
+    assert "1 cell: 1 held" in both.stdout
     assert "1 failed, 1 passed" in both.stdout  # its own test looks for the matrix' modules
     (tmp_path / "conftest.py").write_text(own.format("backend"))
     taken = pytest_in(tmp_path, "--kernel", "kernels/flash.py:attention", "--cases", "no_tail")
@@ -289,7 +289,7 @@ def validated(text: str) -> Any:
 
 
 def test_json_is_the_verdict_and_nothing_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main(["mine.py:attention", "--fair", *FEW, "-n", "0", "--json", "-"]) == 1
+    assert check.main(["mine.py:attention", "--fair", *FEW, "--json", "-"]) == 1
     text = capsys.readouterr().out
     (plain,) = validated(text)["verdicts"]
     (again,) = verdict.from_json(text)

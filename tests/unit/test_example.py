@@ -34,8 +34,8 @@ def gate(folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {
         **inherited,
         "PATH": path,
-        "PYTEST_XDIST_AUTO_NUM_WORKERS": "0",  # a worker would import torch again
-    }
+        "PYTEST_XDIST_AUTO_NUM_WORKERS": "1",
+    }  # a second one would import torch again
     return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 

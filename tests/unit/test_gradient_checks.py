@@ -35,7 +35,7 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records.record import FELL, MEASURED, Record
+from tiebreak.reports.records.record import FELL, HELD, Record
 
 CASES = {case.name: case for case in SCRIPTED}
 Change = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -126,7 +126,7 @@ def test_how_much_of_the_gradients_repeats_is_measured_and_no_failure() -> None:
     judged = record("random_causal", racing)
     assert judged.number("gradients_repeated") == pytest.approx(5 / 6, abs=0.01)
     assert judged.met("repeatable")
-    assert judged.outcome == MEASURED
+    assert judged.outcome == HELD
     assert record("random_causal", lambda *gradients: gradients).number("gradients_repeated") == 1.0
 
 
@@ -163,7 +163,7 @@ def test_a_backward_pass_that_fails_takes_no_forward_pass_with_it(tmp_path: Path
     assert judged.outcome == FELL
     assert judged.met("bound")
     assert f"its backward pass {why}" in judged.answers["gradients"].why
-    assert none.outcome == MEASURED
+    assert none.outcome == HELD
     assert "gradients" not in none.answers
     assert judged.digest == none.digest
 

@@ -321,7 +321,7 @@ class TestUserKernel:
         cases = {*killers, "random_odd"}
         body = f"if q.shape[-2] != {ODD_QUERIES}:\n    os._exit(3)\nreturn plain(q, k, v, causal=causal, scale=scale)"
         options = ("--kernel", user_kernel(pytester, body), "--kernels", "standard", "--backend", "cpu")
-        result = matrix(*options, "--cases", ",".join(cases), "--heads", "16", "-n", "1")
+        result = matrix(*options, "--cases", ",".join(cases), "--heads", "16", "-n", "2", apart=True)
         assert result.ret == 1
         assert result.stdout.str().count("replacing crashed worker") == len(killers), "a cell ran again"
         run = kept()

@@ -24,15 +24,15 @@ from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.programs.pages import tie
 from tiebreak.reports.page import mechanism
-from tiebreak.reports.records.record import CLAIM, HELD, MEASURED, PREDICTION
+from tiebreak.reports.records.record import CLAIM, HELD, PREDICTION
 
 ROOT = Path(__file__).parents[2]
 README, EXTENDING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 PAGES = (README, EXTENDING, *sorted((ROOT / "docs").glob("*.md")))
 FIGURES = ROOT / "docs" / "figures"
-YOURS = "Your kernel in 60 seconds"
+YOURS = "Check a kernel"
 SNIPPETS = [(README, YOURS), (EXTENDING, "Add a case"), (EXTENDING, "Add a kernel"), (EXTENDING, "Add a backend")]
-MOST_WORDS = 900
+MOST_WORDS = 700
 STAND_IN = Path(__file__).with_name("on_a_stand_in_device.py")
 SETTINGS = Settings(seed=1)
 
@@ -86,9 +86,7 @@ def test_readme_is_short() -> None:
 
 
 def test_commands_of_the_readme_run_from_a_fresh_clone() -> None:
-    # make leaves .venv off the PATH, so neither pytest nor tiebreak is there.
-    assert len(commands(README)) > 2
-    assert [line for line in commands(README) if not line.startswith(("make ", ".venv/bin/"))] == []
+    assert commands(README) == ["pip install .", "tiebreak check my.py:attention"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -156,7 +154,7 @@ def test_your_kernel_follows_the_plan_that_the_command_names(tmp_path: Path) -> 
     file.write_text(snippet(README, YOURS), encoding="utf-8")
     kernel = external_kernel(f"{file}:attention")
     record = run_cell(Cell(CPU, kernel, Call(case_named("tied_maxima[k=2]")), BF16), Workbench(SETTINGS))
-    assert record.outcome == MEASURED, record.reasons
+    assert record.outcome == HELD, record.reasons
     fits = record.evidence["fits"]
     assert fits["flash@paper"].bits == max(fit.bits for fit in fits.values()) == 1.0
 

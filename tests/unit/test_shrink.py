@@ -237,7 +237,6 @@ class TestCommand:
         assert keys in (8, 16)
         assert d == 16
 
-    @pytest.mark.usefixtures("here")
     def test_an_error_beyond_the_bound_in_a_captured_case(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -273,7 +272,6 @@ class TestCommand:
         assert call("--kernel", kernel, "--case", "captured[step=1.layer=0]", "--captured", ".") == 0
         assert written in (folder / "shrunk.py").read_text()
 
-    @pytest.mark.usefixtures("here")
     def test_a_kernel_without_a_scale_keeps_the_columns_whose_scale_it_has(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

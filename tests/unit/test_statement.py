@@ -304,22 +304,6 @@ def test_what_a_device_has_come_to_contradicts_nothing(name: str, seed: int) -> 
     assert recomputed >= len(ROUND_TRIP)
 
 
-def test_a_training_run_is_held_to_its_readings() -> None:
-    kind = kinds()["training"]
-    (drift,) = (run for run in kind.offered(None, cases_named=True) if run.name == "train_drift")
-    record = run_cell(Cell(EMULATION, kind.kernels(EMULATION)["flash@train"], drift, BF16), Workbench(Settings()))
-    assert list(rejudging.contradictions(record)) == []
-    for name in ("delta_error_mean", "delta_error_drift", "row_max_rise", "loss_last"):
-        number = record.number(name)
-        assert number is not None
-        changed = replace(record, measures={**record.measures, name: number - 0.01})
-        assert any(line.startswith(f"measures.{name}: ") for line in rejudging.contradictions(changed)), name
-    (line,) = rejudging.contradictions(replace(record, shown=Shown("bias", 0.0)))
-    assert line.startswith("shown: ")
-    (line,) = rejudging.contradictions(replace(record, evidence={}))
-    assert line.startswith("evidence.series: missing")
-
-
 def edited(folder: Path, name: str, old: str, new: str) -> None:
     path = folder / name
     text = path.read_text(encoding="utf-8")

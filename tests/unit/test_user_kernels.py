@@ -119,14 +119,11 @@ FOLLOWED_TEXT = re.compile(r"cpu-(\w+): follows (\S+) \((99\.[5-9]\d|100\.00) % 
 
 @pytest.fixture
 def judge(matrix: MatrixRun, pytester: pytest.Pytester) -> MatrixRun:
-    """Runs the matrix on some of the kernels above."""
+    """Runs the matrix on one of the kernels above."""
     (pytester.path / "mine.py").write_text(KERNELS, encoding="utf-8")
 
-    def run(*words: str, cases: str = TELLING, heads: int = 64) -> pytest.RunResult:
-        """The names of kernels, then options."""
-        first = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
-        kernels = [word for name in words[:first] for word in ("--kernel", f"mine.py:{name}")]
-        return matrix(*kernels, "--cases", cases, "--heads", str(heads), *words[first:])
+    def run(name: str, *options: str, cases: str = TELLING, heads: int = 64) -> pytest.RunResult:
+        return matrix("--kernel", f"mine.py:{name}", "--cases", cases, "--heads", str(heads), *options)
 
     return run
 
@@ -135,61 +132,75 @@ def output(result: pytest.RunResult) -> str:
     return "\n".join(result.outlines)
 
 
-FOLLOWED = {
-    "precise": ("flash@fp32_inside",),  # as torch's composed implementation
-    "unfused": ("flash@paper,tile=one",),
-    "fused": ("flash@fused,tile=one",),
-    "eager": ("standard",),
-    # Without vector instructions its exponential is exact at 0 and its plan is `fused`.
-    "sdpa": ("flash@fused_fast_exp", "flash@fused"),
-}
-
-
-def test_sound_kernels_are_told_their_plans_and_one_that_follows_none_so(judge: MatrixRun, kept: Kept) -> None:
-    """In one run, as what the plans come to is the same for all. To follow none is a finding: nothing fell."""
-    result = judge(*FOLLOWED, "truncates", heads=32)
+@pytest.mark.parametrize(
+    ("kernel", "plan"),
+    [
+        ("precise", "flash@fp32_inside"),  # as torch's composed implementation
+        ("unfused", "flash@paper,tile=one"),
+        ("fused", "flash@fused,tile=one"),
+        ("eager", "standard"),
+    ],
+)
+def test_sound_kernel_is_told_its_plan(judge: MatrixRun, kernel: str, plan: str) -> None:
+    result = judge(kernel)
     assert result.ret == 0, output(result)
-    told = {kernel: plan for kernel, plan, _ in FOLLOWED_TEXT.findall(output(result))}
-    assert told.keys() == FOLLOWED.keys()
-    assert [kernel for kernel, plan in told.items() if plan not in FOLLOWED[kernel]] == []
-    unexplained = r"unexplained: no known plan agrees; nearest is \S+ with \d\d\.\d\d % of bits in 9 cells \(.*\)"
-    result.stdout.re_match_lines([f"cpu-truncates: {unexplained}"])
-    assert kept().explanations["cpu-truncates"].state == UNEXPLAINED
+    found = FOLLOWED_TEXT.search(output(result))
+    assert found is not None
+    assert found.group(1, 2) == (kernel, plan)
 
 
-UNSOUND = {
-    "wrong_shape": (
-        "contract",
-        r"ContractError: returned shape \(2, 16, \d+, (63|31)\), expected \(2, 16, \d+, (64|32)\)",
-    ),
-    "wrong_dtype": ("contract", r"ContractError: returned torch\.float32, expected torch\.bfloat16"),
-    "changes_q": ("contract", "ContractError: changed its input q"),
-    "counts": ("repeatable", "not repeatable"),
-    "nan": ("finite", "are NaN or Inf, the reference is not"),
-    "drops_scale": ("bound", "largest error is .* times the bound"),
-}
+def test_torchs_own_flash_kernel_follows_the_declared_one(judge: MatrixRun) -> None:
+    result = judge("sdpa")
+    assert result.ret == 0, output(result)
+    found = FOLLOWED_TEXT.search(output(result))
+    assert found is not None
+    # Without vector instructions its exponential is exact at 0 and its plan is `fused`.
+    assert found[2] in ("flash@fused_fast_exp", "flash@fused")
 
 
-def test_unsound_kernels_fall(judge: MatrixRun, kept: Kept) -> None:
-    """Each by the check that is there for it, which says what was found; a mask is missed where there is one alone."""
-    assert judge(*UNSOUND, "ignores_causal", cases="random,random_causal", heads=32).ret == 1
-    records = {(record.kernel, record.case): record for record in kept().records}
-    assert records.keys() == {
-        (kernel, case) for kernel in (*UNSOUND, "ignores_causal") for case in ("random", "random_causal")
-    }
-    assert [
-        case for (kernel, case), record in records.items() if kernel == "ignores_causal" and record.outcome == FELL
-    ] == ["random_causal"]
-    for (kernel, _), record in records.items():
-        if kernel in UNSOUND:
-            check, told = UNSOUND[kernel]
-            assert (record.outcome, record.met(check)) == (FELL, False), kernel
-            assert re.search(told, record.answers[check].why), kernel
+@pytest.mark.parametrize(
+    ("kernel", "check", "told"),
+    [
+        (
+            "wrong_shape",
+            "contract",
+            r"ContractError: returned shape \(2, 16, \d+, (63|31)\), expected \(2, 16, \d+, (64|32)\)",
+        ),
+        ("wrong_dtype", "contract", r"ContractError: returned torch\.float32, expected torch\.bfloat16"),
+        ("changes_q", "contract", "ContractError: changed its input q"),
+        ("counts", "repeatable", "not repeatable"),
+        ("nan", "finite", "are NaN or Inf, the reference is not"),
+        ("drops_scale", "bound", "largest error is .* times the bound"),
+    ],
+)
+def test_unsound_kernel_falls(judge: MatrixRun, kept: Kept, kernel: str, check: str, told: str) -> None:
+    """By the check that is there for it, which says what was found."""
+    assert judge(kernel, cases="random,random_causal", heads=32).ret == 1
+    assert len(kept().records) == 2
+    for record in kept().records:
+        assert record.outcome == FELL
+        assert record.met(check) is False
+        assert re.search(told, record.answers[check].why)
+
+
+def test_a_causal_mask_that_is_ignored_falls_where_there_is_one(judge: MatrixRun, kept: Kept) -> None:
+    assert judge("ignores_causal", cases="random,random_causal", heads=32).ret == 1
+    assert [record.case for record in kept().records if record.outcome == FELL] == ["random_causal"]
 
 
 def test_a_key_that_is_left_out_falls_where_it_carries_the_row(judge: MatrixRun, kept: Kept) -> None:
     assert judge("drops_a_key", cases="tied_maxima[k=2]", heads=64).ret == 1
     assert re.search("largest error is .* times the bound", " ".join(kept().records[0].reasons))
+
+
+def test_kernel_that_follows_no_plan_is_unexplained_and_held_to_the_loosest(judge: MatrixRun, kept: Kept) -> None:
+    result = judge("truncates")
+    assert result.ret == 1, output(result)
+    nearest = r"unexplained: no known plan agrees; nearest is \S+ with \d\d\.\d\d % of bits in 9 cells \(.*\)"
+    result.stdout.re_match_lines([f"cpu-truncates: {nearest}"])
+    assert kept().explanations["cpu-truncates"].state == UNEXPLAINED
+    (why,) = (record.answers["accuracy"].why for record in kept().records if record.case == "random")
+    assert re.fullmatch(r"mean square \S+ times what \S+ has \(at least .*\); bias -0\.\d\d ulp from what .*", why)
 
 
 def test_too_few_heads_explain_nothing(judge: MatrixRun) -> None:
@@ -230,21 +241,20 @@ def test_right_plan_holds(judge: MatrixRun, kept: Kept, kernel: str, plan: str) 
 
 @pytest.mark.parametrize(("kernel", "plan"), [("unfused", "fused"), ("fused", "paper"), ("truncates", "fused")])
 def test_wrong_plan_falls(judge: MatrixRun, kept: Kept, kernel: str, plan: str) -> None:
-    assert judge(kernel, "--plan", plan, cases="tied_maxima[k=2],random").ret == 1
+    assert judge(kernel, "--plan", plan).ret == 1
     reasons = " ".join(reason for record in kept().records for reason in record.reasons)
     assert re.search(rf"not what \S+@{plan} predicts: bias \S+ \+- \S+ ulp measured, bias .* emulated", reasons)
 
 
 def test_biased_kernel_is_not_fair(judge: MatrixRun, kept: Kept) -> None:
-    biased = "tied_maxima[k=2],sink_tie,single_maximum_sink,ties_across_blocks,random"
-    assert judge("unfused", "--fair", cases=biased).ret == 1
+    assert judge("unfused", "--fair").ret == 1
     fell = {record.case: record.reasons[0] for record in kept().records if record.outcome == FELL}
     assert set(fell) == {"tied_maxima[k=2]", "sink_tie", "single_maximum_sink", "ties_across_blocks"}
     assert all("--fair: no bias on any failure input" in reason for reason in fell.values())
     assert all("--fair" in record.command for record in kept().records)
 
 
-@pytest.mark.parametrize("plan", [(), ("--plan", "fused_stochastic")], ids=["undeclared", "declared"])
+@pytest.mark.parametrize("plan", [(), ("--plan", "fair")], ids=["undeclared", "declared"])
 def test_fair_kernel_is_fair(judge: MatrixRun, kept: Kept, plan: tuple[str, ...]) -> None:
     result = judge("stochastic", "--fair", *plan, cases="tied_maxima[k=2],sink_tie", heads=256)
     assert result.ret == 0, output(result)
@@ -257,9 +267,8 @@ def test_a_correctly_rounded_output_is_no_worse_than_itself_though_it_is_not_fai
     """On a sink O's own ties break to one side; a kernel that rounds O-bar too is biased where they do not."""
     cases = "tied_maxima[k=2],sink_tie"
     assert judge("precise", "--fair", cases=cases).ret == 1
-    assert judge("precise", "unfused", "--no-worse-than", "rounded", cases=cases).ret == 1
-    records = {(record.kernel, record.case): record for record in kept().records}
-    assert all("no more bias than a correctly rounded O" in record.answers[CLAIM].asked for record in records.values())
-    assert {kernel for (kernel, _), record in records.items() if record.outcome == FELL} == {"unfused"}
-    told = records["unfused", "tied_maxima[k=2]"].reasons[0]
+    assert judge("precise", "--no-worse-than", "rounded", cases=cases).ret == 0
+    assert all("no more bias than a correctly rounded O" in one.answers[CLAIM].asked for one in kept().records)
+    assert judge("unfused", "--no-worse-than", "rounded", cases=cases).ret == 1
+    (told,) = (record.reasons[0] for record in kept().records if record.case == "tied_maxima[k=2]")
     assert re.search(r"claim fell: .* bias \+0\.2\d\d .* measured, bias -0\.0\d\d .* of O rounded once", told)

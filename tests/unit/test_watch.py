@@ -65,7 +65,7 @@ def mine(pytester: pytest.Pytester) -> str:
 def test_a_kernel_that_hangs_or_dies_has_its_own_outcome_and_every_cell_its_record(
     matrix: MatrixRun, kept: Kept, mine: str
 ) -> None:
-    assert matrix("--kernel", mine, *CASES, "--cell-timeout", "3", "-n", "1").ret == 1
+    assert matrix("--kernel", mine, *CASES, "--cell-timeout", "6", "-n", "1", apart=True).ret == 1
     found = {record.case: record for record in kept().records}
     assert {case: record.outcome for case, record in found.items()} == {
         "random": MEASURED,
@@ -73,7 +73,7 @@ def test_a_kernel_that_hangs_or_dies_has_its_own_outcome_and_every_cell_its_reco
         "random_causal": CRASHED,
     }
     assert found["random_odd"].met("in_time") is False
-    assert "no result after 3 s; it was in fullmatch" in found["random_odd"].reasons[0]
+    assert "no result after 6 s; it was in fullmatch" in found["random_odd"].reasons[0]
     assert "its process died" in found["random_causal"].reasons[0]
 
 

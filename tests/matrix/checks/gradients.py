@@ -1,10 +1,20 @@
-"""Whether a kernel's own gradients are finite, and within a rounding-error bound."""
+"""Whether a kernel's own gradients are finite, within a bound, and on normal numbers of the right size on the whole."""
 
+from collections.abc import Iterator
+
+from tiebreak.cases.accuracy import GAIN
+from tiebreak.cases.verdicts import Interval
 from tiebreak.matrix.checks import Check, numbers, without_number
 from tiebreak.matrix.result import Result
 from tiebreak.reports.records.record import Answer
 
 _NEEDED = ("gradients_nonfinite", "gradient_error_over_bound")
+_GAINS = {
+    "dq_gain_error": "dQ",
+    "dk_gain_error": "dK",
+    "dv_gain_error": "dV",
+    "delta_bias_in_dq": "delta, read off dQ,",
+}
 _ASKED = "dQ, dK and dV finite where the reference's are, and within their rounding-error bounds"
 
 
@@ -23,12 +33,22 @@ def _ask(result: Result) -> Answer | None:
         faults.append(f"{lost:.0f} elements of dQ, dK and dV are NaN or Inf, the reference's are not")
     if share > 1.0:
         faults.append(f"the largest error of dQ, dK and dV is {share:.3g} times its bound")
+    faults += _leaning(result)
     return Answer(not faults, _ASKED, "; ".join(faults))
+
+
+def _leaning(result: Result) -> Iterator[str]:
+    """Which gradients are too large or too small on the whole, where that is measured."""
+    errors = {name: result.measures.get(name) for name in _GAINS}
+    if isinstance(errors["dq_gain_error"], Interval):
+        for name, error in errors.items():
+            if isinstance(error, Interval) and error.beyond(GAIN):
+                yield f"{_GAINS[name]} is off by {error.mean:+.2%} on the whole, on normal numbers"
 
 
 CHECK = Check(
     "gradients",
-    "a kernel's own dQ, dK and dV are finite and within a rounding-error bound",
+    "a kernel's own dQ, dK and dV are finite, within a rounding-error bound, and of the right size on the whole",
     _ask,
     term="backward error check",
 )

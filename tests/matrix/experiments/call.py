@@ -21,6 +21,7 @@ from tiebreak.cases.trace import trace
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext, UnusableExperimentError
+from tiebreak.matrix.held_to import plan_held_to
 from tiebreak.matrix.repetition import repetition
 from tiebreak.matrix.result import Claimed, Predicted, Result
 from tiebreak.matrix.sampling import Sample, SequentialSampler
@@ -117,8 +118,17 @@ class Call(Experiment):
         errors, outputs = sample.errors, [draw.output for draw in sample.draws]
         batches = [case_bench.batch(index) for index in range(len(outputs))]
         repeated = repetition(cell, outputs[0], batches[0].inputs)
+        held_to = plan_held_to(cell, sampler, case_bench, bench)
         observed = Observed(
-            errors, outputs, batches, sample.declaration, sample.prediction, sample.equal_bits, repeated.gradients
+            errors,
+            outputs,
+            batches,
+            sample.declaration,
+            sample.prediction,
+            sample.equal_bits,
+            held_to.errors if held_to else None,
+            self.case.normal,
+            repeated.gradients,
         )
         verdict = None if sample.verdict is None else sample.verdict.value
         return Result(
@@ -128,6 +138,7 @@ class Call(Experiment):
             claims=tuple(_claims(sample)),
             prediction=_prediction(sample),
             backward_error=outputs[0].backward_error,
+            held_to=held_to.plan if held_to else None,
             repeatable=repeated.same,
             contract=cell.kernel.external,
             leaks=repeated.leaks,

@@ -1,0 +1,94 @@
+"""The plan whose errors those of a kernel may not exceed: the one it declares, follows here, or follows overall.
+
+A kernel that declares nothing, follows one plan on most inputs and none on others, such as one that clamps its logits,
+is so held to its own arithmetic on the others. One that follows another plan at another shape is held to that plan
+there.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from tiebreak.backends.backend import to_device
+from tiebreak.cases.case import Case
+from tiebreak.cases.errors import Errors
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.matrix.attribution import fits
+from tiebreak.matrix.candidates import accepted
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.explain import FOLLOWED
+from tiebreak.matrix.sampling import SequentialSampler
+from tiebreak.matrix.workbench import CaseBench, Workbench
+
+_HEADS = 32  # of each probe: on as many, attribution tells the candidates of a cell apart
+#: Share of equal bits below which a kernel may cast O with random bits of its own, with which no emulation agrees. It
+#: is then held to the largest errors of such plans: their mean square is two to three times that of a cast to nearest.
+_RANDOM = 0.9
+_PROBES: tuple[Case, ...] = tuple(case for case in SCRIPTED if case.normal)[:3]
+
+
+@dataclass(frozen=True)
+class HeldTo:
+    """What the errors of O are compared with."""
+
+    plan: str  # as reports name it
+    errors: tuple[Errors, Errors]  # of O and of the plan's emulation, on the same heads
+
+
+def plan_held_to(cell: Cell, sampler: SequentialSampler, case_bench: CaseBench, bench: Workbench) -> HeldTo | None:
+    """What the errors of a cell are compared with.
+
+    Args:
+        cell: what was run.
+        sampler: what came of it.
+        case_bench: of its case.
+        bench: of the worker, which remembers what a kernel follows overall.
+
+    Returns:
+        None where the emulation tells nothing: it is what was run, or the case is chaotic or cancels.
+    """
+    sample = sampler.sample
+    if sample.prediction is not None:
+        return HeldTo(sample.declaration.label, (sample.errors, sample.prediction))
+    shares = {name: fit.bits for name, fit in sampler.fits.items() if name in accepted()}
+    if not shares:
+        return None
+    nearest = max(shares, key=shares.__getitem__)
+    plans = (nearest,) if shares[nearest] >= FOLLOWED else _overall(cell, bench)
+    ours = sample.draws[0].errors
+    held = [HeldTo(plan, (ours, case_bench.emulated(0, accepted()[plan])[1])) for plan in plans]
+    return max(held, key=lambda one: one.errors[1].rms_ulps, default=None)
+
+
+def _overall(cell: Cell, bench: Workbench) -> tuple[str, ...]:
+    """The accepted plan with the most bits of a kernel on normal numbers; none where it runs on none of the probes."""
+    key = (cell.backend.name, cell.kernel.name, cell.fmt.name)
+    if key not in bench.overall:
+        bench.overall[key] = _nearest(list(_shares(cell, bench)))
+    return bench.overall[key]
+
+
+def _nearest(shares: list[dict[str, float]]) -> tuple[str, ...]:
+    if not shares:
+        return ()
+    mean = {name: sum(share[name] for share in shares) for name in shares[0]}
+    best = max(mean, key=mean.__getitem__)
+    if mean[best] >= _RANDOM * len(shares):
+        return (best,)
+    return tuple(name for name in mean if accepted()[name].plan.stochastic)
+
+
+def _shares(cell: Cell, bench: Workbench) -> Iterator[dict[str, float]]:
+    """The share of bits that every accepted plan has of the kernel, one dictionary a probe that it runs on."""
+    backend, kernel = cell.backend, cell.kernel
+    for case in _PROBES:
+        batch = CaseBench(case, cell.fmt, replace(bench.settings, heads=_HEADS)).batch(0)
+        if kernel.refusal(to_device(batch.inputs, backend.device)) is not None:
+            continue
+        try:
+            o = backend.run(kernel, batch.inputs, gradients=False).o
+        except Exception:  # the cell of that case says what it raised
+            continue
+        if torch.isfinite(o).any():
+            yield {name: fit.bits for name, fit in fits(o, batch, accepted()).items()}
