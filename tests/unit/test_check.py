@@ -142,7 +142,7 @@ def test_a_kernel_that_ends_or_holds_the_one_process_is_run_again_with_workers(
         [*command, *options], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "2 cells: 2 measured" in ran.stdout
+    assert "2 cells: 2 held" in ran.stdout
     (line,) = ran.stderr.splitlines()
     assert line.startswith(f"tiebreak check: {why}")
     assert line.endswith("; once more with workers, to tell which cells are to blame")
@@ -294,7 +294,7 @@ def test_json_is_the_verdict_and_nothing_else(folder: Path, capsys: pytest.Captu
     (plain,) = validated(text)["verdicts"]
     (again,) = verdict.from_json(text)
     assert plain["headline"] == again.headline == "attention on cpu, bf16: biased on 1 of 1 failure input"
-    assert (again.ok, again.seed, again.cells) == (False, 1, {"fell": 1, "measured": 1, "skipped": 1})
+    assert (again.ok, again.seed, again.cells) == (False, 1, {"fell": 1, "held": 1, "skipped": 1})
     assert [(cell.cell, cell.outcome) for cell in again.fell] == [("cpu-attention-tied_maxima[k=2]-bf16", "fell")]
     assert "--cases 'tied_maxima[k=2]'" in again.fell[0].command
     assert again.command.startswith("tiebreak check mine.py:attention --fair --cases ")

@@ -21,7 +21,7 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records.record import FELL, MEASURED, Record
+from tiebreak.reports.records.record import FELL, HELD, Record
 
 CASES = {case.name: case for case in SCRIPTED}
 PLAIN = """
@@ -92,7 +92,7 @@ def in_one_process(folder: Path, body: str) -> tuple[Record, list[tuple[object, 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[object, ...]]:
     first, later = in_one_process(tmp_path_factory.mktemp("sound"), "pass")
-    assert first.outcome == MEASURED
+    assert first.outcome == HELD
     assert first.met("contract")
     return later
 
@@ -147,7 +147,7 @@ def test_a_kernel_that_seeds_the_global_generators_is_within_its_rights(
 ) -> None:
     before = generators()
     record, later = in_one_process(tmp_path, seeding)
-    assert record.outcome == MEASURED
+    assert record.outcome == HELD
     assert later == undisturbed
     assert generators() == before
 

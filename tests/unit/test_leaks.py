@@ -18,7 +18,7 @@ from tiebreak.matrix.leaks import CALLS, left_behind
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records.record import FELL, MEASURED, Record
+from tiebreak.reports.records.record import FELL, HELD, Record
 
 CASES = {case.name: case for case in SCRIPTED}
 KERNEL = """
@@ -89,7 +89,7 @@ def test_a_kernel_that_leaks_falls_and_what_it_leaks_is_told(tmp_path: Path, bod
 )
 def test_what_is_kept_once_is_no_leak(tmp_path: Path, body: str) -> None:
     result = record(tmp_path, body)
-    assert result.outcome == MEASURED
+    assert result.outcome == HELD
     assert result.met("contract")
 
 

@@ -272,9 +272,9 @@ class TestUserKernel:
         assert result.ret == 1
         found = {record.case: record for record in kept().records}
         assert {case: record.outcome for case, record in found.items()} == {
-            "random": MEASURED,
+            "random": HELD,
             "random_causal": CRASHED,
-            "random_odd": MEASURED,
+            "random_odd": HELD,
         }
         told = r"RuntimeError: no causal mask \(mine\.py, line \d+\)"
         assert re.fullmatch(told, found["random_causal"].reasons[0])
@@ -310,7 +310,7 @@ class TestUserKernel:
             assert (len(run.records), run.complete) == (1, False)
             result.stdout.fnmatch_lines(["*the device is beyond use for this process; -n 1 puts another in its place*"])
         else:
-            assert {record.case for record in run.records if record.outcome == MEASURED} == set(cases[1:])
+            assert {record.case for record in run.records if record.outcome == HELD} == set(cases[1:])
             assert run.complete
             assert result.parseoutcomes()["failed"] == 1
 
@@ -327,7 +327,7 @@ class TestUserKernel:
         run = kept()
         assert run.complete
         mine, others = ([one for one in run.records if one.kernel == name] for name in ("mine", "standard"))
-        assert {one.case: one.outcome for one in mine} == dict.fromkeys(killers, CRASHED) | {"random_odd": MEASURED}
+        assert {one.case: one.outcome for one in mine} == dict.fromkeys(killers, CRASHED) | {"random_odd": HELD}
         assert {one.case for one in others} == cases
         assert {one.outcome for one in others} <= {HELD, MEASURED}
         died = "its process died: killed by a signal, out of memory, or ended by the kernel itself"

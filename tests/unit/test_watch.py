@@ -17,7 +17,7 @@ from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.watch import Watch, timed_out
 from tiebreak.reports.gate.expected import Excuses
-from tiebreak.reports.records.record import CRASHED, MEASURED, TIMED_OUT, Run
+from tiebreak.reports.records.record import CRASHED, HELD, TIMED_OUT, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]
@@ -68,7 +68,7 @@ def test_a_kernel_that_hangs_or_dies_has_its_own_outcome_and_every_cell_its_reco
     assert matrix("--kernel", mine, *CASES, "--cell-timeout", "6", "-n", "1", apart=True).ret == 1
     found = {record.case: record for record in kept().records}
     assert {case: record.outcome for case, record in found.items()} == {
-        "random": MEASURED,
+        "random": HELD,
         "random_odd": TIMED_OUT,
         "random_causal": CRASHED,
     }

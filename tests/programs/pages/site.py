@@ -42,7 +42,7 @@ API = {
     "Experiments": ("tiebreak.matrix.experiment", "tiebreak.matrix.result"),
     "Records": ("tiebreak.reports.records.record", "tiebreak.reports.records.store", "tiebreak.reports.gate.gate"),
 }
-_LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+_LINK = re.compile(r"""(\]\(|<img src=")([^)\s"]+)(\)|")""")  # of Markdown, and a picture of a width of its own
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
