@@ -132,7 +132,7 @@ class SequentialSampler:
         self._out_of_time = False  # whether a look was left out that might have told
         declaration, external = cell.kernel.declaration, cell.kernel.external
         tiled = tilings(declaration or UNDECLARED) if external else (declaration or UNDECLARED,)
-        # A bound grows with the number of tiles: whoever says nothing may work in the smallest.
+        # A bound grows with the number of tiles: a kernel that says nothing may work in the smallest.
         self._tilings = tiled[-1:] if declaration is None else tiled
         # A chaotic or cancelling case predicts nothing: its records say none is made, not that one was met.
         bits_tell = not (bench.case.cancels or bench.case.chaotic)
