@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -29,7 +29,6 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.programs import gpu_timing
 from tiebreak.reports.records.record import CRASHED, HELD, INCONCLUSIVE, SKIPPED, Record
 
 CASES = {case.name: case for case in SCRIPTED}
@@ -430,54 +429,6 @@ class TestFlashAttn:
         wide = torch.ones(1, 1, 2, 264)
         reason = refusal(AttentionInputs(wide, wide, wide, wide, Formats.of(BF16)))
         assert reason == "flash-attn takes head dimensions up to 256, not 264"
-
-
-class TestTiming:
-    def test_operations_are_those_of_the_products(self) -> None:
-        full = gpu_timing.forward_flops(4, 16, 4096, 64, causal=False)
-        assert full == 2 * (2 * 4 * 16 * 4096 * 4096 * 64)  # a multiply and an add, in S = Q K^T and in P V
-        assert gpu_timing.forward_flops(4, 16, 4096, 64, causal=True) == full / 2
-        assert gpu_timing.backward_flops(4, 16, 4096, 64, causal=False) == full * 5 / 2
-
-    def test_a_flush_writes_more_than_the_cache_holds(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        cache = 50 * 2**20
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=cache))
-        written = gpu_timing.l2_flush("cpu")()
-        assert isinstance(written, Tensor)
-        assert written.nbytes >= 2 * cache
-        assert not written.any()
-
-    def test_calls_take_turns_on_an_empty_cache(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        clock = [0.0]
-        log: list[str] = []
-
-        class Event:
-            def __init__(self, enable_timing: bool) -> None:
-                assert enable_timing
-
-            def record(self) -> None:
-                self.at = clock[0]
-
-            def elapsed_time(self, end: "Event") -> float:
-                assert log[-1] == "wait", "an event was read before the GPU was done"
-                return end.at - self.at
-
-        def step(name: str, *milliseconds: float) -> Callable[[], None]:
-            left = list(milliseconds)
-
-            def call() -> None:
-                log.append(name)
-                clock[0] += left.pop(0)
-
-            return call
-
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
-        # The first is not timed.
-        calls = {"ours": step("ours", 100, 3, 1, 8), "theirs": step("theirs", 100, 2, 2, 2)}
-        timings = gpu_timing.side_by_side(calls, step("flush", *[50.0] * 6), rounds=3)
-        assert timings == {"ours": 3, "theirs": 2}
-        assert log == ["ours", "theirs", *["flush", "ours", "flush", "theirs"] * 3, "wait"]
 
 
 def test_a_worker_is_told_of_its_gpu_by_this_process_environment(machine: Machine) -> None:
