@@ -1,0 +1,234 @@
+"""One call of a kernel that someone else wrote, step by step: where its arguments lie, its O, its gradients."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiebreak.kernels.external.conventions import ALWAYS, Convention
+from tiebreak.kernels.external.errors import ContractError
+from tiebreak.kernels.external.options import AUTOGRAD
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
+from tiebreak.kernels.kernel import CannotRunError
+
+FULL = "bhnd"  # a layout without a dimension left out
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+Returned = tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None, str | None]
+Triple = tuple[Tensor, Tensor, Tensor]
+#: Gives the same numbers in a place of its own: other strides, or a storage that goes on behind them.
+Placing = Callable[[Tensor], Tensor]
+
+
+class NoGradientsError(Exception):
+    """What a backward pass has returned is no dQ, dK and dV of its inputs; the message goes on after `it`."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What a call is given, in the kernel's layout and format, where it lies in memory."""
+
+    leaves: Triple  # q, k and v that autograd's gradients are of
+    arguments: Triple  # those that the function gets
+    do: Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call in the kernel's own layout."""
+
+    function: Callable[..., Any]
+    convention: Convention
+    inputs: AttentionInputs
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self.inputs.formats.inputs]
+
+    def run(self, *, gradients: bool) -> Returned:
+        """O and the gradients, all (batch, heads, N, d) in fp32, and what was wrong with the backward pass."""
+        placed = self.placed(gradients=gradients)
+        copies = tuple(tensor.detach().clone() for tensor in placed.arguments)
+        o = self.forward(placed)
+        _check_inputs(placed.arguments, copies)
+        computed, failure = None, None
+        try:
+            computed = self.backward(placed, o) if gradients else None
+        except NotImplementedError:
+            raise
+        except CannotRunError:
+            pass  # nothing is known of its gradients, and its O stands
+        except Exception as error:  # its O is its own: what is wrong with the backward pass is the gradients' matter
+            kind = "" if isinstance(error, NoGradientsError) else f"raised {type(error).__name__}: "
+            failure = " ".join(f"{kind}{error}".split())
+        if gradients:
+            _check_inputs(placed.arguments, copies)
+        back = None if computed is None else tuple(self.restored(gradient) for gradient in computed)
+        return self.restored(o), back, failure  # type: ignore[return-value]
+
+    def placed(self, placing: Placing | None = None, of_do: Placing | None = None, *, gradients: bool) -> Placed:
+        """Copies of the inputs: a kernel that writes into its own must not spoil those of the other cells.
+
+        Args:
+            placing: where q, k and v lie, as autograd's leaves; None: contiguous.
+            of_do: where dO lies; None: contiguous.
+            gradients: whether its backward pass is to follow.
+        """
+        inputs = self.inputs
+        q, k, v, do = (
+            self._laid(tensor.to(self._dtype, copy=True)) for tensor in (inputs.q, inputs.k, inputs.v, inputs.do)
+        )
+        if placing is not None:
+            q, k, v = placing(q), placing(k), placing(v)
+        if of_do is not None:
+            do = of_do(do)
+        leaves = arguments = (q, k, v)
+        if gradients and self.convention.options.backward == AUTOGRAD:
+            leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
+            # Not the leaves themselves: of a kernel that writes into its inputs the message says so, and is not
+            # autograd's. A copy would lie elsewhere, though.
+            arguments = leaves if placing is not None else (q.clone(), k.clone(), v.clone())
+        return Placed(leaves, arguments, do)
+
+    @property
+    def _letters(self) -> str:
+        """The kernel's order of dimensions, those that it leaves out in front."""
+        layout = self.convention.options.layout
+        return "".join(letter for letter in FULL if letter not in layout) + layout
+
+    def _laid(self, x: Tensor) -> Tensor:
+        """(batch, heads, N, d) in the kernel's order of dimensions, contiguous."""
+        return x.permute([FULL.index(letter) for letter in self._letters]).contiguous()
+
+    def restored(self, x: Tensor) -> Tensor:
+        """From the kernel's order of dimensions to (batch, heads, N, d), in fp32."""
+        return x.detach().permute([self._letters.index(letter) for letter in FULL]).float()
+
+    def forward(self, placed: Placed) -> Tensor:
+        """O in the kernel's layout, one call for every index of the dimensions that it leaves out.
+
+        Raises:
+            ContractError: no tensor, or not as O has to be.
+            Exception: whatever the kernel raises.
+        """
+        outer = len(FULL) - len(self.convention.options.layout)
+        q, k, v = placed.arguments
+        if outer == 0:
+            return self._output((q, k, v), slice(None))
+        batches = []
+        for batch in range(q.shape[0]):
+            if outer == 1:
+                batches.append(self._output((q[batch], k[batch], v[batch]), slice(batch, batch + 1)))
+                continue
+            heads = [
+                self._output(
+                    (q[batch, head], *(tensor[batch, head // self.inputs.groups] for tensor in (k, v))),
+                    slice(batch, batch + 1),
+                )
+                for head in range(q.shape[1])
+            ]
+            batches.append(torch.stack(heads))
+        return torch.stack(batches)
+
+    def _output(self, arguments: Sequence[Tensor], batch: slice) -> Tensor:
+        return _checked_output(self._returned(arguments, batch), arguments)
+
+    def returned(self, placed: Placed) -> Any:
+        """All that one call returns, of a kernel that takes all dimensions."""
+        return self._returned(placed.arguments, slice(None))
+
+    def _returned(self, arguments: Sequence[Tensor], batch: slice) -> Any:
+        after, keywords = self.convention.arguments(self.keywords(batch))
+        return self.function(*arguments, *after, **keywords)
+
+    def keywords(self, batch: slice) -> dict[str, Any]:
+        """Causal flag, scale, mask and whether heads are grouped, as the kernel calls them."""
+        convention, inputs = self.convention, self.inputs
+        keywords: dict[str, Any] = {}
+        if convention.scale is not None:
+            keywords[convention.scale] = inputs.scale
+        if convention.grouped is not None:
+            keywords[convention.grouped] = inputs.groups > 1
+        square = inputs.q.shape[2] == inputs.k.shape[2]
+        fits = square or not convention.causal_where_square
+        flagged = convention.causal is not None and inputs.key_padding is None and fits
+        if convention.causal not in (None, ALWAYS):
+            keywords[str(convention.causal)] = inputs.causal and flagged
+        if convention.mask is not None:
+            keywords[convention.mask] = None  # it may have no default
+        hidden = inputs.hidden()
+        if hidden is not None and convention.mask is not None and not flagged:
+            visible = ~hidden.to(inputs.q.device)[batch if hidden.shape[0] > 1 else slice(None)]
+            keywords[convention.mask] = visible.expand(-1, -1, inputs.q.shape[2], -1)
+        return keywords
+
+    def backward(self, placed: Placed, o: Tensor) -> Triple | None:
+        """dQ, dK and dV in the kernel's layout; None where it has no backward pass.
+
+        Raises:
+            NoGradientsError: it has returned something else.
+            Exception: whatever it raises.
+        """
+        backward = self.convention.options.backward
+        if backward == AUTOGRAD and o.requires_grad:
+            gradients = self._by_autograd(placed, o)
+        elif callable(backward):
+            gradients = self._by_function(backward, placed, o)
+        else:
+            return None
+        _check_gradients(gradients, placed.arguments)
+        dq, dk, dv = gradients
+        return dq, dk, dv
+
+    def _by_autograd(self, placed: Placed, o: Tensor) -> tuple[Tensor, ...]:
+        gradients = torch.autograd.grad(o, placed.leaves, placed.do, allow_unused=True)
+        missing = [name for name, gradient in zip("qkv", gradients, strict=True) if gradient is None]
+        if missing:
+            raise NoGradientsError(f"has no gradient of {' and '.join(missing)}")
+        return gradients
+
+    def _by_function(self, backward: Callable[..., Any], placed: Placed, o: Tensor) -> tuple[Tensor, ...]:
+        after, keywords = self.convention.arguments(self.keywords(slice(None)))
+        gradients = backward(placed.do, *placed.arguments, o, *after, **keywords)
+        if not isinstance(gradients, (tuple, list)) or len(gradients) < 3:
+            raise NoGradientsError("returned no (dQ, dK, dV)")
+        return tuple(gradients[:3])
+
+
+def _checked_output(returned: object, arguments: Sequence[Tensor]) -> Tensor:
+    """O of what was returned: it, or the first of several, such as (O, log-sum-exp).
+
+    Raises:
+        ContractError: no tensor, or not as O has to be.
+    """
+    q = arguments[0]
+    out = returned[0] if isinstance(returned, (tuple, list)) and returned else returned
+    if not isinstance(out, Tensor):
+        raise ContractError(f"returned {type(returned).__name__}, not a tensor")
+    if out.shape != q.shape:
+        raise ContractError(f"returned shape {tuple(out.shape)}, expected {tuple(q.shape)}")
+    if out.dtype != q.dtype:
+        raise ContractError(f"returned {out.dtype}, expected {q.dtype}")
+    if out.device != q.device:
+        raise ContractError(f"returned a tensor on {out.device}, expected {q.device}")
+    for name, argument in zip("qkv", arguments, strict=True):
+        if out.numel() and out.untyped_storage().data_ptr() == argument.untyped_storage().data_ptr():
+            raise ContractError(f"returned a view of its input {name}")
+    return out
+
+
+def _check_inputs(arguments: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+    for name, now, before in zip("qkv", arguments, copies, strict=True):
+        # Bits, so that NaN inputs compare equal to themselves.
+        bits = _BITS[now.element_size()]
+        if not bool((now.detach().view(bits) == before.view(bits)).all()):
+            raise ContractError(f"changed its input {name}")
+
+
+def _check_gradients(gradients: Sequence[Tensor], arguments: Sequence[Tensor]) -> None:
+    for name, gradient, leaf in zip("qkv", gradients, arguments, strict=True):
+        if not isinstance(gradient, Tensor) or gradient.shape != leaf.shape:
+            received = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
+            raise NoGradientsError(f"returned {received} for d{name.upper()}, expected {tuple(leaf.shape)}")
