@@ -66,6 +66,7 @@ _FUSED_IS_NOT, _FUSED_ROUNDED_FIRST_IS_NOT = (
 _LAZY_IS_FUSED = claim(UNBIASED, f"{OWN}: no later block is higher, so nothing lags", rules="lazy", plans="fused")
 # Its delta does not see O, and so not the bias: see docs/science.md.
 _STANDARD_IS_BIASED = claim(BIASED_AWAY, f"{OWN}: normalising P before its cast leaves the ties", rules="standard")
+_FAST_EXP_ERRS = claim(BIASED_AWAY, f"{OWN}: an exp(0) below 1 makes l small", rules="safe", plans="fused_fast_exp")
 _TIES_GO_AWAY = claim(BIASED_AWAY, f"{OWN}: a cast of O away from zero", rules="safe", plans="fused_p_bar_o_away")
 _FIX_HOLDS = claim(UNBIASED, f"{PAPER} v2, section 4", rules=_FIXES, plans="paper all_bf16")
 # Of plans that scale nothing, where two maxima tie.
@@ -82,23 +83,30 @@ _TILE_OVERSHOOTS = claim(
     formats="bf16 fp16",
     tiled=True,
 )
+_NO_TAIL = (200.0, 210.0)  # below the maxima: exp of it is 0 in fp32
 _SAFE_BLIND_FIXES = "safe as_printed_v1 as_printed_v2 stabilized stabilized_v1 stabilized_authors gamma"
 _ROUNDS_BACK = f"{OWN}: P-bar rounds back to 1"
 _ON_THE_MARGIN = "sits on the margin: which side of it the interval ends depends on the few row maxima drawn"
 
 
-def _tied(
+def _scripted(
     name: str,
     about: str,
     scores: Scores,
     *claims: Claim,
+    source: str = OWN,
     values: Values = ONE_SIGNED,
     shape: Shape = SHAPE,
     **fields: Any,
 ) -> Case:
-    """A failure input, with further fields of its case."""
+    """Scripted rows, with further fields of their case; what holds of `fair` and of a fixed offset does of all."""
     recipe = partial(scripted, scores=scores, values=values, shape=shape)
-    return Case(name, about, PAPER, recipe, (*claims, _DITHERED, FAIR, OFFSET_HARMS), failure=True, **fields)
+    return Case(name, about, source, recipe, (*claims, FAIR, OFFSET_HARMS), **fields)
+
+
+def _tied(name: str, about: str, scores: Scores, *claims: Claim, **fields: Any) -> Case:
+    """A failure input."""
+    return _scripted(name, about, scores, *claims, _DITHERED, source=PAPER, failure=True, **fields)
 
 
 def _tied_maxima() -> list[Case]:
@@ -143,94 +151,73 @@ def _shapes_of_v() -> list[Case]:
         values=Values(tail_mean=-0.1),
         gradients=True,
     )
-    mixed = Case(
+    mixed = _scripted(
         "mixed_sign_v",
         "2 equal maxima, V of mixed sign (control): ties break both ways",
-        PAPER,
-        partial(scripted, values=Values(mean=0.0, std=1.0)),
-        (
-            claim(UNBIASED, f"{PAPER}, section 3.3.2", rules="safe as_printed_v1", plans="paper", tiled=False),
-            claim(
-                BIASED_TOWARD,
-                f"{OWN}: measured, -0.09 ulp; no mechanism is known",
-                rules="safe lazy",
-                plans=FUSED,
-            ),
-            claim(
-                within(112.0),
-                f"{OWN}: where V cancels the tail is left, and its P-bar, at most exp(-12 - r_m), is lost in fp16",
-                rules=f"{_SCALED} stabilized_authors",
-                plans="paper fused all_bf16",
-                formats="fp16",
-            ),
-            V1_IN_FP16,
-            FAIR,
-            OFFSET_HARMS,
+        Scores(),
+        claim(UNBIASED, f"{PAPER}, section 3.3.2", rules="safe as_printed_v1", plans="paper", tiled=False),
+        claim(BIASED_TOWARD, f"{OWN}: measured, -0.09 ulp; no mechanism is known", rules="safe lazy", plans=FUSED),
+        claim(
+            within(112.0),
+            f"{OWN}: where V cancels the tail is left, and its P-bar, at most exp(-12 - r_m), is lost in fp16",
+            rules=f"{_SCALED} stabilized_authors",
+            plans="paper fused all_bf16",
+            formats="fp16",
         ),
+        V1_IN_FP16,
+        source=PAPER,
+        values=Values(mean=0.0, std=1.0),
     )
-    no_tail = Case(
+    no_tail = _scripted(
         "no_tail",
         "2 equal maxima and no remainder (control): exact ties go to even",
-        _COMMENTARY,
-        partial(scripted, scores=Scores(gap=(200.0, 210.0))),
-        (
-            claim(BIASED_AWAY, f"{OWN}: an exp(0) below 1 makes l small", rules="safe", plans="fused_fast_exp"),
-            _TIES_GO_AWAY,
-            claim(UNBIASED, f"{_COMMENTARY}: eliminating the remainder", rules="safe as_printed_v1"),
-            V1_IN_FP16,
-            FAIR,
-            OFFSET_HARMS,
-        ),
+        Scores(gap=_NO_TAIL),
+        _FAST_EXP_ERRS,
+        _TIES_GO_AWAY,
+        claim(UNBIASED, f"{_COMMENTARY}: eliminating the remainder", rules="safe as_printed_v1"),
+        V1_IN_FP16,
+        source=_COMMENTARY,
     )
     return [positive, unscaled, sink, mixed, no_tail]
 
 
 def _single_maximum() -> list[Case]:
-    plain = Case(
+    plain = _scripted(
         "single_maximum",
         "1 maximum, the tail's V like the rest (control)",
-        PAPER,
-        partial(scripted, scores=Scores(maxima=1, gap=(9.0, 15.0))),
-        (FAIR, OFFSET_HARMS),
+        Scores(maxima=1, gap=(9.0, 15.0)),
+        source=PAPER,
         unclaimed="a control: what a tail 9 to 15 below leaves of one maximum is 0.1 ulp and less, of either sign",
     )
-    sink = Case(
+    sink = _scripted(
         "single_maximum_sink",
         "1 maximum on a sink, the tail's V near 0: nothing repeats, no fix sees it",
-        OWN,
-        partial(scripted, scores=Scores(maxima=1, gap=(9.0, 15.0)), values=Values(tail_mean=-0.1)),
-        (
-            claim(
-                BIASED_AWAY,
-                f"{OWN}: the limit of the fix",
-                rules=f"{_SAFE_BLIND_FIXES} lazy",
-                plans=f"paper all_bf16 {FUSED}",
-            ),
-            claim(BIASED_TOWARD, f"{OWN}: O is the sink's P alone, cast once more", rules="standard"),
-            _DITHERED,
-            _STOCHASTIC,
-            FAIR,
-            OFFSET_HARMS,
+        Scores(maxima=1, gap=(9.0, 15.0)),
+        claim(
+            BIASED_AWAY,
+            f"{OWN}: the limit of the fix",
+            rules=f"{_SAFE_BLIND_FIXES} lazy",
+            plans=f"paper all_bf16 {FUSED}",
         ),
+        claim(BIASED_TOWARD, f"{OWN}: O is the sink's P alone, cast once more", rules="standard"),
+        _DITHERED,
+        _STOCHASTIC,
+        values=Values(tail_mean=-0.1),
         failure=True,
     )
-    large = Case(
+    large = _scripted(
         "single_maximum_large",
         "1 maximum of 105 to 120: scaling it although nothing repeats underflows",
-        f"{PAPER} v1, appendix C",
-        partial(scripted, scores=Scores(maxima=1, top=(105.0, 120.0))),
-        (
-            _SCALED_BREAKS_DOWN,
-            claim(
-                INACCURATE,
-                f"{OWN}: a tile without the maximum repeats its own, is scaled, and overshoots",
-                rules="stabilized",
-                formats="bf16 fp16",
-                tiled=True,
-            ),
-            FAIR,
-            OFFSET_HARMS,
+        Scores(maxima=1, top=(105.0, 120.0)),
+        _SCALED_BREAKS_DOWN,
+        claim(
+            INACCURATE,
+            f"{OWN}: a tile without the maximum repeats its own, is scaled, and overshoots",
+            rules="stabilized",
+            formats="bf16 fp16",
+            tiled=True,
         ),
+        source=f"{PAPER} v1, appendix C",
     )
     return [plain, sink, large]
 
@@ -346,7 +333,6 @@ def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> l
     """
     together = claim(ROWS_ERR_TOGETHER, f"{OWN}: m c is rounded and S c is not", rules="safe", plans="fused_contracted")
     apart = claim(ROWS_ERR_APART, f"{_COMMENTARY}: eliminating the remainder", rules="safe as_printed_v1 lazy")
-    fast = claim(BIASED_AWAY, f"{OWN}: an exp(0) below 1 makes l small", rules="safe", plans="fused_fast_exp")
     alone = claim(ROWS_ERR_APART, f"{OWN}: O is one row of V", rules="safe as_printed_v1 lazy standard")
     scaled = partial(claim, rules="always_scaled", formats="fp16")
     v1_lost = claim(shrinks(0.0, 0.0), f"{OWN}: exp(-6 r_m) is 0 in fp16", rules="stabilized_v1", formats="fp16")
@@ -357,49 +343,44 @@ def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> l
         60: ((60.0, 85.0), at_60, (lost,)),
         600: ((520.0, 1000.0), at_600, (_SCALED_BREAKS_DOWN, _TILE_OVERSHOOTS)),
     }
+    unclaimed = "a shift that is moved or scaled has an error of P-bar of its own, common to a row"
     repeated = [
-        Case(
+        _scripted(
             f"inexact_ties[r={r}]",
             f"2 equal maxima of about {r} times log2 e, which fp32 rounds, and no remainder",
-            OWN,
-            partial(scripted, scores=Scores(top=top, gap=(200.0, 210.0))),
-            (together, _TIES_GO_AWAY, fast, apart, *harm, FAIR, OFFSET_HARMS),
-            unclaimed="a shift that is moved or scaled has an error of P-bar of its own, common to a row",
+            Scores(top=top, gap=_NO_TAIL),
+            *(together, _TIES_GO_AWAY, _FAST_EXP_ERRS, apart, *harm),
+            unclaimed=unclaimed,
         )
         for r, (top, harm, _) in rows.items()
     ]
     return repeated + [
-        Case(
+        _scripted(
             f"inexact_single[r={r}]",
             f"1 maximum of about {r} times log2 e, which fp32 rounds, and no remainder (control): nothing ties",
-            OWN,
-            partial(scripted, scores=Scores(maxima=1, top=top, gap=(200.0, 210.0))),
-            (alone, *harm, FAIR, OFFSET_HARMS),
-            unclaimed="a shift that is moved or scaled has an error of P-bar of its own, common to a row",
+            Scores(maxima=1, top=top, gap=_NO_TAIL),
+            *(alone, *harm),
+            unclaimed=unclaimed,
         )
         for r, (top, _, harm) in rows.items()
     ]
 
 
 def _across_blocks() -> list[Case]:
-    across = Case(
+    across = _scripted(
         "ties_across_blocks",
         "2 equal maxima, each in a key block of its own: no block sees a repeat",
-        OWN,
-        partial(scripted, scores=Scores(positions=(17, 145)), shape=Shape(keys=256)),
-        (_STANDARD_IS_BIASED, _FUSED_IS_NOT, _LAZY_IS_FUSED, _STOCHASTIC, _DITHERED, FAIR, OFFSET_HARMS),
+        Scores(positions=(17, 145)),
+        *(_STANDARD_IS_BIASED, _FUSED_IS_NOT, _LAZY_IS_FUSED, _STOCHASTIC, _DITHERED),
+        shape=Shape(keys=256),
         failure=True,
     )
-    overshoot = Case(
+    overshoot = _scripted(
         "overshooting_shift",
         "a repeated maximum in the first block, scaled above the true maximum of the second",
-        OWN,
-        partial(
-            scripted,
-            scores=Scores(maxima=3, positions=(5, 40, 200), offsets=(0.0, 0.0, 0.5)),
-            shape=Shape(keys=256),
-        ),
-        (V1_IN_FP16, FAIR, OFFSET_HARMS),
+        Scores(maxima=3, positions=(5, 40, 200), offsets=(0.0, 0.0, 0.5)),
+        V1_IN_FP16,
+        shape=Shape(keys=256),
         unclaimed="two maxima half below the third in every row: one common error of P-bar, of any sign",
     )
     return [across, overshoot, *_growing_maximum()]
@@ -516,17 +497,16 @@ def _controls() -> list[Case]:
     numbers = partial(normal_numbers, shape=Shape())
     sound = (_FIX_HOLDS, _FUSED_IS_NOT, _LAZY_IS_FUSED, _STOCHASTIC, _DITHERED, V1_IN_FP16, FAIR)
     duplicates = (_PLAIN_IS_BIASED, _STANDARD_IS_BIASED, *sound, OFFSET_HARMS)
-    faint = partial(scripted, scores=Scores(gap=(20.5, 22.5)))
     return [
         Case(
             "equal_keys", "duplicate tokens: ties exact in any arithmetic", OWN, _equal_keys, duplicates, failure=True
         ),
-        Case(
+        _scripted(
             "faint_tail",
             "2 equal maxima, a tail of about 2^-24 of the row sum: fp32 itself rounds it away",
-            OWN,
-            faint,
-            (_TIES_GO_AWAY, V1_IN_FP16, FAIR, OFFSET_HARMS),
+            Scores(gap=(20.5, 22.5)),
+            _TIES_GO_AWAY,
+            V1_IN_FP16,
         ),
         Case(
             "tied_p_bar",
