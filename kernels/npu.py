@@ -6,9 +6,10 @@ name, the versions are in the backend's fingerprint, and nothing is concluded fr
 torch_npu.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -125,7 +126,7 @@ class FusionAttention:
         Returns:
             All that it returns.
         """
-        q, k, v = self._packed(inputs, inputs.q, inputs.k, inputs.v)
+        q, k, v = _packed(inputs, self.layout, inputs.q, inputs.k, inputs.v)
         common = masking(inputs) | {"scale": inputs.scale, "inner_precise": self.inner_precise}
         heads = inputs.q.shape[1]
         return Forward(*_operator(self.operators, "npu_fusion_attention")(q, k, v, heads, self.layout, **common))
@@ -140,7 +141,7 @@ class FusionAttention:
         Returns:
             dQ, dK and dV in the inputs' shapes.
         """
-        q, k, v, do = self._packed(inputs, inputs.q, inputs.k, inputs.v, inputs.do)
+        q, k, v, do = _packed(inputs, self.layout, inputs.q, inputs.k, inputs.v, inputs.do)
         heads, key_heads = inputs.q.shape[1], inputs.k.shape[1]
         # Newer releases return gradients of arguments that are not used here, too.
         dq, dk, dv, *_ = _operator(self.operators, "npu_fusion_attention_grad")(
@@ -173,50 +174,32 @@ class FusionAttention:
         o = unpack(forward.o, self.layout, inputs.q.shape[1])
         return AttentionOutput(o, lse, self.backward(inputs, forward) if gradients else None)
 
-    def _packed(self, inputs: AttentionInputs, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(pack(tensor.to(TORCH_DTYPES[inputs.formats.inputs]), self.layout) for tensor in tensors)
-
 
 def _infer(
-    operators: Operators, inner_precise: int, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool
+    operators: Operators,
+    name: str,
+    own: Mapping[str, Any],
+    scale: str,
+    inputs: AttentionInputs,
+    arithmetic: Arithmetic,
+    gradients: bool,
 ) -> AttentionOutput:
-    """npu_fused_infer_attention_score."""
+    """An inference operator, with what it alone takes, and its scale by the name that it has there."""
     del arithmetic, gradients
-    o, lse = _operator(operators, "npu_fused_infer_attention_score")(
-        *_narrow(inputs),
+    returned = _operator(operators, name)(
+        *_packed(inputs, "BNSD", inputs.q, inputs.k, inputs.v),
         num_heads=inputs.q.shape[1],
         num_key_value_heads=inputs.k.shape[1],
-        scale=inputs.scale,
         input_layout="BNSD",
         pre_tokens=_NO_LIMIT,
-        next_tokens=_NO_LIMIT,
-        inner_precise=inner_precise,
-        softmax_lse_flag=True,
-        **masking(inputs),
+        next_tokens=_NO_LIMIT,  # one's default of 0 hides every later key, mask or not
+        **{**own, scale: inputs.scale, **masking(inputs)},
     )
-    return AttentionOutput(o, lse)
+    return AttentionOutput(*returned) if isinstance(returned, tuple) else AttentionOutput(returned)
 
 
-def _prompt(operators: Operators, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-    """npu_prompt_flash_attention."""
-    del arithmetic, gradients
-    o = _operator(operators, "npu_prompt_flash_attention")(
-        *_narrow(inputs),
-        num_heads=inputs.q.shape[1],
-        num_key_value_heads=inputs.k.shape[1],
-        scale_value=inputs.scale,
-        input_layout="BNSD",
-        pre_tokens=_NO_LIMIT,
-        next_tokens=_NO_LIMIT,  # its default of 0 hides every later key, mask or not
-        **masking(inputs),
-    )
-    return AttentionOutput(o)
-
-
-def _narrow(inputs: AttentionInputs) -> tuple[Tensor, ...]:
-    return tuple(
-        tensor.to(TORCH_DTYPES[inputs.formats.inputs]).contiguous() for tensor in (inputs.q, inputs.k, inputs.v)
-    )
+def _packed(inputs: AttentionInputs, layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(pack(tensor.to(TORCH_DTYPES[inputs.formats.inputs]), layout) for tensor in tensors)
 
 
 def _operator(operators: Operators, name: str) -> Operator:
@@ -249,6 +232,19 @@ def fusion_attention(layout: str, inner_precise: int, operators: Operators = tor
     )
 
 
+def _inference(
+    name: str, operators: Operators, operator: str, scale: str, own: Mapping[str, Any] = MappingProxyType({})
+) -> Kernel:
+    return Kernel(
+        name,
+        partial(_infer, operators, operator, own, scale),
+        None,
+        has_backward=False,
+        takes=COMMON | {OWN_SCALE},
+        missing_requirement=partial(_inference_requirement, operators, operator),
+    )
+
+
 def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...]:
     """The vendor's kernels of a default run.
 
@@ -261,28 +257,11 @@ def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...
     """
     training = [fusion_attention(layout, INNER_PRECISE[0], operators) for layout in LAYOUTS]
     training += [fusion_attention(LAYOUTS[0], precise, operators) for precise in INNER_PRECISE[1:]]
-    prompt, infer = "npu_prompt_flash_attention", "npu_fused_infer_attention_score"
-    inference = [
-        Kernel(
-            "npu_prompt_flash",
-            partial(_prompt, operators),
-            None,
-            has_backward=False,
-            takes=COMMON | {OWN_SCALE},
-            missing_requirement=partial(_inference_requirement, operators, prompt),
-        ),
-        *(
-            Kernel(
-                f"npu_fused_infer_p{precise}",
-                partial(_infer, operators, precise),
-                None,
-                has_backward=False,
-                takes=COMMON | {OWN_SCALE},
-                missing_requirement=partial(_inference_requirement, operators, infer),
-            )
-            for precise in INNER_PRECISE[:2]  # 2 and 3 differ from them in rows without a visible key only
-        ),
-    ]
+    inference = [_inference("npu_prompt_flash", operators, "npu_prompt_flash_attention", "scale_value")]
+    for precise in INNER_PRECISE[:2]:  # 2 and 3 differ from them in rows without a visible key only
+        own = {"inner_precise": precise, "softmax_lse_flag": True}
+        name = f"npu_fused_infer_p{precise}"
+        inference.append(_inference(name, operators, "npu_fused_infer_attention_score", "scale", own))
     return (*training, *inference)
 
 

@@ -31,17 +31,9 @@ def delta(
     Grid: (blocks of queries, batch x query heads / C.heads).
 
     Args:
-        Q: as for `forward`, likewise K, V, PADDING, O, LSE, queries, keys and C.
-        K: keys.
-        V: values.
-        PADDING: which keys take part.
-        O: output of the forward pass, as it was stored.
+        Q, K, V, PADDING, O, LSE, queries, keys, C: as for `forward`, O and LSE as it stored them.
         DO: upstream gradient, in the shape of Q.
-        LSE: log-sum-exp.
         DELTA: fp32 (batch x heads, queries).
-        queries: of one head.
-        keys: of one head.
-        C: `Config`.
     """
     head = first_head(1, C)
     first = tl.program_id(0) * C.block.queries
@@ -113,18 +105,8 @@ def key_gradients(
     Grid: (blocks of keys, batch x key heads / C.heads).
 
     Args:
-        Q: as for `delta`, likewise K, V, PADDING, DO, LSE, DELTA, queries, keys and C.
-        K: keys.
-        V: values.
-        PADDING: which keys take part.
-        DO: upstream gradient.
-        LSE: log-sum-exp.
-        DELTA: of the pre-pass.
-        DK: in the shape of K.
-        DV: in the shape of V.
-        queries: of one head.
-        keys: of one head.
-        C: `Config`.
+        Q, K, V, PADDING, DO, LSE, DELTA, queries, keys, C: as for `delta`.
+        DK, DV: in the shape of K.
     """
     key_head = first_head(1, C)
     first = tl.program_id(0) * C.block.keys
@@ -176,17 +158,8 @@ def query_gradient(
     Grid: (blocks of queries, batch x query heads / C.heads).
 
     Args:
-        Q: as for `delta`, likewise K, V, PADDING, DO, LSE, DELTA, queries, keys and C.
-        K: keys.
-        V: values.
-        PADDING: which keys take part.
-        DO: upstream gradient.
-        LSE: log-sum-exp.
-        DELTA: of the pre-pass.
+        Q, K, V, PADDING, DO, LSE, DELTA, queries, keys, C: as for `delta`.
         DQ: in the shape of Q.
-        queries: of one head.
-        keys: of one head.
-        C: `Config`.
     """
     head = first_head(1, C)
     first = tl.program_id(0) * C.block.queries

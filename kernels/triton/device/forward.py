@@ -28,14 +28,11 @@ def forward(
     Grid: (blocks of queries, batch x query heads / C.heads).
 
     Args:
-        Q: (batch x heads, queries, d), as K, V (batch x key heads, keys, d) and O contiguous.
-        K: keys.
-        V: values.
+        Q, O: (batch x heads, queries, d), contiguous.
+        K, V: (batch x key heads, keys, d), contiguous.
         PADDING: int8 (batch, keys), 0 where a key is padding; None without `C.padded`.
-        O: output.
         LSE: fp32 (batch x heads, queries), log-sum-exp of the scores.
-        queries: of one head.
-        keys: of one head.
+        queries, keys: of one head.
         dither_start: bits of the noise's state after (seed, the dither's stream), as int32.
         cast_start: the same for the stream of O's cast.
         C: `Config`.

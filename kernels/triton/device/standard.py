@@ -24,13 +24,8 @@ def all_scores(
     Grid: (blocks of queries, batch x query heads / C.heads, blocks of keys).
 
     Args:
-        Q: (batch x heads, queries, d), as K (batch x key heads, keys, d) contiguous.
-        K: keys.
-        PADDING: as for `forward`.
+        Q, K, PADDING, queries, keys, C: as for `forward`.
         S: fp32 (batch x heads, queries, keys), in the kernel's unit.
-        queries: of one head.
-        keys: of one head.
-        C: `Config`.
     """
     head = first_head(1, C)
     row = down(tl.program_id(0) * C.block.queries, C.block.queries, C)
@@ -50,10 +45,7 @@ def softmax(S: tl.tensor, P: tl.tensor, LSE: tl.tensor, queries: tl.tensor, keys
     Args:
         S: of the first launch.
         P: in the shape of S and the format that the plan casts P to.
-        LSE: fp32 (batch x heads, queries), log-sum-exp of the scores.
-        queries: of one head.
-        keys: of one head.
-        C: `Config`.
+        LSE, queries, keys, C: as for `forward`.
     """
     head = first_head(1, C)
     row = down(tl.program_id(0) * C.block.queries, C.block.queries, C)
@@ -90,13 +82,7 @@ def output(
 
     Args:
         P: of the second launch.
-        V: (batch x key heads, keys, d), contiguous.
-        PADDING: as for `forward`.
-        O: (batch x heads, queries, d).
-        queries: of one head.
-        keys: of one head.
-        cast_start: as for `forward`.
-        C: `Config`.
+        V, PADDING, O, queries, keys, cast_start, C: as for `forward`.
     """
     head = first_head(1, C)
     row = down(tl.program_id(0) * C.block.queries, C.block.queries, C)
