@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.features import COMMON, MIXED_FORMATS, OWN_SCALE, Feature
+from tiebreak.kernels.features import COMMON, MIXED_FORMATS, Feature
 from tiebreak.kernels.flash import Block, flash, flash_1, standard
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.plans import RoundingPlan
@@ -40,7 +40,7 @@ def _standard(
     return standard(inputs, plan, arithmetic, block)
 
 
-_TAKES = COMMON | {MIXED_FORMATS, OWN_SCALE}
+_TAKES = COMMON | {MIXED_FORMATS}
 _OF_FLASH = frozenset({"row_sum_of", "offset", "pv", "v8", "p8"})
 FLASH_ATTENTION = Algorithm("flash", flash, tiled=True, takes=_TAKES)
 # P is normalised before its cast, so its sum is known before it is rounded.

@@ -9,16 +9,26 @@ class Feature:
 
     name: str  # how it is called
     words: str  # after "takes no", in the reason of a skip
+    taken: str = ""  # what `takes` of a user's kernel calls it; empty: no such kernel takes it
+    keywords: tuple[str, ...] = ()  # common parameters that it goes by as a value: `AttentionInputs.value_of` gives it
 
 
-GROUPED = Feature("grouped", "grouped-query heads")
-CAUSAL = Feature("causal", "causal mask")
-OBLONG_CAUSAL = Feature("oblong causal", "causal mask of fewer or more queries than keys")  # aligned at its lower right
-KEY_PADDING = Feature("key padding", "key padding mask")
-BLIND_ROWS = Feature("blind rows", "row without a visible key")
-OWN_SCALE = Feature("own scale", "scale of the scores other than 1/sqrt(d)")
+CAUSAL = Feature("causal", "causal mask", "causal")
+GROUPED = Feature("grouped", "grouped-query heads", "gqa", ("enable_gqa",))
+OBLONG_CAUSAL = Feature(  # aligned at its lower right
+    "oblong causal", "causal mask of fewer or more queries than keys", "oblong_causal"
+)
+KEY_PADDING = Feature("key padding", "key padding mask", "padding")
+BLIND_ROWS = Feature("blind rows", "row without a visible key", "blind_rows")
+OWN_SCALE = Feature(
+    "own scale",
+    "scale of the scores other than 1/sqrt(d)",
+    "scale",
+    ("scale", "sm_scale", "softmax_scale", "scaling"),
+)
 MIXED_FORMATS = Feature("mixed formats", "operands or output in another format than its inputs")
+FEATURES = (CAUSAL, GROUPED, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, OWN_SCALE, MIXED_FORMATS)
 
 # What kernels take that mask every score on its own. What is added above later does not belong in here: each kernel
 # that takes it declares so itself, and the others' cells are skipped.
-COMMON = frozenset({GROUPED, CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS})
+COMMON = frozenset({CAUSAL, GROUPED, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, OWN_SCALE})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.features import COMMON, OWN_SCALE
+from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
@@ -31,9 +31,7 @@ Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def flex() -> Kernel:
     """FlexAttention through torch.compile, forward and backward."""
-    return Kernel(
-        "flex", _compute, fused_on_gpu(_BLOCK), takes=COMMON | {OWN_SCALE}, missing_requirement=_missing_requirement
-    )
+    return Kernel("flex", _compute, fused_on_gpu(_BLOCK), takes=COMMON, missing_requirement=_missing_requirement)
 
 
 def _missing_requirement(inputs: AttentionInputs) -> str | None:

@@ -79,6 +79,10 @@ class AttentionInputs:
         }
         return tuple(feature for feature, needed in needed.items() if needed)
 
+    def value_of(self, feature: Feature) -> object:
+        """What a kernel is given of a feature that goes by a value."""
+        return {GROUPED: self.groups > 1, OWN_SCALE: self.scale}[feature]
+
     def _blind(self) -> bool:
         hidden = self.hidden()
         return hidden is not None and bool(hidden.all(-1).any())

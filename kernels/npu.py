@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.features import COMMON, OWN_SCALE
+from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Kernel
@@ -227,9 +227,7 @@ def fusion_attention(layout: str, inner_precise: int, operators: Operators = tor
     """npu_fusion_attention in one layout at one `inner_precise`, with its backward operator."""
     compute = FusionAttention(layout, inner_precise, operators)
     name = f"npu_fusion_{layout.lower()}_p{inner_precise}"
-    return Kernel(
-        name, compute, None, takes=COMMON | {OWN_SCALE}, missing_requirement=partial(_training_requirement, operators)
-    )
+    return Kernel(name, compute, None, takes=COMMON, missing_requirement=partial(_training_requirement, operators))
 
 
 def _inference(
@@ -240,7 +238,7 @@ def _inference(
         partial(_infer, operators, operator, own, scale),
         None,
         has_backward=False,
-        takes=COMMON | {OWN_SCALE},
+        takes=COMMON,
         missing_requirement=partial(_inference_requirement, operators, operator),
     )
 

@@ -49,7 +49,7 @@ class Implementation:
     backend: SDPBackend  # PyTorch's name of it
     operator: str | None  # the one operator that PyTorch calls where it runs; None: it is composed of many
     # What inputs may ask of it; without a tensor that masks scores, not all.
-    takes: frozenset[Feature] = COMMON | {OWN_SCALE}
+    takes: frozenset[Feature] = COMMON
     causal_flag: bool = False  # whether is_causal gives it a causal mask, where queries and keys are as many
 
 

@@ -144,13 +144,9 @@ class Call:
         return self.function(*arguments, *after, **keywords)
 
     def keywords(self, batch: slice) -> dict[str, Any]:
-        """Causal flag, scale, mask and whether heads are grouped, as the kernel calls them."""
+        """Causal flag, mask, scale and what else goes by a value, as the kernel calls them."""
         convention, inputs = self.convention, self.inputs
-        keywords: dict[str, Any] = {}
-        if convention.scale is not None:
-            keywords[convention.scale] = inputs.scale
-        if convention.grouped is not None:
-            keywords[convention.grouped] = inputs.groups > 1
+        keywords: dict[str, Any] = {keyword: inputs.value_of(feature) for feature, keyword in convention.values.items()}
         square = inputs.q.shape[2] == inputs.k.shape[2]
         fits = square or not convention.causal_where_square
         flagged = convention.causal is not None and inputs.key_padding is None and fits

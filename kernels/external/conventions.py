@@ -1,7 +1,7 @@
 """How a kernel that someone else wrote is called: what its signature shows, and what its options say."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,13 +9,11 @@ import torch
 
 from tiebreak.kernels.external.errors import LoadError
 from tiebreak.kernels.external.options import KernelOptions
-from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, KEY_PADDING, OBLONG_CAUSAL, OWN_SCALE, Feature
+from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, FEATURES, KEY_PADDING, OBLONG_CAUSAL, OWN_SCALE, Feature
 
 ALWAYS = "always"  # of a causal mask: in every call
 _CAUSAL = ("causal", "is_causal")
-_SCALE = ("scale", "sm_scale", "softmax_scale", "scaling")
 _MASK = ("attn_mask",)  # PyTorch's: bool, True where a key takes part
-_GROUPED = ("enable_gqa",)
 _UPPER_LEFT = ("is_causal",)  # PyTorch's flag aligns its mask at the upper left: row i sees keys 0 .. i
 
 # Functions of PyTorch that are written in C, whose signature Python can't read.
@@ -40,25 +38,20 @@ class Convention:
 
     options: KernelOptions
     causal: str | None  # keyword of the causal mask, or ALWAYS; None: it has none
-    scale: str | None  # keyword of the scores' scale; None: it is 1/sqrt(d)
     mask: str | None  # keyword of a mask of the scores
-    grouped: str | None  # keyword that says that heads are grouped
+    values: Mapping[Feature, str]  # keywords of the features that go by a value, such as the scores' scale
     positions: Mapping[str, Any]  # parameters after v with their defaults, where nothing goes by keyword
 
     @property
     def takes(self) -> frozenset[Feature]:
         """What inputs may ask of it."""
-        features = set(self.options.features)
+        features = {*self.options.features, *self.values}
         if self.causal is not None or self.mask is not None:
             features |= {CAUSAL, OBLONG_CAUSAL}
         if self.mask is not None:
             features |= {KEY_PADDING, BLIND_ROWS}
         elif self.causal is not None and not self.causal_where_square:
             features.add(BLIND_ROWS)
-        if self.scale is not None:
-            features.add(OWN_SCALE)
-        if self.grouped is not None:
-            features.add(GROUPED)
         return frozenset(features) - self.options.refused
 
     @property
@@ -95,12 +88,11 @@ def convention(function: Callable[..., Any], options: KernelOptions) -> Conventi
     called = Convention(
         options,
         causal=_named(options.causal, _CAUSAL, names, anything),
-        scale=_named(options.scale, _SCALE, names, anything),
         mask=_named(options.mask, _MASK, names, anything=False),
-        grouped=_named("", _GROUPED, names, anything=False),
+        values=dict(_values(options, names, anything)),
         positions=signature.positions,
     )
-    understood = {called.causal, called.scale, called.mask, called.grouped, *options.options}
+    understood = {called.causal, called.mask, *called.values.values(), *options.options}
     unexplained = [name for name in signature.required if name not in understood]
     if unexplained:
         word = unexplained[0]
@@ -113,6 +105,15 @@ def convention(function: Callable[..., Any], options: KernelOptions) -> Conventi
             if word and word != ALWAYS and word not in names:
                 raise LoadError(f"it has no parameter {word!r}; after q, k and v it has {', '.join(names) or 'none'}")
     return called
+
+
+def _values(options: KernelOptions, names: tuple[str, ...], anything: bool) -> Iterator[tuple[Feature, str]]:
+    """The features that go by a value, and by which keyword; a function that takes any is given the scale alone."""
+    for feature in FEATURES:
+        own = feature is OWN_SCALE
+        keyword = _named(options.scale if own else "", feature.keywords, names, anything and own)
+        if keyword is not None:
+            yield feature, keyword
 
 
 def _named(option: str, common: tuple[str, ...], names: tuple[str, ...], anything: bool) -> str | None:

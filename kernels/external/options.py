@@ -8,20 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tiebreak.kernels.external.errors import LoadError
-from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, KEY_PADDING, OBLONG_CAUSAL, OWN_SCALE, Feature
+from tiebreak.kernels.features import FEATURES, Feature
 
 _ATTRIBUTE = "__tiebreak__"
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 #: What `takes` may list, by the words that people use.
-TAKEN: Mapping[str, Feature] = {
-    "causal": CAUSAL,
-    "gqa": GROUPED,
-    "oblong_causal": OBLONG_CAUSAL,
-    "padding": KEY_PADDING,
-    "blind_rows": BLIND_ROWS,
-    "scale": OWN_SCALE,
-}
+TAKEN: Mapping[str, Feature] = {feature.taken: feature for feature in FEATURES if feature.taken}
 #: Who computes dQ, dK and dV, where it is no function.
 AUTOGRAD, NO_BACKWARD = "autograd", "none"
 

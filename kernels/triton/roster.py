@@ -7,7 +7,7 @@ from typing import Any
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.features import COMMON, OWN_SCALE
+from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
@@ -58,7 +58,7 @@ def triton_kernels(*, interpreted: bool) -> tuple[Kernel, ...]:
             partial(_compute, declaration),
             declaration,
             has_backward=declaration.plan.p_bar.fmt != FP8_E4M3,  # nobody trains with a V of 8 bits
-            takes=COMMON | {OWN_SCALE},
+            takes=COMMON,
             missing_requirement=partial(refusal, declaration=declaration, interpreted=interpreted),
             unsuited=partial(unsuited, declaration.plan),
             o_first=True,

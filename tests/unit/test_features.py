@@ -9,10 +9,18 @@ from torch import Tensor
 
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels import features
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.external import external_kernel
-from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, KEY_PADDING, OBLONG_CAUSAL, OWN_SCALE, Feature
+from tiebreak.kernels.features import (
+    BLIND_ROWS,
+    CAUSAL,
+    FEATURES,
+    GROUPED,
+    KEY_PADDING,
+    OBLONG_CAUSAL,
+    OWN_SCALE,
+    Feature,
+)
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
@@ -95,6 +103,6 @@ def test_what_a_kernel_takes_is_asked_before_what_it_lacks() -> None:
 
 
 def test_every_kernel_that_takes_a_feature_takes_a_known_one() -> None:
-    words = {value for value in vars(features).values() if isinstance(value, Feature)}
+    words = set(FEATURES)
     assert len({feature.name for feature in words}) == len({feature.words for feature in words}) == len(words)
     assert all(kernel.takes <= words for kernel in _kernels())

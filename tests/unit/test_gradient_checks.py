@@ -24,7 +24,7 @@ from tiebreak.cases.gradients import (
 )
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
-from tiebreak.kernels.features import COMMON, OWN_SCALE
+from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.formats import BF16, FP16, Format, Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Kernel
@@ -49,7 +49,7 @@ def record(case: str, change: Change) -> Record:
         dq, dk, dv = (gradient.float().bfloat16().float() for gradient in change(*reference_gradients(inputs, ref)))
         return AttentionOutput(ref.o.bfloat16().float(), gradients=Gradients(dq, dk, dv))
 
-    kernel = Kernel("theirs", compute, None, takes=COMMON | {OWN_SCALE})
+    kernel = Kernel("theirs", compute, None, takes=COMMON)
     return run_cell(Cell(CPU, kernel, Call(CASES[case]), BF16), Workbench(Settings(heads=32)))
 
 

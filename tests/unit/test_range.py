@@ -12,7 +12,7 @@ from tiebreak.cases.batch import Batch
 from tiebreak.cases.bounds import mean_slack
 from tiebreak.cases.case import Case
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.features import COMMON, OWN_SCALE
+from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
@@ -43,7 +43,7 @@ def zeros(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> Atten
     return AttentionOutput(torch.zeros(*inputs.q.shape[:-1], inputs.v.shape[-1]))
 
 
-ZEROS = Kernel("zeros", zeros, None, has_backward=False, takes=COMMON | {OWN_SCALE})
+ZEROS = Kernel("zeros", zeros, None, has_backward=False, takes=COMMON)
 
 
 @pytest.mark.parametrize("case", BLIND_TO_THE_BOUND)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tiebreak.backends.backend import CPU
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.features import COMMON, OWN_SCALE
+from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
@@ -168,7 +168,7 @@ class TestParts:
             return AttentionOutput(o)
 
         inputs = CASES["random_causal"].make(1, 0, 2, BF16)
-        shrinker = Shrinker(CPU, Kernel("masked", masked, None, takes=COMMON | {OWN_SCALE}), inputs, lambda line: None)
+        shrinker = Shrinker(CPU, Kernel("masked", masked, None, takes=COMMON), inputs, lambda line: None)
         shrinker.shrink(FINITE)
         assert shrinker.part.causal
         assert len(shrinker.part.queries) == len(shrinker.part.keys) == len(shrinker.part.columns) == 1
@@ -193,9 +193,7 @@ class TestBias:
             return AttentionOutput(((o.view(torch.int32) + 0x8000) & -65536).view(torch.float32))
 
         inputs = CASES["no_tail"].make(1, 0, 64, BF16)
-        shrinker = Shrinker(
-            CPU, Kernel("upwards", upwards, None, takes=COMMON | {OWN_SCALE}), inputs, lambda line: None
-        )
+        shrinker = Shrinker(CPU, Kernel("upwards", upwards, None, takes=COMMON), inputs, lambda line: None)
         shrinker.bias(1.0)
         part = shrinker.part
         assert shrinker.finding.name == "mean"
