@@ -48,7 +48,7 @@ def _module(d: int, dtype: torch.dtype) -> torch.nn.MultiheadAttention:
     return module
 
 
-@kernel(square=True, backward="none")
+@kernel(square=True, refuses="gqa", backward="none")
 def multihead_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """torch.nn.MultiheadAttention on its fast path, whose projections are exact copies.
 

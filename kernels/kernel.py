@@ -48,6 +48,8 @@ class Declaration:
 Compute = Callable[[AttentionInputs, Arithmetic, bool], AttentionOutput]
 # inputs whose every feature the kernel takes, on their device -> None, or what keeps it from running them there
 MissingRequirement = Callable[[AttentionInputs], str | None]
+# inputs that it does not refuse -> None, or what they ask that nobody has said it takes, in words
+Undeclared = Callable[[AttentionInputs], str | None]
 # formats of inputs -> None, or why a kernel is not for such inputs: it is left out of their cells, not skipped
 Unsuited = Callable[[Formats], str | None]
 
@@ -72,6 +74,7 @@ class Kernel:
     missing_requirement: MissingRequirement = (
         _nothing  # what it misses here: a package, a head dimension, a format, PyTorch's consent
     )
+    undeclared: Undeclared = _nothing  # what is tried on a small call first: where that fails, the cell is skipped
     external: bool = False  # a user's own: held to the contract of `tiebreak.kernels.external`
     origin: tuple[str, ...] = ()  # of a user's own: the words of the command line that bring it in
     unsuited: Unsuited = _nothing  # which formats it is not for, such as a V of 16 bits for a product of 8

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.external.conventions import ALWAYS, Convention
-from tiebreak.kernels.external.errors import ContractError
+from tiebreak.kernels.external.errors import ContractError, ShapeError
 from tiebreak.kernels.external.options import AUTOGRAD
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
@@ -204,7 +204,7 @@ def _checked_output(returned: object, arguments: Sequence[Tensor]) -> Tensor:
     if not isinstance(out, Tensor):
         raise ContractError(f"returned {type(returned).__name__}, not a tensor")
     if out.shape != q.shape:
-        raise ContractError(f"returned shape {tuple(out.shape)}, expected {tuple(q.shape)}")
+        raise ShapeError(f"returned shape {tuple(out.shape)}, expected {tuple(q.shape)}")
     if out.dtype != q.dtype:
         raise ContractError(f"returned {out.dtype}, expected {q.dtype}")
     if out.device != q.device:

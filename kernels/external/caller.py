@@ -19,6 +19,7 @@ from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.reference import reference
 
 _LAYOUTS = ("bhnd", "bnhd")  # that most people's kernels have
+_USUAL_D, _USUAL_KEYS = 64, 64  # the head dimension, and what the number of keys is a multiple of, in most cases
 _NO_DRIVER = "0 active drivers"  # Triton's message on a machine without a GPU
 
 
@@ -54,6 +55,16 @@ class Caller:
         except ValueError as error:
             return str(error)
         return None
+
+    def undeclared(self, inputs: AttentionInputs) -> str | None:
+        """None, or what is unusual about some inputs, in words, that neither signature nor options speak of."""
+        options, (_, _, queries, d), keys = self.convention.options, inputs.q.shape, inputs.k.shape[2]
+        unusual = [feature.words for feature in inputs.asks() if feature in self.convention.tried]
+        if d != _USUAL_D and not options.head_dims:
+            unusual.append(f"d = {d}")
+        if keys % _USUAL_KEYS and options.multiple_of == 1:
+            unusual.append(f"{queries} queries and {keys} keys")
+        return " and ".join(unusual) or None
 
     def call(self, inputs: AttentionInputs) -> Call:
         """A call that needs no dummies, to be made step by step."""

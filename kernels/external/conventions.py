@@ -9,7 +9,16 @@ import torch
 
 from tiebreak.kernels.external.errors import LoadError
 from tiebreak.kernels.external.options import KernelOptions
-from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, FEATURES, KEY_PADDING, OBLONG_CAUSAL, OWN_SCALE, Feature
+from tiebreak.kernels.features import (
+    BLIND_ROWS,
+    CAUSAL,
+    FEATURES,
+    GROUPED,
+    KEY_PADDING,
+    OBLONG_CAUSAL,
+    OWN_SCALE,
+    Feature,
+)
 
 ALWAYS = "always"  # of a causal mask: in every call
 _CAUSAL = ("causal", "is_causal")
@@ -53,6 +62,11 @@ class Convention:
         elif self.causal is not None and not self.causal_where_square:
             features.add(BLIND_ROWS)
         return frozenset(features) - self.options.refused
+
+    @property
+    def tried(self) -> frozenset[Feature]:
+        """What inputs may ask of it though nothing says that it takes that: its signature need not show it."""
+        return frozenset({GROUPED}) - self.takes - self.options.refused
 
     @property
     def causal_where_square(self) -> bool:

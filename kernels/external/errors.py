@@ -11,3 +11,7 @@ class LoadError(ValueError):
 
 class ContractError(Exception):
     """The kernel broke its contract; the message says which part."""
+
+
+class ShapeError(ContractError):
+    """What it returned does not have the shape of O."""

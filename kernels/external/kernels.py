@@ -97,8 +97,9 @@ def _kernel(target: KernelTarget, place: str, words: Mapping[str, Any], plan: De
         partial(_compute, caller),
         plan,
         has_backward=options.backward != NO_BACKWARD,  # what autograd knows of shows when it is called
-        takes=caller.convention.takes,
+        takes=caller.convention.takes | caller.convention.tried,
         missing_requirement=partial(_missing_requirement, needs_of(function), caller),
+        undeclared=caller.undeclared,
         external=True,
         origin=target.options,
     )

@@ -111,6 +111,11 @@ class Experiment(ABC):
         del fmt
         return None
 
+    @property
+    def early(self) -> bool:
+        """Whether it is run before the longer ones: shows in a short time whether both passes of a kernel end."""
+        return False
+
     def cost(self, backend: Backend) -> float:
         """How long a cell takes, about, in steps of a training run with attention in one layer."""
         return float(backend.call_steps)

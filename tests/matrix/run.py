@@ -1,8 +1,6 @@
 """Run one cell: put the kernel through its experiment, ask the checks, record."""
 
-import traceback
 from collections.abc import Mapping
-from pathlib import Path
 
 from tiebreak.kernels.external import ContractError
 from tiebreak.kernels.external.isolation import own_randomness
@@ -11,6 +9,7 @@ from tiebreak.matrix.checks import ask_all, checks
 from tiebreak.matrix.checks.contract import CHECK as CONTRACT
 from tiebreak.matrix.checks.contract import broken
 from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.raised import first_line, noted, raised
 from tiebreak.matrix.recording import blank_record, result_record, skipped_record
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records.record import RUNS, Answer, Record, outcome_of
@@ -34,13 +33,13 @@ def run_cell(cell: Cell, bench: Workbench) -> Record:
                 return skipped_record(cell, settings, refusal)
             result = cell.experiment.run(cell, bench)
     except CannotRunError as error:
-        return skipped_record(cell, settings, _first_line(error))
+        return skipped_record(cell, settings, first_line(error))
     except ContractError as error:
         return _without_result(
-            cell, bench, {CONTRACT.name: broken(_noted(f"{type(error).__name__}: {_first_line(error)}", error))}
+            cell, bench, {CONTRACT.name: broken(noted(f"{type(error).__name__}: {first_line(error)}", error))}
         )
     except Exception as error:  # the kernel is not ours: whatever it raises belongs into its record
-        return _without_result(cell, bench, {RUNS: Answer(False, checks()[RUNS].about, _raised(error))})
+        return _without_result(cell, bench, {RUNS: Answer(False, checks()[RUNS].about, raised(error))})
     answers = ask_all(result)
     return result_record(cell, settings, result, outcome_of(answers, judging()), answers)
 
@@ -52,20 +51,3 @@ def judging() -> frozenset[str]:
 
 def _without_result(cell: Cell, bench: Workbench, answers: Mapping[str, Answer]) -> Record:
     return blank_record(cell, bench.settings, outcome_of(answers, judging()), answers)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]
-
-
-def _raised(error: Exception) -> str:
-    """One line: what was raised, and the line of code that raised it."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return _noted(
-        f"{type(error).__name__}: {_first_line(error)} ({Path(frame.filename).name}, line {frame.lineno})", error
-    )
-
-
-def _noted(text: str, error: Exception) -> str:
-    """With what is known of the error's cause."""
-    return "; ".join([text, *getattr(error, "__notes__", ())])

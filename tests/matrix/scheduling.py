@@ -1,6 +1,6 @@
 """Which worker runs which cell, and when."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
     """Groups the matrix by what cells share; every other test is a group of its own.
 
     The longest groups come first: one that starts last keeps its worker busy while the others have nothing to do.
+    But for some short ones of users' kernels: a kernel that hangs is so known before its long cells wait for it.
     """
 
     def __init__(self, config: pytest.Config, log: Any, cells: Mapping[str, Cell]) -> None:
@@ -38,11 +39,20 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
         cell = self.cells.get(cell_id(nodeid))
         return cell.experiment.cost(cell.backend) if cell else 0.0
 
+    def _rank(self, tests: Collection[str]) -> tuple[bool, float]:
+        """Where a group comes: the least first."""
+        return not any(map(self._early, tests)), -sum(map(self._length, tests))
+
+    def _early(self, nodeid: str) -> bool:
+        """Whether a test shows soon if a user's kernel hangs."""
+        cell = self.cells.get(cell_id(nodeid))
+        return cell is not None and cell.kernel.external and cell.experiment.early
+
     def _assign_work_unit(self, node: Any) -> None:
         """Give a worker the next group; before the very first, put the queue that xdist has filled in order."""
         if not any(self.assigned_work.values()):
             groups = dict(self.workqueue)
-            for scope in sorted(groups, key=lambda scope: -sum(map(self._length, groups[scope]))):
+            for scope in sorted(groups, key=lambda scope: self._rank(groups[scope])):
                 self.workqueue.move_to_end(scope)
         super()._assign_work_unit(node)
 

@@ -1,5 +1,7 @@
 """The order in which workers get groups of tests."""
 
+from dataclasses import replace
+
 import pytest
 
 from tiebreak.backends.registry import BACKENDS
@@ -57,10 +59,10 @@ def order(pytester: pytest.Pytester, tests: list[str]) -> list[str]:
 
 
 def cell(name: str) -> Cell:
-    """The cell of an id: its backend and experiment decide when it runs, its kernel does not."""
-    backend, _, experiment, fmt = name.split("-")
-    found = TrainingRun(SNIPPETS[experiment]) if experiment in SNIPPETS else Call(CASES[experiment])
-    return Cell(BACKENDS[backend], composed_kernel("standard"), found, FORMATS[fmt])
+    """The cell of an id: backend and experiment decide when it runs, and whether its kernel is a user's."""
+    backend, kernel, experiment, fmt = name.split("-")
+    known = TrainingRun(SNIPPETS[experiment]) if experiment in SNIPPETS else Call(CASES[experiment])
+    return Cell(BACKENDS[backend], replace(composed_kernel("standard"), external=kernel == "mine"), known, FORMATS[fmt])
 
 
 def cases(tests: list[str]) -> list[str]:
@@ -81,6 +83,12 @@ def test_cells_in_tritons_interpreter_take_longer(pytester: pytest.Pytester) -> 
     calls = [f"a.py::test_cell[emulation-k{i}-random-bf16]" for i in range(10)]
     interpreted = "a.py::test_cell[interpreter-k-no_tail-bf16]"
     assert order(pytester, [*calls, interpreted]) == [interpreted, *calls]
+
+
+def test_a_users_kernel_shows_whether_it_ends_before_its_long_cells(pytester: pytest.Pytester) -> None:
+    names = ("no_tail", "train_drift", "tied_maxima[k=2]", "random")
+    tests = [f"a.py::test_cell[cpu-mine-{name}-bf16]" for name in names]
+    assert cases(order(pytester, tests)) == ["tied_maxima[k=2]", "random", "train_drift", "no_tail"]
 
 
 def test_tests_of_which_nothing_is_known_keep_their_order(pytester: pytest.Pytester) -> None:

@@ -99,6 +99,31 @@ def truncates(q, k, v, *, causal=False, scale=None):
     return (o.view(torch.int32) & -65536).view(torch.float32).to(q.dtype)
 
 
+def grouped(q, k, v, *, causal=False, scale=None):
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return precise(q, k, v, causal=causal, scale=scale)
+
+
+def wrongly_grouped(q, k, v, *, causal=False, scale=None):
+    k, v = (x.repeat(1, q.shape[1] // x.shape[1], 1, 1) for x in (k, v))
+    return precise(q, k, v, causal=causal, scale=scale)
+
+
+def of_key_heads(q, k, v, *, causal=False, scale=None):
+    return precise(q[:, : k.shape[1]], k, v, causal=causal, scale=scale)
+
+
+def powers_of_two(q, k, v, *, causal=False, scale=None):
+    if q.shape[-1] & (q.shape[-1] - 1):
+        raise NotImplementedError("no such tile")
+    return grouped(q, k, v, causal=causal, scale=scale)
+
+
+def halves(q, k, v, *, causal=False, scale=None):
+    assert q.shape[-1] % 64 == 0, "one warp a row"
+    return grouped(q, k, v, causal=causal, scale=scale)[..., : 64 if q.shape[-1] == 128 else None]
+
+
 def drops_scale(q, k, v, *, causal=False, scale=None):
     return precise(q, k, v, causal=causal, scale=1.0)
 
@@ -133,6 +158,31 @@ def output(result: pytest.RunResult) -> str:
 
 
 @pytest.mark.parametrize(
+    ("kernel", "outcomes", "why"),
+    [
+        ("grouped", "held held held", ""),
+        ("wrongly_grouped", "fell held held", r"largest error is .* times the bound"),
+        ("precise", "skipped held held",
+         r"tried with grouped-query heads, it raised RuntimeError: The size of tensor a \(16\) must match the size of"
+         r" tensor b \(4\) at non-singleton dimension 1 \(mine.py, line \d+\)"),
+        ("of_key_heads", "skipped held held",
+         r"tried with grouped-query heads, it returned shape \(1, 4, 4, 64\), expected \(1, 16, 4, 64\)"),
+        ("powers_of_two", "held skipped held",
+         "NotImplementedError: no such tile"),
+        ("halves", "held skipped fell", r"tried with d = 40 .* it raised AssertionError: one warp a row \(mine.*"),
+    ],
+)  # fmt: skip
+def test_what_nobody_has_said_of_a_kernel_is_tried_and_what_computes_is_judged(
+    judge: MatrixRun, kept: Kept, kernel: str, outcomes: str, why: str
+) -> None:
+    judge(kernel, cases="random_grouped,random_odd,random_wide", heads=32)
+    records = kept().records
+    assert " ".join(record.outcome for record in records) == outcomes
+    reasons = [reason for record in records for reason in record.reasons]
+    assert re.search(why, "; ".join(reasons)) if why else not reasons
+
+
+@pytest.mark.parametrize(
     ("kernel", "plan"),
     [
         ("precise", "flash@fp32_inside"),  # as torch's composed implementation
@@ -164,7 +214,7 @@ def test_torchs_own_flash_kernel_follows_the_declared_one(judge: MatrixRun) -> N
         (
             "wrong_shape",
             "contract",
-            r"ContractError: returned shape \(2, 16, \d+, (63|31)\), expected \(2, 16, \d+, (64|32)\)",
+            r"ShapeError: returned shape \(2, 16, \d+, (63|31)\), expected \(2, 16, \d+, (64|32)\)",
         ),
         ("wrong_dtype", "contract", r"ContractError: returned torch\.float32, expected torch\.bfloat16"),
         ("changes_q", "contract", "ContractError: changed its input q"),

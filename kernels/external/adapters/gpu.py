@@ -91,7 +91,7 @@ def flash_attn_cute(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_sc
 
 
 @needs(XFORMERS, XFORMERS_OP, XFORMERS_MASK)
-@kernel(layout="bnhd", refuses="blind_rows")
+@kernel(layout="bnhd", refuses="gqa blind_rows")
 def xformers(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Any:
     """memory_efficient_attention by CUTLASS, in both passes: told which operator, it takes no other but raises.
 
@@ -165,7 +165,7 @@ def flag_gems(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float,
 
 
 @needs(LIGER)
-@kernel(square=True)
+@kernel(square=True, refuses="gqa")
 def liger(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Any:
     """Its only softmax attention: of a neighbourhood, here one that reaches from every token to every other."""
     return LIGER(q, k, v, kernel_size=2 * q.shape[2] - 1, scale=scale)

@@ -67,7 +67,7 @@ def _compiled(dtype: torch.dtype, d: int, scale: float | None, is_causal: bool, 
 
 
 @needs(OPENVINO)
-@kernel(refuses="blind_rows", backward=NO_BACKWARD)
+@kernel(refuses="gqa blind_rows", backward=NO_BACKWARD)
 def openvino(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool, scale: float
 ) -> Tensor:

@@ -25,6 +25,7 @@ from tiebreak.matrix.held_to import plan_held_to
 from tiebreak.matrix.repetition import repetition
 from tiebreak.matrix.result import Claimed, Predicted, Result
 from tiebreak.matrix.sampling import Sample, SequentialSampler
+from tiebreak.matrix.trial import failed_trial
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import record as records
 
@@ -62,6 +63,11 @@ class Call(Experiment):
         """As `Experiment.tags`."""
         applying = {"call": True, "failure": self.case.failure, "backward": self.case.gradients}
         return frozenset(tag for tag, applies in applying.items() if applies)
+
+    @property
+    def early(self) -> bool:
+        """As `Experiment.early`."""
+        return self.case.gradients
 
     def described(self) -> records.CaseRecord:
         """As `Experiment.described`."""
@@ -106,9 +112,9 @@ class Call(Experiment):
         return [pair for pair in asked.pairs if pair[1].unsuited(self.case.formats(asked.fmt)) is None]
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
-        """As `Experiment.refusal`: what the kernel takes decides."""
+        """As `Experiment.refusal`: what the kernel takes decides, and what it fails on that it never said it takes."""
         inputs = bench.case(self.case, cell.fmt).batch(0).inputs
-        return cell.kernel.refusal(to_device(inputs, cell.backend.device))
+        return cell.kernel.refusal(to_device(inputs, cell.backend.device)) or failed_trial(cell, inputs)
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
         """As `Experiment.run`."""

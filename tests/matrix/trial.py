@@ -1,0 +1,42 @@
+"""A small call that shows whether a kernel can do what nobody has said of it."""
+
+from dataclasses import replace
+
+from tiebreak.kernels.external.errors import ContractError, ShapeError
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.raised import raised
+
+
+def failed_trial(cell: Cell, inputs: AttentionInputs) -> str | None:
+    """Try a kernel once on what it does not declare, such as grouped heads, a head dimension or a number of keys.
+
+    Args:
+        cell: whose kernel.
+        inputs: that it does not refuse, on the host.
+
+    Returns:
+        None where it computes anything, where the call itself is to tell what is wrong, or where nothing is to be
+        tried; else what it was tried with and how it failed, in one line: a reason to skip the cell.
+
+    Raises:
+        Exception: what left its device beyond use.
+    """
+    asked = cell.kernel.undeclared(inputs)
+    if asked is None:
+        return None
+    padding = None if inputs.key_padding is None else inputs.key_padding[:1]
+    q, k, v, do = (tensor[:1] for tensor in (inputs.q, inputs.k, inputs.v, inputs.do))
+    try:
+        cell.backend.run(cell.kernel, replace(inputs, q=q, k=k, v=v, do=do, key_padding=padding), gradients=False)
+    except CannotRunError:
+        return None
+    except ContractError as error:
+        per_key_head = isinstance(error, ShapeError) and inputs.groups > 1  # one head of O for each of K's
+        return f"tried with {asked}, it {error}" if per_key_head else None
+    except Exception as error:  # whatever the kernel raises
+        if cell.backend.poisoned():
+            raise
+        return f"tried with {asked}, it raised {raised(error)}"
+    return None
