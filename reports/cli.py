@@ -17,6 +17,18 @@ from tiebreak.reports.records.store import UnreadableRecordsError, UnwritableFol
 HELD, FELL, USAGE, INTERRUPTED = 0, 1, 2, 130  # exit codes
 
 
+def count(text: str, least: int = 0) -> int:
+    """The number that an option is given, which can't be negative."""
+    if int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, not {text}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """The same of an option that can't be 0 either."""
+    return count(text, 1)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that complains in one line."""
 

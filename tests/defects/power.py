@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tiebreak.backends.platform import CHECKOUT, commit, worker_count
+from tiebreak.backends.platform import CHECKOUT, commit
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.defects.planted import DEFECTS, USERS, Defect, on, twin
 from tiebreak.kernels.formats import BF16, FP16
@@ -29,8 +29,8 @@ from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.programs.alarms import at_most
 from tiebreak.programs.pages.tables import renew, table, write_rows
-from tiebreak.programs.resumable import add_options, expected, read_parts, run_parts
-from tiebreak.reports.cli import Parser
+from tiebreak.programs.resumable import add_options, read_parts, run_parts
+from tiebreak.reports.cli import INTERRUPTED, Parser, count
 from tiebreak.reports.records.record import CRASHED, FELL, HELD, MEASURED, SKIPPED, Record
 from tiebreak.reports.tables.run import counted
 
@@ -278,7 +278,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m tiebreak.defects.power",
         description="Say which planted defects the suite catches, and whether it blames sound kernels. Resumes.",
     )
-    parser.add_argument("--seeds", type=int, default=200, metavar="N", help="of the sound twins (default: 200)")
+    parser.add_argument("--seeds", type=count, default=200, metavar="N", help="of the sound twins (default: 200)")
     parser.add_argument("--heads", default=_HEADS, metavar="N,N", help=f"heads drawn at first (default: {_HEADS})")
     add_options(parser, "power.jsonl", "part")
     parser.add_argument("--write", action="store_true", help="renew the tables of the page")
@@ -296,18 +296,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     levels = sorted({int(heads) for heads in options.heads.split(",") if heads.strip().isdecimal()})
-    if options.seeds < 0 or not levels or levels[0] < 2 or (options.workers is not None and options.workers < 1):
-        _parser().error("--heads is a list of integers from 2 on, --workers is a positive integer, --seeds one or 0")
+    if not levels or levels[0] < 2:
+        _parser().error("--heads is a list of integers from 2 on")
     try:
         parts = kept(options.out)
     except (ValueError, OSError) as error:
         _parser().error(str(error))
-    try:
-        for tasks in stages(levels, options.seeds, parts):
-            _run(tasks, options.workers, options.out, parts)
-    except KeyboardInterrupt:
-        print(f"stopped; {options.out} has the parts that are done, and the same command goes on")
-        return 130
+    if not all(_run(tasks, options, parts) for tasks in stages(levels, options.seeds, parts) if tasks):
+        return INTERRUPTED
     caught = catches(parts)
     defects, twins = caught_rows(caught), twin_rows(filter(_is_of_twins, parts), sound_cells(caught))
     if options.write:
@@ -318,13 +314,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(result[0] in _BLAMED for part in parts if _is_of_twins(part) for result in part.results.values()))
 
 
-def _run(tasks: Sequence[Task], limit: int | None, path: Path, parts: list[Part]) -> None:
-    if not tasks:
-        return
-    cells, workers = sum(len(task.cells) for task in tasks), min(limit or worker_count(_WORKER_GIB), len(tasks))
-    print(f"{counted(cells, 'cell')} at {tasks[0].heads} heads, {workers} at a time:"
-          f" {expected(cells * _CELL_SECONDS / workers)}", flush=True)  # fmt: skip
-    run_parts(run_task, tasks, workers, path, _progress, parts)
+def _run(tasks: Sequence[Task], options: argparse.Namespace, parts: list[Part]) -> bool:
+    cells = sum(len(task.cells) for task in tasks)
+    outlook, seconds = f"{counted(cells, 'cell')} at {tasks[0].heads} heads", cells * _CELL_SECONDS
+    return run_parts(run_task, tasks, options, _progress, parts, outlook=outlook, seconds=seconds, gib=_WORKER_GIB)
 
 
 def _progress(part: Part) -> str:

@@ -110,9 +110,10 @@ def test_the_summary_tells_the_order_and_its_seeds() -> None:
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that has one of two runs; others are run in this process."""
 
-    def run_parts(one, left, workers, path, told, found) -> None:  # type: ignore[no-untyped-def]
-        found += [_line(task.reduction, task.seed, 0.4) for task in left]
-        print(f"{len(left)} run")
+    def run_parts(one, left, options, line, runs, *, outlook, **_) -> bool:  # type: ignore[no-untyped-def]
+        runs += [_line(task.reduction, task.seed, 0.4) for task in left]
+        print(f"{outlook}: {len(left)} run")
+        return True
 
     monkeypatch.setattr(program, "run_parts", run_parts)
     path = tmp_path / "kept.jsonl"
@@ -132,8 +133,7 @@ def _argv(path: Path, *more: str) -> list[str]:
 def test_runs_that_are_kept_are_not_run_again(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(_argv(kept, "--formats", "E8M3,E8M7", "--seeds", "1")) == 0
     told = capsys.readouterr().out
-    assert "1 run kept, 1 to run" in told
-    assert "1 run\n" in told
+    assert "1 run kept, 1 to run: 1 run\n" in told
     assert "Order: E8M3 > (1 of 1 seeds) E8M7" in told
 
 
@@ -154,8 +154,8 @@ def test_a_file_of_other_settings_is_refused_and_left(kept: Path, capsys: pytest
         (["--formats", "E8M3:inner=4:outer=3"], "the range is empty"),
         (["--steps", "3", "--every", "2"], "--steps 3 and --more 2 must be multiples of --every 2"),
         (["--rate", "0"], "--rate must be above 0"),
-        (["--seeds", "0"], "--seeds must be at least 1"),
-        (["--workers", "0"], "--workers must be at least 1"),
+        (["--seeds", "0"], "argument --seeds: must be at least 1"),
+        (["--workers", "0"], "argument --workers: must be at least 1"),
         (["--eps", "0"], "--eps 0: expected numbers above 0"),
         (["--kernel", "nonsense"], "unknown kernel 'nonsense'"),
     ],

@@ -420,7 +420,7 @@ def test_a_users_kernel_trains(tmp_path: Path) -> None:
         (["--resume"], "checkpoint.pt: no such file; start without --resume"),
         (["--kernel", "flsh@paper"], "unknown kernel 'flsh@paper'"),
         (["--kernel", "nowhere.py:attention"], "no such file: nowhere.py"),
-        (["--steps", "0"], "--steps must be at least 1, not 0"),
+        (["--steps", "0"], "argument --steps: must be at least 1, not 0"),
         (["--at-once", "4"], "--at-once 4 does not divide the 2 sequences of a process"),
         (["--heads", "5"], "width 64 is no multiple of 5 heads"),
         (["--rate", "nan"], "--rate must be above 0, not nan"),

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from tiebreak.backends.platform import worker_count
 from tiebreak.cases.gpt2.data import DataError, corpus, read_bin
 from tiebreak.cases.gpt2.model import Configuration
 from tiebreak.kernels.formats import FP32
@@ -26,13 +25,12 @@ from tiebreak.laboratory.reduced_gpt2 import SAME, add_attention, parse_attentio
 from tiebreak.laboratory.sharpness import EPSILON, sharpness
 from tiebreak.laboratory.sharpness_run import TRAINED, Run, Settings, Task, gpt2, run_one, texts
 from tiebreak.laboratory.sharpness_tables import summary, table
-from tiebreak.programs.resumable import add_options, expected, read_parts, run_parts
-from tiebreak.reports.cli import Parser
+from tiebreak.programs.resumable import add_options, read_parts, run_parts
+from tiebreak.reports.cli import HELD, INTERRUPTED, Parser, count, positive
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split
 from tiebreak.reports.tables.run import counted
 
-DONE, INTERRUPTED = 0, 130
 _WORKER_GIB = 1.0
 _STEP_SECONDS = 0.045  # of one thread, until there are runs
 _EPILOG = "exit codes: 0 done, 2 bad usage, file or checkpoint, 130 interrupted"
@@ -57,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epsilons = _epsilons(options.eps)
         if options.folder is not None:
             print(_of_folder(options.folder, options.data, epsilons, options.held_out))
-            return DONE
+            return HELD
         return _of_runs(options, epsilons)
     except (ValueError, OSError, CheckpointError, DataError) as error:
         raise UsageError(str(error)) from error
@@ -70,20 +68,15 @@ def _of_runs(options: argparse.Namespace, epsilons: list[float]) -> int:
     runs = _kept(options.out, settings)
     have = {(run.reduction, run.seed) for run in runs}
     left = [task for task in tasks if (task.reduction, task.seed) not in have]
-    workers = min(options.workers or worker_count(_WORKER_GIB), max(1, len(left)))
     each = (
         statistics.fmean(run.seconds for run in runs) if runs else _STEP_SECONDS * (settings.steps + settings.more * 2)
     )
-    duration = expected(each * len(left) / workers)
-    print(f"{counted(len(have), 'run')} kept, {len(left)} to run, {workers} at a time: {duration}", flush=True)
-    try:
-        run_parts(run_one, left, workers, options.out, _line, runs)
-    except KeyboardInterrupt:
-        print(f"stopped; {options.out} has the runs that are done, and the same command goes on")
+    outlook, seconds = f"{counted(len(have), 'run')} kept, {len(left)} to run", each * len(left)
+    if not run_parts(run_one, left, options, _line, runs, outlook=outlook, seconds=seconds, gib=_WORKER_GIB):
         return INTERRUPTED
     wanted = {(task.reduction, task.seed) for task in tasks}
     print(summary([run for run in runs if (run.reduction, run.seed) in wanted], settings))
-    return DONE
+    return HELD
 
 
 def _kept(path: Path, settings: Settings) -> list[Run]:
@@ -132,11 +125,7 @@ def _of_folder(folder: Path, data: Path | None, epsilons: list[float], sequences
 
 
 def _settings(options: argparse.Namespace, epsilons: list[float]) -> Settings:
-    for name in ("steps", "every", "seeds", "sequences", "held_out", "workers"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-    if options.more < 0 or options.steps % options.every or options.more % options.every:
+    if options.steps % options.every or options.more % options.every:
         raise UsageError(
             f"--steps {options.steps} and --more {options.more} must be multiples of --every {options.every}"
         )
@@ -193,7 +182,8 @@ def _parser() -> argparse.ArgumentParser:
         ("--sequences", 8, "of a batch"),
         ("--held-out", 64, "sequences that are measured on"),
     ):
-        parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{about}; default: {default}")
+        least = count if flag == "--more" else positive
+        parser.add_argument(flag, type=least, default=default, metavar="N", help=f"{about}; default: {default}")
     parser.add_argument("--back", default="E8M7", metavar="FORMAT", help="what training goes back to; default: E8M7")
     parser.add_argument("--rate", type=float, default=1e-3, help="AdamW's highest learning rate; default: 1e-3")
     parser.add_argument("--kernel", default="flash@fused", metavar="NAME", help="of attention; default: flash@fused")

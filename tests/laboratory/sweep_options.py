@@ -15,8 +15,8 @@ from tiebreak.laboratory.reduced import parse_reduction
 from tiebreak.laboratory.reduced_gpt2 import SAME, add_attention, parse_attention
 from tiebreak.laboratory.sweep_run import LOOK_EVERY, STABILISERS, Task
 from tiebreak.laboratory.train_command import batches_of
-from tiebreak.laboratory.train_options import add_length, add_model, check_counts, configuration, fill
-from tiebreak.reports.cli import Parser
+from tiebreak.laboratory.train_options import add_length, add_model, configuration, fill
+from tiebreak.reports.cli import Parser, positive
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import none_named, split, unknown
 from tiebreak.reports.sweeps.store import SCHEMA, Place, Settings
@@ -37,7 +37,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     options = parser().parse_args(argv)
     fill(options)
-    check_counts(options, ("seeds", "workers"))
     options.lr = _rates(options.lr)
     options.formats = _formats(options.formats, options.attention)
     options.kernels = _kernels(options.kernels)
@@ -164,7 +163,7 @@ def parser() -> Parser:
 
 
 def _add_axes(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--seeds", type=int, default=20, metavar="N", help="how many, from 1; default: 20")
+    group.add_argument("--seeds", type=positive, default=20, metavar="N", help="how many, from 1; default: 20")
     group.add_argument("--lr", default="4e-4,4e-3,1e-2", metavar="RATES", help="default: 4e-4,4e-3,1e-2")
     group.add_argument(
         "--formats",
@@ -191,7 +190,9 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
         metavar="DIR",
         help="the sweep's folder, a file a run; a sweep that was stopped goes on there; default: out/sweep",
     )
-    group.add_argument("--workers", type=int, metavar="N", help="processes (default: as many as the machine carries)")
+    group.add_argument(
+        "--workers", type=positive, metavar="N", help="processes (default: as many as the machine carries)"
+    )
     group.add_argument(
         "--on",
         metavar="WHERE",

@@ -4,7 +4,6 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NoReturn
@@ -13,7 +12,7 @@ from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.gpt2.model import PRESETS, Configuration
 from tiebreak.cases.gpt2.optimizers import OPTIMIZERS
 from tiebreak.laboratory.training import PRECISIONS
-from tiebreak.reports.cli import Parser
+from tiebreak.reports.cli import Parser, positive
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split
 
@@ -41,7 +40,6 @@ _PAPER = Defaults(600_000, 512, 16, 2000, 1e-3, "bf16", report_every=10, checkpo
 # In fp32, so that attention's rounding is all that separates two runs.
 _TOY = Defaults(1000, 8, 8, 100, 1e-3, "fp32", report_every=10, checkpoint_every=100)
 _FILLED = tuple(one.name for one in fields(Defaults) if one.name != "at_once")  # which depends on the processes
-_COUNTS = ("steps", "sequences", "warm_up")
 DEFAULTS = {"gpt2_small": _PAPER, "gpt2_medium": replace(_PAPER, at_once=8), "tiny": _TOY}
 
 
@@ -66,7 +64,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if options.rate is None and options.optimizer == "muon":
         options.rate = _MUON_RATE
     fill(options)
-    check_counts(options, ("at_once", "report_every", "checkpoint_every"))
     _check(options)
     return options
 
@@ -78,18 +75,6 @@ def fill(options: argparse.Namespace) -> None:
         for name in names:
             if name in given and given[name] is None:
                 given[name] = getattr(values, name)
-
-
-def check_counts(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
-    """Refuse counts below 1.
-
-    Raises:
-        UsageError: one line that names the option.
-    """
-    for name in (*_COUNTS, *SIZES, *more):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
 
 
 def configuration(options: argparse.Namespace) -> Configuration:
@@ -174,7 +159,7 @@ def add_model(group: argparse._ArgumentGroup) -> None:
         "--preset", type=_preset, choices=PRESETS, default="tiny", help="sizes and recipe; default: tiny"
     )
     for name in SIZES:
-        group.add_argument(f"--{name}", type=int, metavar="N", help="in place of the preset's")
+        group.add_argument(f"--{name}", type=positive, metavar="N", help="in place of the preset's")
     group.add_argument(
         "--data", type=Path, metavar="DIR", help="folder with nanoGPT's train.bin; default: the text that ships"
     )
@@ -182,10 +167,10 @@ def add_model(group: argparse._ArgumentGroup) -> None:
 
 def add_length(group: argparse._ArgumentGroup) -> None:
     """The options that say how many steps are taken over how much."""
-    group.add_argument("--steps", type=int, metavar="N", help=f"of the whole run; {_by_preset('steps')}")
-    group.add_argument("--sequences", type=int, metavar="N", help=f"of a batch; {_by_preset('sequences')}")
+    group.add_argument("--steps", type=positive, metavar="N", help=f"of the whole run; {_by_preset('steps')}")
+    group.add_argument("--sequences", type=positive, metavar="N", help=f"of a batch; {_by_preset('sequences')}")
     group.add_argument(
-        "--warm-up", type=int, metavar="N", help=f"steps, then a cosine to a hundredth; {_by_preset('warm_up')}"
+        "--warm-up", type=positive, metavar="N", help=f"steps, then a cosine to a hundredth; {_by_preset('warm_up')}"
     )
 
 
@@ -221,7 +206,7 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
     add_length(group)
     group.add_argument(
         "--at-once",
-        type=int,
+        type=positive,
         metavar="N",
         help="sequences of one forward pass, the gradients of several are added up; default: the most that divides "
         f"a process' share, of at most {', '.join(f'{each.at_once} ({name})' for name, each in DEFAULTS.items())}",
@@ -255,11 +240,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     group.add_argument(
-        "--report-every", type=int, metavar="N", help=f"steps; monitors look then; {_by_preset('report_every')}"
+        "--report-every", type=positive, metavar="N", help=f"steps; monitors look then; {_by_preset('report_every')}"
     )
     group.add_argument(
         "--checkpoint-every",
-        type=int,
+        type=positive,
         metavar="N",
         help=f"steps; a killed run loses no more; {_by_preset('checkpoint_every')}",
     )

@@ -16,18 +16,17 @@ from pathlib import Path
 
 import torch
 
-from tiebreak.backends.platform import commit, worker_count
+from tiebreak.backends.platform import commit
 from tiebreak.matrix.memory import keep_memory
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.programs.resumable import add_options, expected, read_parts, run_parts
-from tiebreak.reports.cli import Parser
+from tiebreak.programs.resumable import add_options, read_parts, run_parts
+from tiebreak.reports.cli import INTERRUPTED, Parser, positive
 from tiebreak.reports.records.record import SKIPPED
 from tiebreak.reports.tables.run import counted
 
-_USAGE = 2
 _WORKER_GIB = 2.0
 _SURE = 0.95  # of the bound on the rate
 _STEP_SECONDS = 0.02  # of a training step, about, which costs of cells are in: for the first word on how long it takes
@@ -114,8 +113,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m tiebreak.programs.alarms",
         description="Count false alarms of the default matrix over many seeds. Resumes where it was stopped.",
     )
-    parser.add_argument("--seeds", type=int, default=100, metavar="N", help="how many (default: 100)")
-    parser.add_argument("--first", type=int, default=1, metavar="N", help="the first of them (default: 1)")
+    parser.add_argument("--seeds", type=positive, default=100, metavar="N", help="how many (default: 100)")
+    parser.add_argument("--first", type=positive, default=1, metavar="N", help="the first of them (default: 1)")
     parser.add_argument("--backend", default="emulation,cpu", metavar="NAMES", help="default: emulation,cpu")
     parser.add_argument("--cases", metavar="NAMES", help="default: all")
     add_options(parser, "alarms.jsonl", "seed")
@@ -132,8 +131,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 without an alarm, 1 with one, 2 for bad usage, 130 after Ctrl-C.
     """
     options = _parser().parse_args(arguments)
-    if options.seeds < 1 or options.first < 1 or (options.workers is not None and options.workers < 1):
-        _parser().error("--seeds, --first and --workers are positive integers")
     try:
         asked = cells(Selection(backends=options.backend, cases=options.cases))[0]
         done = kept(options.out, options.backend, options.cases)
@@ -142,16 +139,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = range(options.first, options.first + options.seeds)
     finished = [done[seed] for seed in wanted if seed in done]
     left = [(seed, options.backend, options.cases) for seed in wanted if seed not in done]
-    workers = min(options.workers or worker_count(_WORKER_GIB), max(1, len(left)))
     before = [seed.seconds for seed in done.values()]
     each = sum(before) / len(before) if before else _STEP_SECONDS * sum(c.experiment.cost(c.backend) for c in asked)
-    print(f"{len(asked)} cells a seed, {len(left)} of {len(wanted)} seeds to run, in {workers} processes:"
-          f" {expected(each * len(left) / workers)}", flush=True)  # fmt: skip
-    try:
-        run_parts(_one, left, workers, options.out, _line, finished)
-    except KeyboardInterrupt:
-        print(f"stopped; {options.out} has the seeds that are done, and the same command goes on")
-        return 130
+    outlook, seconds = f"{len(asked)} cells a seed, {len(left)} of {len(wanted)} seeds to run", each * len(left)
+    if not run_parts(_one, left, options, _line, finished, outlook=outlook, seconds=seconds, gib=_WORKER_GIB):
+        return INTERRUPTED
     print(summary(finished))
     return int(any(seed.alarms for seed in finished))
 

@@ -11,7 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tiebreak.backends.platform import worker_count
 from tiebreak.reports import terminal
+from tiebreak.reports.cli import positive
 
 _Task = TypeVar("_Task")
 _Part = TypeVar("_Part")
@@ -25,7 +27,9 @@ def add_options(parser: argparse.ArgumentParser, file: str, line: str) -> None:
         file: the name of its file in out/.
         line: what a line of the file is.
     """
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: as many as the machine carries)")
+    parser.add_argument(
+        "--workers", type=positive, metavar="N", help="processes (default: as many as the machine carries)"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("out", file), metavar="FILE", help=f"a line a {line}; default: out/{file}"
     )
@@ -75,38 +79,52 @@ def in_processes(one: Callable[[_Task], _Part], left: Sequence[_Task], workers: 
 def run_parts(
     one: Callable[[_Task], _Part],
     left: Sequence[_Task],
-    workers: int,
-    path: Path,
+    options: argparse.Namespace,
     line: Callable[[_Part], str],
     parts: list[_Part],
-) -> None:
+    *,
+    outlook: str,
+    seconds: float,
+    gib: float,
+) -> bool:
     """Run what is left, a line in the file for each part as it ends, and say how long the rest will take.
 
     Args:
         one: runs one part, in a process of its own; gives an instance of a dataclass.
         left: what to run.
-        workers: processes.
-        path: of the file, whose folder is made if need be.
+        options: those of `add_options`; the file's folder is made if need be.
         line: of a part, what is shown as it ends.
         parts: where they go, as they end.
+        outlook: what there is and what is left, in words.
+        seconds: that all of it takes one process, about.
+        gib: memory of a process.
+
+    Returns:
+        Whether all of it was run: Ctrl-C stops it.
     """
-    if not left:
-        return
+    workers = min(options.workers or worker_count(gib), max(1, len(left)))
+    print(f"{outlook}, {workers} at a time: {expected(seconds / workers)}", flush=True)
+    try:
+        if left:
+            show_progress(_kept(in_processes(one, left, workers), options.out, line, parts), len(left), "part")
+    except KeyboardInterrupt:
+        print(f"stopped; {options.out} has what is done, and the same command goes on")
+        return False
+    return True
+
+
+def _kept(ended: Iterable[_Part], path: Path, line: Callable[[_Part], str], parts: list[_Part]) -> Iterator[str]:
+    """Put parts into the file as they end."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        text = path.read_text(encoding="utf-8")
-        path.write_text(text[: _whole(text)], encoding="utf-8")
-
-    def kept() -> Iterator[str]:
-        with path.open("a", encoding="utf-8") as file:
-            for part in in_processes(one, left, workers):
-                parts.append(part)
-                fields: dict[str, Any] = asdict(part)  # type: ignore[call-overload]
-                file.write(json.dumps(fields) + "\n")
-                file.flush()
-                yield line(part)
-
-    show_progress(kept(), len(left), "part")
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    path.write_text(text[: _whole(text)], encoding="utf-8")
+    with path.open("a", encoding="utf-8") as file:
+        for part in ended:
+            parts.append(part)
+            fields: dict[str, Any] = asdict(part)  # type: ignore[call-overload]
+            file.write(json.dumps(fields) + "\n")
+            file.flush()
+            yield line(part)
 
 
 def expected(seconds: float) -> str:

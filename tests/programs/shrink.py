@@ -20,7 +20,7 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.programs.shrink_script import Origin, script
 from tiebreak.programs.shrink_search import BOUND, FINITE, Finding, Seen, Shrinker, mean_error
-from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, Parser
+from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, Parser, count, positive
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown
 from tiebreak.reports.records import store
@@ -67,18 +67,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--check", choices=_CHECKS, help="what to keep; by default the first of these that holds")
     parser.add_argument("--backend", default="cpu", metavar="NAME", help="where the kernel runs (default: cpu)")
     parser.add_argument("--dtype", choices=_FORMATS, default="bf16", help="format of q, k and v (default: bf16)")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of a scripted case (default: 1)")
-    parser.add_argument("--heads", type=int, default=256, metavar="N", help="query heads to start from (default: 256)")
+    parser.add_argument("--seed", type=count, default=1, metavar="N", help="of a scripted case (default: 1)")
+    parser.add_argument(
+        "--heads", type=positive, default=256, metavar="N", help="query heads to start from (default: 256)"
+    )
     parser.add_argument("-o", "--output", type=Path, default=Path("shrunk.py"), metavar="FILE",
                         help="the script; default: shrunk.py")  # fmt: skip
     return parser
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.heads < 1:
-        raise UsageError(f"--heads {options.heads}: expected a positive number")
-    if options.seed < 0:
-        raise UsageError(f"--seed {options.seed}: expected 0 or more")
     if options.output.exists():
         raise UsageError(f"-o {options.output}: there is such a file; remove it or name another")
     store.check_writable(options.output.parent)

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from tiebreak.backends.backend import CPU, EMULATION
-from tiebreak.backends.platform import worker_count
 from tiebreak.cases.gpt2.bounds import (
     FILE,
     Ran,
@@ -31,8 +30,9 @@ from tiebreak.cases.gpt2.snippets import SNIPPETS, Snippet, run_snippet
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.matrix.memory import keep_memory
 from tiebreak.programs.pages.tables import renew, table
-from tiebreak.programs.resumable import add_options, expected, read_parts, run_parts
-from tiebreak.reports.cli import Parser
+from tiebreak.programs.resumable import add_options, read_parts, run_parts
+from tiebreak.reports.cli import INTERRUPTED, Parser, count
+from tiebreak.reports.tables.run import counted
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 SOURCE = "cases/gpt2/spread.csv"
@@ -170,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m tiebreak.programs.spread",
         description="Run the training snippets at many seeds. Resumes where it was stopped.",
     )
-    parser.add_argument("--seeds", type=int, default=200, metavar="N", help="from 1; 0: run none (default: 200)")
+    parser.add_argument("--seeds", type=count, default=200, metavar="N", help="from 1; 0: run none (default: 200)")
     add_options(parser, "snippets.jsonl", "run")
     parser.add_argument("--write", action="store_true", help="renew the bounds and the tables of the page")
     return parser
@@ -186,22 +186,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0, 1 where a run would have fallen at the bounds, 2 for bad usage, 130 after Ctrl-C.
     """
     options = _parser().parse_args(arguments)
-    if options.seeds < 0 or (options.workers is not None and options.workers < 1):
-        _parser().error("--workers is a positive integer, --seeds one or 0")
     try:
         lines = read_parts(options.out, Line)
     except (ValueError, OSError) as error:
         _parser().error(str(error))
     have = {line.task for line in lines}
     left = [task for task in tasks(options.seeds) if task not in have]
-    workers = min(options.workers or worker_count(_WORKER_GIB), max(1, len(left)))
-    print(f"{len(have)} runs are kept, {len(left)} to run, in {workers} processes:"
-          f" {expected(_seconds(lines, left) / workers)}", flush=True)  # fmt: skip
-    try:
-        run_parts(run, left, workers, options.out, _line, lines)
-    except KeyboardInterrupt:
-        print(f"stopped; {options.out} has the runs that are done, and the same command goes on")
-        return 130
+    outlook, seconds = f"{counted(len(have), 'run')} kept, {len(left)} to run", _seconds(lines, left)
+    if not run_parts(run, left, options, _line, lines, outlook=outlook, seconds=seconds, gib=_WORKER_GIB):
+        return INTERRUPTED
     if options.write:
         write_spreads(spreads(lines))
         renew(PAGE, SOURCE, tables(read_spreads()))

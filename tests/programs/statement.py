@@ -21,7 +21,7 @@ from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.programs import rejudgement as rejudging
 from tiebreak.programs.profiles import PROFILES, profile
-from tiebreak.reports.cli import FELL, HELD, Parser
+from tiebreak.reports.cli import FELL, HELD, Parser, count
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate import expected
 from tiebreak.reports.names import unknown
@@ -81,9 +81,9 @@ def verify(arguments: Sequence[str]) -> int:
         "--profile", metavar="NAME", help="the profile that it has to be of (default: that which it names)"
     )
     parser.add_argument(
-        "--sample", type=_count, default=_SAMPLE, metavar="N", help=f"records to recompute (default: {_SAMPLE})"
+        "--sample", type=count, default=_SAMPLE, metavar="N", help=f"records to recompute (default: {_SAMPLE})"
     )
-    parser.add_argument("--seed", type=_count, default=1, metavar="N", help="another one draws others (default: 1)")
+    parser.add_argument("--seed", type=count, default=1, metavar="N", help="another one draws others (default: 1)")
     parser.add_argument(
         "--as-of", type=_day, default=None, metavar="DAY", help="the day on which waivers have to hold (default: today)"
     )
@@ -101,12 +101,6 @@ def _profile(name: str) -> Profile:
     if name not in PROFILES:
         raise UsageError(f"--profile: {unknown('profile', name, PROFILES, '')}")
     return profile(name)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or len(text) > 9:
-        raise argparse.ArgumentTypeError(f"{text}: expected 0 or a positive integer")
-    return int(text)
 
 
 def _day(text: str) -> date:

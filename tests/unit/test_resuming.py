@@ -1,5 +1,7 @@
 """Long runs in parts: what a file keeps, what a stop loses, and what is told."""
 
+import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,30 +22,38 @@ def square(of: int) -> Square:
     return Square(of, of * of)
 
 
+def run(left: list[int], path: Path, parts: list[Square], line: Callable[[Square], str] | None = None) -> bool:
+    options = argparse.Namespace(workers=1, out=path)
+    line = line or (lambda part: f"of {part.of}")
+    return run_parts(square, left, options, line, parts, outlook="squares", seconds=120.0, gib=0.1)
+
+
 def test_parts_are_read_as_they_were_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found: list[Square] = []
-    run_parts(square, [2, 3], 1, tmp_path / "file", lambda part: f"of {part.of}", found)
-    assert found == read_parts(tmp_path / "file", Square) == [Square(2, 4), Square(3, 9)]
-    assert [line.partition(";")[0] for line in capsys.readouterr().out.splitlines()] == ["of 2", "of 3"]
+    parts: list[Square] = []
+    assert run([2, 3], tmp_path / "file", parts)
+    assert parts == read_parts(tmp_path / "file", Square) == [Square(2, 4), Square(3, 9)]
+    outlook, *lines = capsys.readouterr().out.splitlines()
+    assert outlook == "squares, 1 at a time: about 0 h 2 min to go"
+    assert [line.partition(";")[0] for line in lines] == ["of 2", "of 3"]
 
 
-def test_parts_that_are_done_are_kept_when_one_raises(tmp_path: Path) -> None:
+def test_parts_that_are_done_are_kept_when_a_run_is_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def told(part: Square) -> str:
         if part.of == 3:
             raise KeyboardInterrupt
         return ""
 
-    with pytest.raises(KeyboardInterrupt):
-        run_parts(square, [2, 3, 4], 1, tmp_path / "file", told, [])
+    assert not run([2, 3, 4], tmp_path / "file", [], told)
+    assert "the same command goes on" in capsys.readouterr().out
     assert read_parts(tmp_path / "file", Square) == [Square(2, 4), Square(3, 9)]
 
 
 def test_a_part_that_a_stop_has_cut_is_run_again(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text('{"of": 2, "is_": 4}\n{"of": 3, "is', encoding="utf-8")
-    found = read_parts(path, Square)
-    assert found == [Square(2, 4)]
-    run_parts(square, [3], 1, path, lambda part: "", found)
+    parts = read_parts(path, Square)
+    assert parts == [Square(2, 4)]
+    assert run([3], path, parts)
     assert read_parts(path, Square) == [Square(2, 4), Square(3, 9)]
 
 

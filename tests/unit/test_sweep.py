@@ -49,7 +49,7 @@ def task(fmt: str = "E8M4", rate: float = 1e-2, stabiliser: str = "none", steps:
             ["--stabiliser", "tf32_first", "--formats", "tf32"],
             "--stabiliser tf32_first: tf32 has no more bits than tf32",
         ),
-        (["--seeds", "0"], "--seeds must be at least 1"),
+        (["--seeds", "0"], "argument --seeds: must be at least 1"),
         (["--on", "slrum"], "--on slrum: expected ray, ray://"),
         (["--gpus-per-run", "0.5"], "--gpus-per-run: --on ray shares out"),
         (["--data", "nowhere"], "nowhere/train.bin: no such file"),
