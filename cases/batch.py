@@ -56,6 +56,11 @@ class Batch:
         least = torch.where(visible, wide, torch.inf).amin(-2)
         return least, torch.where(visible, wide, -torch.inf).amax(-2)
 
+    @cached_property
+    def _narrow_range(self) -> tuple[Tensor, Tensor]:
+        least, largest = self.value_range
+        return least.float(), largest.float()
+
     def outside_values(self, o: Tensor, declaration: Declaration) -> float:
         """Largest distance of O from the range of V that its row sees, as a share of what rounding allows.
 
@@ -69,6 +74,8 @@ class Batch:
             0 inside the range, 1 at the limit.
         """
         least, largest = self.value_range
+        if torch.equal(o.clamp(*self._narrow_range), o):  # in fp32, which holds every V: nothing is outside
+            return 0.0
         wide = o.to(torch.float64, copy=True)
         outside = torch.maximum(least - wide, wide.sub_(largest))
         slack = mean_slack(self.inputs, declaration) * torch.maximum(least.abs(), largest.abs())

@@ -35,6 +35,10 @@ from tiebreak.kernels.quantization import Quantization
 from tiebreak.kernels.reference import Reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 
+# What the error of P follows from, and that of O with it: plans that are equal in these share their bounds.
+_IN_P = ("scale", "divisor", "q", "q8", "k8", "smooth_k", "qk", "s", "shifted", "exp", "p_bar", "p8")
+_IN_O = (*_IN_P, "o_bar", "row_sum", "pv", "v8", "o")
+
 _EXPONENTIAL_ERROR = 2.0**-13  # relative: 1.2e-4; PyTorch's fast exponential errs by 1.1e-4 at most
 _ROUNDINGS_A_BLOCK = 3  # of O-bar and of l: the block's own sum, the rescale, the addition
 
@@ -120,12 +124,19 @@ class ErrorBounds:
     inputs: AttentionInputs
     ref: Reference
     _bounds: dict[Hashable, Tensor] = field(default_factory=dict)
+    _sums: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def shared_by(self, declaration: Declaration) -> Hashable:
+    def shared_by(self, declaration: Declaration, points: tuple[str, ...] = _IN_O) -> Hashable:
         """What a declaration's bounds follow from: kernels that are equal in it share their bounds."""
         # Where S - m is not rounded the shift rule is in it by its size alone.
         rule = declaration.shift_rule.name if declaration.plan.shifted.narrows else ""
-        return declaration.plan, rule, _raised(declaration), self._blocks(declaration)
+        plan = declaration.plan.in_formats(self.inputs.formats)
+        rounded = tuple(getattr(plan, point) for point in points)
+        return rounded, rule, _raised(declaration), self._blocks(declaration) if points == _IN_O else 0
+
+    def shared_up_to_p(self, declaration: Declaration) -> Hashable:
+        """What a declaration's bounds of P follow from."""
+        return self.shared_by(declaration, _IN_P)
 
     def _blocks(self, declaration: Declaration) -> int:
         """How many blocks of keys a row's sums are added up in."""
@@ -189,6 +200,14 @@ class ErrorBounds:
         changed: Tensor = (q_size + dq) @ (k_size + dk).mT - q_size @ k_size.mT
         return self.inputs.scale * changed
 
+    def _summed(self, declaration: Declaration) -> tuple[Tensor, Tensor]:
+        """The bound on |dP| of a row in all, and times |V|."""
+        key = self.shared_up_to_p(declaration)
+        if key not in self._sums:
+            dp = self.of_probabilities(declaration)
+            self._sums[key] = dp.sum(-1, keepdim=True), dp @ self.values
+        return self._sums[key]
+
     def of(self, declaration: Declaration) -> Tensor:
         """As `error_bound`; computed once for all kernels that share it."""
         key = self.shared_by(declaration)
@@ -199,17 +218,17 @@ class ErrorBounds:
     def _of(self, declaration: Declaration) -> Tensor:
         ref, keys = self.ref, self.inputs.k.shape[-2]
         plan = declaration.plan.in_formats(self.inputs.formats)
-        dp = self.of_probabilities(declaration)
+        dp, dp_v = self._summed(declaration)
         steps = _ROUNDINGS_A_BLOCK * self._blocks(declaration) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
-        relative = dp.sum(-1, keepdim=True) + steps + keys * FP32.unit_roundoff + _narrowing(plan.pv)
+        relative = dp + steps + keys * FP32.unit_roundoff + _narrowing(plan.pv)
         sees = ref.p.any(-1, keepdim=True)
         least = self.inputs.formats.output.smallest_subnormal + lost_of_o_bar(self.inputs, declaration) * sees
         if plan.v8 is not None:
             relative = relative + plan.v8.relative_error
             least = least + _step(plan.v8, self.inputs.expanded_v(), -2).amax(-2, keepdim=True)
-        bound = dp @ self.values + relative * ref.magnitude + _roundoff(plan.o) * ref.o.abs() + least
+        bound = dp_v + relative * ref.magnitude + _roundoff(plan.o) * ref.o.abs() + least
         # Inf * 0: the scores' rounding can move any weight to any key.
-        return torch.nan_to_num(bound, nan=torch.inf, posinf=torch.inf)
+        return bound.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
 def error_bound(inputs: AttentionInputs, ref: Reference, declaration: Declaration) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,6 +50,16 @@ class Yardstick:
     whole: bool  # whether it is everywhere
     size: float  # sum of |ref|, if so
     zeros: int  # elements that are 0
+
+    @cached_property
+    def known(self) -> Tensor:
+        """The units, 0 where there is none."""
+        return self.units.nan_to_num(nan=0.0)
+
+    @cached_property
+    def counted(self) -> Tensor:
+        """Elements of every row that have a unit, (batch, heads, queries), fp64."""
+        return (~self.units.isnan()).sum(-1).double()
 
     @classmethod
     def of(cls, ref: Reference, fmt: Format) -> "Yardstick":
@@ -117,8 +128,11 @@ def independent_coherence(error: Tensor) -> Tensor:
     The mean of n independent errors is about normal, of standard deviation rms / sqrt(n), and the mean of the absolute
     value of a normal number is sqrt(2/pi) of its standard deviation.
     """
-    counted = (~error.isnan()).sum(-1)
-    return math.sqrt(2 / math.pi) * (error.square().nanmean(-1) / counted).sqrt()
+    return _independent(error.square().nanmean(-1), (~error.isnan()).sum(-1))
+
+
+def _independent(square: Tensor, counted: Tensor) -> Tensor:
+    return math.sqrt(2 / math.pi) * (square / counted).sqrt()
 
 
 def by_key_head(x: Tensor, groups: int) -> Tensor:
@@ -151,31 +165,59 @@ def measure(
     yardstick = yardstick or Yardstick.of(ref, inputs.formats.output)
     finite_out = torch.isfinite(output)
     whole = yardstick.whole and bool(finite_out.all())
-    both = yardstick.finite & finite_out
+    both = finite_out if whole else yardstick.finite & finite_out
     wide = output.to(torch.float64, copy=True)
     absolute = wide - ref.o
-    error = in_units(absolute, yardstick.units)
+    rows, max_ulps = _rows(absolute, yardstick, whole)
     # In place, as all that follows: a fresh large tensor costs as much as what is computed into it.
     absolute = absolute.abs_() if whole else torch.where(both, absolute.abs_(), 0.0)
     if delta is None:
-        delta = (inputs.do.double() * wide).sum(-1, keepdim=True)
+        delta = (wide * inputs.do).sum(-1, keepdim=True)
     sizes = wide.abs_()
+    elements = by_key_head(rows.counted, inputs.groups)
     return Errors(
-        head_bias=by_key_head(error, inputs.groups),
-        head_square=by_key_head(error.square(), inputs.groups),
-        head_coherence=by_key_head(coherence(error) - independent_coherence(error), inputs.groups),
+        head_bias=by_key_head(rows.total, inputs.groups) / elements,
+        head_square=by_key_head(rows.square, inputs.groups) / elements,
+        head_coherence=by_key_head(rows.coherence_excess, inputs.groups),
         head_delta=by_key_head(delta.double() - ref.delta, inputs.groups),
         head_delta_size=by_key_head(ref.delta.abs(), inputs.groups),
-        max_ulps=error.abs().nan_to_num_(nan=0.0).max().item(),
+        max_ulps=max_ulps,
         error_over_bound=absolute.div_(bound).nan_to_num_(nan=0.0).max().item(),
         # The sum of a flat tensor: the order of a sum, and so its last bit, depends on the shape.
         output_size=(sizes.reshape(-1) if whole else sizes[both]).sum().item(),
         reference_size=yardstick.size if whole else ref.o.abs()[both].sum().item(),
         left_out=yardstick.zeros,
-        nonfinite=int((yardstick.finite & ~finite_out).sum()),
-        missed=int((~yardstick.finite & finite_out).sum()),
+        nonfinite=0 if whole else int((yardstick.finite & ~finite_out).sum()),
+        missed=0 if whole else int((~yardstick.finite & finite_out).sum()),
         elements=output.numel(),
     )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Signed errors in ulps of every row of O, what has none left out."""
+
+    total: Tensor  # (batch, heads, queries)
+    square: Tensor  # sum of squares, likewise
+    counted: Tensor  # elements that have one, likewise, fp64
+
+    @property
+    def coherence_excess(self) -> Tensor:
+        """Row coherence less what independent errors give; NaN where nothing is counted."""
+        return (self.total / self.counted).abs() - _independent(self.square / self.counted, self.counted)
+
+
+def _rows(difference: Tensor, yardstick: Yardstick, whole: bool) -> tuple[_Rows, float]:
+    """Of what O is off by, and the largest of all."""
+    if whole:
+        error, counted = difference * yardstick.known, yardstick.counted
+    else:
+        error = in_units(difference, yardstick.units)
+        counted = (~error.isnan()).sum(-1).double()
+        error.nan_to_num_(nan=0.0)
+    square = torch.linalg.vector_norm(error, dim=-1).square_()
+    lowest, highest = error.aminmax()
+    return _Rows(error.sum(-1), square, counted), max(-lowest.item(), highest.item())
 
 
 def merge(batches: list[Errors]) -> Errors:

@@ -35,13 +35,17 @@ class GradientErrorBounds:
     forward: ErrorBounds
     exact: tuple[Tensor, Tensor, Tensor]  # the reference's dQ, dK and dV
     _bounds: dict[Hashable, GradientBounds] = field(default_factory=dict)
+    _of_norms: dict[Hashable, tuple[float, float, float]] = field(default_factory=dict)
 
     def of(self, declaration: Declaration) -> GradientBounds:
         """What bounds the gradients under a declaration; computed once for all kernels that share it."""
         key = self.forward.shared_by(declaration)
         if key not in self._bounds:
             p_error = self.forward.of_probabilities(declaration)
-            self._bounds[key] = GradientBounds(self._elements(declaration, p_error), self._norms(p_error))
+            up_to_p = self.forward.shared_up_to_p(declaration)
+            if up_to_p not in self._of_norms:
+                self._of_norms[up_to_p] = self._norms(p_error)
+            self._bounds[key] = GradientBounds(self._elements(declaration, p_error), self._of_norms[up_to_p])
         return self._bounds[key]
 
     @cached_property

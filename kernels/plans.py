@@ -3,6 +3,8 @@
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
 
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, INT8, Format, Formats, Rounding
 from tiebreak.kernels.quantization import Quantization, Scaling
@@ -130,6 +132,22 @@ class RoundingPlan:
         if self.q.narrows and self.q8 is not None:
             raise ValueError("q is rounded, or put into 8 bits with scales, not both")
 
+    def __hash__(self) -> int:
+        """As a data class has it, computed once: plans are keys of what kernels share."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    @cached_property
+    def _in_formats(self) -> dict[Formats, "RoundingPlan"]:
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its fields alone: another process hashes names otherwise."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     @property
     def quantizes(self) -> bool:
         """Whether an operand is put into 8 bits with scales."""
@@ -147,6 +165,11 @@ class RoundingPlan:
 
     def in_formats(self, formats: Formats) -> "RoundingPlan":
         """The same plan for a call in these formats: every rounding point that follows one of them is in it."""
+        if formats not in self._in_formats:
+            self._in_formats[formats] = self._made_in(formats)
+        return self._in_formats[formats]
+
+    def _made_in(self, formats: Formats) -> "RoundingPlan":
         own = {Follows.OPERANDS: formats.operands, Follows.OUTPUT: formats.output}
         changed = {
             name: replace(cast, fmt=own[cast.follows])
