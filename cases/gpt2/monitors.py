@@ -177,11 +177,6 @@ def repeated_rows(view: View) -> Tensor:
     return _mean(view.wide(repeated(view.s, view.row_max)))
 
 
-def p_bar_ones(view: View) -> Tensor:
-    """How many P-bar of a row are exactly 1, on average (paper, figure 13)."""
-    return _mean(view.wide(view.p_bar == 1).sum(-1))
-
-
 def row_max(view: View) -> Tensor:
     """Mean over rows of the largest logit."""
     return _mean(view.wide(view.row_max))
@@ -190,19 +185,6 @@ def row_max(view: View) -> Tensor:
 def max_logit(view: View) -> Tensor:
     """The largest logit."""
     return view.wide(view.row_max).amax((0, 2, 3))
-
-
-def token_similarity(view: View) -> Tensor:
-    """Mean cosine of (PK)[T]^T X[T] between the tokens of a sequence (paper, figure 4).
-
-    The cosine of two matrices of rank one is the product of their factors' cosines.
-    """
-    pk = torch.nn.functional.normalize(view.pk, dim=-1)
-    x = torch.nn.functional.normalize(view.wide(view.observation.x), dim=-1)
-    cosines = (pk @ pk.transpose(-1, -2)) * (x @ x.transpose(-1, -2))[:, None]
-    tokens = cosines.shape[-1]
-    pairs = cosines.sum((-1, -2)) - cosines.diagonal(dim1=-2, dim2=-1).sum(-1)
-    return pairs.mean(0) / (tokens * (tokens - 1))
 
 
 @dataclass
@@ -231,10 +213,8 @@ MEASURES: Mapping[str, Measure] = {
     "delta_error": delta_error,
     "output_delta_error": output_delta_error,
     "repeated_rows": repeated_rows,
-    "p_bar_ones": p_bar_ones,
     "row_max": row_max,
     "max_logit": max_logit,
-    "token_similarity": token_similarity,
 }
 
 
@@ -248,11 +228,6 @@ class Drift:
     def mean(self) -> float:
         """Mean a step."""
         return sum(self.values) / len(self.values)
-
-    @property
-    def running(self) -> tuple[float, ...]:
-        """Sum up to each step."""
-        return tuple(torch.tensor(self.values, dtype=torch.float64).cumsum(0).tolist())
 
     @property
     def drift(self) -> float:
@@ -283,18 +258,11 @@ class Recorder:
         return Drift(tuple(self._values[measure, layer, head]))
 
 
-def spectral_norms(block: Block, name: str) -> Tensor:
-    """Largest singular value of every head's part of a weight, (heads,) (paper, figures 3 and 11).
-
-    Args:
-        block: whose weight.
-        name: wq, wk, wv or wo.
-    """
-    weight: Tensor = getattr(block, name).weight
+def spectral_norms(block: Block) -> Tensor:
+    """Largest singular value of every head's part of W_Q, (heads,) (paper, figures 3 and 11)."""
+    weight = block.wq.weight
     with torch.no_grad():
-        # W_O's columns belong to heads, the others' rows.
-        rows = weight.T if name == "wo" else weight
-        return _largest(rows.reshape(block.heads, -1, rows.shape[1]))
+        return _largest(weight.reshape(block.heads, -1, weight.shape[1]))
 
 
 def _largest(matrices: Tensor) -> Tensor:

@@ -426,7 +426,7 @@ def _train(
             clipper.after_step(model)
         if reading:
             steps.append(step)
-            norms.append(spectral_norms(model.block(LAYER), "wq")[HEAD].item())
+            norms.append(spectral_norms(model.block(LAYER))[HEAD].item())
         if not math.isfinite(losses[-1]):
             break
     return losses, steps, norms

@@ -1,4 +1,4 @@
-"""The Triton kernels' backward passes, in Triton's interpreter, and the autograd function on top of them.
+"""The Triton kernels' backward passes, in Triton's interpreter.
 
 In the fp32 plan they are held to fp64: with u = 2^-24, T the largest |S| and sums of d, of queries and of keys terms in
 any order, P errs by at most (4T + 3d T + n) u and a gradient, to first order, by that much and its own sum's length of
@@ -24,7 +24,6 @@ from tiebreak.kernels.kernel import Declaration, run_declared
 from tiebreak.kernels.plans import FP32_PLAN, Cast, DeltaSource, Exponential, RoundingPlan
 from tiebreak.kernels.reference import Reference, reference, reference_gradients
 from tiebreak.kernels.shift_rules import SHIFT_RULES
-from tiebreak.kernels.triton.autograd import attention
 from tiebreak.kernels.triton.launch import run
 from tiebreak.kernels.triton.loading import not_interpreting
 from tiebreak.kernels.triton.roster import BLOCK, DECLARATIONS
@@ -224,64 +223,3 @@ def test_delta_is_computed_from_what_the_plan_says(source: DeltaSource, fed: set
     plain = delta(plan)
     narrowed = {"o": replace(plan, o=Cast(BF16)), "dp": replace(plan, dp=Cast(BF16))}
     assert {point for point, changed in narrowed.items() if not torch.equal(delta(changed), plain)} == fed
-
-
-def _leaves(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, _ = _normal(shape, BF16)
-    q, k, v = (x.bfloat16().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    return q, k, v
-
-
-@pytest.mark.parametrize("kernel", ["triton_fair", "triton_standard"])
-def test_autograd_returns_what_the_kernels_do(kernel: str) -> None:
-    inputs, _ = _normal(GROUPED_CAUSAL, BF16)
-    leaves = q, k, v = _leaves(GROUPED_CAUSAL)
-    o = attention(q, k, v, DECLARATIONS[kernel], causal=True, noise_seed=3)
-    # An upstream gradient without memory of its own, in another order of dimensions.
-    do = inputs.do.bfloat16().transpose(1, 2).contiguous().transpose(1, 2)
-    gradients = torch.autograd.grad(o, leaves, do)
-    expected = _run(inputs, DECLARATIONS[kernel])
-    assert o.dtype == torch.bfloat16
-    assert torch.equal(o.float(), expected.o)
-    for leaf, gradient, other in zip(leaves, gradients, _gradients_of(expected), strict=True):
-        assert gradient.dtype == leaf.dtype
-        assert gradient.shape == leaf.shape
-        assert torch.equal(gradient, other.bfloat16())
-
-
-def test_autograd_notes_a_tensor_changed_in_place() -> None:
-    leaf, k, v = _leaves(D32)
-    q = leaf * 1.0
-    o = attention(q, k, v, DECLARATIONS["triton_flash"])
-    q.detach().zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(o.sum(), leaf)
-
-
-def test_a_constant_upstream_gradient_is_taken() -> None:
-    q, k, v = _leaves(D32)
-    o = attention(q, k, v, DECLARATIONS["triton_flash"])
-    summed, contiguous = (torch.autograd.grad(o, (q, k, v), do, retain_graph=True) for do in _ones(o))
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(summed, contiguous, strict=True))
-
-
-def _ones(o: Tensor) -> tuple[Tensor, Tensor]:
-    """An upstream gradient of ones, as `sum` passes it on: without memory of its own, and with."""
-    unit = torch.ones((), dtype=o.dtype)
-    return unit.expand_as(o), torch.ones_like(o)
-
-
-def test_tensors_that_do_not_fit_are_refused_in_one_line() -> None:
-    x = torch.zeros(2, 4, 8, 16, dtype=torch.bfloat16)
-    wrong = {
-        r"k has shape \(4, 8, 16\), not \(batch, heads, n, d\)": (x, x[0], x),
-        r"v is torch.float16 on cpu, q is torch.bfloat16 on cpu": (x, x, x.half()),
-        r"q, k and v are torch.float64": (x.double(), x.double(), x.double()),
-        r"do not fit": (x, x[:, :, :4], x),
-        r"4 query heads are no multiple of 3 key heads": (x, x[:, :3], x[:, :3]),
-        r"nothing to attend to": (x[:, :, :0], x, x),
-    }
-    for message, tensors in wrong.items():
-        with pytest.raises(ValueError, match=message) as error:
-            attention(*tensors, DECLARATIONS["triton_flash"])
-        assert "\n" not in str(error.value)

@@ -3,7 +3,7 @@
 Run with ``make bench-gpu``. Not run on a GPU yet.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
 
@@ -15,7 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tiebreak.backends.cuda import unavailable
 from tiebreak.backends.gpu import describe_gpu
-from tiebreak.kernels.triton.autograd import attention
+from tiebreak.kernels.formats import BF16, Formats
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.triton import launch
 from tiebreak.kernels.triton.loading import missing
 from tiebreak.kernels.triton.roster import DECLARATIONS
 
@@ -30,21 +32,33 @@ TURN_MS = 10  # that a kernel is timed for, at least once
 LONG = (1, 1, 65536, 128)
 BACKWARD_PRODUCTS = 2.5  # for each of the forward pass: S again, dP, dV, dQ and dK beside S and P V
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Pass = Callable[[], object]
 
 
-def _sdpa(backend: SDPBackend, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel([backend]):
-        return scaled_dot_product_attention(q, k, v, is_causal=causal)
+def _sdpa(backend: SDPBackend, causal: bool, tensors: Sequence[Tensor]) -> tuple[Pass, Pass]:
+    """Forward and backward pass, of which the latter needs one of the former."""
+    q, k, v = leaves = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
+
+    def forward() -> Tensor:
+        with sdpa_kernel([backend]):
+            return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    o = forward()
+    return torch.no_grad()(forward), lambda: torch.autograd.grad(o, leaves, tensors[3], retain_graph=True)
 
 
-def _triton(name: str, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention(q, k, v, DECLARATIONS[name], causal=causal, noise_seed=1)
+def _triton(name: str, causal: bool, tensors: Sequence[Tensor]) -> tuple[Pass, Pass]:
+    q, k, v, do = (tensor.detach() for tensor in tensors)
+    inputs = AttentionInputs(q, k, v, do, Formats.of(BF16), causal=causal, noise_seed=1)
+    call = launch.Call.of(inputs, DECLARATIONS[name])
+    o, lse = launch.forward(call)
+    assert o.isfinite().all()
+    return partial(launch.forward, call), partial(launch.backward, call, o, lse, do)
 
 
-def _contenders(causal: bool) -> Mapping[str, Attention]:
-    theirs = {name: partial(_sdpa, backend, causal) for name, backend in THEIRS.items()}
-    return theirs | {name: partial(_triton, name, causal) for name in OURS}
+def _contenders(causal: bool, tensors: Sequence[Tensor]) -> dict[str, tuple[Pass, Pass]]:
+    theirs = {name: _sdpa(backend, causal, tensors) for name, backend in THEIRS.items()}
+    return theirs | {name: _triton(name, causal, tensors) for name in OURS}
 
 
 def _tensors(shape: tuple[int, int, int, int]) -> tuple[Tensor, ...]:
@@ -53,7 +67,7 @@ def _tensors(shape: tuple[int, int, int, int]) -> tuple[Tensor, ...]:
     return tuple(torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(4))
 
 
-def _side_by_side(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+def _side_by_side(calls: Mapping[str, Pass]) -> dict[str, float]:
     """Milliseconds of each call, the L2 cache overwritten before it: the median of its turns."""
     from triton.testing import do_bench
 
@@ -70,13 +84,8 @@ def _flops(batch: int, heads: int, n: int, d: int, *, causal: bool) -> float:
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention(capsys: pytest.CaptureFixture[str], shape: tuple[int, int, int, int], causal: bool) -> None:
-    q, k, v, do = _tensors(shape)
-    leaves = tuple(tensor.requires_grad_() for tensor in (q, k, v))
-    contenders = _contenders(causal)
-    forward = {name: partial(_without_graph, call, *leaves) for name, call in contenders.items()}
-    outputs = {name: call(*leaves) for name, call in contenders.items()}
-    backward = {name: partial(_gradients, o, leaves, do) for name, o in outputs.items()}
-    assert all(o.isfinite().all() for o in outputs.values())
+    contenders = _contenders(causal, _tensors(shape))
+    forward, backward = ({name: passes[at] for name, passes in contenders.items()} for at in (0, 1))
     flops = _flops(*shape, causal=causal)
     passes = {
         "forward": (_side_by_side(forward), flops),
@@ -86,15 +95,6 @@ def test_attention(capsys: pytest.CaptureFixture[str], shape: tuple[int, int, in
         print(f"\n{_machine()}\n(batch, heads, N, d) {shape}, bf16, {'causal' if causal else 'full'}")
         for name, (milliseconds, flops) in passes.items():
             print("\n".join(_rows(name, milliseconds, flops)))
-
-
-def _without_graph(call: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with torch.no_grad():
-        return call(q, k, v)
-
-
-def _gradients(o: Tensor, leaves: tuple[Tensor, ...], do: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(o, leaves, do, retain_graph=True)
 
 
 def _machine() -> str:
@@ -113,10 +113,10 @@ def _rows(name: str, milliseconds: Mapping[str, float], flops: float) -> list[st
 
 
 def test_long_rows_take_memory_for_the_rows_alone() -> None:
-    leaves = tuple(tensor.requires_grad_() for tensor in _tensors(LONG)[:3])
-    tensor_bytes = leaves[0].numel() * leaves[0].element_size()
+    tensors = _tensors(LONG)
+    tensor_bytes = tensors[0].nbytes
     torch.cuda.reset_peak_memory_stats()
-    o = _triton("triton_flash", True, *leaves)
-    _gradients(o, leaves, torch.ones_like(o))
+    _, backward = _triton("triton_flash", True, tensors)
+    backward()
     # Tensors of q's size are 8, and some are copied; a matrix of scores in bf16 would be 512.
     assert torch.cuda.max_memory_allocated() < 64 * tensor_bytes
