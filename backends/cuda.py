@@ -4,7 +4,7 @@ Nothing here has run on a GPU yet: tests put stand-ins in torch.cuda's place.
 """
 
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -76,12 +76,6 @@ def _without_bf16(device: int) -> str | None:
     return reason if torch.cuda.device_count() == 1 else f"{reason}; leave it out with {_visible_variable()}"
 
 
-def poisoned() -> bool:
-    """Whether an error has left the GPU unusable for this process."""
-    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return in_use and unusable(torch.cuda.synchronize)
-
-
 @cache
 def cuda_kernels() -> tuple[Kernel, ...]:
     """The Triton kernels, PyTorch's own and flash-attn's. Those that are missing here skip with their reasons."""
@@ -117,39 +111,6 @@ def _kind(inputs: AttentionInputs, gradients: bool) -> Hashable:
     return inputs.formats, *masked, tuple(inputs.q.shape), tuple(inputs.k.shape), gradients
 
 
-def worker_limit(gib_per_worker: float = WORKER_GIB) -> int:
-    """Workers that the GPUs' free memory holds when they are spread evenly; at least 1.
-
-    Args:
-        gib_per_worker: memory that one worker needs on its GPU, in GiB.
-
-    Raises:
-        ValueError: `gib_per_worker` is not positive.
-    """
-    if not gib_per_worker > 0:
-        raise ValueError(f"gib_per_worker must be positive, got {gib_per_worker}")
-    free = [torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count())]
-    return max(1, len(free) * int(min(free, default=0) / (gib_per_worker * GIB)))
-
-
-def gpu_of(worker: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Which GPU a worker sees: all take turns. Ask before the worker has used any.
-
-    Args:
-        worker: its number, from 0.
-        environment: of the process that starts the workers.
-
-    Returns:
-        What to add to the worker's environment before its first call of CUDA; nothing where there is one GPU.
-    """
-    count, name = torch.cuda.device_count(), _visible_variable()
-    if count < 2:
-        return {}
-    visible = environment.get(name)
-    devices = visible.split(",") if visible else [str(device) for device in range(count)]
-    return {name: devices[worker % count]}
-
-
 def _visible_variable() -> str:
     return "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
 
@@ -158,20 +119,27 @@ class Cuda(Backend):
     """GPUs as they are. Nothing is to be set up: a worker sees its own GPU alone."""
 
     def worker_limit(self) -> int:
-        """As many as the GPUs' memory holds."""
-        return worker_limit()
+        """As many as the GPUs' free memory holds when they are spread evenly."""
+        free = [torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count())]
+        return max(1, len(free) * int(min(free, default=0) / (WORKER_GIB * GIB)))
 
     def worker_environment(self, worker: int) -> dict[str, str]:
-        """See `gpu_of`."""
-        return gpu_of(worker)
+        """All GPUs take turns; where there is one, there is nothing to say."""
+        count, name = torch.cuda.device_count(), _visible_variable()
+        if count < 2:
+            return {}
+        visible = os.environ.get(name)
+        devices = visible.split(",") if visible else [str(device) for device in range(count)]
+        return {name: devices[worker % count]}
 
     def describe(self) -> dict[str, Any]:
         """The fields of `tiebreak.backends.gpu.Gpu`."""
         return describe_gpu().as_dict()
 
     def poisoned(self) -> bool:
-        """See `poisoned` of this module."""
-        return poisoned()
+        """As `Backend.poisoned`, if this process has used the GPU."""
+        in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return in_use and unusable(torch.cuda.synchronize)
 
 
 CUDA = Cuda("cuda", about(), "cuda", CudaArithmetic(), unavailable, cuda_kernels)

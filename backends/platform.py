@@ -17,36 +17,12 @@ from tiebreak.backends.levels import current
 GIB = 2**30
 CHECKOUT = Path(__file__).resolve().parent.parent
 
-NUMERIC_FEATURES = frozenset(
-    {
-        # x86
-        "sse4_1",
-        "avx",
-        "avx2",
-        "fma",
-        "f16c",
-        "avx_vnni",
-        "avx_ne_convert",
-        "avx512f",
-        "avx512bw",
-        "avx512dq",
-        "avx512vl",
-        "avx512_bf16",
-        "avx512_fp16",
-        "amx_tile",
-        "amx_bf16",
-        "amx_fp16",
-        # Arm
-        "neon",
-        "asimd",
-        "asimdhp",
-        "bf16",
-        "sve",
-        "sve2",
-        "svebf16",
-        "sme",
-    }
+_X86 = (
+    "sse4_1 avx avx2 fma f16c avx_vnni avx_ne_convert"
+    " avx512f avx512bw avx512dq avx512vl avx512_bf16 avx512_fp16 amx_tile amx_bf16 amx_fp16"
 )
+_ARM = "neon asimd asimdhp bf16 sve sve2 svebf16 sme"
+NUMERIC_FEATURES = frozenset(f"{_X86} {_ARM}".split())
 
 
 @dataclass(frozen=True)
@@ -156,12 +132,7 @@ def worker_count(memory_per_worker_gib: float = 2.0, root: Path = Path("/")) -> 
     Returns:
         The lesser of the usable cores and of the workers that the available memory holds, within the limits of the
         control group (of version 1 or 2) that a container or a batch system sets; at least 1.
-
-    Raises:
-        ValueError: if `memory_per_worker_gib` is not positive.
     """
-    if not memory_per_worker_gib > 0:
-        raise ValueError(f"memory_per_worker_gib must be positive, got {memory_per_worker_gib}")
     cores = min([float(_affinity()), *_cpu_quotas(root)])
     free = min([_memory(root)[1], *(limit - used for limit, used in _memory_limits(root))])
     return max(1, int(min(cores, free / (memory_per_worker_gib * GIB))))

@@ -28,8 +28,8 @@ class FieldError(ValueError):
         return FieldError(self.problem, step + self.path)
 
 
-def _wrong(expected: str, found: object) -> FieldError:
-    text = "null" if found is None else repr(found)
+def _wrong(expected: str, value: object) -> FieldError:
+    text = "null" if value is None else repr(value)
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
     return FieldError(f"expected {expected}, found {shown}")
 
@@ -76,35 +76,22 @@ def _limited(kind: Any, limit: Any) -> _Decoder:
     return _one_of(limit) if kind is str else _at_least(decoder(kind), limit)
 
 
-def _string(value: Any) -> str:
-    if type(value) is not str:
-        raise _wrong("a string", value)
-    return value
-
-
-def _boolean(value: Any) -> bool:
-    if type(value) is not bool:
-        raise _wrong("true or false", value)
-    return value
-
-
-def _integer(value: Any) -> int:
-    if type(value) is not int or not -_LARGEST_INTEGER <= value <= _LARGEST_INTEGER:
-        raise _wrong("an integer of 64 bits", value)
-    return value
-
-
-def _number(value: Any) -> Any:
-    # The comparison also turns away NaN, and 1e999, which Python's reader takes for infinity.
-    if type(value) not in _NUMBERS or not -_LARGEST <= value <= _LARGEST:
-        raise _wrong("a finite number", value)
-    return value
-
-
-def _number_or_null(value: Any) -> Any:
-    if value is None or (type(value) in _NUMBERS and -_LARGEST <= value <= _LARGEST):
+def _leaf(expected: str, fits: Callable[[Any], bool]) -> _Decoder:
+    def decode(value: Any) -> Any:
+        if not fits(value):
+            raise _wrong(expected, value)
         return value
-    raise _wrong("a finite number or null", value)
+
+    return decode
+
+
+def _finite(value: Any) -> bool:
+    """Neither NaN nor 1e999, which Python's reader takes for infinity."""
+    return type(value) in _NUMBERS and -_LARGEST <= value <= _LARGEST
+
+
+_number = _leaf("a finite number", _finite)
+_number_or_null = _leaf("a finite number or null", lambda value: value is None or _finite(value))
 
 
 def _anything(value: Any) -> Any:
@@ -118,9 +105,9 @@ def _anything(value: Any) -> Any:
 
 
 _LEAVES: dict[Any, _Decoder] = {
-    str: _string,
-    bool: _boolean,
-    int: _integer,
+    str: _leaf("a string", lambda value: type(value) is str),
+    bool: _leaf("true or false", lambda value: type(value) is bool),
+    int: _leaf("an integer of 64 bits", lambda value: type(value) is int and abs(value) <= _LARGEST_INTEGER),
     float: _number,
     float | None: _number_or_null,
     Any: _anything,
@@ -128,12 +115,7 @@ _LEAVES: dict[Any, _Decoder] = {
 
 
 def _one_of(allowed: frozenset[str]) -> _Decoder:
-    def decode(value: Any) -> str:
-        if type(value) is not str or value not in allowed:
-            raise _wrong(f"one of {', '.join(sorted(allowed))}", value)
-        return value
-
-    return decode
+    return _leaf(f"one of {', '.join(sorted(allowed))}", lambda value: type(value) is str and value in allowed)
 
 
 def _at_least(inner: _Decoder, least: int) -> _Decoder:
@@ -203,20 +185,19 @@ def _of_dataclass(kind: Any) -> _Decoder:
         for name in required:
             if name not in value:
                 raise FieldError("missing", f".{name}")
-        found = dict(constants)
+        made: Any = object.__new__(kind)  # the constructor of a frozen class takes as long as all the checks
+        values = vars(made)
+        values.update(constants)
         for name, item in value.items():
             if name not in parts:
                 raise FieldError("unknown field", f".{name}")
             try:
-                found[name] = parts[name](item)
+                values[name] = parts[name](item)
             except FieldError as error:
                 raise error.within(f".{name}") from None
         for name, make in made_anew.items():
-            if name not in found:
-                found[name] = make()
-        # The constructor of a frozen class takes as long as all the checks above.
-        made = object.__new__(kind)
-        vars(made).update(found)
+            if name not in values:
+                values[name] = make()
         return made
 
     return decode

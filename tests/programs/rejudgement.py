@@ -6,10 +6,12 @@ again anywhere. Of a device's cell that was held to a prediction, the prediction
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from random import Random
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.registry import BACKENDS
@@ -157,49 +159,23 @@ def _of_the_claim(record: Record, claim: Claim | None) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Recorded(Errors):
-    """Errors as a record has them: their means and intervals, not the samples that those are of."""
+    """Errors as a record has them: the bias with its interval, and not the samples that it is of."""
 
-    told_bias: Interval | None = None
-    told_gain: float = math.nan
+    recorded_bias: Interval = field(default_factory=lambda: _interval(None))
 
     @property
     def bias(self) -> Interval:
         """As recorded."""
-        return self.told_bias or _interval(None)
-
-    @property
-    def gain(self) -> float:
-        """As recorded."""
-        return self.told_gain
+        return self.recorded_bias
 
 
 def _as_recorded(record: Record) -> Errors:
-    def number(name: str) -> float:
-        value = record.number(name)
-        return math.nan if value is None else value
-
-    def count(name: str) -> int:
-        return int(record.number(name) or 0)
-
-    nothing = torch.zeros(0)
-    return _Recorded(
-        head_bias=nothing,
-        head_square=nothing,
-        head_coherence=nothing,
-        head_delta=nothing,
-        head_delta_size=nothing,
-        max_ulps=number("max_ulps"),
-        error_over_bound=number("error_over_bound"),
-        output_size=number("gain"),  # of a reference of size 1: claims ask whether it is 0
-        reference_size=1.0,
-        left_out=count("left_out"),
-        nonfinite=count("nonfinite"),
-        missed=count("missed"),
-        elements=count("elements"),
-        outside_values=number("outside_values"),
-        told_bias=_interval(record.measures.get("bias")),
-        told_gain=number("gain"),
-    )
+    values: dict[str, Any] = {each.name: record.number(each.name) for each in fields(Errors)}
+    # Claims ask of the sizes for their ratio, and whether that of O is 0.
+    values |= {"output_size": record.number("gain"), "reference_size": 1.0}
+    unknown: dict[Any, Any] = {Tensor: torch.zeros(0), int: 0, float: math.nan}
+    values |= {each.name: unknown[each.type] for each in fields(Errors) if values[each.name] is None}
+    return _Recorded(**values, recorded_bias=_interval(record.measures.get("bias")))
 
 
 def _of_measures(record: Record, waived: frozenset[str]) -> Iterator[str]:

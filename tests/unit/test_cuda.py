@@ -136,18 +136,18 @@ class TestPoisoned:
 
     def test_an_error_that_stays(self, errors: list[RuntimeError | None]) -> None:
         errors += [RuntimeError("an illegal memory access was encountered")] * 2
-        assert cuda.poisoned()
+        assert cuda.CUDA.poisoned()
 
     def test_an_error_that_was_still_to_be_told(self, errors: list[RuntimeError | None]) -> None:
         errors += [RuntimeError("invalid configuration argument"), None]
-        assert not cuda.poisoned()
+        assert not cuda.CUDA.poisoned()
 
     def test_no_error(self, errors: list[RuntimeError | None]) -> None:
         errors += [None]
-        assert not cuda.poisoned()
+        assert not cuda.CUDA.poisoned()
 
     def test_a_process_that_never_used_a_gpu(self) -> None:
-        assert not cuda.poisoned()
+        assert not cuda.CUDA.poisoned()
 
 
 class TestExactProducts:
@@ -296,30 +296,28 @@ class TestWorkers:
     @pytest.mark.parametrize(("free", "expected"), [((140,), 35), ((140, 140), 70), ((140, 9), 4), ((3,), 1)], ids=str)
     def test_memory_bounds_them(self, machine: Machine, free: tuple[int, ...], expected: int) -> None:
         machine(*(Card(free=gib * GIB) for gib in free))
-        assert cuda.worker_limit(4.0) == expected
-
-    @pytest.mark.parametrize("need", [0.0, -1.0, float("nan")])
-    def test_memory_per_worker_must_be_positive(self, need: float) -> None:
-        with pytest.raises(ValueError, match="gib_per_worker"):
-            cuda.worker_limit(need)
+        assert cuda.CUDA.worker_limit() == expected
 
     def test_one_gpu_needs_no_word(self, machine: Machine) -> None:
         machine(Card())
-        assert cuda.gpu_of(1) == {}
+        assert cuda.CUDA.worker_environment(1) == {}
 
-    def test_several_take_turns(self, machine: Machine) -> None:
+    def test_several_take_turns(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         machine(Card(), Card())
-        cards = [cuda.gpu_of(worker, {}) for worker in (0, 1, 2, 11)]
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        cards = [cuda.CUDA.worker_environment(worker) for worker in (0, 1, 2, 11)]
         assert cards == [{"CUDA_VISIBLE_DEVICES": device} for device in "0101"]
 
-    def test_of_those_that_are_visible(self, machine: Machine) -> None:
+    def test_of_those_that_are_visible(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         machine(Card(), Card())
-        environment = {"CUDA_VISIBLE_DEVICES": "3,GPU-8f2c"}
-        assert [cuda.gpu_of(worker, environment)["CUDA_VISIBLE_DEVICES"] for worker in (0, 1)] == ["3", "GPU-8f2c"]
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8f2c")
+        cards = [cuda.CUDA.worker_environment(worker) for worker in (0, 1)]
+        assert cards == [{"CUDA_VISIBLE_DEVICES": device} for device in ("3", "GPU-8f2c")]
 
-    def test_rocm_has_a_variable_of_its_own(self, machine: Machine) -> None:
+    def test_rocm_has_a_variable_of_its_own(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         machine(Card(), Card(), hip="6.4")
-        assert cuda.gpu_of(1, {"CUDA_VISIBLE_DEVICES": "5,6"}) == {"HIP_VISIBLE_DEVICES": "1"}
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
+        assert cuda.CUDA.worker_environment(1) == {"HIP_VISIBLE_DEVICES": "1"}
 
 
 class TestFlex:
