@@ -4,10 +4,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionOutput
 from tiebreak.matrix.attribution import equal_bits
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.leaks import left_behind
+from tiebreak.matrix.workbench import SharedBatch
 
 
 @dataclass(frozen=True)
@@ -19,25 +20,26 @@ class Repetition:
     leaks: str | None = None  # what every call of a user's kernel leaves behind, in words
 
 
-def repetition(cell: Cell, first: AttentionOutput, inputs: AttentionInputs) -> Repetition:
+def repetition(cell: Cell, first: AttentionOutput, batch: SharedBatch) -> Repetition:
     """Run a cell's kernel once more.
 
     Args:
         cell: whose kernel.
         first: what it made of the inputs.
-        inputs: on the host.
+        batch: them.
     """
     if cell.backend.repeats(cell.kernel):
         return Repetition()  # unit tests show it once for all
     gradients = first.gradients is not None and not cell.kernel.o_first
 
     def again() -> Repetition:
-        output = cell.backend.run(cell.kernel, inputs, gradients=gradients)
+        backend = batch.on(cell.backend, cell.kernel, run=1)
+        output = backend.run(cell.kernel, batch.inputs, gradients=gradients)
         return Repetition(equal_bits(output.o.float(), first.o.float()) == 1.0, _equal_gradients(output, first))
 
     if not cell.kernel.external:
         return again()
-    repeated, leaks = left_behind(again, first.o.numel() * TORCH_DTYPES[inputs.formats.output].itemsize)
+    repeated, leaks = left_behind(again, first.o.numel() * TORCH_DTYPES[batch.inputs.formats.output].itemsize)
     return replace(repeated, leaks=leaks)
 
 

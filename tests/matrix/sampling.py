@@ -190,7 +190,8 @@ class SequentialSampler:
             return bench.emulated(index, self.sample.declaration)
         # Gradients are measured on the first batch alone.
         run, gradients = kernel if index == 0 else delta_alone(kernel), bench.case.gradients and kernel.has_backward
-        output = backend.run(run, bench.batch(index).inputs, gradients=gradients)
+        batch = bench.batch(index)
+        output = batch.on(backend, run).run(run, batch.inputs, gradients=gradients)
         if index == 0:
             self._recognise(output)
         return output, bench.measure(index, output, self.sample.declaration)

@@ -3,73 +3,47 @@
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from torch import Tensor
-
 from tiebreak.backends.backend import EMULATION, Backend
-from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.batch import Batch
 from tiebreak.cases.captured import without_cancelled
 from tiebreak.cases.case import Case
 from tiebreak.cases.errors import Errors, measure
 from tiebreak.kernels.flash import ALL, DELTA_ALONE, Block
 from tiebreak.kernels.formats import Format
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.kernel import Declaration, composed
-from tiebreak.kernels.plans import Accumulator, Cast
+from tiebreak.kernels.inputs import AttentionOutput
+from tiebreak.kernels.kernel import Declaration, Kernel, composed
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.settings import Settings
-
-
-class _Shared(EmulatedArithmetic):
-    """The emulation's arithmetic, with what depends on a batch's inputs alone computed once for all kernels.
-
-    That is products of two of them, such as Q K^T, and where only one is an operand its values in fp64.
-    """
-
-    def __init__(self, inputs: AttentionInputs) -> None:
-        """Share products of these inputs, which must outlive it: it knows them by where they lie."""
-        self._inputs = {_storage(tensor) for tensor in (inputs.q, inputs.k, inputs.v, inputs.do)}
-        self._products: dict[tuple[object, ...], Tensor] = {}
-        self._wide: dict[tuple[object, ...], Tensor] = {}
-
-    def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-        """As `EmulatedArithmetic.matmul`."""
-        if not {_storage(a), _storage(b)} <= self._inputs:
-            if accumulator is Accumulator.EXACT:
-                a, b = self._widened(a), self._widened(b)
-            return super().matmul(a, b, cast, accumulator)
-        key = (*_place(a), *_place(b), cast, accumulator)
-        if key not in self._products:
-            self._products[key] = super().matmul(a, b, cast, accumulator)
-        return self._products[key]
-
-    def _widened(self, x: Tensor) -> Tensor:
-        """An input in fp64, in which an exact sum is computed; anything else as it is."""
-        if _storage(x) not in self._inputs:
-            return x
-        key = _place(x)
-        if key not in self._wide:
-            self._wide[key] = x.double()
-        return self._wide[key]
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
-def _place(x: Tensor) -> tuple[object, ...]:
-    """What tells a part of an input from any other, and from itself once someone has written to it."""
-    return x.data_ptr(), x.shape, x.stride(), x._version
+from tiebreak.matrix.sharing import SharedArithmetic, SharedEmulation
 
 
 @dataclass(frozen=True)
 class SharedBatch(Batch):
-    """A batch, and what the emulation makes of it with what its kernels share."""
+    """A batch, and backends for it with what their kernels share."""
+
+    _backends: dict[tuple[str, int], Backend] = field(default_factory=dict)
 
     @cached_property
     def emulation(self) -> Backend:
         """The emulation for these inputs."""
-        return replace(EMULATION, arithmetic=_Shared(self.inputs))
+        return replace(EMULATION, arithmetic=SharedEmulation(self.inputs))
+
+    def on(self, backend: Backend, kernel: Kernel, run: int = 0) -> Backend:
+        """A backend to run a kernel of these inputs on.
+
+        Args:
+            backend: of the cell.
+            kernel: a composed one computes on the host what others have not computed in the same run.
+            run: of how many; what two share says nothing of whether bits repeat.
+        """
+        if not kernel.composed or backend.device != "cpu" or not isinstance(backend.arithmetic, TorchArithmetic):
+            return backend
+        key = backend.name, run
+        if key not in self._backends:
+            shared = SharedArithmetic(backend.arithmetic, self.inputs)
+            self._backends[key] = replace(backend, arithmetic=shared)
+        return self._backends[key]
 
     def clipped(self, declaration: Declaration) -> Declaration:
         """The declaration in tiles no larger than the input: beyond its size they change nothing."""

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tiebreak.backends.backend import EMULATION
+from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.backends.emulation import arithmetic
 from tiebreak.backends.emulation.accumulators import ACCUMULATIONS, Accumulation
+from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases import gradients as gradients_module
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.gradients import ExactGradients, gradient_measures
@@ -92,6 +94,31 @@ def test_the_emulation_of_every_kernel_is_the_same_to_the_bit_as_alone(
             assert torch.equal(ours, theirs)
 
 
+def test_composed_kernels_of_a_cpu_share_what_they_compute_in_a_run_and_nothing_between_two(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = bench.case(CASES["random"], BF16).batch(0)
+    alone = {name: CPU.run(composed_kernel(name), batch.inputs, gradients=True) for name in DEFAULT_ROSTER}
+    products: list[Tensor] = []
+    matmul = TorchArithmetic.matmul
+
+    def noted(arithmetic: TorchArithmetic, *operands: Any) -> Tensor:
+        products.append(matmul(arithmetic, *operands))
+        return products[-1]
+
+    monkeypatch.setattr(TorchArithmetic, "matmul", noted)
+    counts = []
+    for run in (0, 1):
+        for name, expected in alone.items():
+            kernel = composed_kernel(name)
+            output = batch.on(CPU, kernel, run).run(kernel, batch.inputs, gradients=True)
+            assert all(map(torch.equal, tensors(output), tensors(expected)))
+        counts.append(len(products))
+    first, both = counts
+    assert both == 2 * first
+    assert first < 5 * len(alone)  # of each: S, P V, dP, dQ, dK, dV
+
+
 def tensors(output: AttentionOutput) -> list[Tensor]:
     assert output.lse is not None
     gradients = output.gradients
@@ -112,9 +139,9 @@ def test_the_product_of_q_and_k_is_computed_once_for_all_kernels(
 
     spied = {**ACCUMULATIONS, Accumulator.EXACT: Accumulation(matmul, EXACT.total)}
     monkeypatch.setattr(arithmetic, "ACCUMULATIONS", spied)
-    for name in ("flash@paper", "flash@all_bf16", "dithered@paper"):
+    for name in ("flash@paper", "flash@all_bf16", "dithered@paper", "flash@fused", "flash@fused_stochastic"):
         bench.case(CASES["no_tail"], BF16).emulated(0, declared(name))
-    assert products == [(4, 64, 128), *[(4, 128, 64)] * 3]  # Q K^T, and P V of each
+    assert products == [(4, 64, 128), *[(4, 128, 64)] * 3]  # Q K^T, and P V of each; fused plans have the paper's P
     assert None not in wide[1:]
     assert len(set(wide[1:])) == 1  # V, made fp64 once
 

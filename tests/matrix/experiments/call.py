@@ -123,7 +123,7 @@ class Call(Experiment):
         sample = sampler.draw()
         errors, outputs = sample.errors, [draw.output for draw in sample.draws]
         batches = [case_bench.batch(index) for index in range(len(outputs))]
-        repeated = repetition(cell, outputs[0], batches[0].inputs)
+        repeated = repetition(cell, outputs[0], batches[0])
         held_to = plan_held_to(cell, sampler, case_bench, bench)
         observed = Observed(
             errors,

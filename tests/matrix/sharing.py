@@ -1,0 +1,137 @@
+"""An arithmetic that computes once what the kernels of one batch would each compute: the same to the bit."""
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.formats import FP32
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.plans import Accumulator, Cast, Exponential
+
+_FP32 = Cast(FP32)
+_LARGEST = 2**20  # elements of a result that is kept: a larger one costs as much to find memory for as to compute
+_KEPT = 2**24  # elements of all of them, at most: they are forgotten beyond
+
+
+class SharedArithmetic:
+    """A backend's arithmetic for some inputs; see `tiebreak.kernels.arithmetic.Arithmetic`.
+
+    What is computed of inputs and of earlier results, such as Q K^T, is known by where they lie; an exponential's
+    argument, which every kernel makes anew, by its values.
+    """
+
+    def __init__(self, arithmetic: Arithmetic, inputs: AttentionInputs) -> None:
+        """Share nothing yet.
+
+        Args:
+            arithmetic: what computes; its results may depend on its operands alone.
+            inputs: must outlive it.
+        """
+        self._arithmetic = arithmetic
+        self._inputs = (inputs.q, inputs.k, inputs.v, inputs.do)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._known = {_storage(tensor) for tensor in self._inputs}
+        self._results: dict[Hashable, tuple[Tensor, int]] = {}
+        self._of_values: dict[Hashable, list[tuple[Tensor, Tensor, int]]] = {}
+        self._size = 0
+
+    @property
+    def has_fp64(self) -> bool:
+        """As `Arithmetic.has_fp64`."""
+        return self._arithmetic.has_fp64
+
+    def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
+        """As `Arithmetic.cast`."""
+        if random is not None or not cast.narrows:
+            return self._arithmetic.cast(x, cast, random)
+        return self._once((x,), cast, lambda: self._arithmetic.cast(x, cast))
+
+    def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
+        """As `Arithmetic.matmul`."""
+        return self._once((a, b), (cast, accumulator), lambda: self._arithmetic.matmul(a, b, cast, accumulator))
+
+    def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
+        """As `Arithmetic.exp`."""
+        return self._like(x, exponential, lambda: self._arithmetic.exp(x, exponential))
+
+    def exp_of_fma(self, x: Tensor, factor: float, addend: Tensor, exponential: Exponential) -> Tensor:
+        """As `Arithmetic.exp_of_fma`."""
+        return self._arithmetic.exp_of_fma(x, factor, addend, exponential)
+
+    def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
+        """As `Arithmetic.row_sum`."""
+        return self._once((x,), accumulator, lambda: self._arithmetic.row_sum(x, accumulator))
+
+    def _once(self, operands: tuple[Tensor, ...], how: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """A result of operands, if they are known."""
+        if any(_storage(operand) not in self._known for operand in operands):
+            return make()
+        key = how, *map(_place, operands)
+        result, version = self._results.get(key, (None, 0))
+        if result is None or result._version != version:
+            result = make()
+            if result.numel() <= _LARGEST:
+                self._keep(result)
+                self._results[key] = result, result._version
+        return result
+
+    def _like(self, x: Tensor, how: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """The result of an operand with the same values."""
+        for earlier, result, versions in self._of_values.get((how, x.shape), ()):
+            if versions == earlier._version + result._version and torch.equal(earlier, x):
+                return result
+        result = make()
+        if x.numel() > _LARGEST:
+            return result
+        self._keep(x, result)
+        self._of_values.setdefault((how, x.shape), []).append((x, result, x._version + result._version))
+        return result
+
+    def _keep(self, *tensors: Tensor) -> None:
+        self._size += sum(tensor.numel() for tensor in tensors)
+        if self._size > _KEPT:
+            self._forget()
+        self._known |= {_storage(tensor) for tensor in tensors}
+
+
+class SharedEmulation(SharedArithmetic):
+    """The emulation's, whose exact sums take operands in fp64: each input is widened once."""
+
+    def __init__(self, inputs: AttentionInputs) -> None:
+        """As `SharedArithmetic`."""
+        super().__init__(EmulatedArithmetic(), inputs)
+        self._of_inputs = {_storage(tensor) for tensor in self._inputs}
+        self._wide: dict[Hashable, Tensor] = {}
+
+    def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
+        """As `Arithmetic.matmul`, the cast after the product: plans of several casts share one product."""
+
+        def product() -> Tensor:
+            operands = (a, b)
+            if accumulator is Accumulator.EXACT:
+                operands = (self._widened(a), self._widened(b))
+            return self._arithmetic.matmul(*operands, _FP32, accumulator)
+
+        return self.cast(self._once((a, b), accumulator, product), cast)
+
+    def _widened(self, x: Tensor) -> Tensor:
+        if _storage(x) not in self._of_inputs:
+            return x
+        key = _place(x)
+        if key not in self._wide:
+            self._wide[key] = x.double()
+        return self._wide[key]
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _place(x: Tensor) -> tuple[Hashable, ...]:
+    """What tells a part of a tensor from any other, and from itself once someone has written to it."""
+    return x.data_ptr(), x.shape, x.stride(), x._version
