@@ -8,6 +8,7 @@ Numbers that are NaN or infinite are written as null, which no comparison takes 
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cache, cached_property
 from typing import Annotated, Any
 
 from tiebreak.reports.names import matching
@@ -288,20 +289,31 @@ class Record:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that JSON has (tuples are written as lists), without fields that say nothing."""
+        return dict(self._as_dict)
+
+    @cached_property
+    def _as_dict(self) -> dict[str, Any]:
         return _plain(self)
+
+
+@cache
+def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
+    """A data class' fields, and what each has unless something is said."""
+    return tuple(
+        (each.name, each.default_factory() if each.default_factory is not MISSING else each.default)
+        for each in fields(kind)
+    )
 
 
 def _plain(value: Any) -> dict[str, Any]:
     """A data class' fields, those at their defaults left out, here and within."""
-    plain = {}
-    for each in fields(value):
-        part = getattr(value, each.name)
-        if part != (each.default_factory() if each.default_factory is not MISSING else each.default):
-            plain[each.name] = _within(part)
-    return plain
+    parts = ((name, getattr(value, name), default) for name, default in _defaults(value.__class__))
+    return {name: _within(part) for name, part, default in parts if part != default}
 
 
 def _within(part: Any) -> Any:
+    if part is None or isinstance(part, (str, float, int)):
+        return part
     if isinstance(part, Mapping):
         return {name: _within(value) for name, value in part.items()}
     return _plain(part) if hasattr(part, "__dataclass_fields__") else part
