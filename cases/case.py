@@ -190,15 +190,16 @@ def scripted(
     v = values.mean + values.std * draw.normal(batch, heads, shape.keys, shape.d)
     if values.tail_mean is not None:
         v = torch.where(is_top[..., None], v, v + (values.tail_mean - values.mean))
-    return AttentionInputs(
-        draw.rounded(q),
-        draw.rounded(k),
-        draw.rounded(v),
-        upstream(draw, q.shape),
-        draw.formats,
-        noise_seed=noise_seed(draw),
-        softmax_scale=shape.scale,
-    )
+    return as_inputs(draw, q, k, v, scale=shape.scale)
+
+
+def as_inputs(
+    draw: Draw, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
+) -> AttentionInputs:
+    """Inputs of q, k and v, rounded, with an upstream gradient and a seed of the noise of their own."""
+    q, k, v = map(draw.rounded, (q, k, v))
+    do, seed = upstream(draw, q.shape), noise_seed(draw)
+    return AttentionInputs(q, k, v, do, draw.formats, causal=causal, noise_seed=seed, softmax_scale=scale)
 
 
 def _places(draw: Draw, scores: Scores, shape: tuple[int, int, int]) -> Tensor:

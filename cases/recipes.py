@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tiebreak.cases.case import Draw, Scores, Shape, noise_seed, scripted, upstream
+from tiebreak.cases.case import Draw, Scores, Shape, as_inputs, scripted
 from tiebreak.kernels.inputs import AttentionInputs
 
 
@@ -16,19 +16,10 @@ def normal_numbers(
     """
     batch, heads = draw.batch_and_heads
     key_heads = 1 if heads % shape.groups else heads // shape.groups  # few heads: all share one
-    q = draw.rounded(size * draw.normal(batch, heads, shape.queries, shape.d))
-    k = draw.rounded(draw.normal(batch, key_heads, shape.keys, shape.d))
-    v = draw.rounded(v_mean + v_std * draw.normal(batch, key_heads, shape.keys, shape.d))
-    return AttentionInputs(
-        q,
-        k,
-        v,
-        upstream(draw, q.shape),
-        draw.formats,
-        causal=causal,
-        noise_seed=noise_seed(draw),
-        softmax_scale=shape.scale,
-    )
+    q = size * draw.normal(batch, heads, shape.queries, shape.d)
+    k = draw.normal(batch, key_heads, shape.keys, shape.d)
+    v = v_mean + v_std * draw.normal(batch, key_heads, shape.keys, shape.d)
+    return as_inputs(draw, q, k, v, causal=causal, scale=shape.scale)
 
 
 def growing(draw: Draw, growth: tuple[float, float]) -> AttentionInputs:

@@ -143,18 +143,8 @@ def as_csv(run: Run) -> str:
 
 
 _NAMED = (
-    "id",
-    "backend",
-    "kernel",
-    "case",
-    "case_version",
-    "format",
-    "seed",
-    "heads",
-    "experiment",
-    "outcome",
-    "verdict",
-)
+    "id", "backend", "kernel", "case", "case_version", "format", "seed", "heads", "experiment", "outcome", "verdict",
+)  # fmt: skip
 
 
 def _row(record: Record, run: Run, estimated: Collection[str]) -> dict[str, Any]:
