@@ -184,6 +184,20 @@ def predicted(difference: Interval) -> bool | None:
     return None if verdict is Verdict.INCONCLUSIVE else verdict is Verdict.UNBIASED
 
 
+def of_tied_outputs(bias: Interval, rounded: Interval) -> bool:
+    """Whether a bias is there because O itself ties: no deterministic cast of O is without it.
+
+    Args:
+        bias: of an output.
+        rounded: of a correctly rounded O on the same heads.
+
+    Returns:
+        True where a correctly rounded O is biased to the same side, and by no less beyond the margin.
+    """
+    same_side = bias.mean * rounded.mean > 0
+    return judge(rounded) is Verdict.BIASED and same_side and abs(bias.mean) - abs(rounded.mean) <= MARGIN_ULPS
+
+
 def no_worse(ours: Errors, theirs: Errors) -> bool | None:
     """Whether one output is no more biased than another on the same heads, beyond the margin.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tiebreak.cases.errors import by_key_head
 from tiebreak.cases.gradient_bounds import GradientBounds
-from tiebreak.cases.verdicts import Interval, interval
+from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, Verdict, interval, judge
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.reference import Reference, reference_gradients
@@ -156,6 +156,19 @@ def delta_error_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: T
     size = ref.delta.abs().mean().item()
     estimate = interval(by_key_head(along, inputs.groups))
     return Interval(estimate.mean / size, estimate.half_width / size) if size else Interval(torch.nan, torch.inf)
+
+
+def contains_bias(delta: Interval, fmt: Format) -> Verdict:
+    """Whether gradients contain a bias of O: delta, a product of O, then errs by as much.
+
+    Args:
+        delta: its error as a share, `delta_error_of`.
+        fmt: of O. A bias of the margin, in ulps, is at least as many unit roundoffs of O's size.
+
+    Returns:
+        Biased: they contain it; unbiased: they don't.
+    """
+    return judge(delta, MARGIN_ULPS * fmt.unit_roundoff)
 
 
 def gradient_faults(

@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from tiebreak.reports.names import first_few
@@ -19,11 +18,13 @@ from tiebreak.reports.records.record import (
     TIMED_OUT,
     UNDECIDED,
     UNEXPLAINED,
+    VERDICTS,
     Count,
     Explanation,
     PlanRecord,
     Record,
     Run,
+    VerdictName,
 )
 from tiebreak.reports.tables.marks import plain_text, shown_text
 from tiebreak.reports.tables.plans import explanation_text, percent
@@ -33,6 +34,7 @@ from tiebreak.reports.tables.run import counted
 SCHEMA = 1  # of the JSON: verdict.schema.json, beside this file
 _LISTED = 8  # cases of a list that are named; the table has them all
 _WIDTH = 12
+_TIED, _OWN = "where O itself ties", "by its own rounding"  # whose doing a bias is
 _SOFTWARE = ("python", "torch", "numpy", "triton", "cpu", "level")  # of a platform, what a verdict says of it
 
 
@@ -67,12 +69,14 @@ class Verdict:
     inputs: Count  # failure inputs, on which rounding is known to fail, that were run
     biased: Count  # of them: the mean error of O is not 0, beyond the margin, at 99.9 % confidence
     nonfinite: Count  # of them: NaN or Inf where the exact result is finite
+    tied: Count | None  # of the biased: as biased as a correctly rounded O, since O itself ties; None: not looked at
     unknown: Count  # of them: too few heads to tell, or no result
     findings: tuple[Finding, ...]
     fell: tuple[FallenCell, ...] = ()
     failures: tuple[str, ...] = ()  # what fails the run though no cell fell, as the gate
     plan: Explanation | None = None  # that explains the bits of a kernel that declares none
     declared: str | None = None  # the plan that it declares
+    in_training: VerdictName | None = None  # whether its gradients, or short training runs, contain the bias
     share: float | None = None  # of bits that agree with the plan, mean over the cells that were compared
     cells: Mapping[str, Count] = field(default_factory=dict)  # by outcome
     left: Count = 0  # cells that were not done when the run was interrupted
@@ -93,7 +97,16 @@ class Verdict:
         failing = [f"{word} on {number}" for number, word in words if number]
         known = " and ".join(failing) or f"unbiased on {self.inputs - self.unknown}"
         unknown = f", {self.unknown} not known" if self.unknown else ""
-        return f"{name}{known} of {counted(self.inputs, 'failure input')}{unknown}"
+        return f"{name}{known} of {counted(self.inputs, 'failure input')}{unknown}{self._doing}"
+
+    @property
+    def _doing(self) -> str:
+        """Whose doing the bias is."""
+        if not self.biased or self.tied is None:
+            return ""
+        if self.tied in (0, self.biased):
+            return f", {_OWN if self.tied == 0 else _TIED}"
+        return f": {self.tied} {_TIED}, {self.biased - self.tied} {_OWN}"
 
     @property
     def text(self) -> str:
@@ -153,7 +166,7 @@ class _Kernel:
         )
         ran = any(record.outcome != SKIPPED for record in self.records)
         beginning = f"{self.backend}-{self.kernel}-"
-        explained = self._explanation
+        explained, tied = self._explanation, [record.tied for record in self._failing(BIASED)]
         return Verdict(
             kernel=self.kernel,
             backend=run.told_of(self.backend),
@@ -165,11 +178,13 @@ class _Kernel:
             nonfinite=len(self._failing(NONFINITE)),
             # What crashed, or has too few heads, is no sign of health.
             unknown=sum(record.verdict in (None, UNDECIDED) for record in asked),
+            tied=None if None in tied else sum(map(bool, tied)),
             findings=tuple(self._findings()),
             fell=fell,
             failures=tuple(failures),
             plan=explained,
             declared=self._declared or None,
+            in_training=self._contained,
             share=explained.share if explained is not None else self._agreed,
             cells=dict(Counter(record.outcome for record in self.records)),
             left=sum(name.startswith(beginning) for name in (*run.not_run, *run.running)),
@@ -179,18 +194,18 @@ class _Kernel:
         )
 
     def _findings(self) -> Iterator[Finding]:
+        if in_training := "; ".join(filter(None, (self._in_gradients(), self._in_runs()))):
+            yield Finding("in training", in_training)
         listed = {
             "biased": self._failing(BIASED),
             "NaN": self._failing(NONFINITE),
             "not known": self._failing(UNDECIDED),
             "elsewhere": self._elsewhere,
         }
-        pooled = {kind: partial(self._headlines, kind) for kind in sorted(self.run.pooled)}
         texts: dict[str, Callable[[], str]] = {
             "fix": self._fix,
             "fell": self._fell,
             "checks": self._checks,
-            **pooled,
             "rounding": self._rounding,
             "skipped": self._skipped,
         }
@@ -282,13 +297,57 @@ class _Kernel:
         held = [f"{name} {number}" for name, number in asked.items() if met[name] == number]
         return f"met wherever asked: {', '.join(held)} cells" if held else ""
 
-    def _headlines(self, kind: str) -> str:
-        """What the headline of every case of a kind of experiment came to."""
-        cases = self.run.cases
-        known = [
-            record for record in self.records if record.experiment == kind and record.case in cases and record.shown
-        ]
-        return ", ".join(f"{record.case} {cases[record.case].headline} {plain_text(record)}" for record in known)
+    @property
+    def _contained(self) -> str | None:
+        """Whether gradients or training runs contain a bias: the worst of what they say."""
+        verdicts = [record.in_training for record in self.records if record.in_training is not None]
+        return max(verdicts, key=VERDICTS.index, default=None)
+
+    def _in_gradients(self) -> str:
+        """Whether its gradients contain the bias of O, on the inputs where it is biased."""
+        biased = self._failing(BIASED)
+        measured = [record for record in biased if record.in_training is not None]
+        contained = [record for record in measured if record.in_training == BIASED]
+        if contained:
+            shares = [f"{100 * (self._carried(record) or 0.0):+.2g} % in {record.case}" for record in contained]
+            return f"its gradients contain it: delta is off by {first_few(shares, _LISTED)}"
+        if any(record.in_training == UNDECIDED for record in measured):
+            return "not known: too few heads to tell whether its gradients contain it"
+        if measured:
+            largest = 100 * max(abs(self._carried(record) or 0.0) for record in measured)
+            return f"harmless: its gradients don't contain it, delta is off by {largest:.1g} % at most"
+        return self._unmeasured() if biased else ""
+
+    def _unmeasured(self) -> str:
+        """Why nothing is known of its gradients where it is biased."""
+        backward = [name for name, case in self.run.cases.items() if case.backward]
+        ran = [record for record in self.records if record.case in backward and record.outcome != SKIPPED]
+        if not ran:
+            return "not measured: no input was run backward"
+        if any(self._carried(record) is not None for record in ran):
+            return "not measured: no input on which it is biased was run backward"
+        failed = any(record.fails for record in ran)
+        return f"not measured: {'its backward pass gave no gradients' if failed else 'it has no backward pass'}"
+
+    def _carried(self, record: Record) -> float | None:
+        """How much of a bias of O its gradients contain, as a share."""
+        kind = self.run.experiments.get(record.experiment)
+        return record.number(kind.carried) if kind is not None and kind.carried else None
+
+    def _in_runs(self) -> str:
+        """Whether short training runs drift as with kernels whose bias training feels."""
+        pooled = [record for record in self.records if record.experiment in self.run.pooled]
+        ran = [record for record in pooled if record.in_training is not None]
+        if not ran:
+            return ""
+        words = ((BIASED, "drifts in"), (UNDECIDED, "not known in"))
+        texts = []
+        for verdict, word in words:
+            names = [f"{record.case} {plain_text(record)}" for record in ran if record.in_training == verdict]
+            texts += (
+                [f"{word} {len(names)} of {counted(len(ran), 'training run')}: {', '.join(names)}"] if names else []
+            )
+        return "; ".join(texts) or f"no drift in {counted(len(ran), 'training run')}"
 
     def _rounding(self) -> str:
         if self._explanation is not None:

@@ -22,6 +22,7 @@ from tiebreak.cases.gpt2.optimizers import EPSILON, LightAdamW
 from tiebreak.cases.gpt2.scripting import HEAD, LAYER, Script
 from tiebreak.cases.gpt2.variants import Variant, variant_names
 from tiebreak.cases.measures import Measure
+from tiebreak.cases.verdicts import Verdict
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import BF16, Format, parse_format
 from tiebreak.kernels.inputs import TORCH_DTYPES
@@ -77,6 +78,24 @@ class Snippet:
         """Whether it takes a narrower format than anyone trains with to show the effect."""
         return self.scores not in TORCH_DTYPES
 
+    def drifts(self, measures: Mapping[str, float]) -> Verdict | None:
+        """Whether a run went as those of kernels whose bias training feels do.
+
+        Returns:
+            Biased: it did; unbiased: it went as those of sound kernels; inconclusive: as neither. None: in this snippet
+            nothing tells the two apart.
+        """
+        claims = [claim for claim in self.claims if claim.measure == self.headline]
+        drifting, sound = (
+            [claim.held(measures) for claim in claims if claim.variants & ours and not claim.variants & others]
+            for ours, others in ((_DRIFTING, _SOUND), (_SOUND, _DRIFTING))
+        )
+        if not (drifting and sound):
+            return None
+        if any(drifting):
+            return Verdict.BIASED
+        return Verdict.UNBIASED if all(sound) else Verdict.INCONCLUSIVE
+
     def claims_about(self, variant: Variant) -> tuple[SnippetClaim, ...]:
         """What is claimed about a variant."""
         return tuple(claim for claim in self.claims if (variant.held_to or variant.name) in claim.variants)
@@ -117,6 +136,10 @@ _SHORT_ROSTER, _SHORT_UNROUNDED = (
 _FLASH, _, _FAIR = _SHORT_ROSTER  # what statements must catch
 _FLASH_UNROUNDED, _, _FAIR_UNROUNDED = _SHORT_UNROUNDED
 _FUSED = variant_names("flash_fused", rounded=False)[0]
+_BASE_2, _CONTRACTED = (variant_names(short, rounded=False)[0] for short in ("flash_base_2", "flash_contracted"))
+# What a kernel's run is compared with, to tell whether training feels its bias.
+_SOUND = frozenset({*variant_names("fair"), _BASE_2})
+_DRIFTING = frozenset({*variant_names("flash"), *variant_names("flash_fused"), _CONTRACTED})
 # Logits of 25 and 37 to begin with, and values so far apart that a small change of P shows in O.
 _RUNAWAY = Script(key=32.0, query=100 / 32, sink_query=16.0, value=-12.0)
 
@@ -263,7 +286,6 @@ ONE_SINK = replace(
     roster=_SHORT_ROSTER,
     on_devices=_SHORT_ROSTER,
 )
-_BASE_2, _CONTRACTED = (variant_names(short, rounded=False)[0] for short in ("flash_base_2", "flash_contracted"))
 # The other tokens' P-bar is e^-30, nothing to fp32: without contraction ties are exact, and go to even.
 NO_TAIL = replace(
     DRIFT,

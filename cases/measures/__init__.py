@@ -49,6 +49,7 @@ class Observed:
     declaration: Declaration  # the plan whose bounds the kernel is held to
     predicted: Errors | None = None  # of the emulation's output on the same heads; None: none is made
     equal_bits: float | None = None  # share of elements of O that agree with the prediction to the bit
+    rounded: Errors | None = None  # of a correctly rounded O on the same heads, where a user's kernel is biased
     held_to: tuple[Errors, Errors] | None = None  # of O and of the plan that it is held to, on the same heads
     normal: bool = False  # whether the case has normal numbers
     equal_gradients: float | None = None  # share of elements of dQ, dK, dV that a second run gave to the bit

@@ -11,6 +11,12 @@ MEASURES = (
         of=lambda observed: None if observed.predicted is None else observed.predicted.bias,
     ),
     CallMeasure(
+        "rounded_bias",
+        "bias of a correctly rounded O on the same heads, of a user's kernel that is biased on a failure input",
+        "ulp",
+        of=lambda observed: None if observed.rounded is None else observed.rounded.bias,
+    ),
+    CallMeasure(
         "prediction_difference",
         "bias less the predicted one, paired head by head",
         "ulp",

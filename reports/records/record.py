@@ -176,6 +176,7 @@ class CaseRecord:
     at: float | None = None  # where the case stands in its family
     failure: bool = False  # whether it is an input on which rounding is known to fail
     group: str = ""  # what the cases that stand beside it are about; empty: not told
+    backward: bool = False  # whether the backward pass is run and measured too
     figure: SeriesFigure | None = None  # of its readings
 
 
@@ -188,6 +189,7 @@ class ExperimentRecord:
     headline: str | None = None  # the measure, in ulps, that heat maps colour
     largest: str | None = None  # the measure that comparisons show beside what tables show: the largest error
     agreement: str | None = None  # the measure that is the share of bits that agree with a prediction
+    carried: str | None = None  # the measure that is how much of a bias of O gradients contain, as a share
     pooled: bool = False  # whether tables put all seeds of a kernel in one place, kernels down and cases across
 
 
@@ -247,6 +249,8 @@ class Record:
     command: str  # reruns this one cell
     plan: str | None = None  # rule@plan the kernel declares
     verdict: VerdictName | None = None  # on the bias
+    tied: bool | None = None  # of a bias: whether it is there since O itself ties; None: not looked at
+    in_training: VerdictName | None = None  # whether gradients, or a training run, contain a bias; None: not measured
     shown: Shown | None = None  # what tables show; None: there is no result
     measures: Mapping[str, Value] = field(default_factory=dict)
     answers: Mapping[str, Answer] = field(default_factory=dict)  # by the name of the check

@@ -28,6 +28,7 @@ from tiebreak.cases.gpt2.snippets import (
     run_snippet,
 )
 from tiebreak.cases.gpt2.variants import VARIANTS, Variant, variant_names, variants
+from tiebreak.cases.verdicts import Verdict
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Declaration
@@ -262,3 +263,20 @@ def test_a_loss_that_breaks_down_as_claimed_holds_and_one_that_does_not_falls() 
 def test_no_run_loads_torchs_compiler() -> None:
     """It takes seconds to load, in every worker."""
     subprocess.run([sys.executable, "-c", _COMPILER], check=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("snippet", "value", "verdict"),
+    [
+        ("train_drift", 2.7e-3, Verdict.BIASED),
+        ("train_drift", -1e-7, Verdict.UNBIASED),
+        ("train_drift", 1e-3, Verdict.INCONCLUSIVE),
+        ("train_drift", math.nan, Verdict.INCONCLUSIVE),
+        ("train_runaway", 1.12, Verdict.UNBIASED),
+        ("train_one_sink", -1.1e-4, Verdict.BIASED),
+        ("train_no_tail", 3e-3, Verdict.BIASED),
+        ("train_large_logits", 40.0, None),  # sound kernels and others alike get through
+    ],
+)
+def test_a_run_drifts_where_it_goes_as_with_plain_flash(snippet: str, value: float, verdict: Verdict | None) -> None:
+    assert SNIPPETS[snippet].drifts({SNIPPETS[snippet].headline: value}) is verdict

@@ -146,6 +146,7 @@ class Kind(ABC):
     headline: str | None = None  # the measure, in ulps, that heat maps colour
     largest: str | None = None  # the measure that comparisons show beside it: the largest error
     agreement: str | None = None  # the measure that is the share of bits that agree with a prediction
+    carried: str | None = None  # the measure that is how much of a bias of O gradients contain, as a share
     pooled: bool = False  # whether tables put all seeds of a kernel in one place, kernels down and cases across
 
     @abstractmethod

@@ -67,6 +67,8 @@ def result_record(
     return replace(
         blank_record(cell, settings, outcome, answers),
         verdict=result.verdict,
+        tied=result.tied,
+        in_training=result.in_training,
         shown=result.shown,
         heads=result.heads,
         measures={name: recorded(value) for name, value in result.measures.items() if value is not None},

@@ -36,6 +36,8 @@ class Result:
     measures: Mapping[str, Value]  # by name, as the kind of experiment describes them
     shown: Shown  # what tables show
     verdict: str | None = None  # on the bias, where that says anything
+    tied: bool | None = None  # where it is biased: whether because O itself ties; None: not looked at
+    in_training: str | None = None  # a verdict: whether gradients, or a training run, contain a bias; None: unknown
     claims: tuple[Claimed, ...] = ()  # those that speak of the kernel
     prediction: Predicted | None = None  # None: none is made
     backward_error: str | None = None  # what a backward pass did wrong, in one line: raised ...

@@ -207,6 +207,17 @@ class SequentialSampler:
         if self._candidates:
             self._fits = fits(output.o, batch, self._candidates)
 
+    def rounded(self) -> Errors | None:
+        """Errors of a correctly rounded O on the heads drawn; None where nothing asks for it.
+
+        That is of a user's kernel that is biased on a failure input, or held to no more bias than this.
+        """
+        sample = self.sample
+        of_interest = self._cell.kernel.external and self._bench.case.failure and sample.verdict is Verdict.BIASED
+        if not of_interest or sample.rounded is not None:
+            return sample.rounded
+        return merge([self._bench.emulated(index, ROUNDED)[1] for index in range(len(sample.draws))])
+
     @property
     def exhausted(self) -> bool:
         """Whether the case has no more heads than have been drawn."""

@@ -31,7 +31,7 @@ from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.candidates import tilings
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call, digest, shown
+from tiebreak.matrix.experiments.call import Call, digest, shown, where_bias_is
 from tiebreak.matrix.recording import recorded
 from tiebreak.matrix.result import Result
 from tiebreak.matrix.run import run_cell
@@ -77,6 +77,10 @@ def contradictions(record: Record) -> Iterator[str]:
         return
     if case is not None:
         yield from _of_a_call(record, case)
+    elif (snippet := SNIPPETS.get(record.case)) is not None:
+        headline = record.number(snippet.headline)
+        drifts = snippet.drifts({snippet.headline: math.nan if headline is None else headline})
+        yield from _of_the_place(record, None, drifts and drifts.value)
     yield from _of_measures(record, waived)
 
 
@@ -122,6 +126,9 @@ def _of_a_call(record: Record, case: Case) -> Iterator[str]:
     comes_to = None if case.cancels else verdict.value
     if record.verdict != comes_to:
         yield f"verdict: {record.verdict}, and its bias comes to {comes_to}"
+    fmt = case.formats(parse_format(record.format)).output
+    tied, in_training = where_bias_is(comes_to, {name: _value(value) for name, value in record.measures.items()}, fmt)
+    yield from _of_the_place(record, tied, in_training)
     expected_shown = shown(nonfinite or 0.0, math.nan if gain is None else gain, bias.mean, comes_to)
     if record.shown != expected_shown:
         text = plain_text(replace(record, shown=expected_shown))
@@ -144,6 +151,14 @@ def _of_a_call(record: Record, case: Case) -> Iterator[str]:
     predicts = backend is None or backend.predicts
     if not predicts and not case.cancels and not case.chaotic and PREDICTION not in record.answers:
         yield "answers.prediction: not asked, and the kernel's plan predicts this case"
+
+
+def _of_the_place(record: Record, tied: bool | None, in_training: str | None) -> Iterator[str]:
+    """What it says of where a bias comes from, and of where it goes."""
+    if record.tied is not tied:
+        yield f"tied: {record.tied}, and its measures come to {tied}"
+    if record.in_training != in_training:
+        yield f"in_training: {record.in_training}, and its measures come to {in_training}"
 
 
 def _of_the_claim(record: Record, claim: Claim | None) -> Iterator[str]:

@@ -29,6 +29,7 @@ from tiebreak.reports.records.record import (
     NONFINITE,
     PREDICTION,
     UNBIASED,
+    UNDECIDED,
     UNEXPLAINED,
     Answer,
     CaseRecord,
@@ -48,6 +49,7 @@ def attention(q, k, v, *, causal=False, scale=None):
     p = torch.exp(q.float() @ k.float().mT * scale - (q.float() @ k.float().mT * scale).amax(-1, keepdim=True))
     return ((p.to(v.dtype) @ v) / p.sum(-1, keepdim=True)).to(q.dtype)
 """
+BIASED_ON_ONE = "attention on cpu, bf16: biased on 1 of 1 failure input"
 FEW = ("--cases", "tied_maxima[k=2],no_tail,random_grouped", "--heads", "64", "-n", "1")
 
 
@@ -66,10 +68,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_verdict_comes_first_then_what_it_rests_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main(["mine.py:attention", *FEW]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "attention on cpu, bf16: biased on 1 of 1 failure input"
-    assert printed[1] == "  biased      tied_maxima[k=2] +0.23"
-    assert printed[5].startswith("  skipped     1 cell: tried with grouped-query heads, it raised RuntimeError: The si")
-    assert any(line.startswith("tied_maxima[k=2] ") for line in printed[6:])
+    assert printed[0] == f"{BIASED_ON_ONE}, by its own rounding"
+    assert printed[1].startswith("  in training harmless: its gradients don't contain it, delta is off by ")
+    assert printed[2] == "  biased      tied_maxima[k=2] +0.23"
+    assert printed[6].startswith("  skipped     1 cell: tried with grouped-query heads, it raised RuntimeError: The si")
+    assert any(line.startswith("tied_maxima[k=2] ") for line in printed[7:])
     assert printed[-1] == "records: out/last.json"
     assert {record.case for record in store.read(folder / "out" / "last.json").records} >= {"no_tail"}
 
@@ -121,18 +124,21 @@ def test_few_cheap_cells_take_no_workers(pytester: pytest.Pytester, cases: str, 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there it always has workers")
 @pytest.mark.parametrize(
-    ("end", "why"),
-    [("os._exit(0)", "the process has ended"), ("re.fullmatch('(a+)+b', 'a' * 64)", "no result after 2 s; it was in ")],
+    ("end", "limit", "why"),
+    [
+        ("os._exit(0)", 60.0, "the process has ended"),
+        ("re.fullmatch('(a+)+b', 'a' * 64)", 2.0, "no result after 2 s; it was in "),
+    ],
 )
 def test_a_kernel_that_ends_or_holds_the_one_process_is_run_again_with_workers(
-    folder: Path, end: str, why: str
+    folder: Path, end: str, limit: float, why: str
 ) -> None:
     """Here it does so where there are no workers alone."""
     (folder / "mine.py").write_text(
         KERNEL.replace(
             "import torch\n",
             "import os, re, torch\nfrom tiebreak.matrix.experiments.call import Call\n"
-            "alone = 'PYTEST_XDIST_WORKER' not in os.environ\nif alone:\n    Call.time_limit = 2.0\n",
+            f"alone = 'PYTEST_XDIST_WORKER' not in os.environ\nif alone:\n    Call.time_limit = {limit}\n",
         ).replace("    p =", f"    if alone and q.shape[2] == 7:\n        {end}\n    p =")
     )
     command = [sys.executable, "-m", "tiebreak.reports.cli", "check", "mine.py:attention"]
@@ -199,7 +205,10 @@ def record(case: str, verdict: str | None, bias: float | None) -> Record:
     )  # fmt: skip
 
 
-EXPERIMENTS = {"call": ExperimentRecord("one call", agreement="equal_bits")}
+EXPERIMENTS = {
+    "call": ExperimentRecord("one call", agreement="equal_bits", carried="carried"),
+    "run": ExperimentRecord("a training run", pooled=True),
+}
 PLANS = {
     "flash@fused,base=2": PlanRecord("flash"),
     "flash@fused": PlanRecord("flash"),
@@ -266,6 +275,59 @@ def test_a_declared_plan_is_told_with_what_came_of_its_prediction(
     assert f"rounding    {rounding}" in found.text
 
 
+@pytest.mark.parametrize(
+    ("tied", "doing"),
+    [
+        ((True, False, False), ": 1 where O itself ties, 2 by its own rounding"),
+        ((True, True, True), ", where O itself ties"),
+        ((False, False, False), ", by its own rounding"),
+        ((True, None, False), ""),
+    ],
+)
+def test_the_headline_says_whose_doing_a_bias_is(tied: tuple[bool | None, ...], doing: str) -> None:
+    records = tuple(replace(record(name, BIASED, 0.2), tied=of) for name, of in zip("abc", tied, strict=True))
+    cases = {cell.case: CaseRecord("", failure=True) for cell in records}
+    (verdict,) = verdicts(Run({}, {}, records=records, cases=cases))
+    assert verdict.headline == f"mine on cpu, bf16: biased on 3 of 3 failure inputs{doing}"
+
+
+NEVER = "not measured: no input was run backward"
+
+
+@pytest.mark.parametrize(
+    ("carried", "runs", "told", "contained"),
+    [
+        ((2e-6, UNBIASED), (UNBIASED, UNBIASED),
+         "harmless: its gradients don't contain it, delta is off by 0.0002 % at most; no drift in 2 training runs",
+         UNBIASED),
+        ((1.5e-3, BIASED), (UNBIASED, BIASED),
+         "its gradients contain it: delta is off by +0.15 % in tie; drifts in 1 of 2 training runs: run1 +0.00",
+         BIASED),
+        ((2e-4, UNDECIDED), (), "not known: too few heads to tell whether its gradients contain it", UNDECIDED),
+        ((2e-6, UNBIASED), (UNBIASED, UNDECIDED),
+         "harmless: its gradients don't contain it, delta is off by 0.0002 % at most;"
+         " not known in 1 of 2 training runs: run1 +0.00", UNDECIDED),
+        ((None, None), (), "not measured: it has no backward pass", None),
+        (None, (), NEVER, None),
+        (None, (UNBIASED,), f"{NEVER}; no drift in 1 training run", UNBIASED),
+    ],
+)  # fmt: skip
+def test_what_training_takes_of_a_bias_stands_below_the_headline(
+    carried: tuple[float | None, str | None] | None, runs: tuple[str, ...], told: str, contained: str | None
+) -> None:
+    tie = record("tie", BIASED, 0.23)
+    if carried is not None:
+        tie = replace(tie, measures={} if carried[0] is None else {"carried": carried[0]}, in_training=carried[1])
+    trained = tuple(
+        replace(record(f"run{at}", None, 0.0), experiment="run", in_training=verdict) for at, verdict in enumerate(runs)
+    )
+    cases = {"tie": CaseRecord("", failure=True, backward=carried is not None)}
+    cases |= {cell.case: CaseRecord("", headline="growth") for cell in trained}
+    (verdict,) = verdicts(Run({}, {}, records=(tie, *trained), cases=cases, experiments=EXPERIMENTS))
+    assert (verdict.findings[0].name, verdict.findings[0].text) == ("in training", told)
+    assert verdict.in_training == contained
+
+
 def test_an_interrupted_check_says_so_in_its_headline() -> None:
     records = (record("tie", BIASED, 0.23), record("other", UNBIASED, 0.0))
     cases = {cell.case: CaseRecord("", failure=True) for cell in records}
@@ -293,7 +355,9 @@ def test_json_is_the_verdict_and_nothing_else(folder: Path, capsys: pytest.Captu
     text = capsys.readouterr().out
     (plain,) = validated(text)["verdicts"]
     (again,) = verdict.from_json(text)
-    assert plain["headline"] == again.headline == "attention on cpu, bf16: biased on 1 of 1 failure input"
+    assert plain["headline"] == again.headline
+    assert (again.headline, again.tied) == (f"{BIASED_ON_ONE}, by its own rounding", 0)
+    assert again.in_training == UNBIASED
     assert (again.ok, again.seed, again.cells) == (False, 1, {"fell": 1, "held": 1, "skipped": 1})
     assert [(cell.cell, cell.outcome) for cell in again.fell] == [("cpu-attention-tied_maxima[k=2]-bf16", "fell")]
     assert "--cases 'tied_maxima[k=2]'" in again.fell[0].command
@@ -306,7 +370,7 @@ def test_a_verdict_is_an_object_of_a_function_in_a_file(folder: Path, monkeypatc
     attention = importlib.import_module("mine").attention
     del sys.modules["mine"]  # other tests have a module of that name
     told = tiebreak.check(attention, cases="tied_maxima[k=2]", heads=64, seed=2, workers=0)
-    assert str(told).startswith("attention on cpu, bf16: biased on 1 of 1 failure input\n")
+    assert str(told).startswith(f"{BIASED_ON_ONE}, by its own rounding\n")
     assert (told.ok, told.biased, told.seed, told.fell) == (True, 1, 2, ())
     assert told.plan.plans[0] == "flash@paper"
     assert told.versions["torch"] == torch.__version__

@@ -166,6 +166,14 @@ FORGED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
         f"{DEVICE}: shown: '+0.00', and its measures",
     ),
     "verdict": (changing(DEVICE, lambda one: replace(one, verdict="unbiased")), f"{DEVICE}: verdict: unbiased, and"),
+    "where a bias goes": (
+        changing(DEVICE, lambda one: replace(one, in_training="unbiased")),
+        f"{DEVICE}: in_training: unbiased, and its measures come to None",
+    ),
+    "where a bias comes from": (
+        changing(DEVICE, lambda one: replace(one, tied=True)),
+        f"{DEVICE}: tied: True, and its measures come to None",
+    ),
     "difference": (
         measured(DEVICE, prediction_difference=Estimate(0.01, 0.001)),
         f"{DEVICE}: measures: bias less predicted_bias is not prediction_difference",

@@ -317,8 +317,10 @@ def test_a_correctly_rounded_output_is_no_worse_than_itself_though_it_is_not_fai
     """On a sink O's own ties break to one side; a kernel that rounds O-bar too is biased where they do not."""
     cases = "tied_maxima[k=2],sink_tie"
     assert judge("precise", "--fair", cases=cases).ret == 1
+    assert {record.case: record.tied for record in kept().records} == {"tied_maxima[k=2]": None, "sink_tie": True}
     assert judge("precise", "--no-worse-than", "rounded", cases=cases).ret == 0
     assert all("no more bias than a correctly rounded O" in one.answers[CLAIM].asked for one in kept().records)
     assert judge("unfused", "--no-worse-than", "rounded", cases=cases).ret == 1
+    assert [record.tied for record in kept().records] == [False, False]
     (told,) = (record.reasons[0] for record in kept().records if record.case == "tied_maxima[k=2]")
     assert re.search(r"claim fell: .* bias \+0\.2\d\d .* measured, bias -0\.0\d\d .* of O rounded once", told)

@@ -13,11 +13,13 @@ from tiebreak.backends.backend import to_device
 from tiebreak.cases.batch import Batch
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import Case
-from tiebreak.cases.claims import bias_text
+from tiebreak.cases.claims import bias_text, of_tied_outputs
 from tiebreak.cases.errors import signed_error_ulps
-from tiebreak.cases.measures import Measure, Observed, call_measures
+from tiebreak.cases.gradients import contains_bias
+from tiebreak.cases.measures import Measure, Observed, Value, call_measures
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
 from tiebreak.cases.trace import trace
+from tiebreak.cases.verdicts import Interval, Verdict
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext, UnusableExperimentError
@@ -81,6 +83,7 @@ class Call(Experiment):
             at=at,
             failure=case.failure,
             group=_CAPTURED if case.fixed_heads is not None else _GROUP_OF.get(case.name, ""),
+            backward=case.gradients,
         )
 
     def formats(self) -> Sequence[Format] | None:
@@ -132,15 +135,20 @@ class Call(Experiment):
             sample.declaration,
             sample.prediction,
             sample.equal_bits,
+            sampler.rounded(),
             held_to.errors if held_to else None,
             self.case.normal,
             repeated.gradients,
         )
         verdict = None if sample.verdict is None else sample.verdict.value
+        measures = {name: measure.of(observed) for name, measure in call_measures().items()}
+        tied, in_training = where_bias_is(verdict, measures, self.case.formats(cell.fmt).output)
         return Result(
-            measures={name: measure.of(observed) for name, measure in call_measures().items()},
+            measures=measures,
             shown=shown(errors.nonfinite, errors.gain, errors.bias.mean, verdict),
             verdict=verdict,
+            tied=tied,
+            in_training=in_training,
             claims=tuple(_claims(sample)),
             prediction=_prediction(sample),
             backward_error=outputs[0].backward_error,
@@ -171,6 +179,21 @@ def _prediction(sample: Sample) -> Predicted | None:
         return None
     measured = f"{bias_text(sample.errors)} measured, {bias_text(sample.prediction)} emulated"
     return Predicted(sample.declaration.label, sample.prediction_met, measured)
+
+
+def where_bias_is(verdict: str | None, measures: Mapping[str, Value], fmt: Format) -> tuple[bool | None, str | None]:
+    """Of a biased cell, whether it is biased since O itself ties, and whether gradients contain that, where measured.
+
+    Args:
+        verdict: on the bias.
+        measures: of the cell.
+        fmt: of O.
+    """
+    bias, rounded, delta = (measures.get(name) for name in ("bias", "rounded_bias", KIND.carried or ""))
+    if verdict != Verdict.BIASED.value or not isinstance(bias, Interval):
+        return None, None
+    tied = of_tied_outputs(bias, rounded) if isinstance(rounded, Interval) else None
+    return tied, contains_bias(delta, fmt).value if isinstance(delta, Interval) else None
 
 
 def shown(nonfinite: float, gain: float, bias: float, verdict: str | None) -> records.Shown:
@@ -256,4 +279,5 @@ KIND = _Calls(
     headline="bias",
     largest="max_ulps",
     agreement="equal_bits",
+    carried="delta_bias_in_dq",
 )

@@ -142,8 +142,10 @@ class TrainingRun(Experiment):
         variant = _variant(cell.kernel, settings)
         with cell.backend.in_use():
             outcome = run_snippet(snippet, variant, cell.backend.arithmetic, settings.seed, cell.backend.device)
+        drifts = snippet.drifts(outcome.measures)
         return Result(
             measures={**outcome.measures, "steps": float(snippet.steps)},
+            in_training=None if drifts is None else drifts.value,
             shown=records.Shown.of(snippet.headline, outcome.measures[snippet.headline], spec=snippet.spec),
             claims=_claims(outcome),
             contract=cell.kernel.external,
