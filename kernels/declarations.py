@@ -33,7 +33,20 @@ _MODES = {rounding.value: rounding for rounding in Rounding}
 # The fields of a plan that a change may name, in the order in which they come to be rounded, by their keys.
 _POINTS = (
     *("scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "pv", "o_bar", _ROW_SUM, "o"),
-    *("delta", "p", "dp", "ds", "gradients"),
+    *(
+        "delta",
+        "do_over_l",
+        "p",
+        "dp",
+        "p_of_ds",
+        "ds",
+        "scaled_ds",
+        "scaled_q",
+        "scaled_k",
+        "sums",
+        "group_sums",
+        "gradients",
+    ),
 )
 _OTHERS = (_L_FROM, _EXPONENTIAL, _CONTRACTED, _OFFSET, *_QUANTIZED, "smooth_k")
 _FIELDS = {_KEYS.get(field, field): field for field in (*_POINTS, *_OTHERS)}

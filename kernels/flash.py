@@ -15,11 +15,12 @@ from torch import Tensor
 from tiebreak.kernels.arithmetic import Arithmetic, Noise
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
-from tiebreak.kernels.operands import Operands, Scaled, cut, folds_scale
+from tiebreak.kernels.operands import LOG2_E, Operands, Scaled, cut, folds_scale
 from tiebreak.kernels.plans import Cast, DeltaSource, Exponential, RoundingPlan, SumOf
 from tiebreak.kernels.shift_rules import ShiftRule
 
 _FP32 = Cast(FP32)
+_NATURAL, _LN_2 = Exponential(), math.log(2.0)
 Wanted = tuple[bool, bool, bool]  # which of dQ, dK and dV a backward pass is to compute
 ALL, DELTA_ALONE = (True, True, True), (False, False, False)
 
@@ -311,18 +312,24 @@ def backward(
         torch.zeros_like(tensor) if needed else tensor.new_full((), torch.nan).expand(tensor.shape)
         for tensor, needed in zip((operands.q, operands.k, operands.v), wanted, strict=True)
     )
+    if plan.group_sums.narrows:
+        dk, dv = (x[:, :: inputs.groups] for x in (dk, dv))
+    k, in_dq = tape.of_dq
+    q, in_dk = tape.of_dk
     for keys in operands.key_tiles(block.keys) if any(wanted) else ():
         for rows in operands.query_tiles(block.queries):
-            p, dp = tape.p(rows, keys), tape.dp(rows, keys)
-            ds = arithmetic.cast(p * (dp - delta[:, :, rows]), plan.ds)
+            p, ds = tape.p(rows, keys), tape.ds(rows, keys, delta[:, :, rows])
             if wanted[2]:
                 p = arithmetic.cast(p, plan.p)
-                dv[:, :, keys].add_(tape.product(p.transpose(-1, -2), operands.do[:, :, rows]))
+                tape.add_by_key(dv[:, :, keys], tape.product(p.transpose(-1, -2), tape.do[:, :, rows]))
             if wanted[0]:
-                dq[:, :, rows].add_(operands.scale * tape.product(ds, operands.k[:, :, keys]))
+                tape.add(dq[:, :, rows], in_dq * tape.product(ds, k[:, :, keys]))
             if wanted[1]:
-                dk[:, :, keys].add_(operands.scale * tape.product(ds.transpose(-1, -2), operands.q[:, :, rows]))
-    dk, dv = sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
+                tape.add_by_key(dk[:, :, keys], in_dk * tape.product(ds.transpose(-1, -2), q[:, :, rows]))
+    if plan.scaled_q.narrows:
+        dq = dq * operands.scale
+    if not plan.group_sums.narrows:
+        dk, dv = sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
     dq, dk, dv = (
         arithmetic.cast(gradient, plan.gradients) if needed else gradient
         for gradient, needed in zip((dq, dk, dv), wanted, strict=True)
@@ -347,18 +354,79 @@ class _Tape:
         return self.operands.tiles.shared("p", rows, keys, lambda: self._p(rows, keys))
 
     def _p(self, rows: slice, keys: slice) -> Tensor:
-        s = self.operands.scores(rows, keys)
         assert self.output.lse is not None, "the forward pass must return its log-sum-exp"
         lse = self.output.lse[:, :, rows]
+        if self.plan.scaled_k.narrows:
+            s = self.operands.masked(
+                self.product(self.operands.q[:, :, rows], self._scaled_k[:, :, keys].mT), rows, keys
+            )
+            p = self.arithmetic.exp((s - lse * LOG2_E) * _LN_2, _NATURAL)
+        else:
+            s = self.operands.scores(rows, keys)
+            p = Softmax(self.operands.scale, self.plan, self.arithmetic).of_probabilities(s, lse)
         # A row without a visible key has log-sum-exp -inf and no probabilities.
-        p = Softmax(self.operands.scale, self.plan, self.arithmetic).of_probabilities(s, lse)
         return _zeroed(p, lse == -torch.inf)
+
+    @cached_property
+    def do(self) -> Tensor:
+        """What enters dP and dV. Of an unnormalised O it is dO / l, with the row's maximum as its shift."""
+        do, cast = self.operands.do, self.plan.do_over_l
+        if not cast.narrows:
+            return do
+        assert self.output.lse is not None, "the forward pass must return its log-sum-exp"
+        every = slice(0, self.operands.q.shape[2]), slice(0, self.operands.k.shape[2])
+        softmax = Softmax(self.operands.scale, self.plan, self.arithmetic)
+        shift = softmax.natural(self.operands.scores(*every).amax(-1, keepdim=True))
+        l = _zeroed(torch.exp(self.output.lse - shift), self.output.lse == -torch.inf)
+        return self.arithmetic.cast(do / l, cast) * l
+
+    @cached_property
+    def _scaled_k(self) -> Tensor:
+        return self.arithmetic.cast(self.operands.k * (self.operands.scale * LOG2_E), self.plan.scaled_k)
+
+    @property
+    def of_dq(self) -> tuple[Tensor, float]:
+        """What dS is multiplied by for dQ: K, as the plan has it, and what is left of the scale."""
+        if self.plan.scaled_k.narrows:
+            return self._scaled_k, _LN_2
+        scaled = self.plan.scaled_ds.narrows or self.plan.scaled_q.narrows
+        return self.operands.k, 1.0 if scaled else self.operands.scale
+
+    @property
+    def of_dk(self) -> tuple[Tensor, float]:
+        """The same for dK: q."""
+        if self.plan.scaled_q.narrows:
+            return self.arithmetic.cast(self.operands.q * self.operands.scale, self.plan.scaled_q), 1.0
+        return self.operands.q, 1.0 if self.plan.scaled_ds.narrows else self.operands.scale
+
+    def ds(self, rows: slice, keys: slice, delta: Tensor) -> Tensor:
+        p = self.arithmetic.cast(self.p(rows, keys), self.plan.p_of_ds)
+        ds = self.arithmetic.cast(p * (self.dp(rows, keys) - delta), self.plan.ds)
+        scaled = self.plan.scaled_ds
+        return self.arithmetic.cast(ds * self.operands.scale, scaled) if scaled.narrows else ds
+
+    def add(self, total: Tensor, added: Tensor) -> None:
+        self._add(total, added, self.plan.sums)
+
+    def add_by_key(self, total: Tensor, added: Tensor) -> None:
+        """To dK or dV, which has every head's sum, or that of a key head."""
+        if not self.plan.group_sums.narrows:
+            return self.add(total, added)
+        groups = added.shape[1] // total.shape[1]
+        for member in range(groups):
+            self._add(total, added[:, member::groups], self.plan.group_sums)
+        return None
+
+    def _add(self, total: Tensor, added: Tensor, cast: Cast) -> None:
+        total.add_(added)
+        if cast.narrows:
+            total.copy_(self.arithmetic.cast(total, cast))
 
     def dp(self, rows: slice, keys: slice) -> Tensor:
         return self.operands.tiles.shared("dp", rows, keys, lambda: self._dp(rows, keys))
 
     def _dp(self, rows: slice, keys: slice) -> Tensor:
-        product = self.product(self.operands.do[:, :, rows], self.operands.v[:, :, keys].transpose(-1, -2))
+        product = self.product(self.do[:, :, rows], self.operands.v[:, :, keys].transpose(-1, -2))
         return self.arithmetic.cast(product, self.plan.dp)
 
     def delta(self) -> Tensor:
@@ -371,7 +439,7 @@ class _Tape:
         for rows in self.operands.query_tiles(self.block.queries):
             total = torch.zeros_like(do[:, :, rows, :1])
             for keys in self.operands.key_tiles(self.block.keys):
-                p = self.p(rows, keys)
+                p = self.arithmetic.cast(self.p(rows, keys), self.plan.p_of_ds)
                 if source is DeltaSource.PROBABILITIES:
                     total = total + self.arithmetic.row_sum(p * self.dp(rows, keys), self.plan.accumulator)
                 else:

@@ -133,6 +133,10 @@ class Operands:
         s = _unscaled(s, q.scale, None if k.scale is None else k.scale.transpose(-1, -2))
         if not folds_scale(plan):
             s = arithmetic.cast(s * (scale / base), plan.s)
+        return self.masked(s, rows, keys)
+
+    def masked(self, s: Tensor, rows: slice, keys: slice) -> Tensor:
+        """A tile of scores with -inf where the mask hides them."""
         return s if self.hidden is None else _hide(s, cut(self.hidden, rows, keys))
 
     def _rounded_scale(self) -> float:

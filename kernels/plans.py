@@ -118,9 +118,16 @@ class RoundingPlan:
     shifted: Cast = Cast(FP32)  # S - m, the exponential's argument, and m - m' of a rescaling
     delta_from: DeltaSource = DeltaSource.OUTPUT  # backward: what delta is computed from
     delta: Cast = Cast(FP32)  # backward: delta
+    do_over_l: Cast = Cast(FP32)  # backward: dO / l where it enters dP and dV, of an unnormalised O
     p: Cast = Cast(FP32)  # backward: the recomputed P where it enters dV
     dp: Cast = Cast(FP32)  # backward: dP
+    p_of_ds: Cast = Cast(FP32)  # backward: P where dS and a delta of P are computed from it
     ds: Cast = Cast(FP32)  # backward: dS where it enters dQ and dK
+    scaled_ds: Cast = Cast(FP32)  # backward: alpha dS, where dS is scaled before it enters them
+    scaled_q: Cast = Cast(FP32)  # backward: alpha q, where that enters dK, and dQ is scaled at last
+    scaled_k: Cast = Cast(FP32)  # backward: alpha log2(e) K, where P is computed anew from it, and it enters dQ
+    sums: Cast = Cast(FP32)  # backward: dQ, dK and dV of every head after each tile
+    group_sums: Cast = Cast(FP32)  # backward: dK and dV of a key head, to which its heads add one after the other
     gradients: Cast = Cast(FP32)  # backward: dQ, dK and dV as returned
 
     def __post_init__(self) -> None:

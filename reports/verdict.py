@@ -12,6 +12,7 @@ from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import (
     BIASED,
     CRASHED,
+    FOLLOWED_BACKWARD,
     NONFINITE,
     PREDICTION,
     SKIPPED,
@@ -207,6 +208,7 @@ class _Kernel:
             "fell": self._fell,
             "checks": self._checks,
             "rounding": self._rounding,
+            "backward": self._backward,
             "skipped": self._skipped,
         }
         ended = [record for record in self.records if record.outcome in (CRASHED, TIMED_OUT)]  # no result, and no pass
@@ -357,6 +359,19 @@ class _Kernel:
         met = sum(record.met(PREDICTION) is True for record in self._predicted)
         bits = "" if self._agreed is None else f", {percent(self._agreed)} of bits"
         return f"declares {self._declared}; as predicted in {met} of {len(self._predicted)} cells{bits}"
+
+    def _backward(self) -> str:
+        """Which known backward pass its gradients come from."""
+        cells = [record.evidence["backward"] for record in self.records if record.evidence.get("backward")]
+        if not cells:
+            return ""
+        shares = {
+            name: [min(cell[name].values()) for cell in cells] for name in cells[0] if all(name in c for c in cells)
+        }
+        nearest = max(shares, key=lambda name: (min(shares[name]) >= FOLLOWED_BACKWARD, sum(shares[name])))
+        follows = "follows" if min(shares[nearest]) >= FOLLOWED_BACKWARD else "unexplained: nearest is"
+        agreed = percent(sum(shares[nearest]) / len(cells))
+        return f"{follows} {nearest}: {agreed} of bits in {counted(len(cells), 'cell')}"
 
     def _skipped(self) -> str:
         reasons = Counter(record.skipped for record in self.records if record.outcome == SKIPPED)

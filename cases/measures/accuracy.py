@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from tiebreak.cases.accuracy import bias_apart, gain_error, square_ratio
+from tiebreak.cases.accuracy import bias_apart, gain_error, ratio_of_means, square_ratio
 from tiebreak.cases.measures import CallMeasure, Observed, Value
 
 _GRADIENTS = ("dq", "dk", "dv")
@@ -14,6 +14,11 @@ def _ratio(observed: Observed) -> Value:
 
 def _bias(observed: Observed) -> Value:
     return bias_apart(*observed.held_to) if observed.held_to is not None and observed.normal else None
+
+
+def _backward_ratio(name: str, observed: Observed) -> Value:
+    ratios = [ratio_of_means(*squares[name]) for squares in observed.backward_squares]
+    return max((ratio for ratio in ratios if ratio is not None), key=lambda ratio: ratio.low, default=None)
 
 
 def _gain(at: int, observed: Observed) -> Value:
@@ -38,6 +43,15 @@ MEASURES = (
         "ulp",
         term="difference of mean errors",
         of=_bias,
+    ),
+    *(
+        CallMeasure(
+            f"{name}_square_ratio",
+            f"mean squared error of d{name[1].upper()} over that of the backward pass it is held to, on normal numbers",
+            term="MSE ratio",
+            of=partial(_backward_ratio, name),
+        )
+        for name in _GRADIENTS
     ),
     *(
         CallMeasure(

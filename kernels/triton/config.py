@@ -36,7 +36,8 @@ class Config:
             raise ValueError(f"plan {self.plan.name}: the Triton kernels' exponential of 0 is 1")
         if self.plan.contracted:
             raise ValueError(f"plan {self.plan.name}: the Triton kernels are launched with contraction off")
-        for point in ("scale", "divisor", "q", "qk", "shifted", "exp", "pv"):
+        forward = ("scale", "divisor", "q", "qk", "shifted", "exp", "pv")
+        for point in (*forward, "do_over_l", "p_of_ds", "scaled_ds", "scaled_q", "scaled_k", "sums", "group_sums"):
             if getattr(self.plan, point).narrows:
                 raise ValueError(f"plan {self.plan.name}: the Triton kernels do not round {point}")
         if self.plan.quantizes:

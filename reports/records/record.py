@@ -38,6 +38,10 @@ _SPECS = frozenset(f"{sign}.{digits}{style}" for sign in ("", "+") for digits in
 # its bits and can't be told apart; none has.
 FOLLOWS, BEHAVES_LIKE, AMBIGUOUS, UNEXPLAINED = "follows", "behaves_like", "ambiguous", "unexplained"
 STATES = (FOLLOWS, BEHAVES_LIKE, AMBIGUOUS, UNEXPLAINED)
+FOLLOWED = 0.98  # share of equal bits, in every cell, from which on a plan is followed
+#: The same of dQ, dK and dV each, of a backward pass. The last bit of a sum turns more of their bits: of sound kernels
+#: up to 2 % in bf16 and 10 % in fp16; a cast that is elsewhere turns 23 % and more.
+FOLLOWED_BACKWARD = 0.85
 
 MORE, LESS, FARTHER = "more", "less", "farther"  # which way a measure is worse; farther: from 0
 WORSE = (MORE, LESS, FARTHER)
@@ -226,6 +230,7 @@ EVIDENCE = ByName(
         "histogram": HistogramRecord,
         "series": SeriesRecord,
         "fits": Mapping[str, FitRecord],  # of a kernel that declares nothing, by known plan
+        "backward": Mapping[str, Mapping[str, float]],  # of a user's kernel, by backward pass: bits of dq, dk and dv
         "paper": str,  # what the paper says of training with the kernel: stable, fails
     }
 )

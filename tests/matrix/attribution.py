@@ -46,7 +46,7 @@ def fits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaration]) -
         In the candidates' order; of one that is out of reach what some heads say.
     """
     work = {name: nameless(batch.clipped(declaration)) for name, declaration in candidates.items()}
-    some = _part(batch)
+    some = part(batch)
     fitting = _tried(o, some, work.values())
     if some is not batch:
         best = max(fit.bits for fit in fitting.values())
@@ -71,7 +71,7 @@ def _tried(o: Tensor, batch: SharedBatch, declarations: Iterable[Declaration]) -
     return fitting
 
 
-def _part(batch: SharedBatch) -> SharedBatch:
+def part(batch: SharedBatch) -> SharedBatch:
     """The first heads of a batch, from as many of its entries as there are; the whole of a small one."""
     inputs, ref = batch.inputs, batch.ref
     entries = min(inputs.q.shape[0], _FIRST_HEADS)

@@ -14,6 +14,7 @@ from tiebreak.matrix.candidates import nameless
 from tiebreak.reports.records.record import (
     AMBIGUOUS,
     BEHAVES_LIKE,
+    FOLLOWED,
     FOLLOWS,
     UNEXPLAINED,
     Explanation,
@@ -22,7 +23,6 @@ from tiebreak.reports.records.record import (
     Record,
 )
 
-FOLLOWED = 0.98  # share of equal bits, in every cell, from which on a plan is followed
 EQUAL = 1e-3  # difference of shares, in every cell, up to which plans are not told apart
 _RANDOM = 0.9  # a kernel of which no plan has more bits may have random bits of its own
 

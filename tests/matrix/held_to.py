@@ -14,12 +14,13 @@ from tiebreak.backends.backend import to_device
 from tiebreak.cases.case import Case
 from tiebreak.cases.errors import Errors
 from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.kernel import Declaration
 from tiebreak.matrix.attribution import fits
 from tiebreak.matrix.candidates import accepted
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.explain import FOLLOWED
 from tiebreak.matrix.sampling import SequentialSampler
 from tiebreak.matrix.workbench import CaseBench, Workbench
+from tiebreak.reports.records.record import FOLLOWED
 
 _HEADS = 32  # of each probe: on as many, attribution tells the candidates of a cell apart
 #: Share of equal bits below which a kernel may cast O with random bits of its own, with which no emulation agrees. It
@@ -33,6 +34,7 @@ class HeldTo:
     """What the errors of O are compared with."""
 
     plan: str  # as reports name it
+    declaration: Declaration  # what it is
     errors: tuple[Errors, Errors]  # of O and of the plan's emulation, on the same heads
 
 
@@ -50,14 +52,14 @@ def plan_held_to(cell: Cell, sampler: SequentialSampler, case_bench: CaseBench, 
     """
     sample = sampler.sample
     if sample.prediction is not None:
-        return HeldTo(sample.declaration.label, (sample.errors, sample.prediction))
+        return HeldTo(sample.declaration.label, sample.declaration, (sample.errors, sample.prediction))
     shares = {name: fit.bits for name, fit in sampler.fits.items() if name in accepted()}
     if not shares:
         return None
     nearest = max(shares, key=shares.__getitem__)
     plans = (nearest,) if shares[nearest] >= FOLLOWED else _overall(cell, bench)
     ours = sample.draws[0].errors
-    held = [HeldTo(plan, (ours, case_bench.emulated(0, accepted()[plan])[1])) for plan in plans]
+    held = [HeldTo(plan, accepted()[plan], (ours, case_bench.emulated(0, accepted()[plan])[1])) for plan in plans]
     return max(held, key=lambda one: one.errors[1].rms_ulps, default=None)
 
 

@@ -27,7 +27,21 @@ from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel, rule_names
 
 LOW = PAPER.p_bar
 FORWARD = ("scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "pv", "o_bar", "l", "o")
-POINTS = (*FORWARD, "delta", "p", "dp", "ds", "gradients")
+BACKWARD = (
+    "delta",
+    "do_over_l",
+    "p",
+    "dp",
+    "p_of_ds",
+    "ds",
+    "scaled_ds",
+    "scaled_q",
+    "scaled_k",
+    "sums",
+    "group_sums",
+    "gradients",
+)
+POINTS = (*FORWARD, *BACKWARD)
 FORMATS = ("input", "fp32", "bf16", "fp16", "tf32", "fp8_e5m2", "E5M7")
 MODES = ("", ":away", ":zero", ":up", ":down", ":sat", ":away:sat")
 
@@ -157,7 +171,10 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
         ("flash@standard", "unknown plan 'flash@standard'"),
         ("", "unknown plan ''"),
         ("fused,o_bra=bf16", "unknown rounding point 'o_bra': did you mean o_bar"),
-        ("fused,row_sum=bf16", "unknown rounding point 'row_sum'; known are scale, divisor, q, qk, s, "),
+        (
+            "fused,row_sum=bf16",
+            "unknown rounding point 'row_sum': did you mean group_sums?; known are scale, divisor, q, qk, s, ",
+        ),
         ("fused,s", "'s' in 'fused,s': expected KEY=VALUE"),
         ("fused,s=bf16,s=fp16", "s stands twice"),
         ("fused,s=bf17", "s=bf17: unknown format 'bf17'"),

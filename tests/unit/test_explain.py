@@ -15,9 +15,9 @@ from tiebreak.kernels.kernel import run_forward
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.attribution import fits
 from tiebreak.matrix.candidates import candidates, nameless, tilings
-from tiebreak.matrix.explain import FOLLOWED, explain, plans
+from tiebreak.matrix.explain import explain, plans
 from tiebreak.matrix.workbench import SharedBatch
-from tiebreak.reports.records.record import UNEXPLAINED, Explanation, FitRecord, PlanRecord, Record
+from tiebreak.reports.records.record import FOLLOWED, UNEXPLAINED, Explanation, FitRecord, PlanRecord, Record
 from tiebreak.reports.tables.plans import explanation_text
 
 

@@ -357,7 +357,14 @@ CHANGES: dict[str, set[str]] = {
     "delta": {"delta", "dq", "dk"},
     "p": {"dv"},
     "dp": {"dq", "dk"},
+    "do_over_l": {"dq", "dk", "dv"},
+    "p_of_ds": {"dq", "dk"},
     "ds": {"dq", "dk"},
+    "scaled_ds": {"dq", "dk"},
+    "scaled_q": {"dk"},  # alpha of dQ stays fp32
+    "scaled_k": {"dq", "dk", "dv"},
+    "sums": {"dq", "dk", "dv"},
+    "group_sums": {"dk", "dv"},
     "gradients": {"dq", "dk", "dv"},
 }
 

@@ -26,7 +26,22 @@ from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 FORWARD = {"scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "pv", "o_bar", "row_sum", "o"}
-BACKWARD = {"delta", "p", "dp", "ds", "gradients"}
+BACKWARD = {
+    *(
+        "delta",
+        "do_over_l",
+        "p",
+        "dp",
+        "p_of_ds",
+        "ds",
+        "scaled_ds",
+        "scaled_q",
+        "scaled_k",
+        "sums",
+        "group_sums",
+        "gradients",
+    )
+}
 
 # The forward rounding points that a preset narrows to bf16; all others are fp32.
 NARROW = {

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tiebreak.cases.accuracy import GAIN
+from tiebreak.cases.accuracy import GAIN, LIMIT
 from tiebreak.cases.verdicts import Interval
 from tiebreak.matrix.checks import Check, numbers, without_number
 from tiebreak.matrix.result import Result
@@ -33,8 +33,20 @@ def _ask(result: Result) -> Answer | None:
         faults.append(f"{lost:.0f} elements of dQ, dK and dV are NaN or Inf, the reference's are not")
     if share > 1.0:
         faults.append(f"the largest error of dQ, dK and dV is {share:.3g} times its bound")
-    faults += _leaning(result)
+    faults += [*_larger(result), *_leaning(result)]
     return Answer(not faults, _ASKED, "; ".join(faults))
+
+
+def _larger(result: Result) -> Iterator[str]:
+    """Which gradients have larger errors than a backward pass that rounds as this one does, where that is measured."""
+    ratios = {name: result.measures.get(f"{name.lower()}_square_ratio") for name in ("dQ", "dK", "dV")}
+    larger = [
+        f"of {name} {ratio.mean:.3g} times (at least {ratio.low:.3g})"
+        for name, ratio in ratios.items()
+        if isinstance(ratio, Interval) and not ratio.low <= LIMIT
+    ]
+    if larger:
+        yield f"mean square {', '.join(larger)} what {result.backward_held_to} has, {LIMIT} is allowed"
 
 
 def _leaning(result: Result) -> Iterator[str]:
@@ -48,7 +60,8 @@ def _leaning(result: Result) -> Iterator[str]:
 
 CHECK = Check(
     "gradients",
-    "a kernel's own dQ, dK and dV are finite, within a rounding-error bound, and of the right size on the whole",
+    "a kernel's own dQ, dK and dV are finite, within a rounding-error bound, of the right size on the whole, and err no"
+    " more than those of a backward pass that people ship",
     _ask,
     term="backward error check",
 )

@@ -22,13 +22,14 @@ from tiebreak.cases.trace import trace
 from tiebreak.cases.verdicts import Interval, Verdict
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionOutput
+from tiebreak.matrix.backward_attribution import BackwardHeldTo, backward_held_to
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext, UnusableExperimentError
-from tiebreak.matrix.held_to import plan_held_to
-from tiebreak.matrix.repetition import repetition
+from tiebreak.matrix.held_to import HeldTo, plan_held_to
+from tiebreak.matrix.repetition import Repetition, repetition
 from tiebreak.matrix.result import Claimed, Predicted, Result
 from tiebreak.matrix.sampling import Sample, SequentialSampler
 from tiebreak.matrix.trial import failed_trial
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import CaseBench, Workbench
 from tiebreak.reports.records import record as records
 
 _BINS, _REACH_ULPS = 64, 2.0  # of the histogram of signed errors
@@ -128,6 +129,7 @@ class Call(Experiment):
         batches = [case_bench.batch(index) for index in range(len(outputs))]
         repeated = repetition(cell, outputs[0], batches[0])
         held_to = plan_held_to(cell, sampler, case_bench, bench)
+        backward = _backward_held_to(cell, case_bench, held_to, outputs[0], repeated)
         observed = Observed(
             errors,
             outputs,
@@ -138,7 +140,8 @@ class Call(Experiment):
             sampler.rounded(),
             held_to.errors if held_to else None,
             self.case.normal,
-            repeated.gradients,
+            repeated.equal_gradients,
+            backward.squares if backward else (),
         )
         verdict = None if sample.verdict is None else sample.verdict.value
         measures = {name: measure.of(observed) for name, measure in call_measures().items()}
@@ -153,6 +156,7 @@ class Call(Experiment):
             prediction=_prediction(sample),
             backward_error=outputs[0].backward_error,
             held_to=held_to.plan if held_to else None,
+            backward_held_to=backward.name if backward else None,
             repeatable=repeated.same,
             contract=cell.kernel.external,
             leaks=repeated.leaks,
@@ -160,8 +164,24 @@ class Call(Experiment):
             heads=sample.heads,
             remedy=sampler.remedy,
             digest=digest(outputs[0]),
-            evidence=_fits(sampler) | (_drawings(cell, outputs[0], batches[0]) if self.case.traced else {}),
+            evidence=_fits(sampler)
+            | ({"backward": backward.bits} if backward else {})
+            | (_drawings(cell, outputs[0], batches[0]) if self.case.traced else {}),
         )
+
+
+def _backward_held_to(
+    cell: Cell, bench: CaseBench, held_to: HeldTo | None, output: AttentionOutput, repeated: Repetition
+) -> BackwardHeldTo | None:
+    """What the gradients of a user's kernel are compared with; None where no known backward pass is to tell of them."""
+    if held_to is None or output.gradients is None or not (bench.case.normal and cell.kernel.external):
+        return None
+    runs, forward = [output.gradients], held_to.declaration
+    if repeated.gradients is not None and repeated.same and repeated.equal_gradients != 1.0:
+        runs.append(repeated.gradients)
+    lse = bench.emulated(0, forward)[0].lse
+    assert lse is not None
+    return backward_held_to(runs, output.o, forward, lse, bench.batch(0))
 
 
 def _claims(sample: Sample) -> Iterator[Claimed]:

@@ -1,0 +1,103 @@
+"""The backward passes that people ship: what each rounds, whatever the forward pass before it does."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tiebreak.kernels.flash import ONE_TILE, Block
+from tiebreak.kernels.formats import BF16, FP32
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.plans import OUTPUT, Cast, DeltaSource, Follows
+
+_FP32, _LOW = Cast(FP32), Cast(BF16, follows=Follows.OPERANDS)
+_FROM_P = DeltaSource.PROBABILITIES
+_POINTS = ("delta", "do_over_l", "p", "dp", "p_of_ds", "ds", "scaled_ds", "scaled_q", "scaled_k", "sums", "group_sums")
+_UNROUNDED: Mapping[str, Any] = dict.fromkeys(_POINTS, _FP32)
+
+
+@dataclass(frozen=True)
+class BackwardPass:
+    """One way to compute gradients from the S, the log-sum-exp and the O of some forward pass."""
+
+    points: Mapping[str, Any]  # fields of a rounding plan of the backward pass that are not fp32 throughout
+    block: Block = ONE_TILE  # tiles after which sums are cast; where they are not, tiles change next to nothing
+
+    @property
+    def source(self) -> DeltaSource:
+        """What delta is computed from."""
+        source: DeltaSource = self.points.get("delta_from", DeltaSource.OUTPUT)
+        return source
+
+    def after(self, forward: Declaration) -> Declaration:
+        """The plan of a forward pass, with the backward pass in this one's."""
+        return self._with(forward, {**self.points, "gradients": OUTPUT})
+
+    def exact_after(self, forward: Declaration) -> Declaration:
+        """The same without a rounding of its own: what its errors are measured from."""
+        return self._with(forward, {"delta_from": self.source, "gradients": _FP32})
+
+    def _with(self, forward: Declaration, points: Mapping[str, Any]) -> Declaration:
+        plan = replace(forward.plan, **{"delta_from": DeltaSource.OUTPUT, **_UNROUNDED, **points})
+        return replace(forward, plan=plan, block=self.block)
+
+
+_FLASH_2: Mapping[str, Any] = {"p": _LOW, "ds": _LOW}
+_EAGER: Mapping[str, Any] = {"delta_from": _FROM_P, "p": _LOW, "dp": _LOW, "ds": _LOW, "sums": OUTPUT}
+_UPCAST: Mapping[str, Any] = {"delta_from": _FROM_P}
+_BY_HEAD = ", heads of a group added in 16 bits"
+
+#: By name, as reports have it.
+BACKWARD_PASSES: Mapping[str, BackwardPass] = {
+    "FlashAttention-2's (P and dS in 16 bits)": BackwardPass(_FLASH_2),
+    f"FlashAttention-2's (P and dS in 16 bits{_BY_HEAD})": BackwardPass({**_FLASH_2, "sums": OUTPUT}),
+    # aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, cpu_flash_attention_backward: of fewer than 192 queries.
+    "PyTorch's for CPUs (P and dS in 16 bits, sums in 16 bits after every 32 queries)": BackwardPass(
+        {**_FLASH_2, "sums": OUTPUT, "group_sums": OUTPUT}, Block(queries=32, keys=512)
+    ),
+    # triton-lang/triton, python/tutorials/06-fused-attention.py
+    "the Triton tutorial's (P and dS in 16 bits, P of a K that is scaled and rounded)": BackwardPass(
+        {**_FLASH_2, "scaled_k": _LOW}
+    ),
+    "FlashAttention-2's with delta in fp32 (P and dS in 16 bits, delta not from O)": BackwardPass(
+        {**_FLASH_2, "delta_from": _FROM_P}
+    ),
+    "flash attention's in fp32 (delta from O)": BackwardPass({}),
+    "autograd's in fp32": BackwardPass(_UPCAST),
+    f"autograd's in fp32 ({_BY_HEAD[2:]})": BackwardPass({**_UPCAST, "sums": OUTPUT}),
+    "autograd's of a P that is cast (P and dP in 16 bits)": BackwardPass({**_UPCAST, "p": _LOW, "dp": _LOW}),
+    f"autograd's of a P that is cast (P and dP in 16 bits{_BY_HEAD})": BackwardPass(
+        {**_UPCAST, "p": _LOW, "dp": _LOW, "sums": OUTPUT}
+    ),
+    "autograd's of an unnormalised P that is cast (P and dP in 16 bits)": BackwardPass(
+        {"delta_from": DeltaSource.RECOMPUTED_OUTPUT, "p": _LOW, "dp": _LOW}
+    ),
+    "autograd's of an unnormalised P and O that are cast (dO, P and dP in 16 bits)": BackwardPass(
+        {"delta_from": DeltaSource.RECOMPUTED_OUTPUT, "do_over_l": _LOW, "p": _LOW, "dp": _LOW, "sums": OUTPUT}
+    ),
+    "autograd's of eager attention (P, dP and dS in 16 bits)": BackwardPass({**_EAGER, "scaled_ds": _LOW}),
+    "autograd's of eager attention that scales q (P, dP and dS in 16 bits)": BackwardPass({**_EAGER, "scaled_q": _LOW}),
+    # flax.linen.dot_product_attention, whose softmax is in the format of its inputs
+    "autograd's with every tensor in 16 bits": BackwardPass(
+        {**_EAGER, **dict.fromkeys(("delta", "do_over_l", "p_of_ds", "scaled_ds"), _LOW)}
+    ),
+    "autograd's of a softmax in 16 bits (P, dP and dS in 16 bits)": BackwardPass(
+        {**_EAGER, "p_of_ds": _LOW, "scaled_ds": _LOW}
+    ),
+}
+
+
+def passes_after(forward: Declaration) -> dict[str, BackwardPass]:
+    """The backward passes that may follow a forward pass: those known, and what its plan says, if that is none of them.
+
+    Args:
+        forward: of a kernel that returns its gradients in the format of its output.
+
+    Returns:
+        By name, the plan's own first. A plan that rounds nothing in the backward pass, as most, says nothing of it.
+    """
+    plan = forward.plan
+    own = {name: getattr(plan, name) for name in _POINTS if getattr(plan, name).narrows}
+    source = {} if plan.delta_from is DeltaSource.OUTPUT else {"delta_from": plan.delta_from}
+    if not own or any(each.points == {**source, **own} for each in BACKWARD_PASSES.values()):
+        return dict(BACKWARD_PASSES)
+    return {f"that of {forward.label}": BackwardPass({**source, **own}, forward.block), **BACKWARD_PASSES}

@@ -1,0 +1,112 @@
+"""Which known backward pass a kernel's gradients come from, and how their errors compare with those of that pass."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tiebreak.cases.errors import by_key_head
+from tiebreak.kernels.backward_passes import BackwardPass, passes_after
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
+from tiebreak.kernels.kernel import Declaration, run_backward
+from tiebreak.kernels.plans import DeltaSource
+from tiebreak.matrix.attribution import equal_bits, part
+from tiebreak.matrix.workbench import SharedBatch
+from tiebreak.reports.records.record import FOLLOWED_BACKWARD
+
+_NAMES = ("dq", "dk", "dv")
+Parts = Mapping[str, Tensor]  # dQ, dK and dV
+
+
+@dataclass(frozen=True)
+class BackwardHeldTo:
+    """What the errors of gradients are compared with."""
+
+    name: str  # of the backward pass, as reports have it
+    bits: Mapping[str, Mapping[str, float]]  # by backward pass, the share of equal bits of dQ, dK and dV
+    squares: Sequence[Mapping[str, tuple[Tensor, Tensor]]]  # see `Observed.backward_squares`
+
+
+def backward_held_to(
+    runs: Sequence[Gradients], o: Tensor, forward: Declaration, lse: Tensor, batch: SharedBatch
+) -> BackwardHeldTo:
+    """What gradients are compared with: the known backward pass that they come from, or come nearest to.
+
+    Each is emulated from the kernel's own O, so that nothing of its forward pass counts.
+
+    Args:
+        runs: what the kernel made of a batch, each time that it was run.
+        o: its O.
+        forward: the plan that O is held to, whose S the backward pass computes anew.
+        lse: the log-sum-exp that the emulation of that plan has.
+        batch: what it was given.
+    """
+    known = passes_after(forward)
+    some = part(batch)
+    few, whole = (_Emulation(each, forward, o, lse) for each in (some, batch))
+    ours = _by_name(runs[0], some.inputs)
+    tried = {name: few.compared(ours, each) for name, each in known.items()}
+    name = max(tried, key=lambda name: tried[name].nearness(known[name], forward))  # the first of equals
+    theirs, exact = whole.gradients(known[name].after(forward)), whole.exact(known[name])
+    squares = [_squares(_by_name(run, batch.inputs), theirs, exact, batch.inputs.groups) for run in runs]
+    return BackwardHeldTo(name, {name: each.bits for name, each in tried.items()}, squares)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """What gradients have in common with those of one backward pass."""
+
+    bits: Mapping[str, float]  # share of equal bits of dQ, dK and dV
+    size: float  # of its mean squared errors as a share of the kernel's, the least of the three
+
+    def nearness(self, backward: BackwardPass, forward: Declaration) -> tuple[int, bool, float]:
+        """By how many gradients have its bits, then whether it goes with the forward pass, then by its errors.
+
+        Bits alone would mislead: of passes that are all another than the kernel's, the one that rounds least has most.
+        """
+        agreeing = sum(share >= FOLLOWED_BACKWARD for share in self.bits.values())
+        return agreeing, agreeing > 0 and backward.source is forward.plan.delta_from, self.size
+
+
+class _Emulation:
+    """Backward passes that begin with a kernel's O and the log-sum-exp of the plan it is held to."""
+
+    def __init__(self, batch: SharedBatch, forward: Declaration, o: Tensor, lse: Tensor) -> None:
+        entries, heads = batch.inputs.q.shape[:2]
+        self._batch, self._forward = batch, forward
+        self._output = AttentionOutput(o[:entries, :heads].float(), lse[:entries, :heads])
+        self._exact: dict[DeltaSource, Parts] = {}
+
+    def gradients(self, declaration: Declaration) -> Parts:
+        batch, inputs = self._batch, self._batch.inputs
+        gradients = run_backward(batch.clipped(declaration), inputs, self._output, batch.emulation.arithmetic)
+        return _by_name(gradients, inputs)
+
+    def exact(self, backward: BackwardPass) -> Parts:
+        """Without a rounding of its own: what its errors are measured from."""
+        if backward.source not in self._exact:
+            self._exact[backward.source] = self.gradients(backward.exact_after(self._forward))
+        return self._exact[backward.source]
+
+    def compared(self, ours: Parts, backward: BackwardPass) -> _Comparison:
+        theirs = self.gradients(backward.after(self._forward))
+        squares = _squares(ours, theirs, self.exact(backward), self._batch.inputs.groups)
+        sizes = [passes.nanmean().item() / kernels.nanmean().item() for kernels, passes in squares.values()]
+        return _Comparison({name: equal_bits(ours[name], theirs[name]) for name in _NAMES}, min(sizes))
+
+
+def _squares(ours: Parts, theirs: Parts, exact: Parts, groups: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Mean squared errors by head, of the kernel and of a backward pass, relative to the mean square."""
+    squares = {}
+    for name in _NAMES:
+        base, sharing = exact[name].double(), groups if name == "dq" else 1  # K and V have key heads alone
+        size = by_key_head(base.square(), sharing)
+        kernels, passes = (by_key_head((x[name].double() - base).square_(), sharing) / size for x in (ours, theirs))
+        squares[name] = (kernels, passes)
+    return squares
+
+
+def _by_name(gradients: Gradients, inputs: AttentionInputs) -> Parts:
+    """dQ, dK and dV of the heads that some inputs have, in fp32."""
+    tensors = zip(_NAMES, (inputs.q, inputs.k, inputs.v), strict=True)
+    return {name: getattr(gradients, name)[: like.shape[0], : like.shape[1]].float() for name, like in tensors}

@@ -1,0 +1,116 @@
+"""Gradients are held to the backward pass that they show, by bits and by the size of their errors."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention, softmax
+
+from tiebreak.backends.backend import CPU
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.defects.backward import NarrowDq, NarrowRecomputation, RaceInDq
+from tiebreak.defects.planted import users
+from tiebreak.defects.tiled import CallRequest, Tiled
+from tiebreak.kernels.backward_passes import BACKWARD_PASSES, passes_after
+from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.formats import BF16, FP16, Format
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.records.record import FOLLOWED_BACKWARD, Record
+
+CASES = {case.name: case for case in SCRIPTED}
+FLASH_2 = "FlashAttention-2's (P and dS in 16 bits)"
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, *, scale: float, enable_gqa: bool = False) -> Tensor:
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+        return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=enable_gqa)
+
+
+def composed(q: Tensor, k: Tensor, v: Tensor, *, scale: float, enable_gqa: bool = False) -> Tensor:
+    with sdpa_kernel([SDPBackend.MATH]):
+        return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=enable_gqa)
+
+
+def hugging_face(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    return softmax(q @ k.mT * scale, -1, dtype=torch.float32).to(q.dtype) @ v
+
+
+def in_16_bits(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    return softmax(q @ k.mT * scale, -1) @ v
+
+
+def scaling_q(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    return softmax(q * scale @ k.mT, -1, dtype=torch.float32).to(q.dtype) @ v
+
+
+def judged(kernel: Kernel, case: str, heads: int = 32, fmt: Format = BF16) -> Record:
+    return run_cell(Cell(CPU, kernel, Call(CASES[case]), fmt), Workbench(Settings(seed=2, heads=heads)))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case", "expected"),
+    [
+        (flash, "random_odd", FLASH_2),
+        (flash, "random_grouped", "PyTorch's for CPUs (P and dS in 16 bits, sums in 16 bits after every 32 queries)"),
+        (composed, "random_odd", "autograd's in fp32"),
+        (hugging_face, "random_odd", "autograd's of eager attention (P, dP and dS in 16 bits)"),
+        (in_16_bits, "random_odd", "autograd's of a softmax in 16 bits (P, dP and dS in 16 bits)"),
+        (scaling_q, "random_odd", "autograd's of eager attention that scales q (P, dP and dS in 16 bits)"),
+    ],
+)
+@pytest.mark.parametrize("fmt", [BF16, FP16], ids=["bf16", "fp16"])
+def test_gradients_of_what_people_ship_have_the_bits_of_a_known_backward_pass(
+    kernel: Any, case: str, expected: str, fmt: Format
+) -> None:
+    record = judged(external_kernel(f"{Path(__file__)}:{kernel.__name__}"), case, fmt=fmt)
+    bits = record.evidence["backward"]
+    assert max(bits, key=lambda name: sum(bits[name].values())) == expected
+    assert min(bits[expected].values()) >= FOLLOWED_BACKWARD
+    assert record.met("gradients")
+
+
+class FinerTiles(NarrowDq):
+    tile = 32
+
+
+class LostUpdate(RaceInDq):
+    """Right as it is called first, and in one tile of a later call without one of the sums."""
+
+    def dq(self, request: CallRequest, dq: Tensor, ds: Tensor, keys: slice) -> Tensor:
+        self.calls += 1
+        return dq if self.calls == 4 else Tiled.dq(self, request, dq, ds, keys)
+
+
+@pytest.mark.parametrize(
+    ("make", "case", "gradient"),
+    [
+        (FinerTiles, "random", "dQ"),
+        (NarrowRecomputation, "random_odd", "dV"),
+        (LostUpdate, "random_odd", "dQ"),
+    ],
+)
+def test_a_backward_pass_that_errs_more_falls_in_one_line_with_numbers(
+    make: type[Tiled], case: str, gradient: str
+) -> None:
+    answer = judged(users(make, make.__name__), case, heads=64).answers["gradients"]
+    assert answer.met is False
+    assert f"of {gradient} " in answer.why
+    assert answer.why.endswith("1.1 is allowed")
+    assert judged(users(Tiled, "tiled"), case, heads=64).met("gradients")
+
+
+def test_what_a_plan_says_of_the_backward_pass_is_tried_first() -> None:
+    assert list(passes_after(parse_declaration("fused"))) == list(BACKWARD_PASSES)
+    assert list(passes_after(parse_declaration("standard"))) == list(BACKWARD_PASSES)
+    own, *known = passes_after(parse_declaration("fused,ds=fp16"))
+    assert own == "that of flash@fused,ds=fp16"
+    assert known == list(BACKWARD_PASSES)
