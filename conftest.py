@@ -37,9 +37,9 @@ def pytest_configure() -> None:
 
     tested = Path(tiebreak.kernels.__file__).resolve().parent
     if tested != _CHECKOUT / "kernels":
-        told = f"tests of {_CHECKOUT}, but `import tiebreak` finds {tested.parent}"
+        mismatch = f"tests of {_CHECKOUT}, but `import tiebreak` finds {tested.parent}"
         pytest.exit(
-            f"{told}: use this checkout's environment (make venv), or install it: pip install -e {_CHECKOUT}",
+            f"{mismatch}: use this checkout's environment (make venv), or install it: pip install -e {_CHECKOUT}",
             returncode=_USAGE,
         )
 

@@ -170,7 +170,7 @@ class _Kernel:
         explained, tied = self._explanation, [record.tied for record in self._failing(BIASED)]
         return Verdict(
             kernel=self.kernel,
-            backend=run.told_of(self.backend),
+            backend=run.backend_text(self.backend),
             formats=tuple(dict.fromkeys(record.format for record in self.records)),
             ok=run.complete and ran and not fell and not failures,
             complete=run.complete,

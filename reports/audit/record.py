@@ -129,9 +129,9 @@ def as_json(audits: Audits) -> str:
     return json.dumps(asdict(audits), indent=1, allow_nan=False) + "\n"
 
 
-def differences(expected: Sequence[Audit], found: Sequence[Audit]) -> list[str]:
+def differences(expected: Sequence[Audit], compiled: Sequence[Audit]) -> list[str]:
     """Where audits are not what was expected, a line each: instructions, kernels that one side skipped or lacks."""
-    old, new = ({audit.id: audit for audit in side} for side in (expected, found))
+    old, new = ({audit.id: audit for audit in side} for side in (expected, compiled))
     lines = [f"{name}: expected, but not compiled" for name in old if name not in new]
     for name, audit in new.items():
         lines += _changes(old[name], audit) if name in old else [f"{name}: not in the expectation"]

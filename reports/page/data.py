@@ -62,8 +62,8 @@ class _Tables:
             "platforms": [_platform(run, label) for run, label in zip(self.runs, labels, strict=True)],
             "pooled": sorted({name for run in self.runs for name in run.pooled}),
             "cases": [
-                [name, one.about, one.source, one.group, int(one.failure), one.unclaimed or "", one.headline or ""]
-                for name, one in cases.items()
+                [name, x.about, x.source, x.group, int(x.failure), x.unclaimed or "", x.headline or ""]
+                for name, x in cases.items()
             ],
             "measures": [
                 [name, about.unit, about.about, int(about.column or name in self.headlines.values())]
@@ -79,47 +79,47 @@ class _Tables:
     def _row(self, row: Row, order: dict[str, int]) -> list[Any]:
         first = row.record
         names = (first.backend, first.format, first.kernel, first.experiment)
-        said: list[Any] = []
+        cells: list[Any] = []
         for number, record in enumerate(row.records):
             # Records that are equal as they are need no second writing down: most are.
             alike = row.records.index(record)
             if record is None:
-                said.append(None)
+                cells.append(None)
             elif alike < number:
-                said.append(alike if isinstance(said[alike], list) else said[alike])
+                cells.append(alike if isinstance(cells[alike], list) else cells[alike])
             else:
-                told = self._record(record)
-                said.append(said.index(told) if told in said else told)
-        return [*map(self.strings.number, names), order[first.case], row.agreement.mark, ",".join(row.letters), said]
+                cell = self._record(record)
+                cells.append(cells.index(cell) if cell in cells else cell)
+        return [*map(self.strings.number, names), order[first.case], row.agreement.mark, ",".join(row.letters), cells]
 
-    def _record(self, one: Record) -> list[Any]:
+    def _record(self, record: Record) -> list[Any]:
         string = self.strings.number
-        command = one.command.replace(one.kernel, _KERNEL).replace(one.case, _CASE)
+        command = record.command.replace(record.kernel, _KERNEL).replace(record.case, _CASE)
         texts = (
-            one.outcome,
-            one.verdict,
-            marks.cell_text(one),
-            one.plan,
-            one.excused,
-            one.skipped,
+            record.outcome,
+            record.verdict,
+            marks.cell_text(record),
+            record.plan,
+            record.excused,
+            record.skipped,
             command,
-            one.digest,
+            record.digest,
         )
         numbers: list[float | None] = []
         shape: list[int] = []
-        for name, value in one.measures.items():
+        for name, value in record.measures.items():
             estimated = isinstance(value, Estimate)
             shape.append(~self.places[name] if estimated else self.places[name])
             numbers += [_short(number_of(value)), *([_short(value.half_width)] if isinstance(value, Estimate) else [])]
-        asked = tuple(map(self._answer, one.answers, one.answers.values()))
+        asked = tuple(map(self._answer, record.answers, record.answers.values()))
         return [
             *(string(text or "") for text in texts),
-            one.seed,
-            one.heads,
-            one.case_version,
-            self._tone(one),
+            record.seed,
+            record.heads,
+            record.case_version,
+            self._tone(record),
             self.asked.number(asked),
-            self._evidence(one),
+            self._evidence(record),
             self.shapes.number(tuple(shape)),
             *numbers,
         ]
@@ -131,38 +131,38 @@ class _Tables:
             (string(check), met, string(answer.asked), string(answer.why), string(answer.source or ""))
         )
 
-    def _tone(self, one: Record) -> float | None:
+    def _tone(self, record: Record) -> float | None:
         """The number that colours a cell: where it is shown, and has a verdict; what cancels or shrank has none."""
-        headline = self.headlines.get(one.experiment)
-        if headline is None or one.verdict in (None, NONFINITE) or one.shrank:
+        headline = self.headlines.get(record.experiment)
+        if headline is None or record.verdict in (None, NONFINITE) or record.shrank:
             return None
-        return _short(one.number(headline))
+        return _short(record.number(headline))
 
-    def _evidence(self, one: Record) -> dict[str, Any] | int:
+    def _evidence(self, record: Record) -> dict[str, Any] | int:
         """The histogram, the plans whose bits the kernel's were held against, and what else a record carries."""
-        found: dict[str, Any] = {}
-        for name, value in one.evidence.items():
+        carried: dict[str, Any] = {}
+        for name, value in record.evidence.items():
             if isinstance(value, HistogramRecord):
-                found["histogram"] = [value.low, value.width, value.outside, value.counts]
+                carried["histogram"] = [value.low, value.width, value.outside, value.counts]
             elif name == "fits":
-                found[name] = _fits(value)
+                carried[name] = _fits(value)
             elif name not in _DRAWN:
-                found.setdefault("more", []).append([name, value if isinstance(value, str) else json.dumps(value)])
-        return found or 0
+                carried.setdefault("more", []).append([name, value if isinstance(value, str) else json.dumps(value)])
+        return carried or 0
 
 
 def _platform(run: Run, label: str) -> dict[str, Any]:
     """What the page says of a platform beside its label."""
     facts = {name: str(value) for name, value in run.platform.items() if isinstance(value, str | int | float)}
-    facts |= {f"backend {name}": told for name, told in run.platform.get("assumed", {}).items()}
+    facts |= {f"backend {name}": assumption for name, assumption in run.platform.get("assumed", {}).items()}
     plans = {kernel: explanation_text(plan) for kernel, plan in run.explanations.items()}
     return {"label": label, "facts": facts, "explanations": plans}
 
 
 def _fits(fits: Any) -> list[list[Any]]:
     """The plans with the most equal bits, with the share of them."""
-    told = [(plan, fit.bits) for plan, fit in fits.items() if isinstance(fit, FitRecord) and fit.bits is not None]
-    return [[plan, _short(bits)] for plan, bits in sorted(told, key=lambda pair: -pair[1])[:_FITS]]
+    known = [(plan, fit.bits) for plan, fit in fits.items() if isinstance(fit, FitRecord) and fit.bits is not None]
+    return [[plan, _short(bits)] for plan, bits in sorted(known, key=lambda pair: -pair[1])[:_FITS]]
 
 
 def _short(value: float | None) -> float | None:

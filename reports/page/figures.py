@@ -161,10 +161,10 @@ def mechanism(runs: Sequence[Run]) -> tuple[Side, Side] | None:
 
 
 def _sides(run: Run, records: Sequence[Record]) -> list[Side]:
-    found = ((one, one.evidence.get("histogram"), run.headline(one)) for one in records)
+    drawn = ((record, record.evidence.get("histogram"), run.headline(record)) for record in records)
     return [
-        Side(one.kernel, errors, bias)
-        for one, errors, bias in found
+        Side(record.kernel, errors, bias)
+        for record, errors, bias in drawn
         if isinstance(errors, HistogramRecord) and bias is not None
     ]
 
@@ -183,8 +183,8 @@ def _traced(run: Run) -> tuple[list[Record], list[Record]]:
 
 def _different(traced: Sequence[tuple[Record, TraceRecord]]) -> list[Record]:
     """The first few that don't lie on top of each other: kernels that share a plan share their trace."""
-    found = {trace: record for record, trace in reversed(traced)}
-    return [record for record, trace in traced if found[trace] is record][:_EACH]
+    last = {trace: record for record, trace in reversed(traced)}
+    return [record for record, trace in traced if last[trace] is record][:_EACH]
 
 
 def _size(run: Run, record: Record) -> float:

@@ -71,7 +71,7 @@ class FitRecord(Estimate):
     bits: Annotated[float, 0] | None = None  # share of elements of O that agree to the bit; older files don't tell
 
     @classmethod
-    def told(cls, bits: float, mean: float, half_width: float) -> "FitRecord":
+    def measured(cls, bits: float, mean: float, half_width: float) -> "FitRecord":
         """NaN and Inf become None."""
         return cls(finite(mean), finite(half_width), finite(bits))
 
@@ -400,7 +400,7 @@ class Run:
     schema: int = SCHEMA
     run: str | None = None  # tells this run from every other; None in a baseline
 
-    def told_of(self, backend: str) -> str:
+    def backend_text(self, backend: str) -> str:
         """A backend's name, with what was assumed of a device that was not there."""
         assumed = self.platform.get("assumed", {})
         return f"{backend} {assumed[backend]}" if backend in assumed else backend

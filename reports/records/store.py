@@ -236,9 +236,9 @@ def _check(run: Run, path: Path) -> None:
         _check_described(run, record, f"{path}: records[{number}]")
 
 
-def _check_fingerprint(found: Any, where: str) -> None:
+def _check_fingerprint(fingerprint: Any, where: str) -> None:
     try:
-        probed: Mapping[str, Mapping[str, Any]] = decoder(Mapping[str, Mapping[str, Any]])(found)
+        probed: Mapping[str, Mapping[str, Any]] = decoder(Mapping[str, Mapping[str, Any]])(fingerprint)
     except FieldError as error:
         raise UnreadableRecordsError(one_line(f"{where}{error.path}: {error.problem}")) from None
     for backend, values in probed.items():
@@ -255,11 +255,11 @@ def _check_described(run: Run, record: Record, where: str) -> None:
         "cases": (record.case,),
         "experiments": (record.experiment,),
     }
-    for name, ours in used.items():
-        described = getattr(run, name)
-        for one in ours:
-            if one not in described:
-                raise UnreadableRecordsError(one_line(f"{where}: {one}: not described in {name}"))
+    for table, names in used.items():
+        described = getattr(run, table)
+        for name in names:
+            if name not in described:
+                raise UnreadableRecordsError(one_line(f"{where}: {name}: not described in {table}"))
 
 
 def one_line(text: str) -> str:

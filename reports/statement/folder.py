@@ -112,7 +112,7 @@ def waived(runs: Iterable[Run], waivers: Sequence[Waiver]) -> list[Record]:
     Raises:
         ValueError: a waiver's last day is none.
     """
-    excuses = Excuses([one.entry for one in waivers])
+    excuses = Excuses([waiver.entry for waiver in waivers])
     return [excuses.excuse(replace(record, excused=None)) for run in runs for record in run.records]
 
 
@@ -181,12 +181,12 @@ def read(folder: Path) -> Statement:
             f"{FILE}: schema: {plain.get('schema')!r} is not {SCHEMA}, which this tiebreak verifies"
         )
     try:
-        found: Statement = decoder(Statement)(plain)
-        for number, one in enumerate(found.waivers):
-            _check_day(one.expires, f".waivers[{number}].expires")
+        statement: Statement = decoder(Statement)(plain)
+        for number, waiver in enumerate(statement.waivers):
+            _check_day(waiver.expires, f".waivers[{number}].expires")
     except FieldError as error:
         raise store.UnreadableRecordsError(store.one_line(f"{path}: {error}")) from None
-    return found
+    return statement
 
 
 def _check_day(text: str, field: str) -> None:

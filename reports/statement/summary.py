@@ -52,14 +52,14 @@ def html(statement: Statement, runs: Sequence[Run], profile: Profile) -> str:
         body += [f"<h2>{escape(part.heading)}</h2>"] if part.heading else []
         body += [f"<p>{escape(part.text)}</p>"] if part.text else []
         if part.rows:
-            heads = "".join(f'<th scope="col">{escape(one)}</th>' for one in part.headers)
-            rows = "\n".join(f"<tr>{''.join(f'<td>{escape(one)}</td>' for one in row)}</tr>" for row in part.rows)
+            heads = "".join(f'<th scope="col">{escape(text)}</th>' for text in part.headers)
+            rows = "\n".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in part.rows)
             body.append(f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>")
     return document(_title(statement), _STYLE, "\n".join(body))
 
 
 def _escaped(text: str) -> str:
-    return "".join(f"\\{one}" if one in "<>&*_`[]" else one for one in text)
+    return "".join(f"\\{character}" if character in "<>&*_`[]" else character for character in text)
 
 
 def _title(statement: Statement) -> str:
@@ -85,8 +85,8 @@ def _parts(statement: Statement, runs: Sequence[Run], profile: Profile) -> Itera
 
 
 def _counts(statement: Statement, records: Sequence[Record]) -> str:
-    told = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in statement.counts.items())
-    return f"{counted(len(records), 'cell')}: {told}."
+    outcomes = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in statement.counts.items())
+    return f"{counted(len(records), 'cell')}: {outcomes}."
 
 
 def _platform(statement: Statement, profile: Profile) -> Iterator[tuple[str, str]]:
@@ -96,8 +96,8 @@ def _platform(statement: Statement, profile: Profile) -> Iterator[tuple[str, str
         own = [name for name in kernels if name not in profile.suite.get(backend, {})]
         names = [f"{name} (given by --kernel)" if name in statement.users else name for name in own]
         suite = len(kernels) - len(own)
-        told = [f"{counted(suite, 'kernel')} of the suite"] if suite else []
-        yield f"on {backend}", ", ".join([*told, *names])
+        suites = [f"{counted(suite, 'kernel')} of the suite"] if suite else []
+        yield f"on {backend}", ", ".join([*suites, *names])
     for name, value in statement.platform.items():
         if value is not None and value != [] and name != "fingerprint":
             yield name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -128,7 +128,7 @@ def _check_same(kept: Settings, asked: Settings, path: Path) -> None:
 
 def _described(settings: Settings) -> dict[str, Any]:
     """All by which sweeps are told apart."""
-    own = {one.name: getattr(settings, one.name) for one in fields(settings) if one.name not in ("recipe", "seeds")}
+    own = {each.name: getattr(settings, each.name) for each in fields(settings) if each.name not in ("recipe", "seeds")}
     return {**settings.recipe, **own}
 
 

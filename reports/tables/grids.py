@@ -34,13 +34,14 @@ def fitted(rows: Sequence[Sequence[str]], headers: Sequence[str], tablefmt: str,
     sizes = [max(len(head) + _PADDING, *map(len, texts)) + _GAP for head, *texts in columns]
     chosen: list[list[int]] = [[]]
     for column in range(1, len(sizes)):
-        taken = sizes[0] + sum(sizes[one] for one in chosen[-1])
+        taken = sizes[0] + sum(sizes[place] for place in chosen[-1])
         if chosen[-1] and width is not None and taken + sizes[column] - _GAP > width:
             chosen.append([])
         chosen[-1].append(column)
+    parts = [(0, *part) for part in chosen]
     return [
-        grid_text([[row[one] for one in (0, *part)] for row in rows], [headers[one] for one in (0, *part)], tablefmt)
-        for part in chosen
+        grid_text([[row[place] for place in part] for row in rows], [headers[place] for place in part], tablefmt)
+        for part in parts
     ]
 
 

@@ -19,9 +19,9 @@ def runnable(command: str) -> str:
 @cache
 def _pytest(folder: str) -> str:
     """How pytest is called from a folder: by its name, or through this Python, which `make` leaves off the PATH."""
-    found = shutil.which(_PYTEST)
+    shells = shutil.which(_PYTEST)
     own = Path(sys.executable).parent / _PYTEST
-    if found is not None and own.exists() and os.path.samefile(found, own):
+    if shells is not None and own.exists() and os.path.samefile(shells, own):
         return _PYTEST
     python = os.path.relpath(sys.executable, folder)
     shorter = python if not python.startswith("..") else sys.executable

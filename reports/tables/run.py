@@ -44,7 +44,7 @@ def tables(run: Run, width: int | None = 120, tablefmt: str = "simple", absent: 
     calls = (record for record in run.records if record.experiment not in run.pooled)
     for kind, of_kind in grouped(calls, lambda record: record.experiment).items():
         for (backend, fmt), records in grouped(of_kind, lambda record: (record.backend, record.format)).items():
-            parts += [aside(f"{run.told_of(backend)}, {fmt}", tablefmt), *_grids(records, width, tablefmt, absent)]
+            parts += [aside(f"{run.backend_text(backend)}, {fmt}", tablefmt), *_grids(records, width, tablefmt, absent)]
         about = run.experiments.get(kind)
         if about is not None and about.legend:
             parts.append(aside(about.legend, tablefmt))

@@ -58,7 +58,7 @@ class TrainingGrid:
 
     def values(self, kernel: str, case: str) -> list[float]:
         """The headline of every seed that has a number, lowest first."""
-        numbers = (self._value(one) for one in self.cells.get((kernel, case), []))
+        numbers = (self._value(record) for record in self.cells.get((kernel, case), []))
         return sorted(value for value in numbers if value is not None)
 
     def _value(self, record: Record) -> float | None:

@@ -160,9 +160,9 @@ def test_the_command_line_names_a_card_and_the_record_says_what_was_assumed() ->
     assert described["as"] == "sm_90"
     assert described["contraction"] is True
     assert "nothing ran on a GPU" in str(backend.notice())
-    text = Run(described, {}, records=()).told_of("interpreter")
+    text = Run(described, {}, records=()).backend_text("interpreter")
     assert text == "interpreter as sm_90 (assumed; nothing ran on a GPU)"
-    assert Run(INTERPRETER.describe(), {}, records=()).told_of("interpreter") == "interpreter"
+    assert Run(INTERPRETER.describe(), {}, records=()).backend_text("interpreter") == "interpreter"
     assert "nothing contracted" in EXACT.about
 
 

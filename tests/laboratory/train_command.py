@@ -126,7 +126,7 @@ def _agreed(ranks: Ranks, make: Callable[[], _Made]) -> _Made:
         made.append(make())
     except (UsageError, ValueError, OSError, DataError, CheckpointError) as error:
         problem = str(error)
-    problems = [found for found in ranks.gather(problem) if found]
+    problems = [text for text in ranks.gather(problem) if text]
     if problems:
         if ranks.first:
             _tell(problems[0])

@@ -39,7 +39,8 @@ class Defaults:
 _PAPER = Defaults(600_000, 512, 16, 2000, 1e-3, "bf16", report_every=10, checkpoint_every=500)
 # In fp32, so that attention's rounding is all that separates two runs.
 _TOY = Defaults(1000, 8, 8, 100, 1e-3, "fp32", report_every=10, checkpoint_every=100)
-_FILLED = tuple(one.name for one in fields(Defaults) if one.name != "at_once")  # which depends on the processes
+# `at_once` depends on the processes.
+_FILLED = tuple(default.name for default in fields(Defaults) if default.name != "at_once")
 DEFAULTS = {"gpt2_small": _PAPER, "gpt2_medium": replace(_PAPER, at_once=8), "tiny": _TOY}
 
 

@@ -177,8 +177,8 @@ class Training:
         while self.done < steps and not self.exploded and not self.interrupted:
             last = self.done + 1 == steps
             readings = Readings(self._model) if (self.done + 1) % every == 0 or last else None
-            told = self._step(readings, stop)
-            loss, rate, self.interrupted = told.loss, told.rate, told.stop
+            result = self._step(readings, stop)
+            loss, rate, self.interrupted = result.loss, result.rate, result.stop
             if self.done == 1 and not math.isfinite(loss):
                 raise NotFiniteAtStartError(f"the loss of the first step is {loss}: check the kernel and the data")
             self.exploded = self._watch.diverged(loss) is not None
@@ -194,17 +194,17 @@ class Training:
         """One step; the captures and the monitors look at it."""
         self._captures.begin(self.done + 1)
         monitors: list[Observer] = [] if readings is None else [readings]
-        told = self._steps.take(self.done, lambda part: ([self._captures] if part == 0 else []) + monitors, stop)
+        result = self._steps.take(self.done, lambda part: ([self._captures] if part == 0 else []) + monitors, stop)
         self.done += 1
-        return told
+        return result
 
     def _keep(self, progress: Progress | None, *, checkpoint: bool) -> None:
         """Write what a step leaves in the folder; the log first, a kill in between leaves it no gap."""
         if progress is not None:
             self._log.add(progress)
         if self.exploded:
-            told = {name: str(self._run[name]) for name in _CAPTURED if name in self._run}
-            self.captured = self._captures.write(self._folder, told)
+            settings = {name: str(self._run[name]) for name in _CAPTURED if name in self._run}
+            self.captured = self._captures.write(self._folder, settings)
         elif checkpoint:
             watch = (self._watch.lowest, self._watch.above)
             states = [optimizer.state_dict() for optimizer in self._steps.optimizers]

@@ -70,7 +70,7 @@ def explain(records: Iterable[Record]) -> dict[str, Explanation]:
 def plans(declared: Iterable[Declaration], explanations: Mapping[str, Explanation]) -> dict[str, PlanRecord]:
     """What the plans are that kernels declare, or that explanations name."""
     named = {declaration.label: declaration for declaration in declared}
-    named |= {plan: parse_declaration(plan) for one in explanations.values() for plan in one.plans}
+    named |= {plan: parse_declaration(plan) for explanation in explanations.values() for plan in explanation.plans}
     return {name: _described(declaration) for name, declaration in named.items()}
 
 

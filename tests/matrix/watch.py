@@ -63,10 +63,10 @@ class Watch:
         if self.file is None:
             return Late()
         try:
-            told = json.loads(self.file.with_name(_LATE).read_text())
+            late = json.loads(self.file.with_name(_LATE).read_text())
         except OSError:  # none has been yet
             return Late()
-        return Late(*told.get(cell.kernel.name, ()))
+        return Late(*late.get(cell.kernel.name, ()))
 
 
 class Late(NamedTuple):

@@ -61,7 +61,7 @@ def run_seed(seed: int, backends: str, cases: str | None) -> Seed:
     return Seed(seed, backends, cases, commit(), dict(outcomes), alarms, round(time.monotonic() - started, 1))
 
 
-def _one(task: tuple[int, str, str | None]) -> Seed:
+def _run(task: tuple[int, str, str | None]) -> Seed:
     return run_seed(*task)
 
 
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = [seed.seconds for seed in done.values()]
     each = sum(before) / len(before) if before else _STEP_SECONDS * sum(c.experiment.cost(c.backend) for c in asked)
     outlook, seconds = f"{len(asked)} cells a seed, {len(left)} of {len(wanted)} seeds to run", each * len(left)
-    if not run_parts(_one, left, options, _line, finished, outlook=outlook, seconds=seconds, gib=_WORKER_GIB):
+    if not run_parts(_run, left, options, _line, finished, outlook=outlook, seconds=seconds, gib=_WORKER_GIB):
         return INTERRUPTED
     print(summary(finished))
     return int(any(seed.alarms for seed in finished))

@@ -54,10 +54,10 @@ def check(
     return replace(verdict, command=shlex.join(["tiebreak", "check", *words]))
 
 
-def _only(found: list[Verdict]) -> Verdict:
-    if len(found) != 1:
-        raise UsageError(f"{len(found)} verdicts, and a call gives one: name one backend, and no other kernels")
-    return found[0]
+def _only(verdicts: list[Verdict]) -> Verdict:
+    if len(verdicts) != 1:
+        raise UsageError(f"{len(verdicts)} verdicts, and a call gives one: name one backend, and no other kernels")
+    return verdicts[0]
 
 
 def _words(options: dict[str, Any]) -> list[str]:

@@ -23,17 +23,17 @@ _FAILURE = "!"  # before the line of a failure input
 def cases(arguments: Sequence[str]) -> int:
     """The verb `cases`; see `tiebreak.reports.cli.main`."""
     parser = _parser("cases", "Inputs and short training runs that kernels are put through.", "NAME")
-    groups: dict[str, dict[str, Case | Snippet]] = {about: {one.name: one for one in group}
+    groups: dict[str, dict[str, Case | Snippet]] = {about: {case.name: case for case in group}
                                                     for about, group in GROUPS.items()}  # fmt: skip
     groups[GROUP] = dict(SNIPPETS)
-    known = {name: one for group in groups.values() for name, one in group.items()}
+    known = {name: case for group in groups.values() for name, case in group.items()}
     names = parser.parse_args(arguments).names
     if names:
-        chosen = [one for name in names for one in _named(name, known)]
+        chosen = [match for name in names for match in _named(name, known)]
         print("\n\n".join("\n".join(_all_of(known[name])) for name in dict.fromkeys(chosen)))
         return HELD
     _print(
-        {about: {name: _line(one) for name, one in group.items()} for about, group in groups.items()},
+        {about: {name: _line(case) for name, case in group.items()} for about, group in groups.items()},
         f"{_FAILURE}: an input on which rounding is known to fail. `tiebreak list cases NAME` tells all of one.",
     )
     return HELD
@@ -59,7 +59,7 @@ def plans(arguments: Sequence[str]) -> int:
                 name: _of_plan(plan) for name, plan in PLANS.items()
             },
             "rules: the shift of a row whose maximum is r_m": {
-                name: _of_rule(one) for name, one in SHIFT_RULES.items()
+                name: _of_rule(rule) for name, rule in SHIFT_RULES.items()
             },
         },
         "docs/words.md has each in a sentence. What a plan has can be changed: flash@fused,s=bf16,base=2,tile=64.",
@@ -80,10 +80,10 @@ def _named(name: str, known: Collection[str]) -> list[str]:
     Raises:
         UsageError: none.
     """
-    found = matching(name, known)
-    if not found:
+    names = matching(name, known)
+    if not names:
         raise UsageError(unknown("case", name, known, "`tiebreak list cases` names"))
-    return found
+    return names
 
 
 def _print(groups: Mapping[str, Mapping[str, str]], legend: str) -> None:
@@ -96,27 +96,27 @@ def _print(groups: Mapping[str, Mapping[str, str]], legend: str) -> None:
     print(legend)
 
 
-def _line(one: Case | Snippet) -> str:
-    return f"{_FAILURE} {one.about}" if isinstance(one, Case) and one.failure else f"  {one.about}"
+def _line(case: Case | Snippet) -> str:
+    return f"{_FAILURE} {case.about}" if isinstance(case, Case) and case.failure else f"  {case.about}"
 
 
-def _all_of(one: Case | Snippet) -> Iterator[str]:
-    yield one.name
-    yield f"{_INDENT}is         {one.about}"
-    yield f"{_INDENT}source     {one.source}"
-    yield f"{_INDENT}version    {one.version}"
-    if isinstance(one, Case):
-        asked = "dQ, dK and dV too" if one.gradients else "O alone"
-        yield f"{_INDENT}measured   {asked}{'; a failure input' if one.failure else ''}"
-        yield from (f"{_INDENT}claim      {claimed(claim)}" for claim in one.claims)
+def _all_of(case: Case | Snippet) -> Iterator[str]:
+    yield case.name
+    yield f"{_INDENT}is         {case.about}"
+    yield f"{_INDENT}source     {case.source}"
+    yield f"{_INDENT}version    {case.version}"
+    if isinstance(case, Case):
+        asked = "dQ, dK and dV too" if case.gradients else "O alone"
+        yield f"{_INDENT}measured   {asked}{'; a failure input' if case.failure else ''}"
+        yield from (f"{_INDENT}claim      {claimed(claim)}" for claim in case.claims)
     else:
-        yield f"{_INDENT}steps      {one.steps}"
+        yield f"{_INDENT}steps      {case.steps}"
         yield from (
             f"{_INDENT}claim      {', '.join(sorted(claim.variants))}: {claim.text} ({claim.source})"
-            for claim in one.claims
+            for claim in case.claims
         )
-    if one.unclaimed:
-        yield f"{_INDENT}of others  nothing is claimed: {one.unclaimed}"
+    if case.unclaimed:
+        yield f"{_INDENT}of others  nothing is claimed: {case.unclaimed}"
 
 
 def claimed(claim: Claim) -> str:
@@ -141,17 +141,17 @@ def _kernels_of(backend: Backend) -> Iterator[tuple[str, str]]:
 
 
 def _of_plan(plan: RoundingPlan) -> str:
-    told = [f"{name} {_of_cast(cast)}" for name, cast in plan.casts() if cast.fmt != FP32]
-    told += ["exp in base two"] if plan.exponential.base_two else []
-    told += ["a fast exp"] if plan.exponential.correction else []
-    told += ["exp contracted"] if plan.contracted else []
-    told += [] if plan.row_sum_of is SumOf.UNROUNDED else [f"l sums {plan.row_sum_of.value} P-bar"]
-    told += [f"P-bar times 2^{plan.offset}"] if plan.offset else []
-    told += [f"{name[0]} as {held}" for name in ("q8", "k8", "v8", "p8") if (held := getattr(plan, name)) is not None]
-    told += ["the mean of k taken off"] if plan.smooth_k else []
-    told += [] if plan.accumulator is Accumulator.EXACT else [f"products as {plan.accumulator.name.lower()}"]
-    told += [] if plan.delta_from is DeltaSource.OUTPUT else [f"delta from {plan.delta_from.value}"]
-    return ", ".join(told) or "nothing"
+    parts = [f"{name} {_of_cast(cast)}" for name, cast in plan.casts() if cast.fmt != FP32]
+    parts += ["exp in base two"] if plan.exponential.base_two else []
+    parts += ["a fast exp"] if plan.exponential.correction else []
+    parts += ["exp contracted"] if plan.contracted else []
+    parts += [] if plan.row_sum_of is SumOf.UNROUNDED else [f"l sums {plan.row_sum_of.value} P-bar"]
+    parts += [f"P-bar times 2^{plan.offset}"] if plan.offset else []
+    parts += [f"{name[0]} as {held}" for name in ("q8", "k8", "v8", "p8") if (held := getattr(plan, name)) is not None]
+    parts += ["the mean of k taken off"] if plan.smooth_k else []
+    parts += [] if plan.accumulator is Accumulator.EXACT else [f"products as {plan.accumulator.name.lower()}"]
+    parts += [] if plan.delta_from is DeltaSource.OUTPUT else [f"delta from {plan.delta_from.value}"]
+    return ", ".join(parts) or "nothing"
 
 
 def _of_cast(cast: Cast) -> str:

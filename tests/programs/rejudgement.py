@@ -269,7 +269,7 @@ def _differences(record: Record, again: Record) -> Iterator[str]:
         yield from _of_measure(name, value, record)
     met = {name: answer.met for name, answer in again.answers.items()}
     if met != {name: answer.met for name, answer in record.answers.items()}:
-        yield f"answers: recomputed {', '.join(f'{name} {_in_words(told)}' for name, told in met.items())}"
+        yield f"answers: recomputed {', '.join(f'{name} {_in_words(holds)}' for name, holds in met.items())}"
 
 
 def _prediction(record: Record, bench: Workbench) -> Iterator[str]:
@@ -309,18 +309,18 @@ def _of_measure(name: str, value: Value, record: Record) -> Iterator[str]:
         yield f"measures.{name}: {_number(record.measures.get(name))}, recomputed {_number(value)}"
 
 
-def _same(one: Value, other: Value) -> bool:
-    if isinstance(one, Estimate) and isinstance(other, Estimate):
-        return _near(one.mean, other.mean) and _near(one.half_width, other.half_width)
-    if isinstance(one, Estimate) or isinstance(other, Estimate):
+def _same(ours: Value, theirs: Value) -> bool:
+    if isinstance(ours, Estimate) and isinstance(theirs, Estimate):
+        return _near(ours.mean, theirs.mean) and _near(ours.half_width, theirs.half_width)
+    if isinstance(ours, Estimate) or isinstance(theirs, Estimate):
         return False
-    return _near(one, other)
+    return _near(ours, theirs)
 
 
-def _near(one: float | None, other: float | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return math.isclose(one, other, rel_tol=_CLOSE, abs_tol=_CLOSE)
+def _near(ours: float | None, theirs: float | None) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    return math.isclose(ours, theirs, rel_tol=_CLOSE, abs_tol=_CLOSE)
 
 
 def _number(value: Value) -> str:

@@ -62,22 +62,22 @@ def _whole(text: str) -> int:
     return end if cut else len(text)
 
 
-def in_processes(one: Callable[[_Task], _Part], left: Sequence[_Task], workers: int) -> Iterator[_Part]:
+def in_processes(run: Callable[[_Task], _Part], left: Sequence[_Task], workers: int) -> Iterator[_Part]:
     """Run what is left in processes of their own, and give each part as it ends; a stop ends them.
 
     Args:
-        one: runs one part.
+        run: runs one part.
         left: what to run.
         workers: processes.
     """
     context = multiprocessing.get_context("spawn")
     # Ctrl-C goes to all processes of a terminal; this one says what became of it.
     with context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-        yield from pool.imap_unordered(one, left)
+        yield from pool.imap_unordered(run, left)
 
 
 def run_parts(
-    one: Callable[[_Task], _Part],
+    run: Callable[[_Task], _Part],
     left: Sequence[_Task],
     options: argparse.Namespace,
     line: Callable[[_Part], str],
@@ -90,7 +90,7 @@ def run_parts(
     """Run what is left, a line in the file for each part as it ends, and say how long the rest will take.
 
     Args:
-        one: runs one part, in a process of its own; gives an instance of a dataclass.
+        run: runs one part, in a process of its own; gives an instance of a dataclass.
         left: what to run.
         options: those of `add_options`; the file's folder is made if need be.
         line: of a part, what is shown as it ends.
@@ -106,7 +106,7 @@ def run_parts(
     print(f"{outlook}, {workers} at a time: {expected(seconds / workers)}", flush=True)
     try:
         if left:
-            show_progress(_kept(in_processes(one, left, workers), options.out, line, parts), len(left), "part")
+            show_progress(_kept(in_processes(run, left, workers), options.out, line, parts), len(left), "part")
     except KeyboardInterrupt:
         print(f"stopped; {options.out} has what is done, and the same command goes on")
         return False

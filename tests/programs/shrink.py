@@ -41,12 +41,12 @@ def main(arguments: Sequence[str]) -> int:
     try:
         whole = shrinker.seen(shrinker.part)
     except Exception as error:
-        told = store.one_line(f"{type(error).__name__}: {error}")
-        raise UsageError(f"--kernel {options.kernel}: fails on the whole case: {told}") from error
-    check, sign, told = _found(options, whole)
-    print(f"{options.case}, {shrinker.part.size}: {told}", flush=True)
+        failure = store.one_line(f"{type(error).__name__}: {error}")
+        raise UsageError(f"--kernel {options.kernel}: fails on the whole case: {failure}") from error
+    check, sign, wrong = _chosen(options, whole)
+    print(f"{options.case}, {shrinker.part.size}: {wrong}", flush=True)
     interrupted = not _shrunk(shrinker, check, sign)
-    origin = Origin(script_call, backend.device, options.case, options.seed, told)
+    origin = Origin(script_call, backend.device, options.case, options.seed, wrong)
     store.write_text(script(shrinker.seen(shrinker.part), shrinker.finding, sign, origin), options.output)
     print(f"left after {shrinker.trials} trials: {shrinker.part.size}; written: {options.output}; it says:", flush=True)
     shown = _rechecked(options.output)
@@ -134,17 +134,17 @@ def _refuse(options: argparse.Namespace, kernel: Kernel, inputs: AttentionInputs
         raise UsageError(f"--kernel {options.kernel}: {refusal}, which {options.case} asks for")
 
 
-def _found(options: argparse.Namespace, whole: Seen) -> tuple[str, float, str]:
+def _chosen(options: argparse.Namespace, whole: Seen) -> tuple[str, float, str]:
     """The check to keep, the sign of the bias, and one line of what was found."""
     mean, biased = mean_error(whole)
     holds = {"finite": FINITE.holds(whole), "bound": BOUND.holds(whole), "bias": biased}
     asked = [name for name in _CHECKS if holds[name] and options.check in (None, name)]
     bias = f"mean error of O {mean:+.3f} ulp"
     if not asked:
-        told = f"{bias}; {'unbiased or not settled' if not biased else 'biased'}, finite {not holds['finite']}"
-        told += f", within the bound {not holds['bound']}"
+        measured = f"{bias}; {'unbiased or not settled' if not biased else 'biased'}, finite {not holds['finite']}"
+        measured += f", within the bound {not holds['bound']}"
         what = "nothing is wrong" if options.check is None else f"--check {options.check}: nothing of that kind"
-        raise UsageError(f"{what} on {options.case} ({told}); nothing to shrink")
+        raise UsageError(f"{what} on {options.case} ({measured}); nothing to shrink")
     about = {"finite": FINITE.about, "bound": BOUND.about, "bias": f"biased at 99.9 %, {bias}"}
     return asked[0], 1.0 if mean > 0 else -1.0, about[asked[0]]
 

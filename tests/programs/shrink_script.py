@@ -22,7 +22,7 @@ class Origin:
     device: str  # torch's name of it
     case: str
     seed: int
-    found: str  # on the whole case, one line
+    wrong: str  # on the whole case, one line
 
 
 def script(seen: Seen, finding: Finding, sign: float, origin: Origin) -> str:
@@ -36,12 +36,12 @@ def script(seen: Seen, finding: Finding, sign: float, origin: Origin) -> str:
     """
     inputs, script_call = seen.inputs, origin.kernel
     fmt, dtype = inputs.formats.inputs, str(TORCH_DTYPES[inputs.formats.inputs])
-    wrong, said = _verdict(seen, finding, sign)
+    wrong, message = _verdict(seen, finding, sign)
     grouped = "" if inputs.groups == 1 else f".repeat_interleave({inputs.groups}, 1)"
     k, v = (f"{x}.cpu().double(){grouped}" for x in "kv")
-    found = "" if origin.found == finding.about else f": {origin.found}"
+    whole = "" if origin.wrong == finding.about else f": {origin.wrong}"
     about = (
-        f"{script_call.function}: {finding.about}. By tiebreak shrink from {origin.case}, seed {origin.seed}{found}."
+        f"{script_call.function}: {finding.about}. By tiebreak shrink from {origin.case}, seed {origin.seed}{whole}."
     )
     lines = [
         *textwrap.wrap(f'"""{about} Ends with 1 if it is wrong."""', _LINE, break_long_words=False),
@@ -59,7 +59,7 @@ def script(seen: Seen, finding: Finding, sign: float, origin: Origin) -> str:
         'shown = f"O             {o.tolist()}\\nreference     {reference.tolist()}\\nerror in ulps {error.tolist()}"',
         'print(shown, "(+ is away from zero)")',
         f"wrong = {wrong}",
-        f'print({said} if wrong else "nothing is wrong")',
+        f'print({message} if wrong else "nothing is wrong")',
         "sys.exit(int(wrong))",
     ]
     return "\n".join(lines) + "\n"
@@ -94,11 +94,11 @@ def _verdict(seen: Seen, finding: Finding, sign: float) -> tuple[str, str]:
         at = int(share.argmax())
         limit = ((seen.o.double() - seen.ref.o).abs().flatten()[at] / share[at]).item()
         off = f"(o.double() - reference).abs().flatten()[{at}]"
-        told = f"element {at} of O is off by {{{off}:.3g}}; the loosest rounding plan allows {limit:.3g}"
-        return f"not bool({off} <= {limit!r})", f'f"{told}"'
+        message = f"element {at} of O is off by {{{off}:.3g}}; the loosest rounding plan allows {limit:.3g}"
+        return f"not bool({off} <= {limit!r})", f'f"{message}"'
     if finding.name == "mean":
         return f"bool({sign:g} * error.nanmean() > 0.05)", 'f"the mean error of O is {error.nanmean():+.3f} ulp"'
     at = int((sign * seen.error).nan_to_num(nan=0.0).flatten().argmax())
     off = f"error.flatten()[{at}]"
-    told = f"O is {{o.flatten()[{at}]}}, not the nearest to {{reference.flatten()[{at}]}}: off by {{{off}:+.3f}} ulp"
-    return f"bool({sign:g} * {off} > 0.5)", f'f"{told}"'
+    message = f"O is {{o.flatten()[{at}]}}, not the nearest to {{reference.flatten()[{at}]}}: off by {{{off}:+.3f}} ulp"
+    return f"bool({sign:g} * {off} > 0.5)", f'f"{message}"'

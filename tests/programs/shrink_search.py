@@ -63,8 +63,8 @@ class Seen:
     @cached_property
     def error(self) -> Tensor:
         """Signed, in ulps; NaN where O has cancelled, whose error says how much, or the reference is 0."""
-        found = signed_error_ulps(self.o, self.ref.o, self.inputs.formats.output)
-        return found.masked_fill(self.ref.o.abs() < CANCELLED * self.ref.magnitude, torch.nan)
+        ulps = signed_error_ulps(self.o, self.ref.o, self.inputs.formats.output)
+        return ulps.masked_fill(self.ref.o.abs() < CANCELLED * self.ref.magnitude, torch.nan)
 
     @cached_property
     def repeated(self) -> Tensor:
@@ -230,15 +230,15 @@ class Shrinker:
         later = self.inputs.k.shape[2] - self.inputs.q.shape[2]
         for place in badness.flatten().argsort(descending=True, stable=True)[:_ROWS].tolist():
             entry, head, row = (int(at) for at in torch.unravel_index(torch.tensor(place), badness.shape))
-            one, groups = self.part, len(self.part.group)
-            query = one.queries[row]
-            keys = tuple(key for key in one.keys if not one.causal or key <= query + later)
+            part, groups = self.part, len(self.part.group)
+            query = part.queries[row]
+            keys = tuple(key for key in part.keys if not part.causal or key <= query + later)
             alone = replace(
-                one, batch=(one.batch[entry],), heads=(one.heads[head // groups],), group=(one.group[head % groups],),
-                queries=(query,), keys=keys, causal=False,
+                part, batch=(part.batch[entry],), heads=(part.heads[head // groups],),
+                group=(part.group[head % groups],), queries=(query,), keys=keys, causal=False,
             )  # fmt: skip
             # A row that sees its keys alone needs no mask; a kernel may err under a mask only.
-            if self._try(alone, finding) or (one.causal and self._try(replace(alone, causal=True), finding)):
+            if self._try(alone, finding) or (part.causal and self._try(replace(alone, causal=True), finding)):
                 return True
         return False
 
@@ -296,10 +296,10 @@ def fewest(items: Sequence[int], keeps: Callable[[tuple[int, ...]], bool]) -> tu
         step = -(-len(left) // parts)
         pieces = [left[start : start + step] for start in range(0, len(left), step)]
         rests = [tuple(item for item in left if item not in set(piece)) for piece in pieces]
-        found = next((piece for piece in (*pieces, *(rests if len(pieces) > 2 else ())) if keeps(piece)), None)
-        if found is not None:
-            parts = 2 if found in pieces else max(parts - 1, 2)
-            left = found
+        smaller = next((piece for piece in (*pieces, *(rests if len(pieces) > 2 else ())) if keeps(piece)), None)
+        if smaller is not None:
+            parts = 2 if smaller in pieces else max(parts - 1, 2)
+            left = smaller
         elif step == 1:
             break
         else:

@@ -93,7 +93,7 @@ def verify(arguments: Sequence[str]) -> int:
     keep_memory()
     check = Verification(options.folder, wanted, options.as_of or date.today(), options.sample, options.seed)
     findings = check.findings()
-    print("\n".join([store.one_line(f"refused: {text}") for text in findings] or [check.told]))
+    print("\n".join([store.one_line(f"refused: {text}") for text in findings] or [check.summary]))
     return FELL if findings else HELD
 
 
@@ -215,7 +215,7 @@ class Verification:
     today: date  # the day on which waivers have to hold
     size: int  # of the sample that is recomputed
     seed: int  # of the sample
-    told: str = ""  # what was checked and what was not, once nothing is wrong
+    summary: str = ""  # what was checked and what was not, once nothing is wrong
 
     def findings(self) -> list[str]:
         """What is wrong with it, a line each; what makes all else senseless stands alone.
@@ -247,7 +247,7 @@ class Verification:
         findings += statement_findings.of_waivers(list(runs.values()), statement.waivers, checks(), self.today)
         findings += statement_findings.of_outcomes(list(runs.values()), statement.waivers)
         findings += self._rejudged(runs, asked)
-        self.told = self.told if not findings else ""
+        self.summary = self.summary if not findings else ""
         return findings
 
     def _of_files(self, statement: Statement) -> Iterator[str]:
@@ -307,7 +307,7 @@ class Verification:
         for record in chosen:
             if record.seed == asked.seed:
                 yield from (f"{record.id}: {text}" for text in rejudging.recomputed(record, asked.heads, bench))
-        self.told = _summary(asked, records, chosen)
+        self.summary = _summary(asked, records, chosen)
 
 
 def _summary(asked: Profile, records: Sequence[Record], chosen: Sequence[Record]) -> str:

@@ -168,7 +168,7 @@ def test_a_contracted_kernel_is_told_from_one_that_rounds_first(plan: str) -> No
         inputs = case.make(1, 0, 32, BF16)
         o = run_forward(parse_declaration(plan), inputs, EMULATION.arithmetic).o
         shares = fits(o, SharedBatch(inputs, reference(inputs)), candidates())
-        found[case.name] = {name: FitRecord.told(one.bits, 0.0, 0.01) for name, one in shares.items()}
+        found[case.name] = {name: FitRecord.measured(one.bits, 0.0, 0.01) for name, one in shares.items()}
     told = only(*(compared(case, each) for case, each in found.items()))
     assert explanation_text(told) == f"follows {plan.removesuffix(',base=2')} (100.00 % of bits in 3 cells)"
     other = "flash@fused" if plan == "flash@fused_contracted" else "flash@fused_contracted"

@@ -31,10 +31,10 @@ class Foreign:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call it."""
-        return self.found(*arguments, **keywords)
+        return self.function(*arguments, **keywords)
 
     @property
-    def found(self) -> Any:
+    def function(self) -> Any:
         """The function.
 
         Raises:
@@ -52,7 +52,7 @@ class Foreign:
     def _missing(self) -> str | None:
         module, _, name = self.place.partition(":")
         try:
-            function = self.found
+            function = self.function
         except (ModuleNotFoundError, AttributeError) as error:
             top = module.partition(".")[0]
             absent = isinstance(error, ModuleNotFoundError) and error.name == top

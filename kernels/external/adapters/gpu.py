@@ -98,7 +98,7 @@ def xformers(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> 
     Grouped heads are left out: they are for its forward pass alone.
     """
     mask = XFORMERS_MASK() if causal else None
-    return XFORMERS(q, k, v, attn_bias=mask, scale=scale, op=XFORMERS_OP.found)
+    return XFORMERS(q, k, v, attn_bias=mask, scale=scale, op=XFORMERS_OP.function)
 
 
 @needs(FLASHINFER)

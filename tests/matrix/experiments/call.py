@@ -236,7 +236,7 @@ def shown(nonfinite: float, gain: float, bias: float, verdict: str | None) -> re
 
 def _fits(sampler: SequentialSampler) -> dict[str, Any]:
     fits = {
-        name: records.FitRecord.told(fit.bits, fit.difference.mean, fit.difference.half_width)
+        name: records.FitRecord.measured(fit.bits, fit.difference.mean, fit.difference.half_width)
         for name, fit in sampler.fits.items()
     }
     return {"fits": fits} if fits else {}
