@@ -26,8 +26,9 @@ OWN_SCALE = Feature(
     "scale",
     ("scale", "sm_scale", "softmax_scale", "scaling"),
 )
+HIDDEN_NAN = Feature("hidden NaN", "NaN at a key that a mask hides", "hidden_nan")
 MIXED_FORMATS = Feature("mixed formats", "operands or output in another format than its inputs")
-FEATURES = (CAUSAL, GROUPED, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, OWN_SCALE, MIXED_FORMATS)
+FEATURES = (CAUSAL, GROUPED, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, OWN_SCALE, HIDDEN_NAN, MIXED_FORMATS)
 
 # What kernels take that mask every score on its own. What is added above later does not belong in here: each kernel
 # that takes it declares so itself, and the others' cells are skipped.

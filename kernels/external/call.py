@@ -1,7 +1,7 @@
 """One call of a kernel that someone else wrote, step by step: where its arguments lie, its O, its gradients."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -20,6 +20,24 @@ Returned = tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None, str | None]
 Triple = tuple[Tensor, Tensor, Tensor]
 #: Gives the same numbers in a place of its own: other strides, or a storage that goes on behind them.
 Placing = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the arguments of a call lie."""
+
+    q: Placing | None = None  # None: contiguous
+    k: Placing | None = None
+    v: Placing | None = None
+    do: Placing | None = None
+
+    @classmethod
+    def all(cls, placing: Placing) -> "Places":
+        """All alike."""
+        return cls(placing, placing, placing, placing)
+
+
+CONTIGUOUS = Places()
 
 
 class NoGradientsError(Exception):
@@ -68,28 +86,23 @@ class Call:
         back = None if computed is None else tuple(self.restored(gradient) for gradient in computed)
         return self.restored(o), back, failure  # type: ignore[return-value]
 
-    def placed(self, placing: Placing | None = None, of_do: Placing | None = None, *, gradients: bool) -> Placed:
+    def placed(self, places: Places = CONTIGUOUS, *, gradients: bool) -> Placed:
         """Copies of the inputs: a kernel that writes into its own must not spoil those of the other cells.
 
         Args:
-            placing: where q, k and v lie, as autograd's leaves; None: contiguous.
-            of_do: where dO lies; None: contiguous.
+            places: where they lie.
             gradients: whether its backward pass is to follow.
         """
-        inputs = self.inputs
         q, k, v, do = (
-            self._laid(tensor.to(self._dtype, copy=True)) for tensor in (inputs.q, inputs.k, inputs.v, inputs.do)
+            place(self._laid(getattr(self.inputs, name).to(self._dtype, copy=True)))
+            for name, place in ((each.name, getattr(places, each.name) or _as_it_is) for each in fields(places))
         )
-        if placing is not None:
-            q, k, v = placing(q), placing(k), placing(v)
-        if of_do is not None:
-            do = of_do(do)
         leaves = arguments = (q, k, v)
         if gradients and self.convention.options.backward == AUTOGRAD:
             leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
             # Not the leaves themselves: of a kernel that writes into its inputs the message says so, and is not
             # autograd's. A copy would lie elsewhere, though.
-            arguments = leaves if placing is not None else (q.clone(), k.clone(), v.clone())
+            arguments = (q.clone(), k.clone(), v.clone()) if places is CONTIGUOUS else leaves
         return Placed(leaves, arguments, do)
 
     @property
@@ -191,6 +204,10 @@ class Call:
         if not isinstance(gradients, (tuple, list)) or len(gradients) < 3:
             raise NoGradientsError("returned no (dQ, dK, dV)")
         return tuple(gradients[:3])
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 def _checked_output(returned: object, arguments: Sequence[Tensor]) -> Tensor:

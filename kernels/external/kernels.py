@@ -1,7 +1,7 @@
 """From what a user names to a kernel of the matrix."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,13 @@ from tiebreak.kernels.kernel import Declaration, Kernel
 
 
 @dataclass(frozen=True)
+class UserKernel(Kernel):
+    """A kernel that is a user's function, which can be called step by step."""
+
+    caller: Caller = field(kw_only=True)  # how it is called
+
+
+@dataclass(frozen=True)
 class KernelTarget:
     """What a user gives for one kernel."""
 
@@ -33,7 +40,7 @@ class KernelTarget:
         return ("--kernel", self.target, *declared, *(() if self.plan is None else ("--plan", self.plan)))
 
 
-def external_kernels(target: KernelTarget) -> list[Kernel]:
+def external_kernels(target: KernelTarget) -> list[UserKernel]:
     """The kernels that a target names: one, or all of a TOML file.
 
     Raises:
@@ -85,23 +92,39 @@ def _beside(file: Path, target: str) -> str:
     return f"{file.parent / place}.py:{name}" if separator else target
 
 
-def _kernel(target: KernelTarget, place: str, words: Mapping[str, Any], plan: Declaration | None) -> Kernel:
+def _kernel(target: KernelTarget, place: str, words: Mapping[str, Any], plan: Declaration | None) -> UserKernel:
     function = load(place)
     table = {word: value for word, value in words.items() if word != "target"}
     options = flag_options(target.flags, mapped_options(table, place, decorator_options(function)))
     caller = Caller(function, convention(function, options))
     if plan is None and options.plan:
         plan = _declaration(f"plan {options.plan}", options.plan)
-    return Kernel(
-        options.name or (place.rpartition(":")[2] if ":" in place else getattr(function, "__name__", place)),
+    name = options.name or (place.rpartition(":")[2] if ":" in place else getattr(function, "__name__", place))
+    return replace(users_kernel(name, caller, plan, needs_of(function)), origin=target.options)
+
+
+def users_kernel(
+    name: str, caller: Caller, plan: Declaration | None = None, needed: tuple[Foreign, ...] = ()
+) -> UserKernel:
+    """A user's function as a kernel of the matrix.
+
+    Args:
+        name: how tables call it.
+        caller: the function, and how it is called.
+        plan: the rounding plan that it declares.
+        needed: what of other packages it needs.
+    """
+    return UserKernel(
+        name,
         partial(_compute, caller),
         plan,
-        has_backward=options.backward != NO_BACKWARD,  # what autograd knows of shows when it is called
+        # What autograd knows of shows when it is called.
+        has_backward=caller.convention.options.backward != NO_BACKWARD,
         takes=caller.convention.takes | caller.convention.tried,
-        missing_requirement=partial(_missing_requirement, needs_of(function), caller),
+        missing_requirement=partial(_missing_requirement, needed, caller),
         undeclared=caller.undeclared,
         external=True,
-        origin=target.options,
+        caller=caller,
     )
 
 

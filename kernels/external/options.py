@@ -17,6 +17,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 TAKEN: Mapping[str, Feature] = {feature.taken: feature for feature in FEATURES if feature.taken}
 #: Who computes dQ, dK and dV, where it is no function.
 AUTOGRAD, NO_BACKWARD = "autograd", "none"
+#: Bases of a log-sum-exp.
+NATURAL, BINARY = "e", "2"
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class KernelOptions:
         causal: keyword of the causal mask; "always": every call has it.
         scale: keyword of the scores' scale.
         mask: keyword of a bool mask of the scores, (batch, 1, queries, keys), True where a key takes part.
+        contiguous: whether it takes contiguous tensors alone.
+        lse: base of the log-sum-exp that it returns beside O, "e" or "2"; "": either, if it returns one.
         square: whether it needs as many queries as keys.
         multiple_of: what the number of queries and of keys must be a multiple of.
         head_dims: head dimensions that it has; none: all.
@@ -46,6 +50,8 @@ class KernelOptions:
     causal: str = ""
     scale: str = ""
     mask: str = ""
+    contiguous: bool = False
+    lse: str = ""
     square: bool = False
     multiple_of: int = 1
     head_dims: tuple[int, ...] = ()
@@ -70,6 +76,8 @@ class KernelOptions:
             raise LoadError(f"multiple_of {self.multiple_of!r}: expected a positive integer")
         if not all(map(_is_count, self.head_dims)):
             raise LoadError(f"head_dims {self.head_dims!r}: expected positive integers")
+        if self.lse not in ("", NATURAL, BINARY):
+            raise LoadError(f"lse {self.lse!r}: expected {NATURAL} or {BINARY}")
         if not callable(self.backward) and self.backward not in (AUTOGRAD, NO_BACKWARD):
             raise LoadError(f"backward {self.backward!r}: expected {AUTOGRAD}, {NO_BACKWARD} or a function")
 
@@ -131,7 +139,13 @@ def mapped_options(values: Mapping[str, Any], where: str, base: KernelOptions | 
         LoadError: a word that is unknown, or a value that it can't have.
     """
     types: dict[str, tuple[type, ...]] = {field.name: (str,) for field in fields(KernelOptions)}
-    types |= {"square": (bool,), "multiple_of": (int,), "head_dims": (list, tuple), "options": (dict,)}
+    types |= {
+        "square": (bool,),
+        "contiguous": (bool,),
+        "multiple_of": (int,),
+        "head_dims": (list, tuple),
+        "options": (dict,),
+    }
     for word, value in values.items():
         if word not in types:
             raise LoadError(f"{where}: unknown word {word!r}; known are {', '.join(types)}")
@@ -161,7 +175,7 @@ def flag_options(words: tuple[str, ...], base: KernelOptions) -> KernelOptions:
         if outer == "options" and dot:
             values["options"] = {**base.options, **values.get("options", {}), inner: _literal(value)}
         else:
-            values[word] = value if word in ("layout", "takes", "refuses", "plan", "name") else _literal(value)
+            values[word] = value if word in ("layout", "takes", "refuses", "plan", "name", "lse") else _literal(value)
     return mapped_options(values, "--declare", base)
 
 

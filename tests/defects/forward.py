@@ -11,7 +11,6 @@ from tiebreak.defects.tiled import CallRequest, Sums, Tiled, by_group
 from tiebreak.kernels.formats import FP16
 
 _LOG2_E = math.log2(math.e)
-_CONTIGUOUS = "users' kernels are given contiguous copies only"
 
 
 class CausalUpperLeft(Tiled, bug="NVIDIA/cutlass/issues/2336"):
@@ -62,7 +61,7 @@ class FiniteMaskValue(TinyMaskValue, bug="TransformerLensOrg/TransformerLens/iss
     fill = -1e5
 
 
-class AddedMask(Tiled, bug="pytorch/pytorch/issues/101967", missed="no case has a NaN at a masked key"):
+class AddedMask(Tiled, bug="pytorch/pytorch/issues/101967", twin="guarded", takes="hidden_nan"):
     """The mask is added to the scores: what is NaN at a masked key stays NaN."""
 
     def scores(self, request: CallRequest, keys: slice) -> Tensor:
@@ -193,7 +192,7 @@ class LastTileDropped(Tiled, bug="jax-ml/jax/issues/27224"):
         return [keys for keys in super().tiles(request) if keys.stop - keys.start == self.tile]
 
 
-class StridesOfVIgnored(Tiled, bug="flagos-ai/FlagGems/issues/5896", missed=_CONTIGUOUS):
+class StridesOfVIgnored(Tiled, bug="flagos-ai/FlagGems/issues/5896"):
     """V is read as if it were contiguous."""
 
     def request(

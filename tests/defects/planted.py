@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tiebreak.backends.backend import CPU, Backend
-from tiebreak.defects import backward, forward
+from tiebreak.defects import backward, forward, using
 from tiebreak.defects.declared import (
     EXACT,
     CastingIn,
@@ -21,9 +21,10 @@ from tiebreak.defects.tiled import Tiled
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.external.caller import Caller
 from tiebreak.kernels.external.conventions import convention
+from tiebreak.kernels.external.kernels import users_kernel
 from tiebreak.kernels.external.options import KernelOptions
 from tiebreak.kernels.formats import BF16, Format, Rounding
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.plans import FEXP_U20, Cast, SumOf
 
@@ -56,28 +57,16 @@ class Defect:
         return self.make(self.name)
 
 
-def _run(caller: Caller, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-    del arithmetic  # it is the user's own
-    return caller.run(inputs, gradients=gradients)
-
-
 def users(function: Callable[[], Tiled], name: str) -> Kernel:
     """A user's kernel that declares no plan, called and held to its contract as `--kernel` does."""
     made = function()
-    caller = Caller(made, convention(made, KernelOptions(backward=made.backward)))
-    return Kernel(
-        name,
-        partial(_run, caller),
-        None,
-        takes=caller.convention.takes,
-        missing_requirement=caller.missing_requirement,
-        external=True,
-    )
+    options = KernelOptions(backward=made.backward, **made.options)
+    return users_kernel(name, Caller(made, convention(made, options)))
 
 
 def _of_users() -> Iterator[Defect]:
     """Every class that stands for a bug; what is wrong with it is in its docstring."""
-    for made in (*vars(forward).values(), *vars(backward).values()):
+    for made in (*vars(forward).values(), *vars(backward).values(), *vars(using).values()):
         if isinstance(made, type) and issubclass(made, Tiled) and made.bug:
             name = re.sub(r"(?<!^)(?=[A-Z])", "_", made.__name__).lower()
             wrong = (made.__doc__ or "").splitlines()[0].rstrip(".")
@@ -137,7 +126,12 @@ def _unscaled(inputs: AttentionInputs) -> AttentionInputs:
 DEFECTS: Mapping[str, Defect] = {defect.name: defect for defect in (*_of_users(), *_rounding())}
 
 #: Sound twins that are users' kernels.
-USERS: Mapping[str, Callable[[], Tiled]] = {"tiled": Tiled, "split": forward.Split}
+USERS: Mapping[str, Callable[[], Tiled]] = {
+    "tiled": Tiled,
+    "split": forward.Split,
+    "guarded": using.Guarded,
+    "returning": using.Returning,
+}
 
 
 def twin(name: str) -> Kernel:

@@ -21,11 +21,13 @@ from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.defects.planted import DEFECTS, USERS, Defect, on, twin
 from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.kernel import Kernel
-from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.usage import Using
 from tiebreak.matrix.memory import keep_memory
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.usages import USAGES
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.programs.alarms import at_most
 from tiebreak.programs.pages.tables import renew, table, write_rows
@@ -38,6 +40,9 @@ PAGE = CHECKOUT / "docs" / "power.md"
 SOURCE = "make studies STUDY=power"
 CAUGHT, TWINS = (Path(__file__).with_name(name) for name in ("caught.csv", "twins.csv"))
 CASES = {case.name: case for case in SCRIPTED}
+EXPERIMENTS: Mapping[str, Experiment] = {
+    experiment.name: experiment for experiment in (*map(Call, SCRIPTED), *map(Using, USAGES))
+}
 _FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 _HEADS = "16,32,64,128,256"
 _WORKER_GIB = 2.0
@@ -131,14 +136,15 @@ def run_one(cell: PlantedCell, bench: Workbench) -> Record:
     defect = DEFECTS.get(cell.kernel)
     kernel: Kernel = defect.kernel if defect else twin(cell.kernel)
     backend = on(defect.arithmetic) if defect else on()
-    return run_cell(Cell(backend, kernel, Call(CASES[cell.case]), _FORMATS[cell.fmt]), bench)
+    return run_cell(Cell(backend, kernel, EXPERIMENTS[cell.case], _FORMATS[cell.fmt]), bench)
 
 
 def everywhere(defects: Iterable[Defect], heads: int) -> list[Task]:
     """Some defects in every case at the first seed, a task for each case."""
     chosen = list(defects)
     return [
-        Task(1, heads, tuple(PlantedCell(defect.name, case, defect.fmt.name) for defect in chosen)) for case in CASES
+        Task(1, heads, tuple(PlantedCell(defect.name, case, defect.fmt.name) for defect in chosen))
+        for case in EXPERIMENTS
     ]
 
 
@@ -158,7 +164,7 @@ def catches(parts: Iterable[Part]) -> dict[str, Caught]:
 
 
 def _caught(at_first: int, cases: Mapping[str, list[str]]) -> Caught:
-    order = sorted(cases, key=lambda case: (int(cases[case][0]), list(CASES).index(case)))
+    order = sorted(cases, key=lambda case: (int(cases[case][0]), list(EXPERIMENTS).index(case)))
     return Caught(at_first, tuple(order), tuple(cases[order[0]][1:]))
 
 

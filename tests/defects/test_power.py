@@ -93,7 +93,7 @@ def test_a_run_goes_on_where_it_was(
     monkeypatch.setattr(
         power, "DEFECTS", {"scaled_twice": DEFECTS["scaled_twice"], "added_mask": DEFECTS["added_mask"]}
     )
-    monkeypatch.setattr(power, "CASES", {"random": power.CASES["random"]})
+    monkeypatch.setattr(power, "EXPERIMENTS", {"random": power.EXPERIMENTS["random"]})
     out = tmp_path / "power.jsonl"
     arguments = ["--heads", "16", "--seeds", "0", "--workers", "1", "--out", str(out)]
     assert main(arguments) == 0

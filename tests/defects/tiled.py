@@ -78,10 +78,13 @@ class Tiled:
     tile: ClassVar[int] = 64  # keys
     bug: ClassVar[str] = ""  # where it was reported, below github.com, of a kernel that is wrong
     of_defect: ClassVar[Mapping[str, Any]] = {}  # what else a `Defect` of it has
+    options: ClassVar[Mapping[str, Any]] = {}  # that its author gives
 
-    def __init_subclass__(cls, bug: str = "", twin: str = "tiled", **of_defect: Any) -> None:
+    def __init_subclass__(
+        cls, bug: str = "", twin: str = "tiled", takes: str = "", lse: str = "", **of_defect: Any
+    ) -> None:
         """A kernel that is wrong names, where its class begins, the bug that it stands for."""
-        cls.bug, cls.of_defect = bug, {"twin": twin, **of_defect}
+        cls.bug, cls.of_defect, cls.options = bug, {"twin": twin, **of_defect}, {"takes": takes, "lse": lse}
 
     def __call__(
         self,

@@ -1,0 +1,105 @@
+"""A user's kernel called in other ways: small calls on normal numbers, compared with each other."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tiebreak.backends.backend import Backend
+from tiebreak.cases.measures import Measure
+from tiebreak.kernels.external.kernels import UserKernel
+from tiebreak.matrix.asking import BATCH, HEADS, Asking
+from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
+from tiebreak.matrix.result import Result
+from tiebreak.matrix.usages import USAGES, Usage
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.records import record as records
+
+_GROUP = "the same numbers, called in another way"
+_MEASURES = (
+    Measure("other_bits", "largest share of elements of O or a gradient that have other bits in the other call"),
+    Measure("difference_ulps", "largest difference between the two calls", "ulp"),
+    Measure("error_ratio", "mean squared error of the worst head over that of the plain call", worse="more", limit=1.0),
+    Measure("nan_let_in", "largest share of O, dQ, dK or dV that a NaN or Inf makes one which a mask hides"),
+    Measure("lse_ulps", "largest error of the log-sum-exp, in fp32 ulps", "ulp"),
+    Measure("lse_error_over_bound", "largest error of the log-sum-exp as a share of what rounding allows"),
+)
+
+
+@dataclass(frozen=True)
+class Using(Experiment):
+    """One question about how a kernel is used."""
+
+    kind: ClassVar[str] = "usage"
+    usage: Usage
+
+    @property
+    def name(self) -> str:
+        """As `Experiment.name`."""
+        return self.usage.name
+
+    @property
+    def version(self) -> int:
+        """As `Experiment.version`."""
+        return 1
+
+    @property
+    def tags(self) -> frozenset[str]:
+        """As `Experiment.tags`."""
+        return frozenset({"usage"})
+
+    def described(self) -> records.CaseRecord:
+        """As `Experiment.described`."""
+        return records.CaseRecord(self.usage.about, "this suite", group=_GROUP)
+
+    def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
+        """As `Experiment.pairs`: users' kernels, which can be called step by step."""
+        return [pair for pair in asked.pairs if isinstance(pair[1], UserKernel)]
+
+    def cost(self, backend: Backend) -> float:
+        """As `Experiment.cost`: a dozen calls of a few heads."""
+        return backend.call_steps / 4
+
+    def refusal(self, cell: Cell, bench: Workbench) -> str | None:
+        """As `Experiment.refusal`: calling it tells."""
+        del cell, bench
+        return None
+
+    def run(self, cell: Cell, bench: Workbench) -> Result:
+        """As `Experiment.run`."""
+        assert isinstance(cell.kernel, UserKernel)
+        asking = Asking(cell, cell.kernel, bench.settings.seed)
+        with asking.calling():
+            self.usage.ask(asking)
+        measures = asking.measured
+        return Result(
+            measures=measures,
+            shown=_shown(measures, asking.unit),
+            relations=tuple(asking.relations),
+            heads=BATCH * HEADS,
+        )
+
+
+def _shown(measures: Mapping[str, float], unit: str) -> records.Shown:
+    """The first of them."""
+    name = next(iter(measures))
+    return records.Shown.of(name, measures[name], unit, spec=".2g")
+
+
+class _Usages(Kind):
+    """All of them."""
+
+    def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
+        """As `Kind.offered`."""
+        return () if captured is not None and not cases_named else tuple(map(Using, USAGES))
+
+    def measures(self) -> Mapping[str, Measure]:
+        """As `Kind.measures`."""
+        return {measure.name: measure for measure in _MEASURES}
+
+
+KIND = _Usages(
+    Using.kind,
+    "a user's kernel called in other ways, on the same numbers",
+    "share of elements with other bits in the other call; as good are others of equal accuracy;\n"
+    "of the log-sum-exp its largest error in fp32 ulps, and its base; of hidden NaN the share of O or a gradient lost.",
+)

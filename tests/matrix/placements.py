@@ -1,0 +1,46 @@
+"""Where the numbers of a tensor may lie in memory: as frameworks pass views, and with something behind the end.
+
+A placement takes a contiguous tensor of four dimensions, whose second and third are heads and tokens in either order,
+and returns the same numbers in a storage of their own.
+"""
+
+import torch
+from torch import Tensor
+
+_BEHIND = 64  # elements more in every dimension that a storage goes on in: as many as a tile, and aligned as before
+_FLAT = 2**14  # elements more behind a contiguous tensor
+_PARTS = 3  # of a buffer that holds q, k and v
+
+
+def transposed(x: Tensor) -> Tensor:
+    """Heads and tokens change places in memory: what `x.view(batch, N, heads, d).transpose(1, 2)` is."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def fused(x: Tensor) -> Tensor:
+    """A slice of the buffer that one product with the weights of q, k and v leaves."""
+    batch, first, second, d = x.shape
+    buffer = x.new_empty(batch, second, _PARTS, first, d)
+    buffer[:] = -x.transpose(1, 2)[:, :, None]
+    buffer[:, :, 1] = x.transpose(1, 2)
+    return buffer[:, :, 1].transpose(1, 2)
+
+
+def expanded(x: Tensor) -> Tensor:
+    """One number for all elements, with strides of 0: dO as `O.sum().backward()` has it. All of x must be equal."""
+    return x.flatten()[:1].expand(x.shape)
+
+
+def within_nan(x: Tensor) -> Tensor:
+    """A slice of a storage that goes on with NaN behind the last head, token and column."""
+    buffer = x.new_full((x.shape[0], *(size + _BEHIND for size in x.shape[1:])), torch.nan)
+    view = buffer[:, : x.shape[1], : x.shape[2], : x.shape[3]]
+    view.copy_(x)
+    return view
+
+
+def before_nan(x: Tensor) -> Tensor:
+    """Contiguous, with NaN behind the last element."""
+    buffer = x.new_full((x.numel() + _FLAT,), torch.nan)
+    buffer[: x.numel()] = x.flatten()
+    return buffer[: x.numel()].view(x.shape)

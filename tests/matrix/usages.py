@@ -1,0 +1,246 @@
+"""Questions about how a kernel is used: the same numbers, called in another way, must have the same answer.
+
+The field calls them metamorphic relations: no reference is needed to see that they do not hold.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+import torch
+
+from tiebreak.kernels.external.call import FULL, Places
+from tiebreak.kernels.features import HIDDEN_NAN
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.matrix.asking import Asking, CallShape, Cut, visible_keys, with_keys
+from tiebreak.matrix.log_sum_exp import judge_lse
+from tiebreak.matrix.placements import before_nan, expanded, fused, transposed, within_nan
+from tiebreak.matrix.relations import Answers
+
+_LARGE = 2.0**20  # times q below any 16-bit format's largest number but fp16's, and far above what a weak mask hides
+_LARGE_FP16 = 2.0**6
+_SQUARE = 64  # queries and keys of a call with a mask, or more
+_BATCHES, _HEADS = 60, 5  # more than 2^8 in all, and a power of two in neither
+_SOME = slice(_BATCHES - 2, _BATCHES)
+_HIDDEN = 12  # keys at the end that padding hides
+
+
+@dataclass(frozen=True)
+class Usage:
+    """One question."""
+
+    name: str  # of its cells
+    about: str  # one line
+    ask: Callable[[Asking], None]  # takes down what is so
+    source: str = ""  # where kernels were wrong so
+
+
+def strided_views(asking: Asking) -> None:
+    """Transposed views, slices of a fused buffer, dO of one expanded number."""
+    _not_of_contiguous(asking)
+    inputs, plain = asking.inputs(), asking.plain
+    views = {
+        "transposed views": Places.all(transposed),
+        "slices of a fused qkv buffer": Places.all(fused),
+        "k alone transposed": Places(k=transposed),
+    }
+    for asked, places in views.items():
+        asking.same(asked, asking.answers(inputs, places), plain, inputs)
+    if asking.has_gradients:
+        ones = replace(inputs, do=torch.ones_like(inputs.do))
+        asking.same("dO of stride 0", asking.answers(ones, Places(do=expanded)), asking.answers(ones), ones)
+
+
+def past_the_end(asking: Asking) -> None:
+    """NaN in the storage behind the last head, key and column."""
+    inputs, plain = asking.inputs(), asking.plain
+    placings = [("NaN behind the last element", before_nan)]
+    if not asking.kernel.caller.convention.options.contiguous:
+        placings.append(("NaN behind every head's last key, and behind d", within_nan))
+    for asked, placing in placings:
+        asking.same(asked, asking.answers(inputs, Places.all(placing)), plain, inputs)
+
+
+def many_heads(asking: Asking) -> None:
+    """More heads than 7 or 8 bits count, each compared with itself in a small call."""
+    whole = asking.inputs_of(_BATCHES, _HEADS)
+    some = replace(whole, **{name: getattr(whole, name)[_SOME] for name in ("q", "k", "v", "do")})
+
+    def cut(answers: Answers) -> Answers:
+        return {name: tensor[_SOME] if len(tensor) == _BATCHES else tensor for name, tensor in answers.items()}
+
+    asking.same("the last of 300 heads", asking.answers(whole), asking.answers(some), some, cut=cut)
+
+
+def _not_of_contiguous(asking: Asking) -> None:
+    if asking.kernel.caller.convention.options.contiguous:
+        raise CannotRunError("declares contiguous=true: it is given no views")
+
+
+@dataclass(frozen=True)
+class _Masked:
+    """A call with a mask that hides some keys, from all rows or from some."""
+
+    words: str  # such keys
+    inputs: AttentionInputs
+    at: slice  # those keys
+    cut: Cut  # what they must not change
+
+
+def _masked(asking: Asking) -> Iterator[_Masked]:
+    """The calls that the kernel takes.
+
+    Raises:
+        CannotRunError: none; why not.
+    """
+    refusals = []
+    for make in (_padded, _causal):
+        masked = make(asking)
+        refusal = asking.refusal(masked.inputs)
+        if refusal is None and asking.arranged(masked.inputs) is masked.inputs:
+            yield masked
+        else:
+            refusals.append(refusal or "it is given dummy keys")
+    if len(refusals) == 2:
+        raise CannotRunError("; ".join(refusals))
+
+
+def _square(asking: Asking) -> CallShape:
+    """As many queries as keys, and as many as the kernel needs."""
+    step = asking.kernel.caller.convention.options.multiple_of
+    size = -(-_SQUARE // step) * step
+    return CallShape(size, size, asking.shape.d)
+
+
+def _padded(asking: Asking) -> _Masked:
+    inputs = asking.draw(_square(asking))
+    batch, _, keys, _ = inputs.k.shape
+    takes_part = torch.ones(batch, keys, dtype=torch.bool)
+    takes_part[:, -_HIDDEN:] = False
+    cut = visible_keys(slice(0, keys - _HIDDEN), slice(None))
+    return _Masked("padded keys", replace(inputs, key_padding=takes_part), slice(keys - _HIDDEN, keys), cut)
+
+
+def _causal(asking: Asking) -> _Masked:
+    """The last key is seen by the last row alone, whose dO is 0: it adds 0 to all gradients."""
+    inputs = asking.draw(replace(_square(asking), causal=True))
+    do = inputs.do.clone()
+    do[:, :, -1] = 0.0
+    before = slice(0, inputs.k.shape[2] - 1)
+    last = slice(before.stop, before.stop + 1)
+    return _Masked("keys ahead of a causal row", replace(inputs, do=do), last, visible_keys(before, before))
+
+
+def hidden_large(asking: Asking) -> None:
+    """Large numbers in K and V where a mask hides them."""
+    large = _LARGE if asking.fmt.largest > _LARGE**2 else _LARGE_FP16
+    for masked in _masked(asking):
+        plain = asking.answers(masked.inputs)
+        changed = with_keys(masked.inputs, masked.at, large, large)
+        asked = f"{large:.0f} in {masked.words}"
+        asking.same(asked, asking.answers(changed), plain, masked.inputs, cut=masked.cut)
+
+
+def hidden_nan(asking: Asking) -> None:
+    """NaN and Inf there, asked of kernels that say that they take it: 0 times NaN is NaN, and most compute it."""
+    worst = 0.0
+    for masked in _masked(asking):
+        plain = asking.answers(masked.inputs)
+        # The row that sees a NaN has NaN gradients, and so have all keys that it sees: of a causal mask O alone tells,
+        # and V's NaN is multiplied by a P of 0 in every tile that has it.
+        padded = masked.inputs.key_padding is not None
+        for number in (torch.nan, torch.inf):
+            answers = asking.answers(with_keys(masked.inputs, masked.at, number, number if padded else None))
+            cut = masked.cut
+            kept = cut(answers if padded else {"O": answers["O"]})
+            worst = max(worst, *((~torch.isfinite(tensor)).double().mean().item() for tensor in kept.values()))
+            if HIDDEN_NAN in asking.kernel.takes:
+                asking.same(f"{number} in {masked.words}", _of(answers, kept), _of(plain, kept), masked.inputs, cut=cut)
+    asking.measures["nan_let_in"] = worst
+
+
+def _of(answers: Answers, kept: Answers) -> Answers:
+    return {name: answers[name] for name in kept}
+
+
+def interleaved(asking: Asking) -> None:
+    """Two forward passes, then their backward passes in either order."""
+    both = [asking.inputs(index) for index in range(2)]
+    plain, again = ([asking.answers(inputs) for inputs in both] for _ in range(2))
+    orders = list(permutations(range(2))) if asking.has_gradients else [(0, 1)]
+    for order in orders:
+        calls = [asking.call(inputs) for inputs in both]
+        placed = [asking.placed(call) for call in calls]
+        outputs = [call.forward(where) for call, where in zip(calls, placed, strict=True)]
+        gradients = {i: asking.backward(calls[i], placed[i], outputs[i]) for i in order}
+        for i, words in enumerate(("the first", "the second")):
+            turn = ("first" if order[0] == i else "last") if asking.has_gradients else ""
+            asked = f"{words} of two calls in turn{turn and f', backward {turn}'}"
+            ours = asking.collected(calls[i], outputs[i], gradients[i])
+            asking.same(asked, ours, plain[i], both[i], again=again[i])
+
+
+def rewritten_in_place(asking: Asking) -> None:
+    """A second call with other numbers at the same addresses."""
+    both = [asking.inputs(index) for index in range(2)]
+    calls = [asking.call(inputs) for inputs in both]
+    placed = [asking.placed(call) for call in calls]
+    plain, again = (asking.answers(both[1]) for _ in range(2))
+    asking.answers_of(calls[0], placed[0])
+    with torch.no_grad():
+        for there, new in zip((*placed[0].arguments, placed[0].do), (*placed[1].arguments, placed[1].do), strict=True):
+            there.copy_(new)
+    ours = asking.answers_of(calls[1], placed[0])
+    asking.same("q, k, v and dO rewritten in place", ours, plain, both[1], again=again)
+
+
+def third_call(asking: Asking) -> None:
+    """The first call of a shape against the third: either may be the wrong one."""
+    inputs = asking.inputs()
+    _, third = (asking.answers(inputs) for _ in range(2))
+    asking.same("the third call against the first", third, asking.plain, inputs)
+    asking.same("the first call against the third", asking.plain, third, inputs)
+
+
+def scaled_do(asking: Asking) -> None:
+    """dO times a power of two: gradients are finite, and as much larger."""
+    inputs, plain = asking.inputs(), asking.plain
+    if not asking.has_gradients:
+        raise CannotRunError("has no backward pass")
+    # Of fp16 dP would overflow, and dS underflow, in a sound kernel too.
+    power = 10 if asking.fmt.largest > _LARGE else 4
+    for exponent in (power, -power):
+        factor = 2.0**exponent
+        answers = asking.answers(replace(inputs, do=inputs.do * factor))
+        ours = {name: tensor if name == "O" else tensor / factor for name, tensor in answers.items()}
+        asking.same(f"dO times 2^{exponent}", ours, plain, inputs)
+
+
+def log_sum_exp(asking: Asking) -> None:
+    """The log-sum-exp that it returns beside O, in base e or two."""
+    options = asking.kernel.caller.convention.options
+    if len(options.layout) < len(FULL):
+        raise CannotRunError("is called for every sequence: its log-sum-exp is not looked at")
+    inputs = asking.inputs()
+    call = asking.call(inputs)
+    returned = call.returned(call.placed(gradients=False))
+    second = returned[1] if isinstance(returned, (tuple, list)) and len(returned) > 1 else None
+    judged = judge_lse(second, inputs, options.lse)
+    asking.relations.append(judged.relation)
+    asking.measures |= judged.measures
+    asking.unit = judged.unit
+
+
+USAGES = (
+    Usage("strided_views", "q, k, v and dO are views with other strides, as frameworks pass them", strided_views),
+    Usage("past_the_end", "what lies in memory behind q, k, v and dO is NaN", past_the_end),
+    Usage("many_heads", "300 heads in one call, against the last of them in a call of their own", many_heads),
+    Usage("hidden_large", "K and V hold large numbers where a mask hides them", hidden_large),
+    Usage("hidden_nan", "K and V hold NaN and Inf where a mask hides them", hidden_nan),
+    Usage("interleaved", "two forward passes, then their backward passes in either order", interleaved),
+    Usage("rewritten_in_place", "a second call with other numbers at the same addresses", rewritten_in_place),
+    Usage("third_call", "the third call on the same numbers against the first", third_call),
+    Usage("log_sum_exp", "the log-sum-exp that a kernel returns beside O", log_sum_exp),
+    Usage("scaled_do", "dO times a power of two", scaled_do),
+)
