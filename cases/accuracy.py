@@ -24,7 +24,7 @@ import math
 
 import torch
 
-from tiebreak.cases.errors import Errors, by_key_head
+from tiebreak.cases.errors import Errors
 from tiebreak.cases.verdicts import Interval, quantile
 
 LIMIT = 1.1  # ratio of mean squared errors
@@ -83,17 +83,17 @@ def bias_apart(ours: Errors, plans: Errors) -> Interval | None:
     return Interval(apart.mean().item(), _confident(apart)) if apart.numel() > 1 else None
 
 
-def gain_error(error: torch.Tensor, exact: torch.Tensor, groups: int) -> Interval | None:
+def gain_error(along: torch.Tensor, squares: torch.Tensor, groups: int) -> Interval | None:
     """How much too large a gradient is on the whole, with its one-sided interval.
 
     Args:
-        error: of dQ, dK or dV, fp64, (batch, heads, N, d).
-        exact: the reference's.
+        along: mean product of the error of dQ, dK or dV with the reference's, by key head, fp64, (heads,).
+        squares: mean square of the reference's, by head.
         groups: heads that share a key head, and so are no samples of their own.
 
     Returns:
         0.01 for a gradient that is one per cent too large; None where fewer than two heads have one.
     """
-    share = by_key_head(error * exact, groups) / by_key_head(exact.square(), groups)
+    share = along / squares.reshape(-1, groups).mean(1)
     share = share[torch.isfinite(share)]
     return Interval(share.mean().item(), _confident(share)) if share.numel() > 1 else None

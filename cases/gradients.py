@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.reference import Reference, reference_gradients
 
-_AT_ONCE = 2**17  # elements of a piece: 1 MB
+_AT_ONCE = 2**16  # elements of a piece: half a MB
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
@@ -38,41 +39,71 @@ class ExactGradients:
         units = row_units(dq, fmt), row_units(dk, fmt), row_units(dv, fmt)
         return cls((dq, dk, dv), (dq.norm(), dk.norm(), dv.norm()), units)
 
-    def errors(self, gradients: Gradients) -> "GradientErrors":
-        """Of dQ, dK and dV."""
-        # In place: a fresh large tensor costs as much as what is computed into it.
-        dq, dk, dv = (
-            out.to(torch.float64, copy=True).sub_(exact)
-            for out, exact in zip((gradients.dq, gradients.dk, gradients.dv), self.gradients, strict=True)
-        )
-        return GradientErrors.of((dq, dk, dv))
+    def errors(self, gradients: Gradients, bounds: GradientBounds, groups: int) -> "GradientErrors":
+        """Of dQ, dK and dV, of a call with so many query heads a key head."""
+        outs, sharing = (gradients.dq, gradients.dk, gradients.dv), (groups, 1, 1)
+        dq, dk, dv = map(_errors, outs, self.gradients, bounds.elements, sharing)
+        return GradientErrors(gradients.dq.double() - self.gradients[0], (dq, dk, dv))
+
+    @cached_property
+    def squares(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Their mean square, dQ's by head, (batch * heads,)."""
+        dq, dk, dv = (by_key_head(gradient.square(), 1) for gradient in self.gradients)
+        return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class ErrorsOfOne:
+    """What one gradient is off by, from a single look at tensors as large as K and V."""
+
+    rows: Tensor  # norms of its rows, (..., N, 1)
+    along: Tensor  # mean product with the reference's, by key head, (batch * key heads,)
+    finite: float  # norm of what is finite
+    over_bound: float  # the largest of what is finite, as a share of its bound
 
 
 @dataclass(frozen=True)
 class GradientErrors:
-    """What dQ, dK and dV are off by, fp64, and the norms of its rows, from which all but the largest follows."""
+    """What dQ, dK and dV are off by, fp64."""
 
-    elements: tuple[Tensor, Tensor, Tensor]  # the kernel's less the reference's
-    rows: tuple[Tensor, Tensor, Tensor]  # (..., N, 1)
+    dq: Tensor  # the kernel's less the reference's
+    each: tuple[ErrorsOfOne, ErrorsOfOne, ErrorsOfOne]
 
-    @classmethod
-    def of(cls, elements: tuple[Tensor, Tensor, Tensor]) -> "GradientErrors":
-        """Those of some errors."""
-        dq, dk, dv = (torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in elements)
-        return cls(elements, (dq, dk, dv))
+
+def _errors(out: Tensor, exact: Tensor, bound: Tensor, groups: int) -> ErrorsOfOne:
+    """In pieces that stay in a core's cache, whole key heads each."""
+    key_heads = out.shape[0] * out.shape[1] // groups
+    shape = (key_heads, out.numel() // key_heads // out.shape[-1], out.shape[-1])
+    at_once = max(1, _AT_ONCE // (shape[1] * shape[2]))
+    rows, along, squares, worst = [], [], 0.0, 0.0
+    pieces = (torch.split(tensor.reshape(shape), at_once) for tensor in (out, exact, bound))
+    for ours, theirs, limit in zip(*pieces, strict=True):
+        error = ours.to(torch.float64, copy=True).sub_(theirs)
+        rows.append(torch.linalg.vector_norm(error, dim=-1))
+        size = rows[-1].norm().item()
+        product = (error * theirs).flatten(1)
+        if not math.isfinite(size):
+            along.append(product.nanmean(1))
+            size = error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).norm().item()
+        else:
+            along.append(product.mean(1))
+        squares += size**2
+        worst = max(worst, error.div_(limit).abs_().max().item())
+    return ErrorsOfOne(torch.cat(rows).reshape(*out.shape[:-1], 1), torch.cat(along), math.sqrt(squares), worst)
 
 
 def weight_gradient(dq: Tensor, x: Tensor) -> Tensor:
     """dW_Q = dQ^T X of every head, summed over the batch: two of (batch, heads, n, d) -> (heads, d, d)."""
-    return (dq.transpose(-1, -2) @ x).sum(0)
+    ours, theirs = (tensor.transpose(0, 1).flatten(1, 2) for tensor in (dq, x))
+    return ours.transpose(-1, -2) @ theirs
 
 
 def gradient_measures(
     output: AttentionOutput,
     inputs: AttentionInputs,
     ref: Reference,
-    exact: ExactGradients | None = None,
-    errors: GradientErrors | None = None,
+    exact: ExactGradients,
+    errors: GradientErrors,
 ) -> dict[str, float]:
     """Errors of the gradients, and how much of dQ's and dW_Q's error is the error of delta.
 
@@ -83,23 +114,21 @@ def gradient_measures(
         output: of the kernel, with gradients.
         inputs: what it was given.
         ref: the fp64 reference.
-        exact: its gradients, if at hand.
-        errors: of the output's gradients against them, if at hand.
+        exact: its gradients.
+        errors: of the output's gradients against them.
 
     Returns:
         Relative errors of dQ, dK and dV, and the cosines of the two errors with what the equations say.
     """
     gradients = output.gradients
     assert gradients is not None, "the kernel was run without its backward pass"
-    exact = exact or ExactGradients.of(inputs, ref)
     delta = gradients.delta
     if delta is None:
         delta = (inputs.do.double() * output.o.double()).sum(-1, keepdim=True)
     predicted = inputs.scale * (delta.double() - ref.delta) * ref.pk
-    errors = errors or exact.errors(gradients)
-    error = -errors.elements[0]
+    error = -errors.dq
     dq_error, dk_error, dv_error = (
-        float(rows.norm() / norm) for rows, norm in zip(errors.rows, exact.norms, strict=True)
+        float(errors_of.rows.norm() / norm) for errors_of, norm in zip(errors.each, exact.norms, strict=True)
     )
     x = inputs.q.double()
     return {
@@ -187,17 +216,10 @@ def gradient_faults(
         as a share of its bound, of an element or of a norm.
     """
     lost, worst = 0, 0.0
-    for at, (ours, theirs) in enumerate(zip(gradients, exact, strict=True)):
-        error, size, norm = errors.elements[at], errors.rows[at].norm().item(), bounds.norms[at]
+    for ours, theirs, errors_of, norm in zip(gradients, exact, errors.each, bounds.norms, strict=True):
+        size = errors_of.rows.norm().item()
         if not math.isfinite(size):
             lost += int((torch.isfinite(theirs) & ~torch.isfinite(ours)).sum())
-            error = error.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-            size = error.norm().item()
-        worst = max(worst, _largest_share(error, bounds.elements[at]), size / norm if norm else 0.0)
+            size = errors_of.finite
+        worst = max(worst, errors_of.over_bound, size / norm if norm else 0.0)
     return {"nonfinite": float(lost), "over_bound": worst}
-
-
-def _largest_share(error: Tensor, bound: Tensor) -> float:
-    """The largest |error| / bound, from pieces that stay in a core's cache."""
-    pieces = (torch.split(tensor.reshape(-1), _AT_ONCE) for tensor in (error, bound))
-    return float(max((part / limit).abs_().max().item() for part, limit in zip(*pieces, strict=True)))

@@ -67,15 +67,15 @@ class Observed:
     def gradient_differences(self) -> GradientErrors | None:
         """Errors of dQ, dK and dV of the first batch. None where there are no gradients."""
         gradients, batch = self.outputs[0].gradients, self.batches[0]
-        return None if gradients is None else batch.gradients.errors(gradients)
+        if gradients is None:
+            return None
+        return batch.gradients.errors(gradients, batch.gradient_bounds.of(self.declaration), batch.inputs.groups)
 
     @cached_property
     def gradient_errors(self) -> Mapping[str, float]:
         """Of the first batch; see `tiebreak.cases.gradients`. Empty where there are no gradients."""
-        output, batch = self.outputs[0], self.batches[0]
-        if output.gradients is None:
-            return {}
-        return gradient_measures(output, batch.inputs, batch.ref, batch.gradients, self.gradient_differences)
+        output, batch, errors = self.outputs[0], self.batches[0], self.gradient_differences
+        return {} if errors is None else gradient_measures(output, batch.inputs, batch.ref, batch.gradients, errors)
 
     @cached_property
     def gradient_faults(self) -> Mapping[str, float]:

@@ -27,7 +27,7 @@ def _gain(at: int, observed: Observed) -> Value:
         return None
     batch = observed.batches[0]
     groups = 1 if at else batch.inputs.groups  # K and V have key heads alone
-    return gain_error(errors.elements[at], batch.gradients.gradients[at], groups)
+    return gain_error(errors.each[at].along, batch.gradients.squares[at], groups)
 
 
 MEASURES = (

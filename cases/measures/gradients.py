@@ -21,7 +21,7 @@ def _ulps(at: int, observed: Observed) -> Value:
     errors = observed.gradient_differences
     if errors is None:
         return None
-    return ulps_of_rows(errors.rows[at], observed.batches[0].gradients.units[at], errors.elements[at].shape[-1])
+    return ulps_of_rows(errors.each[at].rows, observed.batches[0].gradients.units[at], errors.dq.shape[-1])
 
 
 def _delta(observed: Observed) -> Value:

@@ -1,5 +1,6 @@
 """The pytest side of the matrix: options, workers and cells as tests; the records' way is `collector`'s."""
 
+import gc
 import os
 import re
 from collections.abc import Generator, Mapping, Sequence
@@ -267,6 +268,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left = [item for item in items if item.path == _WORKED_EXAMPLES]
     if left and len(left) < len(items) and not options.is_whole(config.getoption):
         items[:] = [item for item in items if item.path != _WORKED_EXAMPLES]
+
+
+def pytest_collection_finish() -> None:
+    """Leave what lasts as long as the session, thousands of items, out of every later search for garbage."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """As it was: a run inside of a test is not the end of its process."""
+    gc.unfreeze()
 
 
 def poison(item: pytest.Item) -> None:

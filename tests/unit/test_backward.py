@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tiebreak.backends.backend import EMULATION
+from tiebreak.cases.batch import Batch
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.errors import Errors, measure
 from tiebreak.cases.gradients import cosine, gradient_measures, weight_gradient
@@ -221,9 +222,21 @@ def test_equation_2_tells_the_error_of_the_query_weights_gradient() -> None:
     assert cosine(weight_error, weight_predicted) > 0.99
 
 
-def test_gradient_measures_report_both_equations() -> None:
+def _measured(name: str) -> dict[str, float]:
     inputs, ref = _tied()
-    measures = gradient_measures(_on_tied("flash@paper"), inputs, ref)
+    output = _on_tied(name)
+    assert output.gradients is not None
+    batch = Batch(inputs, ref)
+    declaration = composed_kernel(name).declaration
+    assert declaration is not None
+    bounds = batch.gradient_bounds.of(declaration)
+    errors = batch.gradients.errors(output.gradients, bounds, inputs.groups)
+    return gradient_measures(output, inputs, ref, batch.gradients, errors)
+
+
+def test_gradient_measures_report_both_equations() -> None:
+    inputs, _ = _tied()
+    measures = _measured("flash@paper")
     error, predicted, _ = _equation_1()
     x = inputs.q.double()
     assert measures["equation_1_cosine"] == pytest.approx(cosine(error, predicted))
@@ -278,6 +291,5 @@ def test_standard_attention_has_the_same_bias_of_o_and_none_of_delta() -> None:
     assert abs(flash.bias.mean - standard.bias.mean) <= flash.bias.half_width + standard.bias.half_width
     # And yet none of delta, which standard attention takes from P: hence its dQ is right and flash attention's is not.
     assert max(abs(standard.delta_bias.low), abs(standard.delta_bias.high)) <= 1e-3 * flash.delta_bias.low
-    inputs, ref = _tied()
-    wrong, right = (gradient_measures(_on_tied(name), inputs, ref) for name in ("flash@paper", "standard"))
+    wrong, right = (_measured(name) for name in ("flash@paper", "standard"))
     assert right["dq_relative_error"] < 1e-2 * wrong["dq_relative_error"]

@@ -169,6 +169,9 @@ def test_the_references_gradients_are_computed_once_a_batch(bench: Workbench, mo
     assert len(asked) == 1
     shared = bench.case(CASES["random_causal"], BF16).batch(0)
     output, _ = bench.case(CASES["random_causal"], BF16).emulated(0, declared("standard"))
-    alone = gradient_measures(output, shared.inputs, shared.ref, ExactGradients.of(shared.inputs, shared.ref))
+    exact = ExactGradients.of(shared.inputs, shared.ref)
+    assert output.gradients is not None
+    errors = exact.errors(output.gradients, shared.gradient_bounds.of(declared("standard")), shared.inputs.groups)
+    alone = gradient_measures(output, shared.inputs, shared.ref, exact, errors)
     assert len(alone) == 5
     assert {name: records[1].measures[name] for name in alone} == alone
