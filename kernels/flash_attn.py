@@ -7,10 +7,9 @@ from functools import cache, partial
 
 from torch import Tensor
 
-from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import COMMON, KEY_PADDING, OWN_SCALE
 from tiebreak.kernels.formats import BF16, FP16
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.sdpa import FLASH_2_BLOCK
 from tiebreak.kernels.vendor import empty, fused_on_gpu, through_autograd
@@ -39,7 +38,7 @@ def flash_attn() -> Kernel:
     """FlashAttention-2. Where it is missing it skips its cells, and no training run has it."""
     return Kernel(
         "flash_attn",
-        _compute,
+        partial(through_autograd, _call),
         fused_on_gpu(FLASH_2_BLOCK, contracted=True),
         has_backward=missing() is None,
         takes=COMMON - {KEY_PADDING} | {OWN_SCALE},  # its signature has none
@@ -61,8 +60,3 @@ def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     transposed = (tensor.transpose(1, 2) for tensor in (q, k, v))
     options = {"causal": inputs.causal, "softmax_scale": inputs.softmax_scale, "deterministic": True}
     return _function()(*transposed, **options).transpose(1, 2)
-
-
-def _compute(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-    del arithmetic
-    return through_autograd(partial(_call, inputs), inputs, gradients)

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.flash import Block
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.triton.loading import missing
 from tiebreak.kernels.vendor import empty, fused_on_gpu, through_autograd
@@ -31,7 +30,13 @@ Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def flex() -> Kernel:
     """FlexAttention through torch.compile, forward and backward."""
-    return Kernel("flex", _compute, fused_on_gpu(_BLOCK), takes=COMMON, missing_requirement=_missing_requirement)
+    return Kernel(
+        "flex",
+        partial(through_autograd, _call),
+        fused_on_gpu(_BLOCK),
+        takes=COMMON,
+        missing_requirement=_missing_requirement,
+    )
 
 
 def _missing_requirement(inputs: AttentionInputs) -> str | None:
@@ -93,8 +98,3 @@ def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             enable_gqa=inputs.groups > 1,
             kernel_options=_OPTIONS,
         )
-
-
-def _compute(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-    del arithmetic
-    return through_autograd(partial(_call, inputs), inputs, gradients)

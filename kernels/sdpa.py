@@ -16,11 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
-from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import CAUSAL, COMMON, GROUPED, OWN_SCALE, Feature
 from tiebreak.kernels.flash import BLOCK, Block
-from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput
-from tiebreak.kernels.kernel import Declaration, Kernel
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
+from tiebreak.kernels.kernel import Compute, Declaration, Kernel
 from tiebreak.kernels.plans import FEXP_U20, FP32_INSIDE, FUSED, FUSED_FAST_EXP
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.kernels.vendor import empty, fused_on_gpu, through_autograd
@@ -118,26 +117,9 @@ def _call(implementation: Implementation, inputs: AttentionInputs, q: Tensor, k:
     return out
 
 
-def compute(
-    implementation: Implementation, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool
-) -> AttentionOutput:
-    """Attention by one implementation of `scaled_dot_product_attention`.
-
-    Args:
-        implementation: the one that is forced.
-        inputs: q, k, v, dO and masks, on the device.
-        arithmetic: not used: the implementation brings its own.
-        gradients: whether to run the backward pass too.
-
-    Returns:
-        O, in the inputs' format, and the gradients if asked for.
-
-    Raises:
-        NotTheOneForcedError: another implementation ran.
-        RuntimeError: PyTorch has none to run: the forced one can't take the inputs.
-    """
-    del arithmetic
-    return through_autograd(partial(_call, implementation, inputs), inputs, gradients)
+def computing(implementation: Implementation) -> Compute:
+    """Attention by the implementation of `scaled_dot_product_attention` that is forced; see `_call`."""
+    return partial(through_autograd, partial(_call, implementation))
 
 
 def missing_requirement(implementation: Implementation, inputs: AttentionInputs) -> str | None:
@@ -196,15 +178,13 @@ def cpu_sdpa_flash() -> Kernel:
         plan = replace(FUSED_FAST_EXP, exponential=replace(FEXP_U20, lanes=_lanes()))
     declaration = Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"], _CPU_FLASH_BLOCK)
     lacking = partial(missing_requirement, CPU_FLASH)
-    return Kernel(
-        "sdpa_flash", partial(compute, CPU_FLASH), declaration, takes=CPU_FLASH.takes, missing_requirement=lacking
-    )
+    return Kernel("sdpa_flash", computing(CPU_FLASH), declaration, takes=CPU_FLASH.takes, missing_requirement=lacking)
 
 
 def sdpa_math() -> Kernel:
     """PyTorch's composed implementation, which upcasts narrow inputs to fp32 and casts O only."""
     declaration = Declaration(FLASH_ATTENTION, FP32_INSIDE, SHIFT_RULES["safe"])
-    return Kernel("sdpa_math", partial(compute, MATH), declaration, takes=MATH.takes)
+    return Kernel("sdpa_math", computing(MATH), declaration, takes=MATH.takes)
 
 
 def gpu_sdpa_kernels() -> tuple[Kernel, ...]:
@@ -217,7 +197,7 @@ def gpu_sdpa_kernels() -> tuple[Kernel, ...]:
     kernels = (
         Kernel(
             name,
-            partial(compute, implementation),
+            computing(implementation),
             fused_on_gpu(block),
             takes=implementation.takes,
             missing_requirement=partial(missing_requirement, implementation),

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
+from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import FUSED, FUSED_CONTRACTED, Exponential
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
-# (q, k, v) in the inputs' format, all (batch, heads, N, d), to O, differentiable
-Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+# (inputs, and their q, k, v in the inputs' format, all (batch, heads, N, d)) to O, differentiable
+Call = Callable[[AttentionInputs, Tensor, Tensor, Tensor], Tensor]
 
 
 def fused_on_gpu(block: Block = BLOCK, *, contracted: bool = False) -> Declaration:
@@ -29,12 +30,13 @@ def fused_on_gpu(block: Block = BLOCK, *, contracted: bool = False) -> Declarati
     return Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"], block)
 
 
-def through_autograd(call: Call, inputs: AttentionInputs, gradients: bool) -> AttentionOutput:
+def through_autograd(call: Call, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
     """Call a kernel that torch can differentiate.
 
     Args:
         call: the kernel.
         inputs: q, k, v and dO on the device; they are copied.
+        arithmetic: not used: the kernel brings its own.
         gradients: whether to run the backward pass too.
 
     Returns:
@@ -43,14 +45,15 @@ def through_autograd(call: Call, inputs: AttentionInputs, gradients: bool) -> At
     Raises:
         Exception: whatever the kernel raises.
     """
+    del arithmetic
     dtype = TORCH_DTYPES[inputs.formats.inputs]
     # Copies also where the format is fp32: leaves of a graph of their own.
     q, k, v = (tensor.to(dtype, copy=True) for tensor in (inputs.q, inputs.k, inputs.v))
     with exact_products():
         if not gradients:
-            return AttentionOutput(call(q, k, v))
+            return AttentionOutput(call(inputs, q, k, v))
         leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
-        out = call(*leaves)
+        out = call(inputs, *leaves)
         dq, dk, dv = torch.autograd.grad(out, leaves, inputs.do.to(dtype))
     return AttentionOutput(out.detach(), gradients=Gradients(dq, dk, dv))
 

@@ -341,15 +341,23 @@ def conch_split(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
 _AITER = "aiter.ops.triton."
 
 
+def _aiter(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, file: Any, **descale: Tensor) -> Any:
+    blocks = {"BLOCK_M": 128, "BLOCK_N": 64, "PRELOAD_V": False}
+    return file._flash_attn_forward(
+        q, k, v, 0.0, scale, causal, -1, -1, None, None, False, False, q.shape[1], k.shape[1], config=blocks, **descale
+    )[0]
+
+
+def _aiter_source(*more: str, **replacements: Any) -> Any:
+    inner = ("_triton_kernels.attention.mha", "utils.types", "utils._triton.pid_preprocessing", *more)
+    also = tuple(_AITER + name for name in inner)
+    return source(f"{_AITER}attention.mha", also=also, get_num_xcds=lambda: 8, **replacements)
+
+
 @kernel(layout="bnhd", takes="gqa", backward="none")
 def aiter_mha(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float) -> Any:
     """AITER's Triton flash attention, with the blocks of a gfx942."""
-    inner = ("_triton_kernels.attention.mha", "utils.types", "utils._triton.pid_preprocessing")
-    file = source(f"{_AITER}attention.mha", also=tuple(_AITER + name for name in inner), get_num_xcds=lambda: 8)
-    blocks = {"BLOCK_M": 128, "BLOCK_N": 64, "PRELOAD_V": False}
-    return file._flash_attn_forward(
-        q, k, v, 0.0, softmax_scale, causal, -1, -1, None, None, False, False, q.shape[1], k.shape[1], config=blocks
-    )[0]
+    return _aiter(q, k, v, causal, softmax_scale, _aiter_source())
 
 
 def _in_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -361,18 +369,11 @@ def _in_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
 @kernel(layout="bnhd", takes="gqa", backward="none")
 def aiter_mha_fp8(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float) -> Any:
     """The same in fp8: q, k and v in e4m3 with a scale a head, P with one of its own in every tile."""
-    inner = ("_triton_kernels.attention.mha", "utils.types", "utils._triton.pid_preprocessing")
-    inner += ("utils._triton.mha_kernel_utils",)
-    file = source(
-        f"{_AITER}attention.mha", also=tuple(_AITER + name for name in inner), get_num_xcds=lambda: 8,
-        arch_info=SimpleNamespace(get_arch=lambda: "gfx950", is_fp8_avail=_yes),
-    )  # fmt: skip
+    gfx950 = SimpleNamespace(get_arch=lambda: "gfx950", is_fp8_avail=_yes)
+    file = _aiter_source("utils._triton.mha_kernel_utils", arch_info=gfx950)
     (q8, q_scale), (k8, k_scale), (v8, v_scale) = map(_in_e4m3, (q, k, v))
-    blocks = {"BLOCK_M": 128, "BLOCK_N": 64, "PRELOAD_V": False}
-    return file._flash_attn_forward(
-        q8, k8, v8, 0.0, softmax_scale, causal, -1, -1, None, None, False, False, q.shape[1], k.shape[1],
-        descale_q=q_scale, descale_k=k_scale, descale_v=v_scale, config=blocks,
-    )[0].to(q.dtype)  # fmt: skip
+    descale = {"descale_q": q_scale, "descale_k": k_scale, "descale_v": v_scale}
+    return _aiter(q8, k8, v8, causal, softmax_scale, file, **descale).to(q.dtype)
 
 
 # xformers, whose kernel is now in MSLK.

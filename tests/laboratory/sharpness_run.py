@@ -29,7 +29,7 @@ from tiebreak.laboratory.ranks import Ranks
 from tiebreak.laboratory.reduced import Reduction, parse_reduction
 from tiebreak.laboratory.reduced_gpt2 import parse_attention, reduced_gpt2
 from tiebreak.laboratory.sharpness import sharpness
-from tiebreak.laboratory.training import Recipe, Training
+from tiebreak.laboratory.training import Recipe, Steps, Training
 from tiebreak.matrix.memory import keep_memory
 
 TRAINED, ON, BACK = "trained", "on", "back"  # a run's phases
@@ -124,7 +124,8 @@ def _stretch(task: Task, folder: Path, phase: str, reduction: Reduction) -> tupl
     learnt, kept_apart = texts(corpus().tokens, sizes, settings.held_out)
     schedule = Schedule(settings.steps + settings.more, settings.rate, _WARM_UP)
     batches = Batches(learnt, settings.sequences, sizes.context, task.seed)
-    training = Training(model, batches, Recipe(schedule, "adamw", "fp32", parts=1), identity, folder, Ranks())
+    steps = Steps(model, batches, Recipe(schedule, "adamw", "fp32", parts=1), Ranks())
+    training = Training(steps, identity, folder)
     if phase != TRAINED:
         training.resume(load(folder, identity))
     end = settings.steps if phase == TRAINED else schedule.steps

@@ -34,7 +34,7 @@ from tiebreak.laboratory.checkpoints import CHECKPOINT, CheckpointError, load
 from tiebreak.laboratory.progress import COLLAPSED_DIVERSITY, COLLAPSED_REPORTS, LOG, EarlyWarning
 from tiebreak.laboratory.ranks import Ranks, joined, take_device
 from tiebreak.laboratory.train_options import configuration, in_layers, parse, parts
-from tiebreak.laboratory.training import NotFiniteAtStartError, Recipe, Training
+from tiebreak.laboratory.training import NotFiniteAtStartError, Recipe, Steps, Training
 from tiebreak.reports.errors import UsageError
 
 DONE, EXPLODED, USAGE, INTERRUPTED = 0, 1, 2, 130  # exit codes
@@ -158,7 +158,8 @@ def _training(options: argparse.Namespace, ranks: Ranks) -> Training:
     if (options.out / LOG).exists() and not options.resume:
         raise UsageError(f"{options.out} holds a run already; go on with --resume or name another --out")
     checkpoint = load(options.out, run) if options.resume else None
-    training = Training(_model(options, sizes, backend), batches, recipe, run, options.out, ranks)
+    steps = Steps(_model(options, sizes, backend), batches, recipe, ranks)
+    training = Training(steps, run, options.out)
     if checkpoint is not None:
         training.resume(checkpoint)
     elif ranks.first:

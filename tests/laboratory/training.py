@@ -64,7 +64,7 @@ class Steps:
         Raises:
             ValueError: no such optimiser.
         """
-        self._model, self._batches, self._recipe, self._ranks = model, batches, recipe, ranks
+        self.model, self._batches, self.recipe, self.ranks = model, batches, recipe, ranks
         self.weights = list(model.parameters())
         self._device = self.weights[0].device
         self.optimizers = optimizers(recipe.optimizer, model)
@@ -79,19 +79,19 @@ class Steps:
             observers: of a part's calls of attention, by the part's number.
             stop: whether this process was asked to stop; asked once.
         """
-        rate = self._recipe.schedule.at(step)
+        rate = self.recipe.schedule.at(step)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
             for group in optimizer.param_groups:
                 group["lr"] = rate
         sums = torch.zeros(2, device=self._device)  # the loss, who was asked to stop
-        for part in self._ranks.share(self._recipe.parts):
+        for part in self.ranks.share(self.recipe.parts):
             sums[0] += self._part(step, part, observers(part))
         sums[1] = float(stop())
-        self._ranks.add(sums)
+        self.ranks.add(sums)
         for weight in self.weights:
             assert weight.grad is not None
-            self._ranks.add(weight.grad)
+            self.ranks.add(weight.grad)
         nn.utils.clip_grad_norm_(self.weights, CLIP)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -99,17 +99,17 @@ class Steps:
 
     def _part(self, step: int, part: int, observers: Sequence[Observer]) -> Tensor:
         """Forward and backward pass of one part; its share of the loss."""
-        parts = self._recipe.parts
+        parts = self.recipe.parts
 
         def observe(observation: Observation) -> None:
             for observer in observers:
                 observer(observation)
 
-        self._model.observer = observe if observers else None
+        self.model.observer = observe if observers else None
         tokens, targets = (tensor.to(self._device) for tensor in self._batches.batch(step, part, parts))
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._recipe.precision == "bf16"):
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
             # Parts are numbered like steps: each has noise of its own.
-            loss = self._model.loss(tokens, targets, step * parts + part) / parts
+            loss = self.model.loss(tokens, targets, step * parts + part) / parts
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -117,31 +117,15 @@ class Steps:
 class Training:
     """A run that can be stopped at any step and resumed to the bit."""
 
-    def __init__(
-        self,
-        model: GPT2,
-        batches: Batches,
-        recipe: Recipe,
-        run: dict[str, str | int | float],
-        folder: Path,
-        ranks: Ranks,
-    ) -> None:
+    def __init__(self, steps: Steps, run: dict[str, str | int | float], folder: Path) -> None:
         """Set up a run at step 0.
 
         Args:
-            model: with its kernels and arithmetic, on its device.
-            batches: the data, of any step, divisible into the recipe's parts.
-            recipe: how steps are taken.
+            steps: how they are taken, of which model.
             run: what the run was told, kept in its checkpoints.
             folder: for the log, checkpoints and, after an explosion, the last steps' attention inputs.
-            ranks: the processes that share a batch's parts; their number divides that of the parts.
-
-        Raises:
-            ValueError: no such optimiser.
         """
-        self._model, self._recipe, self._run, self._folder = model, recipe, run, folder
-        self._ranks, self._log = ranks, Log(folder)
-        self._steps = Steps(model, batches, recipe, ranks)
+        self._steps, self._run, self._folder, self._log = steps, run, folder, Log(folder)
         self._watch, self._captures = Watch(), Captures()
         self.done = 0  # steps
         self.exploded = self.interrupted = False
@@ -154,11 +138,11 @@ class Training:
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on where a checkpoint was taken; what the log says of later steps is forgotten."""
-        self._model.load_state_dict(checkpoint.model)
+        self._steps.model.load_state_dict(checkpoint.model)
         for optimizer, state in zip(self._steps.optimizers, checkpoint.optimizers, strict=True):
             optimizer.load_state_dict(state)
         self._watch, self.done = Watch(*checkpoint.watch), checkpoint.step
-        if self._ranks.first:
+        if self._steps.ranks.first:
             self._log.forget_after(checkpoint.step)
 
     def reports(self, every: int, checkpoint_every: int, stop: Callable[[], bool] = _never) -> Iterator[Progress]:
@@ -173,19 +157,19 @@ class Training:
             NotFiniteAtStartError: the very first loss is NaN or Inf.
             CheckpointError: no checkpoint can be written.
         """
-        steps = self._recipe.schedule.steps
+        steps = self._steps.recipe.schedule.steps
         while self.done < steps and not self.exploded and not self.interrupted:
             last = self.done + 1 == steps
-            readings = Readings(self._model) if (self.done + 1) % every == 0 or last else None
+            readings = Readings(self._steps.model) if (self.done + 1) % every == 0 or last else None
             result = self._step(readings, stop)
             loss, rate, self.interrupted = result.loss, result.rate, result.stop
             if self.done == 1 and not math.isfinite(loss):
                 raise NotFiniteAtStartError(f"the loss of the first step is {loss}: check the kernel and the data")
             self.exploded = self._watch.diverged(loss) is not None
-            progress = None if readings is None else readings.report(self.done, loss, rate, self._ranks)
+            progress = None if readings is None else readings.report(self.done, loss, rate, self._steps.ranks)
             if self.exploded and progress is None:
                 progress = Progress(self.done, loss, rate)
-            if self._ranks.first:
+            if self._steps.ranks.first:
                 self._keep(progress, checkpoint=self.done % checkpoint_every == 0 or last or self.interrupted)
             if progress is not None:
                 yield progress
@@ -208,4 +192,4 @@ class Training:
         elif checkpoint:
             watch = (self._watch.lowest, self._watch.above)
             states = [optimizer.state_dict() for optimizer in self._steps.optimizers]
-            save(Checkpoint(self.done, self._run, self._model.state_dict(), states, watch), self._folder)
+            save(Checkpoint(self.done, self._run, self._steps.model.state_dict(), states, watch), self._folder)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 from tiebreak.backends.backend import Backend
@@ -141,13 +141,7 @@ class Kind(ABC):
     """One kind of experiment."""
 
     name: str
-    about: str  # one line
-    legend: str = ""  # what its tables show
-    headline: str | None = None  # the measure, in ulps, that heat maps colour
-    largest: str | None = None  # the measure that comparisons show beside it: the largest error
-    agreement: str | None = None  # the measure that is the share of bits that agree with a prediction
-    carried: str | None = None  # the measure that is how much of a bias of O gradients contain, as a share
-    pooled: bool = False  # whether tables put all seeds of a kernel in one place, kernels down and cases across
+    described: ExperimentRecord  # what it is, for the file of records
 
     @abstractmethod
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
@@ -164,11 +158,6 @@ class Kind(ABC):
     @abstractmethod
     def measures(self) -> Mapping[str, Measure]:
         """What its results measure, by name."""
-
-    @property
-    def described(self) -> ExperimentRecord:
-        """What it is, for the file of records."""
-        return ExperimentRecord(**{each.name: getattr(self, each.name) for each in fields(ExperimentRecord)})
 
     def kernels(self, backend: Backend) -> Mapping[str, Kernel]:
         """Kernels by name that it has beside the backend's own, and that --kernels takes."""

@@ -174,13 +174,13 @@ class TestExactProducts:
     def test_kernels_of_others_run_under_them(self) -> None:
         states: list[dict[str, object]] = []
 
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             states.append(switches() | {"math": reduced_math()})
             return q + k.sum() + v.sum()
 
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
         try:
-            vendor.through_autograd(call, made("random"), True)
+            vendor.through_autograd(call, made("random"), ARITHMETIC, True)
             assert reduced_math()
         finally:
             torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)

@@ -88,7 +88,10 @@ class _Alone(Kind):
         return {"equal_alone": Measure("equal_alone", told, worse="less", limit=0.0, column=True)}
 
 
-KIND = _Alone(Alone.kind, "a call compared with its heads alone", "the share of heads with the same bits alone")
+KIND = _Alone(
+    Alone.kind,
+    records.ExperimentRecord("a call compared with its heads alone", "the share of heads with the same bits alone"),
+)
 '''
 
 

@@ -257,12 +257,12 @@ def test_a_silent_fall_back_is_an_error(
 
     monkeypatch.setattr(sdpa, "sdpa_kernel", ignoring)
     with pytest.raises(NotTheOneForcedError, match=message):
-        sdpa.compute(forced, _inputs("random"), CPU.arithmetic, gradients)
+        sdpa.computing(forced)(_inputs("random"), CPU.arithmetic, gradients)
 
 
 def test_another_device_s_flash_implementation_is_not_the_one_forced() -> None:
     with pytest.raises(NotTheOneForcedError, match=f"PyTorch ran {sdpa.CPU_FLASH.operator}"):
-        sdpa.compute(sdpa.CUDA_FLASH, _inputs("random"), CPU.arithmetic, False)
+        sdpa.computing(sdpa.CUDA_FLASH)(_inputs("random"), CPU.arithmetic, False)
 
 
 class _AskedError(Exception):
@@ -301,7 +301,7 @@ def _square_and_padded() -> AttentionInputs:
 )
 def test_only_a_square_causal_mask_goes_by_the_flag(inputs: AttentionInputs, mask: bool, flag: bool) -> None:
     with pytest.raises(_AskedError) as request:
-        sdpa.compute(MASKED_ON_CPU, inputs, CPU.arithmetic, False)
+        sdpa.computing(MASKED_ON_CPU)(inputs, CPU.arithmetic, False)
     assert request.value.args == (mask, flag)
 
 
@@ -309,7 +309,7 @@ def test_only_a_square_causal_mask_goes_by_the_flag(inputs: AttentionInputs, mas
 def test_a_causal_mask_is_the_inputs_however_it_is_told(queries: int) -> None:
     inputs = _rows("random_causal", queries)
     ref = reference(inputs)
-    o = sdpa.compute(MASKED_ON_CPU, inputs, CPU.arithmetic, False).o.double()
+    o = sdpa.computing(MASKED_ON_CPU)(inputs, CPU.arithmetic, False).o.double()
     assert ((o - ref.o).abs() <= error_bound(inputs, ref, _declaration())).all()
 
 

@@ -209,7 +209,7 @@ def where_bias_is(verdict: str | None, measures: Mapping[str, Value], fmt: Forma
         measures: of the cell.
         fmt: of O.
     """
-    bias, rounded, delta = (measures.get(name) for name in ("bias", "rounded_bias", KIND.carried or ""))
+    bias, rounded, delta = (measures.get(name) for name in ("bias", "rounded_bias", KIND.described.carried or ""))
     if verdict != Verdict.BIASED.value or not isinstance(bias, Interval):
         return None, None
     tied = of_tied_outputs(bias, rounded) if isinstance(rounded, Interval) else None
@@ -231,7 +231,7 @@ def shown(nonfinite: float, gain: float, bias: float, verdict: str | None) -> re
         return records.Shown(records.SHRUNK, gain)
     if records.finite(bias) is None:
         return records.Shown(records.NO_NUMBER)
-    return records.Shown.of(KIND.headline or "", bias, verdict=verdict)
+    return records.Shown.of(KIND.described.headline or "", bias, verdict=verdict)
 
 
 def _fits(sampler: SequentialSampler) -> dict[str, Any]:
@@ -293,11 +293,13 @@ class _Calls(Kind):
 
 KIND = _Calls(
     Call.kind,
-    "one call of attention on scripted or captured input",
-    "bias of O in ulps, + away from zero. B: biased (99.9 % beyond 0.05 ulp), ?: not known yet, neither: unbiased;\n"
-    "NaN: NaN or Inf where the reference is finite; x..: the output shrinks to that share.",
-    headline="bias",
-    largest="max_ulps",
-    agreement="equal_bits",
-    carried="delta_bias_in_dq",
+    records.ExperimentRecord(
+        "one call of attention on scripted or captured input",
+        "bias of O in ulps, + away from zero. B: biased (99.9 % beyond 0.05 ulp), ?: not known yet, neither:"
+        " unbiased;\nNaN: NaN or Inf where the reference is finite; x..: the output shrinks to that share.",
+        headline="bias",
+        largest="max_ulps",
+        agreement="equal_bits",
+        carried="delta_bias_in_dq",
+    ),
 )

@@ -226,8 +226,10 @@ class _TrainingRuns(Kind):
 
 KIND = _TrainingRuns(
     TrainingRun.kind,
-    "a short training run of a small GPT-2",
-    pooled=True,
-    legend="A short GPT-2 run for every cell, its first head scripted into the paper's failure state; what differs is"
-    " the kernel.\n...@train sums l from P̄ before its cast, ...@train_l_rounded after.",
+    records.ExperimentRecord(
+        "a short training run of a small GPT-2",
+        "A short GPT-2 run for every cell, its first head scripted into the paper's failure state; what differs is"
+        " the kernel.\n...@train sums l from P̄ before its cast, ...@train_l_rounded after.",
+        pooled=True,
+    ),
 )

@@ -99,7 +99,10 @@ class _Usages(Kind):
 
 KIND = _Usages(
     Using.kind,
-    "a user's kernel called in other ways, on the same numbers",
-    "share of elements with other bits in the other call; as good are others of equal accuracy;\n"
-    "of the log-sum-exp its largest error in fp32 ulps, and its base; of hidden NaN the share of O or a gradient lost.",
+    records.ExperimentRecord(
+        "a user's kernel called in other ways, on the same numbers",
+        "share of elements with other bits in the other call; as good are others of equal accuracy;\n"
+        "of the log-sum-exp its largest error in fp32 ulps, and its base;"
+        " of hidden NaN the share of O or a gradient lost.",
+    ),
 )

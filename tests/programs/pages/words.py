@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "words.md"
 def of_measures() -> Iterator[str]:
     """A table of measures for every kind of experiment."""
     for name, kind in kinds().items():
-        yield from (f"### Measures of {name}", "", f"{_capital(kind.about)}.", "")
+        yield from (f"### Measures of {name}", "", f"{_capital(kind.described.about)}.", "")
         rows = (_row("measure", each.name, _about(each), each.term) for each in kind.measures().values())
         yield from table(("measure", "in one sentence", "the field's term"), rows, right=False)
         yield ""
