@@ -123,10 +123,12 @@ class GradientErrorBounds:
         queries, keys = ref.p.shape[-2:]
 
         def bound(error: Tensor, factor: Tensor, exact: Tensor, terms: int, scale: float) -> Tensor:
-            # In place: a fresh large tensor costs as much as what is computed into it.
-            total: Tensor = (error @ factor).add_(exact, alpha=self._last + terms * FP32.unit_roundoff).mul_(scale)
-            # Inf * 0, where the scores' rounding can move any weight to any key.
-            return total.add_(inputs.formats.output.smallest_subnormal).nan_to_num_(nan=torch.inf, posinf=torch.inf)
+            total = torch.empty_like(exact)
+            for e, f, x, part in zip(error, factor, exact, total, strict=True):  # which stay in a core's cache
+                torch.matmul(e, f, out=part).add_(x, alpha=self._last + terms * FP32.unit_roundoff).mul_(scale)
+                # Inf * 0, where the scores' rounding can move any weight to any key.
+                part.add_(inputs.formats.output.smallest_subnormal).nan_to_num_(nan=torch.inf, posinf=torch.inf)
+            return total
 
         (k, q, do), (by_k, by_q, by_do) = self._factors, self._sums
         dq = bound(ds_error, k, by_k, keys, inputs.scale)

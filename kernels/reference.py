@@ -1,6 +1,7 @@
 """Attention in fp64: what every kernel is measured against."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +27,20 @@ def reference(inputs: AttentionInputs) -> Reference:
     Returns:
         The forward pass and the terms of the paper's equation 1.
     """
+    entries = [_reference(entry) for entry in _entries(inputs)]  # of which each stays in a core's cache
+    parts = {part.name: [getattr(entry, part.name) for entry in entries] for part in fields(Reference)}
+    return Reference(**{name: torch.cat(tensors) for name, tensors in parts.items()})
+
+
+def _entries(inputs: AttentionInputs) -> Iterator[AttentionInputs]:
+    """The calls of a batch."""
+    for at in range(inputs.q.shape[0]):
+        q, k, v, do = (tensor[at : at + 1] for tensor in (inputs.q, inputs.k, inputs.v, inputs.do))
+        padding = None if inputs.key_padding is None else inputs.key_padding[at : at + 1]
+        yield replace(inputs, q=q, k=k, v=v, do=do, key_padding=padding)
+
+
+def _reference(inputs: AttentionInputs) -> Reference:
     k, v = inputs.expanded_k().double(), inputs.expanded_v().double()
     s = inputs.q.double() @ k.transpose(-1, -2) * inputs.scale
     hidden = inputs.hidden()

@@ -10,6 +10,8 @@ from tiebreak.backends.emulation.targets import core_of
 from tiebreak.backends.emulation.tensor_cores import tensor_core_matmul
 from tiebreak.kernels.plans import Accumulator
 
+_AT_ONCE = 2**18  # elements of an operand, at most: 2 MB in fp64
+
 
 @dataclass(frozen=True)
 class Accumulation:
@@ -20,7 +22,16 @@ class Accumulation:
 
 
 def _exact_matmul(a: Tensor, b: Tensor) -> Tensor:
-    return (a.double() @ b.double()).float()
+    if a.dim() != 4 or a.shape[:2] != b.shape[:2] or a.device.type != "cpu":
+        return (a.double() @ b.double()).float()
+    # A few heads at a time: what is in fp64 stays in a core's cache.
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    product = torch.empty(*a.shape[:2], m, n)
+    at_once = max(1, _AT_ONCE // max(1, m * k, k * n, m * n))
+    pieces = (torch.split(tensor.flatten(0, 1), at_once) for tensor in (a, b, product))
+    for ours, theirs, part in zip(*pieces, strict=True):
+        part.copy_(ours.double() @ theirs.double())
+    return product
 
 
 def _exact_total(x: Tensor) -> Tensor:

