@@ -3,19 +3,22 @@ VENV    := .venv
 STAMP   := $(VENV)/.installed
 FULL    := $(VENV)/.complete
 PY      := $(VENV)/bin/python
-INSTALL := $(PY) -m pip install --quiet -e
+INSTALL := $(PY) -m pip install --quiet --no-compile -e
 ARGS    ?=
 SEEDS   ?= 100
 # Tried by running it: a version manager puts names on PATH that only print an error.
 SUITABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 PYTHON  ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,\
              $(shell $(name) -c '$(SUITABLE)' >/dev/null 2>&1 && echo $(name))))
-PACKAGES := $(addprefix -p tiebreak.,kernels backends cases reports matrix programs laboratory defects)
 
 # Also for the environment that pip builds the package in: the first name up to pip 25.2, the second from 25.3 on.
 export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# pip compiles every file of every package, one after another; the first import compiles what is used, and keeps it, also
+# where the shell says otherwise: each of a hundred processes that the tests start would compile it again.
+unexport PYTHONDONTWRITEBYTECODE
+DONE := $(PY) -c 'import tiebreak.matrix.plugin' && touch $(STAMP)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -42,14 +45,14 @@ endef
 $(STAMP): pyproject.toml constraints.txt
 	$(environment)
 	$(INSTALL) '.[test]'
-	@touch $@
+	@$(DONE)
 
 # With wheels that the matrix on a CPU does without, triton's 290 MB among them, and that there are not for every machine:
 # each alone, where not all can be had.
 $(FULL): pyproject.toml constraints.txt
 	$(environment)
-	@$(INSTALL) '.[test,triton,docs]' && touch $(STAMP) $@ || { \
-	  $(INSTALL) '.[test]' && touch $(STAMP) || exit 1; \
+	@$(INSTALL) '.[test,triton,docs]' && $(DONE) $@ || { \
+	  $(INSTALL) '.[test]' && $(DONE) || exit 1; \
 	  for extra in triton docs; do \
 	    $(INSTALL) ".[$$extra]" || echo "$$extra can't be installed: its tests are skipped, for that reason" >&2; \
 	  done; }
@@ -77,12 +80,11 @@ test: $(FULL) lint suite  ## lint, types and the whole test suite, held against 
 suite: $(FULL)
 	$(PY) -m pytest -n auto --baseline reports/baselines/emulation.json --across $(ARGS)
 
-# tests/matrix, programs, laboratory and defects are left out of the second run: the first has them, as they are imported.
+# All that is imported as tiebreak.*, then the other tests.
 lint: $(STAMP)  ## ruff: rules and format; mypy --strict
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy $(PACKAGES)
-	$(PY) -m mypy conftest.py tests --exclude '^tests/(matrix|programs|laboratory|defects)/'
+	$(PY) -m mypy -n auto .typing/tiebreak conftest.py tests --exclude '^tests/(matrix|programs|laboratory|defects)/'
 
 docs: $(FULL)  ## the documentation as a site: out/docs/site/index.html
 	$(PY) -m tiebreak.programs.pages.site $(ARGS)

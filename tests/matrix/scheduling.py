@@ -56,6 +56,16 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
                 self.workqueue.move_to_end(scope)
         super()._assign_work_unit(node)
 
+    def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+        """Forget the groups that are done: xdist 3.8 counts through all that a worker ever had, at every test."""
+        del duration
+        test = self.registered_collections[node][item_index]
+        workload, scope = self.assigned_work[node], self._split_scope(test)
+        workload[scope][test] = True
+        if all(workload[scope].values()):
+            del workload[scope]
+        self._reschedule(node)
+
     def remove_node(self, node: Any) -> str | None:
         """The test that killed a worker; the rest of its work goes to the others.
 
