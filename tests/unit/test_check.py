@@ -50,7 +50,7 @@ def attention(q, k, v, *, causal=False, scale=None):
     return ((p.to(v.dtype) @ v) / p.sum(-1, keepdim=True)).to(q.dtype)
 """
 BIASED_ON_ONE = "attention on cpu, bf16: biased on 1 of 1 failure input"
-FEW = ("--cases", "tied_maxima[k=2],no_tail,random_grouped", "--heads", "64", "-n", "1")
+FEW = ("--cases", "tied_maxima[k=2],no_tail,random_grouped", "--heads", "64")
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_verdict_comes_first_then_what_it_rests_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main(["mine.py:attention", *FEW]) == 0
+    assert check.main(["mine.py:attention", *FEW, "-n", "1"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == f"{BIASED_ON_ONE}, by its own rounding"
     assert printed[1].startswith("  in training harmless: its gradients don't contain it, delta is off by ")
@@ -75,11 +75,6 @@ def test_the_verdict_comes_first_then_what_it_rests_on(folder: Path, capsys: pyt
     assert any(line.startswith("tied_maxima[k=2] ") for line in printed[7:])
     assert printed[-1] == "records: out/last.json"
     assert {record.case for record in store.read(folder / "out" / "last.json").records} >= {"no_tail"}
-
-
-def test_what_falls_is_exit_code_1(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main(["mine.py:attention", "--fair", *FEW]) == 1
-    assert "  fell        claim in tied_maxima[k=2]\n" in capsys.readouterr().out
 
 
 def test_why_a_run_fell_is_told_though_no_cell_did(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +91,7 @@ def test_why_a_run_fell_is_told_though_no_cell_did(folder: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "line"),
     [
         (("mine.py:attention", "-n", "many"), "tiebreak check: argument -n/--workers: many: expected a number"),
         (("absent.py:f",), "tiebreak check: --kernel absent.py:f: cannot import absent.py: no such file: absent.py"),
@@ -105,13 +100,13 @@ def test_why_a_run_fell_is_told_though_no_cell_did(folder: Path, capsys: pytest.
     ],
 )  # fmt: skip
 def test_bad_usage_is_one_line_and_exit_code_2(
-    folder: Path, words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, words: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["check", *words]) == 2
-    found = capsys.readouterr()
-    assert found.out == ""
-    assert found.err.startswith(told)
-    assert len(found.err.splitlines()) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(line)
+    assert len(printed.err.splitlines()) == 1
     assert not (folder / "out").exists()
 
 
@@ -123,35 +118,38 @@ def test_few_cheap_cells_take_no_workers(pytester: pytest.Pytester, cases: str, 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there it always has workers")
-@pytest.mark.parametrize(
-    ("end", "limit", "why"),
-    [
-        ("os._exit(0)", 60.0, "the process has ended"),
-        ("re.fullmatch('(a+)+b', 'a' * 64)", 2.0, "no result after 2 s; it was in "),
-    ],
-)
-def test_a_kernel_that_ends_or_holds_the_one_process_is_run_again_with_workers(
-    folder: Path, end: str, limit: float, why: str
-) -> None:
+def test_a_kernel_that_holds_the_one_process_is_run_again_with_workers(folder: Path) -> None:
     """Here it does so where there are no workers alone."""
     (folder / "mine.py").write_text(
         KERNEL.replace(
             "import torch\n",
             "import os, re, torch\nfrom tiebreak.matrix.experiments.call import Call\n"
-            f"alone = 'PYTEST_XDIST_WORKER' not in os.environ\nif alone:\n    Call.time_limit = {limit}\n",
-        ).replace("    p =", f"    if alone and q.shape[2] == 7:\n        {end}\n    p =")
+            "alone = 'PYTEST_XDIST_WORKER' not in os.environ\nif alone:\n    Call.time_limit = 2.0\n",
+        ).replace("    p =", "    if alone and q.shape[2] == 7:\n        re.fullmatch('(a+)+b', 'a' * 64)\n    p =")
     )
     command = [sys.executable, "-m", "tiebreak.reports.cli", "check", "mine.py:attention"]
-    options = ("--cases", "random,random_odd", "--heads", "16")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    options = ("--plan", "paper", "--cases", "random,random_odd", "--heads", "16")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    environment = inherited | {"PYTEST_XDIST_AUTO_NUM_WORKERS": "1"}
     ran = subprocess.run(
         [*command, *options], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "2 cells: 2 held" in ran.stdout
     (line,) = ran.stderr.splitlines()
-    assert line.startswith(f"tiebreak check: {why}")
+    assert line.startswith("tiebreak check: no result after 2 s; it was in ")
     assert line.endswith("; once more with workers, to tell which cells are to blame")
+
+
+def test_a_kernel_that_ends_the_one_process_is_run_again_with_workers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(forked, "possible", lambda: True)
+    monkeypatch.setattr(forked, "in_a_fork", lambda work: None)
+    monkeypatch.setattr(check, "_check", lambda options, teller: 7)
+    assert check.main(["mine.py:attention"]) == 7
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tiebreak check: the process has ended, or its device is beyond use; once more with workers")
 
 
 def test_what_falls_falls_though_nobody_reads_on(folder: Path) -> None:
@@ -183,16 +181,17 @@ def test_pytest_runs_the_matrix_in_a_repository_of_its_own(tmp_path: Path) -> No
     own = "def pytest_addoption(parser):\n    parser.addoption('--{}')\n"
     (tmp_path / "conftest.py").write_text(own.format("slow"))
     assert "1 passed" in pytest_in(tmp_path).stdout
-    found = pytest_in(tmp_path, "--kernel", "kernels/flash.py:attention", "--cases", "no_tail", "--heads=16", "-n", "1")
-    assert found.returncode == 0
-    assert "attention on cpu, bf16: no failure input was run" in found.stdout
-    assert "1 cell: 1 held" in found.stdout
-    assert "1 passed" in found.stdout
-    both = pytest_in(tmp_path, "tests", "--kernel", "kernels/flash.py:attention", "--cases", "no_tail", "--heads=16")
+    mine = ("--kernel", "kernels/flash.py:attention", "--plan", "paper", "--cases", "no_tail", "--heads=16")
+    matrix = pytest_in(tmp_path, *mine)
+    assert matrix.returncode == 0
+    assert "attention on cpu, bf16: no failure input was run" in matrix.stdout
+    assert "1 cell: 1 held" in matrix.stdout
+    assert "1 passed" in matrix.stdout
+    both = pytest_in(tmp_path, "tests", *mine)
     assert "1 cell: 1 held" in both.stdout
     assert "1 failed, 1 passed" in both.stdout  # its own test looks for the matrix' modules
     (tmp_path / "conftest.py").write_text(own.format("backend"))
-    taken = pytest_in(tmp_path, "--kernel", "kernels/flash.py:attention", "--cases", "no_tail")
+    taken = pytest_in(tmp_path, *mine)
     assert taken.returncode == 4  # pytest's own, of bad usage
     assert "--kernel: a conftest.py here and tiebreak have an option of one name" in taken.stderr
 
@@ -240,16 +239,18 @@ def test_a_fix_is_told_by_the_plan_and_by_where_it_fails(
         replace(record("crashing", None, 0.0), outcome=CRASHED, shown=None),
         record("control", BIASED, 0.1),
     )
-    cases = {one.case: CaseRecord("", failure=one.case != "control") for one in records}
+    cases = {cell.case: CaseRecord("", failure=cell.case != "control") for cell in records}
     explanations = {"cpu-mine": Explanation(plan[0], plan[1:], 2, 0.99)}
-    (found,) = verdicts(Run({}, {}, records=records, cases=cases, explanations=explanations, plans=PLANS))
-    told = "biased on 1 and NaN or Inf on 1" if failing == 2 else "NaN or Inf on 1"
-    assert found.headline == f"mine on cpu, bf16: {told} of 3 failure inputs, 1 not known"
-    assert (found.biased + found.nonfinite, found.inputs, found.unknown) == (failing, 3, 1)
-    assert f"fix         {fix}" in found.text
-    assert "NaN         large NaN" in found.text
-    assert "elsewhere   control +0.10" in found.text
-    assert "ended       crashing crash" in found.text
+    (summary,) = verdicts(Run({}, {}, records=records, cases=cases, explanations=explanations, plans=PLANS))
+    fails = "biased on 1 and NaN or Inf on 1" if failing == 2 else "NaN or Inf on 1"
+    assert summary.headline == f"mine on cpu, bf16: {fails} of 3 failure inputs, 1 not known"
+    assert (summary.biased + summary.nonfinite, summary.inputs) == (failing, 3)
+    assert summary.unknown == 1
+    text = summary.text
+    assert f"fix         {fix}" in text
+    assert "NaN         large NaN" in text
+    assert "elsewhere   control +0.10" in text
+    assert "ended       crashing crash" in text
 
 
 @pytest.mark.parametrize(
@@ -269,10 +270,10 @@ def test_a_declared_plan_is_told_with_what_came_of_its_prediction(
         declared(record("tie", BIASED, 0.23), measures={"equal_bits": 0.99}),
         declared(record("other", UNBIASED, 0.0), measures={"equal_bits": 1.0}),
     )
-    cases = {one.case: CaseRecord("", failure=True) for one in records}
-    (found,) = verdicts(Run({}, {}, records=records, cases=cases, experiments=EXPERIMENTS, plans=PLANS))
-    assert f"fix         {fix}" in found.text
-    assert f"rounding    {rounding}" in found.text
+    cases = {cell.case: CaseRecord("", failure=True) for cell in records}
+    (summary,) = verdicts(Run({}, {}, records=records, cases=cases, experiments=EXPERIMENTS, plans=PLANS))
+    assert f"fix         {fix}" in summary.text
+    assert f"rounding    {rounding}" in summary.text
 
 
 @pytest.mark.parametrize(
@@ -350,8 +351,10 @@ def validated(text: str) -> Any:
     return plain
 
 
-def test_json_is_the_verdict_and_nothing_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main(["mine.py:attention", "--fair", *FEW, "--json", "-"]) == 1
+def test_what_falls_is_exit_code_1_and_json_is_the_verdict_and_nothing_else(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check.main(["mine.py:attention", "--fair", *FEW, "-n", "0", "--json", "-"]) == 1
     text = capsys.readouterr().out
     (plain,) = validated(text)["verdicts"]
     (again,) = verdict.from_json(text)
@@ -361,6 +364,7 @@ def test_json_is_the_verdict_and_nothing_else(folder: Path, capsys: pytest.Captu
     assert (again.ok, again.seed, again.cells) == (False, 1, {"fell": 1, "held": 1, "skipped": 1})
     assert [(cell.cell, cell.outcome) for cell in again.fell] == [("cpu-attention-tied_maxima[k=2]-bf16", "fell")]
     assert "--cases 'tied_maxima[k=2]'" in again.fell[0].command
+    assert "  fell        claim in tied_maxima[k=2]" in again.text.splitlines()
     assert again.command.startswith("tiebreak check mine.py:attention --fair --cases ")
 
 
@@ -369,11 +373,11 @@ def test_a_verdict_is_an_object_of_a_function_in_a_file(folder: Path, monkeypatc
     monkeypatch.syspath_prepend(str(folder))
     attention = importlib.import_module("mine").attention
     del sys.modules["mine"]  # other tests have a module of that name
-    told = tiebreak.check(attention, cases="tied_maxima[k=2]", heads=64, seed=2, workers=0)
-    assert str(told).startswith(f"{BIASED_ON_ONE}, by its own rounding\n")
-    assert (told.ok, told.biased, told.seed, told.fell) == (True, 1, 2, ())
-    assert told.plan.plans[0] == "flash@paper"
-    assert told.versions["torch"] == torch.__version__
+    checked = tiebreak.check(attention, cases="tied_maxima[k=2]", heads=64, seed=2, workers=0)
+    assert str(checked).startswith(f"{BIASED_ON_ONE}, by its own rounding\n")
+    assert (checked.ok, checked.biased, checked.seed, checked.fell) == (True, 1, 2, ())
+    assert checked.plan.plans[0] == "flash@paper"
+    assert checked.versions["torch"] == torch.__version__
     assert not (folder / "out").exists()
 
 
@@ -382,7 +386,7 @@ def test_a_function_without_a_file_is_checked_in_this_process_alone(tmp_path: Pa
     exec(KERNEL, names)
     with pytest.raises(UsageError, match=r"^'attention' stands in no file .* in_process=True$"):
         tiebreak.check(names["attention"])
-    told = tiebreak.check(names["attention"], in_process=True, cases="no_tail", heads=16)
-    assert told.headline == "attention on cpu, bf16: no failure input was run, nothing is known of its bias"
+    checked = tiebreak.check(names["attention"], in_process=True, cases="no_tail", heads=16)
+    assert checked.headline == "attention on cpu, bf16: no failure input was run, nothing is known of its bias"
     with pytest.raises(UsageError, match=r"^tiebreak.check has no heds; it has backend, "):
         tiebreak.check(names["attention"], heds=16)

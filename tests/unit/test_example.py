@@ -1,16 +1,15 @@
 """The repository in examples/: its CI holds as it stands, and falls, naming the cell, once its kernel is worse."""
 
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+Gate = Callable[[], pytest.RunResult]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my-kernel"
 WORKFLOW = EXAMPLE / ".github" / "workflows" / "attention.yml"
 INSTALLING = "pip install "
@@ -26,31 +25,18 @@ def steps() -> list[str]:
     return [" ".join((folded or line).split()) for _, folded, line in commands]
 
 
-def gate(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run what CI runs once all is installed, as it stands in the workflow, in a shell that finds this environment."""
-    (command,) = [step for step in steps() if not step.startswith(INSTALLING)]
-    path = f"{folder.parent / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "GITHUB_"))}
-    environment = {
-        **inherited,
-        "PATH": path,
-        "PYTEST_XDIST_AUTO_NUM_WORKERS": "1",
-    }  # a second one would import torch again
-    return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """A copy of the example, beside a folder with the commands that an installed environment has on its PATH."""
-    (tmp_path / "bin").mkdir()
-    script = tmp_path / "bin" / "pytest"
-    script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m pytest "$@"\n', encoding="utf-8")
-    script.chmod(0o755)
-    copied = ("attention.py", "baseline.json", "pyproject.toml")
-    (tmp_path / "my-kernel").mkdir()
-    for name in copied:
-        shutil.copy(EXAMPLE / name, tmp_path / "my-kernel")
-    return tmp_path / "my-kernel"
+def gate(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Runs what CI runs once all is installed, as it stands in the workflow, in a copy of the repository."""
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "0")  # a worker would import torch again
+    for name in ("attention.py", "baseline.json", "pyproject.toml"):
+        shutil.copy(EXAMPLE / name, pytester.path)
+    (command,) = [step for step in steps() if not step.startswith(INSTALLING)]
+    program, *words = shlex.split(command)
+    assert program == "pytest"
+    return lambda: pytester.runpytest_inprocess(*words)
 
 
 def test_its_ci_installs_the_suite_then_runs_the_gate() -> None:
@@ -60,19 +46,20 @@ def test_its_ci_installs_the_suite_then_runs_the_gate() -> None:
     assert "--baseline baseline.json" in gated
 
 
-def test_its_ci_holds_and_a_planted_change_makes_the_gate_fall_and_name_it(repository: Path) -> None:
-    before = gate(repository)
-    assert before.returncode == 0, before.stdout + before.stderr
-    assert "6 cells: 4 held, 2 excused" in before.stdout
-    assert "gate held: 6 cells compared with baseline.json" in before.stdout
-    kernel = repository / "attention.py"
+def test_its_ci_holds_and_a_planted_change_makes_the_gate_fall_and_name_it(
+    gate: Gate, pytester: pytest.Pytester
+) -> None:
+    before = gate()
+    assert before.ret == 0
+    before.stdout.fnmatch_lines(["6 cells: 4 held, 2 excused*", "gate held: 6 cells compared with baseline.json*"])
+    kernel = pytester.path / "attention.py"
     source = kernel.read_text(encoding="utf-8")
     assert source.count(SOUND) == 1
     kernel.write_text(source.replace(SOUND, PLANTED), encoding="utf-8")
-    fell = gate(repository)
-    assert fell.returncode == 1
-    assert "gate FELL: 6 cells compared with baseline.json" in fell.stdout
-    worse = [line for line in fell.stdout.splitlines() if line.startswith("worse ")]
+    fell = gate()
+    assert fell.ret == 1
+    fell.stdout.fnmatch_lines(["gate FELL: 6 cells compared with baseline.json*"])
+    worse = [line for line in fell.outlines if line.startswith("worse ")]
     (tie,) = [line for line in worse if "cpu-attention-tied_maxima[k=2]-bf16: fell, held in the baseline" in line]
     assert re.search(r"not what flash@fused predicts: bias \+0\.2\d+ .* measured, bias -0\.0\d+ .* emulated", tie)
 
