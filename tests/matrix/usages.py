@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 import torch
+from torch import Tensor
 
 from tiebreak.kernels.external.call import FULL, Places
 from tiebreak.kernels.features import HIDDEN_NAN
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.matrix.asking import Asking, CallShape, Cut, visible_keys, with_keys
+from tiebreak.matrix.asking import Asking, CallShape, Cut, visible_keys
 from tiebreak.matrix.log_sum_exp import judge_lse
 from tiebreak.matrix.placements import before_nan, expanded, fused, transposed, within_nan
 from tiebreak.matrix.relations import Answers
@@ -33,7 +34,6 @@ class Usage:
     name: str  # of its cells
     about: str  # one line
     ask: Callable[[Asking], None]  # takes down what is so
-    source: str = ""  # where kernels were wrong so
 
 
 def strided_views(asking: Asking) -> None:
@@ -45,21 +45,19 @@ def strided_views(asking: Asking) -> None:
         "slices of a fused qkv buffer": Places.all(fused),
         "k alone transposed": Places(k=transposed),
     }
-    for asked, places in views.items():
-        asking.same(asked, asking.answers(inputs, places), plain, inputs)
+    asking.same_in(views, plain, inputs)
     if asking.has_gradients:
         ones = replace(inputs, do=torch.ones_like(inputs.do))
-        asking.same("dO of stride 0", asking.answers(ones, Places(do=expanded)), asking.answers(ones), ones)
+        asking.same_in({"dO of stride 0": Places(do=expanded)}, asking.answers(ones), ones)
 
 
 def past_the_end(asking: Asking) -> None:
     """NaN in the storage behind the last head, key and column."""
     inputs, plain = asking.inputs(), asking.plain
-    placings = [("NaN behind the last element", before_nan)]
+    views = {"NaN behind the last element": Places.all(before_nan)}
     if not asking.kernel.caller.convention.options.contiguous:
-        placings.append(("NaN behind every head's last key, and behind d", within_nan))
-    for asked, placing in placings:
-        asking.same(asked, asking.answers(inputs, Places.all(placing)), plain, inputs)
+        views["NaN behind every head's last key, and behind d"] = Places.all(within_nan)
+    asking.same_in(views, plain, inputs)
 
 
 def many_heads(asking: Asking) -> None:
@@ -86,6 +84,17 @@ class _Masked:
     inputs: AttentionInputs
     at: slice  # those keys
     cut: Cut  # what they must not change
+
+    @property
+    def padded(self) -> bool:
+        """Whether no row sees them."""
+        return self.inputs.key_padding is not None
+
+    def with_keys(self, k: Tensor, v: Tensor) -> AttentionInputs:
+        """With other K and V at those keys."""
+        all_k, all_v = self.inputs.k.clone(), self.inputs.v.clone()
+        all_k[:, :, self.at], all_v[:, :, self.at] = k, v
+        return replace(self.inputs, k=all_k, v=all_v)
 
 
 def _masked(asking: Asking) -> Iterator[_Masked]:
@@ -132,14 +141,17 @@ def _causal(asking: Asking) -> _Masked:
     return _Masked("keys ahead of a causal row", replace(inputs, do=do), last, visible_keys(before, before))
 
 
-def hidden_large(asking: Asking) -> None:
-    """Large numbers in K and V where a mask hides them."""
-    large = _LARGE if asking.fmt.largest > _LARGE**2 else _LARGE_FP16
+def hidden_keys(asking: Asking) -> None:
+    """Other K and V where a mask hides them: large ones in padding, which holds anything, else the same negated.
+
+    A key ahead of a causal row is another row's own: a kernel in 8 bits may share a scale with it.
+    """
+    large = torch.tensor(_LARGE if asking.fmt.largest > _LARGE**2 else _LARGE_FP16)
     for masked in _masked(asking):
-        plain = asking.answers(masked.inputs)
-        changed = with_keys(masked.inputs, masked.at, large, large)
-        asked = f"{large:.0f} in {masked.words}"
-        asking.same(asked, asking.answers(changed), plain, masked.inputs, cut=masked.cut)
+        plain, inputs = asking.answers(masked.inputs), masked.inputs
+        k, v = (large, large) if masked.padded else (-inputs.k[:, :, masked.at], -inputs.v[:, :, masked.at])
+        asked = f"{f'{large:.0f}' if masked.padded else 'other numbers'} in {masked.words}"
+        asking.same(asked, asking.answers(masked.with_keys(k, v)), plain, inputs, cut=masked.cut)
 
 
 def hidden_nan(asking: Asking) -> None:
@@ -149,11 +161,11 @@ def hidden_nan(asking: Asking) -> None:
         plain = asking.answers(masked.inputs)
         # The row that sees a NaN has NaN gradients, and so have all keys that it sees: of a causal mask O alone tells,
         # and V's NaN is multiplied by a P of 0 in every tile that has it.
-        padded = masked.inputs.key_padding is not None
         for number in (torch.nan, torch.inf):
-            answers = asking.answers(with_keys(masked.inputs, masked.at, number, number if padded else None))
-            cut = masked.cut
-            kept = cut(answers if padded else {"O": answers["O"]})
+            full, cut = torch.tensor(number), masked.cut
+            v = full if masked.padded else masked.inputs.v[:, :, masked.at]
+            answers = asking.answers(masked.with_keys(full, v))
+            kept = cut(answers if masked.padded else {"O": answers["O"]})
             worst = max(worst, *((~torch.isfinite(tensor)).double().mean().item() for tensor in kept.values()))
             if HIDDEN_NAN in asking.kernel.takes:
                 asking.same(f"{number} in {masked.words}", _of(answers, kept), _of(plain, kept), masked.inputs, cut=cut)
@@ -236,7 +248,7 @@ USAGES = (
     Usage("strided_views", "q, k, v and dO are views with other strides, as frameworks pass them", strided_views),
     Usage("past_the_end", "what lies in memory behind q, k, v and dO is NaN", past_the_end),
     Usage("many_heads", "300 heads in one call, against the last of them in a call of their own", many_heads),
-    Usage("hidden_large", "K and V hold large numbers where a mask hides them", hidden_large),
+    Usage("hidden_keys", "K and V hold other numbers where a mask hides them", hidden_keys),
     Usage("hidden_nan", "K and V hold NaN and Inf where a mask hides them", hidden_nan),
     Usage("interleaved", "two forward passes, then their backward passes in either order", interleaved),
     Usage("rewritten_in_place", "a second call with other numbers at the same addresses", rewritten_in_place),
