@@ -13,6 +13,7 @@ import pytest
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.backends.platform import describe
 from tiebreak.backends.registry import BACKENDS
+from tiebreak.cases.case import Case
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.roster import composed_kernel
@@ -288,28 +289,36 @@ def test_digests_of_a_cell_that_agrees_with_the_emulation_to_the_bit_are_the_emu
     assert next(rejudging.recomputed(replace(record, digest="f" * 16), 256)).startswith("digest: ffffffffffffffff, and")
 
 
-ROUND_TRIP = ("nan_in_q", "random_causal", "inexact_ties[r=600]", "low_logits", "single_maximum_large")
+SEEDS = 12  # over which every scripted case has its turn
+NAN_OF_TWO_SIGNS = (9, 10, 12)  # seeds at which they came of nan_in_q
 
 
-@pytest.mark.parametrize("seed", [9, 10, 12])  # at which NaN of two signs came of nan_in_q
+def round_trip(seed: int) -> list[Case]:
+    """The cases whose turn it is at a seed."""
+    again = [case for case in SCRIPTED if case.name == "nan_in_q" and seed in NAN_OF_TWO_SIGNS]
+    return again + [case for case in SCRIPTED[seed % SEEDS :: SEEDS] if case not in again]
+
+
+@pytest.mark.parametrize("seed", range(1, SEEDS + 1))
 @pytest.mark.parametrize("name", ["emulation", "cpu", "interpreter"])
 def test_what_a_device_has_come_to_contradicts_nothing(name: str, seed: int) -> None:
-    if name == "interpreter":
+    slow = name == "interpreter"
+    if slow:
         pytest.importorskip("triton")
-    backend, bench, verifying = BACKENDS[name], Workbench(Settings(seed, 32)), Workbench(Settings(seed, 32))
+    backend, bench, verifying = BACKENDS[name], Workbench(Settings(seed, 16)), Workbench(Settings(seed, 16))
     backend.set_up()
-    named = () if name == "interpreter" else ("flash@paper", "stabilized@fused", "standard")
+    named = () if slow else ("stabilized@fused", "standard")
     kernels = (*map(composed_kernel, named), *backend.vendor_kernels())
     recomputed = 0
-    for case in (case for case in SCRIPTED if case.name in ROUND_TRIP):
+    for case in round_trip(seed)[: 1 if slow else None]:
         for kernel in kernels:
             if kernel.unsuited(case.formats(BF16)) is None:
                 record = run_cell(Cell(backend, kernel, Call(case), BF16), bench)
                 assert list(rejudging.contradictions(record)) == [], record.id
                 if rejudging.recomputable(record):
                     recomputed += 1
-                    assert list(rejudging.recomputed(record, 32, verifying)) == [], record.id
-    assert recomputed >= len(ROUND_TRIP)
+                    assert list(rejudging.recomputed(record, 16, verifying)) == [], record.id
+    assert recomputed
 
 
 def edited(folder: Path, name: str, old: str, new: str) -> None:
