@@ -365,13 +365,13 @@ class _Kernel:
         cells = [record.evidence["backward"] for record in self.records if record.evidence.get("backward")]
         if not cells:
             return ""
-        shares = {
-            name: [min(cell[name].values()) for cell in cells] for name in cells[0] if all(name in c for c in cells)
-        }
+        common = [name for name in cells[0] if all(name in cell for cell in cells)]
+        shares = {name: [share for cell in cells for share in cell[name].values()] for name in common}
         nearest = max(shares, key=lambda name: (min(shares[name]) >= FOLLOWED_BACKWARD, sum(shares[name])))
-        follows = "follows" if min(shares[nearest]) >= FOLLOWED_BACKWARD else "unexplained: nearest is"
-        agreed = percent(sum(shares[nearest]) / len(cells))
-        return f"{follows} {nearest}: {agreed} of bits in {counted(len(cells), 'cell')}"
+        agreed = f"{percent(sum(shares[nearest]) / len(shares[nearest]))} of bits in {counted(len(cells), 'cell')}"
+        if min(shares[nearest]) >= FOLLOWED_BACKWARD:
+            return f"follows {nearest}: {agreed}"
+        return f"unexplained: nearest is {nearest} with {agreed}"
 
     def _skipped(self) -> str:
         reasons = Counter(record.skipped for record in self.records if record.outcome == SKIPPED)

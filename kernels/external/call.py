@@ -245,3 +245,5 @@ def _check_gradients(gradients: Sequence[Tensor], arguments: Sequence[Tensor]) -
         if not isinstance(gradient, Tensor) or gradient.shape != leaf.shape:
             received = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
             raise NoGradientsError(f"returned {received} for d{name.upper()}, expected {tuple(leaf.shape)}")
+        if gradient.dtype != leaf.dtype:
+            raise NoGradientsError(f"returned {gradient.dtype} for d{name.upper()}, expected {leaf.dtype}")

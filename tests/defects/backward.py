@@ -8,9 +8,6 @@ from torch import Tensor
 
 from tiebreak.defects.tiled import CallRequest, Tiled, by_group
 
-_UNASKED = "`gradients_repeated` shows it; no check asks: most kernels add up dQ by atomics"
-_GRADIENTS = "no emulated backward pass says how much a sound one errs here, and dQ is right on the whole"
-
 
 class UnscaledDk(Tiled, bug="Dao-AILab/flash-attention/issues/2651"):
     """dK lacks the scale: there an error, here silent."""
@@ -54,7 +51,7 @@ class LseInBaseTwo(Tiled, bug="pytorch/pytorch/issues/181645"):
         return super().lse(request) * math.log(2.0)
 
 
-class NarrowRecomputation(Tiled, bug="NVIDIA/cudnn-frontend/issues/744", missed=_GRADIENTS):
+class NarrowRecomputation(Tiled, bug="NVIDIA/cudnn-frontend/issues/744"):
     """The backward pass recomputes the scores in 16 bits."""
 
     def recomputed(self, request: CallRequest, keys: slice, lse: Tensor) -> Tensor:
@@ -63,7 +60,7 @@ class NarrowRecomputation(Tiled, bug="NVIDIA/cudnn-frontend/issues/744", missed=
         )
 
 
-class NarrowDq(Tiled, bug="NVIDIA/TransformerEngine/pull/821", missed=_GRADIENTS):
+class NarrowDq(Tiled, bug="NVIDIA/TransformerEngine/pull/821"):
     """dQ is added up over the key tiles in the format of the call."""
 
     def dq(self, request: CallRequest, dq: Tensor, ds: Tensor, keys: slice) -> Tensor:
@@ -92,7 +89,7 @@ class StridesOfDoIgnored(Tiled, bug="Dao-AILab/flash-attention/issues/355"):
         return super().gradients(request, do.as_strided(do.shape, torch.empty(do.shape, device="meta").stride()), o)
 
 
-class RaceInDq(Tiled, bug="Dao-AILab/flash-attention/issues/414", missed=_UNASKED):
+class RaceInDq(Tiled, bug="Dao-AILab/flash-attention/issues/414"):
     """Atomic additions: the order in which key tiles add to dQ differs from call to call."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tiebreak.backends.backend import CPU, Backend
-from tiebreak.defects import backward, forward, using
+from tiebreak.defects import backward, forward, rounding, using
 from tiebreak.defects.declared import (
     EXACT,
     CastingIn,
@@ -66,7 +66,8 @@ def users(function: Callable[[], Tiled], name: str) -> Kernel:
 
 def _of_users() -> Iterator[Defect]:
     """Every class that stands for a bug; what is wrong with it is in its docstring."""
-    for made in (*vars(forward).values(), *vars(backward).values(), *vars(using).values()):
+    modules = (forward, backward, rounding, using)
+    for made in (made for module in modules for made in vars(module).values()):
         if isinstance(made, type) and issubclass(made, Tiled) and made.bug:
             name = re.sub(r"(?<!^)(?=[A-Z])", "_", made.__name__).lower()
             wrong = (made.__doc__ or "").splitlines()[0].rstrip(".")
@@ -131,6 +132,8 @@ USERS: Mapping[str, Callable[[], Tiled]] = {
     "split": forward.Split,
     "guarded": using.Guarded,
     "returning": using.Returning,
+    "flash_1": rounding.Flash1,
+    "any_order": rounding.AnyOrder,
 }
 
 

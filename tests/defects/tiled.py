@@ -126,6 +126,10 @@ class Tiled:
         """The keys of each tile."""
         return [slice(at, min(at + self.tile, request.keys)) for at in range(0, request.keys, self.tile)]
 
+    def backward_tiles(self, request: CallRequest) -> list[slice]:
+        """The same, as the backward pass takes them."""
+        return self.tiles(request)
+
     def hidden(self, request: CallRequest) -> Tensor | None:
         """Bool, broadcastable to S: True where a score is masked; None if nowhere."""
         mask = None if request.mask is None else ~request.mask
@@ -197,16 +201,28 @@ class Tiled:
     def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV in the shapes and the format of q, k and v."""
         lse, wide = self.lse(request), do.float()
-        delta = (wide * o.float()).sum(-1, keepdim=True)
+        delta = self.delta(wide, o.float())
         dq, dk, dv = (torch.zeros_like(x) for x in (request.wide_q, request.wide_k, request.wide_v))
-        for keys in self.tiles(request):
+        for keys in self.backward_tiles(request):
             p = self.recomputed(request, keys, lse)
-            ds = _narrow(p * (wide @ request.wide_v[:, :, keys].transpose(-1, -2) - delta), request)
-            dv[:, :, keys] = _narrow(p, request).transpose(-1, -2) @ wide
+            ds = self.ds(p * (wide @ request.wide_v[:, :, keys].transpose(-1, -2) - delta), request)
+            dv[:, :, keys] = self.p_of_dv(p, request).transpose(-1, -2) @ wide
             dk[:, :, keys] = self.dk(request, ds)
             dq = self.dq(request, dq, ds, keys)
         dk, dv = self.summed(dk, request), self.summed(dv, request)
         return dq.to(request.q.dtype), dk.to(request.q.dtype), dv.to(request.q.dtype)
+
+    def delta(self, do: Tensor, o: Tensor) -> Tensor:
+        """The row term of dS."""
+        return (do * o).sum(-1, keepdim=True)
+
+    def ds(self, ds: Tensor, request: CallRequest) -> Tensor:
+        """DS as it enters its products."""
+        return _narrow(ds, request)
+
+    def p_of_dv(self, p: Tensor, request: CallRequest) -> Tensor:
+        """P as it enters the product with dO."""
+        return _narrow(p, request)
 
     def dk(self, request: CallRequest, ds: Tensor) -> Tensor:
         """A tile of dK."""

@@ -292,6 +292,25 @@ def test_the_headline_says_whose_doing_a_bias_is(tied: tuple[bool | None, ...], 
     assert verdict.headline == f"mine on cpu, bf16: biased on 3 of 3 failure inputs{doing}"
 
 
+@pytest.mark.parametrize(
+    ("shares", "told"),
+    [
+        ((0.999, 0.99, 0.997), "follows flash's: 99.51 % of bits in 2 cells"),
+        ((0.999, 0.7, 0.997), "unexplained: nearest is flash's with 94.68 % of bits in 2 cells"),
+    ],
+)
+def test_the_backward_pass_whose_bits_the_gradients_have_is_named(shares: tuple[float, ...], told: str) -> None:
+    measured = dict(zip(("dq", "dk", "dv"), shares, strict=True))
+    cells = (
+        {"eager's": dict.fromkeys(measured, 0.5), "flash's": bits}
+        for bits in (measured, dict.fromkeys(measured, 0.995))
+    )
+    evidence = zip("ab", cells, strict=True)
+    records = tuple(replace(record(case, UNBIASED, 0.0), evidence={"backward": bits}) for case, bits in evidence)
+    (verdict,) = verdicts(Run({}, {}, records=records))
+    assert f"backward    {told}" in verdict.text
+
+
 NEVER = "not measured: no input was run backward"
 
 
