@@ -31,13 +31,13 @@ class ConstantInTheShift(Tiled, bug="facebookexperimental/triton/pull/3408"):
 
 
 class PoorExponential(Tiled, bug="pytorch/pytorch/pull/151441"):
-    """A parabola between powers of two, off by 0.2 % at most."""
+    """A parabola between powers of two, off by 0.5 % at most, at 0 by 0.15 %."""
 
     def exp(self, s: Tensor, m: Tensor) -> Tensor:
         y = (s - torch.where(m == -torch.inf, 0.0, m)) * _LOG2_E
         whole = y.floor()
         part = (y - whole).nan_to_num(nan=0.0)
-        return torch.exp2(whole) * (1.0 + part * (0.6565 + 0.3435 * part))
+        return torch.exp2(whole) * (0.9985 + part * (0.6545 + 0.3440 * part))
 
 
 class TruncatedP(Tiled, bug="ROCm/flash-attention/pull/78"):
