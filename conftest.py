@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _CHECKOUT = Path(__file__).resolve().parent
 _USAGE = 2
 _CELLS = _CHECKOUT / "tests" / "matrix" / "test_cells.py"
+_TOGETHER = frozenset({"tests/ascend/test_contract.py"})
 # Plug-ins that take longer to import than a cell to run, and a cache that would be the repository's own.
 _LEAN = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:benchmark")
 
@@ -42,6 +43,29 @@ def pytest_configure() -> None:
             f"{mismatch}: use this checkout's environment (make venv), or install it: pip install -e {_CHECKOUT}",
             returncode=_USAGE,
         )
+
+
+@pytest.hookimpl(optionalhook=True, wrapper=True)
+def pytest_xdist_make_scheduler() -> Generator[None, Any, Any]:
+    """Let one worker alone make what the tests of a file share, and the others not wait for it."""
+    scheduler = yield
+    if scheduler is not None:
+        scheduler.together = _TOGETHER
+    return scheduler
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On workers, put the tests first that start processes or runs of their own: a long one at the end keeps one busy.
+
+    They take seconds, where others take milliseconds.
+    """
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not _takes_seconds(item))
+
+
+def _takes_seconds(item: pytest.Item) -> bool:
+    assert isinstance(item, pytest.Function)
+    return "pytester" in item.fixturenames or hasattr(item.module, "subprocess")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ def cell_id(nodeid: str) -> str:
 
 
 class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Groups the matrix by what cells share; every other test is a group of its own.
+    """Groups the matrix by what cells share; every other test is a group of its own, but for files that share too.
 
     The longest groups come first: one that starts last keeps its worker busy while the others have nothing to do.
     But for some short ones of users' kernels: a kernel that hangs is so known before its long cells wait for it.
@@ -27,12 +27,16 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
     def __init__(self, config: pytest.Config, log: Any, cells: Mapping[str, Cell]) -> None:
         super().__init__(config, log)
         self.cells = cells  # by id
+        self.together: frozenset[str] = frozenset()  # files of tests that share what takes long to make
         self.leaving: set[Any] = set()  # workers that end themselves: no cell of theirs is to blame
 
     def _split_scope(self, nodeid: str) -> str:
         cell = self.cells.get(cell_id(nodeid))
         group = cell and cell.experiment.group(cell.fmt)
-        return nodeid if group is None else f"{nodeid.partition('::')[0]}::{group}"
+        file = nodeid.partition("::")[0]
+        if group is not None:
+            return f"{file}::{group}"
+        return file if file in self.together else nodeid
 
     def _length(self, nodeid: str) -> float:
         """How long a test takes, about; 0 where nothing is known."""

@@ -293,11 +293,8 @@ class TestUnderPytest:
         assert restless("--expected", excuse("bound")).ret == 1
         assert record_of().excused is None
 
-    @pytest.mark.parametrize("workers", [0, 1])
-    def test_an_entry_that_is_not_needed_any_more_is_red(
-        self, restless: Pytest, excuse: Callable[..., str], workers: int
-    ) -> None:
-        result = restless("--expected", excuse(), body="", workers=workers)
+    def test_an_entry_that_is_not_needed_any_more_is_red(self, restless: Pytest, excuse: Callable[..., str]) -> None:
+        result = restless("--expected", excuse(), body="")
         assert result.ret == 1
         result.assert_outcomes(passed=1)
         result.stdout.fnmatch_lines([f"e.toml: expected[[]0]: no longer fails: {CELL} meets the check repeatable: *"])
@@ -315,17 +312,16 @@ class TestUnderPytest:
         assert record_of().excused == "https://bug/1"
 
     @pytest.mark.parametrize(
-        ("fields", "said"),
+        ("fields", "message"),
         [
             ({"check": "clime"}, "e.toml: expected[0].check: unknown check 'clime': known are runs, in_time, "),
             ({"reason": " "}, "e.toml: expected[0].reason: expected some text"),
         ],
     )
-    @pytest.mark.parametrize("workers", [0, 2])
     def test_a_wrong_entry_is_refused_before_any_work(
-        self, restless: Pytest, excuse: Callable[..., str], fields: dict[str, str], said: str, workers: int
+        self, restless: Pytest, excuse: Callable[..., str], fields: dict[str, str], message: str
     ) -> None:
-        refused(restless("--expected", excuse(**fields), workers=workers), said)
+        refused(restless("--expected", excuse(**fields)), message)
 
     def test_a_pattern_without_a_cell_is_refused_in_a_whole_run(
         self, matrix: Pytest, excuse: Callable[..., str]

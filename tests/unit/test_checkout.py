@@ -1,5 +1,6 @@
 """conftest.py at the top: the tests of a checkout test that checkout, wherever pytest is called from."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -14,11 +15,6 @@ TEST = "def test_it() -> None: ...\n"
 FEW = ("--backend", "emulation", "--kernels", "standard", "--cases", "random", "--heads", "16")
 
 
-def pytest_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-
-
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """Another clone, which nobody has installed: its settings, its conftest.py, and one test."""
@@ -31,12 +27,15 @@ def clone(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("inside", "workers"), [(True, "0"), (False, "1")])
-def test_a_clone_that_is_not_what_is_imported_is_refused(clone: Path, inside: bool, workers: str) -> None:
+def test_a_clone_that_is_not_what_is_imported_is_refused(
+    clone: Path, pytester: pytest.Pytester, inside: bool, workers: str
+) -> None:
     """From its own folder and from another, before the plug-in of the other version looks at the options."""
-    tests = clone / "tests"
-    refused = pytest_in(clone if inside else clone.parent, str(tests), "-n", workers, "--cases", "no_such_case")
-    assert refused.returncode == 2
-    (line,) = (line for line in (refused.stdout + refused.stderr).splitlines() if line)
+    os.chdir(clone if inside else clone.parent)
+    words = (str(clone / "tests"), "-p", "no:cacheprovider", "-n", workers, "--cases", "no_such_case")
+    refused = pytester.runpytest_inprocess(*words, no_reraise_ctrlc=True)
+    assert refused.ret == 2
+    (line,) = (line for line in (*refused.outlines, *refused.errlines) if line)
     assert line == (
         f"Exit: tests of {clone}, but `import tiebreak` finds {HERE}: use this checkout's environment (make venv), or"
         f" install it: pip install -e {clone}"
@@ -45,6 +44,8 @@ def test_a_clone_that_is_not_what_is_imported_is_refused(clone: Path, inside: bo
 
 def test_the_matrix_by_name_is_the_one_that_is_imported(tmp_path: Path) -> None:
     """Called from a folder that is no clone, with the plug-in by name, and on a worker."""
-    ran = pytest_in(tmp_path, "-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix", *FEW, "-n", "1")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tiebreak.matrix.plugin"]
+    words = [*command, "--pyargs", "tiebreak.matrix", *FEW, "-n", "1"]
+    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "1 cell: 1 held" in ran.stdout

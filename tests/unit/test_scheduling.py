@@ -43,10 +43,11 @@ class Worker:
         self.shutting_down = True
 
 
-def order(pytester: pytest.Pytester, tests: list[str]) -> list[str]:
+def order(pytester: pytest.Pytester, tests: list[str], together: frozenset[str] = frozenset()) -> list[str]:
     """In which order one worker gets the tests, as it completes them."""
-    found = {name: cell(name) for test in tests if (name := cell_id(test))}
-    worker, scheduling = Worker(), CaseScheduling(pytester.parseconfig("--tx=popen"), None, found)
+    named = {name: cell(name) for test in tests if (name := cell_id(test))}
+    worker, scheduling = Worker(), CaseScheduling(pytester.parseconfig("--tx=popen"), None, named)
+    scheduling.together = together
     scheduling.add_node(worker)
     scheduling.add_node_collection(worker, tests)
     scheduling.schedule()
@@ -55,6 +56,7 @@ def order(pytester: pytest.Pytester, tests: list[str]) -> list[str]:
         scheduling.mark_test_complete(worker, worker.given[done])
         done += 1
     assert worker.shutting_down
+    assert not scheduling.assigned_work[worker], "what is done is counted through at every test"
     return [tests[index] for index in worker.given]
 
 
@@ -89,6 +91,11 @@ def test_a_users_kernel_shows_whether_it_ends_before_its_long_cells(pytester: py
     names = ("no_tail", "train_drift", "tied_maxima[k=2]", "random")
     tests = [f"a.py::test_cell[cpu-mine-{name}-bf16]" for name in names]
     assert cases(order(pytester, tests)) == ["tied_maxima[k=2]", "random", "train_drift", "no_tail"]
+
+
+def test_tests_of_a_file_that_share_what_takes_long_to_make_are_one_group(pytester: pytest.Pytester) -> None:
+    tests = ["a.py::test_1", "b.py::test_1", "a.py::test_2", "b.py::test_2"]
+    assert order(pytester, tests, frozenset({"b.py"})) == [tests[index] for index in (1, 3, 0, 2)]
 
 
 def test_tests_of_which_nothing_is_known_keep_their_order(pytester: pytest.Pytester) -> None:
