@@ -19,6 +19,7 @@ from tiebreak.matrix.log_sum_exp import judge_lse
 from tiebreak.matrix.placements import before_nan, expanded, fused, transposed, within_nan
 from tiebreak.matrix.relations import Answers
 
+GROUP = "the same numbers, called in another way"
 _LARGE = 2.0**20  # times q below any 16-bit format's largest number but fp16's, and far above what a weak mask hides
 _LARGE_FP16 = 2.0**6
 _SQUARE = 64  # queries and keys of a call with a mask, or more
@@ -34,6 +35,8 @@ class Usage:
     name: str  # of its cells
     about: str  # one line
     ask: Callable[[Asking], None]  # takes down what is so
+    source: str = "this suite"
+    version: int = 1  # raised when the calls change: records of other versions are not comparable
 
 
 def strided_views(asking: Asking) -> None:

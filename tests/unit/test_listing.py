@@ -9,7 +9,10 @@ from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.adapters import ADAPTERS
 from tiebreak.kernels.plans import PLANS
 from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.matrix.usages import USAGES
 from tiebreak.reports import cli
+
+ALL = [*(case.name for case in SCRIPTED), *SNIPPETS, *(usage.name for usage in USAGES)]
 
 
 def names(lines: list[str]) -> list[str]:
@@ -24,7 +27,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 
 def test_every_case_and_training_run_is_listed_with_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     lines = told(capsys, "list", "cases")
-    assert names(lines) == [case.name for case in SCRIPTED] + list(SNIPPETS)
+    assert names(lines) == ALL
     marked = [line.split()[0] for line in lines if line.startswith("  ") and line.split()[1] == "!"]
     assert marked == [case.name for case in SCRIPTED if case.failure]
     assert all(any(case.about in line for line in lines) for case in SCRIPTED)
@@ -44,7 +47,7 @@ def test_of_a_case_that_is_named_all_is_told(capsys: pytest.CaptureFixture[str])
 
 def test_of_many_that_are_named_all_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:
     heads = [line for line in told(capsys, "list", "cases", "*", "random") if line and not line.startswith(" ")]
-    assert heads == [case.name for case in SCRIPTED] + list(SNIPPETS)
+    assert heads == ALL
 
 
 def test_an_unknown_case_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,10 @@ from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.matrix.asking import BATCH, HEADS, Asking
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
 from tiebreak.matrix.result import Result
-from tiebreak.matrix.usages import USAGES, Usage
+from tiebreak.matrix.usages import GROUP, USAGES, Usage
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import record as records
 
-_GROUP = "the same numbers, called in another way"
 _MEASURES = (
     Measure("other_bits", "largest share of elements of O or a gradient that have other bits in the other call"),
     Measure("difference_ulps", "largest difference between the two calls", "ulp"),
@@ -40,7 +39,7 @@ class Using(Experiment):
     @property
     def version(self) -> int:
         """As `Experiment.version`."""
-        return 1
+        return self.usage.version
 
     @property
     def tags(self) -> frozenset[str]:
@@ -49,7 +48,7 @@ class Using(Experiment):
 
     def described(self) -> records.CaseRecord:
         """As `Experiment.described`."""
-        return records.CaseRecord(self.usage.about, "this suite", group=_GROUP)
+        return records.CaseRecord(self.usage.about, self.usage.source, group=GROUP)
 
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
         """As `Experiment.pairs`: users' kernels, which can be called step by step."""
