@@ -1,13 +1,13 @@
 """Which known backward pass a kernel's gradients come from, and how their errors compare with those of that pass."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from tiebreak.cases.errors import by_key_head
 from tiebreak.kernels.backward_passes import BackwardPass, passes_after
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, Tiles
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, run_backward
 from tiebreak.kernels.plans import DeltaSource
 from tiebreak.matrix.attribution import equal_bits, part
@@ -76,15 +76,11 @@ class _Emulation:
         self._batch, self._forward = batch, forward
         self._output = AttentionOutput(o[:entries, :heads].float(), lse[:entries, :heads])
         self._exact: dict[DeltaSource, Parts] = {}
-        self._tiles: dict[object, Tiles] = {}
 
     def gradients(self, declaration: Declaration) -> Parts:
-        batch, inputs, plan = self._batch, self._batch.inputs, declaration.plan
-        declaration = batch.clipped(declaration)
-        # P and dP are all that is shared: these are what they depend on.
-        tiles = self._tiles.setdefault((plan.scaled_k, plan.do_over_l, plan.dp, declaration.block), Tiles())
-        output = replace(self._output, tiles=tiles)
-        return _by_name(run_backward(declaration, inputs, output, batch.emulation.arithmetic), inputs)
+        batch, inputs = self._batch, self._batch.inputs
+        gradients = run_backward(batch.clipped(declaration), inputs, self._output, batch.emulation.arithmetic)
+        return _by_name(gradients, inputs)
 
     def exact(self, backward: BackwardPass) -> Parts:
         """Without a rounding of its own: what its errors are measured from."""
