@@ -86,6 +86,7 @@ def _without_doubles(declarations: Mapping[str, Declaration]) -> dict[str, Decla
     return {text: declarations[text] for text in first.values()}
 
 
+@cache
 def nameless(declaration: Declaration) -> Declaration:
     """What a declaration does, whatever it is called: two that do the same are equal."""
     rule = replace(declaration.shift_rule, name="", source="", accepted=True)

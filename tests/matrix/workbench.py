@@ -1,7 +1,7 @@
 """What cells of one case share on a worker: inputs, references, error bounds and the emulation's outputs."""
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from tiebreak.backends.backend import EMULATION, Backend
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
@@ -47,9 +47,13 @@ class SharedBatch(Batch):
 
     def clipped(self, declaration: Declaration) -> Declaration:
         """The declaration in tiles no larger than the input: beyond its size they change nothing."""
-        queries, keys = self.inputs.q.shape[-2], self.inputs.k.shape[-2]
-        block = Block(min(declaration.block.queries, queries), min(declaration.block.keys, keys))
-        return replace(declaration, block=block)
+        return _clipped(declaration, self.inputs.q.shape[-2], self.inputs.k.shape[-2])
+
+
+@lru_cache(maxsize=1024)
+def _clipped(declaration: Declaration, queries: int, keys: int) -> Declaration:
+    block = Block(min(declaration.block.queries, queries), min(declaration.block.keys, keys))
+    return replace(declaration, block=block)
 
 
 @dataclass(frozen=True)
