@@ -13,6 +13,7 @@ from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 
 _FP32 = Cast(FP32)
 _LARGEST = 2**20  # elements of a result that is kept: a larger one costs as much to find memory for as to compute
+_WIDENED = 2**18  # elements of what is kept in fp64 too: 2 MB
 _KEPT = 2**24  # elements of all of them, at most: they are forgotten beyond
 
 
@@ -108,8 +109,18 @@ class SharedEmulation(SharedArithmetic):
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
         """As `Arithmetic.matmul`, the cast after the product: plans of several casts share one product."""
-        product = self._once((a, b), accumulator, lambda: self._arithmetic.matmul(a, b, _FP32, accumulator))
-        return self.cast(product, cast)
+
+        def product() -> Tensor:
+            operands = (a, b)
+            if accumulator is Accumulator.EXACT:
+                operands = (self._widened(a), self._widened(b))
+            return self._arithmetic.matmul(*operands, _FP32, accumulator)
+
+        return self.cast(self._once((a, b), accumulator, product), cast)
+
+    def _widened(self, x: Tensor) -> Tensor:
+        """In fp64, in which an exact sum is computed; what is large is widened piece by piece, where it is summed."""
+        return x if x.numel() > _WIDENED else self._once((x,), torch.float64, x.double)
 
 
 def _storage(x: Tensor) -> int:
