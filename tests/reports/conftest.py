@@ -94,7 +94,7 @@ def make_record(
 ) -> Record:
     """A record of a cell that held; what differs is named. An answer that is None was not asked for."""
     backend = fields.setdefault("backend", "cpu")
-    found = {**MEASURES, **(measures or {})}
+    values = {**MEASURES, **(measures or {})}
     asked = {**ANSWERS, **(answers or {})}
     base = Record(
         id=f"{backend}-{kernel}-{case}-bf16",
@@ -110,8 +110,8 @@ def make_record(
         command=f"pytest tests/matrix --kernels {kernel} --cases '{case}'",
         plan="flash@paper",
         verdict="unbiased",
-        shown=shown(found, fields.get("verdict", "unbiased")),
-        measures=found,
+        shown=shown(values, fields.get("verdict", "unbiased")),
+        measures=values,
         answers={name: answer for name, answer in asked.items() if answer is not None},
         digest="0123456789abcdef",
     )
@@ -158,12 +158,14 @@ def make_run(*records: Record, **fields: Any) -> Run:
     given = records or (make_record(),)
     platform = PLATFORM | fields.pop("platform", {})
     options = OPTIONS | fields.pop("options", {})
-    measures = {name: DESCRIBED.get(name, MeasureRecord(name)) for one in given for name in one.measures}
+    measures = {name: DESCRIBED.get(name, MeasureRecord(name)) for cell in given for name in cell.measures}
     described = {
         "measures": measures | fields.pop("measures", {}),
-        "checks": {name: CheckRecord(name, name in (CLAIM, PREDICTION)) for one in given for name in one.answers},
-        "cases": {one.case: CASES.get(one.case, CaseRecord(one.case)) for one in given} | fields.pop("cases", {}),
-        "experiments": {one.experiment: EXPERIMENTS.get(one.experiment, ExperimentRecord("made up")) for one in given}
+        "checks": {name: CheckRecord(name, name in (CLAIM, PREDICTION)) for cell in given for name in cell.answers},
+        "cases": {cell.case: CASES.get(cell.case, CaseRecord(cell.case)) for cell in given} | fields.pop("cases", {}),
+        "experiments": {
+            cell.experiment: EXPERIMENTS.get(cell.experiment, ExperimentRecord("made up")) for cell in given
+        }
         | fields.pop("experiments", {}),
     }
     seconds = {record.id: 0.25 for record in given}
@@ -225,8 +227,15 @@ def audits(audit: Callable[..., Audit]) -> Audits:
     products = ("mfma k8 bf16*bf16 -> f32", "mfma k8 f16*f16 -> f32")
     amd = audit(target="gfx942", products=products, output_casts=("v_add3_u32 0x7fff + last bit",))
     skip = Audit.skip("sm_80", "fp8/forward", "no fp8 there")
-    found = (audit(target="sm_80"), skip, audit(), audit(kernel="fp8/forward"), amd, replace(amd, kernel="fp8/forward"))
-    return Audits(records.SCHEMA, "3.9.0", CARDS, found)
+    audited = (
+        audit(target="sm_80"),
+        skip,
+        audit(),
+        audit(kernel="fp8/forward"),
+        amd,
+        replace(amd, kernel="fp8/forward"),
+    )
+    return Audits(records.SCHEMA, "3.9.0", CARDS, audited)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def test_a_file_comes_back_as_it_was_written(audits: Audits, keep_audits: KeepAu
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda plain: plain["audits"][0].pop("mode"), "audits[0].mode: missing"),
         (lambda plain: plain["audits"][0].update(extra=1), "audits[0].extra: unknown field"),
@@ -40,7 +40,7 @@ def test_a_file_comes_back_as_it_was_written(audits: Audits, keep_audits: KeepAu
     ],
 )
 def test_a_file_with_a_wrong_field_is_refused(
-    change: Callable[[dict[str, Any]], object], said: str, audits: Audits, keep_audits: KeepAudits
+    change: Callable[[dict[str, Any]], object], message: str, audits: Audits, keep_audits: KeepAudits
 ) -> None:
     path = keep_audits(audits, "audit")
     plain = json.loads(path.read_text())
@@ -48,12 +48,12 @@ def test_a_file_with_a_wrong_field_is_refused(
     path.write_text(json.dumps(plain))
     with pytest.raises(UnreadableRecordsError) as refused:
         records.read(path)
-    assert str(refused.value).startswith(f"{path}: {said}")
+    assert str(refused.value).startswith(f"{path}: {message}")
     assert len(str(refused.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"", "empty"),
         (b"{", "not JSON (Expecting property name"),
@@ -63,12 +63,12 @@ def test_a_file_with_a_wrong_field_is_refused(
         (b"{}", "schema: expected an integer"),
     ],
 )
-def test_a_file_that_is_none_of_audits_is_refused(content: bytes, said: str, tmp_path: Path) -> None:
+def test_a_file_that_is_none_of_audits_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "audit.json"
     path.write_bytes(content)
     with pytest.raises(UnreadableRecordsError) as refused:
         records.read(path)
-    assert str(refused.value).startswith(f"{path}: {said}")
+    assert str(refused.value).startswith(f"{path}: {message}")
 
 
 def test_records_of_a_run_are_refused_as_such(telling: Run, keep: Callable[[Run, str], Path]) -> None:
@@ -89,7 +89,7 @@ def test_equal_audits_do_not_differ_whatever_the_schedule(audit: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "message"),
     [
         ("products", ("wgmma k32 bf16*bf16 -> f32",), "was wgmma k16 bf16*bf16 -> f32, is wgmma k32 bf16*bf16 -> f32"),
         ("operand_casts", ("cvt.rz.bf16x2.f32",), "was cvt.rn.bf16x2.f32, is cvt.rz.bf16x2.f32"),
@@ -103,8 +103,8 @@ def test_equal_audits_do_not_differ_whatever_the_schedule(audit: Make) -> None:
         ("mode", "to even, rz", "was to even, is to even, rz"),
     ],
 )
-def test_every_field_that_rounds_is_compared(field: str, value: object, said: str, audit: Make) -> None:
-    assert differences([audit()], [audit(**{field: value})]) == [f"sm_90 flash/forward: {field}: {said}"]
+def test_every_field_that_rounds_is_compared(field: str, value: object, message: str, audit: Make) -> None:
+    assert differences([audit()], [audit(**{field: value})]) == [f"sm_90 flash/forward: {field}: {message}"]
 
 
 def test_a_kernel_that_one_side_lacks_is_no_pass(audit: Make) -> None:
@@ -119,7 +119,7 @@ def test_a_skip_on_one_side_is_no_pass(audit: Make) -> None:
 
 
 def test_an_update_takes_all_that_the_file_has(audits: Audits, keep_audits: KeepAudits, tmp_path: Path) -> None:
-    coming = {(one.target, one.kernel) for one in audits.audits}
+    coming = {(audit.target, audit.kernel) for audit in audits.audits}
     path = keep_audits(audits, "audit")
     check_update(path, coming)
     check_update(path, coming | {("sm_121", "flash/forward")})

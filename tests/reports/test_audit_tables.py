@@ -118,7 +118,7 @@ def test_show_takes_an_audit_in_every_format(
     assert show("--format", "json") == path.read_text(encoding="utf-8")
     assert "flash/forward" not in show("--kernels", "fp8*")
     (path.parent / "again.json").write_text(show("--format", "json", "--kernels", "fp8*"), encoding="utf-8")
-    assert {one.kernel for one in records.read(path.parent / "again.json").audits} == {"fp8/forward"}
+    assert {record.kernel for record in records.read(path.parent / "again.json").audits} == {"fp8/forward"}
 
 
 def test_csv_has_a_line_a_target_and_kernel(
@@ -136,9 +136,9 @@ def test_csv_has_a_line_a_target_and_kernel(
 
 def test_the_page_has_a_table_a_kernel_with_a_row_a_target(audits: Audits) -> None:
     html = page([], [], [], {"Triton 3.9.0": audits})
-    found = Tables(html)
-    assert found.summaries == ["flash/forward", "fp8/forward"]
-    flash, fp8 = found.tables
+    tables = Tables(html)
+    assert tables.summaries == ["flash/forward", "fp8/forward"]
+    flash, fp8 = tables.tables
     assert flash[0] == [[head] for head in HEADERS]
     assert [row[0] for row in flash[1:]] == [["sm_80", "A100"], ["sm_90", "H100, H200"], ["gfx942", "MI300"]]
     assert flash[3][1] == ["mfma k8 bf16*bf16 -> f32", "mfma k8 f16*f16 -> f32"]
@@ -235,13 +235,13 @@ def test_verbs_of_runs_say_what_an_audit_is_and_which_take_it(
     files = {"AUDIT": keep_audits(audits, "a"), "RUN": keep(telling, "b")}
     assert main([str(files.get(word, word)) for word in arguments]) == 2
     out, err = capsys.readouterr()
-    said = "an audit of compiled kernels, no records: tiebreak show, page and audit --expect take it"
-    assert (out, err) == ("", f"tiebreak {arguments[0]}: {files['AUDIT']}: {said}\n")
+    message = "an audit of compiled kernels, no records: tiebreak show, page and audit --expect take it"
+    assert (out, err) == ("", f"tiebreak {arguments[0]}: {files['AUDIT']}: {message}\n")
     assert not (tmp_path / "new.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["show", "AUDIT", "--cases", "tied*"], "--cases: AUDIT is an audit of compiled kernels; --kernels alone"),
         (["show", "AUDIT", "--backend", "cpu"], "--backend: AUDIT is an audit"),
@@ -251,7 +251,7 @@ def test_verbs_of_runs_say_what_an_audit_is_and_which_take_it(
 )
 def test_what_an_audit_does_not_have_is_refused(
     arguments: list[str],
-    said: str,
+    message: str,
     audits: Audits,
     keep_audits: KeepAudits,
     tmp_path: Path,
@@ -263,7 +263,7 @@ def test_what_an_audit_does_not_have_is_refused(
     assert main([str(path) if word == "AUDIT" else word for word in arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"tiebreak {arguments[0]}: {said.replace('AUDIT', str(path))}")
+    assert err.startswith(f"tiebreak {arguments[0]}: {message.replace('AUDIT', str(path))}")
     assert err.count("\n") == 1
     assert not (tmp_path / "page").exists()
 

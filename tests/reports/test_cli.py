@@ -45,7 +45,7 @@ def test_a_group_alone_says_what_there_is(name: str, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "tiebreak: a verb is missing: known are check, show, compare, gate, page"),
         (["shew"], "tiebreak: unknown verb 'shew': known are check, show"),
@@ -62,7 +62,7 @@ def test_a_group_alone_says_what_there_is(name: str, capsys: pytest.CaptureFixtu
 )
 def test_bad_usage_is_one_line_and_exit_code_2(
     arguments: list[str],
-    said: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -70,7 +70,7 @@ def test_bad_usage_is_one_line_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     assert cli.main(arguments) == 2
     output = capsys.readouterr()
-    assert output.err.startswith(said)
+    assert output.err.startswith(message)
     assert output.err.count("\n") == 1
     assert output.out == ""
     assert list(tmp_path.iterdir()) == []

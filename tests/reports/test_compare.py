@@ -141,8 +141,8 @@ def test_cases_stand_group_after_group_and_those_of_none_last(run: MakeRun, reco
     cases = grouped(zebra="ties", odd="", ant="range", yak="ties")
     ours = run(*(record(case=name) for name in ("ant", "odd", "yak", "zebra")), cases=cases)
     old = run(record(case="zebra"), record(case="older"), cases=grouped(zebra="", older=""))
-    ours, old = (replace(one, cases={name: one.cases[name] for name in order})
-                 for one, order in ((ours, cases), (old, ("older", "zebra"))))  # fmt: skip
+    ours, old = (replace(case, cases={name: case.cases[name] for name in order})
+                 for case, order in ((ours, cases), (old, ("older", "zebra"))))  # fmt: skip
     order = ["zebra", "yak", "ant", "odd", "older"]
     assert sorted(case_places([old, ours]), key=case_places([old, ours]).__getitem__) == order
     assert [row.record.case for row in compare([old, ours], ["x", "y"]).rows] == order

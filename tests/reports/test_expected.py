@@ -29,9 +29,9 @@ class TestTheFile:
     def test_entries_come_from_the_file_that_the_flag_names(self, tmp_path: Path) -> None:
         path = tmp_path / "e.toml"
         path.write_text(ENTRY.format(cells="x", check="claim", reason="  two\\nlines ") * 2, encoding="utf-8")
-        found = read(str(path), tmp_path, CHECKS)
-        assert found[0] == Expected("cpu-x-*", "claim", "two lines", f"{path}: expected[0]")
-        assert found[1].where == f"{path}: expected[1]"
+        entries = read(str(path), tmp_path, CHECKS)
+        assert entries[0] == Expected("cpu-x-*", "claim", "two lines", f"{path}: expected[0]")
+        assert entries[1].where == f"{path}: expected[1]"
 
     def test_an_empty_file_and_no_file_excuse_nothing(self, tmp_path: Path) -> None:
         (tmp_path / "e.toml").write_text("")
@@ -49,12 +49,12 @@ class TestTheFile:
         (tmp_path / "pyproject.toml").write_text(listed if inline else named)
         deeper = tmp_path / "a" / "b"
         deeper.mkdir(parents=True)
-        (found,) = read(None, deeper, CHECKS)
-        assert (found.cells, found.check, found.reason) == ("cpu-x-*", "claim", "known")
-        assert ("pyproject.toml" if inline else "e.toml") in found.where
+        (entry,) = read(None, deeper, CHECKS)
+        assert (entry.cells, entry.check, entry.reason) == ("cpu-x-*", "claim", "known")
+        assert ("pyproject.toml" if inline else "e.toml") in entry.where
 
     @pytest.mark.parametrize(
-        ("expires", "today", "said"),
+        ("expires", "today", "message"),
         [
             ("2027-06-30", date(2027, 6, 30), None),
             (
@@ -74,15 +74,15 @@ class TestTheFile:
             ),
         ],
     )
-    def test_an_entry_may_have_a_last_day(self, expires: str, today: date, said: str | None, tmp_path: Path) -> None:
+    def test_an_entry_may_have_a_last_day(self, expires: str, today: date, message: str | None, tmp_path: Path) -> None:
         path = tmp_path / "e.toml"
         path.write_text(f"{ENTRY.format(cells='x', check='claim', reason='known')}expires = {expires}\n")
-        if said is None:
+        if message is None:
             assert read(str(path), tmp_path, CHECKS, today)[0].expires == date(2027, 6, 30)
             return
         with pytest.raises(UsageError) as refused:
             read(str(path), tmp_path, CHECKS, today)
-        assert str(refused.value).startswith(f"{path}: {said}")
+        assert str(refused.value).startswith(f"{path}: {message}")
 
     def test_an_entry_that_has_expired_ends_a_run_of_today(self, tmp_path: Path) -> None:
         path = tmp_path / "e.toml"
@@ -96,7 +96,7 @@ class TestTheFile:
         assert read(str(tmp_path / "e.toml"), tmp_path, CHECKS) == ()
 
     @pytest.mark.parametrize(
-        ("text", "said"),
+        ("text", "message"),
         [
             ("[", "--expected e.toml: "),
             ('x = "\udcff"', "--expected e.toml: 'utf-8' codec"),
@@ -126,14 +126,14 @@ class TestTheFile:
         ],
     )
     def test_what_is_wrong_is_told_in_one_line_with_file_and_field(
-        self, text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
         plain = text.replace("{cells}", "x").replace("{check}", "claim").replace("{reason}", "known")
         Path("e.toml").write_text(plain, encoding="utf-8", errors="surrogateescape")
         with pytest.raises(UsageError) as refused:
             read("e.toml", tmp_path, CHECKS)
-        assert str(refused.value).startswith(said)
+        assert str(refused.value).startswith(message)
         assert str(refused.value).isprintable()
 
     def test_a_file_that_is_missing_is_told_with_what_names_it(self, tmp_path: Path) -> None:
@@ -156,8 +156,8 @@ class TestTheFile:
         check_used([entry("cpu-sdpa-*"), entry("cpu-sdpa-tied[k=2]-bf16"), entry("*-random-*")], cells, {})
         with pytest.raises(UsageError) as refused:
             check_used([entry("cpu-spda-*")], cells, {})
-        said = "e.toml: expected[0].cells: 'cpu-spda-*' is about none of the 2 cells: remove it"
-        assert str(refused.value) == said
+        message = "e.toml: expected[0].cells: 'cpu-spda-*' is about none of the 2 cells: remove it"
+        assert str(refused.value) == message
 
     def test_an_entry_of_a_backend_that_is_not_here_is_for_another_machine(self) -> None:
         check_used([entry("cuda-flex-*")], ["cpu-sdpa-random-bf16"], {"cuda": "no GPU"})
@@ -186,8 +186,8 @@ class TestWhatIsExcused:
         assert Excuses([entry("*", "runs")]).excuse(crashed).excused == "known"
 
     def test_what_holds_and_what_is_skipped_is_never_excused(self, record: Make, skip: Make) -> None:
-        for one in (record(), skip()):
-            assert Excuses([entry("*")]).excuse(one) is one
+        for cell in (record(), skip()):
+            assert Excuses([entry("*")]).excuse(cell) is cell
 
     def test_an_entry_that_excuses_nothing_is_stale(self, record: Make, fallen: Make, skip: Make) -> None:
         excuses, cell = Excuses([entry("cpu-flash@paper-*")]), "cpu-flash@paper-random-bf16"
@@ -283,10 +283,10 @@ class TestUnderPytest:
         )
         result.stdout.no_fnmatch_line("*rerun: *")
         (case,) = ET.parse("junit.xml").getroot().iter("testcase")
-        assert {one.get("name"): one.get("value") for one in case.iter("property")}[
+        assert {element.get("name"): element.get("value") for element in case.iter("property")}[
             "tiebreak.repeatable_met"
         ] == "False"
-        assert [one.get("type") for one in case.iter("skipped")] == ["pytest.xfail"]
+        assert [element.get("type") for element in case.iter("skipped")] == ["pytest.xfail"]
 
     def test_without_its_entry_it_falls(self, restless: Pytest, excuse: Callable[..., str]) -> None:
         assert restless().ret == 1
@@ -359,10 +359,10 @@ class TestUnderPytest:
         assert restless("--baseline", "base.json", "--expected", "e.toml").ret == 0
 
 
-def refused(result: pytest.RunResult, said: str) -> None:
+def refused(result: pytest.RunResult, message: str) -> None:
     """With exit code 2, in one line, before anything was written."""
     assert result.ret == 2
     lines = [line for line in (*result.outlines, *result.errlines) if line]
     assert len(lines) == 1
-    assert lines[0].startswith(f"Exit: {said}")
+    assert lines[0].startswith(f"Exit: {message}")
     assert not Path("out").exists()

@@ -47,14 +47,14 @@ def test_what_fell_comes_first_with_its_kernels_and_cases(
     fell = [fallen("a", "tie[k=2]"), fallen("a", "tie[k=3]"), fallen("b", "random")]
     ended = [skip("c", "odd", "crashed"), skip("d", "odd"), skip("e", "slow", "timed_out")]
     cells = [*fair, *fell, *ended, record("f", "few", outcome="inconclusive")]
-    said = told(run(*cells, cases=CASES))
-    assert said[:4] == (
+    lines = told(run(*cells, cases=CASES))
+    assert lines[:4] == (
         "3 of 10 cells fell: `a` on cpu (`tie[k=2]`, `tie[k=3]`), `b` on cpu (`random`).",
         "1 of 10 cells crashed: `c` on cpu (`odd`).",
         "1 of 10 cells timed out: `e` on cpu (`slow`).",
         "1 of 10 cells drew too few heads to tell: `f` on cpu (`few`).",
     )
-    assert not any(line.startswith("No cell fell") for line in said)
+    assert not any(line.startswith("No cell fell") for line in lines)
 
 
 def test_what_fell_is_said_in_the_order_of_the_cases(run: MakeRun, fallen: Make) -> None:
@@ -75,8 +75,8 @@ def test_a_run_of_skips_alone_has_not_held(run: MakeRun, skip: Make) -> None:
 
 
 def test_an_interrupted_run_says_so_before_all_else(run: MakeRun, record: Make) -> None:
-    said = told(run(record(), complete=False, not_run=("x", "y"), running=("z",)))
-    assert said[0] == "The run on `platform 1` was interrupted: 3 cells did not finish."
+    lines = told(run(record(), complete=False, not_run=("x", "y"), running=("z",)))
+    assert lines[0] == "The run on `platform 1` was interrupted: 3 cells did not finish."
 
 
 def test_platforms_are_compared_by_verdict_and_by_bits(run: MakeRun, record: Make, fair: list[Record]) -> None:
@@ -96,7 +96,7 @@ def test_platforms_are_compared_by_verdict_and_by_bits(run: MakeRun, record: Mak
 
 
 def test_platforms_that_drew_other_inputs_are_not_compared(run: MakeRun, record: Make, fair: list[Record]) -> None:
-    first, other = run(*fair, cases=CASES), run(*(replace(one, seed=2) for one in fair), cases=CASES)
+    first, other = run(*fair, cases=CASES), run(*(replace(cell, seed=2) for cell in fair), cases=CASES)
     assert told(first, other)[1:3] == (
         "No cell can be compared: both platforms ran none with the same inputs.",
         "4 cells can't be compared: the platforms drew other inputs.",
@@ -104,8 +104,8 @@ def test_platforms_that_drew_other_inputs_are_not_compared(run: MakeRun, record:
 
 
 def test_what_differs_is_named_by_case_where_that_is_shorter(run: MakeRun, record: Make) -> None:
-    one = [record(kernel, "random") for kernel in "abcdef"]
-    first, other = run(*one), run(*(replace(cell, verdict="biased") for cell in one))
+    cells = [record(kernel, "random") for kernel in "abcdef"]
+    first, other = run(*cells), run(*(replace(cell, verdict="biased") for cell in cells))
     assert "`random` (`a` on cpu, `b` on cpu, `c` on cpu, and 3 more kernels)." in told(first, other)[1]
 
 
@@ -121,7 +121,7 @@ def test_biased_kernels_are_counted_on_failure_inputs_alone(run: MakeRun, record
     ("signs", "way"), [((1, 1), "away from zero"), ((-1, -1), "toward zero"), ((1, -1), "both ways")]
 )
 def test_a_bias_has_a_direction(run: MakeRun, record: Make, signs: tuple[int, int], way: str) -> None:
-    cells = [one for case, sign in zip(TIES, signs, strict=False) for one in biased(record, "a", [case], 0.2 * sign)]
+    cells = [cell for case, sign in zip(TIES, signs, strict=False) for cell in biased(record, "a", [case], 0.2 * sign)]
     assert any(f"`a` is biased {way} in 2 of 2 " in line for line in told(run(*cells, cases=CASES)))
 
 
@@ -130,9 +130,9 @@ def test_most_biased_come_first_then_those_named_for_a_plan_and_the_rest_share_a
 ) -> None:
     names = {"mild": 1, "worst": 4, "flash@paper": 4, "worse": 3, "flash@fused": 2}
     cells = [cell for name, count in names.items() for cell in biased(record, name, TIES[:count], plan=name)]
-    said = [line for line in told(run(*cells, cases=CASES)) if "biased " in line.lower() and "`" in line]
-    assert [line.split("`")[1] for line in said] == ["worst", "worse", "mild", "flash@paper"]
-    assert said[3] == "Biased in some failure inputs: `flash@paper` (4 of 4), `flash@fused` (2 of 2)."
+    lines = [line for line in told(run(*cells, cases=CASES)) if "biased " in line.lower() and "`" in line]
+    assert [line.split("`")[1] for line in lines] == ["worst", "worse", "mild", "flash@paper"]
+    assert lines[3] == "Biased in some failure inputs: `flash@paper` (4 of 4), `flash@fused` (2 of 2)."
 
 
 def test_platforms_and_backends_that_differ_are_both_said(run: MakeRun, record: Make) -> None:
@@ -158,17 +158,17 @@ def test_what_is_lost_is_said_of_all_inputs_in_the_order_of_the_cases(run: MakeR
         return record(kernel, case, verdict="nonfinite", measures={"bias": Estimate(None, None), "nonfinite": 7})
 
     cells = [nan("b", "random"), nan("b", "tie[k=2]"), nan("a", "tie[k=2]"), nan("a", "random")]
-    said = told(run(*cells, cases={"tie[k=2]": CASES["tie[k=2]"], "random": CASES["random"]}))
+    lines = told(run(*cells, cases={"tie[k=2]": CASES["tie[k=2]"], "random": CASES["random"]}))
     order = "`random`, `tie[k=2]`"  # as the run's own mapping of cases has them
-    assert f"NaN or Inf where the reference is finite: `b`, `a` on cpu in {order}." in said
+    assert f"NaN or Inf where the reference is finite: `b`, `a` on cpu in {order}." in lines
 
 
 def test_an_output_that_shrinks_is_no_bias(run: MakeRun, record: Make) -> None:
     cells = [replace(cell, shown=Shown(SHRUNK, share)) for cell, share in
              zip(biased(record, "a", TIES[:2], -113.0), (0.281, 0.5), strict=True)]  # fmt: skip
-    said = told(run(*cells, cases=CASES))
-    assert "The output shrinks, to x0.28 at the least: `a` on cpu in `tie[k=2]`, `tie[k=3]`." in said
-    assert not any("is biased" in line for line in said)
+    lines = told(run(*cells, cases=CASES))
+    assert "The output shrinks, to x0.28 at the least: `a` on cpu in `tie[k=2]`, `tie[k=3]`." in lines
+    assert not any("is biased" in line for line in lines)
 
 
 def test_a_kernel_is_fair_if_every_failure_input_says_so(
@@ -177,8 +177,8 @@ def test_a_kernel_is_fair_if_every_failure_input_says_so(
     undecided = record("doubtful", TIES[0], verdict="inconclusive")
     cells = [*fair, record("short", TIES[0]), undecided, record("ended", TIES[0]), skip("ended", TIES[1], "crashed"),
              *biased(record, "short", ["random"])]  # fmt: skip
-    said = told(run(*cells, cases=CASES))
-    assert said[-1] == (
+    lines = told(run(*cells, cases=CASES))
+    assert lines[-1] == (
         "Fair, unbiased on every failure input: `fair` on cpu (4 failure inputs); `short` on cpu (1 failure input)."
     )
     assert told(run(undecided, cases=CASES))[-1] == "No kernel is unbiased on every failure input."
@@ -193,8 +193,8 @@ def test_a_kernel_that_is_biased_on_one_platform_is_not_fair(run: MakeRun, recor
 
 def test_what_was_assumed_and_what_did_not_run_come_last(run: MakeRun, record: Make) -> None:
     assumed = {"interpreter": "as sm_90 (assumed; nothing ran on a GPU)"}
-    said = told(run(record(), platform={"assumed": assumed}, unavailable={"cuda": "no device"}))
-    assert said[-2:] == (
+    lines = told(run(record(), platform={"assumed": assumed}, unavailable={"cuda": "no device"}))
+    assert lines[-2:] == (
         "The backend `interpreter` computed as sm_90 (assumed; nothing ran on a GPU).",
         "The backend `cuda` did not run: no device.",
     )
@@ -208,17 +208,17 @@ def test_no_name_ends_its_backticks(run: MakeRun, fallen: Make) -> None:
 def test_a_digest_stays_short(run: MakeRun, record: Make, fallen: Make) -> None:
     cells = [cell for kernel in range(40) for cell in biased(record, f"kernel_{kernel}", TIES)]
     cells += [fallen(f"kernel_{kernel}", f"case_{kernel}") for kernel in range(40)]
-    said = told(run(*cells, cases=CASES), run(*cells, cases=CASES))
-    assert len(said) <= 12
-    assert max(map(len, said)) < 300
+    lines = told(run(*cells, cases=CASES), run(*cells, cases=CASES))
+    assert len(lines) <= 12
+    assert max(map(len, lines)) < 300
 
 
 def test_cases_of_several_files_stand_in_their_groups(run: MakeRun, record: Make) -> None:
     old = run(record("a", "random"), record("a", "late"), record("a", TIES[1]),
               cases=dict.fromkeys(("random", "late", TIES[1]), CaseRecord("")))  # fmt: skip
     new = run(*(record("a", case) for case in CASES), cases=CASES)
-    found = cases_of([old, new])
-    assert list(found) == [*CASES, "late"]
-    assert found["random"].group == "controls"
+    known = cases_of([old, new])
+    assert list(known) == [*CASES, "late"]
+    assert known["random"].group == "controls"
     newer = run(record("a", "tie[k=9]"), cases={"tie[k=9]": CASES[TIES[0]]})
     assert list(cases_of([new, newer])) == [*TIES, "tie[k=9]", "random"]

@@ -31,14 +31,14 @@ def judge(
     run: MakeRun, old: Record, new: Record, *, across: bool = False, fail: Limits | None = None
 ) -> list[tuple[bool, str]]:
     """What changed, worse or not, and the text."""
-    found = gate(run(old), run(new), fail or Limits(), across=across)
-    assert found.compared == 1
-    assert found.held is not any(one.worse for one in found.changes)
-    return [(one.worse, one.text) for one in found.changes]
+    comparison = gate(run(old), run(new), fail or Limits(), across=across)
+    assert comparison.compared == 1
+    assert comparison.held is not any(change.worse for change in comparison.changes)
+    return [(change.worse, change.text) for change in comparison.changes]
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ({}, {"verdict": "biased"}, "verdict biased, unbiased in the baseline"),
         ({}, {"verdict": "inconclusive"}, "verdict inconclusive, unbiased in the baseline"),
@@ -78,18 +78,18 @@ def judge(
         ({}, {"case_version": 2}, "not comparable: version 2 of the case, not 1"),
     ],
 )
-def test_what_makes_the_gate_fall(run: MakeRun, record: Make, old: Any, new: Any, said: str) -> None:
-    found = judge(run, record(**old), record(**new))
-    assert [worse for worse, _ in found] == [True]
-    assert found[0][1].startswith(said)
+def test_what_makes_the_gate_fall(run: MakeRun, record: Make, old: Any, new: Any, message: str) -> None:
+    comparison = judge(run, record(**old), record(**new))
+    assert [worse for worse, _ in comparison] == [True]
+    assert comparison[0][1].startswith(message)
 
 
 def test_a_pass_that_its_own_answers_contradict_falls(run: MakeRun, record: Make) -> None:
     """Though the baseline has the same answers: nothing in it got worse."""
     missed = {"answers": {CLAIM: Answer(False, "unbiased", "+0.2", "us")}}
     assert judge(run, record(outcome="fell", **missed), record(outcome="fell", **missed)) == []
-    found = judge(run, record(**missed), record(**missed))
-    assert found == [(True, "says held, and its answers come to fell: was the file edited?")]
+    comparison = judge(run, record(**missed), record(**missed))
+    assert comparison == [(True, "says held, and its answers come to fell: was the file edited?")]
 
 
 def test_a_pass_without_a_result_falls(run: MakeRun, record: Make) -> None:
@@ -128,7 +128,7 @@ def test_a_case_that_cancels_has_no_bias_to_speak_of(run: MakeRun, record: Make)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "messages"),
     [
         (BIASED, {}, ["verdict unbiased, biased in the baseline", "bias +0.0100 ±0.0200 ulp, +0.2000 ±0.0100"]),
         ({"measures": {"max_ulps": 9.0}}, {}, ["max_ulps 1.5 ulp, 9 in the baseline"]),
@@ -137,10 +137,10 @@ def test_a_case_that_cancels_has_no_bias_to_speak_of(run: MakeRun, record: Make)
         ({"outcome": "fell"}, {}, ["held, fell in the baseline"]),
     ],
 )
-def test_improvements_are_listed(run: MakeRun, record: Make, old: Any, new: Any, said: list[str]) -> None:
-    found = judge(run, record(**old), record(**new))
-    assert all(not worse for worse, _ in found)
-    assert [text.startswith(start) for (_, text), start in zip(found, said, strict=True)] == [True] * len(said)
+def test_improvements_are_listed(run: MakeRun, record: Make, old: Any, new: Any, messages: list[str]) -> None:
+    comparison = judge(run, record(**old), record(**new))
+    assert all(not worse for worse, _ in comparison)
+    assert all(text.startswith(start) for (_, text), start in zip(comparison, messages, strict=True))
 
 
 def test_a_training_run_is_held_to_its_claims_and_its_numbers(run: MakeRun, trained: Make) -> None:
@@ -164,9 +164,11 @@ def test_a_skip_is_no_pass(run: MakeRun, record: Make, skip: Make) -> None:
 
 
 def test_a_cell_that_vanished_is_no_pass(run: MakeRun, record: Make) -> None:
-    found = gate(run(record(), record(case="gone")), run(record()), Limits())
-    assert not found.held
-    assert [(one.record.case, one.text) for one in found.worse] == [("gone", "vanished: the new run lacks it")]
+    comparison = gate(run(record(), record(case="gone")), run(record()), Limits())
+    assert not comparison.held
+    assert [(change.record.case, change.text) for change in comparison.worse] == [
+        ("gone", "vanished: the new run lacks it")
+    ]
 
 
 def test_a_narrowed_run_is_judged_by_its_own_cells_and_says_so(run: MakeRun, record: Make) -> None:
@@ -182,16 +184,16 @@ def test_a_narrowed_run_is_judged_by_its_own_cells_and_says_so(run: MakeRun, rec
 
 def test_nothing_compared_is_no_pass(run: MakeRun, record: Make) -> None:
     narrowing = (Narrowing(("--cases b",), "case", ("b",)),)
-    found = gate(run(record(case="a")), run(record(case="b"), narrowing=narrowing), Limits())
-    assert (found.compared, found.worse, found.held) == (0, [], False)
+    comparison = gate(run(record(case="a")), run(record(case="b"), narrowing=narrowing), Limits())
+    assert (comparison.compared, comparison.worse, comparison.held) == (0, [], False)
 
 
 def test_a_new_cell_is_told_and_has_to_hold(run: MakeRun, record: Make) -> None:
-    found = gate(run(record()), run(record(), record(case="new")), Limits())
-    assert found.held
-    assert "1 cell not in the baseline, or skipped there; --update-baseline adds what is new" in found.notes
+    comparison = gate(run(record()), run(record(), record(case="new")), Limits())
+    assert comparison.held
+    assert "1 cell not in the baseline, or skipped there; --update-baseline adds what is new" in comparison.notes
     fallen = gate(run(record()), run(record(), record(case="new", outcome="fell")), Limits())
-    assert [one.text for one in fallen.worse] == ["not in the baseline, and fell"]
+    assert [change.text for change in fallen.worse] == ["not in the baseline, and fell"]
 
 
 def test_a_baseline_of_another_platform_is_refused_unless_across(run: MakeRun, record: Make) -> None:
@@ -202,18 +204,18 @@ def test_a_baseline_of_another_platform_is_refused_unless_across(run: MakeRun, r
 
 
 def test_other_software_is_told_not_refused(run: MakeRun, record: Make) -> None:
-    found = gate(run(record()), run(record(), platform={"torch": "2.14.0", "cores": 64}), Limits())
-    assert found.held
-    assert found.notes == ("torch 2.13.0 in the baseline, 2.14.0 in the new run",)
+    comparison = gate(run(record()), run(record(), platform={"torch": "2.14.0", "cores": 64}), Limits())
+    assert comparison.held
+    assert comparison.notes == ("torch 2.13.0 in the baseline, 2.14.0 in the new run",)
 
 
 def test_a_changed_fingerprint_is_told_not_refused(run: MakeRun, record: Make) -> None:
     kept = {"cpu": {"matmul_subnormals": "kept"}, "cuda": {"matmul": "even"}}
     flushed = {"cpu": {"matmul_subnormals": "flushed"}}
     before = run(record(), platform={"fingerprint": kept})
-    found = gate(before, run(record(), platform={"fingerprint": flushed}), Limits())
-    assert found.held
-    assert found.notes == ("cpu, matmul_subnormals: kept in the baseline, flushed in the new run",)
+    comparison = gate(before, run(record(), platform={"fingerprint": flushed}), Limits())
+    assert comparison.held
+    assert comparison.notes == ("cpu, matmul_subnormals: kept in the baseline, flushed in the new run",)
 
 
 def test_across_compares_all_but_bits(run: MakeRun, record: Make, skip: Make) -> None:
@@ -254,8 +256,8 @@ def test_an_interrupted_baseline_is_refused(run: MakeRun) -> None:
 
 def test_limits_come_from_the_flag_over_the_file_over_the_default(tmp_path: Path) -> None:
     def held_to(flag: str | None) -> tuple[float | None, float | None, float]:
-        found = limits(flag, deeper)
-        bias, largest = found.of("bias", BIAS), found.of("max_ulps", LARGEST)
+        allowed = limits(flag, deeper)
+        bias, largest = allowed.of("bias", BIAS), allowed.of("max_ulps", LARGEST)
         return bias.limit, largest.limit, largest.share
 
     deeper = tmp_path / "a" / "b"
@@ -305,8 +307,8 @@ def test_an_unknown_limit_lists_the_known_ones(tmp_path: Path) -> None:
 def test_every_measure_that_can_be_worse_takes_a_limit(run: MakeRun, record: Make, tmp_path: Path) -> None:
     new = record(measures={"rms_ulps": 0.5})
     assert judge(run, record(), new) == []
-    (found,) = judge(run, record(), new, fail=limits("rms_ulps:0.1", tmp_path))
-    assert found == (True, "rms_ulps 0.5 ulp, 0.35 in the baseline")
+    (comparison,) = judge(run, record(), new, fail=limits("rms_ulps:0.1", tmp_path))
+    assert comparison == (True, "rms_ulps 0.5 ulp, 0.35 in the baseline")
     assert judge(run, record(), new, fail=limits("rms_ulps:0.2", tmp_path)) == []
 
 
@@ -321,15 +323,17 @@ def test_a_measure_says_which_way_it_is_worse(
     """Also where a sum cancels: that concerns errors in ulps alone."""
     described = {"wobble": MeasureRecord("made up", "deg", worse=worse, limit=0.5)}
     old, new = (record(measures={"wobble": value}, verdict=verdict) for value in (1.0, number))
-    found = gate(run(old, measures=described), run(new, measures=described), Limits())
-    assert [one.text for one in found.worse] == ([f"wobble {number:.4g} deg, 1 in the baseline"] if falls else [])
+    comparison = gate(run(old, measures=described), run(new, measures=described), Limits())
+    assert [change.text for change in comparison.worse] == (
+        [f"wobble {number:.4g} deg, 1 in the baseline"] if falls else []
+    )
 
 
 def test_an_interval_of_a_share_is_a_share_too(run: MakeRun, record: Make) -> None:
     described = {"late": MeasureRecord("made up", worse="more", limit=0.01, per="elements")}
     old, new = (record(measures={"late": Estimate(mean, 100.0)}) for mean in (0.0, 6553.6))
-    found = gate(run(old, measures=described), run(new, measures=described), Limits())
-    assert [one.worse for one in found.changes] == [True], "0.1 worse, by intervals of 0.0015"
+    comparison = gate(run(old, measures=described), run(new, measures=described), Limits())
+    assert [change.worse for change in comparison.changes] == [True], "0.1 worse, by intervals of 0.0015"
 
 
 def test_a_cell_that_crashed_and_holds_now_is_better(run: MakeRun, record: Make, skip: Make) -> None:
@@ -372,14 +376,16 @@ def test_a_baseline_of_an_older_schema_holds_a_new_run(record: Make) -> None:
     """What schema 3 did not write down is no loss, what it did is compared."""
     old = store.read(OLD3)
     new = replace(old, run="new", records=tuple(
-        replace(one, answers={**one.answers, "bound": Answer(True, "within the bound")}) if one.measures else one
-        for one in old.records
+        replace(cell, answers={**cell.answers, "bound": Answer(True, "within the bound")}) if cell.measures else cell
+        for cell in old.records
     ))  # fmt: skip
-    found = gate(old, new, Limits())
-    assert (found.compared, found.changes) == (len(old.records), ())
-    worse = [replace(one, measures={**one.measures, "max_ulps": 1e9}) if one.verdict else one for one in new.records]
+    comparison = gate(old, new, Limits())
+    assert (comparison.compared, comparison.changes) == (len(old.records), ())
+    worse = [
+        replace(cell, measures={**cell.measures, "max_ulps": 1e9}) if cell.verdict else cell for cell in new.records
+    ]
     changed = gate(old, replace(new, records=tuple(worse)), Limits())
-    assert len(changed.worse) == sum(one.verdict is not None for one in old.records)
+    assert len(changed.worse) == sum(cell.verdict is not None for cell in old.records)
 
 
 def test_what_an_older_baseline_blames_on_no_check_may_be_gone(run: MakeRun, record: Make) -> None:
@@ -448,7 +454,7 @@ def test_the_command_updates_the_baseline(
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"complete": False}, "not updated: the run was interrupted"),
         (
@@ -458,12 +464,12 @@ def test_the_command_updates_the_baseline(
     ],
 )
 def test_a_baseline_is_not_replaced_by_less(
-    fields: dict[str, Any], said: str, run: MakeRun, record: Make, tmp_path: Path
+    fields: dict[str, Any], message: str, run: MakeRun, record: Make, tmp_path: Path
 ) -> None:
     path = tmp_path / "base.json"
     update(run(record(), record(case="other")), path)
     before = path.read_bytes()
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         update(run(record(), **fields), path)
     assert path.read_bytes() == before
 

@@ -17,7 +17,7 @@ LISTED = "`tiebreak list cases` names"
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("randum", "did you mean random or random_odd?"),
         ("tide*", "did you mean tied_maxima[k=2] or tied_maxima[k=3]?"),
@@ -28,8 +28,8 @@ LISTED = "`tiebreak list cases` names"
         ("", "`tiebreak list cases` names them"),
     ],
 )
-def test_an_unknown_name_is_told_what_may_be_meant_and_never_all_of_many(name: str, told: str) -> None:
-    assert unknown("case", name, CASES, LISTED) == f"unknown case {name!r}: {told}"
+def test_an_unknown_name_is_told_what_may_be_meant_and_never_all_of_many(name: str, message: str) -> None:
+    assert unknown("case", name, CASES, LISTED) == f"unknown case {name!r}: {message}"
 
 
 def test_few_names_are_listed_where_none_is_alike() -> None:

@@ -48,9 +48,9 @@ class Tags(HTMLParser):
 
 
 def data_of(html: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
-    assert found
-    parsed: dict[str, Any] = json.loads(found.group(1))
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert match
+    parsed: dict[str, Any] = json.loads(match.group(1))
     return parsed
 
 
@@ -98,8 +98,8 @@ def test_it_opens_with_findings_and_folds_those_beyond_a_digest(run: MakeRun, re
 
 def test_a_platform_has_what_it_takes_to_run_it_again(run: MakeRun, record: Make) -> None:
     html = page([run(record(), platform={"commit": "0123456789abcdef0123-dirty"})], ["here"], [])
-    (told,) = re.findall(r"<li><b>here</b> \((.*?)\)", html)
-    assert told == "torch 2.13.0, os Linux 6.1, commit 0123456789ab-dirty, seed 1, heads 256"
+    (summary,) = re.findall(r"<li><b>here</b> \((.*?)\)", html)
+    assert summary == "torch 2.13.0, os Linux 6.1, commit 0123456789ab-dirty, seed 1, heads 256"
 
 
 def test_strings_of_records_are_escaped(run: MakeRun, record: Make) -> None:
@@ -113,14 +113,16 @@ def test_strings_of_records_are_escaped(run: MakeRun, record: Make) -> None:
 
 
 def test_the_data_have_every_cell_once_and_what_platforms_say_alike_once(telling: Run) -> None:
-    other = [replace(one, digest="f" * 16) if one.case == "no_tail" else one for one in telling.records[:-1]]
+    other = [
+        replace(record, digest="f" * 16) if record.case == "no_tail" else record for record in telling.records[:-1]
+    ]
     data = data_of(page([telling, replace(telling, records=tuple(other))], ["a", "b"], []))
     assert len(data["rows"]) == len(telling.records)
     assert len(data["strings"]) == len(set(data["strings"]))
     second = [row[-1][1] for row in data["rows"]]
     assert second.count(None) == 1
     assert second.count(0) == len(telling.records) - 2
-    assert sum(isinstance(one, list) for one in second) == 1
+    assert sum(isinstance(cell, list) for cell in second) == 1
 
 
 def test_what_platforms_say_alike_leads_to_the_first_that_says_it(run: MakeRun, record: Make) -> None:

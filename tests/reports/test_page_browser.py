@@ -128,16 +128,16 @@ class Browser:
     def complaints(self) -> list[Any]:
         """Errors and warnings of the console."""
         spoken = [
-            said for said in self.of("Runtime.consoleAPICalled") if said["type"] in ("error", "warning", "assert")
+            event for event in self.of("Runtime.consoleAPICalled") if event["type"] in ("error", "warning", "assert")
         ]
         return [*spoken, *self.of("Runtime.exceptionThrown"), *self.of("Log.entryAdded")]
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    found = Browser(tmp_path_factory.mktemp("profile"))
-    yield found
-    found.close()
+    started = Browser(tmp_path_factory.mktemp("profile"))
+    yield started
+    started.close()
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ WITH_TEXT = """[...document.querySelectorAll("body *")].filter((element) => elem
 def test_it_opens_without_a_complaint_and_asks_for_nothing(browser: Browser, file: Path, width: int) -> None:
     browser.open(file, width)
     assert browser.complaints() == []
-    asked = [one["request"]["url"] for one in browser.of("Network.requestWillBeSent")]
+    asked = [event["request"]["url"] for event in browser.of("Network.requestWillBeSent")]
     assert [url for url in asked if not url.startswith(("file://", "data:"))] == []
     assert browser.ask("document.title") == "tiebreak"
 
@@ -370,13 +370,13 @@ def test_a_click_on_a_cell_opens_all_that_is_known_of_it(browser: Browser, diffe
     assert browser.ask("about.open") is True
     assert browser.ask("document.getElementById('about-title').textContent") == "flash@paper on cpu, tie"
     lines = browser.ask("about.innerText")
-    for told in (
+    for text in (
         "two equal maxima", "section 3", "follows flash@fused", "Platforms differ in verdict or outcome.",
         "biased: bias 0.234 ± 0.01 ulp", "claim met: unbiased", "source: section 4", "prediction met: what flash@paper",
         "99.87 % of bits", "2 elements beyond", "0123456789abcdef", "c0ffee",
         "pytest tests/matrix --kernels flash@paper --cases 'tie'",
     ):  # fmt: skip
-        assert told in lines, told
+        assert text in lines, text
     facts = dict(
         browser.ask("[...about.querySelectorAll('dt')].map((dt) => [dt.textContent, dt.nextSibling.textContent])")
     )
@@ -505,7 +505,7 @@ def test_on_paper_no_map_is_cut_off_and_nothing_is_folded(
         for kernel in kernels
         for r in (20, 10000)
     ]
-    other = [replace(one, verdict="unbiased") for one in cells]
+    other = [replace(cell, verdict="unbiased") for cell in cells]
     path = written(tmp_path, [run(*cells), run(*other, run="b" * 32)], ["here", "there"])
     browser.open(path, SHEET, scheme=scheme)
     browser.paper("print", scheme)
@@ -580,9 +580,9 @@ def test_a_page_of_an_audit_alone_is_legible_and_its_tables_open(
     browser: Browser, audits: Audits, tmp_path: Path, width: int
 ) -> None:
     evil = Audit.skip(EVIL, EVIL, EVIL)
-    found = replace(audits, audits=(*audits.audits, evil), cards={**audits.cards, EVIL: EVIL})
+    audited = replace(audits, audits=(*audits.audits, evil), cards={**audits.cards, EVIL: EVIL})
     path = tmp_path / "audit.html"
-    path.write_text(page([], [], [], {"": found}), encoding="utf-8")
+    path.write_text(page([], [], [], {"": audited}), encoding="utf-8")
     browser.open(path, width, scripted=False)
     assert browser.complaints() == []
     seen = "[...document.querySelectorAll('details')].map((one) => one.checkVisibility() && one.open)"

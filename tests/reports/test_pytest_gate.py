@@ -61,16 +61,17 @@ def baseline(matrix: Matrix) -> Path:
 def junit(name: str) -> dict[str, str | None]:
     """The properties of a cell in junit.xml."""
     cases = ET.parse("junit.xml").getroot().iter("testcase")
-    found = {
-        case.get("name"): {str(one.get("name")): one.get("value") for one in case.iter("property")} for case in cases
+    properties = {
+        case.get("name"): {str(element.get("name")): element.get("value") for element in case.iter("property")}
+        for case in cases
     }
-    assert set(found) == {f"test_cell[{cell}]" for cell in IDS}
-    return found[f"test_cell[{name}]"]
+    assert set(properties) == {f"test_cell[{cell}]" for cell in IDS}
+    return properties[f"test_cell[{name}]"]
 
 
 def check_junit() -> None:
     """JUnit's XML carries the numbers and not the whole record."""
-    (record,) = (one for one in store.read(Path("out/last.json")).records if one.id == IDS[0])
+    (record,) = (cell for cell in store.read(Path("out/last.json")).records if cell.id == IDS[0])
     bias = record.measures["bias"]
     assert isinstance(bias, Estimate)
     properties = junit(IDS[0])

@@ -106,9 +106,11 @@ def test_an_unknown_name_lists_the_known_ones_where_they_are_few(
     flag: str, kind: str, telling: Run, keep: Keep, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["show", str(keep(telling, "a")), flag, "nope"]) == 2
-    few = ", ".join(dict.fromkeys(getattr(one, kind) for one in sorted(telling.records, key=lambda one: one.id)))
-    told = f"leave {flag} out to see them" if kind == "case" else f"known are {few}"
-    assert capsys.readouterr().err == f"tiebreak show: {flag}: unknown {kind} 'nope': {told}\n"
+    few = ", ".join(
+        dict.fromkeys(getattr(record, kind) for record in sorted(telling.records, key=lambda record: record.id))
+    )
+    hint = f"leave {flag} out to see them" if kind == "case" else f"known are {few}"
+    assert capsys.readouterr().err == f"tiebreak show: {flag}: unknown {kind} 'nope': {hint}\n"
 
 
 def test_cases_stand_in_the_order_of_their_groups(

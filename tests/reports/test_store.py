@@ -138,7 +138,10 @@ def test_schema_3_keeps_what_it_said() -> None:
     assert plain["schema"] == 3
     run = store.read(OLD3)
     validator().validate(json.loads(json.dumps(run.as_dict())))
-    before, after = ({one["id"]: one for one in plain["records"]}, {one.id: one for one in run.records})
+    before, after = (
+        {record["id"]: record for record in plain["records"]},
+        {record.id: record for record in run.records},
+    )
     assert before.keys() == after.keys()
     outcomes = {name.removeprefix("cpu-").removesuffix("-bf16"): one.outcome for name, one in after.items()}
     assert outcomes == {
@@ -246,7 +249,7 @@ def test_what_older_files_said_of_plans_is_data_that_reads_the_same(
 
 
 @pytest.mark.parametrize(
-    ("steps", "value", "said"),
+    ("steps", "value", "message"),
     [
         (["records", 0, "reasons"], ["a", 1], "records[0].reasons: unknown field"),
         (["records", 0, "claim"], "unbiased", "records[0].claim: unknown field"),
@@ -263,15 +266,15 @@ def test_what_older_files_said_of_plans_is_data_that_reads_the_same(
 def test_an_older_file_with_a_wrong_field_is_refused_in_one_line(
     steps: Sequence[str | int],
     value: Any,
-    said: str,
+    message: str,
     tmp_path: Path,
     change: Callable[[Path, Sequence[str | int], Any], None],
 ) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(OLD3.read_bytes())
     change(path, steps, value)
-    if said:
-        assert refusal(path).startswith(said)
+    if message:
+        assert refusal(path).startswith(message)
     else:
         store.read(path)  # what no reader needs any more
 
@@ -283,7 +286,7 @@ def test_a_newer_schema_is_refused(version: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("", "empty"),
         (" \n", "empty"),
@@ -301,13 +304,13 @@ def test_a_newer_schema_is_refused(version: int, tmp_path: Path) -> None:
         ("\udcff", "not UTF-8"),
     ],
 )
-def test_a_file_that_is_no_file_of_records(content: str, said: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_file_of_records(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(content, encoding="utf-8", errors="surrogateescape")
-    assert any(refusal(tmp_path / "a.json").startswith(one) for one in said.split("|"))
+    assert any(refusal(tmp_path / "a.json").startswith(start) for start in message.split("|"))
 
 
 @pytest.mark.parametrize(
-    ("steps", "value", "said"),
+    ("steps", "value", "message"),
     [
         (["platform"], ..., "platform: missing"),
         (["platform", "cpu"], ..., "platform.cpu: expected a string"),
@@ -345,15 +348,15 @@ def test_a_file_that_is_no_file_of_records(content: str, said: str, tmp_path: Pa
 def test_a_field_of_the_wrong_kind_is_named(
     steps: Sequence[str | int],
     value: Any,
-    said: str,
+    message: str,
     keep: Callable[[Run, str], Path],
     run: Callable[..., Run],
     change: Callable[[Path, Sequence[str | int], Any], None],
 ) -> None:
     path = keep(run(), "a")
     change(path, steps, value)
-    if said:
-        assert refusal(path).startswith(said)
+    if message:
+        assert refusal(path).startswith(message)
     else:
         store.read(path)  # any string is a name; what shows it keeps control characters from the terminal
 
@@ -536,6 +539,6 @@ def shown_everywhere(run: Run) -> None:
         with pytest.raises(UsageError):
             gate(run, run, Limits())
         return
-    found = gate(run, run, Limits())
-    assert not found.worse
-    assert report(found, Path("a"))
+    comparison = gate(run, run, Limits())
+    assert not comparison.worse
+    assert report(comparison, Path("a"))

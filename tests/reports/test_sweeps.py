@@ -36,8 +36,8 @@ def run(place: Place, diverged: str | None = None, loss: float | None = 3.0) -> 
 
 def kept(folder: Path, runs: Iterable[SweepRun], settings: Settings = SETTINGS_OF) -> Path:
     open_store(folder, settings)
-    for one in runs:
-        keep(one, folder)
+    for run in runs:
+        keep(run, folder)
     return folder
 
 
@@ -53,9 +53,9 @@ def swept(*counts: tuple[float, str, int]) -> Sweep:
 def test_what_is_kept_is_read_and_not_run_again(tmp_path: Path) -> None:
     places = list(SETTINGS_OF.places())
     folder = kept(tmp_path / "out", map(run, places[:3]))
-    found = open_store(folder, SETTINGS_OF)
-    assert [one.place for one in found.runs] == places[:3]
-    assert found.left == places[3:]
+    sweep = open_store(folder, SETTINGS_OF)
+    assert [each.place for each in sweep.runs] == places[:3]
+    assert sweep.left == places[3:]
     assert len(places) == len({place.file for place in places}) == 80
     assert [place.seed for place in places[:5]] == [1, 1, 1, 1, 2]  # a seed of every setting before the next
 
@@ -70,17 +70,17 @@ def test_more_seeds_go_on_and_fewer_leave_the_rest_alone(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         (replace(SETTINGS_OF, recipe={"steps": 200}), "its steps is 100, not 200"),
         (replace(SETTINGS_OF, rates=(0.1,)), "its rates is 0.01, 0.1, not 0.1"),
         (replace(SETTINGS_OF, diverged="otherwise"), "its diverged is in words, not otherwise"),
     ],
 )
-def test_another_sweep_is_refused_and_nothing_changed(tmp_path: Path, other: Settings, told: str) -> None:
+def test_another_sweep_is_refused_and_nothing_changed(tmp_path: Path, other: Settings, message: str) -> None:
     folder = kept(tmp_path, [run(next(SETTINGS_OF.places()))])
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(UsageError, match=f"settings.json: another sweep: {told}; name another --out"):
+    with pytest.raises(UsageError, match=f"settings.json: another sweep: {message}; name another --out"):
         open_store(folder, other)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
@@ -124,15 +124,15 @@ def test_rates_and_losses_are_told() -> None:
 
 def test_only_intervals_that_are_apart_are_called_so() -> None:
     assert "no two rates" in legend(swept((0.01, "plain", 1), (0.01, "mine", 5)))
-    told = legend(swept((0.01, "plain", 0), (0.01, "mine", 12), (0.1, "mine", 20)))
-    assert "  plain E8M7 0.01 (0/20), mine (12/20)" in told.splitlines()
-    assert "  mine E8M7 0.01 (12/20), 0.1 (20/20)" in told.splitlines()
-    assert "plain E8M7 0.01 (0/20), mine (20/20)" not in told  # they differ in the rate, too
+    text = legend(swept((0.01, "plain", 0), (0.01, "mine", 12), (0.1, "mine", 20)))
+    assert "  plain E8M7 0.01 (0/20), mine (12/20)" in text.splitlines()
+    assert "  mine E8M7 0.01 (12/20), 0.1 (20/20)" in text.splitlines()
+    assert "plain E8M7 0.01 (0/20), mine (20/20)" not in text  # they differ in the rate, too
 
 
 def test_how_runs_diverged_is_told_by_kernel() -> None:
-    told = legend(swept((0.01, "plain", 1), (0.01, "mine", 5))).splitlines()
-    assert told[0] == "40 runs, 40 to run; diverged: mine: 5 by loss; plain: 1 by loss"
+    lines = legend(swept((0.01, "plain", 1), (0.01, "mine", 5))).splitlines()
+    assert lines[0] == "40 runs, 40 to run; diverged: mine: 5 by loss; plain: 1 by loss"
 
 
 def test_csv_has_a_line_a_group() -> None:

@@ -100,8 +100,8 @@ def test_files_of_two_platforms_are_no_seeds(
     one, other = keep(run(trained()), "a"), keep(run(trained(), platform={"cpu": "Another"}, run="b" * 32), "b")
     assert main(["show", str(one), str(other)]) == 2
     error = capsys.readouterr().err
-    said = f"platform.cpu is 'Another', 'Made-up 9000' in {one}; compare puts them side by side"
-    assert error == f"tiebreak show: {other}: {said}\n"
+    message = f"platform.cpu is 'Another', 'Made-up 9000' in {one}; compare puts them side by side"
+    assert error == f"tiebreak show: {other}: {message}\n"
 
 
 def test_files_without_training_runs_are_refused(

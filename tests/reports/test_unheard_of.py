@@ -61,7 +61,7 @@ def kept(keep: Callable[[Run, str], Path], run: Callable[..., Run]) -> Callable[
     """Keeps a run of such cells, with what the file says of them."""
 
     def write(name: str, *records: Record) -> Path:
-        found = Run(
+        made = Run(
             run().platform,
             run().options,
             records,
@@ -74,7 +74,7 @@ def kept(keep: Callable[[Run, str], Path], run: Callable[..., Run]) -> Callable[
             experiments={"pendulum": ExperimentRecord("a swing", "how far it swings, in degrees.", "wobble")},
             run=name,
         )
-        return keep(found, name)
+        return keep(made, name)
 
     return write
 
@@ -108,10 +108,10 @@ def test_show_has_a_table_with_the_legend_of_the_experiment(kept: Kept, tablefmt
 def test_csv_has_columns_of_them(kept: Kept, capsys: Capture) -> None:
     assert main(["show", str(kept("a", swing())), "--format", "csv"]) == 0
     (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
-    found = {
+    columns = {
         name: row[name] for name in ("wobble", "wobble_half_width", "flips", "returns", "returns_met", "experiment")
     }
-    assert found == {
+    assert columns == {
         "wobble": "1.0",
         "wobble_half_width": "0.125",
         "flips": "2.0",
@@ -128,15 +128,15 @@ def test_json_has_them_with_what_they_are(kept: Kept, capsys: Capture) -> None:
 
 
 def test_junit_has_properties_of_them() -> None:
-    found = dict(properties(swing()))
-    assert found["tiebreak.wobble"] == 1.0
-    assert found["tiebreak.wobble_half_width"] == 0.125
-    assert found["tiebreak.flips"] == 2.0
-    assert found["tiebreak.returns_met"] is True
+    shown = dict(properties(swing()))
+    assert shown["tiebreak.wobble"] == 1.0
+    assert shown["tiebreak.wobble_half_width"] == 0.125
+    assert shown["tiebreak.flips"] == 2.0
+    assert shown["tiebreak.returns_met"] is True
 
 
 @pytest.mark.parametrize(
-    ("new", "said"),
+    ("new", "message"),
     [
         (swing(1.7), None),  # beyond the limit, not beyond both intervals
         (swing(1.8), "wobble +1.8000 ±0.1250 deg, +1.0000 ±0.1250 in the baseline"),
@@ -147,12 +147,12 @@ def test_junit_has_properties_of_them() -> None:
         (swing(answers={}), "returns no longer asked: it swings back, in the baseline"),
     ],
 )
-def test_the_gate_holds_them_to_their_own_limits(kept: Kept, new: Record, said: str | None, capsys: Capture) -> None:
+def test_the_gate_holds_them_to_their_own_limits(kept: Kept, new: Record, message: str | None, capsys: Capture) -> None:
     old = kept("old", swing())
-    assert main(["gate", str(old), str(kept("new", new))]) == (0 if said is None else 1)
+    assert main(["gate", str(old), str(kept("new", new))]) == (0 if message is None else 1)
     out = capsys.readouterr().out
-    assert ("worse   " in out) == (said is not None)
-    assert said is None or f"worse   {new.id}: {said}" in out
+    assert ("worse   " in out) == (message is not None)
+    assert message is None or f"worse   {new.id}: {message}" in out
 
 
 def test_the_command_line_sets_their_limits(kept: Kept) -> None:
@@ -175,9 +175,9 @@ def test_the_page_has_them_in_map_and_table(kept: Kept, tmp_path: Path) -> None:
     )
     html = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert "<p>pendulum: how far it swings, in degrees.</p>" in html
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
-    assert found
-    data = json.loads(found.group(1))
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert match
+    data = json.loads(match.group(1))
     assert data["measures"] == [
         ["wobble", "deg", "how far it swings", True],
         ["flips", "", "how often it turns over", False],

@@ -15,9 +15,9 @@ def test_no_alarm_in_n_cells_bounds_the_rate_by_3_in_n() -> None:
 
 
 def test_an_alarm_is_counted_and_named() -> None:
-    found = [Seed(1, "cpu", None, None, {"held": 9, "fell": 1, "skipped": 5}, ["fell x: why"], 1.0)]
-    assert "1 seed, 10 cells" in summary(found)
-    assert summary(found).splitlines()[1:] == ["seed 1: fell x: why"]
+    seeds = [Seed(1, "cpu", None, None, {"held": 9, "fell": 1, "skipped": 5}, ["fell x: why"], 1.0)]
+    assert "1 seed, 10 cells" in summary(seeds)
+    assert summary(seeds).splitlines()[1:] == ["seed 1: fell x: why"]
 
 
 def test_seeds_that_are_done_are_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,20 +18,24 @@ def test_page_and_picture_are_what_the_table_makes() -> None:
 
 
 def test_table_is_whole() -> None:
-    found = [(row.format, row.case, row.kernel) for row in read_rows(bits.TABLE, bits.Row)]
+    rows = [(row.format, row.case, row.kernel) for row in read_rows(bits.TABLE, bits.Row)]
     wanted = [
         (fmt, case, kernel) for fmt in (*bits.MANTISSAS, *bits.OTHERS) for case in bits.CASES for kernel in bits.KERNELS
     ]
-    assert found == wanted
+    assert rows == wanted
 
 
 def test_seven_bits_are_bf16() -> None:
     # Another way to the same numbers: there q, k and V are drawn in bf16, and the plan names it.
     baseline = store.read(ROOT / "reports" / "baselines" / "emulation.json").records
-    known = {(one.case, one.kernel): one for one in baseline if one.heads == bits.HEADS and one.verdict != "nonfinite"}
-    told = [row for row in read_rows(bits.TABLE, bits.Row) if row.format == "E8M7" and (row.case, row.kernel) in known]
-    assert len(told) > 60
-    for row in told:
+    known = {
+        (record.case, record.kernel): record
+        for record in baseline
+        if record.heads == bits.HEADS and record.verdict != "nonfinite"
+    }
+    rows = [row for row in read_rows(bits.TABLE, bits.Row) if row.format == "E8M7" and (row.case, row.kernel) in known]
+    assert len(rows) > 60
+    for row in rows:
         assert row.bias == pytest.approx(known[row.case, row.kernel].number("bias"), rel=1e-4), row
 
 

@@ -315,7 +315,7 @@ NEVER = "not measured: no input was run backward"
 
 
 @pytest.mark.parametrize(
-    ("carried", "runs", "told", "contained"),
+    ("carried", "runs", "message", "contained"),
     [
         ((2e-6, UNBIASED), (UNBIASED, UNBIASED),
          "harmless: its gradients don't contain it, delta is off by 0.0002 % at most; no drift in 2 training runs",
@@ -333,7 +333,7 @@ NEVER = "not measured: no input was run backward"
     ],
 )  # fmt: skip
 def test_what_training_takes_of_a_bias_stands_below_the_headline(
-    carried: tuple[float | None, str | None] | None, runs: tuple[str, ...], told: str, contained: str | None
+    carried: tuple[float | None, str | None] | None, runs: tuple[str, ...], message: str, contained: str | None
 ) -> None:
     tie = record("tie", BIASED, 0.23)
     if carried is not None:
@@ -344,7 +344,7 @@ def test_what_training_takes_of_a_bias_stands_below_the_headline(
     cases = {"tie": CaseRecord("", failure=True, backward=carried is not None)}
     cases |= {cell.case: CaseRecord("", headline="growth") for cell in trained}
     (verdict,) = verdicts(Run({}, {}, records=(tie, *trained), cases=cases, experiments=EXPERIMENTS))
-    assert (verdict.findings[0].name, verdict.findings[0].text) == ("in training", told)
+    assert (verdict.findings[0].name, verdict.findings[0].text) == ("in training", message)
     assert verdict.in_training == contained
 
 

@@ -146,19 +146,19 @@ def test_it_goes_the_whole_way(
     assert result.ret == 1
 
     run = kept()
-    found = {(record.backend, record.kernel, record.case): record for record in run.records}
-    assert len(found) == 4 + 8
+    by_cell = {(record.backend, record.kernel, record.case): record for record in run.records}
+    assert len(by_cell) == 4 + 8
     for backend in ("emulation", "cpu"):
         for case in ("alone[random]", "alone[no_tail]"):
-            sound, fell = found[backend, "flash@fused", case], found[backend, "fair", case]
+            sound, fell = by_cell[backend, "flash@fused", case], by_cell[backend, "fair", case]
             assert (sound.experiment, sound.outcome, sound.measures) == ("invariance", HELD, {"equal_alone": 1.0})
             assert (fell.outcome, fell.met(CLAIM)) == (FELL, False)
             assert "claim fell: the same bits alone (a test); 1 of 16 heads have them" in fell.reasons[0]
             assert f"--cases '{case}'" in fell.command
-    assert found["cpu", "fair", "random"].experiment == "call"
+    assert by_cell["cpu", "fair", "random"].experiment == "call"
 
-    told = run.measures["equal_alone"]
-    assert (told.worse, told.limit, told.column) == ("less", 0.0, True)
+    measure = run.measures["equal_alone"]
+    assert (measure.worse, measure.limit, measure.column) == ("less", 0.0, True)
     assert run.experiments["invariance"].about == "a call compared with its heads alone"
     assert run.cases["alone[random]"].about.endswith("every head alone")
 

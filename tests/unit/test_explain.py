@@ -41,8 +41,8 @@ def only(*records: Record) -> Explanation:
 
 
 def test_the_plan_whose_bits_agree_in_all_cells_is_named() -> None:
-    found = only(record("a", paper=1.0, fused=0.5), record("b", paper=0.9996, fused=1.0))
-    assert explanation_text(found) == "follows paper (99.98 % of bits in 2 cells)"
+    explanation = only(record("a", paper=1.0, fused=0.5), record("b", paper=0.9996, fused=1.0))
+    assert explanation_text(explanation) == "follows paper (99.98 % of bits in 2 cells)"
 
 
 def test_a_single_cell_and_a_share_that_is_not_quite_all() -> None:
@@ -50,18 +50,20 @@ def test_a_single_cell_and_a_share_that_is_not_quite_all() -> None:
 
 
 def test_one_cell_below_makes_it_unexplained_and_the_worst_are_named() -> None:
-    found = only(*(record(case, paper=bits) for case, bits in zip("abcdef", (1, 0.9, 0.7, 0.97, 0.8, 1), strict=True)))
-    assert explanation_text(found) == (
+    explanation = only(
+        *(record(case, paper=bits) for case, bits in zip("abcdef", (1, 0.9, 0.7, 0.97, 0.8, 1), strict=True))
+    )
+    assert explanation_text(explanation) == (
         "unexplained: no known plan agrees; nearest is paper with 89.50 % of bits in 6 cells"
         " (c 70.00 %, e 80.00 %, b 90.00 %, ...)"
     )
 
 
 def test_a_plan_that_agrees_everywhere_goes_before_one_that_agrees_better_but_not_everywhere() -> None:
-    found = only(
+    explanation = only(
         record("a", paper=0.985, fused=0.97), record("b", paper=0.985, fused=1.0), record("c", paper=0.985, fused=1.0)
     )
-    assert found.plans[0] == "paper"
+    assert explanation.plans[0] == "paper"
     assert FOLLOWED < 0.985
 
 
@@ -71,29 +73,32 @@ def test_the_bias_alone_names_no_plan() -> None:
 
 
 def test_plans_that_agree_alike_are_all_named() -> None:
-    found = only(
+    explanation = only(
         record("a", paper=0.9999, fused=0.9999, standard=0.998), record("b", paper=0.9999, fused=0.9998, standard=1.0)
     )
-    assert explanation_text(found) == "can't tell apart: paper, fused on these cases (99.99 % of bits in 2 cells)"
+    assert explanation_text(explanation) == "can't tell apart: paper, fused on these cases (99.99 % of bits in 2 cells)"
 
 
 def test_one_cell_that_differs_tells_them_apart() -> None:
-    found = only(record("a", paper=0.9999, fused=0.9999), record("b", paper=0.9999, fused=0.9985))
-    assert explanation_text(found).startswith("follows paper (")
+    explanation = only(record("a", paper=0.9999, fused=0.9999), record("b", paper=0.9999, fused=0.9985))
+    assert explanation_text(explanation).startswith("follows paper (")
 
 
 def test_tiles_that_no_case_tells_apart_are_one_plan_and_so_are_bases() -> None:
     names = ("flash@fused", "flash@fused,tile=64", "lazy@fused", "flash@fused,base=2,tile=one")
-    found = only(compared("a", {name: fit(1.0) for name in names}))
-    assert explanation_text(found).startswith("follows flash@fused (")
+    explanation = only(compared("a", {name: fit(1.0) for name in names}))
+    assert explanation_text(explanation).startswith("follows flash@fused (")
     cut = only(compared("a", {name: fit(1.0 if "tile" in name else 0.99) for name in names}))
     assert explanation_text(cut).startswith("follows flash@fused,tile=64 (")
 
 
 def test_random_bits_of_its_own() -> None:
     fits = {"fused": fit(0.7, 0.1), "fused_stochastic": fit(0.66, 0.002), "fair": fit(0.65, 0.001)}
-    found = only(compared("a", fits), compared("b", fits))
-    assert explanation_text(found) == "behaves like fair or fused_stochastic in 2 cells (its random bits are its own)"
+    explanation = only(compared("a", fits), compared("b", fits))
+    assert (
+        explanation_text(explanation)
+        == "behaves like fair or fused_stochastic in 2 cells (its random bits are its own)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,8 +107,8 @@ def test_random_bits_of_its_own() -> None:
     ids=["biased", "too_few_heads", "no_number", "one_head"],
 )
 def test_a_random_plan_of_another_bias_explains_nothing(other: FitRecord) -> None:
-    found = only(compared("a", {"fair": fit(0.66)}), compared("b", {"fair": other}))
-    assert explanation_text(found).startswith("unexplained: no known plan agrees; nearest is fair with 66.00 %")
+    explanation = only(compared("a", {"fair": fit(0.66)}), compared("b", {"fair": other}))
+    assert explanation_text(explanation).startswith("unexplained: no known plan agrees; nearest is fair with 66.00 %")
 
 
 def test_a_kernel_without_random_bits_is_not_said_to_have_its_own() -> None:
@@ -111,14 +116,14 @@ def test_a_kernel_without_random_bits_is_not_said_to_have_its_own() -> None:
 
 
 def test_kernels_and_backends_are_explained_each_on_its_own() -> None:
-    found = explain(
+    explanations = explain(
         [
             record("a", kernel="one", paper=1.0),
             record("a", kernel="two", paper=0.5),
             record("a", kernel="one", backend="cuda", paper=0.5),
         ]
     )
-    states = {name: explanation.state for name, explanation in found.items()}
+    states = {name: explanation.state for name, explanation in explanations.items()}
     assert states == {"cpu-one": "follows", "cpu-two": UNEXPLAINED, "cuda-one": UNEXPLAINED}
 
 
@@ -156,23 +161,23 @@ def test_candidates_are_texts_that_the_command_line_takes_and_no_two_do_the_same
 
 
 def test_a_named_tile_is_the_only_one() -> None:
-    assert [str(one.block) for one in tilings(parse_declaration("paper"))] == ["128", "one", "64", "32"]
-    assert [str(one.block) for one in tilings(parse_declaration("paper,tile=128"))] == ["128"]
+    assert [str(tiling.block) for tiling in tilings(parse_declaration("paper"))] == ["128", "one", "64", "32"]
+    assert [str(tiling.block) for tiling in tilings(parse_declaration("paper,tile=128"))] == ["128"]
     assert len(tilings(parse_declaration("standard"))) == 1
 
 
 @pytest.mark.parametrize("plan", ["flash@fused_contracted", "flash@fused", "flash@fused,base=2"])
 def test_a_contracted_kernel_is_told_from_one_that_rounds_first(plan: str) -> None:
-    found = {}
-    for case in (one for one in SCRIPTED if one.name in ("inexact_ties[r=6]", "sink_tie", "tied_p_bar")):
+    fits_by_case = {}
+    for case in (case for case in SCRIPTED if case.name in ("inexact_ties[r=6]", "sink_tie", "tied_p_bar")):
         inputs = case.make(1, 0, 32, BF16)
         o = run_forward(parse_declaration(plan), inputs, EMULATION.arithmetic).o
         shares = fits(o, SharedBatch(inputs, reference(inputs)), candidates())
-        found[case.name] = {name: FitRecord.measured(one.bits, 0.0, 0.01) for name, one in shares.items()}
-    told = only(*(compared(case, each) for case, each in found.items()))
-    assert explanation_text(told) == f"follows {plan.removesuffix(',base=2')} (100.00 % of bits in 3 cells)"
+        fits_by_case[case.name] = {name: FitRecord.measured(fit.bits, 0.0, 0.01) for name, fit in shares.items()}
+    explanation = only(*(compared(case, each) for case, each in fits_by_case.items()))
+    assert explanation_text(explanation) == f"follows {plan.removesuffix(',base=2')} (100.00 % of bits in 3 cells)"
     other = "flash@fused" if plan == "flash@fused_contracted" else "flash@fused_contracted"
-    assert (found["inexact_ties[r=6]"][other].bits or 1.0) < 0.9
+    assert (fits_by_case["inexact_ties[r=6]"][other].bits or 1.0) < 0.9
 
 
 def mlx(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

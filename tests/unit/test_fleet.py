@@ -79,14 +79,14 @@ def test_the_matrix_runs_once_on_each_kind_and_a_node_that_dies_costs_no_run(
 def _fleet(local: Local, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # 1: PyTorch's flash kernel is biased, which the case does not claim of it, or is not.
     assert main(["lab", "fleet", "--on", local.address, "--labels", "kind", "--out", str(out), "--", *CELLS]) in (0, 1)
-    told = capsys.readouterr().out
-    assert "2 of 2 kinds" in told
+    output = capsys.readouterr().out
+    assert "2 of 2 kinds" in output
     runs = {path.stem: store.read(path) for path in sorted(out.glob("*.json"))}
     assert {name: run.platform["level"] for name, run in runs.items()} == {"cpu-a": "native", "cpu-b": LOWEST.name}
     (here,), (there,) = (run.records for run in runs.values())
     assert here.id == there.id
     assert here.digest != there.digest  # the levels' exponentials differ at 0
-    assert re.search(rf"{LOWEST.name}", told)  # the comparison
+    assert re.search(rf"{LOWEST.name}", output)  # the comparison
     assert (out / "index.html").exists()
 
 
@@ -101,17 +101,17 @@ def _sweep(local: Local, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(program, "keep", then_kill)
     assert main(["lab", "sweep", *SWEEP, "--out", str(out), "--on", local.address]) == 0
-    found = read_sweep(out)
-    assert found.left == []
-    assert sorted(kept) == sorted(found.settings.places())  # each once
-    one = found.runs[-1]
+    sweep = read_sweep(out)
+    assert sweep.left == []
+    assert sorted(kept) == sorted(sweep.settings.places())  # each once
+    one = sweep.runs[-1]
     again = sweeping.run(tasks(parse(SWEEP), [one.place])[0])
     assert replace(again, seconds=0.0, platform={}) == replace(one, seconds=0.0, platform={})
 
 
 def test_kinds_are_told_apart_by_accelerator_and_labels() -> None:
     nodes = [node("1", "H100", rack="x"), node("2", "H100", rack="x"), node("3", "H100", rack="y"), node("4", rack="x")]
-    assert {kind.name: [one.id for one in kind.nodes] for kind in kinds(nodes)} == {
+    assert {kind.name: [machine.id for machine in kind.nodes] for kind in kinds(nodes)} == {
         "H100-x": ["1", "2"],
         "H100-y": ["3"],
         "cpu-x": ["4"],
@@ -138,27 +138,29 @@ def test_no_cluster_is_one_line(
         address = form.format(silent.getsockname()[1])
         for why in ("", "what listens there is no Ray"):
             assert main([*verb, "--on", address, "--out", str(tmp_path / "out")]) == 2
-            said = capsys.readouterr().err
-            assert said.startswith(
+            error = capsys.readouterr().err
+            assert error.startswith(
                 f"tiebreak {' '.join(verb[:2])}: --on {address}: no Ray cluster answers there: {why}"
             )
-            assert said.count("\n") == 1
+            assert error.count("\n") == 1
             silent.listen()
     assert not [path for path in tmp_path.rglob("*.json") if path.name != "settings.json"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--on", "here"], "--on here: expected ray://HOST:PORT"),
         (["--on", "h:1", "--", "--save", "x"], "--save goes before --"),
     ],
 )
-def test_bad_usage_of_a_fleet_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
+def test_bad_usage_of_a_fleet_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     assert main(["lab", "fleet", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert told in said
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 class _Cluster:
@@ -168,8 +170,8 @@ class _Cluster:
         self.started: list[str] = []
         self._result = result
 
-    def start(self, one: object, on: Node, *words: object) -> str:
-        del one, words
+    def start(self, task: object, on: Node, *words: object) -> str:
+        del task, words
         self.started.append(on.id)
         return on.id
 
@@ -202,17 +204,17 @@ def test_a_kind_without_records_is_told_and_fails(
     monkeypatch.setattr(fleet, "connected", lambda address: nullcontext(SimpleNamespace(nodes=[node("1")])))
     monkeypatch.setattr(fleet, "_each", lambda *arguments: iter([(fleet.MachineGroup("cpu", ()), result)]))
     assert main(["lab", "fleet", "--on", "h:1", "--out", str(tmp_path), "--", "--casse", "x"]) == 1
-    told = capsys.readouterr()
-    assert "cpu: no records (pytest's exit code 4)" in told.out
-    assert "unrecognized arguments: --casse" in told.err
+    output = capsys.readouterr()
+    assert "cpu: no records (pytest's exit code 4)" in output.out
+    assert "unrecognized arguments: --casse" in output.err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_where_a_node_dies_the_next_of_its_kind_has_a_try() -> None:
     result = fleet.MatrixResult(0, b"{}", "")
-    found = kinds([node("1", "H100"), node("2", "H100"), node("3")])
+    groups = kinds([node("1", "H100"), node("2", "H100"), node("3")])
     cluster = _Cluster(result)
-    ended = {kind.name: what for kind, what in fleet._each(cluster, found, [])}  # type: ignore[arg-type]
+    ended = {kind.name: what for kind, what in fleet._each(cluster, groups, [])}  # type: ignore[arg-type]
     assert cluster.started == ["1", "3", "2"]
     assert ended == {"H100": result, "cpu": result}
     alone = _Cluster(result)

@@ -75,7 +75,7 @@ def test_a_table_stands_between_its_marks_and_nothing_else_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"commit": "0123456-dirty"}, "with changes"),
         ({"complete": False}, "interrupted"),
@@ -84,7 +84,7 @@ def test_a_table_stands_between_its_marks_and_nothing_else_changes() -> None:
 )
 def test_what_is_no_whole_run_of_a_commit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    fields: dict[str, object], told: str,
+    fields: dict[str, object], message: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(gallery, "FOLDER", tmp_path / "platforms")
     machine = str(fields.pop("machine", "mine"))
@@ -93,7 +93,7 @@ def test_what_is_no_whole_run_of_a_commit_is_refused(
     with pytest.raises(SystemExit) as ended:
         gallery.main(["add", machine, str(tmp_path / "a.json")])
     assert ended.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "platforms").exists()
 
 

@@ -60,10 +60,10 @@ def use(monkeypatch: pytest.MonkeyPatch, runner: Runner) -> Runner:
     [((), 1), ({"asimd", "sve", "bf16"}, 1), ({"avx", "sse4_1"}, 1), (AVX2, 2), (AVX512, 6), (AMX, 7)],
 )
 def test_a_cpu_has_the_levels_whose_features_it_has(features: set[str], count: int) -> None:
-    found = supported(features)
-    assert len(found) == count
-    assert found[0].name == "native"
-    assert not found[0].environment
+    levels = supported(features)
+    assert len(levels) == count
+    assert levels[0].name == "native"
+    assert not levels[0].environment
 
 
 def test_no_level_asks_for_code_the_cpu_lacks() -> None:
@@ -142,8 +142,8 @@ def test_a_failing_level_does_not_stop_the_others(
     runner = use(monkeypatch, Runner(statuses))
     assert main(["run"]) == expected
     assert runner.ran == [*three, "compare"]
-    told = capsys.readouterr().err
-    assert all(f"(exit code {status})" in told for status in statuses.values())
+    error = capsys.readouterr().err
+    assert all(f"(exit code {status})" in error for status in statuses.values())
 
 
 def test_arguments_that_pytest_refuses_end_the_round(three: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

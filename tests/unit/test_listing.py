@@ -52,9 +52,9 @@ def test_of_many_that_are_named_all_is_told_too(capsys: pytest.CaptureFixture[st
 
 def test_an_unknown_case_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", "cases", "none"]) == 2
-    found = capsys.readouterr()
-    assert found.out == ""
-    assert found.err == "tiebreak list cases: unknown case 'none': `tiebreak list cases` names them\n"
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err == "tiebreak list cases: unknown case 'none': `tiebreak list cases` names them\n"
 
 
 def test_the_kernels_of_a_backend_are_listed_and_why_one_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:

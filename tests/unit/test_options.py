@@ -100,9 +100,9 @@ def test_pytest_and_check_refuse_it(matrix: MatrixRun, capsys: pytest.CaptureFix
     twice = ("--cases", "random", "--cases=no_tail")
     assert matrix(*twice).ret == 2
     assert cli.main(["check", "mine.py:mine", *twice]) == 2
-    told = capsys.readouterr().err.splitlines()
+    error = capsys.readouterr().err.splitlines()
     message = "--cases: given 2 times (random; no_tail); give it once, lists are comma-separated"
-    assert told[-2:] == [f"Exit: {message}", f"tiebreak check: {message}"]
+    assert error[-2:] == [f"Exit: {message}", f"tiebreak check: {message}"]
 
 
 def test_what_a_file_of_records_keeps_stands_in_the_command_that_reruns_a_cell(

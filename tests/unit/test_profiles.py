@@ -18,9 +18,9 @@ def records(selection: Selection) -> list[Record]:
     return [blank_record(cell, Settings(), CRASHED) for cell in cells(selection)[0]]
 
 
-def missing(found: list[Record], name: str, kernel: str | None = None) -> list[str]:
+def missing(records: list[Record], name: str, kernel: str | None = None) -> list[str]:
     """The cells that a profile misses in a run of these records, by their ids."""
-    run = Run({"commit": "c" * 40}, {"kernel": kernel}, tuple(found))
+    run = Run({"commit": "c" * 40}, {"kernel": kernel}, tuple(records))
     lines = of_runs({"run.json": run}, profile(name), judging())
     return [line.removeprefix("missing: ").split(",")[0] for line in lines if line.startswith("missing: ")]
 
@@ -30,7 +30,7 @@ def test_a_default_run_is_the_full_profile_cell_by_cell(backend: str) -> None:
     whole = records(Selection(backends=backend, experiments="call,training"))  # other kinds are in no profile
     assert [missing(whole, name) for name in PROFILES] == [[]] * len(PROFILES)
     for taken in whole[::97]:  # a few: each takes a look at all
-        assert missing([one for one in whole if one is not taken], "full") == [taken.id]
+        assert missing([record for record in whole if record is not taken], "full") == [taken.id]
 
 
 def test_a_users_kernel_has_each_case_of_a_profile(tmp_path: Path) -> None:
@@ -38,9 +38,9 @@ def test_a_users_kernel_has_each_case_of_a_profile(tmp_path: Path) -> None:
     path.write_text("def mine(q, k, v, *, causal=False, scale=None):\n    return q\n")
     whole = records(Selection(kernel=(f"{path}:mine",)))
     assert missing(whole, "full", "mine.py:mine") == []
-    calls = [one for one in whole if one.experiment == "call"]
+    calls = [record for record in whole if record.experiment == "call"]
     assert missing(calls, "inference", "mine.py:mine") == []
-    trained = [one.id for one in whole if one.experiment == "training"]
+    trained = [record.id for record in whole if record.experiment == "training"]
     assert missing(calls, "full", "mine.py:mine") == trained
     assert missing(calls, "training", "mine.py:mine") == trained
 

@@ -40,9 +40,9 @@ SETTINGS = Settings(seed=1)
 def snippet(page: Path, heading: str) -> str:
     """The first Python block under a heading."""
     section = page.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
-    assert found is not None, heading
-    return found[1]
+    match = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert match is not None, heading
+    return match[1]
 
 
 def names_of(heading: str) -> dict[str, Any]:
@@ -219,9 +219,9 @@ def test_added_backend_does_all_kinds_of_experiments_on_a_device_without_fp64(tm
     example.write_text(snippet(EXTENDING, "Add a backend"), encoding="utf-8")
     done = subprocess.run([sys.executable, STAND_IN, example], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert [text.split(" ")[-1] for text in found["refused"]] == ["float64", "stand_in"], "the stand-in is too kind"
-    device, cpu = found["device"], found["cpu"]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert [text.split(" ")[-1] for text in answer["refused"]] == ["float64", "stand_in"], "the stand-in is too kind"
+    device, cpu = answer["device"], answer["cpu"]
     assert device["call"] == cpu["call"]
     assert device["call"][0] == HELD
     assert device["losses"] == cpu["losses"]

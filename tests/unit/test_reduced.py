@@ -44,9 +44,9 @@ def _normal(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
     return torch.from_numpy(numbers).to(device)
 
 
-def _equal(found: Tensor | None, expected: Tensor) -> bool:
-    assert found is not None
-    return torch.equal(found.view(torch.int32), expected.contiguous().view(torch.int32))
+def _equal(actual: Tensor | None, expected: Tensor) -> bool:
+    assert actual is not None
+    return torch.equal(actual.view(torch.int32), expected.contiguous().view(torch.int32))
 
 
 def _bf16(x: Tensor) -> Tensor:
@@ -84,8 +84,8 @@ def test_e8m7_to_even_is_bf16_to_the_bit(device: str) -> None:
     with reduce_precision(E8M7):
         y = a @ b
     y.backward(dy)  # type: ignore[no-untyped-call]
-    for found, each in zip((y, a.grad, b.grad), expected, strict=True):
-        assert _equal(found, each)
+    for actual, each in zip((y, a.grad, b.grad), expected, strict=True):
+        assert _equal(actual, each)
 
 
 @pytest.mark.parametrize("mode", IN_GFLOAT, ids=lambda mode: mode.value)
@@ -97,8 +97,8 @@ def test_fewer_bits_are_gfloats(name: str, mode: Rounding) -> None:
     a.requires_grad_(), b.requires_grad_()
     y = masked_product(torch.matmul, reduction, a, b)
     y.backward(dy)  # type: ignore[no-untyped-call]
-    for found, each in zip((y, a.grad, b.grad), expected, strict=True):
-        assert _equal(found, each)
+    for actual, each in zip((y, a.grad, b.grad), expected, strict=True):
+        assert _equal(actual, each)
 
 
 def test_a_linear_layer_keeps_its_weights_and_masks_all_else() -> None:
@@ -137,9 +137,9 @@ SPELLINGS: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("spelled", SPELLINGS.values(), ids=SPELLINGS)
 def test_a_product_is_masked_however_it_is_spelled(spelled: Callable[[], Tensor]) -> None:
     with reduce_precision(E8M3):
-        found = spelled()
+        actual = spelled()
     expected = E8M3.mask(torch.bmm(E8M3.mask(A), E8M3.mask(B)))
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
     assert not torch.equal(spelled(), expected)  # the context is over
 
 
@@ -165,39 +165,39 @@ def test_attention_whose_masks_change_nothing_is_torchs(options: dict[str, objec
     q, k, v = _normal(2, 4, 5, 8), _normal(2, 2, 6, 8, seed=1), _normal(2, 2, 6, 8, seed=2)
     given = {**options, "enable_gqa": True}
     expected = functional.scaled_dot_product_attention(q, k, v, **given)  # type: ignore[arg-type]
-    found = masked_attention(Reduction(FP32), q, k, v, **given)  # type: ignore[arg-type]
-    torch.testing.assert_close(found, expected)
+    actual = masked_attention(Reduction(FP32), q, k, v, **given)  # type: ignore[arg-type]
+    torch.testing.assert_close(actual, expected)
 
 
 def test_attention_is_two_masked_products() -> None:
     q, k, v = (_normal(1, 2, 6, 16, seed=seed) for seed in range(3))
     with reduce_precision(E8M7):
-        found = functional.scaled_dot_product_attention(q, k, v)
+        actual = functional.scaled_dot_product_attention(q, k, v)
     scores = _bf16(_bf16(q) @ _bf16(k).mT) * 0.25
-    assert _equal(found, _bf16(_bf16(scores.softmax(-1)) @ _bf16(v)))
+    assert _equal(actual, _bf16(_bf16(scores.softmax(-1)) @ _bf16(v)))
 
 
 def test_narrow_types_are_rounded_once_and_kept() -> None:
     a, b = _normal(32, 64).bfloat16(), _normal(64, 32, seed=1).bfloat16()
     with reduce_precision(E8M3):
-        found = a @ b
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found.float(), E8M3.mask(E8M3.mask(a.float()) @ E8M3.mask(b.float())))
+        actual = a @ b
+    assert actual.dtype == torch.bfloat16
+    assert torch.equal(actual.float(), E8M3.mask(E8M3.mask(a.float()) @ E8M3.mask(b.float())))
 
 
 def test_autocast_rounds_nothing_more() -> None:
     a, b = _normal(8, 64), _normal(64, 8, seed=1)
     finer = Reduction(TF32)
     with torch.autocast("cpu", torch.bfloat16), reduce_precision(finer):
-        found = a @ b
-    assert _equal(found, finer.mask(finer.mask(a) @ finer.mask(b)))
+        actual = a @ b
+    assert _equal(actual, finer.mask(finer.mask(a) @ finer.mask(b)))
 
 
 def test_the_inner_context_holds_alone() -> None:
     a, b = _normal(16, 16), _normal(16, 16, seed=1)
     with reduce_precision(E8M3), reduce_precision(Reduction(TF32)):
-        found = a @ b
-    assert _equal(found, Reduction(TF32).mask(Reduction(TF32).mask(a) @ Reduction(TF32).mask(b)))
+        actual = a @ b
+    assert _equal(actual, Reduction(TF32).mask(Reduction(TF32).mask(a) @ Reduction(TF32).mask(b)))
 
 
 class _Block(nn.Module):
@@ -220,8 +220,8 @@ class _Model(nn.Module):
 def test_what_the_inner_context_leaves_unmasked_no_other_masks() -> None:
     model, x = _Model(), _normal(8, 8)
     with reduce_precision(E8M3), reduce_precision(E8M7, model, {"head": None}):
-        found = model.head(x)
-    assert torch.equal(found, model.head(x))
+        actual = model.head(x)
+    assert torch.equal(actual, model.head(x))
 
 
 def test_modules_go_another_way_by_name() -> None:
@@ -249,15 +249,15 @@ def test_a_module_that_raises_leaves_the_context_as_it_was() -> None:
     with reduce_precision(E8M3, model, {"head": None}):
         with pytest.raises(RuntimeError):
             model.head(_normal(3, 3))
-        found = x @ x
-    assert torch.equal(found, E8M3.mask(E8M3.mask(x) @ E8M3.mask(x)))
+        actual = x @ x
+    assert torch.equal(actual, E8M3.mask(E8M3.mask(x) @ E8M3.mask(x)))
 
 
 def test_the_innermost_name_and_the_first_glob_count() -> None:
-    told = {"blocks.0": None, "blocks.*": E8M7}
-    assert reduction_at("blocks.0.wq", E8M3, told) == E8M7  # * takes dots too
-    assert reduction_at("blocks.0", E8M3, told) is None
-    assert reduction_at("head", E8M3, told) == E8M3
+    rest = {"blocks.0": None, "blocks.*": E8M7}
+    assert reduction_at("blocks.0.wq", E8M3, rest) == E8M7  # * takes dots too
+    assert reduction_at("blocks.0", E8M3, rest) is None
+    assert reduction_at("head", E8M3, rest) == E8M3
 
 
 def test_a_range_is_clamped_at_both_ends_apart() -> None:
@@ -276,7 +276,7 @@ def test_a_name_is_read_back(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("E1M0", "unknown format 'E1M0'"),
         ("E9M30", "unknown format 'E9M30'"),
@@ -286,8 +286,8 @@ def test_a_name_is_read_back(text: str) -> None:
         ("E8M3:up", "not 'up'"),
     ],
 )
-def test_what_makes_no_sense_is_one_line(text: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told) as raised:
+def test_what_makes_no_sense_is_one_line(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
         parse_reduction(text)
     assert "\n" not in str(raised.value)
 
@@ -342,8 +342,8 @@ def test_gpt2s_attention_is_its_kernel_in_the_format_and_masked_by_nothing_else(
         declared = each.kernel.implementation
         assert isinstance(declared, Declaration)
         assert declared.label == kernel.replace("fair", "dithered@fused_stochastic")
-        told = {(cast.fmt.name, cast.rounding) for _, cast in declared.plan.casts() if cast.follows}
-        assert told == {("E8M4", mode)} | ({("E8M4", Rounding.STOCHASTIC)} if kernel == "fair" else set())
+        casts = {(cast.fmt.name, cast.rounding) for _, cast in declared.plan.casts() if cast.follows}
+        assert casts == {("E8M4", mode)} | ({("E8M4", Rounding.STOCHASTIC)} if kernel == "fair" else set())
         # Once more outside of the context: a product that the context masked had other bits.
         assert _equal(each.output.o, run_forward(declared, each.inputs, EMULATION.arithmetic).o)
         assert each.output.gradients is not None
@@ -359,9 +359,9 @@ def test_gpt2_in_fp32_is_itself() -> None:
     _step(plain)
     with reduced_gpt2(masked, Reduction(FP32)):
         _step(masked)
-    for expected, found in zip(plain.parameters(), masked.parameters(), strict=True):
+    for expected, actual in zip(plain.parameters(), masked.parameters(), strict=True):
         assert expected.grad is not None
-        assert _equal(found.grad, expected.grad)
+        assert _equal(actual.grad, expected.grad)
 
 
 def test_gpt2s_blocks_go_another_way_with_their_attention() -> None:
@@ -399,6 +399,6 @@ def test_the_page_has_what_its_script_measures() -> None:
     page = (Path(__file__).parents[2] / "docs" / "fewer-bits.md").read_text(encoding="utf-8")
     fmt, *measured = truncation.row("E8M3")
     line = next(line for line in page.splitlines() if line.startswith(f"| {fmt} | -"))
-    for found, told in zip(measured, line.strip("| ").split(" | ")[1:], strict=True):
+    for actual, written in zip(measured, line.strip("| ").split(" | ")[1:], strict=True):
         # Sums of fp32 in another order leave the third digit in doubt.
-        assert float(found.split()[0]) == pytest.approx(float(told.split()[0]), abs=2e-3)
+        assert float(actual.split()[0]) == pytest.approx(float(written.split()[0]), abs=2e-3)

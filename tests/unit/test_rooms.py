@@ -35,8 +35,8 @@ def rooms() -> dict[str, Room]:
     """The table of CONTRIBUTING.md, by name."""
     rows = ROW.findall((CHECKOUT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
     return {
-        name: Room(folder, frozenset() if told == "nothing" else frozenset(told.split(", ")))
-        for folder, name, told in rows
+        name: Room(folder, frozenset() if about == "nothing" else frozenset(about.split(", ")))
+        for folder, name, about in rows
     }
 
 
@@ -45,20 +45,20 @@ ROOMS = rooms()
 
 def modules() -> dict[str, Module]:
     """Every module of every room, by its import name."""
-    found = {}
+    modules = {}
     for name, room in ROOMS.items():
         for path in (CHECKOUT / room.folder).rglob("*.py"):
             inside = path.relative_to(CHECKOUT / room.folder).with_suffix("").parts
             package = inside[-1] == "__init__"
             parts = ("tiebreak", name, *(inside[:-1] if package else inside))
-            found[".".join(parts)] = Module(path.read_text(encoding="utf-8"), package)
-    return found
+            modules[".".join(parts)] = Module(path.read_text(encoding="utf-8"), package)
+    return modules
 
 
 def graph(sources: Mapping[str, Module]) -> dict[str, set[str]]:
     """What of `sources` each of them imports, wherever in it the import stands."""
     return {
-        name: {found for found in _imported(name, module) if found in sources} - {name}
+        name: {imported for imported in _imported(name, module) if imported in sources} - {name}
         for name, module in sources.items()
     }
 
@@ -83,20 +83,20 @@ def _above(name: str, module: Module, level: int) -> list[str]:
     return parts[: len(parts) - level + module.package] if level else []
 
 
-def broken_arrows(found: Mapping[str, set[str]]) -> list[str]:
+def broken_arrows(arrows: Mapping[str, set[str]]) -> list[str]:
     """Imports that the table does not allow, one line each."""
     return [
         f"{name} imports {other}: {_room(name)} may not import {_room(other)} (CONTRIBUTING.md)"
-        for name, others in found.items()
+        for name, others in arrows.items()
         for other in sorted(others)
         if _room(other) not in ROOMS[_room(name)].may_import | {_room(name)}
     ]
 
 
-def circle(found: Mapping[str, set[str]]) -> list[str]:
+def circle(arrows: Mapping[str, set[str]]) -> list[str]:
     """Modules that import one another, the first once more at the end; empty if none do."""
     try:
-        TopologicalSorter(found).prepare()
+        TopologicalSorter(arrows).prepare()
     except CycleError as error:
         return list(error.args[1])
     return []
@@ -144,9 +144,9 @@ def test_no_modules_import_one_another() -> None:
 def test_a_case_that_knows_a_backend_is_found(text: str) -> None:
     names = ("tiebreak.backends", "tiebreak.backends.registry", "tiebreak.cases", "tiebreak.cases.mine")
     empty = {name: Module("", package=name.count(".") == 1) for name in names}
-    found = broken_arrows(graph({**empty, "tiebreak.cases.mine": Module(text, package=False)}))
-    assert found
-    assert all(line.startswith("tiebreak.cases.mine imports tiebreak.backends") for line in found)
+    broken = broken_arrows(graph({**empty, "tiebreak.cases.mine": Module(text, package=False)}))
+    assert broken
+    assert all(line.startswith("tiebreak.cases.mine imports tiebreak.backends") for line in broken)
 
 
 def test_a_circle_is_found() -> None:

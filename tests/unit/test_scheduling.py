@@ -75,10 +75,10 @@ def cases(tests: list[str]) -> list[str]:
 def test_the_longest_groups_come_first(pytester: pytest.Pytester) -> None:
     """By what their cells take, not by how many they are."""
     tests = [f"a.py::{test.format(f'k{i}')}" for test, count in TESTS.items() for i in range(count)]
-    found = order(pytester, tests)
-    assert sorted(found) == sorted(tests)
+    ordered = order(pytester, tests)
+    assert sorted(ordered) == sorted(tests)
     expected = ["train_lm", "train_runaway", "random", "train_drift", "train_large_logits", "no_tail"]
-    assert cases(found) == [*expected, "a.py::test_other"]
+    assert cases(ordered) == [*expected, "a.py::test_other"]
 
 
 def test_cells_in_tritons_interpreter_take_longer(pytester: pytest.Pytester) -> None:

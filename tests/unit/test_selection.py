@@ -30,10 +30,10 @@ def mine(tmp_path: Path) -> str:
 
 
 def test_all_of_everything_is_chosen_once() -> None:
-    found = cells(Selection())[0]
+    chosen = cells(Selection())[0]
     vendor = len(CPU.kernels()) - len(DEFAULT_ROSTER)
-    assert len({cell.id for cell in found}) == len(found)
-    scripted = [cell for cell in found if cell.experiment.kind == Call.kind]
+    assert len({cell.id for cell in chosen}) == len(chosen)
+    scripted = [cell for cell in chosen if cell.experiment.kind == Call.kind]
     # The interpreter has kernels of its own alone, and is there where triton is.
     of_triton = 0 if INTERPRETER.unavailable() else len(INTERPRETER.kernels())
     in_8_bits = 2 if of_triton else 0
@@ -62,12 +62,12 @@ def test_a_composed_kernel_of_eight_bits_meets_every_input_where_it_is_named() -
 
 def test_cells_of_a_case_stand_together() -> None:
     cases = [cell.experiment.name for cell in cells(Selection(formats="bf16,fp16", experiments="call,training"))[0]]
-    changes = sum(one != other for one, other in pairwise(cases))
+    changes = sum(case != other for case, other in pairwise(cases))
     assert changes == 2 * len(SCRIPTED) + len(SNIPPETS) - 1
 
 
 @pytest.mark.parametrize(
-    ("names", "found"),
+    ("names", "expected"),
     [
         ("random", ["random"]),
         ("no_tail,random", ["no_tail", "random"]),
@@ -80,10 +80,10 @@ def test_cells_of_a_case_stand_together() -> None:
         ("random_o*,random_odd", ["random_odd"]),
     ],
 )
-def test_cases_are_named_in_lists_and_globs(names: str, found: list[str]) -> None:
+def test_cases_are_named_in_lists_and_globs(names: str, expected: list[str]) -> None:
     selection = Selection(backends="emulation", kernels="standard", cases=names)
-    if found:
-        assert chosen(selection) == [f"emulation-standard-{name}-bf16" for name in found]
+    if expected:
+        assert chosen(selection) == [f"emulation-standard-{name}-bf16" for name in expected]
     else:
         with pytest.raises(SelectionError, match=r"^--cases: unknown case"):
             cells(selection)
@@ -109,11 +109,11 @@ def test_a_kernel_that_no_chosen_backend_has_is_unknown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "found"), [("fp16", ["fp16"]), ("*16", ["bf16", "fp16"]), ("fp16,bf16", ["fp16", "bf16"])]
+    ("names", "expected"), [("fp16", ["fp16"]), ("*16", ["bf16", "fp16"]), ("fp16,bf16", ["fp16", "bf16"])]
 )
-def test_formats_take_lists_and_globs(names: str, found: list[str]) -> None:
+def test_formats_take_lists_and_globs(names: str, expected: list[str]) -> None:
     formats = [cell.fmt.name for cell in cells(Selection("emulation", "standard", "random", names))[0]]
-    assert formats == found
+    assert formats == expected
 
 
 def test_fp32_is_no_format_of_the_matrix() -> None:

@@ -83,8 +83,8 @@ def captured_in(folder: Path, *, causal: bool = False, scale: str | None = None)
     """A captured file of one layer, of step 1."""
     rng = torch.Generator().manual_seed(1)
     parts: dict[str, Tensor] = {part: torch.randn(1, 4, 8, 8, generator=rng) for part in ("q", "k", "v", "do")}
-    told = {"causal": str(causal).lower()} | ({} if scale is None else {"scale": scale})
-    save_file({f"layer0.{part}": x for part, x in parts.items()}, folder / "inputs-1.safetensors", told)
+    keywords = {"causal": str(causal).lower()} | ({} if scale is None else {"scale": scale})
+    save_file({f"layer0.{part}": x for part, x in parts.items()}, folder / "inputs-1.safetensors", keywords)
 
 
 @pytest.fixture
@@ -118,9 +118,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shape(text: str, name: str) -> tuple[int, ...]:
-    found = re.search(rf"^{name} = bits\(\(([\d, ]+)\)", text, re.MULTILINE)
-    assert found is not None
-    return tuple(map(int, found[1].split(",")))
+    match = re.search(rf"^{name} = bits\(\(([\d, ]+)\)", text, re.MULTILINE)
+    assert match is not None
+    return tuple(map(int, match[1].split(",")))
 
 
 class TestFewest:
@@ -143,18 +143,18 @@ class TestParts:
         k, v = (torch.randn(2, 2, 7, 8, generator=rng) for _ in range(2))
         inputs = AttentionInputs(q, k, v, do, Formats.of(BF16))
         part = Part((1,), (0, 1), (1,), (0, 3), tuple(range(7)), tuple(range(8)), causal=False)
-        found = cut(inputs, part)
-        assert found.groups == 1
+        part_of_inputs = cut(inputs, part)
+        assert part_of_inputs.groups == 1
         expected = reference(inputs).o[1:, [1, 3]][:, :, [0, 3]]
-        assert torch.equal(reference(found).o, expected)
+        assert torch.equal(reference(part_of_inputs).o, expected)
 
     def test_the_scale_is_that_of_the_whole(self) -> None:
         inputs = CASES["tied_maxima[k=2]"].make(1, 0, 4, BF16)
         part = Part((0,), (0,), (0,), (0, 1, 2, 3), tuple(range(128)), (0, 1, 5), causal=False)
-        found = cut(inputs, part)
-        assert found.scale == inputs.scale == 0.125
-        torch.testing.assert_close(reference(found).p[0, 0], reference(inputs).p[0, 0])
-        torch.testing.assert_close(reference(found).o[0, 0], reference(inputs).o[0, 0][:, [0, 1, 5]])
+        part_of_inputs = cut(inputs, part)
+        assert part_of_inputs.scale == inputs.scale == 0.125
+        torch.testing.assert_close(reference(part_of_inputs).p[0, 0], reference(inputs).p[0, 0])
+        torch.testing.assert_close(reference(part_of_inputs).o[0, 0], reference(inputs).o[0, 0][:, [0, 1, 5]])
 
     def test_under_a_mask_rows_keep_their_keys(self) -> None:
         """A kernel that is wrong under a mask alone, in its last row."""
@@ -204,11 +204,11 @@ class TestBias:
 class TestCommand:
     def test_the_script_shows_it_with_torch_alone(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert call("--kernel", "mine.py:unfused", "--case", "tied_maxima[k=2]", "--heads", "32") == 0
-        told = capsys.readouterr()
+        output = capsys.readouterr()
         assert re.search(
-            r"^O is -?\d\.\d+, not the nearest to -?\d\.\d+: off by \+0\.50\d ulp$", told.out, re.MULTILINE
+            r"^O is -?\d\.\d+, not the nearest to -?\d\.\d+: off by \+0\.50\d ulp$", output.out, re.MULTILINE
         )
-        assert "keys 3, d 2" in told.out
+        assert "keys 3, d 2" in output.out
         text = (folder / "shrunk.py").read_text()
         assert "tiebreak." not in text
         assert re.findall(r"^(?:import|from) .*", text, re.MULTILINE) == ["import importlib, sys, torch"]
@@ -216,7 +216,7 @@ class TestCommand:
         assert max(map(len, text.splitlines())) < 200
         assert len(text.splitlines()) == LINES
         assert run_script()
-        assert capsys.readouterr().out in told.out
+        assert capsys.readouterr().out in output.out
 
     @pytest.mark.usefixtures("here")
     def test_the_script_of_a_kernel_that_was_mended_says_so(

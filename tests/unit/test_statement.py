@@ -44,18 +44,18 @@ WAIVER = '[[expected]]\ncells = "cpu-sdpa_math-*"\ncheck = "repeatable"\nreason 
 @pytest.fixture(scope="module")
 def ran() -> Run:
     """Two cases on two backends: the two kernels of a small profile, and one of the backend's own."""
-    offered = {one.name: one for one in kinds()["call"].offered(None, cases_named=True)}
+    offered = {input.name: input for input in kinds()["call"].offered(None, cases_named=True)}
     bench = Workbench(Settings())
     kernels = [(EMULATION, EMULATION.kernel(name)) for name in KERNELS]
     kernels += [(CPU, CPU.kernel(name)) for name in (*KERNELS, "sdpa_math")]
     cells = [Cell(*pair, offered[case], BF16) for case in CASES for pair in kernels]
-    found = Run(
+    made = Run(
         platform=describe().as_dict() | {"commit": COMMIT, "fingerprint": {}},
         options={"seed": "1", "heads": "256", "kernel": None},
         records=tuple(run_cell(cell, bench) for cell in cells),
         run="a" * 32,
     )
-    return described(found, {cell.id: cell for cell in cells})
+    return described(made, {cell.id: cell for cell in cells})
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +76,8 @@ def keep(ran: Run, tmp_path: Path) -> Callable[..., Path]:
 
     def write(records: Mapping[str, Mapping[str, Any] | None] | None = None, name: str = "last", **fields: Any) -> Path:
         changes = records or {}
-        changed = (replace(one, **(changes.get(one.id) or {})) for one in ran.records)
-        kept = tuple(one for one in changed if changes.get(one.id, {}) is not None)
+        changed = (replace(record, **(changes.get(record.id) or {})) for record in ran.records)
+        kept = tuple(record for record in changed if changes.get(record.id, {}) is not None)
         path = tmp_path / f"{name}.json"
         store.write(replace(ran, records=kept, run=name * 8, **fields), path)
         return path
@@ -99,9 +99,9 @@ def verified(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, lis
     def verify(folder: Path, *words: str) -> tuple[int, list[str]]:
         capsys.readouterr()
         code = main(["statement", "--verify", str(folder), *words])
-        told = capsys.readouterr()
-        assert not told.err
-        return code, told.out.splitlines()
+        output = capsys.readouterr()
+        assert not output.err
+        return code, output.out.splitlines()
 
     return verify
 
@@ -117,24 +117,27 @@ def forge(folder: Path, change: Callable[[Run], Run]) -> None:
 
 
 def changing(name: str, change: Callable[[Record], Record]) -> Callable[[Run], Run]:
-    return lambda run: replace(run, records=tuple(change(one) if one.id == name else one for one in run.records))
+    return lambda run: replace(
+        run, records=tuple(change(record) if record.id == name else record for record in run.records)
+    )
 
 
 def measured(name: str, **measures: Any) -> Callable[[Run], Run]:
-    return changing(name, lambda one: replace(one, measures={**one.measures, **measures}))
+    return changing(name, lambda cell: replace(cell, measures={**cell.measures, **measures}))
 
 
 def without(name: str, check: str) -> Callable[[Run], Run]:
     return changing(
-        name, lambda one: replace(one, answers={key: said for key, said in one.answers.items() if key != check})
+        name,
+        lambda cell: replace(cell, answers={key: answer for key, answer in cell.answers.items() if key != check}),
     )
 
 
 def answered(name: str, check: str, met: bool, **fields: Any) -> Callable[[Run], Run]:
-    def change(one: Record) -> Record:
+    def change(record: Record) -> Record:
         why = "" if met else "it is not"
-        answer = replace(one.answers[check], met=met, why=why)
-        return replace(one, answers={**one.answers, check: answer}, **fields)
+        answer = replace(record.answers[check], met=met, why=why)
+        return replace(record, answers={**record.answers, check: answer}, **fields)
 
     return changing(name, change)
 
@@ -143,7 +146,7 @@ def test_a_statement_of_a_run_verifies_and_says_what_was_not_shown(
     stated: Path, verified: Callable[..., tuple[int, list[str]]]
 ) -> None:
     names = ["records-1.json", "statement.json", "summary.html", "summary.md"]
-    assert sorted(one.name for one in stated.iterdir()) == names
+    assert sorted(path.name for path in stated.iterdir()) == names
     code, (told,) = verified(stated, "--sample", "99")
     assert code == 0
     assert told.startswith("verified: profile small, 10 cells: ")
@@ -163,16 +166,16 @@ def test_the_summary_has_platform_profile_counts_and_biased_cells(stated: Path) 
 FORGED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
     "bias": (measured(DEVICE, bias=Estimate(0.001, 0.001)), f"{DEVICE}: verdict: biased, and its bias comes to unb"),
     "shown": (
-        changing(DEVICE, lambda one: replace(one, shown=Shown("bias", 0.0))),
+        changing(DEVICE, lambda cell: replace(cell, shown=Shown("bias", 0.0))),
         f"{DEVICE}: shown: '+0.00', and its measures",
     ),
-    "verdict": (changing(DEVICE, lambda one: replace(one, verdict="unbiased")), f"{DEVICE}: verdict: unbiased, and"),
+    "verdict": (changing(DEVICE, lambda cell: replace(cell, verdict="unbiased")), f"{DEVICE}: verdict: unbiased, and"),
     "where a bias goes": (
-        changing(DEVICE, lambda one: replace(one, in_training="unbiased")),
+        changing(DEVICE, lambda cell: replace(cell, in_training="unbiased")),
         f"{DEVICE}: in_training: unbiased, and its measures come to None",
     ),
     "where a bias comes from": (
-        changing(DEVICE, lambda one: replace(one, tied=True)),
+        changing(DEVICE, lambda cell: replace(cell, tied=True)),
         f"{DEVICE}: tied: True, and its measures come to None",
     ),
     "difference": (
@@ -198,22 +201,25 @@ FORGED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
         answered(VENDORS, "repeatable", met=False),
         f"{VENDORS}: outcome: held, and its answers come to fell: was the file edited?",
     ),
-    "plan": (changing(DEVICE, lambda one: replace(one, plan="flash@fused")), f"{DEVICE}: plan: flash@fused, and fla"),
+    "plan": (changing(DEVICE, lambda cell: replace(cell, plan="flash@fused")), f"{DEVICE}: plan: flash@fused, and fla"),
     "case_version": (
-        changing(VENDORS, lambda one: replace(one, case_version=7)),
+        changing(VENDORS, lambda cell: replace(cell, case_version=7)),
         f"{VENDORS}: case_version: 7, profile small asks for 1",
     ),
-    "seed": (changing(VENDORS, lambda one: replace(one, seed=7)), f"{VENDORS}: seed: 7, profile small asks for 1"),
+    "seed": (changing(VENDORS, lambda cell: replace(cell, seed=7)), f"{VENDORS}: seed: 7, profile small asks for 1"),
     "missing": (
-        lambda run: replace(run, records=tuple(one for one in run.records if one.id != OURS)),
+        lambda run: replace(run, records=tuple(record for record in run.records if record.id != OURS)),
         f"missing: {OURS}, which profile small asks for",
     ),
     "missing of the backend's own": (
-        lambda run: replace(run, records=tuple(one for one in run.records if one.id != VENDORS)),
+        lambda run: replace(run, records=tuple(record for record in run.records if record.id != VENDORS)),
         f"missing: {VENDORS}, which profile small asks for",
     ),
-    "format": (changing(VENDORS, lambda one: replace(one, format="bf17")), "format: bf17: no kernel is run in it"),
-    "garbage for a plan": (changing(VENDORS, lambda one: replace(one, plan="x")), f"{VENDORS}: plan: unknown plan 'x'"),
+    "format": (changing(VENDORS, lambda cell: replace(cell, format="bf17")), "format: bf17: no kernel is run in it"),
+    "garbage for a plan": (
+        changing(VENDORS, lambda cell: replace(cell, plan="x")),
+        f"{VENDORS}: plan: unknown plan 'x'",
+    ),
     "dirty": (
         lambda run: replace(run, platform={**run.platform, "commit": f"{COMMIT}-dirty"}),
         f"platform.commit: {COMMIT}-dirty: files differ from the commit",
@@ -239,16 +245,16 @@ def predicted_otherwise(record: Record) -> Record:
     bias = record.measures["bias"]
     assert isinstance(bias, Estimate)
     assert bias.mean is not None
-    told = {"predicted_bias": Estimate(bias.mean - 0.01, 0.01), "prediction_difference": Estimate(0.01, 0.001)}
-    return replace(record, measures={**record.measures, **told})
+    measures = {"predicted_bias": Estimate(bias.mean - 0.01, 0.01), "prediction_difference": Estimate(0.01, 0.001)}
+    return replace(record, measures={**record.measures, **measures})
 
 
 # What contradicts nothing in its own file: the emulation does.
 RECOMPUTED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
-    "digest of the emulation": (changing(OURS, lambda one: replace(one, digest="0" * 16)), f"{OURS}: digest: 0000"),
+    "digest of the emulation": (changing(OURS, lambda cell: replace(cell, digest="0" * 16)), f"{OURS}: digest: 0000"),
     "a measure of the emulation": (measured(OURS, max_ulps=0.8), f"{OURS}: measures.max_ulps: 0.8, recomputed 0.9"),
     "heads without end": (
-        changing(DEVICE, lambda one: replace(one, heads=10**12)),
+        changing(DEVICE, lambda cell: replace(cell, heads=10**12)),
         f"{DEVICE}: heads: 1000000000000, and a cell draws at most 2048",
     ),
     "an error where bits are equal": (
@@ -259,31 +265,31 @@ RECOMPUTED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "told"), FORGED.values(), ids=FORGED)
+@pytest.mark.parametrize(("change", "message"), FORGED.values(), ids=FORGED)
 def test_an_edited_record_with_a_digest_of_its_own_is_found_out(
-    change: Callable[[Run], Run], told: str, stated: Path, verified: Callable[..., tuple[int, list[str]]]
+    change: Callable[[Run], Run], message: str, stated: Path, verified: Callable[..., tuple[int, list[str]]]
 ) -> None:
     forge(stated, change)
     code, lines = verified(stated, "--sample", "0")
     assert code == 1
-    assert any(told in line for line in lines), lines
+    assert any(message in line for line in lines), lines
     assert all(line.startswith("refused: ") for line in lines)
     assert not [line for line in lines if "SHA-256" in line or "not what the records come to" in line]
 
 
-@pytest.mark.parametrize(("change", "told"), RECOMPUTED.values(), ids=RECOMPUTED)
+@pytest.mark.parametrize(("change", "message"), RECOMPUTED.values(), ids=RECOMPUTED)
 def test_a_record_made_up_without_a_contradiction_is_found_out_where_it_is_in_the_sample(
-    change: Callable[[Run], Run], told: str, stated: Path, verified: Callable[..., tuple[int, list[str]]]
+    change: Callable[[Run], Run], message: str, stated: Path, verified: Callable[..., tuple[int, list[str]]]
 ) -> None:
     forge(stated, change)
     assert verified(stated, "--sample", "0")[0] == 0
     code, lines = verified(stated, "--sample", "99")
     assert code == 1
-    assert any(told in line for line in lines), lines
+    assert any(message in line for line in lines), lines
 
 
 def test_digests_of_a_cell_that_agrees_with_the_emulation_to_the_bit_are_the_emulations(ran: Run) -> None:
-    record = next(one for one in ran.records if one.id == "cpu-flash@paper-no_tail-bf16")
+    record = next(cell for cell in ran.records if cell.id == "cpu-flash@paper-no_tail-bf16")
     assert record.number("equal_bits") == 1.0
     assert not list(rejudging.recomputed(record, 256))
     assert next(rejudging.recomputed(replace(record, digest="f" * 16), 256)).startswith("digest: ffffffffffffffff, and")
@@ -329,7 +335,7 @@ def edited(folder: Path, name: str, old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "old", "new", "told"),
+    ("name", "old", "new", "message"),
     [
         ("records-1.json", '"met": true', '"met": true ', "records-1.json: SHA-256 is not as in statement.json"),
         (
@@ -353,12 +359,12 @@ def edited(folder: Path, name: str, old: str, new: str) -> None:
     ],
 )
 def test_what_was_edited_by_hand_is_one_line(
-    name: str, old: str, new: str, told: str, stated: Path, verified: Callable[..., tuple[int, list[str]]]
+    name: str, old: str, new: str, message: str, stated: Path, verified: Callable[..., tuple[int, list[str]]]
 ) -> None:
     edited(stated, name, old, new)
     code, (line,) = verified(stated, "--sample", "0")
     assert code == 1
-    assert line.startswith(f"refused: {told}")
+    assert line.startswith(f"refused: {message}")
 
 
 @pytest.mark.parametrize("name", ["../records-1.json", "records-1.json/../../secret.json", "statement.json"])
@@ -377,8 +383,8 @@ def test_a_statement_of_another_profile_than_the_wanted_one_is_refused(
     for module in (profiles, program):
         monkeypatch.setattr(module, "PROFILES", both)
     assert verified(stated, "--profile", "small", "--sample", "0")[0] == 0
-    told = "refused: statement.json: of profile small, not of other"
-    assert verified(stated, "--profile", "other", "--sample", "0") == (1, [told])
+    message = "refused: statement.json: of profile small, not of other"
+    assert verified(stated, "--profile", "other", "--sample", "0") == (1, [message])
 
 
 def test_other_files_and_lost_ones_are_found(stated: Path, verified: Callable[..., tuple[int, list[str]]]) -> None:
@@ -391,7 +397,7 @@ def test_other_files_and_lost_ones_are_found(stated: Path, verified: Callable[..
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (None, "No such file"),
         ("", "empty"),
@@ -401,19 +407,19 @@ def test_other_files_and_lost_ones_are_found(stated: Path, verified: Callable[..
     ],
 )
 def test_a_statement_that_is_none_is_one_line_and_exit_code_2(
-    content: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if content is not None:
         (tmp_path / "statement.json").write_text(content)
     assert main(["statement", "--verify", str(tmp_path)]) == 2
-    found = capsys.readouterr()
-    assert found.err.count("\n") == 1
-    assert told in found.err
+    output = capsys.readouterr()
+    assert output.err.count("\n") == 1
+    assert message in output.err
 
 
 def failing(keep: Callable[..., Path], ran: Run) -> Path:
     """A run in which a kernel of the backend's own did not repeat to the bit, as it says, excused in the run itself."""
-    (record,) = (one for one in ran.records if one.id == VENDORS)
+    (record,) = (cell for cell in ran.records if cell.id == VENDORS)
     answers = {**record.answers, "repeatable": Answer(False, "the same bits twice", "other bits")}
     return keep({VENDORS: {"answers": answers, "outcome": "fell", "excused": "so it is in baseline.json"}})
 
@@ -440,12 +446,12 @@ def test_a_waiver_covers_what_fell_until_its_last_day(
     assert state(failing(keep, ran), folder, waivers) == 0
     assert "issue 12" in (folder / "summary.md").read_text()
     assert verified(folder, "--sample", "0", "--as-of", "2999-01-31")[0] == 0
-    told = "refused: waiver cpu-sdpa_math-*, repeatable: expired on 2999-01-31"
-    assert verified(folder, "--sample", "0", "--as-of", "2999-02-01") == (1, [told])
+    message = "refused: waiver cpu-sdpa_math-*, repeatable: expired on 2999-01-31"
+    assert verified(folder, "--sample", "0", "--as-of", "2999-02-01") == (1, [message])
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (("expires = 2999-01-31\n", ""), "expected[0].expires: missing: a waiver of a statement has a last day"),
         (("2999-01-31", '"2999-01-31"'), "expected[0].expires: expected a day such as 2027-06-30, without quotes"),
@@ -457,7 +463,7 @@ def test_a_waiver_covers_what_fell_until_its_last_day(
 )
 def test_a_waiver_that_does_not_hold_is_refused_and_nothing_is_written(
     change: tuple[str, str],
-    told: str,
+    message: str,
     keep: Callable[..., Path],
     ran: Run,
     tmp_path: Path,
@@ -469,7 +475,7 @@ def test_a_waiver_that_does_not_hold_is_refused_and_nothing_is_written(
     before = sorted(tmp_path.iterdir())
     assert state(path, tmp_path / "handed_in", waivers) == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert message in error
     assert error.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before
 
@@ -486,7 +492,7 @@ def test_a_waiver_slipped_in_later_is_found_to_cover_nothing(
 
 
 @pytest.mark.parametrize(
-    ("changes", "fields", "told"),
+    ("changes", "fields", "message"),
     [
         ({OURS: None}, {}, f"missing: {OURS}, which profile small asks for"),
         ({}, {"complete": False}, "complete: the run was interrupted"),
@@ -497,7 +503,7 @@ def test_a_waiver_slipped_in_later_is_found_to_cover_nothing(
 def test_records_that_are_no_statement_are_refused_in_one_line(
     changes: Mapping[str, Any],
     fields: Mapping[str, Any],
-    told: str,
+    message: str,
     keep: Callable[..., Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -505,7 +511,7 @@ def test_records_that_are_no_statement_are_refused_in_one_line(
     path = keep(changes, **fields)
     assert state(path, tmp_path / "handed_in") == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert message in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == [path]
 
@@ -514,8 +520,8 @@ def test_two_files_make_one_statement_if_no_cell_is_in_both(
     keep: Callable[..., Path], ran: Run, tmp_path: Path, verified: Callable[..., tuple[int, list[str]]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    on_cpu = {one.id: None for one in ran.records if one.backend != "cpu"}
-    emulated = {one.id: None for one in ran.records if one.backend == "cpu"}
+    on_cpu = {record.id: None for record in ran.records if record.backend != "cpu"}
+    emulated = {record.id: None for record in ran.records if record.backend == "cpu"}
     first, second, whole = keep(on_cpu, "first"), keep(emulated, "second"), keep(None, "whole")
     words = ["-o", str(tmp_path / "handed_in"), "--profile", "small"]
     assert main(["statement", str(first), str(whole), *words]) == 2
@@ -539,7 +545,7 @@ def test_a_folder_with_something_else_is_left_alone_and_an_older_statement_is_re
     assert state(keep(), stated) == 2
     assert "there is something else in it" in capsys.readouterr().err
     assert (stated / "thesis.tex").read_text() == "years of work"
-    assert sorted(one.name for one in stated.parent.iterdir()) == ["handed_in", "last.json"]
+    assert sorted(path.name for path in stated.parent.iterdir()) == ["handed_in", "last.json"]
 
 
 def test_a_folder_that_cannot_be_written_leaves_nothing(
@@ -560,7 +566,7 @@ def test_a_users_kernel_has_every_kind_of_input_and_the_suites_kernels_need_not_
     keep: Callable[..., Path], ran: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     verified: Callable[..., tuple[int, list[str]]],
 ) -> None:  # fmt: skip
-    others = {one.id: None for one in ran.records if one.kernel != "sdpa_math"}
+    others = {record.id: None for record in ran.records if record.kernel != "sdpa_math"}
     options = {"seed": "1", "heads": "256", "kernel": "mine.py:sdpa_math"}
     assert state(keep({**others, VENDORS: None}, options=options), tmp_path / "handed_in") == 2
     assert f"missing: {VENDORS}" in capsys.readouterr().err

@@ -33,7 +33,7 @@ def task(fmt: str = "E8M4", rate: float = 1e-2, stabiliser: str = "none", steps:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--lr", "0"], "--lr 0: a learning rate is a number above 0"),
         (["--lr", "1e-3,nan"], "--lr nan: a learning rate"),
@@ -56,13 +56,13 @@ def task(fmt: str = "E8M4", rate: float = 1e-2, stabiliser: str = "none", steps:
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: Sequence[str], told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: Sequence[str], message: str
 ) -> None:
     assert swept(tmp_path / "out", *arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("tiebreak lab sweep: ")
-    assert told in said
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("tiebreak lab sweep: ")
+    assert message in error
+    assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -84,9 +84,9 @@ def test_a_stop_loses_the_run_in_hand_and_the_same_command_goes_on(
     first = (tmp_path / RUNS / read_sweep(tmp_path).runs[0].place.file).read_bytes()
     assert swept(tmp_path) == 0
     assert ran == [1, 2, 2]
-    told = capsys.readouterr().out
-    assert "1 run kept, 1 to run, 1 at a time here: about 0 h 0 min to go" in told
-    assert "0/2 (0 to 66 %)" in told
+    output = capsys.readouterr().out
+    assert "1 run kept, 1 to run, 1 at a time here: about 0 h 0 min to go" in output
+    assert "0/2 (0 to 66 %)" in output
     assert (tmp_path / RUNS / read_sweep(tmp_path).runs[0].place.file).read_bytes() == first
     assert swept(tmp_path) == 0  # nothing left
     assert ran == [1, 2, 2]
@@ -99,9 +99,9 @@ def test_a_run_is_the_same_to_the_bit_wherever_it_runs() -> None:
 
 
 def test_a_run_that_diverges_ends_there() -> None:
-    found = sweeping.run(task(fmt="E4M3", rate=10.0, steps=30))
-    assert found.diverged in ("not finite", "loss", "logits")
-    assert found.steps < 30
+    run = sweeping.run(task(fmt="E4M3", rate=10.0, steps=30))
+    assert run.diverged in ("not finite", "loss", "logits")
+    assert run.steps < 30
 
 
 def test_other_data_is_refused_where_a_run_starts() -> None:
@@ -169,8 +169,11 @@ def test_qk_clip_keeps_logits_at_what_it_may_have() -> None:
 
 def test_all_stabilisers_are_offered_and_none_takes_bits_away() -> None:
     few, many = (parse_reduction(name) for name in ("E8M4", "fp32"))
-    assert [name for name, one in STABILISERS.items() if one.refusal(few, 3)] == []
-    assert [name for name, one in STABILISERS.items() if one.refusal(many, 3)] == ["tf32_first", "fp32_first"]
+    assert [name for name, stabiliser in STABILISERS.items() if stabiliser.refusal(few, 3)] == []
+    assert [name for name, stabiliser in STABILISERS.items() if stabiliser.refusal(many, 3)] == [
+        "tf32_first",
+        "fp32_first",
+    ]
 
 
 def test_sizes_and_lengths_are_part_of_what_a_sweep_is() -> None:

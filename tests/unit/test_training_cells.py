@@ -96,17 +96,17 @@ def test_snippets_carry_the_name_that_reports_know_them_by() -> None:
 
 
 def test_a_default_run_trains_the_roster_and_the_devices_own_kernels() -> None:
-    found = chosen(Selection())
+    selected = chosen(Selection())
     own = [kernel.name for kernel in CPU.vendor_kernels()]
     for name, snippet in SNIPPETS.items():
-        assert found[f"emulation {name}"] == list(snippet.roster)
+        assert selected[f"emulation {name}"] == list(snippet.roster)
         # No device computes in the format that the amplified snippet asks for.
-        assert found.get(f"cpu {name}") == (None if snippet.amplified else [*snippet.on_devices, *own])
+        assert selected.get(f"cpu {name}") == (None if snippet.amplified else [*snippet.on_devices, *own])
         assert set(snippet.on_devices) <= set(snippet.roster)
 
 
 @pytest.mark.parametrize(
-    ("selection", "found"),
+    ("selection", "expected"),
     [
         (Selection(backends="cpu", kernels="fair,flash@paper"), {}),
         (Selection(backends="cpu", kernels="fair", cases="train_drift"), {"cpu train_drift": ["fair"]}),
@@ -125,13 +125,13 @@ def test_a_default_run_trains_the_roster_and_the_devices_own_kernels() -> None:
         (Selection(backends="cpu", formats="fp16"), {}),
     ],
 )
-def test_names_choose(selection: Selection, found: dict[str, list[str]]) -> None:
-    assert chosen(selection) == found
+def test_names_choose(selection: Selection, expected: dict[str, list[str]]) -> None:
+    assert chosen(selection) == expected
 
 
 def test_a_users_kernel_trains_in_all_but_the_amplified(mine: str) -> None:
-    found = chosen(Selection(kernel=(mine,)))
-    assert found == {f"cpu {name}": ["mine"] for name, snippet in SNIPPETS.items() if not snippet.amplified}
+    selected = chosen(Selection(kernel=(mine,)))
+    assert selected == {f"cpu {name}": ["mine"] for name, snippet in SNIPPETS.items() if not snippet.amplified}
 
 
 @pytest.mark.parametrize(

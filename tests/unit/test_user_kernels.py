@@ -194,22 +194,22 @@ def test_what_nobody_has_said_of_a_kernel_is_tried_and_what_computes_is_judged(
 def test_sound_kernel_is_told_its_plan(judge: MatrixRun, kernel: str, plan: str) -> None:
     result = judge(kernel)
     assert result.ret == 0, output(result)
-    found = FOLLOWED_TEXT.search(output(result))
-    assert found is not None
-    assert found.group(1, 2) == (kernel, plan)
+    match = FOLLOWED_TEXT.search(output(result))
+    assert match is not None
+    assert match.group(1, 2) == (kernel, plan)
 
 
 def test_torchs_own_flash_kernel_follows_the_declared_one(judge: MatrixRun) -> None:
     result = judge("sdpa")
     assert result.ret == 0, output(result)
-    found = FOLLOWED_TEXT.search(output(result))
-    assert found is not None
+    match = FOLLOWED_TEXT.search(output(result))
+    assert match is not None
     # Without vector instructions its exponential is exact at 0 and its plan is `fused`.
-    assert found[2] in ("flash@fused_fast_exp", "flash@fused")
+    assert match[2] in ("flash@fused_fast_exp", "flash@fused")
 
 
 @pytest.mark.parametrize(
-    ("kernel", "check", "told"),
+    ("kernel", "check", "message"),
     [
         (
             "wrong_shape",
@@ -223,14 +223,14 @@ def test_torchs_own_flash_kernel_follows_the_declared_one(judge: MatrixRun) -> N
         ("drops_scale", "bound", "largest error is .* times the bound"),
     ],
 )
-def test_unsound_kernel_falls(judge: MatrixRun, kept: Kept, kernel: str, check: str, told: str) -> None:
+def test_unsound_kernel_falls(judge: MatrixRun, kept: Kept, kernel: str, check: str, message: str) -> None:
     """By the check that is there for it, which says what was found."""
     assert judge(kernel, cases="random,random_causal", heads=32).ret == 1
     assert len(kept().records) == 2
     for record in kept().records:
         assert record.outcome == FELL
         assert record.met(check) is False
-        assert re.search(told, record.answers[check].why)
+        assert re.search(message, record.answers[check].why)
 
 
 def test_a_causal_mask_that_is_ignored_falls_where_there_is_one(judge: MatrixRun, kept: Kept) -> None:
@@ -322,8 +322,8 @@ def test_a_correctly_rounded_output_is_no_worse_than_itself_though_it_is_not_fai
     assert judge("precise", "--fair", cases=cases).ret == 1
     assert {record.case: record.tied for record in kept().records} == {"tied_maxima[k=2]": None, "sink_tie": True}
     assert judge("precise", "--no-worse-than", "rounded", cases=cases).ret == 0
-    assert all("no more bias than a correctly rounded O" in one.answers[CLAIM].asked for one in kept().records)
+    assert all("no more bias than a correctly rounded O" in cell.answers[CLAIM].asked for cell in kept().records)
     assert judge("unfused", "--no-worse-than", "rounded", cases=cases).ret == 1
     assert [record.tied for record in kept().records] == [False, False]
-    (told,) = (record.reasons[0] for record in kept().records if record.case == "tied_maxima[k=2]")
-    assert re.search(r"claim fell: .* bias \+0\.2\d\d .* measured, bias -0\.0\d\d .* of O rounded once", told)
+    (reason,) = (record.reasons[0] for record in kept().records if record.case == "tied_maxima[k=2]")
+    assert re.search(r"claim fell: .* bias \+0\.2\d\d .* measured, bias -0\.0\d\d .* of O rounded once", reason)

@@ -86,8 +86,8 @@ def test_every_rule_of_the_default_roster_has_a_row() -> None:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_rows_of_measures_and_checks_are_what_their_descriptions_make(source: str) -> None:
-    told = "python -m tiebreak.programs.pages.words renews it"
-    assert renewed(WORDS, source, SOURCES[source]()) == WORDS, told
+    advice = "python -m tiebreak.programs.pages.words renews it"
+    assert renewed(WORDS, source, SOURCES[source]()) == WORDS, advice
 
 
 def test_every_measure_of_a_training_claim_is_one_of_them() -> None:
