@@ -26,6 +26,7 @@ from tiebreak.matrix.log_sum_exp import judge_lse
 from tiebreak.matrix.placements import before_nan, expanded, fused, transposed, within_nan
 from tiebreak.matrix.relations import differences
 from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.selection import Selection, SelectionError, cells
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.usages import USAGES
 from tiebreak.matrix.workbench import Workbench
@@ -188,6 +189,11 @@ def test_what_is_no_log_sum_exp_is_none_where_none_is_declared(returned: object)
     x = torch.zeros(2, 3, 5, 64)
     with pytest.raises(CannotRunError, match="no log-sum-exp"):
         judge_lse(returned, AttentionInputs(x, x, x, x, Formats.of(BF16)), "")
+
+
+def test_the_suites_own_kernels_are_not_asked() -> None:
+    with pytest.raises(SelectionError, match="asked of users' kernels alone"):
+        cells(Selection(backends="emulation,cpu", experiments=KIND.name))
 
 
 def test_a_base_that_there_is_not_is_refused() -> None:

@@ -95,6 +95,10 @@ class _Usages(Kind):
         """As `Kind.measures`."""
         return {measure.name: measure for measure in _MEASURES}
 
+    def hint(self) -> str:
+        """As `Kind.hint`."""
+        return f"{USAGES[0].name} and its like are asked of users' kernels alone: --kernel names one"
+
 
 KIND = _Usages(
     Using.kind,
