@@ -14,6 +14,7 @@ from tiebreak.kernels.external.dummies import Needs
 from tiebreak.kernels.external.errors import ContractError
 from tiebreak.kernels.external.isolation import kept_state
 from tiebreak.kernels.external.options import AUTOGRAD, NO_BACKWARD
+from tiebreak.kernels.features import OBLONG_CAUSAL
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.reference import reference
@@ -59,7 +60,8 @@ class Caller:
     def undeclared(self, inputs: AttentionInputs) -> str | None:
         """None, or what is unusual about some inputs, in words, that neither signature nor options speak of."""
         options, (_, _, queries, d), keys = self.convention.options, inputs.q.shape, inputs.k.shape[2]
-        unusual = [feature.words for feature in inputs.asks() if feature in self.convention.tried]
+        tried = self.convention.tried | ({OBLONG_CAUSAL} - options.features)  # a flag does not say how it is aligned
+        unusual = [feature.words for feature in inputs.asks() if feature in tried]
         if d != _USUAL_D and not options.head_dims:
             unusual.append(f"d = {d}")
         if keys % _USUAL_KEYS and options.multiple_of == 1:

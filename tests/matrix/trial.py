@@ -28,15 +28,26 @@ def failed_trial(cell: Cell, inputs: AttentionInputs) -> str | None:
         return None
     padding = None if inputs.key_padding is None else inputs.key_padding[:1]
     q, k, v, do = (tensor[:1] for tensor in (inputs.q, inputs.k, inputs.v, inputs.do))
+    small = replace(inputs, q=q, k=k, v=v, do=do, key_padding=padding)
+    failure = _failure(cell, small)
+    oblong = inputs.causal and q.shape[2] != k.shape[2]
+    plainer = replace(small, causal=oblong, softmax_scale=None, key_padding=None)
+    if failure is None or (set(plainer.asks()) != set(small.asks()) and _failure(cell, plainer) is None):
+        return None  # what it does say that it takes is to blame
+    return f"tried with {asked}, it {failure}"
+
+
+def _failure(cell: Cell, inputs: AttentionInputs) -> str | None:
+    """None, or how a call failed."""
     try:
-        cell.backend.run(cell.kernel, replace(inputs, q=q, k=k, v=v, do=do, key_padding=padding), gradients=False)
+        cell.backend.run(cell.kernel, inputs, gradients=False)
     except CannotRunError:
         return None
     except ContractError as error:
         per_key_head = isinstance(error, ShapeError) and inputs.groups > 1  # one head of O for each of K's
-        return f"tried with {asked}, it {error}" if per_key_head else None
+        return str(error) if per_key_head else None
     except Exception as error:  # whatever the kernel raises
         if cell.backend.poisoned():
             raise
-        return f"tried with {asked}, it raised {raised(error)}"
+        return f"raised {raised(error)}"
     return None

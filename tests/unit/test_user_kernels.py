@@ -119,6 +119,16 @@ def powers_of_two(q, k, v, *, causal=False, scale=None):
     return grouped(q, k, v, causal=causal, scale=scale)
 
 
+def unmasked(q, k, v, *, causal=False, scale=None):
+    assert not causal
+    return grouped(q, k, v, scale=scale)
+
+
+def square(q, k, v, *, causal=False, scale=None):
+    assert not causal or q.shape[2] == k.shape[2], "as many queries as keys"
+    return grouped(q, k, v, causal=causal, scale=scale)
+
+
 def halves(q, k, v, *, causal=False, scale=None):
     assert q.shape[-1] % 64 == 0, "one warp a row"
     return grouped(q, k, v, causal=causal, scale=scale)[..., : 64 if q.shape[-1] == 128 else None]
@@ -158,6 +168,9 @@ def output(result: pytest.RunResult) -> str:
     return "\n".join(result.outlines)
 
 
+MASKED = ("unmasked", "square")
+
+
 @pytest.mark.parametrize(
     ("kernel", "outcomes", "why"),
     [
@@ -170,15 +183,20 @@ def output(result: pytest.RunResult) -> str:
          r"tried with grouped-query heads, it returned shape \(1, 4, 4, 64\), expected \(1, 16, 4, 64\)"),
         ("powers_of_two", "held skipped held",
          "NotImplementedError: no such tile"),
+        ("unmasked", "held crashed skipped", r"AssertionError: no message \(mine.py"),
+        ("square", "held held skipped",
+         r"tried with causal mask of fewer or more queries than keys and d = 32 and 16 queries and 100 keys, it raised"
+         r" AssertionError: as many queries as keys \(mine"),
         ("halves", "held skipped fell", r"tried with d = 40 .* it raised AssertionError: one warp a row \(mine.*"),
     ],
 )  # fmt: skip
 def test_what_nobody_has_said_of_a_kernel_is_tried_and_what_computes_is_judged(
     judge: MatrixRun, kept: Kept, kernel: str, outcomes: str, why: str
 ) -> None:
-    judge(kernel, cases="random_grouped,random_odd,random_wide", heads=32)
+    masks = "random_causal,random_causal_chunk,random"
+    judge(kernel, cases=masks if kernel in MASKED else "random_grouped,random_odd,random_wide", heads=32)
     records = kept().records
-    assert " ".join(record.outcome for record in records) == outcomes
+    assert " ".join(record.outcome for record in sorted(records, key=lambda record: record.id)) == outcomes
     reasons = [reason for record in records for reason in record.reasons]
     assert re.search(why, "; ".join(reasons)) if why else not reasons
 
