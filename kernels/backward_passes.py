@@ -12,7 +12,7 @@ from tiebreak.kernels.plans import OUTPUT, Cast, DeltaSource, Follows
 _FP32, _LOW = Cast(FP32), Cast(BF16, follows=Follows.OPERANDS)
 _FROM_P = DeltaSource.PROBABILITIES
 _POINTS = ("delta", "do_over_l", "p", "dp", "p_of_ds", "ds", "scaled_ds", "scaled_q", "scaled_k", "sums", "group_sums")
-_UNROUNDED: Mapping[str, Any] = dict.fromkeys(_POINTS, _FP32)
+_UNROUNDED: Mapping[str, Any] = {**dict.fromkeys(_POINTS, _FP32), "shift_attached": False}
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,24 @@ class BackwardPass:
         source: DeltaSource = self.points.get("delta_from", DeltaSource.OUTPUT)
         return source
 
+    def shows(self, source: DeltaSource) -> bool:
+        """Whether dQ and dK lie near to what follows from a delta of O, or from an exact one."""
+        of_output = self.source is DeltaSource.OUTPUT
+        return of_output is (source is DeltaSource.OUTPUT) and not self.points.get("shift_attached")
+
     def after(self, forward: Declaration) -> Declaration:
         """The plan of a forward pass, with the backward pass in this one's."""
-        return self._with(forward, {**self.points, "gradients": OUTPUT})
+        return _with(forward, {**self.points, "gradients": OUTPUT}, self.block)
 
-    def exact_after(self, forward: Declaration) -> Declaration:
-        """The same without a rounding of its own: what its errors are measured from."""
-        return self._with(forward, {"delta_from": self.source, "gradients": _FP32})
 
-    def _with(self, forward: Declaration, points: Mapping[str, Any]) -> Declaration:
-        plan = replace(forward.plan, **{"delta_from": DeltaSource.OUTPUT, **_UNROUNDED, **points})
-        return replace(forward, plan=plan, block=self.block)
+def exact_after(forward: Declaration, source: DeltaSource) -> Declaration:
+    """The plan of a forward pass, with a backward pass that rounds nothing: what errors are measured from."""
+    return _with(forward, {"delta_from": source, "gradients": _FP32}, ONE_TILE)
+
+
+def _with(forward: Declaration, points: Mapping[str, Any], block: Block) -> Declaration:
+    plan = replace(forward.plan, **{"delta_from": DeltaSource.OUTPUT, **_UNROUNDED, **points})
+    return replace(forward, plan=plan, block=block)
 
 
 _FLASH_2: Mapping[str, Any] = {"p": _LOW, "ds": _LOW}
@@ -73,6 +80,9 @@ BACKWARD_PASSES: Mapping[str, BackwardPass] = {
     ),
     "autograd's of an unnormalised P and O that are cast (dO, P and dP in 16 bits)": BackwardPass(
         {"delta_from": DeltaSource.RECOMPUTED_OUTPUT, "do_over_l": _LOW, "p": _LOW, "dp": _LOW, "sums": OUTPUT}
+    ),
+    "autograd's of an unnormalised P and O that are cast, through the maximum (dO, P and dP in 16 bits)": BackwardPass(
+        {"do_over_l": _LOW, "p": _LOW, "dp": _LOW, "sums": OUTPUT, "shift_attached": True}
     ),
     "autograd's of eager attention (P, dP and dS in 16 bits)": BackwardPass({**_EAGER, "scaled_ds": _LOW}),
     "autograd's of eager attention that scales q (P, dP and dS in 16 bits)": BackwardPass({**_EAGER, "scaled_q": _LOW}),

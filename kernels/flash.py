@@ -401,7 +401,13 @@ class _Tape:
 
     def ds(self, rows: slice, keys: slice, delta: Tensor) -> Tensor:
         p = self.arithmetic.cast(self.p(rows, keys), self.plan.p_of_ds)
-        ds = self.arithmetic.cast(p * (self.dp(rows, keys) - delta), self.plan.ds)
+        ds = p * (self.dp(rows, keys) - delta)
+        if self.plan.shift_attached:
+            # What is left of a row's sum, 0 without rounding, goes to its maximum.
+            s = self.operands.scores(rows, keys)
+            largest = (s == s.amax(-1, keepdim=True)).to(ds)
+            ds = ds - largest / largest.sum(-1, keepdim=True) * ds.sum(-1, keepdim=True)
+        ds = self.arithmetic.cast(ds, self.plan.ds)
         scaled = self.plan.scaled_ds
         return self.arithmetic.cast(ds * self.operands.scale, scaled) if scaled.narrows else ds
 

@@ -122,6 +122,7 @@ class RoundingPlan:
     p: Cast = Cast(FP32)  # backward: the recomputed P where it enters dV
     dp: Cast = Cast(FP32)  # backward: dP
     p_of_ds: Cast = Cast(FP32)  # backward: P where dS and a delta of P are computed from it
+    shift_attached: bool = False  # backward: autograd takes the row's maximum for a function of S too
     ds: Cast = Cast(FP32)  # backward: dS where it enters dQ and dK
     scaled_ds: Cast = Cast(FP32)  # backward: alpha dS, where dS is scaled before it enters them
     scaled_q: Cast = Cast(FP32)  # backward: alpha q, where that enters dK, and dQ is scaled at last

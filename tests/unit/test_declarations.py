@@ -154,7 +154,7 @@ def test_labels_of_all_that_differ_differ() -> None:
 
 
 def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
-    untold = {"name", "accumulator", "delta_from"}  # of which named plans have each that there is
+    untold = {"name", "accumulator", "delta_from", "shift_attached"}  # of which named plans have each that there is
     named = {"l": "row_sum", "l_from": "row_sum_of", "base": "exponential", "contract": "contracted"}
     with pytest.raises(ValueError, match="known are") as error:
         parse_declaration("fused,?=1")
