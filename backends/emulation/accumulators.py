@@ -26,12 +26,10 @@ def _exact_matmul(a: Tensor, b: Tensor) -> Tensor:
         return (a.double() @ b.double()).float()
     # A few heads at a time: what is in fp64 stays in a core's cache.
     (m, k), n = a.shape[-2:], b.shape[-1]
-    product = torch.empty(*a.shape[:2], m, n)
     at_once = max(1, _AT_ONCE // max(1, m * k, k * n, m * n))
-    pieces = (torch.split(tensor.flatten(0, 1), at_once) for tensor in (a, b, product))
-    for ours, theirs, part in zip(*pieces, strict=True):
-        part.copy_(ours.double() @ theirs.double())
-    return product
+    pieces = zip(*(torch.split(tensor.flatten(0, 1), at_once) for tensor in (a, b)), strict=True)
+    product = torch.cat([(ours.double() @ theirs.double()).float() for ours, theirs in pieces])
+    return product.reshape(*a.shape[:2], m, n)
 
 
 def _exact_total(x: Tensor) -> Tensor:
