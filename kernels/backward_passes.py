@@ -7,11 +7,11 @@ from typing import Any
 from tiebreak.kernels.flash import ONE_TILE, Block
 from tiebreak.kernels.formats import BF16, FP32
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.plans import OUTPUT, Cast, DeltaSource, Follows
+from tiebreak.kernels.plans import BACKWARD_POINTS, OUTPUT, Cast, DeltaSource, Follows
 
 _FP32, _LOW = Cast(FP32), Cast(BF16, follows=Follows.OPERANDS)
 _FROM_P = DeltaSource.PROBABILITIES
-_POINTS = ("delta", "do_over_l", "p", "dp", "p_of_ds", "ds", "scaled_ds", "scaled_q", "scaled_k", "sums", "group_sums")
+_POINTS = tuple(name for name in BACKWARD_POINTS if name != "gradients")
 _UNROUNDED: Mapping[str, Any] = {**dict.fromkeys(_POINTS, _FP32), "shift_attached": False}
 
 

@@ -8,7 +8,16 @@ from typing import TypeVar
 from tiebreak.kernels.flash import ONE_TILE, Block
 from tiebreak.kernels.formats import BF16, FP32, Rounding, parse_format
 from tiebreak.kernels.kernel import PLAIN, Declaration
-from tiebreak.kernels.plans import PLANS, STANDARD, Cast, Exponential, Follows, RoundingPlan, SumOf
+from tiebreak.kernels.plans import (
+    BACKWARD_POINTS,
+    PLANS,
+    STANDARD,
+    Cast,
+    Exponential,
+    Follows,
+    RoundingPlan,
+    SumOf,
+)
 from tiebreak.kernels.quantization import Quantization, parse_quantization
 from tiebreak.kernels.roster import composed_kernel, rule_names
 from tiebreak.kernels.sdpa import cpu_sdpa_flash, sdpa_math
@@ -33,20 +42,7 @@ _MODES = {rounding.value: rounding for rounding in Rounding}
 # The fields of a plan that a change may name, in the order in which they come to be rounded, by their keys.
 _POINTS = (
     *("scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "pv", "o_bar", _ROW_SUM, "o"),
-    *(
-        "delta",
-        "do_over_l",
-        "p",
-        "dp",
-        "p_of_ds",
-        "ds",
-        "scaled_ds",
-        "scaled_q",
-        "scaled_k",
-        "sums",
-        "group_sums",
-        "gradients",
-    ),
+    *BACKWARD_POINTS,
 )
 _OTHERS = (_L_FROM, _EXPONENTIAL, _CONTRACTED, _OFFSET, *_QUANTIZED, "smooth_k")
 _FIELDS = {_KEYS.get(field, field): field for field in (*_POINTS, *_OTHERS)}

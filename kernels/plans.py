@@ -187,6 +187,15 @@ class RoundingPlan:
         return replace(self, **changed) if changed else self  # type: ignore[arg-type]
 
 
+_FIELDS = fields(RoundingPlan)
+#: Rounding points of the backward pass, in the order in which they come.
+BACKWARD_POINTS = tuple(
+    field.name
+    for field in _FIELDS[[each.name for each in _FIELDS].index("delta_from") :]
+    if isinstance(field.default, Cast)
+)
+
+
 # Presets stand as they are for a call in bf16.
 _LOW = Cast(BF16, follows=Follows.OPERANDS)
 OUTPUT = Cast(BF16, follows=Follows.OUTPUT)  # O's cast in any kernel that returns it in the format of the call

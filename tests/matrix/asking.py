@@ -239,10 +239,10 @@ class Asking:
         """
         ours, plain = cut(ours), cut(plain)
         exact = cut(exact_answers(inputs)) if any(not torch.equal(ours[name], plain[name]) for name in ours) else plain
-        found = differences(ours, plain, exact, self.fmt)
+        differing = differences(ours, plain, exact, self.fmt)
         repeats = again is not None and torch.equal(cut(again)["O"], plain["O"])
-        wrong = [each for each in found if (repeats and each.what == "O") or not each.harmless]
-        self.differences += found
+        wrong = [each for each in differing if (repeats and each.what == "O") or not each.harmless]
+        self.differences += differing
         others = f" ({', '.join(each.what for each in wrong[1:])} too)" if wrong[1:] else ""
         why = f"{asked}: {wrong[0].text}{others}" if wrong else ""
         self.relations.append(Relation(asked, why))

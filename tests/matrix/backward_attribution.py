@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tiebreak.kernels.backward_passes import BackwardPass, exact_after, passes_after
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
+from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, run_backward
 from tiebreak.kernels.plans import DeltaSource
 from tiebreak.matrix.attribution import equal_bits, part
@@ -48,28 +48,14 @@ def backward_held_to(
         batch: what it was given.
     """
     known = passes_after(forward)
-    some = part(batch)
-    few, whole = (_Emulation(each, forward, o, lse) for each in (some, batch))
-    ours = _by_name(runs[0], some.inputs)
+    few, whole = (_Emulation(each, forward, o, lse) for each in (part(batch), batch))
+    ours = few.parts(runs[0])
     tried = {name: few.compared(ours, each) for name, each in known.items()}
-
-    def nearest(names: Iterable[str]) -> str:
-        return max(names, key=lambda name: tried[name].nearness(known[name], forward))  # the first of equals
-
-    source = few.shown_source(ours)
-    of_source = [name for name, each in known.items() if source is None or each.shows(source)]
-    name = nearest(known)
-    if tried[name].agreeing < _SHOWN:
-        # Autograd's are as many as there are ways to write attention: only those of flash attention are all known.
-        name = nearest(of_source) if source is DeltaSource.OUTPUT else _LOOSEST
-    if name is _LOOSEST:
-        exact = whole.exact(DeltaSource.PROBABILITIES)
-        loosest = {each: known[few.loosest(each, {name: known[name] for name in of_source})] for each in _NAMES}
-        theirs: Parts = {each: whole.gradients(passes.after(forward))[each] for each, passes in loosest.items()}
-    else:
-        theirs, exact = whole.gradients(known[name].after(forward)), whole.exact(known[name].source)
-    squares = [_squares(_by_name(run, batch.inputs), theirs, exact, batch.inputs.groups) for run in runs]
-    return BackwardHeldTo(name, {name: each.bits for name, each in tried.items()}, squares)
+    choice = _chosen(known, tried, few.shown_source(ours), forward)
+    emulated = {name: whole.gradients(known[name].after(forward)) for name in set(choice.passes.values())}
+    theirs = {each: emulated[name][each] for each, name in choice.passes.items()}
+    squares = [_squares(whole.parts(run), theirs, whole.exact(choice.source), batch.inputs.groups) for run in runs]
+    return BackwardHeldTo(choice.name, {name: each.bits for name, each in tried.items()}, squares)
 
 
 @dataclass(frozen=True)
@@ -78,6 +64,7 @@ class _Comparison:
 
     bits: Mapping[str, float]  # share of equal bits of dQ, dK and dV
     size: float  # of its mean squared errors as a share of the kernel's, the least of the three
+    strays: Mapping[str, float]  # its mean squared errors, that of delta among them
 
     def nearness(self, backward: BackwardPass, forward: Declaration) -> tuple[int, bool, float]:
         """By how many gradients have its bits, then whether it goes with the forward pass, then by its errors.
@@ -92,6 +79,39 @@ class _Comparison:
         return sum(share >= FOLLOWED_BACKWARD for share in self.bits.values())
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """What gradients are held to."""
+
+    name: str  # as reports have it
+    passes: Mapping[str, str]  # the backward passes that dQ, dK and dV are held to
+    source: DeltaSource  # what delta comes from in the gradients that errors are measured from
+
+
+def _chosen(
+    known: Mapping[str, BackwardPass],
+    tried: Mapping[str, _Comparison],
+    source: DeltaSource | None,
+    forward: Declaration,
+) -> _Choice:
+    """The pass that two gradients have the bits of, else the nearest of flash attention's, else the loosest.
+
+    Autograd's are as many as there are ways to write attention: only those of flash attention are all known.
+    """
+
+    def nearest(names: Iterable[str]) -> str:
+        return max(names, key=lambda name: tried[name].nearness(known[name], forward))  # the first of equals
+
+    alike = [name for name, each in known.items() if source is None or each.shows(source)]
+    name = nearest(known)
+    if tried[name].agreeing < _SHOWN and source is DeltaSource.OUTPUT:
+        name = nearest(alike)
+    elif tried[name].agreeing < _SHOWN:
+        passes = {each: max(alike, key=lambda name: tried[name].strays[each]) for each in _NAMES}
+        return _Choice(_LOOSEST, passes, DeltaSource.PROBABILITIES)
+    return _Choice(name, dict.fromkeys(_NAMES, name), known[name].source)
+
+
 class _Emulation:
     """Backward passes that begin with a kernel's O and the log-sum-exp of the plan it is held to."""
 
@@ -102,9 +122,15 @@ class _Emulation:
         self._exact: dict[DeltaSource, Parts] = {}
 
     def gradients(self, declaration: Declaration) -> Parts:
-        batch, inputs = self._batch, self._batch.inputs
-        gradients = run_backward(batch.clipped(declaration), inputs, self._output, batch.emulation.arithmetic)
-        return _by_name(gradients, inputs)
+        batch = self._batch
+        gradients = run_backward(batch.clipped(declaration), batch.inputs, self._output, batch.emulation.arithmetic)
+        return self.parts(gradients)
+
+    def parts(self, gradients: Gradients) -> Parts:
+        """dQ, dK and dV of the heads that the batch has, in fp32."""
+        inputs = self._batch.inputs
+        tensors = zip(_NAMES, (inputs.q, inputs.k, inputs.v), strict=True)
+        return {name: getattr(gradients, name)[: like.shape[0], : like.shape[1]].float() for name, like in tensors}
 
     def exact(self, source: DeltaSource) -> Parts:
         """Without a rounding: what errors are measured from."""
@@ -126,20 +152,13 @@ class _Emulation:
             for name in ("dq", "dk")
         )
 
-    def loosest(self, name: str, known: Mapping[str, BackwardPass]) -> str:
-        """Which backward pass errs most in one gradient, the error of its delta included."""
-        exact = self.exact(DeltaSource.PROBABILITIES)[name]
-
-        def square(backward: BackwardPass) -> float:
-            return (self.gradients(backward.after(self._forward))[name] - exact).square().nanmean().item()
-
-        return max(known, key=lambda each: square(known[each]))
-
     def compared(self, ours: Parts, backward: BackwardPass) -> _Comparison:
-        theirs = self.gradients(backward.after(self._forward))
+        theirs, exact = self.gradients(backward.after(self._forward)), self.exact(DeltaSource.PROBABILITIES)
         squares = _squares(ours, theirs, self.exact(backward.source), self._batch.inputs.groups)
         sizes = [passes.nanmean().item() / kernels.nanmean().item() for kernels, passes in squares.values()]
-        return _Comparison({name: equal_bits(ours[name], theirs[name]) for name in _NAMES}, min(sizes))
+        bits = {name: equal_bits(ours[name], theirs[name]) for name in _NAMES}
+        strays = {name: (theirs[name] - exact[name]).square().nanmean().item() for name in _NAMES}
+        return _Comparison(bits, min(sizes), strays)
 
 
 def _squares(ours: Parts, theirs: Parts, exact: Parts, groups: int) -> dict[str, tuple[Tensor, Tensor]]:
@@ -158,9 +177,3 @@ def _mean_square(x: Tensor, groups: int) -> Tensor:
     batch, heads = x.shape[:2]
     # Of the errors of normal numbers fp32 has digits enough; in fp64 a tensor as large as K takes three times as long.
     return x.square().reshape(batch * heads // groups, -1).mean(1).double()
-
-
-def _by_name(gradients: Gradients, inputs: AttentionInputs) -> Parts:
-    """dQ, dK and dV of the heads that some inputs have, in fp32."""
-    tensors = zip(_NAMES, (inputs.q, inputs.k, inputs.v), strict=True)
-    return {name: getattr(gradients, name)[: like.shape[0], : like.shape[1]].float() for name, like in tensors}

@@ -12,6 +12,7 @@ from tiebreak.kernels.formats import BF16, FP16, FP32, Formats, Rounding
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import (
     ALL_BF16,
+    BACKWARD_POINTS,
     FUSED,
     FUSED_CONTRACTED,
     PAPER,
@@ -27,21 +28,7 @@ from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel, rule_names
 
 LOW = PAPER.p_bar
 FORWARD = ("scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "pv", "o_bar", "l", "o")
-BACKWARD = (
-    "delta",
-    "do_over_l",
-    "p",
-    "dp",
-    "p_of_ds",
-    "ds",
-    "scaled_ds",
-    "scaled_q",
-    "scaled_k",
-    "sums",
-    "group_sums",
-    "gradients",
-)
-POINTS = (*FORWARD, *BACKWARD)
+POINTS = (*FORWARD, *BACKWARD_POINTS)
 FORMATS = ("input", "fp32", "bf16", "fp16", "tf32", "fp8_e5m2", "E5M7")
 MODES = ("", ":away", ":zero", ":up", ":down", ":sat", ":away:sat")
 

@@ -8,6 +8,7 @@ from tiebreak.kernels import plans
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, FLASH_ATTENTION_1
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, FP32, TF32, Formats, Rounding
 from tiebreak.kernels.plans import (
+    BACKWARD_POINTS,
     FUSED,
     FUSED_CONTRACTED,
     FUSED_STOCHASTIC,
@@ -26,22 +27,6 @@ from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 FORWARD = {"scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "pv", "o_bar", "row_sum", "o"}
-BACKWARD = {
-    *(
-        "delta",
-        "do_over_l",
-        "p",
-        "dp",
-        "p_of_ds",
-        "ds",
-        "scaled_ds",
-        "scaled_q",
-        "scaled_k",
-        "sums",
-        "group_sums",
-        "gradients",
-    )
-}
 
 # The forward rounding points that a preset narrows to bf16; all others are fp32.
 NARROW = {
@@ -77,7 +62,7 @@ def test_a_preset_narrows_the_points_that_the_design_names(name: str) -> None:
 
 @each_plan
 def test_a_rounding_point_of_a_preset_is_bf16_or_fp32(plan: RoundingPlan) -> None:
-    assert {name for name, _ in plan.casts()} == FORWARD | BACKWARD
+    assert {name for name, _ in plan.casts()} == FORWARD | set(BACKWARD_POINTS)
     assert {cast.fmt for _, cast in plan.casts()} <= {BF16, FP32}
 
 
@@ -137,7 +122,7 @@ def test_fused_stochastic_is_fused_but_for_the_last_cast() -> None:
     ],
 )
 def test_the_backward_pass_of_a_preset_narrows(name: str, narrow: set[str]) -> None:
-    assert _narrow(PLANS[name]) & BACKWARD == narrow
+    assert _narrow(PLANS[name]) & set(BACKWARD_POINTS) == narrow
 
 
 def test_standard_attention_takes_delta_from_the_probabilities_and_flash_from_the_output() -> None:
