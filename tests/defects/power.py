@@ -23,11 +23,11 @@ from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments.call import Call
-from tiebreak.matrix.experiments.usage import Using
+from tiebreak.matrix.experiments.usage import Usage
 from tiebreak.matrix.memory import keep_memory
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.usages import USAGES
+from tiebreak.matrix.usage.questions import QUESTIONS
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.programs.alarms import at_most
 from tiebreak.programs.pages.tables import renew, table, write_rows
@@ -41,7 +41,7 @@ SOURCE = "make studies STUDY=power"
 CAUGHT, TWINS = (Path(__file__).with_name(name) for name in ("caught.csv", "twins.csv"))
 CASES = {case.name: case for case in SCRIPTED}
 EXPERIMENTS: Mapping[str, Experiment] = {
-    experiment.name: experiment for experiment in (*map(Call, SCRIPTED), *map(Using, USAGES))
+    experiment.name: experiment for experiment in (*map(Call, SCRIPTED), *map(Usage, QUESTIONS))
 }
 _FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 _HEADS = "16,32,64,128,256"

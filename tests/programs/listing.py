@@ -12,8 +12,8 @@ from tiebreak.kernels.external.adapters import ADAPTERS
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.plans import PLANS, Accumulator, Cast, DeltaSource, RoundingPlan, SumOf
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
-from tiebreak.matrix.usages import GROUP as USED
-from tiebreak.matrix.usages import USAGES, Usage
+from tiebreak.matrix.usage.questions import GROUP as USED
+from tiebreak.matrix.usage.questions import QUESTIONS, Question
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import matching, unknown
@@ -25,10 +25,10 @@ _FAILURE = "!"  # before the line of a failure input
 def cases(arguments: Sequence[str]) -> int:
     """The verb `cases`; see `tiebreak.reports.cli.main`."""
     parser = _parser("cases", "Inputs and short training runs that kernels are put through.", "NAME")
-    groups: dict[str, dict[str, Case | Snippet | Usage]] = {about: {case.name: case for case in group}
+    groups: dict[str, dict[str, Case | Snippet | Question]] = {about: {case.name: case for case in group}
                                                     for about, group in GROUPS.items()}  # fmt: skip
     groups[GROUP] = dict(SNIPPETS)
-    groups[f"{USED}: users' kernels alone"] = {usage.name: usage for usage in USAGES}
+    groups[f"{USED}: users' kernels alone"] = {question.name: question for question in QUESTIONS}
     known = {name: case for group in groups.values() for name, case in group.items()}
     names = parser.parse_args(arguments).names
     if names:
@@ -99,16 +99,16 @@ def _print(groups: Mapping[str, Mapping[str, str]], legend: str) -> None:
     print(legend)
 
 
-def _line(case: Case | Snippet | Usage) -> str:
+def _line(case: Case | Snippet | Question) -> str:
     return f"{_FAILURE} {case.about}" if isinstance(case, Case) and case.failure else f"  {case.about}"
 
 
-def _all_of(case: Case | Snippet | Usage) -> Iterator[str]:
+def _all_of(case: Case | Snippet | Question) -> Iterator[str]:
     yield case.name
     yield f"{_INDENT}is         {case.about}"
     yield f"{_INDENT}source     {case.source}"
     yield f"{_INDENT}version    {case.version}"
-    if isinstance(case, Usage):
+    if isinstance(case, Question):
         return
     if isinstance(case, Case):
         asked = "dQ, dK and dV too" if case.gradients else "O alone"

@@ -9,10 +9,10 @@ from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.adapters import ADAPTERS
 from tiebreak.kernels.plans import PLANS
 from tiebreak.kernels.shift_rules import SHIFT_RULES
-from tiebreak.matrix.usages import USAGES
+from tiebreak.matrix.usage.questions import QUESTIONS
 from tiebreak.reports import cli
 
-ALL = [*(case.name for case in SCRIPTED), *SNIPPETS, *(usage.name for usage in USAGES)]
+ALL = [*(case.name for case in SCRIPTED), *SNIPPETS, *(question.name for question in QUESTIONS)]
 
 
 def names(lines: list[str]) -> list[str]:

@@ -21,18 +21,18 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.usage import KIND, Using
-from tiebreak.matrix.log_sum_exp import judge_lse
-from tiebreak.matrix.placements import before_nan, expanded, fused, transposed, within_nan
-from tiebreak.matrix.relations import differences
+from tiebreak.matrix.experiments.usage import KIND, Usage
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.usages import USAGES
+from tiebreak.matrix.usage.log_sum_exp import judge_lse
+from tiebreak.matrix.usage.placements import before_nan, expanded, fused, transposed, within_nan
+from tiebreak.matrix.usage.questions import QUESTIONS
+from tiebreak.matrix.usage.relations import differences
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records.record import FELL, MEASURED, SKIPPED, Record
 
-NAMES = [usage.name for usage in USAGES]
+NAMES = [question.name for question in QUESTIONS]
 
 
 def users(function: Callable[..., Any], **options: Any) -> UserKernel:
@@ -40,8 +40,8 @@ def users(function: Callable[..., Any], **options: Any) -> UserKernel:
 
 
 def run(kernel: UserKernel, name: str, fmt: Format = BF16) -> Record:
-    (usage,) = (usage for usage in USAGES if usage.name == name)
-    return run_cell(Cell(CPU, kernel, Using(usage), fmt), Workbench(Settings()))
+    (question,) = (question for question in QUESTIONS if question.name == name)
+    return run_cell(Cell(CPU, kernel, Usage(question), fmt), Workbench(Settings()))
 
 
 def only(backend: SDPBackend) -> Callable[..., Tensor]:

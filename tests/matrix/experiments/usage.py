@@ -7,10 +7,10 @@ from typing import ClassVar
 from tiebreak.backends.backend import Backend
 from tiebreak.cases.measures import Measure
 from tiebreak.kernels.external.kernels import UserKernel
-from tiebreak.matrix.asking import BATCH, HEADS, Asking
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
 from tiebreak.matrix.result import Result
-from tiebreak.matrix.usages import GROUP, USAGES, Usage
+from tiebreak.matrix.usage.questions import GROUP, QUESTIONS, Question
+from tiebreak.matrix.usage.session import BATCH, HEADS, Session
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import record as records
 
@@ -25,21 +25,21 @@ _MEASURES = (
 
 
 @dataclass(frozen=True)
-class Using(Experiment):
+class Usage(Experiment):
     """One question about how a kernel is used."""
 
     kind: ClassVar[str] = "usage"
-    usage: Usage
+    question: Question
 
     @property
     def name(self) -> str:
         """As `Experiment.name`."""
-        return self.usage.name
+        return self.question.name
 
     @property
     def version(self) -> int:
         """As `Experiment.version`."""
-        return self.usage.version
+        return self.question.version
 
     @property
     def tags(self) -> frozenset[str]:
@@ -48,7 +48,7 @@ class Using(Experiment):
 
     def described(self) -> records.CaseRecord:
         """As `Experiment.described`."""
-        return records.CaseRecord(self.usage.about, self.usage.source, group=GROUP)
+        return records.CaseRecord(self.question.about, self.question.source, group=GROUP)
 
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
         """As `Experiment.pairs`: users' kernels, which can be called step by step."""
@@ -66,14 +66,14 @@ class Using(Experiment):
     def run(self, cell: Cell, bench: Workbench) -> Result:
         """As `Experiment.run`."""
         assert isinstance(cell.kernel, UserKernel)
-        asking = Asking(cell, cell.kernel, bench.settings.seed)
-        with asking.calling():
-            self.usage.ask(asking)
-        measures = asking.measured
+        session = Session(cell, cell.kernel, bench.settings.seed)
+        with session.calling():
+            self.question.ask(session)
+        measures = session.measured
         return Result(
             measures=measures,
-            shown=_shown(measures, asking.unit),
-            relations=tuple(asking.relations),
+            shown=_shown(measures, session.unit),
+            relations=tuple(session.relations),
             heads=BATCH * HEADS,
         )
 
@@ -89,7 +89,7 @@ class _Usages(Kind):
 
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
         """As `Kind.offered`."""
-        return () if captured is not None and not cases_named else tuple(map(Using, USAGES))
+        return () if captured is not None and not cases_named else tuple(map(Usage, QUESTIONS))
 
     def measures(self) -> Mapping[str, Measure]:
         """As `Kind.measures`."""
@@ -97,11 +97,11 @@ class _Usages(Kind):
 
     def hint(self) -> str:
         """As `Kind.hint`."""
-        return f"{USAGES[0].name} and its like are asked of users' kernels alone: --kernel names one"
+        return f"{QUESTIONS[0].name} and its like are asked of users' kernels alone: --kernel names one"
 
 
 KIND = _Usages(
-    Using.kind,
+    Usage.kind,
     records.ExperimentRecord(
         "a user's kernel called in other ways, on the same numbers",
         "share of elements with other bits in the other call; as good are others of equal accuracy;\n"

@@ -18,8 +18,8 @@ from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.relations import Answers, Difference, differences, exact_answers
 from tiebreak.matrix.result import Relation
+from tiebreak.matrix.usage.relations import Answers, Difference, differences, exact_answers
 
 BATCH, HEADS = 2, 4
 _FEW = 16  # queries and keys where there are many heads
@@ -52,7 +52,7 @@ class RefusedViewError(CannotRunError):
 
 
 @dataclass
-class Asking:
+class Session:
     """One cell: its kernel and its inputs, and what came of the calls so far."""
 
     cell: Cell

@@ -14,10 +14,10 @@ from tiebreak.kernels.external.call import FULL, Places
 from tiebreak.kernels.features import HIDDEN_NAN
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.matrix.asking import Asking, CallShape, Cut, visible_keys
-from tiebreak.matrix.log_sum_exp import judge_lse
-from tiebreak.matrix.placements import before_nan, expanded, fused, transposed, within_nan
-from tiebreak.matrix.relations import Answers
+from tiebreak.matrix.usage.log_sum_exp import judge_lse
+from tiebreak.matrix.usage.placements import before_nan, expanded, fused, transposed, within_nan
+from tiebreak.matrix.usage.relations import Answers
+from tiebreak.matrix.usage.session import CallShape, Cut, Session, visible_keys
 
 GROUP = "the same numbers, called in another way"
 _LARGE = 2.0**20  # times q below any 16-bit format's largest number but fp16's, and far above what a weak mask hides
@@ -29,53 +29,53 @@ _HIDDEN = 12  # keys at the end that padding hides
 
 
 @dataclass(frozen=True)
-class Usage:
+class Question:
     """One question."""
 
     name: str  # of its cells
     about: str  # one line
-    ask: Callable[[Asking], None]  # takes down what is so
+    ask: Callable[[Session], None]  # takes down what is so
     source: str = "this suite"
     version: int = 1  # raised when the calls change: records of other versions are not comparable
 
 
-def strided_views(asking: Asking) -> None:
+def strided_views(session: Session) -> None:
     """Transposed views, slices of a fused buffer, dO of one expanded number."""
-    _not_of_contiguous(asking)
-    inputs, plain = asking.inputs(), asking.plain
+    _not_of_contiguous(session)
+    inputs, plain = session.inputs(), session.plain
     views = {
         "transposed views": Places.all(transposed),
         "slices of a fused qkv buffer": Places.all(fused),
         "k alone transposed": Places(k=transposed),
     }
-    asking.same_in(views, plain, inputs)
-    if asking.has_gradients:
+    session.same_in(views, plain, inputs)
+    if session.has_gradients:
         ones = replace(inputs, do=torch.ones_like(inputs.do))
-        asking.same_in({"dO of stride 0": Places(do=expanded)}, asking.answers(ones), ones)
+        session.same_in({"dO of stride 0": Places(do=expanded)}, session.answers(ones), ones)
 
 
-def past_the_end(asking: Asking) -> None:
+def past_the_end(session: Session) -> None:
     """NaN in the storage behind the last head, key and column."""
-    inputs, plain = asking.inputs(), asking.plain
+    inputs, plain = session.inputs(), session.plain
     views = {"NaN behind the last element": Places.all(before_nan)}
-    if not asking.kernel.caller.convention.options.contiguous:
+    if not session.kernel.caller.convention.options.contiguous:
         views["NaN behind every head's last key, and behind d"] = Places.all(within_nan)
-    asking.same_in(views, plain, inputs)
+    session.same_in(views, plain, inputs)
 
 
-def many_heads(asking: Asking) -> None:
+def many_heads(session: Session) -> None:
     """More heads than 7 or 8 bits count, each compared with itself in a small call."""
-    whole = asking.inputs_of(_BATCHES, _HEADS)
+    whole = session.inputs_of(_BATCHES, _HEADS)
     some = replace(whole, **{name: getattr(whole, name)[_SOME] for name in ("q", "k", "v", "do")})
 
     def cut(answers: Answers) -> Answers:
         return {name: tensor[_SOME] if len(tensor) == _BATCHES else tensor for name, tensor in answers.items()}
 
-    asking.same("the last of 300 heads", asking.answers(whole), asking.answers(some), some, cut=cut)
+    session.same("the last of 300 heads", session.answers(whole), session.answers(some), some, cut=cut)
 
 
-def _not_of_contiguous(asking: Asking) -> None:
-    if asking.kernel.caller.convention.options.contiguous:
+def _not_of_contiguous(session: Session) -> None:
+    if session.kernel.caller.convention.options.contiguous:
         raise CannotRunError("declares contiguous=true: it is given no views")
 
 
@@ -100,7 +100,7 @@ class _Masked:
         return replace(self.inputs, k=all_k, v=all_v)
 
 
-def _masked(asking: Asking) -> Iterator[_Masked]:
+def _masked(session: Session) -> Iterator[_Masked]:
     """The calls that the kernel takes.
 
     Raises:
@@ -108,9 +108,9 @@ def _masked(asking: Asking) -> Iterator[_Masked]:
     """
     refusals = []
     for make in (_padded, _causal):
-        masked = make(asking)
-        refusal = asking.refusal(masked.inputs)
-        if refusal is None and asking.arranged(masked.inputs) is masked.inputs:
+        masked = make(session)
+        refusal = session.refusal(masked.inputs)
+        if refusal is None and session.arranged(masked.inputs) is masked.inputs:
             yield masked
         else:
             refusals.append(refusal or "it is given dummy keys")
@@ -118,15 +118,15 @@ def _masked(asking: Asking) -> Iterator[_Masked]:
         raise CannotRunError("; ".join(refusals))
 
 
-def _square(asking: Asking) -> CallShape:
+def _square(session: Session) -> CallShape:
     """As many queries as keys, and as many as the kernel needs."""
-    step = asking.kernel.caller.convention.options.multiple_of
+    step = session.kernel.caller.convention.options.multiple_of
     size = -(-_SQUARE // step) * step
-    return CallShape(size, size, asking.shape.d)
+    return CallShape(size, size, session.shape.d)
 
 
-def _padded(asking: Asking) -> _Masked:
-    inputs = asking.draw(_square(asking))
+def _padded(session: Session) -> _Masked:
+    inputs = session.draw(_square(session))
     batch, _, keys, _ = inputs.k.shape
     takes_part = torch.ones(batch, keys, dtype=torch.bool)
     takes_part[:, -_HIDDEN:] = False
@@ -134,9 +134,9 @@ def _padded(asking: Asking) -> _Masked:
     return _Masked("padded keys", replace(inputs, key_padding=takes_part), slice(keys - _HIDDEN, keys), cut)
 
 
-def _causal(asking: Asking) -> _Masked:
+def _causal(session: Session) -> _Masked:
     """The last key is seen by the last row alone, whose dO is 0: it adds 0 to all gradients."""
-    inputs = asking.draw(replace(_square(asking), causal=True))
+    inputs = session.draw(replace(_square(session), causal=True))
     do = inputs.do.clone()
     do[:, :, -1] = 0.0
     before = slice(0, inputs.k.shape[2] - 1)
@@ -144,118 +144,115 @@ def _causal(asking: Asking) -> _Masked:
     return _Masked("keys ahead of a causal row", replace(inputs, do=do), last, visible_keys(before, before))
 
 
-def hidden_keys(asking: Asking) -> None:
+def hidden_keys(session: Session) -> None:
     """Other K and V where a mask hides them: large ones in padding, which holds anything, else the same negated.
 
     A key ahead of a causal row is another row's own: a kernel in 8 bits may share a scale with it.
     """
-    large = torch.tensor(_LARGE if asking.fmt.largest > _LARGE**2 else _LARGE_FP16)
-    for masked in _masked(asking):
-        plain, inputs = asking.answers(masked.inputs), masked.inputs
+    large = torch.tensor(_LARGE if session.fmt.largest > _LARGE**2 else _LARGE_FP16)
+    for masked in _masked(session):
+        plain, inputs = session.answers(masked.inputs), masked.inputs
         k, v = (large, large) if masked.padded else (-inputs.k[:, :, masked.at], -inputs.v[:, :, masked.at])
         asked = f"{f'{large:.0f}' if masked.padded else 'other numbers'} in {masked.words}"
-        asking.same(asked, asking.answers(masked.with_keys(k, v)), plain, inputs, cut=masked.cut)
+        session.same(asked, session.answers(masked.with_keys(k, v)), plain, inputs, cut=masked.cut)
 
 
-def hidden_nan(asking: Asking) -> None:
+def hidden_nan(session: Session) -> None:
     """NaN and Inf there, asked of kernels that say that they take it: 0 times NaN is NaN, and most compute it."""
     worst = 0.0
-    for masked in _masked(asking):
-        plain = asking.answers(masked.inputs)
+    for masked in _masked(session):
+        plain = session.answers(masked.inputs)
         # The row that sees a NaN has NaN gradients, and so have all keys that it sees: of a causal mask O alone tells,
         # and V's NaN is multiplied by a P of 0 in every tile that has it.
         for number in (torch.nan, torch.inf):
             full, cut = torch.tensor(number), masked.cut
             v = full if masked.padded else masked.inputs.v[:, :, masked.at]
-            answers = asking.answers(masked.with_keys(full, v))
-            kept = cut(answers if masked.padded else {"O": answers["O"]})
-            worst = max(worst, *((~torch.isfinite(tensor)).double().mean().item() for tensor in kept.values()))
-            if HIDDEN_NAN in asking.kernel.takes:
-                asking.same(f"{number} in {masked.words}", _of(answers, kept), _of(plain, kept), masked.inputs, cut=cut)
-    asking.measures["nan_let_in"] = worst
+            answers = session.answers(masked.with_keys(full, v))
+            judged = answers if masked.padded else {"O": answers["O"]}
+            lost = [(~torch.isfinite(tensor)).double().mean().item() for tensor in cut(judged).values()]
+            worst = max(worst, *lost)
+            if HIDDEN_NAN in session.kernel.takes:
+                session.same(f"{number} in {masked.words}", judged, plain, masked.inputs, cut=cut)
+    session.measures["nan_let_in"] = worst
 
 
-def _of(answers: Answers, kept: Answers) -> Answers:
-    return {name: answers[name] for name in kept}
-
-
-def interleaved(asking: Asking) -> None:
+def interleaved(session: Session) -> None:
     """Two forward passes, then their backward passes in either order."""
-    both = [asking.inputs(index) for index in range(2)]
-    plain, again = ([asking.answers(inputs) for inputs in both] for _ in range(2))
-    orders = list(permutations(range(2))) if asking.has_gradients else [(0, 1)]
+    both = [session.inputs(index) for index in range(2)]
+    plain, again = ([session.answers(inputs) for inputs in both] for _ in range(2))
+    orders = list(permutations(range(2))) if session.has_gradients else [(0, 1)]
     for order in orders:
-        calls = [asking.call(inputs) for inputs in both]
-        placed = [asking.placed(call) for call in calls]
+        calls = [session.call(inputs) for inputs in both]
+        placed = [session.placed(call) for call in calls]
         outputs = [call.forward(where) for call, where in zip(calls, placed, strict=True)]
-        gradients = {i: asking.backward(calls[i], placed[i], outputs[i]) for i in order}
+        gradients = {i: session.backward(calls[i], placed[i], outputs[i]) for i in order}
         for i, words in enumerate(("the first", "the second")):
-            turn = ("first" if order[0] == i else "last") if asking.has_gradients else ""
+            turn = ("first" if order[0] == i else "last") if session.has_gradients else ""
             asked = f"{words} of two calls in turn{turn and f', backward {turn}'}"
-            ours = asking.collected(calls[i], outputs[i], gradients[i])
-            asking.same(asked, ours, plain[i], both[i], again=again[i])
+            ours = session.collected(calls[i], outputs[i], gradients[i])
+            session.same(asked, ours, plain[i], both[i], again=again[i])
 
 
-def rewritten_in_place(asking: Asking) -> None:
+def rewritten_in_place(session: Session) -> None:
     """A second call with other numbers at the same addresses."""
-    both = [asking.inputs(index) for index in range(2)]
-    calls = [asking.call(inputs) for inputs in both]
-    placed = [asking.placed(call) for call in calls]
-    plain, again = (asking.answers(both[1]) for _ in range(2))
-    asking.answers_of(calls[0], placed[0])
+    both = [session.inputs(index) for index in range(2)]
+    calls = [session.call(inputs) for inputs in both]
+    placed = [session.placed(call) for call in calls]
+    plain, again = (session.answers(both[1]) for _ in range(2))
+    session.answers_of(calls[0], placed[0])
     with torch.no_grad():
         for there, new in zip((*placed[0].arguments, placed[0].do), (*placed[1].arguments, placed[1].do), strict=True):
             there.copy_(new)
-    ours = asking.answers_of(calls[1], placed[0])
-    asking.same("q, k, v and dO rewritten in place", ours, plain, both[1], again=again)
+    ours = session.answers_of(calls[1], placed[0])
+    session.same("q, k, v and dO rewritten in place", ours, plain, both[1], again=again)
 
 
-def third_call(asking: Asking) -> None:
+def third_call(session: Session) -> None:
     """The first call of a shape against the third: either may be the wrong one."""
-    inputs = asking.inputs()
-    _, third = (asking.answers(inputs) for _ in range(2))
-    asking.same("the third call against the first", third, asking.plain, inputs)
-    asking.same("the first call against the third", asking.plain, third, inputs)
+    inputs = session.inputs()
+    _, third = (session.answers(inputs) for _ in range(2))
+    session.same("the third call against the first", third, session.plain, inputs)
+    session.same("the first call against the third", session.plain, third, inputs)
 
 
-def scaled_do(asking: Asking) -> None:
+def scaled_do(session: Session) -> None:
     """dO times a power of two: gradients are finite, and as much larger."""
-    inputs, plain = asking.inputs(), asking.plain
-    if not asking.has_gradients:
+    inputs, plain = session.inputs(), session.plain
+    if not session.has_gradients:
         raise CannotRunError("has no backward pass")
     # Of fp16 dP would overflow, and dS underflow, in a sound kernel too.
-    power = 10 if asking.fmt.largest > _LARGE else 4
+    power = 10 if session.fmt.largest > _LARGE else 4
     for exponent in (power, -power):
         factor = 2.0**exponent
-        answers = asking.answers(replace(inputs, do=inputs.do * factor))
+        answers = session.answers(replace(inputs, do=inputs.do * factor))
         ours = {name: tensor if name == "O" else tensor / factor for name, tensor in answers.items()}
-        asking.same(f"dO times 2^{exponent}", ours, plain, inputs)
+        session.same(f"dO times 2^{exponent}", ours, plain, inputs)
 
 
-def log_sum_exp(asking: Asking) -> None:
+def log_sum_exp(session: Session) -> None:
     """The log-sum-exp that it returns beside O, in base e or two."""
-    options = asking.kernel.caller.convention.options
+    options = session.kernel.caller.convention.options
     if len(options.layout) < len(FULL):
         raise CannotRunError("is called for every sequence: its log-sum-exp is not looked at")
-    inputs = asking.inputs()
-    call = asking.call(inputs)
+    inputs = session.inputs()
+    call = session.call(inputs)
     returned = call.returned(call.placed(gradients=False))
     second = returned[1] if isinstance(returned, (tuple, list)) and len(returned) > 1 else None
     judged = judge_lse(second, inputs, options.lse)
-    asking.relations.append(judged.relation)
-    asking.measures |= judged.measures
-    asking.unit = judged.unit
+    session.relations.append(judged.relation)
+    session.measures |= judged.measures
+    session.unit = judged.unit
 
 
-USAGES = (
-    Usage("strided_views", "q, k, v and dO are views with other strides, as frameworks pass them", strided_views),
-    Usage("past_the_end", "what lies in memory behind q, k, v and dO is NaN", past_the_end),
-    Usage("many_heads", "300 heads in one call, against the last of them in a call of their own", many_heads),
-    Usage("hidden_keys", "K and V hold other numbers where a mask hides them", hidden_keys),
-    Usage("hidden_nan", "K and V hold NaN and Inf where a mask hides them", hidden_nan),
-    Usage("interleaved", "two forward passes, then their backward passes in either order", interleaved),
-    Usage("rewritten_in_place", "a second call with other numbers at the same addresses", rewritten_in_place),
-    Usage("third_call", "the third call on the same numbers against the first", third_call),
-    Usage("log_sum_exp", "the log-sum-exp that a kernel returns beside O", log_sum_exp),
-    Usage("scaled_do", "dO times a power of two", scaled_do),
+QUESTIONS = (
+    Question("strided_views", "q, k, v and dO are views with other strides, as frameworks pass them", strided_views),
+    Question("past_the_end", "what lies in memory behind q, k, v and dO is NaN", past_the_end),
+    Question("many_heads", "300 heads in one call, against the last of them in a call of their own", many_heads),
+    Question("hidden_keys", "K and V hold other numbers where a mask hides them", hidden_keys),
+    Question("hidden_nan", "K and V hold NaN and Inf where a mask hides them", hidden_nan),
+    Question("interleaved", "two forward passes, then their backward passes in either order", interleaved),
+    Question("rewritten_in_place", "a second call with other numbers at the same addresses", rewritten_in_place),
+    Question("third_call", "the third call on the same numbers against the first", third_call),
+    Question("log_sum_exp", "the log-sum-exp that a kernel returns beside O", log_sum_exp),
+    Question("scaled_do", "dO times a power of two", scaled_do),
 )
