@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tiebreak.defects.tiled import CallRequest, Tiled, by_group
+from tiebreak.defects.tiled import CallRequest, Tiled, by_group, read_as_contiguous
 
 
 class UnscaledDk(Tiled, bug="Dao-AILab/flash-attention/issues/2651"):
@@ -55,9 +55,8 @@ class NarrowRecomputation(Tiled, bug="NVIDIA/cudnn-frontend/issues/744"):
     """The backward pass recomputes the scores in 16 bits."""
 
     def recomputed(self, request: CallRequest, keys: slice, lse: Tensor) -> Tensor:
-        return torch.exp(self.scores(request, keys).to(request.q.dtype).float() - lse).masked_fill(
-            lse == -torch.inf, 0.0
-        )
+        s = self.scores(request, keys).to(request.q.dtype).float()
+        return torch.exp(s - lse).masked_fill(lse == -torch.inf, 0.0)
 
 
 class NarrowDq(Tiled, bug="NVIDIA/TransformerEngine/pull/821"):
@@ -86,7 +85,7 @@ class StridesOfDoIgnored(Tiled, bug="Dao-AILab/flash-attention/issues/355"):
     """dO is read as if it were contiguous."""
 
     def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return super().gradients(request, do.as_strided(do.shape, torch.empty(do.shape, device="meta").stride()), o)
+        return super().gradients(request, read_as_contiguous(do), o)
 
 
 class RaceInDq(Tiled, bug="Dao-AILab/flash-attention/issues/414"):

@@ -7,28 +7,23 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tiebreak.defects.tiled import CallRequest, Sums, Tiled, by_group
+from tiebreak.defects.tiled import CallRequest, Sums, Tiled, by_group, read_as_contiguous, truncated
 from tiebreak.kernels.formats import FP16
-
-_LOG2_E = math.log2(math.e)
+from tiebreak.kernels.operands import LOG2_E
 
 
 class CausalUpperLeft(Tiled, bug="NVIDIA/cutlass/issues/2336"):
     """Query i sees keys 0 .. i, however many keys there are."""
 
-    def hidden(self, request: CallRequest) -> Tensor | None:
-        if not request.causal:
-            return super().hidden(request)
-        return torch.ones(request.queries, request.keys, dtype=torch.bool).triu(1)
+    def first_hidden(self, request: CallRequest) -> int:
+        return 1
 
 
 class CausalStrict(Tiled, bug="pbloem/former/issues/10"):
     """A query does not see its own key."""
 
-    def hidden(self, request: CallRequest) -> Tensor | None:
-        if not request.causal:
-            return super().hidden(request)
-        return torch.ones(request.queries, request.keys, dtype=torch.bool).triu(request.keys - request.queries)
+    def first_hidden(self, request: CallRequest) -> int:
+        return super().first_hidden(request) - 1
 
 
 class CausalSkipped(Tiled, bug="facebookresearch/xformers/issues/103"):
@@ -50,9 +45,8 @@ class TinyMaskValue(Tiled, bug="Shujun-He/RibonanzaNet/issues/5"):
 
     fill = -1e-9
 
-    def scores(self, request: CallRequest, keys: slice) -> Tensor:
-        s, hidden = self.product(request, keys), self.hidden(request)
-        return s if hidden is None else s.masked_fill(hidden[..., keys], self.fill)
+    def masked(self, s: Tensor, hidden: Tensor) -> Tensor:
+        return s.masked_fill(hidden, self.fill)
 
 
 class FiniteMaskValue(TinyMaskValue, bug="TransformerLensOrg/TransformerLens/issues/318"):
@@ -64,9 +58,8 @@ class FiniteMaskValue(TinyMaskValue, bug="TransformerLensOrg/TransformerLens/iss
 class AddedMask(Tiled, bug="pytorch/pytorch/issues/101967", twin="guarded", takes="hidden_nan"):
     """The mask is added to the scores: what is NaN at a masked key stays NaN."""
 
-    def scores(self, request: CallRequest, keys: slice) -> Tensor:
-        s, hidden = self.product(request, keys), self.hidden(request)
-        return s if hidden is None else s + torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[..., keys]
+    def masked(self, s: Tensor, hidden: Tensor) -> Tensor:
+        return s + torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
 
 
 class BlindRowsNan(Tiled, bug="pytorch/pytorch/issues/103963"):
@@ -129,7 +122,7 @@ class ScaleGrows(Tiled, bug="flagos-ai/FlagGems/pull/424"):
     """log2(e) is multiplied into the scale in every tile anew."""
 
     def product(self, request: CallRequest, keys: slice) -> Tensor:
-        return super().product(request, keys) * math.pow(_LOG2_E, keys.start // self.tile)
+        return super().product(request, keys) * math.pow(LOG2_E, keys.start // self.tile)
 
 
 class _TiledHeads(CallRequest):
@@ -147,11 +140,8 @@ class _TiledHeads(CallRequest):
 class HeadsTiled(Tiled, bug="ekzhang/jax-js/pull/180"):
     """Key heads are tiled over the query heads, not repeated."""
 
-    def request(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None
-    ) -> CallRequest:
-        sound = super().request(q, k, v, causal, scale, mask)
-        return _TiledHeads(q, k, v, causal, sound.scale, mask)
+    def prepared(self, request: CallRequest) -> CallRequest:
+        return _TiledHeads(**vars(request))
 
     def summed(self, gradient: Tensor, request: CallRequest) -> Tensor:
         return by_group(gradient, gradient.shape[1] // request.groups).sum(1)
@@ -178,11 +168,9 @@ class LastTileFilledUp(Tiled, bug="flashinfer-ai/flashinfer/pull/5090"):
     def step(self, request: CallRequest, sums: Sums, keys: slice) -> Sums:
         next_sums = super().step(request, sums, keys)
         past = self.tile - (keys.stop - keys.start)
-        return (
-            next_sums
-            if not past
-            else replace(next_sums, l=next_sums.l + past * self.exp(torch.zeros_like(next_sums.m), next_sums.m))
-        )
+        if not past:
+            return next_sums
+        return replace(next_sums, l=next_sums.l + past * self.exp(torch.zeros_like(next_sums.m), next_sums.m))
 
 
 class LastTileDropped(Tiled, bug="jax-ml/jax/issues/27224"):
@@ -195,11 +183,8 @@ class LastTileDropped(Tiled, bug="jax-ml/jax/issues/27224"):
 class StridesOfVIgnored(Tiled, bug="flagos-ai/FlagGems/issues/5896"):
     """V is read as if it were contiguous."""
 
-    def request(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None
-    ) -> CallRequest:
-        read = v.as_strided(v.shape, torch.empty(v.shape, device="meta").stride())
-        return super().request(q, k, read, causal, scale, mask)
+    def prepared(self, request: CallRequest) -> CallRequest:
+        return replace(request, v=read_as_contiguous(request.v))
 
 
 class BatchStrideZero(Tiled, bug="vllm-project/flash-attention/pull/176"):
@@ -374,7 +359,7 @@ class TruncatedStore(Tiled, bug="tinygrad/tinygrad/pull/11848"):
     def stored(self, o: Tensor, request: CallRequest) -> Tensor:
         if request.q.dtype != torch.bfloat16:
             return super().stored(o, request)
-        return o.view(torch.int32).bitwise_and(-65536).view(torch.float32).bfloat16()
+        return truncated(o).bfloat16()
 
 
 class StoredInFp32(Tiled, bug="lucidrains/flash-attention-jax/pull/13"):

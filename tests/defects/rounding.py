@@ -6,14 +6,8 @@ import torch
 from torch import Tensor
 
 from tiebreak.defects.forward import Split
-from tiebreak.defects.tiled import CallRequest, Sums, Tiled
-
-_LOG2_E = 1.4426950408889634
-
-
-def truncated(x: Tensor) -> Tensor:
-    """In bf16, what lies beyond its bits cut off."""
-    return x.float().view(torch.int32).bitwise_and(-65536).view(torch.float32)
+from tiebreak.defects.tiled import CallRequest, Sums, Tiled, truncated
+from tiebreak.kernels.operands import LOG2_E
 
 
 class ClampedLogits(Tiled, bug="prescient-design/e3tools/pull/3"):
@@ -34,7 +28,7 @@ class PoorExponential(Tiled, bug="pytorch/pytorch/pull/151441"):
     """A parabola between powers of two, off by 0.5 % at most, at 0 by 0.15 %."""
 
     def exp(self, s: Tensor, m: Tensor) -> Tensor:
-        y = (s - torch.where(m == -torch.inf, 0.0, m)) * _LOG2_E
+        y = (s - torch.where(m == -torch.inf, 0.0, m)) * LOG2_E
         whole = y.floor()
         part = (y - whole).nan_to_num(nan=0.0)
         return torch.exp2(whole) * (0.9985 + part * (0.6545 + 0.3440 * part))
@@ -50,10 +44,7 @@ class TruncatedP(Tiled, bug="ROCm/flash-attention/pull/78"):
 class ScaleInBf16(Tiled, bug="ml-explore/mlx/pull/3119"):
     """The scale is kept in bf16, forward and backward."""
 
-    def request(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None
-    ) -> CallRequest:
-        request = super().request(q, k, v, causal, scale, mask)
+    def prepared(self, request: CallRequest) -> CallRequest:
         return replace(request, scale=torch.tensor(request.scale).bfloat16().item())
 
 

@@ -95,10 +95,10 @@ class Tiled:
         scale: float | None = None,
         attn_mask: Tensor | None = None,
         enable_gqa: bool = False,
-    ) -> Tensor:
-        """O, as users' kernels return it."""
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """What users' kernels return: O, and perhaps more."""
         del enable_gqa  # the shapes tell
-        return self.output(self.request(q, k, v, causal, scale, attn_mask))
+        return self.returned(self.request(q, k, v, causal, scale, attn_mask))
 
     def backward(
         self,
@@ -120,7 +120,16 @@ class Tiled:
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None
     ) -> CallRequest:
         """The call."""
-        return CallRequest(q, k, v, causal, 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, mask)
+        scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+        return self.prepared(CallRequest(q, k, v, causal, scale, mask))
+
+    def prepared(self, request: CallRequest) -> CallRequest:
+        """The call, as the kernel takes it."""
+        return request
+
+    def returned(self, request: CallRequest) -> Tensor | tuple[Tensor, Tensor]:
+        """All that a call returns."""
+        return self.output(request)
 
     def tiles(self, request: CallRequest) -> list[slice]:
         """The keys of each tile."""
@@ -134,9 +143,13 @@ class Tiled:
         """Bool, broadcastable to S: True where a score is masked; None if nowhere."""
         mask = None if request.mask is None else ~request.mask
         if request.causal:
-            later = torch.ones(request.queries, request.keys, dtype=torch.bool).triu(request.keys - request.queries + 1)
+            later = torch.ones(request.queries, request.keys, dtype=torch.bool).triu(self.first_hidden(request))
             mask = later if mask is None else mask | later
         return mask
+
+    def first_hidden(self, request: CallRequest) -> int:
+        """The first key that a causal mask hides from query 0."""
+        return request.keys - request.queries + 1
 
     def product(self, request: CallRequest, keys: slice) -> Tensor:
         """A tile of Q K^T, (batch, heads, queries, keys), scaled."""
@@ -145,7 +158,11 @@ class Tiled:
     def scores(self, request: CallRequest, keys: slice) -> Tensor:
         """A tile of S, masked."""
         s, hidden = self.product(request, keys), self.hidden(request)
-        return s if hidden is None else s.masked_fill(hidden[..., keys], -torch.inf)
+        return s if hidden is None else self.masked(s, hidden[..., keys])
+
+    def masked(self, s: Tensor, hidden: Tensor) -> Tensor:
+        """A tile of S without what is hidden in it."""
+        return s.masked_fill(hidden, -torch.inf)
 
     def exp(self, s: Tensor, m: Tensor) -> Tensor:
         """exp(S - m); 0 where nothing has been seen yet."""
@@ -235,6 +252,16 @@ class Tiled:
     def summed(self, gradient: Tensor, request: CallRequest) -> Tensor:
         """The gradient of a key head: the sum over its query heads."""
         return by_group(gradient, request.groups).sum(2)
+
+
+def truncated(x: Tensor) -> Tensor:
+    """In bf16, what lies beyond its bits cut off."""
+    return x.float().view(torch.int32).bitwise_and(-65536).view(torch.float32)
+
+
+def read_as_contiguous(x: Tensor) -> Tensor:
+    """What a kernel reads that does not look at strides."""
+    return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())
 
 
 def _narrow(x: Tensor, request: CallRequest) -> Tensor:

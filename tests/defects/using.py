@@ -1,6 +1,5 @@
 """Users' kernels that are right when they are called once, on contiguous tensors with nothing behind them."""
 
-import math
 from collections import Counter
 from dataclasses import replace
 
@@ -8,8 +7,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.defects.tiled import CallRequest, Sums, Tiled
-
-_LOG2_E = math.log2(math.e)
+from tiebreak.kernels.operands import LOG2_E
 
 
 def _behind(x: Tensor, dimension: int, multiple: int) -> Tensor:
@@ -67,9 +65,8 @@ class ExpandedDo(Tiled, bug="facebookresearch/xformers/pull/282"):
 class WeakMask(Tiled, bug="huggingface/transformers/pull/17306"):
     """-1e4 is added to masked scores: larger ones stay visible."""
 
-    def scores(self, request: CallRequest, keys: slice) -> Tensor:
-        s, hidden = self.product(request, keys), self.hidden(request)
-        return s if hidden is None else s + torch.zeros(hidden.shape).masked_fill(hidden, -1e4)[..., keys]
+    def masked(self, s: Tensor, hidden: Tensor) -> Tensor:
+        return s - 1e4 * hidden
 
 
 class MaximumOfTheHidden(Tiled, bug="flashinfer-ai/flashinfer/pull/4401"):
@@ -86,23 +83,17 @@ class MaximumOfTheHidden(Tiled, bug="flashinfer-ai/flashinfer/pull/4401"):
 class Guarded(Tiled, takes="hidden_nan"):
     """K and V of keys that no row sees are zeros, whatever was there."""
 
-    def request(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None
-    ) -> CallRequest:
-        if mask is not None:
-            unseen = ~mask.any(-2).any(1)[:, None, :, None]
-            k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
-        return super().request(q, k, v, causal, scale, mask)
+    def prepared(self, request: CallRequest) -> CallRequest:
+        if request.mask is None:
+            return request
+        unseen = ~request.mask.any(-2).any(1)[:, None, :, None]
+        return replace(request, k=request.k.masked_fill(unseen, 0.0), v=request.v.masked_fill(unseen, 0.0))
 
 
 class MaskMultiplied(Guarded, bug="allenai/allennlp/pull/106", twin="guarded", takes="hidden_nan"):
     """Hidden scores are multiplied by 0 before -1e9 is added: NaN stays NaN."""
 
-    def scores(self, request: CallRequest, keys: slice) -> Tensor:
-        s, hidden = self.product(request, keys), self.hidden(request)
-        if hidden is None:
-            return s
-        hidden = hidden[..., keys]
+    def masked(self, s: Tensor, hidden: Tensor) -> Tensor:
         return (s * ~hidden - 1e9 * hidden.float()).masked_fill(hidden & s.isfinite(), -torch.inf)
 
 
@@ -198,20 +189,10 @@ class DropoutLeftOn(Tiled, bug="pytorch/pytorch/issues/124464"):
 class Returning(Tiled, lse="e"):
     """The log-sum-exp is returned beside O."""
 
-    def __call__(  # type: ignore[override]
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool = False,
-        scale: float | None = None,
-        attn_mask: Tensor | None = None,
-        enable_gqa: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        o = super().__call__(q, k, v, causal, scale, attn_mask, enable_gqa)
-        return o, self.returned(self.request(q, k, v, causal, scale, attn_mask)).squeeze(-1)
+    def returned(self, request: CallRequest) -> tuple[Tensor, Tensor]:
+        return self.output(request), self.returned_lse(request).squeeze(-1)
 
-    def returned(self, request: CallRequest) -> Tensor:
+    def returned_lse(self, request: CallRequest) -> Tensor:
         """The log-sum-exp that it returns."""
         return self.lse(request)
 
@@ -219,14 +200,14 @@ class Returning(Tiled, lse="e"):
 class ReturnedInBaseTwo(Returning, bug="lightseekorg/tokenspeed/pull/571", twin="returning", lse="e"):
     """The log-sum-exp is in base two, where base e is documented."""
 
-    def returned(self, request: CallRequest) -> Tensor:
-        return super().returned(request) * _LOG2_E
+    def returned_lse(self, request: CallRequest) -> Tensor:
+        return super().returned_lse(request) * LOG2_E
 
 
 class ReturnedInTwoBases(Returning, bug="intel/auto-round/pull/1991", twin="returning", lse=""):
     """The logarithm of the sum is in base two, the maximum is not."""
 
-    def returned(self, request: CallRequest) -> Tensor:
+    def returned_lse(self, request: CallRequest) -> Tensor:
         sums = self.sums(request)
         return sums.m + torch.log2(sums.l)
 
@@ -234,6 +215,6 @@ class ReturnedInTwoBases(Returning, bug="intel/auto-round/pull/1991", twin="retu
 class ReturnedOfShiftedKeys(Returning, bug="ROCm/aiter/pull/3334", twin="returning", lse=""):
     """The mean of K is taken off, which O does not see, and the log-sum-exp is that of such scores."""
 
-    def returned(self, request: CallRequest) -> Tensor:
+    def returned_lse(self, request: CallRequest) -> Tensor:
         mean = request.wide_k.mean(-2, keepdim=True)
-        return super().returned(request) - request.scale * (request.wide_q * mean).sum(-1, keepdim=True)
+        return super().returned_lse(request) - request.scale * (request.wide_q * mean).sum(-1, keepdim=True)
