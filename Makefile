@@ -61,7 +61,7 @@ matrix: $(STAMP)  ## the matrix on this platform
 	$(PY) -m pytest -n auto tests/matrix $(ARGS)
 
 platforms: $(STAMP)  ## the matrix once per instruction-set level of this CPU, then the comparison
-	$(PY) -m tiebreak.programs.levels run -- -n auto tests/matrix $(ARGS)
+	$(VENV)/bin/tiebreak levels -n auto tests/matrix $(ARGS)
 
 # Every seed runs, whatever the seeds before it did; the table shows what fell.
 training: $(STAMP)  ## the short training runs at three seeds: table and figure

@@ -34,11 +34,14 @@ bits, but for the mixture in the flash backward pass at 1,024 keys, another leve
 switched off is there for CPUs that have it; it was not measured.
 """
 
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-#: What decides the level. oneDNN still reads the last, its former name.
-VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+#: The processor that QEMU plays. It reads this itself, and so do the processes that the first one starts.
+PROCESSOR = "QEMU_CPU"
+#: What decides the level. oneDNN still reads DNNL_MAX_CPU_ISA, its former name.
+VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", PROCESSOR)
 
 _AVX2 = frozenset({"avx2", "fma"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
@@ -69,6 +72,21 @@ LEVELS = (
     _level("aten-default-onednn-avx2", "default", "AVX2", _AVX2),
 )
 
+#: Emulated processors by architecture, each a level. Of those that QEMU 7.2 knows, these differ in the instructions by
+#: which PyTorch and its libraries choose.
+EMULATED: Mapping[str, tuple[Level, ...]] = {
+    "aarch64": tuple(
+        Level(f"aarch64-{name}", {PROCESSOR: processor})
+        for name, processor in (
+            ("max", "max"),  # all that QEMU has: bf16, SVE and SVE2 of 512 bits
+            ("max-sve256", "max,sve-max-vq=2"),  # the same with SVE of 256 bits, for which ATen has code of its own
+            ("a64fx", "a64fx"),  # SVE of 512 bits, no bf16
+            ("neoverse-n1", "neoverse-n1"),  # no SVE, no bf16: Graviton 2, Ampere's Altra
+            ("cortex-a72", "cortex-a72"),  # Armv8.0: no fp16 arithmetic either
+        )
+    )
+}
+
 
 def supported(features: Collection[str]) -> tuple[Level, ...]:
     """The levels that a CPU with these features has, from the highest down; `native` alone if it is not an x86.
@@ -82,4 +100,5 @@ def supported(features: Collection[str]) -> tuple[Level, ...]:
 def current(environment: Mapping[str, str]) -> str:
     """Name of the level that a process started in this environment is on; "custom" if it is none of `LEVELS`."""
     chosen = {name: environment[name] for name in VARIABLES if environment.get(name)}
-    return next((level.name for level in LEVELS if level.environment == chosen), "custom")
+    known = itertools.chain(LEVELS, *EMULATED.values())
+    return next((level.name for level in known if level.environment == chosen), "custom")

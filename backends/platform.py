@@ -6,13 +6,14 @@ trees.
 
 import os
 import platform
+import struct
 import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tiebreak.backends.levels import current
+from tiebreak.backends.levels import PROCESSOR, current
 
 GIB = 2**30
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -24,13 +25,27 @@ _X86 = (
 _ARM = "neon asimd asimdhp bf16 sve sve2 svebf16 sme"
 NUMERIC_FEATURES = frozenset(f"{_X86} {_ARM}".split())
 
+# Of the auxiliary vector, where an emulator says what the processor that it plays has: word and bit of each feature
+# (Linux, arch/arm64/include/uapi/asm/hwcap.h).
+_HWCAP, _HWCAP2 = 16, 26
+_BITS = {
+    "asimd": (_HWCAP, 1),
+    "asimdhp": (_HWCAP, 10),
+    "sve": (_HWCAP, 22),
+    "sve2": (_HWCAP2, 1),
+    "svebf16": (_HWCAP2, 12),
+    "bf16": (_HWCAP2, 14),
+    "sme": (_HWCAP2, 23),
+}
+QEMU = "TIEBREAK_QEMU"  # QEMU's version, told to what runs under it, which can't ask
+
 
 @dataclass(frozen=True)
 class Platform:
     """One machine with its software, as far as it can change the bits of a result."""
 
     machine: str  #: architecture, as uname names it: x86_64, aarch64
-    cpu: str  #: model name of the processor
+    cpu: str  #: model name of the processor; an emulated one's as QEMU has it, and that it is emulated
     cpu_features: tuple[str, ...]  #: the instruction sets it has that change numerics, sorted
     cores: int  #: cores that this process may run on
     memory_gib: float  #: memory, or the limit of its control group if that is lower
@@ -42,6 +57,7 @@ class Platform:
     os: str  #: operating system and its release
     commit: str | None  #: the suite's git commit, with "-dirty" if files differ from it; None if unknown
     level: str  #: name of the instruction-set level in force (see tiebreak.backends.levels)
+    emulated: str | None  #: what carries out the instructions where no processor does, None where one does
 
     def as_dict(self) -> dict[str, Any]:
         """The fields under their names, in values that JSON has (the tuple becomes a list)."""
@@ -76,19 +92,36 @@ def describe(root: Path = Path("/")) -> Platform:
         os=f"{platform.system()} {platform.release()}",
         commit=commit(),
         level=current(os.environ),
+        emulated=emulated(root),
     )
+
+
+def emulated(root: Path = Path("/")) -> str | None:
+    """What carries out this process's instructions where no processor does, in words; None where one does.
+
+    Under QEMU's user mode uname is the emulated machine's, but `/proc/cpuinfo` is the host's: an x86's has "flags".
+    """
+    version = os.environ.get(QEMU)
+    if platform.machine() != "aarch64" or not (version or "flags" in _cpuinfo(root)):
+        return None
+    return f"instructions emulated by {f'QEMU {version}' if version else 'QEMU'}, as the architecture defines them"
 
 
 def cpu_name(root: Path = Path("/")) -> str:
     """Model name of the first processor; what uname knows where the system gives no model name, as on Arm."""
+    if emulated(root):
+        return f"{os.environ.get(PROCESSOR) or platform.machine()} (emulated processor)"
     return _cpuinfo(root).get("model name") or platform.processor() or platform.machine()
 
 
 def cpu_features(root: Path = Path("/")) -> tuple[str, ...]:
     """The instruction sets of the first processor that change numerics, under Linux's names, sorted.
 
-    Empty where there is no `/proc/cpuinfo`.
+    Empty where there is no `/proc/cpuinfo`. An emulated processor's are in the auxiliary vector: never the host's.
     """
+    if emulated(root):
+        words = _auxiliary_vector(root)
+        return tuple(sorted(name for name, (word, bit) in _BITS.items() if words.get(word, 0) >> bit & 1))
     cpuinfo = _cpuinfo(root)
     flags = cpuinfo.get("flags") or cpuinfo.get("Features") or ""
     return tuple(sorted(NUMERIC_FEATURES.intersection(flags.split())))
@@ -208,6 +241,14 @@ def _cpuinfo(root: Path) -> dict[str, str]:
     first = read(root / "proc/cpuinfo").strip().split("\n\n")[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _auxiliary_vector(root: Path) -> dict[int, int]:
+    """What the kernel, or an emulator, has told this process of the processor: pairs of 64 bits."""
+    try:
+        return dict(struct.iter_unpack("<QQ", (root / "proc/self/auxv").read_bytes()))
+    except OSError:
+        return {}
 
 
 def read(path: Path) -> str:

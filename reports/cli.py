@@ -91,6 +91,9 @@ VERBS: Mapping[str, Verb | Group] = {
     "statement": Verb(
         "tiebreak.programs.statement", "a folder of records to hand in, held to a profile; --verify: whether one holds"
     ),
+    "levels": Verb(
+        "tiebreak.programs.levels", "the matrix on each instruction-set level of this CPU, or of an emulated one"
+    ),
     "shrink": Verb(
         "tiebreak.programs.shrink", "the smallest input on which a kernel goes wrong, as a script to report"
     ),

@@ -24,6 +24,7 @@ from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.scheduling import cell_id
 from tiebreak.matrix.watch import timed_out
 from tiebreak.programs import forked
+from tiebreak.programs.levels import CELLS
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, USAGE, Parser
 from tiebreak.reports.errors import UsageError
@@ -40,7 +41,6 @@ _ALONE = (
     *("-c", os.devnull, "--noconftest", "--import-mode=importlib", "-q", "-p", "no:cacheprovider"),
     *("-p", "no:randomly", "-p", "no:cov", "-p", "no:rerunfailures", "-p", "no:timeout"),
 )
-_CELLS = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix.test_cells")
 _FORWARDED = [option for option in OPTIONS if option.forwarded]
 
 
@@ -146,7 +146,7 @@ def _workers(text: str) -> str:
 
 def _words(options: argparse.Namespace) -> list[str]:
     """The words for pytest."""
-    words = [*_ALONE, *_CELLS, "-n", str(options.workers)]
+    words = [*_ALONE, *CELLS, "-n", str(options.workers)]
     for target in options.targets:
         words += ["--kernel", target]
     for option in _FORWARDED:

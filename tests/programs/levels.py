@@ -1,4 +1,4 @@
-"""The instruction-set levels of this CPU: list them, or run pytest once on each and compare what it found.
+"""`tiebreak levels`: the matrix once on each instruction-set level of this CPU, or of an emulated one, compared.
 
 A process has one level (see `tiebreak.backends.levels`), so every run is a process of its own.
 """
@@ -9,20 +9,25 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tiebreak.backends.levels import VARIABLES, Level, supported
+from tiebreak.backends.levels import EMULATED, VARIABLES, Level, supported
 from tiebreak.backends.platform import cpu_features
+from tiebreak.programs import sysroot
 from tiebreak.reports.cli import Parser
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.names import matching, split, unknown
 
 RECORDS = Path("out")
 GRACE_SECONDS = 20.0
+CELLS = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix.test_cells")
 
 
-def run(levels: Sequence[Level], pytest_arguments: Sequence[str]) -> int:
+def run(levels: Sequence[Level], pytest_arguments: Sequence[str], python: str | Path) -> int:
     """Run pytest once per level, each keeping its records under the level's name, then compare the records.
 
     Args:
         levels: the levels to run.
         pytest_arguments: arguments for pytest, `--save` not among them.
+        python: the program that runs pytest.
 
     Returns:
         0 if every run and the comparison did well, 1 if any failed or left no records, 2 if any was interrupted or
@@ -37,7 +42,7 @@ def run(levels: Sequence[Level], pytest_arguments: Sequence[str]) -> int:
         print(f"level {number} of {len(levels)}: {_title(level)}", flush=True)
         records = RECORDS / f"{level.name}.json"
         before = _modified(records)
-        command = [sys.executable, "-m", "pytest", f"--save={level.name}", *pytest_arguments]
+        command = [str(python), "-m", "pytest", f"--save={level.name}", *pytest_arguments]
         if status := _call(command, environment(level)):
             failed[level.name] = status
         if status == 4:
@@ -90,24 +95,43 @@ def _title(level: Level) -> str:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m tiebreak.programs.levels",
-        description="The instruction-set levels of this CPU: environments in which PyTorch's results differ in bits.",
+        prog="tiebreak levels",
+        usage="%(prog)s [--arch ARCH] [--level NAMES] [--sysroot DIR] [--list] [PYTEST_ARGUMENT ...]",
+        description="The matrix once per instruction-set level of this CPU, or of an emulated one, each in a process "
+        "of its own that keeps its records as out/LEVEL.json, then the comparison. All else goes to pytest: --cases, "
+        "--kernels, --heads, -n. Example: tiebreak levels --arch aarch64 --cases 'tied*' --heads 64",
+        epilog="--arch takes QEMU's user mode, Debian's packages and PyPI's wheels: 600 MB in the user's cache, once. "
+        "Exit codes: 0 all held, 1 a level failed, 2 bad usage or an interrupted run of pytest, 130 Ctrl-C.",
+        allow_abbrev=False,  # what begins alike may be pytest's
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="list|run")
-    verbs.add_parser(
-        "list",
-        help="name and environment of each level that this CPU has",
-        description="Print name and environment of each level that this CPU has, the highest first.",
-    )
-    verbs.add_parser(
-        "run",
-        help="pytest once per level, then the comparison",
-        usage="%(prog)s -- [PYTEST_ARGUMENT ...]",
-        description="Run pytest with the arguments after -- once per level, each in a process of its own that keeps "
-        "its records as out/<level>.json, then compare the records. Example: run -- -n auto tests/matrix",
-        epilog="Exit codes: 0 all held, 1 a level failed, 2 bad usage or an interrupted run of pytest, 130 Ctrl-C.",
-    )
+    parser.add_argument("--list", action="store_true", help="name and environment of each level, and nothing is run")
+    parser.add_argument("--arch", metavar="ARCH", choices=tuple(EMULATED), help="another architecture: aarch64")
+    parser.add_argument("--level", metavar="NAMES", help="these alone: a comma list, globs (default: all)")
+    parser.add_argument("--sysroot", type=Path, metavar="DIR", help="an aarch64 system with Python 3.11, for Debian's")
     return parser
+
+
+def _chosen(arch: str | None, names: str | None) -> list[Level]:
+    """The levels that a command line names, the highest first."""
+    levels = EMULATED[arch] if arch else supported(cpu_features())
+    known = [level.name for level in levels]
+    chosen = set(known)
+    if names is not None:
+        chosen = set()
+        for name in split(names):
+            # Of an emulated processor the name alone is enough.
+            alike = [*matching(name, known), *matching(f"{arch}-{name}", known)]
+            if not alike:
+                raise UsageError(unknown("level", name, known, "`tiebreak levels --list` names"))
+            chosen.update(alike)
+    return [level for level in levels if level.name in chosen]
+
+
+def _with_cells(arguments: Sequence[str]) -> list[str]:
+    """pytest's arguments; the matrix, with a worker a core, where they say nothing of these."""
+    workers = [] if any(word.startswith(("-n", "--numprocesses")) for word in arguments) else ["-n", "auto"]
+    paths = any(not word.startswith("-") and Path(word.partition("::")[0]).exists() for word in arguments)
+    return [*workers, *(() if paths else CELLS), *arguments]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,26 +142,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code.
+
+    Raises:
+        UsageError: an unknown level, or what is needed to emulate another architecture can't be had.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    split = given.index("--") if "--" in given else len(given)
-    own, for_pytest = given[:split], given[split + 1 :]
     parser = _parser()
-    options, unknown = parser.parse_known_args(own)
-    if unknown or (options.verb == "list" and split < len(given)):
-        parser.error(f"unknown argument {[*unknown, '--'][0]} (pytest's arguments go after 'run --')")
+    options, for_pytest = parser.parse_known_args(arguments)
+    if options.sysroot and not options.arch:
+        parser.error("--sysroot goes with --arch")
     if any(argument.split("=")[0] == "--save" for argument in for_pytest):
         parser.error("--save is set to each level's name and can't be given")
-    levels = supported(cpu_features())
-    if options.verb == "list":
+    levels = _chosen(options.arch, options.level)
+    if options.list:
         print("\n".join(map(_title, levels)))
         return 0
     try:
-        return run(levels, for_pytest)
+        python = sysroot.python(options.arch, options.sysroot) if options.arch else sys.executable
+        return run(levels, _with_cells(for_pytest), python)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())

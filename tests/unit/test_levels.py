@@ -9,8 +9,9 @@ import pytest
 
 from tiebreak.backends import levels as table
 from tiebreak.backends.levels import LEVELS, VARIABLES, Level, current, supported
-from tiebreak.programs import levels
+from tiebreak.programs import levels, sysroot
 from tiebreak.programs.levels import main
+from tiebreak.reports.errors import UsageError
 
 AVX2 = {"avx", "avx2", "fma", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
@@ -100,11 +101,12 @@ def test_run_starts_pytest_once_per_level_and_compares(three: list[str], monkeyp
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", "SSE41")
     monkeypatch.setenv("KEPT", "yes")
     runner = use(monkeypatch, Runner())
-    assert main(["run", "--", "-n", "auto", "tests/matrix"]) == 0
+    Path("mine").mkdir()
+    assert main(["-n", "auto", "mine"]) == 0
     assert runner.ran == [*three, "compare"]
     for command, environment in runner.calls[:-1]:
         assert command[:3] == [sys.executable, "-m", "pytest"]
-        assert command[4:] == ["-n", "auto", "tests/matrix"]
+        assert command[4:] == ["-n", "auto", "mine"]
         assert environment["KEPT"] == "yes"
     settings = [{name: env[name] for name in VARIABLES if name in env} for _, env in runner.calls[:-1]]
     assert settings == [{}, {"ATEN_CPU_CAPABILITY": "avx2"}, {}]
@@ -115,7 +117,7 @@ def test_run_shows_its_progress(
     three: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use(monkeypatch, Runner())
-    main(["run"])
+    main([])
     shown = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in shown] == [f"level {number} of 3" for number in (1, 2, 3)]
     assert "ATEN_CPU_CAPABILITY=avx2" in shown[1]
@@ -140,7 +142,7 @@ def test_a_failing_level_does_not_stop_the_others(
     expected: int,
 ) -> None:
     runner = use(monkeypatch, Runner(statuses))
-    assert main(["run"]) == expected
+    assert main([]) == expected
     assert runner.ran == [*three, "compare"]
     error = capsys.readouterr().err
     assert all(f"(exit code {status})" in error for status in statuses.values())
@@ -148,7 +150,7 @@ def test_a_failing_level_does_not_stop_the_others(
 
 def test_arguments_that_pytest_refuses_end_the_round(three: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     runner = use(monkeypatch, Runner({"native": 4}))
-    assert main(["run", "--", "--no-such-option"]) == 2
+    assert main(["--no-such-option"]) == 2
     assert runner.ran == ["native"]
 
 
@@ -158,14 +160,14 @@ def test_a_level_without_records_fails(
     Path("out").mkdir()
     Path("out/b.json").write_text("kept by an earlier round")
     runner = use(monkeypatch, Runner(keep=False))
-    assert main(["run"]) == 1
+    assert main([]) == 1
     assert runner.ran == three
     assert "level b kept no records in out/b.json" in capsys.readouterr().err
 
 
 def test_ctrl_c_stops_at_once(three: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     runner = use(monkeypatch, Runner({"b": KeyboardInterrupt}))
-    assert main(["run"]) == 130
+    assert main([]) == 130
     assert runner.ran == ["native", "b"]
 
 
@@ -189,26 +191,24 @@ def test_ctrl_c_lets_the_running_process_end_by_itself(tmp_path: Path) -> None:
 
 
 def test_list_shows_names_and_environments(three: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list"]) == 0
+    assert main(["--list"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in shown] == three
     assert shown[1].split()[1:] == ["ATEN_CPU_CAPABILITY=avx2"]
 
 
 def test_list_does_without_torch() -> None:
-    code = "import sys\nfrom tiebreak.programs.levels import main\nmain(['list'])\nsys.exit('torch' in sys.modules)"
+    code = "import sys\nfrom tiebreak.programs.levels import main\nmain(['--list'])\nsys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "list|run"),
-        (["sing"], "sing"),
-        (["run", "-n", "auto"], "-n"),
-        (["list", "--", "-x"], "--"),
-        (["run", "--", "--save=mine"], "--save"),
-        (["run", "--", "--save", "mine"], "--save"),
+        (["--arch", "vax"], "aarch64"),
+        (["--sysroot", "here"], "--arch"),
+        (["--save=mine"], "--save"),
+        (["--save", "mine"], "--save"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,8 +220,41 @@ def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], named: str, caps
     assert named in message
 
 
-def test_help_says_how_to_pass_arguments_to_pytest(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(["run", "--help"])
-    assert exit_.value.code == 0
-    assert "run -- -n auto tests/matrix" in " ".join(capsys.readouterr().out.split())
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--level", "c,native"], ["native", "c"]),
+        (["--arch", "aarch64", "--level", "max"], ["aarch64-max"]),
+        (["--arch", "aarch64", "--level", "*max*,a64fx"], ["aarch64-max", "aarch64-max-sve256", "aarch64-a64fx"]),
+    ],
+)
+def test_levels_are_named_the_highest_first(
+    arguments: list[str], named: list[str], three: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == named
+
+
+def test_an_unknown_processor_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(UsageError, match=r"unknown level 'graviton'.*aarch64-neoverse-n1"):
+        main(["--arch", "aarch64", "--level", "graviton"])
+
+
+def test_what_goes_to_pytest_runs_the_cells_with_workers_unless_it_says_otherwise(
+    three: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = use(monkeypatch, Runner())
+    assert main(["--level", "b", "--cases", "tied*", "--heads", "64"]) == 0
+    assert runner.calls[0][0][4:] == ["-n", "auto", *levels.CELLS, "--cases", "tied*", "--heads", "64"]
+    main(["--level", "b", "-n0"])
+    assert runner.calls[1][0][4:] == [*levels.CELLS, "-n0"]
+
+
+def test_an_emulated_level_runs_the_python_prepared_for_it(three: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = use(monkeypatch, Runner())
+    monkeypatch.setattr(sysroot, "python", lambda *asked: f"python of {asked}")
+    assert main(["--arch", "aarch64", "--level", "a64fx", "--sysroot", "there"]) == 0
+    ((command, environment),) = runner.calls
+    assert command[0] == f"python of {('aarch64', Path('there'))}"
+    assert environment["QEMU_CPU"] == "a64fx"
+    assert current(environment) == "aarch64-a64fx"

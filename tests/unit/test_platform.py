@@ -2,6 +2,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import struct
 import subprocess
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
@@ -67,6 +68,30 @@ def test_arm_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write(tmp_path, {"proc/cpuinfo": ARM})
     assert cpu_name(root) == "aarch64"
     assert cpu_features(root) == ("asimd", "asimdhp", "bf16", "sve")
+
+
+def test_an_emulated_processor_is_never_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    root = write(tmp_path, {"proc/cpuinfo": X86})
+    # What `-cpu a64fx` says of itself under QEMU 7.2: AT_HWCAP with SVE (bit 22), AT_HWCAP2 without bf16 (bit 14).
+    pairs = {16: 0x415FFB, 26: 0, 6: 4096}
+    (root / "proc/self").mkdir()
+    (root / "proc/self/auxv").write_bytes(b"".join(struct.pack("<QQ", *pair) for pair in pairs.items()))
+    assert cpu_features(root) == ("asimd", "asimdhp", "sve")
+    assert cpu_name(root) == "aarch64 (emulated processor)"
+    monkeypatch.setenv("QEMU_CPU", "a64fx")
+    monkeypatch.setenv(platform.QEMU, "7.2.22")
+    told = describe(root)
+    assert told.cpu == "a64fx (emulated processor)"
+    assert told.emulated == "instructions emulated by QEMU 7.2.22, as the architecture defines them"
+    assert told.level == "aarch64-a64fx"
+
+
+def test_a_processor_of_its_own_is_not_emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert platform.emulated(write(tmp_path, {"proc/cpuinfo": ARM})) is None
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert platform.emulated(write(tmp_path, {"proc/cpuinfo": X86})) is None
 
 
 def test_system_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
