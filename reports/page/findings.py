@@ -1,4 +1,4 @@
-"""What runs say, in sentences: what fell, what differs between platforms, which kernels are biased, lost or fair."""
+"""What runs say, in sentences: what fell, what differs between platforms, which kernels are biased, broken or fair."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ def findings(runs: Sequence[Run], labels: Sequence[str]) -> tuple[str, ...]:
     standings = _standings(runs)
     noun = "failure input" if _failures(runs) else "input"
     urgent = [*_interrupted(runs, labels), *_fallen(runs), *_different(runs, labels)]
-    return (*urgent, *_biased(standings, noun), *_lost(standings), *_fair(standings, noun), *_absent(runs))
+    return (*urgent, *_biased(standings, noun), *_broken(standings), *_fair(standings, noun), *_absent(runs))
 
 
 def _interrupted(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
@@ -109,7 +109,7 @@ class _Standing:
     up: bool = False  # whether some bias is away from zero
     down: bool = False  # whether some is toward zero
     fair: bool = True  # whether every input is unbiased on every platform
-    lost: dict[str, list[str]] = field(default_factory=dict)  # NONFINITE or SHRUNK: cases, failure inputs or not
+    broken: dict[str, list[str]] = field(default_factory=dict)  # NONFINITE or SHRUNK: cases, failure inputs or not
     sizes: list[float] = field(default_factory=list)  # shares of its size that a shrunk output keeps
     follows: str = ""  # the plan
 
@@ -126,8 +126,8 @@ class _Standing:
         due = {state for record, state in (states if failures else known) if not failures or record.case in failures}
         self.fair = self.fair and bool(known) and due == {UNBIASED}
         for record, state in judged:
-            if state in (NONFINITE, SHRUNK) and record.case not in self.lost.setdefault(state, []):
-                self.lost[state].append(record.case)
+            if state in (NONFINITE, SHRUNK) and record.case not in self.broken.setdefault(state, []):
+                self.broken[state].append(record.case)
             if state == SHRUNK and record.shown is not None and record.shown.number is not None:
                 self.sizes.append(record.shown.number)
 
@@ -204,16 +204,16 @@ def _way(standings: Sequence[_Standing]) -> str:
     return "both ways" if up and down else "away from zero" if up else "toward zero"
 
 
-def _lost(standings: Sequence[_Standing]) -> Iterator[str]:
+def _broken(standings: Sequence[_Standing]) -> Iterator[str]:
     for state, words in ((NONFINITE, "NaN or Inf where the reference is finite"), (SHRUNK, "The output shrinks")):
-        losing = [standing for standing in standings if standing.lost.get(state)]
-        inputs = dict.fromkeys(tuple(standing.lost[state]) for standing in losing)
-        groups = {cases: [each for each in losing if tuple(each.lost[state]) == cases] for cases in inputs}
-        lost = [f"{_kernels(those)} in {_list(map(_name, cases), 'case')}" for cases, those in groups.items()]
-        if lost:
-            sizes = [size for standing in losing for size in standing.sizes]
+        breaking = [standing for standing in standings if standing.broken.get(state)]
+        inputs = dict.fromkeys(tuple(standing.broken[state]) for standing in breaking)
+        groups = {cases: [each for each in breaking if tuple(each.broken[state]) == cases] for cases in inputs}
+        breaks = [f"{_kernels(those)} in {_list(map(_name, cases), 'case')}" for cases, those in groups.items()]
+        if breaks:
+            sizes = [size for standing in breaking for size in standing.sizes]
             least = f", to x{min(sizes):.2g} at the least" if state == SHRUNK else ""
-            yield f"{words}{least}: {_list(lost, 'group of kernels', '; ', 'groups of kernels', longest=2)}."
+            yield f"{words}{least}: {_list(breaks, 'group of kernels', '; ', 'groups of kernels', longest=2)}."
 
 
 def _fair(standings: Sequence[_Standing], noun: str) -> Iterator[str]:

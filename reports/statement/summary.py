@@ -77,8 +77,8 @@ def _parts(statement: Statement, runs: Sequence[Run], profile: Profile) -> Itera
     rows = [(waiver.cells, waiver.check, waiver.reason, waiver.expires) for waiver in statement.waivers]
     yield _Part("Waivers", "" if rows else "None.", ("cells", "check", "reason", "last day"), _clean(rows))
     yield _Part(
-        "Biased or lost",
-        "Of the inputs on which rounding is known to fail: bias of O beyond 0.05 ulp at 99.9 % confidence, or NaN.",
+        "Biased or NaN",
+        "Of the inputs on which rounding is known to fail: O biased beyond 0.05 ulp (99.9 % confidence), NaN or Inf.",
         ("backend", "kernel", "inputs", "such as"),
         _clean(_biased(records, runs)),
     )
@@ -125,7 +125,7 @@ def _clean(rows: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
 
 
 def _biased(records: Sequence[Record], runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
-    """A row a backend and kernel that failure inputs were run with: of how many it is biased, or lost, on which."""
+    """A row a backend and kernel that failure inputs were run with: of how many it is biased, or has NaN, on which."""
     failure = {name for run in runs for name, about in run.cases.items() if about.failure}
     ran = (record for record in records if record.case in failure and record.outcome != SKIPPED)
     for (backend, kernel), asked in grouped(ran, lambda record: (record.backend, record.kernel)).items():
