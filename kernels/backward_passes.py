@@ -30,17 +30,19 @@ class BackwardPass:
 
     def shows(self, source: DeltaSource) -> bool:
         """Whether dQ and dK lie near to what follows from a delta of O, or from an exact one."""
-        of_output = self.source is DeltaSource.OUTPUT
-        return of_output is (source is DeltaSource.OUTPUT) and not self.points.get("shift_attached")
+        return self.source is source and not self.points.get("shift_attached")
 
     def after(self, forward: Declaration) -> Declaration:
         """The plan of a forward pass, with the backward pass in this one's."""
         return _with(forward, {**self.points, "gradients": OUTPUT}, self.block)
 
+    def exact_after(self, forward: Declaration) -> Declaration:
+        """The same without a rounding but those of the O or O-bar that delta comes from: what errors are measured from.
 
-def exact_after(forward: Declaration, source: DeltaSource) -> Declaration:
-    """The plan of a forward pass, with a backward pass that rounds nothing: what errors are measured from."""
-    return _with(forward, {"delta_from": source, "gradients": _FP32}, ONE_TILE)
+        Beside the error of delta, and what autograd sends of it through the maximum, a cast of dS would not show.
+        """
+        kept = {name: self.points[name] for name in ("delta_from", "shift_attached") if name in self.points}
+        return _with(forward, {**kept, "gradients": _FP32}, ONE_TILE)
 
 
 def _with(forward: Declaration, points: Mapping[str, Any], block: Block) -> Declaration:
@@ -51,6 +53,7 @@ def _with(forward: Declaration, points: Mapping[str, Any], block: Block) -> Decl
 _FLASH_2: Mapping[str, Any] = {"p": _LOW, "ds": _LOW}
 _EAGER: Mapping[str, Any] = {"delta_from": _FROM_P, "p": _LOW, "dp": _LOW, "ds": _LOW, "sums": OUTPUT}
 _UPCAST: Mapping[str, Any] = {"delta_from": _FROM_P}
+_UNNORMALISED: Mapping[str, Any] = {"delta_from": DeltaSource.UNNORMALISED, "p": _LOW, "dp": _LOW}
 _BY_HEAD = ", heads of a group added in 16 bits"
 
 #: By name, as reports have it.
@@ -77,14 +80,15 @@ BACKWARD_PASSES: Mapping[str, BackwardPass] = {
     f"autograd's of a P that is cast (P and dP in 16 bits{_BY_HEAD})": BackwardPass(
         {**_UPCAST, "p": _LOW, "dp": _LOW, "sums": OUTPUT}
     ),
-    "autograd's of an unnormalised P that is cast (P and dP in 16 bits)": BackwardPass(
-        {"delta_from": DeltaSource.RECOMPUTED_OUTPUT, "p": _LOW, "dp": _LOW}
+    "autograd's of an unnormalised O (P and dP in 16 bits)": BackwardPass(_UNNORMALISED),
+    "autograd's of an unnormalised O, through the maximum (P and dP in 16 bits)": BackwardPass(
+        {**_UNNORMALISED, "shift_attached": True}
     ),
-    "autograd's of an unnormalised P and O that are cast (dO, P and dP in 16 bits)": BackwardPass(
-        {"delta_from": DeltaSource.RECOMPUTED_OUTPUT, "do_over_l": _LOW, "p": _LOW, "dp": _LOW, "sums": OUTPUT}
+    "autograd's of an unnormalised O that is cast (dO / l, P and dP in 16 bits)": BackwardPass(
+        {**_UNNORMALISED, "do_over_l": _LOW, "sums": OUTPUT}
     ),
-    "autograd's of an unnormalised P and O that are cast, through the maximum (dO, P and dP in 16 bits)": BackwardPass(
-        {"do_over_l": _LOW, "p": _LOW, "dp": _LOW, "sums": OUTPUT, "shift_attached": True}
+    "autograd's of an unnormalised O that is cast, through the maximum (dO / l, P and dP in 16 bits)": BackwardPass(
+        {**_UNNORMALISED, "do_over_l": _LOW, "sums": OUTPUT, "shift_attached": True}
     ),
     "autograd's of eager attention (P, dP and dS in 16 bits)": BackwardPass({**_EAGER, "scaled_ds": _LOW}),
     "autograd's of eager attention that scales q (P, dP and dS in 16 bits)": BackwardPass({**_EAGER, "scaled_q": _LOW}),

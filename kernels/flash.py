@@ -356,6 +356,7 @@ class _Tape:
     def _p(self, rows: slice, keys: slice) -> Tensor:
         assert self.output.lse is not None, "the forward pass must return its log-sum-exp"
         lse = self.output.lse[:, :, rows]
+        shift = self._shift[:, :, rows] if self._unnormalised else lse
         if self.plan.scaled_k.narrows:
             s = self.operands.masked(
                 self.product(self.operands.q[:, :, rows], self._scaled_k[:, :, keys].mT), rows, keys
@@ -363,22 +364,36 @@ class _Tape:
             p = self.arithmetic.exp((s - lse * LOG2_E) * _LN_2, _NATURAL)
         else:
             s = self.operands.scores(rows, keys)
-            p = Softmax(self.operands.scale, self.plan, self.arithmetic).of_probabilities(s, lse)
+            p = Softmax(self.operands.scale, self.plan, self.arithmetic).of_probabilities(s, shift)
         # A row without a visible key has log-sum-exp -inf and no probabilities.
         return _zeroed(p, lse == -torch.inf)
 
+    @property
+    def _unnormalised(self) -> bool:
+        return self.plan.delta_from is DeltaSource.UNNORMALISED
+
     @cached_property
     def do(self) -> Tensor:
-        """What enters dP and dV. Of an unnormalised O it is dO / l, with the row's maximum as its shift."""
-        do, cast = self.operands.do, self.plan.do_over_l
-        if not cast.narrows:
+        """What enters dP and dV: dO, or dO / l of an unnormalised O."""
+        do = self.operands.do
+        if not (self._unnormalised or self.plan.do_over_l.narrows):
             return do
-        assert self.output.lse is not None, "the forward pass must return its log-sum-exp"
+        over_l = self.arithmetic.cast(do / self._l, self.plan.do_over_l)
+        return over_l if self._unnormalised else over_l * self._l
+
+    @cached_property
+    def _shift(self) -> Tensor:
+        """A row's maximum, a natural logarithm."""
         every = slice(0, self.operands.q.shape[2]), slice(0, self.operands.k.shape[2])
         softmax = Softmax(self.operands.scale, self.plan, self.arithmetic)
-        shift = softmax.natural(self.operands.scores(*every).amax(-1, keepdim=True))
-        l = _zeroed(torch.exp(self.output.lse - shift), self.output.lse == -torch.inf)
-        return self.arithmetic.cast(do / l, cast) * l
+        return softmax.natural(self.operands.scores(*every).amax(-1, keepdim=True))
+
+    @cached_property
+    def _l(self) -> Tensor:
+        """Sum of P-bar; 1 in a row without a visible key."""
+        lse = self.output.lse
+        assert lse is not None, "the forward pass must return its log-sum-exp"
+        return torch.exp(lse - self._shift).masked_fill(lse == -torch.inf, 1.0)
 
     @cached_property
     def _scaled_k(self) -> Tensor:
@@ -401,7 +416,7 @@ class _Tape:
 
     def ds(self, rows: slice, keys: slice, delta: Tensor) -> Tensor:
         p = self.arithmetic.cast(self.p(rows, keys), self.plan.p_of_ds)
-        ds = p * (self.dp(rows, keys) - delta)
+        ds = p * (self.dp(rows, keys) - (delta / self._l[:, :, rows] if self._unnormalised else delta))
         if self.plan.shift_attached:
             # What is left of a row's sum, 0 without rounding, goes to its maximum.
             s = self.operands.scores(rows, keys)
@@ -438,8 +453,9 @@ class _Tape:
     def delta(self) -> Tensor:
         """Delta (batch, heads, queries, 1), from what the plan says (paper, section 3.2)."""
         do, source = self.operands.do, self.plan.delta_from
-        if source is DeltaSource.OUTPUT:
-            total = self.arithmetic.row_sum(do * self.output.o.float(), self.plan.accumulator)
+        if source in (DeltaSource.OUTPUT, DeltaSource.UNNORMALISED):
+            o = self._o_bar() / self._l if self._unnormalised else self.output.o.float()
+            total = self.arithmetic.row_sum(do * o, self.plan.accumulator)
             return self.arithmetic.cast(total, self.plan.delta)
         tiles = []
         for rows in self.operands.query_tiles(self.block.queries):
@@ -453,3 +469,11 @@ class _Tape:
                     total = total + self.arithmetic.row_sum(do[:, :, rows] * pv, self.plan.accumulator)
             tiles.append(total)
         return self.arithmetic.cast(torch.cat(tiles, 2), self.plan.delta)
+
+    def _o_bar(self) -> Tensor:
+        o_bar = torch.zeros_like(self.operands.do)
+        for rows in self.operands.query_tiles(self.block.queries):
+            for keys in self.operands.key_tiles(self.block.keys):
+                p_bar = self.arithmetic.cast(self.p(rows, keys), self.plan.p_bar)
+                self._add(o_bar[:, :, rows], self.product(p_bar, self.operands.v[:, :, keys]), self.plan.o_bar)
+        return o_bar

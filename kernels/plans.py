@@ -65,6 +65,7 @@ class DeltaSource(enum.Enum):
     OUTPUT = "rowsum(dO*O)"  # flash attention: from the stored O, with its rounding error
     PROBABILITIES = "rowsum(dP*P)"  # standard attention: never sees O
     RECOMPUTED_OUTPUT = "rowsum(dO*(PV in fp32))"  # O computed anew in fp32 in the backward pass
+    UNNORMALISED = "rowsum(dO*O-bar/l)"  # autograd's, where O is O-bar / l: P-bar and dO / l enter dP and dV
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ class Config:
         for point in (*forward, "do_over_l", "p_of_ds", "scaled_ds", "scaled_q", "scaled_k", "sums", "group_sums"):
             if getattr(self.plan, point).narrows:
                 raise ValueError(f"plan {self.plan.name}: the Triton kernels do not round {point}")
+        if self.plan.delta_from is DeltaSource.UNNORMALISED or self.plan.shift_attached:
+            raise ValueError(f"plan {self.plan.name}: the Triton kernels' backward pass is not autograd's")
         if self.plan.quantizes:
             raise ValueError(f"plan {self.plan.name}: the Triton kernels take q, K and V as they come, without scales")
         for point, cast in self.plan.casts():

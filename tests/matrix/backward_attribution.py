@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tiebreak.kernels.backward_passes import BackwardPass, exact_after, passes_after
+from tiebreak.kernels.backward_passes import BackwardPass, passes_after
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, run_backward
 from tiebreak.kernels.plans import DeltaSource
@@ -20,6 +20,8 @@ _SHOWN = 2
 #: A kernel shows what it computes delta from if dQ and dK lie so much nearer to what follows from it: squares of
 #: distances. FlashAttention-2's is at a hundredth; one from O-bar in 16 bits is as far from O's as from the exact one.
 _NEARER = 1 / 4
+_EXACT = BackwardPass({"delta_from": DeltaSource.PROBABILITIES})
+_SHOWN_BY = {DeltaSource.OUTPUT: BackwardPass({}), DeltaSource.PROBABILITIES: _EXACT}
 _LOOSEST = "the loosest known backward pass"
 Parts = Mapping[str, Tensor]  # dQ, dK and dV
 
@@ -54,7 +56,7 @@ def backward_held_to(
     choice = _chosen(known, tried, few.shown_source(ours), forward)
     emulated = {name: whole.gradients(known[name].after(forward)) for name in set(choice.passes.values())}
     theirs = {each: emulated[name][each] for each, name in choice.passes.items()}
-    squares = [_squares(whole.parts(run), theirs, whole.exact(choice.source), batch.inputs.groups) for run in runs]
+    squares = [_squares(whole.parts(run), theirs, whole.exact(choice.like), batch.inputs.groups) for run in runs]
     return BackwardHeldTo(choice.name, {name: each.bits for name, each in tried.items()}, squares)
 
 
@@ -85,7 +87,7 @@ class _Choice:
 
     name: str  # as reports have it
     passes: Mapping[str, str]  # the backward passes that dQ, dK and dV are held to
-    source: DeltaSource  # what delta comes from in the gradients that errors are measured from
+    like: BackwardPass  # whose gradients, without a rounding, errors are measured from
 
 
 def _chosen(
@@ -108,8 +110,8 @@ def _chosen(
         name = nearest(alike)
     elif tried[name].agreeing < _SHOWN:
         passes = {each: max(alike, key=lambda name: tried[name].strays[each]) for each in _NAMES}
-        return _Choice(_LOOSEST, passes, DeltaSource.PROBABILITIES)
-    return _Choice(name, dict.fromkeys(_NAMES, name), known[name].source)
+        return _Choice(_LOOSEST, passes, _EXACT)
+    return _Choice(name, dict.fromkeys(_NAMES, name), known[name])
 
 
 class _Emulation:
@@ -119,7 +121,7 @@ class _Emulation:
         entries, heads = batch.inputs.q.shape[:2]
         self._batch, self._forward = batch, forward
         self._output = AttentionOutput(o[:entries, :heads].float(), lse[:entries, :heads])
-        self._exact: dict[DeltaSource, Parts] = {}
+        self._exact: dict[Declaration, Parts] = {}
 
     def gradients(self, declaration: Declaration) -> Parts:
         batch = self._batch
@@ -132,29 +134,30 @@ class _Emulation:
         tensors = zip(_NAMES, (inputs.q, inputs.k, inputs.v), strict=True)
         return {name: getattr(gradients, name)[: like.shape[0], : like.shape[1]].float() for name, like in tensors}
 
-    def exact(self, source: DeltaSource) -> Parts:
+    def exact(self, like: BackwardPass) -> Parts:
         """Without a rounding: what errors are measured from."""
-        if source not in self._exact:
-            self._exact[source] = self.gradients(exact_after(self._forward, source))
-        return self._exact[source]
+        declaration = like.exact_after(self._forward)
+        if declaration not in self._exact:
+            self._exact[declaration] = self.gradients(declaration)
+        return self._exact[declaration]
 
     def shown_source(self, ours: Parts) -> DeltaSource | None:
         """What a kernel computes delta from, O or what is exact; None: neither, or not to be told."""
-        distances = {source: self._distance(ours, source) for source in (DeltaSource.OUTPUT, DeltaSource.PROBABILITIES)}
+        distances = {source: self._distance(ours, each) for source, each in _SHOWN_BY.items()}
         near, far = sorted(distances, key=distances.__getitem__)
         return near if distances[near] < _NEARER * distances[far] else None
 
-    def _distance(self, ours: Parts, source: DeltaSource) -> float:
+    def _distance(self, ours: Parts, like: BackwardPass) -> float:
         """Of dQ and dK, squared and relative."""
-        exact = self.exact(source)
+        exact = self.exact(like)
         return sum(
             ((ours[name] - exact[name]).square().nanmean() / exact[name].square().nanmean()).item()
             for name in ("dq", "dk")
         )
 
     def compared(self, ours: Parts, backward: BackwardPass) -> _Comparison:
-        theirs, exact = self.gradients(backward.after(self._forward)), self.exact(DeltaSource.PROBABILITIES)
-        squares = _squares(ours, theirs, self.exact(backward.source), self._batch.inputs.groups)
+        theirs, exact = self.gradients(backward.after(self._forward)), self.exact(_EXACT)
+        squares = _squares(ours, theirs, self.exact(backward), self._batch.inputs.groups)
         sizes = [passes.nanmean().item() / kernels.nanmean().item() for kernels, passes in squares.values()]
         bits = {name: equal_bits(ours[name], theirs[name]) for name in _NAMES}
         strays = {name: (theirs[name] - exact[name]).square().nanmean().item() for name in _NAMES}

@@ -38,6 +38,7 @@ from tiebreak.kernels.plans import (
     PAPER,
     PRESETS,
     Cast,
+    DeltaSource,
     Exponential,
     RoundingPlan,
     SumOf,
@@ -420,6 +421,7 @@ NOT_KEPT = {
     },
     "exponential": (replace(FUSED, exponential=Exponential(correction=(1e-4,))), "exponential of 0 is 1"),
     "p_bar": (replace(FUSED, p_bar=Cast(BF16, Rounding.STOCHASTIC)), "do not round p_bar stochastic"),
+    "backward": (replace(FUSED, delta_from=DeltaSource.UNNORMALISED), "backward pass is not autograd's"),
     "accumulated": (replace(FUSED, o=Cast(BF16, Rounding.TOWARD_ZERO)), "do not round o zero"),
 }
 
