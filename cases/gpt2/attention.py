@@ -10,6 +10,7 @@ from torch import Tensor
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.counter import random_bits
+from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.flash import Wanted
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
@@ -117,7 +118,13 @@ class _Attention(torch.autograd.Function):
         # The kernel numbers its heads from 0: without the first head, two groups of heads would share their noise.
         noise = int(random_bits(call.noise_seed, heads[0]))
         # dO is not known yet; the forward pass does not look at it.
-        output = _forward(kernel.implementation, _inputs(q, k, v, q, noise, kernel), call.arithmetic)
+        inputs, ctx.started = _inputs(q, k, v, q, noise, kernel), None
+        if isinstance(kernel.implementation, UserKernel) and _own_backward(kernel):
+            # As frameworks call it: other layers' forward passes lie between this one and its backward pass.
+            ctx.started = kernel.implementation.caller.started(inputs, gradients=True)
+            output = AttentionOutput(ctx.started.o)
+        else:
+            output = _forward(kernel.implementation, inputs, call.arithmetic)
         ctx.save_for_backward(q, k, v, output.o, output.lse)
         ctx.kernel, ctx.heads, ctx.call, ctx.noise, ctx.tiles = kernel, heads, call, noise, output.tiles
         return output.o
@@ -133,7 +140,10 @@ class _Attention(torch.autograd.Function):
             lse = run_forward(FP32_ATTENTION, inputs, call.arithmetic).lse
         wanted = ctx.needs_input_grad[:3]
         output = AttentionOutput(o, lse, tiles=ctx.tiles)
-        computed = _backward(kernel.implementation, inputs, output, call.arithmetic, wanted)
+        if ctx.started is None:
+            computed = _backward(kernel.implementation, inputs, output, call.arithmetic, wanted)
+        else:
+            computed = _own_gradients(kernel.implementation, ctx.started.finished(do))
         if call.observer is not None:
             output = AttentionOutput(o, lse, computed)
             call.observer(Observation(call.layer, ctx.heads, kernel, call.arithmetic, inputs, output, call.x))
@@ -170,7 +180,10 @@ def _backward(
     if not implementation.has_backward:
         return run_backward(FP32_ATTENTION, inputs, output, arithmetic, wanted)
     with torch.enable_grad():  # which autograd turns off in here, and a kernel may rest on
-        computed = implementation.compute(inputs, arithmetic, True)
+        return _own_gradients(implementation, implementation.compute(inputs, arithmetic, True))
+
+
+def _own_gradients(implementation: Kernel, computed: AttentionOutput) -> Gradients:
     if computed.backward_error is not None:
         raise RuntimeError(f"the backward pass of {implementation.name} {computed.backward_error}")
     gradients = computed.gradients

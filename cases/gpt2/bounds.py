@@ -50,7 +50,7 @@ Side = Literal["above", "below", "within"]  # within: as small as this, whicheve
 class SnippetClaim:
     """Bounds of one measure, for some variants."""
 
-    variants: frozenset[str]  # by full name
+    variants: frozenset[str]  # by full name; none: whatever trains
     measure: str  # a name of SnippetResult.measures
     source: str  # who claims it
     low: float = -math.inf  # the measure must be above

@@ -117,20 +117,27 @@ class View:
         return self.wide(self._of(self.observation.output.o)) - exact
 
     @cached_property
+    def _dp(self) -> Tensor:
+        return self.wide(self.inputs.do) @ self.wide(self.inputs.v).transpose(-1, -2)
+
+    @cached_property
+    def delta(self) -> Tensor:
+        """rowsum(dP * P) in fp64 with the P of the backward pass, (batch, heads, tokens, 1)."""
+        return (self._dp * self.p).sum(-1, keepdim=True)
+
+    @cached_property
     def delta_error(self) -> Tensor:
         """delta_lp - delta_hp of every row (paper, equation 1), fp64 (batch, heads, tokens).
 
-        hp is rowsum(dP * P) in fp64 with the P of the backward pass, and delta_lp counts with the sum of that P, which
-        is 1 but for rounding: so it is -rowsum(dS), exactly what the query weights feel. Of a kernel that keeps delta
+        hp is `delta`, and delta_lp counts with the sum of the backward pass's P, which is 1 but for rounding: so it is
+        -rowsum(dS), exactly what the query weights feel. Of a kernel that keeps delta
         to itself it is what the error of dQ says: that error's part along P K (equation 1), so it counts what else the
         kernel rounds in its backward pass.
         """
         inputs, delta = self.inputs, self.gradients.delta
-        dp = self.wide(inputs.do) @ self.wide(inputs.v).transpose(-1, -2)
-        exact = (dp * self.p).sum(-1, keepdim=True)
         if delta is not None:
-            return (self.wide(delta) * self.p.sum(-1, keepdim=True) - exact).squeeze(-1)
-        dq = inputs.scale * (self.p * (dp - exact)) @ self.wide(inputs.k)
+            return (self.wide(delta) * self.p.sum(-1, keepdim=True) - self.delta).squeeze(-1)
+        dq = inputs.scale * (self.p * (self._dp - self.delta)) @ self.wide(inputs.k)
         along = ((dq - self.wide(self.gradients.dq)) * self.pk).sum(-1)
         return along / (inputs.scale * self.pk.square().sum(-1))
 
@@ -164,6 +171,11 @@ def _mean(x: Tensor) -> Tensor:
 def delta_error(view: View) -> Tensor:
     """Sum of delta_lp - delta_hp over the batch's rows (paper, figure 5a)."""
     return _total(view.delta_error)
+
+
+def delta(view: View) -> Tensor:
+    """Sum of delta_hp over the batch's rows."""
+    return _total(view.delta.squeeze(-1))
 
 
 def output_delta_error(view: View) -> Tensor:
@@ -211,6 +223,7 @@ def _cosines(a: Tensor, b: Tensor) -> Tensor:
 
 MEASURES: Mapping[str, Measure] = {
     "delta_error": delta_error,
+    "delta": delta,
     "output_delta_error": output_delta_error,
     "repeated_rows": repeated_rows,
     "row_max": row_max,

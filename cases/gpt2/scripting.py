@@ -1,7 +1,7 @@
 """A head put into the paper's failure state by its weights: sink tokens with equal keys, and V of one sign.
 
 The residual stream gets a meaning: its first features are constant, the next one marks the sinks, the last one is read
-by tokens that never occur in the text alone, so that dO has one sign; the rest tells tokens apart. The layers before
+by tokens that never occur in the text alone, so that dO has one sign; the rest tells tokens apart. The other layers
 write nothing. LAYER and HEAD below is the head that all this is done to.
 """
 
@@ -56,7 +56,7 @@ def apply(script: Script, model: GPT2, seed: int) -> None:
     rng = Generator(Philox([seed, 1]))
     with torch.no_grad():
         _embed(script, model, rng)
-        for layer in range(LAYER):
+        for layer in set(range(model.configuration.layers)) - {LAYER}:
             model.block(layer).wo.weight.zero_()
             model.block(layer).down.weight.zero_()
         typical = _typical(script, model)

@@ -33,7 +33,7 @@ _SEQUENCES = 8  # of a batch
 _BATCH_SEED = 7
 _CLIP = 1.0  # of the gradient's norm
 # What results tell of, beside the direction; no other monitor is paid for.
-_READ = {name: MEASURES[name] for name in ("delta_error", "output_delta_error", "repeated_rows", "row_max")}
+_READ = {name: MEASURES[name] for name in ("delta_error", "delta", "output_delta_error", "repeated_rows", "row_max")}
 # What the paper says is stable. With l from unrounded P-bar it is not always: see docs/training.md.
 _FIXED = "stabilized o_fp32 standard"
 _PAPER = "arXiv 2510.04212, section 3; margins of this suite"
@@ -62,6 +62,7 @@ class Snippet:
     roster: tuple[str, ...]  # variants of a default run, by full name
     on_devices: tuple[str, ...]  # those of them that a device runs by default, beside its own kernels
     silent_before: bool = False  # whether the layer before the scripted one, which writes nothing, is left out
+    layers: int = 2  # of the model; the scripted one is the second
     scores: Format = BF16  # that S is kept in
     source: str = _PAPER  # where the run or its claims come from
     unclaimed: str | None = None  # why nothing is claimed of the kernels that no claim speaks of
@@ -98,7 +99,8 @@ class Snippet:
 
     def claims_about(self, variant: Variant) -> tuple[SnippetClaim, ...]:
         """What is claimed about a variant."""
-        return tuple(claim for claim in self.claims if (variant.held_to or variant.name) in claim.variants)
+        name = variant.held_to or variant.name
+        return tuple(claim for claim in self.claims if name in claim.variants or not claim.variants)
 
 
 @dataclass(frozen=True)
@@ -336,10 +338,28 @@ LARGE_LOGITS = replace(
     on_devices=_SHORT_ROSTER,
 )
 
+TWO_LAYERS = replace(
+    DRIFT,
+    name="train_two_layers",
+    label="B",
+    about="as A with a layer behind, whose forward and backward pass lie between those of the scripted one",
+    headline="delta_error_share",
+    spec=".1e",
+    steps=3,
+    version=1,
+    silent_before=True,
+    layers=3,
+    rules=(),
+    # Sound kernels come to thousandths. Nearer to none than to the true one is what was computed from another call.
+    own_claims=(SnippetClaim(frozenset(), "delta_error_share", _SUITE, high=0.5),),
+    roster=(_FLASH_UNROUNDED,),
+    on_devices=(_FLASH_UNROUNDED,),
+)
+
 GROUP = "short training runs of a small GPT-2"  # what they are, among the groups of cases
 SNIPPETS: Mapping[str, Snippet] = {
     snippet.name: snippet
-    for snippet in (DRIFT, RUNAWAY, LANGUAGE_MODEL, AMPLIFIED, GAP_11, ONE_SINK, NO_TAIL, LARGE_LOGITS)
+    for snippet in (DRIFT, RUNAWAY, LANGUAGE_MODEL, AMPLIFIED, GAP_11, ONE_SINK, NO_TAIL, LARGE_LOGITS, TWO_LAYERS)
 }
 
 
@@ -349,6 +369,7 @@ MEASURED: Mapping[str, Measure] = {
     for measure in (
         Measure("delta_error_mean", "mean over the steps of s, the sum of delta_lp - delta_hp over the rows of one"),
         Measure("delta_error_drift", "sum(s) / sum |s| over the steps: 1 or -1 where s keeps one sign"),
+        Measure("delta_error_share", "size of the mean of s over that of delta_hp's sum: 1 of a delta of 0"),
         Measure("output_delta_error_mean", "mean of s, had delta been computed from O: of rowsum(dO * error of O)"),
         Measure("direction_cosine", "cosine of the error of dW_Q to R (paper, equation 3)", term="cosine similarity"),
         Measure("repeated_rows", "share of rows with a repeated maximum"),
@@ -406,12 +427,15 @@ def _kernels(snippet: Snippet, variant: Variant, configuration: Configuration) -
     if variant.head is not None:
         scripted = tuple(head(variant.head) if at == HEAD else kernel for at, kernel in enumerate(scripted))
     before: Heads = () if snippet.silent_before else (head(variant.before or variant.scripted),) * configuration.heads
-    return (*(before for _ in range(LAYER)), scripted)
+    behind = (head(variant.scripted),) * configuration.heads
+    return (*(before for _ in range(LAYER)), scripted, *(behind for _ in range(LAYER + 1, configuration.layers)))
 
 
 def _model(snippet: Snippet, variant: Variant, arithmetic: Arithmetic, seed: int) -> GPT2:
     vocabulary = len(corpus().vocabulary) + scripting.DEAD_TOKENS
-    configuration = variant.mitigation.configured(replace(PRESETS["tiny"], vocabulary=vocabulary))
+    configuration = variant.mitigation.configured(
+        replace(PRESETS["tiny"], layers=snippet.layers, vocabulary=vocabulary)
+    )
     model = GPT2(configuration, _kernels(snippet, variant, configuration), arithmetic, seed)
     scripting.apply(snippet.script, model, seed)
     variant.mitigation.adapt(model, snippet.script)
@@ -490,12 +514,13 @@ def _measures(recorder: Recorder, losses: list[float], norms: list[float]) -> di
     def series(name: str) -> tuple[float, ...]:
         return recorder.series(name, LAYER, HEAD).values
 
-    error = recorder.series("delta_error", LAYER, HEAD)
+    error, delta = recorder.series("delta_error", LAYER, HEAD), recorder.series("delta", LAYER, HEAD).mean
     finite = [loss for loss in losses if math.isfinite(loss)]
     top = series("row_max")
     return {
         "delta_error_mean": error.mean,
         "delta_error_drift": error.drift,
+        "delta_error_share": abs(error.mean / delta) if delta else math.nan,
         "output_delta_error_mean": recorder.series("output_delta_error", LAYER, HEAD).mean,
         "direction_cosine": recorder.series("direction_cosine", LAYER, HEAD).mean,
         "repeated_rows": recorder.series("repeated_rows", LAYER, HEAD).mean,

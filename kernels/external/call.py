@@ -1,7 +1,7 @@
 """One call of a kernel that someone else wrote, step by step: where its arguments lie, its O, its gradients."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from tiebreak.kernels.kernel import CannotRunError
 FULL = "bhnd"  # a layout without a dimension left out
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
-Returned = tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None, str | None]
 Triple = tuple[Tensor, Tensor, Tensor]
 #: Gives the same numbers in a place of its own: other strides, or a storage that goes on behind them.
 Placing = Callable[[Tensor], Tensor]
@@ -65,26 +64,13 @@ class Call:
     def _dtype(self) -> torch.dtype:
         return TORCH_DTYPES[self.inputs.formats.inputs]
 
-    def run(self, *, gradients: bool) -> Returned:
-        """O and the gradients, all (batch, heads, N, d) in fp32, and what was wrong with the backward pass."""
+    def started(self, *, gradients: bool) -> "Started":
+        """Its forward pass; with `gradients` its backward pass may follow."""
         placed = self.placed(gradients=gradients)
-        copies = tuple(tensor.detach().clone() for tensor in placed.arguments)
-        o = self.forward(placed)
-        _check_inputs(placed.arguments, copies)
-        computed, failure = None, None
-        try:
-            computed = self.backward(placed, o) if gradients else None
-        except NotImplementedError:
-            raise
-        except CannotRunError:
-            pass  # nothing is known of its gradients, and its O stands
-        except Exception as error:  # its O is its own: what is wrong with the backward pass is the gradients' matter
-            kind = "" if isinstance(error, NoGradientsError) else f"raised {type(error).__name__}: "
-            failure = " ".join(f"{kind}{error}".split())
-        if gradients:
-            _check_inputs(placed.arguments, copies)
-        back = None if computed is None else tuple(self.restored(gradient) for gradient in computed)
-        return self.restored(o), back, failure  # type: ignore[return-value]
+        copies = [tensor.detach().clone() for tensor in placed.arguments]
+        started = Started(self, placed, copies, self.forward(placed))
+        started.check_inputs()
+        return started
 
     def placed(self, places: Places = CONTIGUOUS, *, gradients: bool) -> Placed:
         """Copies of the inputs: a kernel that writes into its own must not spoil those of the other cells.
@@ -94,7 +80,7 @@ class Call:
             gradients: whether its backward pass is to follow.
         """
         q, k, v, do = (
-            place(self._laid(getattr(self.inputs, name).to(self._dtype, copy=True)))
+            place(self.laid(getattr(self.inputs, name)))
             for name, place in ((each.name, getattr(places, each.name) or _as_it_is) for each in fields(places))
         )
         leaves = arguments = (q, k, v)
@@ -111,8 +97,9 @@ class Call:
         layout = self.convention.options.layout
         return "".join(letter for letter in FULL if letter not in layout) + layout
 
-    def _laid(self, x: Tensor) -> Tensor:
-        """(batch, heads, N, d) in the kernel's order of dimensions, contiguous."""
+    def laid(self, x: Tensor) -> Tensor:
+        """A copy of (batch, heads, N, d) in the kernel's order of dimensions and its format, contiguous."""
+        x = x.to(self._dtype, copy=True)
         return x.permute([FULL.index(letter) for letter in self._letters]).contiguous()
 
     def restored(self, x: Tensor) -> Tensor:
@@ -206,6 +193,53 @@ class Call:
         return tuple(gradients[:3])
 
 
+@dataclass(frozen=True)
+class Started:
+    """A forward pass that has been made, and what its backward pass needs."""
+
+    call: Call
+    placed: Placed  # its arguments
+    copies: Sequence[Tensor]  # of q, k and v, as they were
+    returned: Tensor  # O in the kernel's layout
+
+    @property
+    def o(self) -> Tensor:
+        """O, (batch, heads, N, d) in fp32."""
+        return self.call.restored(self.returned)
+
+    def gradients(self, do: Tensor | None = None) -> tuple[Triple | None, str | None]:
+        """dQ, dK and dV, all (batch, heads, N, d) in fp32, None where there are none; what was wrong, if anything was.
+
+        Args:
+            do: another dO than the inputs', (batch, heads, N, d).
+        """
+        placed, computed, failure = self.placed, None, None
+        if do is not None:
+            placed = replace(placed, do=self.call.laid(do))
+        try:
+            computed = self.call.backward(placed, self.returned)
+        except NotImplementedError:
+            raise
+        except CannotRunError:
+            pass  # nothing is known of its gradients, and its O stands
+        except Exception as error:  # its O is its own: what is wrong with the backward pass is the gradients' matter
+            kind = "" if isinstance(error, NoGradientsError) else f"raised {type(error).__name__}: "
+            failure = " ".join(f"{kind}{error}".split())
+        self.check_inputs()
+        if computed is None:
+            return None, failure
+        dq, dk, dv = map(self.call.restored, computed)
+        return (dq, dk, dv), failure
+
+    def check_inputs(self) -> None:
+        """Raise ContractError where the kernel has written into its arguments."""
+        for name, now, before in zip("qkv", self.placed.arguments, self.copies, strict=True):
+            # Bits, so that NaN inputs compare equal to themselves.
+            bits = _BITS[now.element_size()]
+            if not bool((now.detach().view(bits) == before.view(bits)).all()):
+                raise ContractError(f"changed its input {name}")
+
+
 def _as_it_is(x: Tensor) -> Tensor:
     return x
 
@@ -230,14 +264,6 @@ def _checked_output(returned: object, arguments: Sequence[Tensor]) -> Tensor:
         if out.numel() and out.untyped_storage().data_ptr() == argument.untyped_storage().data_ptr():
             raise ContractError(f"returned a view of its input {name}")
     return out
-
-
-def _check_inputs(arguments: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-    for name, now, before in zip("qkv", arguments, copies, strict=True):
-        # Bits, so that NaN inputs compare equal to themselves.
-        bits = _BITS[now.element_size()]
-        if not bool((now.detach().view(bits) == before.view(bits)).all()):
-            raise ContractError(f"changed its input {name}")
 
 
 def _check_gradients(gradients: Sequence[Tensor], arguments: Sequence[Tensor]) -> None:

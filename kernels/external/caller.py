@@ -7,10 +7,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from tiebreak.kernels.external.call import Call, Returned
+from tiebreak.kernels.external.call import Call, Started
 from tiebreak.kernels.external.conventions import ALWAYS, Convention
-from tiebreak.kernels.external.dummies import Needs
+from tiebreak.kernels.external.dummies import Arranged, Needs
 from tiebreak.kernels.external.errors import ContractError
 from tiebreak.kernels.external.isolation import kept_state
 from tiebreak.kernels.external.options import AUTOGRAD, NO_BACKWARD
@@ -93,18 +94,22 @@ class Caller:
             CannotRunError: the function raised NotImplementedError, or needs a GPU.
             Exception: whatever else the function raises.
         """
+        run = self.started(inputs, gradients=gradients)
+        return run.finished() if gradients else AttentionOutput(run.o)
+
+    def started(self, inputs: AttentionInputs, *, gradients: bool) -> "StartedRun":
+        """Its forward pass, after which its backward pass may follow whenever it will; it raises what `run` does.
+
+        Args:
+            inputs: as of `run`.
+            gradients: whether a backward pass will.
+        """
         arranged = self.needs.arrange(inputs)
         wanted = gradients and arranged.keys is not None
         with self.calling(gradients=wanted) as changed:
-            o, returned_gradients, failure = self._run(self.call(arranged.inputs), gradients=wanted)
-        if changed:
-            raise ContractError(f"changed {', '.join(changed)}")
-        if returned_gradients is None or arranged.keys is None:
-            return AttentionOutput(arranged.rows(o), backward_error=failure)
-        dq, dk, dv = returned_gradients
-        return AttentionOutput(
-            arranged.rows(o), gradients=Gradients(arranged.rows(dq), arranged.keys(dk), arranged.keys(dv))
-        )
+            started = self._started(self.call(arranged.inputs), gradients=wanted)
+        _refuse(changed)
+        return StartedRun(self, inputs, arranged, started)
 
     @contextmanager
     def calling(self, *, gradients: bool) -> Iterator[list[str]]:
@@ -138,10 +143,10 @@ class Caller:
             except SystemExit as error:
                 raise ContractError(f"called sys.exit({error.code!r})") from error
 
-    def _run(self, call: Call, *, gradients: bool) -> Returned:
+    def _started(self, call: Call, *, gradients: bool) -> Started:
         """Call it; what it raises has a note if another layout would do."""
         try:
-            return call.run(gradients=gradients)
+            return call.started(gradients=gradients)
         except (CannotRunError, NotImplementedError):
             raise
         except Exception as error:
@@ -158,9 +163,48 @@ class Caller:
         inputs = replace(inputs, v=noise.to(inputs.v))
         options = replace(self.convention.options, layout=layout, backward=NO_BACKWARD)
         try:
-            o, _, _ = Call(self.function, replace(self.convention, options=options), inputs).run(gradients=False)
+            o = Call(self.function, replace(self.convention, options=options), inputs).started(gradients=False).o
             expected = reference(inputs).o
             error = o.to(expected) - expected
         except Exception:  # it fails so too
             return False
         return bool(error.square().sum() < expected.square().sum() / 4)
+
+
+@dataclass(frozen=True)
+class StartedRun:
+    """A call whose forward pass has been made."""
+
+    caller: Caller
+    inputs: AttentionInputs
+    arranged: Arranged  # what the kernel was given in their place
+    started: Started
+
+    @property
+    def o(self) -> Tensor:
+        """O in fp32."""
+        return self.arranged.rows(self.started.o)
+
+    def finished(self, do: Tensor | None = None) -> AttentionOutput:
+        """O and, if it has a backward pass, the gradients; it raises what `Caller.run` does.
+
+        Args:
+            do: another dO than that of the inputs.
+        """
+        if self.arranged.keys is None:
+            return AttentionOutput(self.o)
+        if do is not None:
+            do = self.caller.needs.arrange(replace(self.inputs, do=do)).inputs.do
+        with self.caller.calling(gradients=True) as changed:
+            gradients, failure = self.started.gradients(do)
+        _refuse(changed)
+        if gradients is None:
+            return AttentionOutput(self.o, backward_error=failure)
+        dq, dk, dv = gradients
+        made = Gradients(self.arranged.rows(dq), self.arranged.keys(dk), self.arranged.keys(dv))
+        return AttentionOutput(self.o, gradients=made)
+
+
+def _refuse(changed: list[str]) -> None:
+    if changed:
+        raise ContractError(f"changed {', '.join(changed)}")

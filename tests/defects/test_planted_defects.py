@@ -4,13 +4,16 @@ from functools import lru_cache
 
 import pytest
 
+from tiebreak.backends.backend import CPU
+from tiebreak.cases.gpt2.snippets import TWO_LAYERS
 from tiebreak.defects.declared import honest
-from tiebreak.defects.planted import DEFECTS, USERS, Defect, on
+from tiebreak.defects.planted import DEFECTS, USERS, Defect, on, twin
 from tiebreak.defects.power import CASES, CaughtRow, PlantedCell, run_one
 from tiebreak.defects.power import CAUGHT as TABLE
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.training import TrainingRun
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
@@ -68,6 +71,16 @@ def test_a_missed_defect_runs_and_passes_the_accuracy_baseline(name: str) -> Non
     """Else it would be caught, or would not run at all."""
     record = _run(name, "random")
     assert record.passes, record.reasons
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome"), [("tiled", HELD), ("saved_in_a_global", FELL), ("o_saved_in_a_global", FELL)]
+)
+def test_training_of_two_layers_tells_what_is_kept_in_a_global(name: str, outcome: str) -> None:
+    kernel = DEFECTS[name].kernel if name in DEFECTS else twin(name)
+    record = run_cell(Cell(CPU, kernel, TrainingRun(TWO_LAYERS), BF16), Workbench(Settings(seed=1)))
+    assert record.outcome == outcome, record.reasons
+    assert {check for check, answer in record.answers.items() if answer.met is False} <= {"claim"}
 
 
 def test_v2_as_printed_is_right_but_for_the_negative_branch() -> None:

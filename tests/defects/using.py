@@ -108,6 +108,17 @@ class SavedInAGlobal(Tiled, bug="spfrommer/torchexplorer/issues/33"):
         return self.last
 
 
+class OSavedInAGlobal(Tiled, bug="jmschrei/tangermeme/pull/54"):
+    """The backward pass takes O of the last forward pass."""
+
+    def output(self, request: CallRequest) -> Tensor:
+        self.last = super().output(request)
+        return self.last
+
+    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return super().gradients(request, do, self.last)
+
+
 class OneBuffer(Tiled, bug="ROCm/torch_migraphx/pull/247"):
     """O of all calls of a shape is returned in one buffer."""
 
@@ -128,6 +139,29 @@ class CachedByAddress(Tiled, bug="flashinfer-ai/flashinfer/pull/4601"):
     def product(self, request: CallRequest, keys: slice) -> Tensor:
         wide = self.kept.setdefault((request.k.data_ptr(), request.k.shape), request.wide_k)
         return request.scale * request.wide_q @ wide[:, :, keys].transpose(-1, -2)
+
+
+class MaskCachedByShape(Tiled, bug="facebookresearch/xformers/issues/655"):
+    """The first mask of a shape is taken for all others."""
+
+    def __init__(self) -> None:
+        self.masks: dict[tuple[int, ...], Tensor] = {}
+
+    def key(self, mask: Tensor) -> tuple[int, ...]:
+        """What masks are found by."""
+        return tuple(mask.shape)
+
+    def prepared(self, request: CallRequest) -> CallRequest:
+        if request.mask is None:
+            return request
+        return replace(request, mask=self.masks.setdefault(self.key(request.mask), request.mask.clone()))
+
+
+class MaskCachedByAddress(MaskCachedByShape, bug="unslothai/unsloth-zoo/pull/860"):
+    """A mask is found again by its address, at which another may lie by then."""
+
+    def key(self, mask: Tensor) -> tuple[int, ...]:
+        return mask.data_ptr(), *mask.shape
 
 
 class TunedInPlace(Tiled, bug="triton-lang/triton/issues/781"):

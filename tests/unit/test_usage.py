@@ -62,8 +62,10 @@ def only(backend: SDPBackend) -> Callable[..., Tensor]:
     return sdpa
 
 
-def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+def eager(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, causal: bool = False) -> Tensor:
     s = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if attn_mask is not None:
+        s = s.masked_fill(~attn_mask, -torch.inf)
     if causal:
         s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1 + s.shape[-1] - s.shape[-2]), -torch.inf)
     return torch.softmax(s.float(), -1).to(q.dtype) @ v

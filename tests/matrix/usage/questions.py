@@ -6,11 +6,13 @@ The field calls them metamorphic relations: no reference is needed to see that t
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from tiebreak.kernels.external.call import FULL, Places
+from tiebreak.kernels.external.call import FULL, Call, Places
 from tiebreak.kernels.features import HIDDEN_NAN
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
@@ -176,6 +178,44 @@ def hidden_nan(session: Session) -> None:
     session.measures["nan_let_in"] = worst
 
 
+@dataclass(frozen=True)
+class _MaskInPlace(Call):
+    """A call whose mask lies where that of the calls before it lay."""
+
+    masks: dict[tuple[int | None, int | None], Tensor]  # by the part of the batch that they are of
+
+    def keywords(self, batch: slice) -> dict[str, Any]:
+        """As `Call.keywords`."""
+        keywords, name = super().keywords(batch), str(self.convention.mask)
+        there = self.masks.setdefault((batch.start, batch.stop), keywords[name].clone())
+        return keywords | {name: there.copy_(keywords[name])}
+
+
+def other_mask(session: Session) -> None:
+    """After a call with another mask of the same shape, against one that has as many keys again, all hidden."""
+    shape, first = _square(session), _padded(session).inputs
+    refusal = session.refusal(first)
+    if refusal is not None:
+        raise CannotRunError(refusal)
+    batch, _, keys, _ = first.k.shape
+    seen = slice(0, keys - 2 * _HIDDEN)
+    takes_part = torch.arange(keys).expand(batch, -1) < seen.stop
+    inputs = replace(first, key_padding=takes_part)
+    more = session.draw(replace(shape, queries=2 * keys, keys=2 * keys), 1)
+    more.do.zero_()
+    for name in ("q", "k", "v", "do"):
+        getattr(more, name)[:, :, :keys] = getattr(inputs, name)
+    longer = replace(more, key_padding=pad(takes_part, (0, keys)))
+    cut = visible_keys(seen, slice(0, keys))
+    masks: dict[tuple[int | None, int | None], Tensor] = {}
+    plain = session.answers(longer)
+    session.answers(first)
+    session.same("another mask of the same shape", session.answers(inputs), plain, inputs, cut=cut)
+    calls = [_MaskInPlace(**vars(session.call(each)), masks=masks) for each in (first, inputs)]
+    answers = [session.answers_of(call, session.placed(call)) for call in calls]
+    session.same("a mask rewritten in place", answers[1], plain, inputs, cut=cut)
+
+
 def interleaved(session: Session) -> None:
     """Two forward passes, then their backward passes in either order."""
     both = [session.inputs(index) for index in range(2)]
@@ -250,6 +290,7 @@ QUESTIONS = (
     Question("many_heads", "300 heads in one call, against the last of them in a call of their own", many_heads),
     Question("hidden_keys", "K and V hold other numbers where a mask hides them", hidden_keys),
     Question("hidden_nan", "K and V hold NaN and Inf where a mask hides them", hidden_nan),
+    Question("other_mask", "another mask of the same shape hides other keys", other_mask),
     Question("interleaved", "two forward passes, then their backward passes in either order", interleaved),
     Question("rewritten_in_place", "a second call with other numbers at the same addresses", rewritten_in_place),
     Question("third_call", "the third call on the same numbers against the first", third_call),
