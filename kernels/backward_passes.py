@@ -55,6 +55,7 @@ _EAGER: Mapping[str, Any] = {"delta_from": _FROM_P, "p": _LOW, "dp": _LOW, "ds":
 _UPCAST: Mapping[str, Any] = {"delta_from": _FROM_P}
 _UNNORMALISED: Mapping[str, Any] = {"delta_from": DeltaSource.UNNORMALISED, "p": _LOW, "dp": _LOW}
 _BY_HEAD = ", heads of a group added in 16 bits"
+_PYTORCH_TILES = Block(queries=32, keys=512)
 
 #: By name, as reports have it.
 BACKWARD_PASSES: Mapping[str, BackwardPass] = {
@@ -62,7 +63,11 @@ BACKWARD_PASSES: Mapping[str, BackwardPass] = {
     f"FlashAttention-2's (P and dS in 16 bits{_BY_HEAD})": BackwardPass({**_FLASH_2, "sums": OUTPUT}),
     # aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, cpu_flash_attention_backward: of fewer than 192 queries.
     "PyTorch's for CPUs (P and dS in 16 bits, sums in 16 bits after every 32 queries)": BackwardPass(
-        {**_FLASH_2, "sums": OUTPUT, "group_sums": OUTPUT}, Block(queries=32, keys=512)
+        {**_FLASH_2, "sums": OUTPUT, "group_sums": OUTPUT}, _PYTORCH_TILES
+    ),
+    # Where key heads are repeated first, as Keras does, autograd adds them up.
+    f"PyTorch's for CPUs (P and dS in 16 bits, sums in 16 bits after every 32 queries{_BY_HEAD})": BackwardPass(
+        {**_FLASH_2, "sums": OUTPUT}, _PYTORCH_TILES
     ),
     # triton-lang/triton, python/tutorials/06-fused-attention.py
     "the Triton tutorial's (P and dS in 16 bits, P of a K that is scaled and rounded)": BackwardPass(

@@ -1,6 +1,8 @@
 """Gradients are held to the backward pass that they show, by bits and by the size of their errors."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
 from tiebreak.backends.backend import CPU
+from tiebreak.cases.case import Shape
+from tiebreak.cases.recipes import normal_numbers
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.defects.backward import NarrowDq, NarrowRecomputation, RaceInDq
 from tiebreak.defects.planted import users
@@ -28,12 +32,23 @@ from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records.record import FOLLOWED_BACKWARD, Record
 
 CASES = {case.name: case for case in SCRIPTED}
+GROUPED_IN_TILES = replace(
+    CASES["random_grouped"], name="grouped_in_tiles", recipe=partial(normal_numbers, shape=Shape(queries=40, groups=4))
+)
+CASES[GROUPED_IN_TILES.name] = GROUPED_IN_TILES
 FLASH_2 = "FlashAttention-2's (P and dS in 16 bits)"
+PYTORCH = "PyTorch's for CPUs (P and dS in 16 bits, sums in 16 bits after every 32 queries"
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, *, scale: float, enable_gqa: bool = False) -> Tensor:
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
         return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=enable_gqa)
+
+
+def of_repeated_keys(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    """As Keras calls it: autograd adds up what the heads of a group give."""
+    groups = q.shape[1] // k.shape[1]
+    return flash(q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), scale=scale)
 
 
 def composed(q: Tensor, k: Tensor, v: Tensor, *, scale: float, enable_gqa: bool = False) -> Tensor:
@@ -122,7 +137,8 @@ def judged(kernel: Kernel, case: str, heads: int = 32, fmt: Format = BF16) -> Re
     ("kernel", "case", "expected"),
     [
         (flash, "random_odd", FLASH_2),
-        (flash, "random_grouped", "PyTorch's for CPUs (P and dS in 16 bits, sums in 16 bits after every 32 queries)"),
+        (flash, "random_grouped", f"{PYTORCH})"),
+        (of_repeated_keys, GROUPED_IN_TILES.name, f"{PYTORCH}, heads of a group added in 16 bits)"),
         (composed, "random_odd", "autograd's in fp32"),
         (hugging_face, "random_odd", "autograd's of eager attention (P, dP and dS in 16 bits)"),
         (in_16_bits, "random_odd", "autograd's of a softmax in 16 bits (P, dP and dS in 16 bits)"),
