@@ -1,7 +1,9 @@
 """How a kernel is used: where its arguments lie, what is behind them, what it returns beside O, what it declares."""
 
+import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,15 +13,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tiebreak.backends.backend import CPU
+from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.external import LoadError
 from tiebreak.kernels.external.caller import Caller
 from tiebreak.kernels.external.conventions import convention
 from tiebreak.kernels.external.kernels import UserKernel, users_kernel
 from tiebreak.kernels.external.options import KernelOptions
 from tiebreak.kernels.formats import BF16, FP16, Format, Formats
-from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.kernels.reference import reference
+from tiebreak.kernels.sdpa import sdpa_math
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.usage import KIND, Usage
 from tiebreak.matrix.run import run_cell
@@ -39,7 +43,7 @@ def users(function: Callable[..., Any], **options: Any) -> UserKernel:
     return users_kernel("mine", Caller(function, convention(function, KernelOptions(**options))))
 
 
-def run(kernel: UserKernel, name: str, fmt: Format = BF16) -> Record:
+def run(kernel: Kernel, name: str, fmt: Format = BF16) -> Record:
     (question,) = (question for question in QUESTIONS if question.name == name)
     return run_cell(Cell(CPU, kernel, Usage(question), fmt), Workbench(Settings()))
 
@@ -193,9 +197,27 @@ def test_what_is_no_log_sum_exp_is_none_where_none_is_declared(returned: object)
         judge_lse(returned, AttentionInputs(x, x, x, x, Formats.of(BF16)), "")
 
 
-def test_the_suites_own_kernels_are_not_asked() -> None:
-    with pytest.raises(SelectionError, match="asked of users' kernels alone"):
+def test_a_devices_own_kernels_are_asked_where_the_question_is_named() -> None:
+    with pytest.raises(SelectionError, match="asked of users' kernels, which --kernel names"):
         cells(Selection(backends="emulation,cpu", experiments=KIND.name))
+    named, _ = cells(Selection(backends="emulation,cpu", cases=",".join(NAMES)))
+    assert {cell.kernel.name for cell in named} == {kernel.name for kernel in CPU.vendor_kernels()}
+    outcomes = {cell.id: run_cell(cell, Workbench(Settings())).outcome for cell in named}
+    assert {name for name, outcome in outcomes.items() if outcome != MEASURED} == {
+        f"cpu-{kernel.name}-log_sum_exp-bf16" for kernel in CPU.vendor_kernels()
+    }
+
+
+def test_a_devices_own_kernel_whose_calls_differ_falls() -> None:
+    sound, calls = sdpa_math(), itertools.count(1)
+
+    def compute(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
+        output = sound.compute(inputs, arithmetic, gradients)
+        return replace(output, o=output.o * next(calls))
+
+    record = run(replace(sound, compute=compute), "third_call")
+    assert record.outcome == FELL
+    assert "the third call against the first: O differs" in record.reasons[0]
 
 
 def test_a_base_that_there_is_not_is_refused() -> None:

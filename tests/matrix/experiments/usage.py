@@ -7,8 +7,10 @@ from typing import ClassVar
 from tiebreak.backends.backend import Backend
 from tiebreak.cases.measures import Measure
 from tiebreak.kernels.external.kernels import UserKernel
+from tiebreak.kernels.formats import Formats
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
 from tiebreak.matrix.result import Result
+from tiebreak.matrix.usage.device_kernels import called_as_users
 from tiebreak.matrix.usage.questions import GROUP, QUESTIONS, Question
 from tiebreak.matrix.usage.session import BATCH, HEADS, Session
 from tiebreak.matrix.workbench import Workbench
@@ -51,8 +53,16 @@ class Usage(Experiment):
         return records.CaseRecord(self.question.about, self.question.source, group=GROUP)
 
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        """As `Experiment.pairs`: users' kernels, which can be called step by step."""
-        return [pair for pair in asked.pairs if isinstance(pair[1], UserKernel)]
+        """As `Experiment.pairs`: users' kernels; where the question is named, a device's own kernels too.
+
+        In a default run of the suite they are not asked: they take copies of their arguments, and keep no state.
+        """
+        return [
+            (backend, kernel)
+            for backend, kernel in asked.pairs
+            if isinstance(kernel, UserKernel)
+            or (asked.cases_named and not kernel.composed and kernel.unsuited(Formats.of(asked.fmt)) is None)
+        ]
 
     def cost(self, backend: Backend) -> float:
         """As `Experiment.cost`: a dozen calls of a few heads."""
@@ -65,8 +75,10 @@ class Usage(Experiment):
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
         """As `Experiment.run`."""
-        assert isinstance(cell.kernel, UserKernel)
-        session = Session(cell, cell.kernel, bench.settings.seed)
+        kernel = cell.kernel
+        if not isinstance(kernel, UserKernel):
+            kernel = called_as_users(kernel, cell.backend, cell.fmt)
+        session = Session(cell, kernel, bench.settings.seed)
         with session.calling():
             self.question.ask(session)
         measures = session.measured
@@ -97,7 +109,10 @@ class _Usages(Kind):
 
     def hint(self) -> str:
         """As `Kind.hint`."""
-        return f"{QUESTIONS[0].name} and its like are asked of users' kernels alone: --kernel names one"
+        return (
+            f"{QUESTIONS[0].name} and its like are asked of users' kernels, which --kernel names, and of a device's own"
+            f" where --cases names the question"
+        )
 
 
 KIND = _Usages(
