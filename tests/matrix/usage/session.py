@@ -135,11 +135,11 @@ class Session:
         return self.arranged(self.draw(self.shape, index))
 
     def inputs_of(self, batch: int, heads: int) -> AttentionInputs:
-        """The same with another number of heads, and fewer keys."""
+        """The same with another number of heads, and fewer keys, without dummies."""
         shape = self.shape
         if not self.kernel.caller.convention.options.multiple_of > 1:
             shape = replace(shape, queries=min(shape.queries, _FEW), keys=_FEW)
-        return self.arranged(self.draw(shape, 0, batch, heads))
+        return self.draw(shape, 0, batch, heads)
 
     def arranged(self, inputs: AttentionInputs) -> AttentionInputs:
         """With the dummies that the kernel needs, as if they were part of the call."""
