@@ -1,4 +1,4 @@
-"""Bounds of short training runs, derived by one rule from what many seeds measured; docs/training.md has it.
+"""Bounds of short training runs, derived by one rule from what many seeds measured; their table is in docs/training.md.
 
 A snippet states which variants drift, run away or are fixed, on which side, and which variant the statement must catch.
 No number is written there: a bound is a one-sided Student prediction limit for one more run,
