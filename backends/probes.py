@@ -11,6 +11,7 @@ from tiebreak.kernels.formats import BF16, Format, Rounding
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 
 _SIZE = 64
+_LONG = 2048  # terms of a product that a library may split
 _DETERMINISTIC = tuple(mode for mode in Rounding if mode is not Rounding.STOCHASTIC)
 
 
@@ -24,8 +25,9 @@ def fingerprint(arithmetic: Arithmetic, device: str, fmt: Format = BF16) -> Mapp
 
     Returns:
         `cast` and `matmul`: the mode in which a cast and a matrix product round, `none known` if no mode fits;
-        `matmul_sums_in`: whether the product's running sum is wider than `fmt`; `matmul_subnormals`: kept or flushed;
-        `exp_at_zero`: the device's exp(0).
+        `matmul_sums_in`: whether the product's running sum is wider than `fmt`; `matmul_rounds_after` and
+        `batched_matmul_rounds_after`: how many terms it adds before it puts their sum into `fmt`, of 2,048, where a
+        library splits long products; `matmul_subnormals`: kept or flushed; `exp_at_zero`: the device's exp(0).
     """
     values = _probe_values(fmt)
     cast = arithmetic.cast(values.to(device), Cast(fmt)).cpu()
@@ -38,6 +40,9 @@ def fingerprint(arithmetic: Arithmetic, device: str, fmt: Format = BF16) -> Mapp
         "cast": _mode_of(values, cast, fmt),
         "matmul": _mode_of(values, product, fmt),
         "matmul_sums_in": "fp32 or wider" if _sums_wide(arithmetic, device, fmt) else fmt.name,
+        "matmul_rounds_after": _rounds_after(arithmetic, device, fmt, heads=1, rows=128, columns=128),
+        # As a framework's attention asks for P V.
+        "batched_matmul_rounds_after": _rounds_after(arithmetic, device, fmt, heads=8, rows=32, columns=64),
         "matmul_subnormals": "kept" if survived else "flushed",
         "exp_at_zero": arithmetic.exp(torch.zeros(1, device=device), Exponential()).item(),
     }
@@ -76,3 +81,24 @@ def _sums_wide(arithmetic: Arithmetic, device: str, fmt: Format) -> bool:
     row = torch.full((1, terms + 1), 1.0 / terms)
     row[0, 0] = 1.0
     return dot(arithmetic, row, device, fmt).item() >= 1.5
+
+
+def _rounds_after(arithmetic: Arithmetic, device: str, fmt: Format, *, heads: int, rows: int, columns: int) -> str:
+    """How many terms a long product adds before it rounds their sum.
+
+    Of a large term and two of half its ulp the sum is in the format. Rounded between the two, each alone is a tie. The
+    second lies elsewhere in every row.
+    """
+    large, apart = 2.0 ** (fmt.mantissa_bits + 1), _LONG // (heads * rows)
+    a = torch.zeros(heads * rows, _LONG)
+    a[:, 0], a[:, 1] = large, 1.0
+    places = torch.arange(apart, _LONG + 1, apart).clamp(max=_LONG - 1)
+    a[torch.arange(heads * rows), places] = 1.0
+    product = arithmetic.matmul(
+        a.reshape(1, heads, rows, _LONG).to(device),
+        torch.ones(1, heads, _LONG, columns, device=device),
+        Cast(fmt),
+        Accumulator.EXACT,
+    )
+    lost = (product.cpu()[..., 0].flatten() != large + 2.0).nonzero()
+    return f"{int(places[lost[0]])} terms" if len(lost) else "all terms"

@@ -12,6 +12,7 @@ from tiebreak.kernels.plans import (
     BACKWARD_POINTS,
     PLANS,
     STANDARD,
+    Accumulator,
     Cast,
     Exponential,
     Follows,
@@ -27,15 +28,22 @@ _Value = TypeVar("_Value")
 _LARGEST_OFFSET = 64  # P-bar up to 2^64 leaves fp32 room for its sum
 INPUT = "input"  # the format of the call, whichever it is; any other name is that very format
 _ROW_SUM, _L_FROM, _EXPONENTIAL, _CONTRACTED = "row_sum", "row_sum_of", "exponential", "contracted"
+_ACCUMULATOR, _OF_PRODUCTS = "accumulator", ("pv", "o_bar")
 # Of fields that go by another name.
-_KEYS = {_ROW_SUM: "l", _L_FROM: "l_from", _EXPONENTIAL: "base", _CONTRACTED: "contract"}
+_KEYS = {_ROW_SUM: "l", _L_FROM: "l_from", _EXPONENTIAL: "base", _CONTRACTED: "contract", _ACCUMULATOR: "sums"}
 _TILE = "tile"
 _OUTPUTS = ("o", "gradients")
 _BASES = {"2": True, "e": False}
 _SUMS = {of.value: of for of in SumOf}
 _YES = {"yes": True, "no": False}
+_ACCUMULATORS = {accumulator.name.lower(): accumulator for accumulator in Accumulator}
 # Fields whose values are words, by their keys.
-_FLAGS: Mapping[str, Mapping[str, object]] = {_KEYS[_L_FROM]: _SUMS, _KEYS[_CONTRACTED]: _YES, "smooth_k": _YES}
+_FLAGS: Mapping[str, Mapping[str, object]] = {
+    _KEYS[_L_FROM]: _SUMS,
+    _KEYS[_CONTRACTED]: _YES,
+    "smooth_k": _YES,
+    _KEYS[_ACCUMULATOR]: _ACCUMULATORS,
+}
 _QUANTIZED, _OFFSET, _NONE, _SATURATES = ("q8", "k8", "v8", "p8"), "offset", "none", "sat"
 _MODES = {rounding.value: rounding for rounding in Rounding}
 
@@ -44,7 +52,7 @@ _POINTS = (
     *("scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "pv", "o_bar", _ROW_SUM, "o"),
     *BACKWARD_POINTS,
 )
-_OTHERS = (_L_FROM, _EXPONENTIAL, _CONTRACTED, _OFFSET, *_QUANTIZED, "smooth_k")
+_OTHERS = (_L_FROM, _EXPONENTIAL, _CONTRACTED, _OFFSET, *_QUANTIZED, "smooth_k", _ACCUMULATOR)
 _FIELDS = {_KEYS.get(field, field): field for field in (*_POINTS, *_OTHERS)}
 
 
@@ -53,11 +61,12 @@ def parse_declaration(text: str) -> Declaration:
 
     The first part is `standard`, `fair`, `RULE@PLAN`, `flash_1@PLAN`, or a plan alone, for plain flash attention at it.
     Each change is `KEY=VALUE`: a rounding point and its format, with `:` and a mode if it is not to even (`s=input`,
-    `o=bf16:away`) or `:sat` if it saturates; `l_from=rounded`, `clamped` or `unrounded`; `base=2` or `e`, of the
-    exponential; `contract=yes` or `no`, of its argument; `offset=8`, a power of two that P-bar is multiplied by;
-    `q8`, `k8`, `v8` and `p8`, 8 bits with scales (`k8=int8/block64:away`, or `none`); `smooth_k=yes`; `tile=64`,
-    `tile=64x32` (queries by keys) or `tile=one`. `input` is the call's format, whichever it is; any other is that very
-    format.
+    `o=bf16:away`) or `:sat` if it saturates, `/512` where a product's sum is rounded after every 512 terms
+    (`o_bar=input/512`); `l_from=rounded`, `clamped` or `unrounded`; `base=2` or `e`, of the exponential; `contract=yes`
+    or `no`, of its argument; `offset=8`, a power of two that P-bar is multiplied by; `q8`, `k8`, `v8` and `p8`, 8 bits
+    with scales (`k8=int8/block64:away`, or `none`); `smooth_k=yes`; `sums=bfmmla`, how products are added up;
+    `tile=64`, `tile=64x32` (queries by keys) or `tile=one`. `input` is the call's format, whichever it is; any other is
+    that very format.
     Without `tile`, the kernel's own tiles are unknown.
 
     Args:
@@ -133,6 +142,13 @@ def _changed(declaration: Declaration, key: str, value: str) -> Declaration:
 
 
 def _cast(key: str, value: str) -> Cast:
+    value, slash, every = value.partition("/")
+    if slash:
+        if key not in _OF_PRODUCTS:
+            raise ValueError(f"{key}={value}/{every}: {' and '.join(_OF_PRODUCTS)} alone are a product's sums")
+        if not every.isdecimal() or int(every) < 1:
+            raise ValueError(f"{key}={value}/{every}: expected a number of terms behind /")
+        return replace(_cast(key, value), every=int(every))
     name, *modifiers = value.split(":")
     saturates = _SATURATES in modifiers
     mode = ":".join(word for word in modifiers if word != _SATURATES)
@@ -199,7 +215,7 @@ def _text(key: str, value: object) -> str:
         return _NONE if value is None else str(value)
     fmt = value.fmt.name if value.follows is None else INPUT
     mode = "" if value.rounding is Rounding.TO_EVEN else f":{value.rounding.value}"
-    return f"{fmt}{mode}{f':{_SATURATES}' if value.saturates else ''}"
+    return f"{fmt}{mode}{f':{_SATURATES}' if value.saturates else ''}{f'/{value.every}' if value.every else ''}"
 
 
 def _word(value: object, known: Mapping[str, object]) -> str:

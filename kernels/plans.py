@@ -25,6 +25,7 @@ class Cast:
     rounding: Rounding = Rounding.TO_EVEN  # how a value between two neighbours is placed
     follows: Follows | None = None  # the call's format that takes the place of `fmt`; None: `fmt`, whatever the call
     saturates: bool = False  # whether what lies beyond the format's largest value becomes that value, not Inf or NaN
+    every: int = 0  # of a product's: after how many terms its sum is rounded, and the next ones' added; 0: after all
 
     @property
     def narrows(self) -> bool:
@@ -47,6 +48,7 @@ class Accumulator(enum.Enum):
     AMPERE = "tensor core of Turing, Ampere or Ada"
     HOPPER = "tensor core of Hopper or Blackwell"
     CDNA3 = "matrix core of CDNA3"
+    BFMMLA = "bf16 instructions of Arm"  # BFMMLA and BFDOT: sums of two products, rounded to odd
     ADA_FP8 = "tensor core of Ada, fp8"
     HOPPER_FP8 = "tensor core of Hopper, fp8"
 
@@ -290,6 +292,7 @@ _TENSOR_CORE = (
         for plan in (PAPER, FUSED, FUSED_STOCHASTIC)
         for core in (Accumulator.AMPERE, Accumulator.HOPPER)
     ),
+    *(replace(plan, name=f"{plan.name}_bfmmla", accumulator=Accumulator.BFMMLA) for plan in (PAPER, FUSED)),
     replace(FUSED, name="fused_volta", accumulator=Accumulator.VOLTA),
     replace(FUSED, name="fused_cdna3", accumulator=Accumulator.CDNA3),
     # All products, Q K^T too: of a call whose q, k and v fp8 holds.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tiebreak.backends.emulation.arm import arm_bf16_matmul
 from tiebreak.backends.emulation.targets import core_of
 from tiebreak.backends.emulation.tensor_cores import tensor_core_matmul
 from tiebreak.kernels.plans import Accumulator
@@ -59,6 +60,7 @@ ACCUMULATIONS: Mapping[Accumulator, Accumulation] = {
     Accumulator.AMPERE: _tensor_core("sm_80", "bf16"),
     Accumulator.HOPPER: _tensor_core("sm_90", "bf16"),
     Accumulator.CDNA3: _tensor_core("gfx942", "bf16"),
+    Accumulator.BFMMLA: Accumulation(arm_bf16_matmul, _pairwise_total),
     Accumulator.ADA_FP8: _tensor_core("sm_89", "fp8_e4m3"),
     Accumulator.HOPPER_FP8: _tensor_core("sm_90", "fp8_e4m3"),
 }

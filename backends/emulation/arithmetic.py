@@ -28,8 +28,13 @@ class EmulatedArithmetic:
         return round_to(x, cast.fmt, cast.rounding, random_bits=random)
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-        """`a @ b` in the accumulator's order, then the cast."""
-        return self.cast(ACCUMULATIONS[accumulator].matmul(a, b), cast)
+        """`a @ b` in the accumulator's order, then the cast, or a cast of the sum after each block of terms."""
+        matmul = ACCUMULATIONS[accumulator].matmul
+        first, *others = torch.split(torch.arange(a.shape[-1]), cast.every) if cast.every else (slice(None),)
+        total = self.cast(matmul(a[..., first], b[..., first, :]), cast)
+        for terms in others:
+            total = self.cast(total + matmul(a[..., terms], b[..., terms, :]), cast)
+        return total
 
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
         """The exponential in fp64, rounded once to fp32; the plan's fast one for the keys that it takes."""

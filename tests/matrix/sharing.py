@@ -109,6 +109,8 @@ class SharedEmulation(SharedArithmetic):
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
         """As `Arithmetic.matmul`, the cast after the product: plans of several casts share one product."""
+        if cast.every:  # which has no value before its cast
+            return super().matmul(a, b, cast, accumulator)
 
         def product() -> Tensor:
             operands = (a, b)

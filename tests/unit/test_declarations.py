@@ -18,6 +18,7 @@ from tiebreak.kernels.plans import (
     PAPER,
     PLANS,
     STANDARD,
+    Accumulator,
     Cast,
     Exponential,
     Follows,
@@ -54,6 +55,11 @@ def changed(plan: RoundingPlan, **changes: object) -> RoundingPlan:
         ("paper,o_bar=fp32,l=fp16", changed(PAPER, o_bar=Cast(FP32), row_sum=Cast(FP16))),
         ("fused,o=input:away", changed(FUSED, o=replace(FUSED.o, rounding=Rounding.TIES_AWAY))),
         ("fused,o=bf16:zero", changed(FUSED, o=Cast(BF16, Rounding.TOWARD_ZERO))),
+        (
+            "standard,o_bar=input/512,sums=bfmmla",
+            changed(STANDARD, o_bar=replace(LOW, every=512), accumulator=Accumulator.BFMMLA),
+        ),
+        ("paper,sums=bfmmla", changed(PLANS["paper_bfmmla"])),
         ("fused,o=input:stochastic", changed(FUSED, o=Cast(BF16, Rounding.STOCHASTIC, Follows.OUTPUT))),
     ],
 )
@@ -106,6 +112,7 @@ def _random_text(draw: random.Random) -> str:
     changes += draw.sample(eight_bits, draw.randint(0, 1))
     changes += draw.sample(["k8=int8/block64:away", "q8=int8/block128:away+scale", "q8=none"], draw.randint(0, 1))
     changes += draw.sample(["contract=yes", "contract=no"], draw.randint(0, 1))
+    changes += draw.sample(["sums=bfmmla", "sums=exact"], draw.randint(0, 1))
     changes += draw.sample(["tile=one", "tile=7", "tile=64x32", "tile=128"], draw.randint(0, 1))
     draw.shuffle(changes)
     return ",".join([head, *changes])
@@ -121,7 +128,7 @@ def _takes(text: str) -> bool:
 
 def test_every_label_is_taken_back() -> None:
     draw = random.Random(1)
-    texts = [text for text in (_random_text(draw) for _ in range(400)) if _takes(text)]
+    texts = [text for text in (_random_text(draw) for _ in range(500)) if _takes(text)]
     assert len(texts) > 300
     registered = [*map(composed_kernel, DEFAULT_ROSTER), *CPU.vendor_kernels()]
     declared = [kernel.declaration for kernel in registered] + [parse_declaration(text) for text in texts]
@@ -162,6 +169,8 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
             "fused,row_sum=bf16",
             "unknown rounding point 'row_sum': did you mean group_sums?; known are scale, divisor, q, qk, s, ",
         ),
+        ("fused,s=input/64", "s=input/64: pv and o_bar alone are a product's sums"),
+        ("fused,pv=input/no", "pv=input/no: expected a number of terms behind /"),
         ("fused,s", "'s' in 'fused,s': expected KEY=VALUE"),
         ("fused,s=bf16,s=fp16", "s stands twice"),
         ("fused,s=bf17", "s=bf17: unknown format 'bf17'"),

@@ -42,6 +42,8 @@ def test_the_emulation_rounds_as_it_declares(fmt: Format) -> None:
         "cast": "even",
         "matmul": "even",
         "matmul_sums_in": "fp32 or wider",
+        "matmul_rounds_after": "all terms",
+        "batched_matmul_rounds_after": "all terms",
         "matmul_subnormals": "kept",
         "exp_at_zero": 1.0,
     }
@@ -61,6 +63,17 @@ def test_a_narrow_device_is_told() -> None:
     assert answers["matmul_sums_in"] == "bf16"
     assert answers["matmul_subnormals"] == "flushed"
     assert answers["exp_at_zero"] == 0.75
+
+
+def test_a_product_that_is_rounded_block_after_block_is_told() -> None:
+    class InBlocks(EmulatedArithmetic):
+        def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
+            return super().matmul(a, b, replace(cast, every=160 if a.shape[-2] == 128 else 512), accumulator)
+
+    answers = fingerprint(InBlocks(), "cpu")
+    assert answers["matmul_rounds_after"] == "160 terms"
+    assert answers["batched_matmul_rounds_after"] == "512 terms"
+    assert answers["matmul_sums_in"] == "fp32 or wider"
 
 
 def test_this_cpu_breaks_ties_to_even() -> None:

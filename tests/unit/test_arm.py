@@ -1,0 +1,137 @@
+"""Arm's bf16 instructions: against rationals, and against the instructions themselves where QEMU can run them."""
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.backends.emulation.arm import add_pairs, arm_bf16_matmul
+from tiebreak.kernels.formats import BF16, FP32
+from tiebreak.kernels.plans import Accumulator, Cast
+
+Array = NDArray[Any]
+Make = Callable[[np.random.Generator, tuple[int, ...]], Array]
+TILES = 10_000
+COMPILER, QEMU = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64-static")
+SPECIAL = [0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x8080, 0x3F80, 0xBF80, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0x0100]
+
+
+def _patterns(lowest: int, highest: int) -> Make:
+    """bf16 patterns of both signs whose exponent fields lie between two."""
+
+    def make(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        fields, fractions, signs = (rng.integers(*ends, shape) for ends in ((lowest, highest), (0, 128), (0, 2)))
+        return (fields << 7 | fractions | signs << 15).astype(np.uint16)
+
+    return make
+
+
+# Exponent fields: around 1, far apart, products that are subnormal, products beyond fp32, all there are.
+KINDS: dict[str, Make] = {
+    "normal": _patterns(120, 134),
+    "wide": _patterns(64, 190),
+    "tiny": _patterns(0, 70),
+    "huge": _patterns(180, 255),
+    "any": lambda rng, shape: rng.integers(0, 2**16, shape).astype(np.uint16),
+    "special": lambda rng, shape: rng.choice(np.array(SPECIAL, np.uint16), shape),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def _tiles(kind: str, count: int) -> tuple[Array, Array, Array]:
+    """Patterns of a (count, 2, 8), b transposed (count, 2, 8) and c (count, 2, 2), the last of fp32."""
+    rng = np.random.default_rng(list(KINDS).index(kind))
+    a, b = (KINDS[kind](rng, (count, 2, 8)) for _ in range(2))
+    c = KINDS[kind](rng, (count, 2, 2)).astype(np.uint32) << 16 | rng.integers(0, 2**16, (count, 2, 2), np.uint32)
+    return a, b, c
+
+
+def _emulated(a: Array, b: Array, c: Array) -> Array:
+    wide = [torch.from_numpy((x.astype(np.uint32) << 16).view(np.float32)) for x in (a, b)]
+    return add_pairs(wide[0], wide[1].mT, torch.from_numpy(c.view(np.float32))).numpy().view(np.uint32)
+
+
+def _same(x: Array, y: Array) -> bool:
+    """To the bit, but for a NaN's."""
+    return bool(((x == y) | (np.isnan(x.view(np.float32)) & np.isnan(y.view(np.float32)))).all())
+
+
+def _flushed(x: Fraction) -> Fraction:
+    return Fraction(0) if abs(x) < Fraction(2) ** FP32.min_exponent else x
+
+
+def _to_odd(x: Fraction) -> Fraction:
+    """Of the two fp32 numbers around a normal one that fp32 lacks, the one whose last bit is 1."""
+    x = _flushed(x)
+    if not x:
+        return x
+    exponent = 0
+    while abs(x) >= Fraction(2) ** (exponent + 1):
+        exponent += 1
+    while abs(x) < Fraction(2) ** exponent:
+        exponent -= 1
+    last = Fraction(2) ** (exponent - FP32.mantissa_bits)
+    whole = int(abs(x) / last)
+    odd = whole if whole * last == abs(x) else whole | 1
+    return odd * last * (1 if x > 0 else -1)
+
+
+@pytest.mark.parametrize("kind", ["normal", "wide", "tiny"])
+def test_pairs_are_rounded_to_odd_twice(kind: str) -> None:
+    a, b, c = _tiles(kind, 8)
+    product = _emulated(a, b, c).view(np.float32)
+    wide = [(x.astype(np.uint32) << 16).view(np.float32).astype(float) for x in (a, b)]
+    for tile, i, j in np.ndindex(8, 2, 2):
+        total = _flushed(Fraction(float(c.view(np.float32)[tile, i, j])))
+        terms = [
+            _flushed(_flushed(Fraction(x)) * _flushed(Fraction(y)))
+            for x, y in zip(wide[0][tile, i].tolist(), wide[1][tile, j].tolist(), strict=True)
+        ]
+        for first, second in zip(terms[::2], terms[1::2], strict=True):
+            total = _to_odd(total + _to_odd(first + second))
+        assert Fraction(float(product[tile, i, j])) == total
+
+
+def test_a_tail_that_fp32_loses_leaves_its_mark_in_the_last_bit() -> None:
+    # 1 + 2^-8 is a tie between two numbers of bf16, and 2^-30 tips it, far below fp32's ulp.
+    a, ones = torch.tensor([[1.0, 2.0**-8, 2.0**-30, 0.0]]), torch.ones(4, 1)
+    assert arm_bf16_matmul(a, ones).item() == 1.0 + 2.0**-8 + 2.0**-23
+    rounded = {
+        accumulator: EmulatedArithmetic().matmul(a, ones, Cast(BF16), accumulator).item()
+        for accumulator in (Accumulator.EXACT, Accumulator.BFMMLA)
+    }
+    assert rounded == {Accumulator.EXACT: 1.0, Accumulator.BFMMLA: 1.0 + 2.0**-7}
+
+
+def test_a_product_whose_sum_is_rounded_in_blocks_loses_what_each_block_adds() -> None:
+    terms = torch.cat([torch.full((1, 1), 2.0**14), torch.ones(1, 2047)], 1)
+    arithmetic, ones = EmulatedArithmetic(), torch.ones(2048, 1)
+    assert arithmetic.matmul(terms, ones, Cast(BF16), Accumulator.EXACT).item() == 18432.0
+    # 2^14 + 31 goes back to 2^14, and then 32 are half an ulp, every time.
+    assert arithmetic.matmul(terms, ones, Cast(BF16, every=32), Accumulator.EXACT).item() == 2.0**14
+    assert arithmetic.matmul(terms, ones, Cast(BF16, every=4096), Accumulator.EXACT).item() == 18432.0
+
+
+@pytest.mark.skipif(COMPILER is None or QEMU is None, reason="no aarch64-linux-gnu-gcc or no qemu-aarch64-static here")
+@each_kind
+def test_the_instructions_themselves_agree_to_the_bit(kind: str, tmp_path: Path) -> None:
+    assert COMPILER is not None
+    assert QEMU is not None
+    program, source = tmp_path / "tiles", Path(__file__).with_name("bf16_tiles.c")
+    subprocess.run([COMPILER, "-static", "-O2", "-march=armv8.2-a+bf16", "-o", program, source], check=True)
+    a, b, c = _tiles(kind, TILES)
+    given = np.zeros(TILES, [("a", "u2", (2, 8)), ("b", "u2", (2, 8)), ("c", "u4", (2, 2))])
+    given["a"], given["b"], given["c"] = a, b, c
+    done = subprocess.run([QEMU, "-cpu", "max", program], input=given.tobytes(), capture_output=True, check=True)
+    by_bfmmla, by_bfdot = np.frombuffer(done.stdout, np.uint32).reshape(TILES, 2, 2, 2).swapaxes(0, 1)
+    emulated = _emulated(a, b, c)
+    assert _same(by_bfmmla, emulated)
+    assert _same(by_bfdot, emulated)
