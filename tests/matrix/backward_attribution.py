@@ -18,7 +18,8 @@ _NAMES = ("dq", "dk", "dv")
 #: of dS, from which the other two come.
 _SHOWN = 2
 #: A kernel shows what it computes delta from if dQ and dK lie so much nearer to what follows from it: squares of
-#: distances. FlashAttention-2's is at a hundredth; one from O-bar in 16 bits is as far from O's as from the exact one.
+#: distances. On normal numbers FlashAttention-2's are at 0.03 to 0.05 of the other distance, autograd's in fp32 too;
+#: with P and dP in 16 bits, or delta from O-bar in 16 bits, both are about as far: 0.7 to 1.6.
 _NEARER = 1 / 4
 _EXACT = BackwardPass({"delta_from": DeltaSource.PROBABILITIES})
 _SHOWN_BY = {DeltaSource.OUTPUT: BackwardPass({}), DeltaSource.PROBABILITIES: _EXACT}
