@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import COMMON, MIXED_FORMATS, Feature
-from tiebreak.kernels.flash import Block, flash, flash_1, standard
+from tiebreak.kernels.flash import Block, flash, flash_1, split, standard
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.plans import RoundingPlan
 from tiebreak.kernels.shift_rules import ShiftRule
@@ -40,11 +40,19 @@ def _standard(
     return standard(inputs, plan, arithmetic, block)
 
 
+def _split(
+    inputs: AttentionInputs, plan: RoundingPlan, shift_rule: ShiftRule, arithmetic: Arithmetic, block: Block
+) -> AttentionOutput:
+    del shift_rule  # each split is shifted by its maximum
+    return split(inputs, plan, arithmetic, block)
+
+
 _TAKES = COMMON | {MIXED_FORMATS}
 _OF_FLASH = frozenset({"row_sum_of", "offset", "pv", "v8", "p8"})
 FLASH_ATTENTION = Algorithm("flash", flash, tiled=True, takes=_TAKES)
 # P is normalised before its cast, so its sum is known before it is rounded.
 FLASH_ATTENTION_1 = Algorithm("flash_1", _flash_1, tiled=True, takes=_TAKES, claimed_as="flash_1", unused=_OF_FLASH)
+SPLIT_ATTENTION = Algorithm("split", _split, tiled=True, takes=_TAKES, claimed_as="split")
 STANDARD_ATTENTION = Algorithm(
     "standard",
     _standard,
@@ -53,3 +61,5 @@ STANDARD_ATTENTION = Algorithm(
     claimed_as="standard",
     unused=_OF_FLASH,  # l sums what `exp` leaves
 )
+#: Those that a plan of flash attention goes with, by what stands before its @.
+TILED = {algorithm.name: algorithm for algorithm in (FLASH_ATTENTION, FLASH_ATTENTION_1, SPLIT_ATTENTION)}

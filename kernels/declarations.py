@@ -59,7 +59,8 @@ _FIELDS = {_KEYS.get(field, field): field for field in (*_POINTS, *_OTHERS)}
 def parse_declaration(text: str) -> Declaration:
     """The declaration that a text names: a kernel or a plan, and changes behind commas.
 
-    The first part is `standard`, `fair`, `RULE@PLAN`, `flash_1@PLAN`, or a plan alone, for plain flash attention at it.
+    The first part is `standard`, `fair`, `RULE@PLAN`, `flash_1@PLAN`, `split@PLAN`, or a plan alone, for plain flash
+    attention at it.
     Each change is `KEY=VALUE`: a rounding point and its format, with `:` and a mode if it is not to even (`s=input`,
     `o=bf16:away`) or `:sat` if it saturates, `/512` where a product's sum is rounded after every 512 terms
     (`o_bar=input/512`); `l_from=rounded`, `clamped` or `unrounded`; `base=2` or `e`, of the exponential; `contract=yes`

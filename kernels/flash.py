@@ -6,7 +6,8 @@ operations in the order written here; everything else goes through the arithmeti
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -253,6 +254,60 @@ def _flash_1_rows(
         o = arithmetic.cast(arithmetic.cast(o * (l / divisor * alpha), plan.o_bar) + pv, plan.o_bar)
         m, l = new_m, new_l
     return o, softmax.natural(m) + torch.log(l)
+
+
+def split(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, block: Block) -> AttentionOutput:
+    """Every tile of keys by itself, then their normalised O weighted by their log-sum-exp: split-KV decoding.
+
+    Flash-Decoding (https://pytorch.org/blog/flash-decoding), and the decode kernels of vLLM, SGLang and FlashInfer.
+
+    Args:
+        inputs: q, k, v and masks.
+        plan: `o_bar` casts the O of a tile, as it is stored in between; `row_sum` casts l and the sum of the weights.
+        arithmetic: the device's operations.
+        block: its `keys` are those of a split.
+
+    Returns:
+        O (batch, heads, queries, d) and the log-sum-exp, without gradients.
+    """
+    noise = Noise(inputs.noise_seed, inputs.q.shape[1])
+    operands = Operands.of(inputs, replace(plan, o_bar=_FP32), arithmetic)  # O is cast once it is normalised
+    outputs, sums = [], []
+    for rows in operands.query_tiles(block.queries):
+        parts = [_split(operands, rows, keys, plan, arithmetic) for keys in operands.key_tiles(block.keys)]
+        o, lse = _merged(parts, plan, arithmetic)
+        outputs.append(_final(o, rows, operands, plan, arithmetic, noise))
+        sums.append(lse)
+    return AttentionOutput(torch.cat(outputs, 2), torch.cat(sums, 2), tiles=operands.tiles)
+
+
+def _split(
+    operands: Operands, rows: slice, keys: slice, plan: RoundingPlan, arithmetic: Arithmetic
+) -> tuple[Tensor, Tensor]:
+    """O and the log-sum-exp of one split; 0 and -Inf in rows that see none of its keys."""
+    s = operands.scores(rows, keys)
+    m = s.amax(-1, keepdim=True)
+    blind = m == -torch.inf
+    shift = m.masked_fill(blind, 0.0)
+    softmax = Softmax(operands.scale, plan, arithmetic)
+    p = softmax.of(s, shift)
+    p_bar = operands.p_bar(p)
+    l = arithmetic.cast(arithmetic.row_sum(_summed(p, p_bar, plan), plan.accumulator), plan.row_sum)
+    o = operands.unscaled(operands.weighted(p_bar, keys) / l.masked_fill(blind, 1.0))
+    return arithmetic.cast(o, plan.o_bar), softmax.natural(m) + torch.log(l) - plan.offset * math.log(2.0)
+
+
+def _merged(
+    parts: Sequence[tuple[Tensor, Tensor]], plan: RoundingPlan, arithmetic: Arithmetic
+) -> tuple[Tensor, Tensor]:
+    """The mean of outputs, weighted by the exponentials of their log-sum-exps, in fp32, one after the other."""
+    top = torch.stack([lse for _, lse in parts]).amax(0)
+    shift = top.masked_fill(top == -torch.inf, 0.0)
+    o, total = torch.zeros_like(parts[0][0]), torch.zeros_like(top)
+    for part, lse in parts:
+        weight = arithmetic.exp(lse - shift, _NATURAL)
+        o, total = o + weight * part, arithmetic.cast(total + weight, plan.row_sum)
+    return o / total.masked_fill(total == 0.0, 1.0), top + torch.log(total)
 
 
 def standard(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, block: Block) -> AttentionOutput:

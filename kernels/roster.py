@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tiebreak.kernels.algorithms import FLASH_ATTENTION, FLASH_ATTENTION_1, STANDARD_ATTENTION
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION, TILED
 from tiebreak.kernels.formats import FP8_E4M3, FP8_E5M2, Formats
-from tiebreak.kernels.kernel import PLAIN, Declaration, Kernel, composed
+from tiebreak.kernels.kernel import Declaration, Kernel, composed
 from tiebreak.kernels.plans import FUSED, FUSED_STOCHASTIC, PLANS, STANDARD, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
@@ -22,13 +22,13 @@ def _fair() -> Kernel:
 
 def rule_names() -> tuple[str, ...]:
     """What stands before the @ of a composed kernel's name."""
-    return (PLAIN, FLASH_ATTENTION_1.name, *(rule for rule in SHIFT_RULES if rule != "safe"))
+    return (*TILED, *(rule for rule in SHIFT_RULES if rule != "safe"))
 
 
 def composed_kernel(name: str) -> Kernel:
     """The composed kernel called `name`: `standard`, `fair`, or `rule@plan`.
 
-    With the rule `safe` it is called by its algorithm, `flash` or `flash_1`.
+    With the rule `safe` it is called by its algorithm: `flash`, `flash_1` or `split`.
 
     Raises:
         ValueError: no such rule or plan; the message lists those there are.
@@ -38,15 +38,14 @@ def composed_kernel(name: str) -> Kernel:
     if name == "fair":
         return _fair()
     rule_name, _, plan_name = name.partition("@")
-    own = {PLAIN: FLASH_ATTENTION, FLASH_ATTENTION_1.name: FLASH_ATTENTION_1}
-    rule = SHIFT_RULES.get("safe" if rule_name in own else rule_name)
+    rule = SHIFT_RULES.get("safe" if rule_name in TILED else rule_name)
     plan = _FLASH_PLANS.get(plan_name)
     if rule is None or plan is None:
         raise ValueError(
             f"unknown kernel {name!r}: composed kernels are standard, fair and rule@plan"
             f" with rules {', '.join(rule_names())} and plans {', '.join(_FLASH_PLANS)}"
         )
-    algorithm = own.get(rule_name, FLASH_ATTENTION)
+    algorithm = TILED.get(rule_name, FLASH_ATTENTION)
     ignored = [field for field in sorted(algorithm.unused) if getattr(plan, field) != getattr(FUSED, field)]
     if ignored:
         raise ValueError(f"{algorithm.name} attention makes nothing of {', '.join(ignored)} of plan {plan_name}")

@@ -30,6 +30,13 @@ _SCALED_FIRST = (
     "standard,scale=input,q=input,s=input",
     "standard,divisor=input,q=input,s=input,shifted=input,exp=input,l=input",
 )
+# Written out in PyTorch, with Q K^T in 16 bits.
+_WRITTEN_OUT = (
+    "standard,qk=input",
+    *(f"flash@{plan},qk=input{s},tile=one" for plan in ("paper", "fused") for s in ("", ",s=input")),
+)
+# Split-KV, with partial O in fp32 or in the inputs' format.
+_SPLIT = tuple(f"split@fused{o_bar},tile={keys}" for o_bar in ("", ",o_bar=input") for keys in (64, 32))
 # The authors' code, with and without autocast, and what else of public kernels has been read.
 _MORE = (
     "flash@all_bf16,shifted=input,l_from=rounded",
@@ -56,7 +63,7 @@ def candidates() -> Mapping[str, Declaration]:
     The plainest come first. Not those that leave O in fp32: a kernel returns O in the format of its inputs.
     """
     more = ("flash@fused_fast_exp", *_MORE, *_EIGHT_BITS, *DEFAULT_ROSTER)
-    texts = dict.fromkeys((*_PLAIN, *_UNTILED, *_SCALED_FIRST, *more))
+    texts = dict.fromkeys((*_PLAIN, *_UNTILED, *_SCALED_FIRST, *_WRITTEN_OUT, *_SPLIT, *more))
     texts |= dict.fromkeys(f"{text},base=2" for text in (*_PLAIN, *_UNTILED))
     declarations: dict[str, Declaration] = {}
     for text in texts:

@@ -6,9 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tiebreak.cases.verdicts import MARGIN_ULPS
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.flash import ONE_TILE
+from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.plans import Cast
 from tiebreak.matrix.attribution import drawn
 from tiebreak.matrix.candidates import nameless
 from tiebreak.reports.records.record import (
@@ -116,10 +119,15 @@ def _families(standings: Iterable[Standing]) -> list[Standing]:
 
 
 def _family(plan: str) -> Declaration:
-    """What tiles, or the exponential's base, alone tell apart: in one tile a shift has nothing to lag behind."""
+    """What tiles, or the exponential's base, alone tell apart.
+
+    In one tile a shift has nothing to lag behind, and a split none to be merged with.
+    """
     declaration = nameless(parse_declaration(plan))
     exponential = replace(declaration.plan.exponential, base_two=False)
     rounding, rule = replace(declaration.plan, exponential=exponential), replace(declaration.shift_rule, lag=0.0)
+    if declaration.algorithm is SPLIT_ATTENTION:
+        declaration, rounding = replace(declaration, algorithm=FLASH_ATTENTION), replace(rounding, o_bar=Cast(FP32))
     return replace(declaration, plan=rounding, shift_rule=rule, block=ONE_TILE)
 
 

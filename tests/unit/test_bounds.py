@@ -10,7 +10,7 @@ from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.batch import Batch
 from tiebreak.cases.bounds import UNDECLARED, error_bound
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.algorithms import FLASH_ATTENTION, FLASH_ATTENTION_1, STANDARD_ATTENTION
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, FLASH_ATTENTION_1, SPLIT_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format
 from tiebreak.kernels.inputs import AttentionInputs
@@ -50,6 +50,8 @@ FOREIGN = {
     "authors": Declaration(FLASH_ATTENTION, replace(ALL_BF16, shifted=LOW, row_sum_of=SumOf.ROUNDED), SAFE),
     "flash_1": Declaration(FLASH_ATTENTION_1, FUSED, SAFE),
     "flash_1@paper": Declaration(FLASH_ATTENTION_1, PAPER, SAFE),
+    "split": Declaration(SPLIT_ATTENTION, FUSED, SAFE, Block(32, 32)),
+    "split@paper": Declaration(SPLIT_ATTENTION, PAPER, SAFE, Block(32, 32)),
     "scaled": Declaration(FLASH_ATTENTION, replace(FUSED, shifted=LOW), SHIFT_RULES["always_scaled"]),
 }
 
@@ -179,7 +181,13 @@ def test_a_kernel_that_declares_nothing_is_held_to_the_loosest_bound() -> None:
     inputs = _inputs("random_causal", BF16)
     ref = reference(inputs)
     loosest = error_bound(inputs, ref, UNDECLARED)
-    for declared in (*map(_declared, NAMED), FOREIGN["eager"], FOREIGN["authors"], FOREIGN["flash_1"]):
+    for declared in (
+        *map(_declared, NAMED),
+        FOREIGN["eager"],
+        FOREIGN["authors"],
+        FOREIGN["flash_1"],
+        FOREIGN["split@paper"],
+    ):
         assert (loosest >= error_bound(inputs, ref, declared)).all()
 
 

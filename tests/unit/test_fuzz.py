@@ -287,7 +287,7 @@ ROSTERS: Mapping[str, Sequence[Pair]] = {
         (EMULATION, composed_kernel(f"{rule}@{name}"))
         for name, plan in FLASH_PLANS.items()
         if plan.accumulator is Accumulator.EXACT
-        for rule in ("flash", "flash_1")
+        for rule in ("flash", "flash_1", "split")
     ],
     "cores": [
         (EMULATION, composed_kernel(f"flash@{name}")) for name, plan in FLASH_PLANS.items() if plan.accumulator in CORES

@@ -11,7 +11,13 @@ from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases.errors import signed_error_ulps
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.algorithms import FLASH_ATTENTION, FLASH_ATTENTION_1, STANDARD_ATTENTION, Algorithm
+from tiebreak.kernels.algorithms import (
+    FLASH_ATTENTION,
+    FLASH_ATTENTION_1,
+    SPLIT_ATTENTION,
+    STANDARD_ATTENTION,
+    Algorithm,
+)
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs
@@ -95,6 +101,16 @@ def normalised_at_every_step(qk: Row, scale: float, v: Sequence[Row], tile: int)
     return o
 
 
+def rounded_parts(qk: Row, scale: float, v: Sequence[Row], tile: int) -> list[float]:
+    """sum of exp(L_i) bf16(O_i) over sum of exp(L_i), O_i and L_i of the keys of a split alone."""
+    parts, weights = [], []
+    for start in range(0, len(qk), tile):
+        p = [math.exp((x - max(qk)) * scale) for x in qk[start : start + tile]]
+        parts.append([bf16(x) for x in mean(p, v[start : start + tile])])
+        weights.append(math.fsum(p))
+    return mean(weights, parts)
+
+
 POINTS: dict[str, tuple[Algorithm, RoundingPlan, Formula, int]] = {
     "qk": (STANDARD_ATTENTION, replace(FP32_PLAN, qk=LOW), rounded_products, KEYS),
     "qk_tiled": (FLASH_ATTENTION, replace(FP32_PLAN, qk=LOW), rounded_products, 2),
@@ -109,6 +125,7 @@ POINTS: dict[str, tuple[Algorithm, RoundingPlan, Formula, int]] = {
     "shifted_standard": (STANDARD_ATTENTION, replace(FP32_PLAN, shifted=LOW), rounded_arguments, KEYS),
     "shifted_tiled": (FLASH_ATTENTION, replace(FP32_PLAN, shifted=LOW), rounded_arguments, 2),
     "flash_1": (FLASH_ATTENTION_1, replace(FP32_PLAN, p_bar=LOW), normalised_at_every_step, 2),
+    "split": (SPLIT_ATTENTION, replace(FP32_PLAN, o_bar=LOW), rounded_parts, 2),
     "flash_1_in_one_tile": (FLASH_ATTENTION_1, replace(FP32_PLAN, p_bar=LOW), normalised_at_every_step, KEYS),
 }
 
