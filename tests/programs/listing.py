@@ -28,7 +28,7 @@ def cases(arguments: Sequence[str]) -> int:
     groups: dict[str, dict[str, Case | Snippet | Question]] = {about: {case.name: case for case in group}
                                                     for about, group in GROUPS.items()}  # fmt: skip
     groups[GROUP] = dict(SNIPPETS)
-    groups[f"{USED}: users' kernels alone"] = {question.name: question for question in QUESTIONS}
+    groups[f"{USED}: users' kernels, a device's own where it is named"] = {each.name: each for each in QUESTIONS}
     known = {name: case for group in groups.values() for name, case in group.items()}
     names = parser.parse_args(arguments).names
     if names:

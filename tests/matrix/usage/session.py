@@ -122,13 +122,12 @@ class Session:
         call = self.call(self.arranged(inputs))
         placed = self.placed(call)
         o = call.forward(placed)
-        gradients: tuple[Tensor, ...] | None = None
-        if self.kernel.has_backward:
-            # The check `gradients` of other cells tells what is wrong with a backward pass that raises.
-            with suppress(Exception):
-                gradients = call.backward(placed, o)
-        self.has_gradients = gradients is not None
-        return self.collected(call, o, gradients or ())
+        gradients: tuple[Tensor, ...] = ()
+        # The check `gradients` of other cells tells what is wrong with a backward pass that raises.
+        with suppress(Exception):
+            gradients = call.backward(placed, o) or ()
+        self.has_gradients = bool(gradients)
+        return self.collected(call, o, gradients)
 
     def inputs(self, index: int = 0) -> AttentionInputs:
         """Normal numbers in that shape; of index 0 those of `plain`."""
