@@ -375,6 +375,15 @@ def _across_blocks() -> list[Case]:
         shape=Shape(keys=256),
         failure=True,
     )
+    long_row = _scripted(
+        "ties_across_long_blocks",
+        "4 equal maxima of 2,048 keys, 512 apart: a library that sums P V in bf16 between blocks errs in each",
+        Scores(maxima=4, positions=(100, 700, 1300, 1900)),
+        *(_STANDARD_IS_BIASED, _FUSED_IS_NOT, _LAZY_IS_FUSED, _STOCHASTIC),
+        shape=Shape(keys=2048),
+        failure=True,
+        unclaimed="O-bar in bf16 is rounded in the tile of every maximum, and each rounding has an error of its own",
+    )
     overshoot = _scripted(
         "overshooting_shift",
         "a repeated maximum in the first block, scaled above the true maximum of the second",
@@ -383,7 +392,7 @@ def _across_blocks() -> list[Case]:
         shape=Shape(keys=256),
         unclaimed="two maxima half below the third in every row: one common error of P-bar, of any sign",
     )
-    return [across, overshoot, *_growing_maximum()]
+    return [across, long_row, overshoot, *_growing_maximum()]
 
 
 def _growing_maximum() -> list[Case]:

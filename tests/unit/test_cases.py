@@ -136,6 +136,7 @@ SCRIPTS: dict[str, Script] = {
     "inexact_single[r=60]": ((0.0,), (60.0, 85.0), (200.0, 210.0)),
     "inexact_single[r=600]": ((0.0,), (520.0, 1000.0), (200.0, 210.0)),
     "ties_across_blocks": ((0.0,) * 2, _TOP, _GAP),
+    "ties_across_long_blocks": ((0.0,) * 4, _TOP, _GAP),
     "overshooting_shift": ((0.5, 0.0, 0.0), _TOP, _GAP),
     "near_tie_inside": ((0.0, -(2.0**-11)), _TOP, _GAP),
     "near_tie_outside": ((0.0, -1.5 * 2.0**-10), _TOP, _GAP),
@@ -209,6 +210,7 @@ def test_equal_keys_tie_in_fp32_in_any_order_though_no_score_is_exact(fmt: Forma
     ("name", "positions"),
     [
         ("ties_across_blocks", {17, 145}),
+        ("ties_across_long_blocks", {100, 700, 1300, 1900}),
         ("overshooting_shift", {5, 40, 200}),
         ("growing_maximum", {17, 145, 155}),
         ("growing_maximum[by=4]", {17, 145, 155}),
