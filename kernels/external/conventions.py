@@ -49,7 +49,7 @@ class Convention:
     causal: str | None  # keyword of the causal mask, or ALWAYS; None: it has none
     mask: str | None  # keyword of a mask of the scores
     values: Mapping[Feature, str]  # keywords of the features that go by a value, such as the scores' scale
-    positions: Mapping[str, Any]  # parameters after v with their defaults, where nothing goes by keyword
+    positions: Mapping[str, Any]  # parameters after v that go by position alone, with their defaults
 
     @property
     def takes(self) -> frozenset[Feature]:
@@ -80,11 +80,10 @@ class Convention:
             given: values by keyword.
         """
         keywords = {**self.options.options, **keywords}
-        if not self.positions:
-            return [], keywords
         names = list(self.positions)
-        last = max((names.index(name) for name in keywords), default=-1)
-        return [keywords.get(name, self.positions[name]) for name in names[: last + 1]], {}
+        last = max((names.index(name) for name in keywords if name in names), default=-1)
+        by_position = [keywords.pop(name, self.positions[name]) for name in names[: last + 1]]
+        return by_position, keywords
 
 
 def convention(function: Callable[..., Any], options: KernelOptions) -> Convention:
@@ -163,7 +162,11 @@ def _signature(function: Callable[..., Any]) -> _Signature:
         tuple(rest),
         required=tuple(name for name, default in rest.items() if default is inspect.Parameter.empty),
         anything=any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters),
-        positions=rest if applied else {},
+        positions={
+            parameter.name: parameter.default
+            for parameter in parameters[3:]
+            if parameter.name in rest and (applied or parameter.kind is inspect.Parameter.POSITIONAL_ONLY)
+        },
     )
 
 

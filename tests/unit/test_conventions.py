@@ -87,6 +87,8 @@ def assert_right(output: AttentionOutput, call: AttentionInputs) -> None:
         ("def f(query, key, value, sm_scale=None): return plain(query, key, value, scale=sm_scale)", {OWN_SCALE}),
         ("def f(q, k, v, causal, sm_scale): return plain(q, k, v, causal=causal, scale=sm_scale)",
          {CAUSAL, OBLONG_CAUSAL, BLIND_ROWS, OWN_SCALE}),
+        ("def f(q, k, v, causal=False, /, scale=None): return plain(q, k, v, causal=causal, scale=scale)",
+         {CAUSAL, OBLONG_CAUSAL, BLIND_ROWS, OWN_SCALE}),
         ("def f(q, k, v, softmax_scale=None, is_causal=False):\n"
          "    return sdpa(q, k, v, scale=softmax_scale, is_causal=is_causal)", {CAUSAL, OBLONG_CAUSAL, OWN_SCALE}),
         ("def f(q, k, v, **more): return plain(q, k, v, **more)", {CAUSAL, OBLONG_CAUSAL, BLIND_ROWS, OWN_SCALE}),
@@ -98,8 +100,8 @@ def assert_right(output: AttentionOutput, call: AttentionInputs) -> None:
         ("f = sdpa", {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, OWN_SCALE, GROUPED}),
         ("f = kernel(takes='gqa')(lambda q, k, v: sdpa(q, k, v, enable_gqa=True))", {GROUPED}),
     ],
-    ids=["suite", "bare", "triton", "positional", "torch flags", "anything", "mask", "asked for", "refused", "sdpa",
-         "said"],
+    ids=["suite", "bare", "triton", "required", "by position", "torch flags", "anything", "mask", "asked for",
+         "refused", "sdpa", "said"],
 )  # fmt: skip
 def test_what_a_kernel_takes_follows_from_its_signature(
     loaded: Callable[..., Kernel], source: str, takes: set[Feature]
