@@ -52,9 +52,10 @@ def _module(d: int, dtype: torch.dtype) -> torch.nn.MultiheadAttention:
 def multihead_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """torch.nn.MultiheadAttention on its fast path, whose projections are exact copies.
 
-    That path is for one tensor that is query, key and value: q, k and v are quarters of it. A NaN in one of them is
-    spread to the other two by a product with 0.
+    That path is for one tensor that is query, key and value: q, k and v are quarters of it.
     """
+    if not all(part.isfinite().all() for part in (q, k, v)):
+        raise NotImplementedError("its projections spread what is not finite to q, k and v, by a product with 0")
     tokens = torch.cat([part.flatten(0, 1) for part in (q, k, v, torch.zeros_like(q))], -1)
     out, _ = _module(q.shape[-1], q.dtype)(tokens, tokens, tokens, need_weights=False)
     return out[..., : q.shape[-1]].reshape(q.shape).clone()
