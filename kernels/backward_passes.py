@@ -79,7 +79,7 @@ BACKWARD_PASSES: Mapping[str, BackwardPass] = {
     "flash attention's in fp32 (delta from O)": BackwardPass({}),
     "autograd's in fp32": BackwardPass(_UPCAST),
     f"autograd's in fp32 ({_BY_HEAD[2:]})": BackwardPass({**_UPCAST, "sums": OUTPUT}),
-    # XLA leaves the cast of dP out where it is allowed excess precision.
+    # XLA leaves the cast of dP out in some shapes, also where it is told to keep to casts.
     "autograd's of a P that is cast (P in 16 bits)": BackwardPass({**_UPCAST, "p": _LOW}),
     "autograd's of a P that is cast (P and dP in 16 bits)": BackwardPass({**_UPCAST, "p": _LOW, "dp": _LOW}),
     f"autograd's of a P that is cast (P and dP in 16 bits{_BY_HEAD})": BackwardPass(
