@@ -21,12 +21,13 @@ from tiebreak.programs.pages import case_pages
 
 ROOT = Path(__file__).parents[3]
 HERE = ROOT / "docs" / "site"
-#: Pages of the site whose text stands outside of docs/.
+#: Pages of the site whose text stands outside of docs/, or in a folder of its own.
 ELSEWHERE = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
     "example.md": "examples/my-kernel/README.md",
+    "arm-bf16-sums.md": "docs/reports/arm-bf16-sums/README.md",
 }
 #: Modules that code outside of the suite names, by what a reader wants with them.
 API = {
