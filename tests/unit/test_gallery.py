@@ -57,6 +57,15 @@ def test_tables_count_and_put_levels_that_agree_in_one_column() -> None:
     assert list(gallery.brief({"made-up": levels}))[2:] == ["| Made-up 9000 | 3 | 2 | 1 |"]
 
 
+def test_an_emulated_processor_is_marked() -> None:
+    fields = {"emulated": "instructions emulated by QEMU 7.2", "machine": "aarch64"}
+    levels = {"aarch64-max": run_of(record("flash", 0.23, "biased", "aa"), level="aarch64-max", **fields)}
+    lines = list(gallery.whole({"qemu": levels}))
+    assert lines[2].startswith("aarch64, *emulated processor*, torch 2,")
+    assert lines[2].endswith(" Instructions emulated by QEMU 7.2.")
+    assert list(gallery.brief({"qemu": levels}))[2].startswith("| aarch64, *emulated processor* | 1 | 1 |")
+
+
 def test_cells_that_show_the_same_share_a_row() -> None:
     shown = {"fast": (0.23, "biased", "a"), "slow": (-0.02, "unbiased", "b")}
     levels = {

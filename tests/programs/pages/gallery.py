@@ -118,7 +118,8 @@ def whole(runs: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
     for machine, levels in runs.items():
         first = next(iter(levels.values()))
         torch, commit = first.platform["torch"], str(first.platform["commit"])[:7]
-        yield from [f"### {machine}", "", f"{_processor(first)}, torch {torch}, commit `{commit}`.", ""]
+        emulated = f" {_sentence(str(first.platform['emulated']))}." if first.platform.get("emulated") else ""
+        yield from [f"### {machine}", "", f"{_processor(first)}, torch {torch}, commit `{commit}`.{emulated}", ""]
         yield from [*_machine(levels), ""]
     natives = {machine: levels[NATIVE] for machine, levels in runs.items() if NATIVE in levels}
     for (name, left), (other, right) in itertools.combinations(natives.items(), 2):
@@ -126,10 +127,16 @@ def whole(runs: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
 
 
 def _processor(run: Run) -> str:
-    """The name, and the widest of the instruction sets that matter here."""
+    """The name, and the widest of the instruction sets that matter here; levels name emulated ones."""
+    if run.platform.get("emulated"):
+        return f"{run.platform['machine']}, *emulated processor*"
     features = run.platform.get("cpu_features", ())
     known = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in features]
     return f"{run.platform['cpu']}{f' ({known[0]})' if known else ''}"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _machine(levels: Mapping[str, Run]) -> Iterator[str]:
