@@ -100,6 +100,7 @@ class Case:
     formats: Callable[[Format], Formats] = Formats.of  # what it is in where q and k are in a format
     revision: int = 1  # raised when the recipe makes another input
     fixed_heads: FixedHeads | None = None  # None: the recipe makes any number of heads
+    most_heads: int | None = None  # of a batch, where rows are so long that more take minutes; None: as many as asked
     unclaimed: str | None = None  # why nothing is claimed of the kernels that no claim speaks of
     family: Family | None = None  # None: it stands alone
 
@@ -121,7 +122,8 @@ class Case:
         Args:
             seed: of the run.
             batch: index of the batch; each has its own random stream.
-            heads: query heads, split over the batch dimension; of a fixed_heads the last batch may have fewer.
+            heads: query heads, split over the batch dimension; a batch of a long row may have fewer,
+                and so may the last of a fixed_heads.
             fmt: format of q and k; the others follow by `formats`.
 
         Raises:
@@ -130,6 +132,7 @@ class Case:
         if fmt not in TORCH_DTYPES:
             raise ValueError(f"cases come in {', '.join(f.name for f in TORCH_DTYPES)}, not in {fmt.name}")
         stream = SeedSequence([seed, zlib.crc32(self.name.encode()), batch])
+        heads = heads if self.most_heads is None else min(heads, self.most_heads)
         return self.recipe(Draw(Generator(Philox(stream)), self.formats(fmt), heads, batch))
 
     def claim_about(self, declaration: Declaration | None, fmt: Format = BF16) -> Claim | None:
