@@ -69,17 +69,26 @@ class SharedArithmetic:
         return self._once((x,), accumulator, lambda: self._arithmetic.row_sum(x, accumulator))
 
     def _once(self, operands: tuple[Tensor, ...], how: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """A result of operands, if they are known."""
-        if any(_storage(operand) not in self._known for operand in operands):
+        """A result of operands, if they are known.
+
+        What is known is kept alive: where a tensor has been given up, another may lie.
+        """
+        if not self._knows(operands):
             return make()
         key = how, *map(_place, operands)
-        result, version = self._results.get(key, (None, 0))
-        if result is None or result._version != version:
-            result = make()
-            if result.numel() <= _LARGEST:
-                self._keep(result)
+        if key in self._results:
+            result, version = self._results[key]
+            return result if result._version == version else make()
+        result = make()
+        if result.numel() <= _LARGEST:
+            self._make_room(result.numel())
+            if self._knows(operands):  # all may have been forgotten meanwhile
+                self._known.add(_storage(result))
                 self._results[key] = result, result._version
         return result
+
+    def _knows(self, operands: tuple[Tensor, ...]) -> bool:
+        return all(_storage(operand) in self._known for operand in operands)
 
     def _like(self, x: Tensor, how: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """The result of an operand with the same values."""
@@ -89,15 +98,16 @@ class SharedArithmetic:
         result = make()
         if x.numel() > _LARGEST:
             return result
-        self._keep(x, result)
+        self._make_room(x.numel() + result.numel())
+        self._known |= {_storage(x), _storage(result)}
         self._of_values.setdefault((how, x.shape), []).append((x, result, x._version + result._version))
         return result
 
-    def _keep(self, *tensors: Tensor) -> None:
-        self._size += sum(tensor.numel() for tensor in tensors)
-        if self._size > _KEPT:
+    def _make_room(self, elements: int) -> None:
+        """Forget everything, if there would be too much with some elements more."""
+        if self._size + elements > _KEPT:
             self._forget()
-        self._known |= {_storage(tensor) for tensor in tensors}
+        self._size += elements
 
 
 class SharedEmulation(SharedArithmetic):

@@ -11,6 +11,7 @@ from torch import Tensor
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.backends.emulation import arithmetic
 from tiebreak.backends.emulation.accumulators import ACCUMULATIONS, Accumulation
+from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases import gradients as gradients_module
 from tiebreak.cases.bounds import error_bound
@@ -21,13 +22,15 @@ from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.formats import BF16, FP32
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, composed
-from tiebreak.kernels.plans import Accumulator, Cast
+from tiebreak.kernels.plans import FP32_PLAN, Accumulator, Cast, Exponential
 from tiebreak.kernels.reference import Reference, reference_gradients
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
+from tiebreak.matrix import sharing
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.sharing import SharedEmulation
 from tiebreak.matrix.workbench import Workbench
 
 CASES = {case.name: case for case in SCRIPTED}
@@ -92,6 +95,24 @@ def test_the_emulation_of_every_kernel_is_the_same_to_the_bit_as_alone(
         alone = EMULATION.run(composed(name, declaration), inputs, gradients=CASES[case].gradients)
         for ours, theirs in zip(tensors(shared), tensors(alone), strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_nothing_is_remembered_of_an_operand_that_was_forgotten_meanwhile(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it lay, something else may lie by then."""
+    inputs = bench.case(CASES["random"], BF16).batch(0).inputs
+    shared, k = SharedEmulation(inputs), inputs.k.mT
+    p = shared.cast(inputs.q * 1.0, Cast(BF16))
+    shared.exp(p, Exponential())
+    with monkeypatch.context() as narrow:
+        # Room for p and its exponential, but not for p in fp64, of which the product is made.
+        narrow.setattr(sharing, "_KEPT", 2 * p.numel())
+        shared.matmul(p, k, FP32_PLAN.s, Accumulator.EXACT)
+    p.data.neg_()  # unseen by its version, as what is made anew in its place
+    shared.exp(p, Exponential())
+    expected = EmulatedArithmetic().matmul(p, k, FP32_PLAN.s, Accumulator.EXACT)
+    assert torch.equal(shared.matmul(p, k, FP32_PLAN.s, Accumulator.EXACT), expected)
 
 
 def test_composed_kernels_of_a_cpu_share_what_they_compute_in_a_run_and_nothing_between_two(
