@@ -30,7 +30,7 @@ INPUT = "input"  # the format of the call, whichever it is; any other name is th
 _ROW_SUM, _L_FROM, _EXPONENTIAL, _CONTRACTED = "row_sum", "row_sum_of", "exponential", "contracted"
 _ACCUMULATOR, _OF_PRODUCTS = "accumulator", ("pv", "o_bar")
 # Of fields that go by another name.
-_KEYS = {_ROW_SUM: "l", _L_FROM: "l_from", _EXPONENTIAL: "base", _CONTRACTED: "contract", _ACCUMULATOR: "sums"}
+_KEYS = {_ROW_SUM: "l", _L_FROM: "l_from", _EXPONENTIAL: "base", _CONTRACTED: "contract"}
 _TILE = "tile"
 _OUTPUTS = ("o", "gradients")
 _BASES = {"2": True, "e": False}
@@ -42,7 +42,7 @@ _FLAGS: Mapping[str, Mapping[str, object]] = {
     _KEYS[_L_FROM]: _SUMS,
     _KEYS[_CONTRACTED]: _YES,
     "smooth_k": _YES,
-    _KEYS[_ACCUMULATOR]: _ACCUMULATORS,
+    _ACCUMULATOR: _ACCUMULATORS,
 }
 _QUANTIZED, _OFFSET, _NONE, _SATURATES = ("q8", "k8", "v8", "p8"), "offset", "none", "sat"
 _MODES = {rounding.value: rounding for rounding in Rounding}
@@ -65,7 +65,7 @@ def parse_declaration(text: str) -> Declaration:
     `o=bf16:away`) or `:sat` if it saturates, `/512` where a product's sum is rounded after every 512 terms
     (`o_bar=input/512`); `l_from=rounded`, `clamped` or `unrounded`; `base=2` or `e`, of the exponential; `contract=yes`
     or `no`, of its argument; `offset=8`, a power of two that P-bar is multiplied by; `q8`, `k8`, `v8` and `p8`, 8 bits
-    with scales (`k8=int8/block64:away`, or `none`); `smooth_k=yes`; `sums=bfmmla`, how products are added up;
+    with scales (`k8=int8/block64:away`, or `none`); `smooth_k=yes`; `accumulator=bfmmla`, how products are added up;
     `tile=64`, `tile=64x32` (queries by keys) or `tile=one`. `input` is the call's format, whichever it is; any other is
     that very format.
     Without `tile`, the kernel's own tiles are unknown.

@@ -56,10 +56,10 @@ def changed(plan: RoundingPlan, **changes: object) -> RoundingPlan:
         ("fused,o=input:away", changed(FUSED, o=replace(FUSED.o, rounding=Rounding.TIES_AWAY))),
         ("fused,o=bf16:zero", changed(FUSED, o=Cast(BF16, Rounding.TOWARD_ZERO))),
         (
-            "standard,o_bar=input/512,sums=bfmmla",
+            "standard,o_bar=input/512,accumulator=bfmmla",
             changed(STANDARD, o_bar=replace(LOW, every=512), accumulator=Accumulator.BFMMLA),
         ),
-        ("paper,sums=bfmmla", changed(PLANS["paper_bfmmla"])),
+        ("paper,accumulator=bfmmla", changed(PLANS["paper_bfmmla"])),
         ("fused,o=input:stochastic", changed(FUSED, o=Cast(BF16, Rounding.STOCHASTIC, Follows.OUTPUT))),
     ],
 )
@@ -112,7 +112,7 @@ def _random_text(draw: random.Random) -> str:
     changes += draw.sample(eight_bits, draw.randint(0, 1))
     changes += draw.sample(["k8=int8/block64:away", "q8=int8/block128:away+scale", "q8=none"], draw.randint(0, 1))
     changes += draw.sample(["contract=yes", "contract=no"], draw.randint(0, 1))
-    changes += draw.sample(["sums=bfmmla", "sums=exact"], draw.randint(0, 1))
+    changes += draw.sample(["accumulator=bfmmla", "accumulator=exact"], draw.randint(0, 1))
     changes += draw.sample(["tile=one", "tile=7", "tile=64x32", "tile=128"], draw.randint(0, 1))
     draw.shuffle(changes)
     return ",".join([head, *changes])
@@ -147,8 +147,15 @@ def test_labels_of_all_that_differ_differ() -> None:
         assert by_label.setdefault(declaration.label, declaration) == declaration
 
 
+@pytest.mark.parametrize("point", POINTS)
+def test_a_key_changes_the_rounding_point_that_it_names(point: str) -> None:
+    field = {"l": "row_sum"}.get(point, point)
+    before, after = parse_declaration("fp32_inside").plan, parse_declaration(f"fp32_inside,{point}=fp16").plan
+    assert {name for name, cast in after.casts() if cast != getattr(before, name)} == {field}
+
+
 def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
-    untold = {"name", "accumulator", "delta_from", "shift_attached"}  # of which named plans have each that there is
+    untold = {"name", "delta_from", "shift_attached"}  # of which named plans have each that there is
     named = {"l": "row_sum", "l_from": "row_sum_of", "base": "exponential", "contract": "contracted"}
     with pytest.raises(ValueError, match="known are") as error:
         parse_declaration("fused,?=1")
