@@ -6,9 +6,9 @@ operations in the order written here; everything else goes through the arithmeti
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -117,15 +117,27 @@ def _zeroed(x: Tensor, where: Tensor) -> Tensor:
     return x if x.device.type == "cpu" and not where.any() else x.masked_fill(where, 0.0)
 
 
-def _final(
-    o: Tensor, rows: slice, operands: Operands, plan: RoundingPlan, arithmetic: Arithmetic, noise: Noise
-) -> Tensor:
+def _final(o: Tensor, rows: slice, operands: Operands, noise: Noise) -> Tensor:
     """O's cast; rows without a visible key give zeros."""
+    plan = operands.plan
     if operands.hidden is not None:
         blind = cut(operands.hidden, rows, slice(None)).all(-1, keepdim=True)
         o = _zeroed(o, blind)
     stochastic = plan.o.rounding is Rounding.STOCHASTIC
-    return arithmetic.cast(o, plan.o, noise.bits(o.shape, rows.start, o.device) if stochastic else None)
+    return operands.arithmetic.cast(o, plan.o, noise.bits(o.shape, rows.start, o.device) if stochastic else None)
+
+
+def _by_rows(
+    inputs: AttentionInputs, operands: Operands, block: Block, rows_of: Callable[[slice], tuple[Tensor, Tensor]]
+) -> AttentionOutput:
+    """O after its cast, and the log-sum-exp, a tile of rows at a time: of what gives both for some rows."""
+    noise = Noise(inputs.noise_seed, inputs.q.shape[1])
+    outputs, sums = [], []
+    for rows in operands.query_tiles(block.queries):
+        o, lse = rows_of(rows)
+        outputs.append(_final(o, rows, operands, noise))
+        sums.append(lse)
+    return AttentionOutput(torch.cat(outputs, 2), torch.cat(sums, 2), tiles=operands.tiles)
 
 
 def flash(
@@ -189,7 +201,7 @@ def _flash_rows(
             l = arithmetic.cast(arithmetic.cast(alpha * l, plan.row_sum) + block_sum, plan.row_sum)
             o_bar = arithmetic.cast(arithmetic.cast(alpha * o_bar, plan.o_bar) + pv, plan.o_bar)
         m = new_m
-    o = _final(operands.unscaled(o_bar / l), rows, operands, plan, arithmetic, noise)
+    o = _final(operands.unscaled(o_bar / l), rows, operands, noise)
     return o, softmax.natural(m) + torch.log(l) - plan.offset * math.log(2.0)
 
 
@@ -220,13 +232,9 @@ def flash_1(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic,
     Returns:
         O (batch, heads, queries, d) and the log-sum-exp, without gradients.
     """
-    operands, noise = Operands.of(inputs, plan, arithmetic), Noise(inputs.noise_seed, inputs.q.shape[1])
-    outputs, sums = [], []
-    for rows in operands.query_tiles(block.queries):
-        o, lse = _flash_1_rows(operands, rows, plan, arithmetic, block)
-        outputs.append(_final(o, rows, operands, plan, arithmetic, noise))
-        sums.append(lse)
-    return AttentionOutput(torch.cat(outputs, 2), torch.cat(sums, 2), tiles=operands.tiles)
+    operands = Operands.of(inputs, plan, arithmetic)
+    rows_of = partial(_flash_1_rows, operands, plan=plan, arithmetic=arithmetic, block=block)
+    return _by_rows(inputs, operands, block, rows_of)
 
 
 def _flash_1_rows(
@@ -270,15 +278,13 @@ def split(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, b
     Returns:
         O (batch, heads, queries, d) and the log-sum-exp, without gradients.
     """
-    noise = Noise(inputs.noise_seed, inputs.q.shape[1])
     operands = Operands.of(inputs, replace(plan, o_bar=_FP32), arithmetic)  # O is cast once it is normalised
-    outputs, sums = [], []
-    for rows in operands.query_tiles(block.queries):
+
+    def rows_of(rows: slice) -> tuple[Tensor, Tensor]:
         parts = [_split(operands, rows, keys, plan, arithmetic) for keys in operands.key_tiles(block.keys)]
-        o, lse = _merged(parts, plan, arithmetic)
-        outputs.append(_final(o, rows, operands, plan, arithmetic, noise))
-        sums.append(lse)
-    return AttentionOutput(torch.cat(outputs, 2), torch.cat(sums, 2), tiles=operands.tiles)
+        return _merged(parts, plan, arithmetic)
+
+    return _by_rows(inputs, operands, block, rows_of)
 
 
 def _split(
@@ -322,20 +328,19 @@ def standard(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic
     Returns:
         O (batch, heads, queries, d) and the log-sum-exp, without gradients.
     """
-    operands, noise = Operands.of(inputs, plan, arithmetic), Noise(inputs.noise_seed, inputs.q.shape[1])
-    every_key = slice(0, inputs.k.shape[-2])
+    operands, every_key = Operands.of(inputs, plan, arithmetic), slice(0, inputs.k.shape[-2])
     softmax = Softmax(operands.scale, plan, arithmetic)
-    outputs, sums = [], []
-    for rows in operands.query_tiles(block.queries):
+
+    def rows_of(rows: slice) -> tuple[Tensor, Tensor]:
         s = operands.scores(rows, every_key)
         row_max = s.amax(-1, keepdim=True)
         shift = torch.where(row_max == -torch.inf, torch.zeros_like(row_max), row_max)
         p = softmax.of(s, shift)
         l = arithmetic.cast(arithmetic.row_sum(p, plan.accumulator), plan.row_sum)
         o = arithmetic.matmul(arithmetic.cast(p / l, plan.p_bar), operands.v, plan.o_bar, plan.accumulator)
-        outputs.append(_final(o, rows, operands, plan, arithmetic, noise))
-        sums.append(softmax.natural(shift) + torch.log(l))
-    return AttentionOutput(torch.cat(outputs, 2), torch.cat(sums, 2), tiles=operands.tiles)
+        return o, softmax.natural(shift) + torch.log(l)
+
+    return _by_rows(inputs, operands, block, rows_of)
 
 
 def backward(
