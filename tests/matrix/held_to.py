@@ -26,7 +26,7 @@ _HEADS = 32  # of each probe: on as many, attribution tells the candidates of a 
 #: Share of equal bits below which a kernel may cast O with random bits of its own, with which no emulation agrees. It
 #: is then held to the largest errors of such plans: their mean square is two to three times that of a cast to nearest.
 _RANDOM = 0.9
-_LOOSEST = "the loosest known plan"  # what of several such a kernel is held to, as reports name it
+_LOOSEST = "the loosest plan of random bits"  # which of them such a kernel is held to, as reports name it
 _PROBES: tuple[Case, ...] = tuple(case for case in SCRIPTED if case.normal)[:3]
 
 

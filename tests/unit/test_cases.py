@@ -387,3 +387,9 @@ def test_a_claim_speaks_of_standard_attention_if_it_names_it_or_no_rule() -> Non
     assert claim(UNBIASED, "", rules="safe standard").concerns(declaration, BF16)
     assert claim(UNBIASED, "").concerns(declaration, BF16)
     assert not claim(UNBIASED, "", rules="safe").concerns(declaration, BF16)
+
+
+@pytest.mark.parametrize(("asked", "drawn"), [(32, 32), (64, 64), (256, 64)])
+def test_of_long_rows_no_more_heads_are_drawn_than_a_run_has_time_for(asked: int, drawn: int) -> None:
+    q = CASES["ties_across_long_blocks"].make(1, 0, asked, BF16).q
+    assert q.shape[0] * q.shape[1] == drawn

@@ -269,7 +269,7 @@ def test_kernel_that_follows_no_plan_is_unexplained_and_held_to_the_loosest(judg
     result.stdout.re_match_lines([f"cpu-truncates: {nearest}"])
     assert kept().explanations["cpu-truncates"].state == UNEXPLAINED
     (why,) = (record.answers["accuracy"].why for record in kept().records if record.case == "random")
-    held_to = "the loosest known plan"
+    held_to = "the loosest plan of random bits"
     assert re.fullmatch(
         rf"mean square \S+ times what {held_to} has \(at least .*\); bias -0\.\d\d ulp from what .*", why
     )
