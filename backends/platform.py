@@ -7,16 +7,15 @@ trees.
 import os
 import platform
 import struct
-import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tiebreak.backends.levels import PROCESSOR, current
+from tiebreak.backends.provenance import commit, wheel
 
 GIB = 2**30
-CHECKOUT = Path(__file__).resolve().parent.parent
 
 _X86 = (
     "sse4_1 avx avx2 fma f16c avx_vnni avx_ne_convert"
@@ -56,6 +55,7 @@ class Platform:
     numpy: str  #: version of NumPy
     os: str  #: operating system and its release
     commit: str | None  #: the suite's git commit, with "-dirty" if files differ from it; None if unknown
+    wheel: str | None  #: the wheel that the suite is installed from, where it is no checkout: version and digest
     level: str  #: name of the instruction-set level in force (see tiebreak.backends.levels)
     emulated: str | None  #: what carries out the instructions where no processor does, None where one does
 
@@ -90,7 +90,8 @@ def describe(root: Path = Path("/")) -> Platform:
         torch=str(torch.__version__),
         numpy=np.__version__,
         os=f"{platform.system()} {platform.release()}",
-        commit=commit(),
+        commit=(checkout := commit()),
+        wheel=None if checkout else wheel(),
         level=current(os.environ),
         emulated=emulated(root),
     )
@@ -125,34 +126,6 @@ def cpu_features(root: Path = Path("/")) -> tuple[str, ...]:
     cpuinfo = _cpuinfo(root)
     flags = cpuinfo.get("flags") or cpuinfo.get("Features") or ""
     return tuple(sorted(NUMERIC_FEATURES.intersection(flags.split())))
-
-
-def commit(checkout: Path = CHECKOUT) -> str | None:
-    """The git commit of a checkout.
-
-    Args:
-        checkout: top folder of the checkout.
-
-    Returns:
-        The commit's 40 digits, with "-dirty" appended if tracked files differ from it. None without git, without a
-        commit, or if the folder merely lies inside someone else's repository (an installed copy in a virtual
-        environment).
-    """
-    # In a hook, git points these at the repository that the hook belongs to.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(checkout), *arguments]
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-
-    try:
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != checkout.resolve():
-            return None
-        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def worker_count(memory_per_worker_gib: float = 2.0, root: Path = Path("/")) -> int:

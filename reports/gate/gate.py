@@ -48,7 +48,7 @@ _SEVERITY = {HELD: 0, MEASURED: 0, INCONCLUSIVE: 1, FELL: 2, CRASHED: 3, TIMED_O
 # A baseline is there to see these change.
 _SOFTWARE = (
     *("python", "torch", "numpy", "os", "gpu_driver", "cuda", "hip", "cudnn", "triton"),
-    *("torch_npu", "cann", "driver", "commit"),
+    *("torch_npu", "cann", "driver", "commit", "wheel"),
 )
 _CAPACITY = ("cores", "memory_gib")
 _ULP = "ulp"  # the unit of measures that say nothing where the sum cancels

@@ -10,9 +10,14 @@ from datetime import date
 
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import SKIPPED, Record, Run, outcome_of
-from tiebreak.reports.statement.folder import Profile, Waiver, users_kernels, waived
+from tiebreak.reports.statement.folder import SUITE, Profile, Waiver, users_kernels, waived
 
 _OF_THE_MOMENT = frozenset({"fingerprint", "memory_gib", "cores"})  # what may differ between runs of one platform
+# How a suite is named, in words, and what to do where its files are not those.
+_SHAPES = {
+    "commit": ("[0-9a-f]{40}", "a commit's 40 hexadecimal digits", "commit them"),
+    "wheel": (r"\S+ sha256:[0-9a-f]{64}", "a wheel's version and SHA-256", "install it anew"),
+}
 
 
 def of_runs(runs: Mapping[str, Run], profile: Profile, judging: Collection[str]) -> Iterator[str]:
@@ -36,17 +41,24 @@ def of_runs(runs: Mapping[str, Run], profile: Profile, judging: Collection[str])
 def _of_one_platform(runs: Mapping[str, Run]) -> Iterator[str]:
     first_name, first = next(iter(runs.items()))
     for name, run in runs.items():
-        commit = run.platform.get("commit")
-        if not isinstance(commit, str):
-            yield f"{name}: platform.commit: not told: run the suite from a git checkout"
-        elif not re.fullmatch("[0-9a-f]{40}(-dirty)?", commit):
-            yield f"{name}: platform.commit: {commit!r}: not a commit's 40 hexadecimal digits: was the file edited?"
-        elif commit.endswith("-dirty"):
-            yield f"{name}: platform.commit: {commit}: files differ from the commit; commit them and run again"
+        yield from (f"{name}: {text}" for text in _of_suite(run))
         for field in sorted((run.platform.keys() & first.platform.keys()) - _OF_THE_MOMENT):
             ours, theirs = run.platform[field], first.platform[field]
             if ours != theirs:
                 yield f"{name}: platform.{field}: {ours!r}, {theirs!r} in {first_name}: give one platform's files"
+
+
+def _of_suite(run: Run) -> Iterator[str]:
+    kind = next((kind for kind in SUITE if run.platform.get(kind)), None)
+    if kind is None:
+        yield "platform.commit: unknown: run the suite from a git checkout or an installed wheel"
+        return
+    shape, words, cure = _SHAPES[kind]
+    value = str(run.platform[kind])
+    if not re.fullmatch(f"{shape}(-dirty)?", value):
+        yield f"platform.{kind}: {value!r}: not {words}: was the file edited?"
+    elif value.endswith("-dirty"):
+        yield f"platform.{kind}: {value}: files differ from the {kind}; {cure} and run again"
 
 
 def _of_inputs(run: Run, profile: Profile) -> Iterator[str]:

@@ -20,9 +20,10 @@ from tiebreak.reports.records.decode import FieldError, decoder
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import OUTCOMES, Count, Record, Run
 
-SCHEMA = 1
+SCHEMA = 2  # of statement.json: statement.schema.json, beside this file
 FILE = "statement.json"
 SUMMARIES = ("summary.md", "summary.html")
+SUITE = ("commit", "wheel")  # what a platform says of the suite's code: one of them
 WAIVED = "waived"  # in the place of an outcome
 
 
@@ -83,7 +84,7 @@ class Statement:
     schema: int  # version of this layout
     profile: str  # its name
     profile_hash: str  # of the list of its cells
-    commit: str  # of the suite
+    suite: str  # its code: a commit, or an installed wheel
     platform: Mapping[str, Any]  # machine, devices, versions, fingerprint
     kernels: Mapping[str, tuple[str, ...]]  # by backend: what the statement is given for
     users: tuple[str, ...]  # those of them that --kernel brought in
@@ -141,7 +142,7 @@ def derive(
         SCHEMA,
         profile.name,
         profile.hash,
-        str(runs[0].platform.get("commit")),
+        suite_of(runs[0]),
         platform_of(runs),
         {name: tuple(sorted({record.kernel for record in own})) for name, own in sorted(backends.items())},
         tuple(users_kernels(runs, profile)),
@@ -155,10 +156,15 @@ def derive(
     )
 
 
+def suite_of(run: Run) -> str:
+    """Which code a run had: `commit ...` of a checkout, or `wheel ...`."""
+    return next((f"{name} {run.platform[name]}" for name in SUITE if run.platform.get(name)), "unknown")
+
+
 def platform_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """The platform of the first run, with the fingerprints of all; the commit stands elsewhere."""
+    """The platform of the first run, with the fingerprints of all; the suite stands elsewhere."""
     probed = {name: values for run in runs for name, values in run.platform.get("fingerprint", {}).items()}
-    devices = {name: value for run in runs for name, value in run.platform.items() if name != "commit"}
+    devices = {name: value for run in runs for name, value in run.platform.items() if name not in SUITE}
     return devices | {"fingerprint": probed}
 
 

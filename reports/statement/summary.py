@@ -91,7 +91,7 @@ def _counts(statement: Statement, records: Sequence[Record]) -> str:
 
 def _platform(statement: Statement, profile: Profile) -> Iterator[tuple[str, str]]:
     yield "profile", f"{profile.name} ({profile.about}), {statement.profile_hash[:_SHOWN]}"
-    yield "suite", f"commit {statement.commit}"
+    yield "suite", statement.suite
     for backend, kernels in statement.kernels.items():
         own = [name for name in kernels if name not in profile.suite.get(backend, {})]
         names = [f"{name} (given by --kernel)" if name in statement.users else name for name in own]

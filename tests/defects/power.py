@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tiebreak.backends.platform import CHECKOUT, commit
+from tiebreak.backends.provenance import CHECKOUT, commit
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.defects.planted import DEFECTS, USERS, Defect, on, twin
 from tiebreak.kernels.formats import BF16, FP16

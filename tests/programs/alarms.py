@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tiebreak.backends.platform import commit
+from tiebreak.backends.provenance import commit
 from tiebreak.matrix.memory import keep_memory
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, SelectionError, cells

@@ -282,7 +282,7 @@ class Verification:
         """What `statement.json` and the summaries say otherwise than the records."""
         contents = [(self.folder / name).read_bytes() for name in runs]
         derived = statements.derive(list(runs.values()), contents, list(runs), asked, statement.waivers)
-        for name in ("commit", "platform", "kernels", "users", "counts", "result"):
+        for name in ("suite", "platform", "kernels", "users", "counts", "result"):
             if getattr(statement, name) != getattr(derived, name):
                 yield f"{FILE}: {name}: not what the records come to"
         cells = {file.name: file.cells for file in derived.files}

@@ -1,3 +1,4 @@
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -13,7 +14,8 @@ import torch
 
 from tiebreak.backends import levels, platform
 from tiebreak.backends.gpu import describe_gpu
-from tiebreak.backends.platform import Platform, commit, cpu_features, cpu_name, describe, worker_count
+from tiebreak.backends.platform import Platform, cpu_features, cpu_name, describe, worker_count
+from tiebreak.backends.provenance import commit, wheel
 from tiebreak.kernels.triton import loading
 
 GIB = 2**30
@@ -299,6 +301,37 @@ def test_no_commit_from_an_enclosing_repository(checkout: Path) -> None:
 def test_no_commit_without_git(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert commit(checkout) is None
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module of an installed wheel, version 3.1 of `made_up`."""
+    module = tmp_path / "made_up/module.py"
+    # As pip writes it: SHA-256 of the content, base64 for URLs, without padding.
+    record = (
+        "made_up/module.py,sha256=nia_NpkRxFwkPGhBR7I_yeHc_PJX0pmhxjIBam_NM_Q,6\nmade_up/__pycache__/module.pyc,,\n"
+    )
+    about = {"METADATA": "Name: made_up\nVersion: 3.1\n", "RECORD": record}
+    write(tmp_path, {"made_up/module.py": "x = 1\n"})
+    write(tmp_path, {f"made_up-3.1.dist-info/{name}": text for name, text in about.items()})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return module
+
+
+def test_a_wheel_is_its_version_and_what_its_files_hold(installed: Path) -> None:
+    name = wheel("made_up", installed)
+    line = f"made_up/module.py {hashlib.sha256(installed.read_bytes()).hexdigest()}\n"
+    assert name == f"3.1 sha256:{hashlib.sha256(line.encode()).hexdigest()}"
+    installed.write_text("x = 2\n")
+    edited = wheel("made_up", installed)
+    assert edited is not None
+    assert edited.endswith("-dirty")
+    assert edited.removesuffix("-dirty") != name
+
+
+def test_no_wheel_where_the_code_is_not_from_one(installed: Path) -> None:
+    assert wheel("made_up", Path(__file__)) is None
+    assert wheel("never_installed", installed) is None
 
 
 @needs_git

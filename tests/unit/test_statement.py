@@ -3,12 +3,13 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import date
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from tiebreak.backends.backend import CPU, EMULATION
@@ -37,6 +38,7 @@ from tiebreak.reports.statement import folder as statements
 CASES = ("tied_maxima[k=2]", "no_tail")
 KERNELS = ("flash@paper", "fair")
 COMMIT = "c" * 40
+WHEEL = f"1.0 sha256:{'a' * 64}"
 OURS = "emulation-flash@paper-tied_maxima[k=2]-bf16"
 DEVICE = "cpu-flash@paper-tied_maxima[k=2]-bf16"
 VENDORS = "cpu-sdpa_math-no_tail-bf16"
@@ -156,6 +158,20 @@ def test_a_statement_of_a_run_verifies_and_says_what_was_not_shown(
     assert told.endswith("NOT shown: that the records came from the device that they name")
 
 
+def test_what_an_installed_wheel_ran_is_a_statement_and_fits_the_published_schema(
+    keep: Callable[..., Path], ran: Run, tmp_path: Path, verified: Callable[..., tuple[int, list[str]]]
+) -> None:
+    folder = tmp_path / "wheels"
+    records = keep(platform={**ran.platform, "commit": None, "wheel": WHEEL})
+    assert main(["statement", str(records), "-o", str(folder), "--profile", "small"]) == 0
+    plain = json.loads((folder / "statement.json").read_text(encoding="utf-8"))
+    assert plain["suite"] == f"wheel {WHEEL}"
+    schema = json.loads(Path(statements.__file__).with_name("statement.schema.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator(schema).validate(plain)
+    assert schema["properties"].keys() == {each.name for each in fields(statements.Statement)}
+    assert verified(folder, "--sample", "1")[0] == 0
+
+
 def test_the_summary_has_platform_profile_counts_and_biased_cells(stated: Path) -> None:
     page, text = ((stated / name).read_text(encoding="utf-8") for name in ("summary.html", "summary.md"))
     for summary in (page, text):
@@ -228,7 +244,11 @@ FORGED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
     ),
     "no checkout": (
         lambda run: replace(run, platform={**run.platform, "commit": None}),
-        "platform.commit: not told: run the suite from a git checkout",
+        "platform.commit: unknown: run the suite from a git checkout or an installed wheel",
+    ),
+    "edited wheel": (
+        lambda run: replace(run, platform={**run.platform, "commit": None, "wheel": f"{WHEEL}-dirty"}),
+        f"platform.wheel: {WHEEL}-dirty: files differ from the wheel; install it anew",
     ),
     "no commit": (
         lambda run: replace(run, platform={**run.platform, "commit": "xyz"}),
@@ -343,9 +363,9 @@ def edited(folder: Path, name: str, old: str, new: str) -> None:
         ("records-1.json", '"met": true', '"met": true ', "records-1.json: SHA-256 is not as in statement.json"),
         (
             "statement.json",
-            '"schema": 1',
             '"schema": 2',
-            "statement.json: schema: 2 is not 1, which this tiebreak veri",
+            '"schema": 3',
+            "statement.json: schema: 3 is not 2, which this tiebreak veri",
         ),
         ("statement.json", '"profile_hash": "', '"profile_hash": "0', "statement.json: of profile small, 0"),
         (
@@ -405,7 +425,7 @@ def test_other_files_and_lost_ones_are_found(stated: Path, verified: Callable[..
         (None, "No such file"),
         ("", "empty"),
         ("[]", "expected an object"),
-        ('{"schema": 1}', "profile: missing"),
+        ('{"schema": 2}', "profile: missing"),
         ("{", "not JSON"),
     ],
 )

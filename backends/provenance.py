@@ -1,0 +1,68 @@
+"""Which code of the suite this is: a checkout's commit, or an installed wheel."""
+
+import base64
+import hashlib
+import os
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+PACKAGE = "tiebreak"
+
+
+def commit(checkout: Path = CHECKOUT) -> str | None:
+    """The git commit of a checkout.
+
+    Args:
+        checkout: top folder of the checkout.
+
+    Returns:
+        The commit's 40 digits, with "-dirty" appended if tracked files differ from it. None without git, without a
+        commit, or if the folder merely lies inside someone else's repository (an installed copy in a virtual
+        environment).
+    """
+    # In a hook, git points these at the repository that the hook belongs to.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(checkout), *arguments]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != checkout.resolve():
+            return None
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def wheel(package: str = PACKAGE, module: Path = Path(__file__)) -> str | None:
+    """The installed wheel that this code runs from.
+
+    Args:
+        package: name of the distribution, and of the package in it.
+        module: a file of this code.
+
+    Returns:
+        Its version and, behind "sha256:", a digest of its files' names and contents, with "-dirty" appended if one is
+        not as the wheel had it. None where this code does not run from an installed wheel.
+    """
+    try:
+        installed = metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return None
+    listed = [file for file in installed.files or () if file.parts[0] == package and file.suffix != ".pyc"]
+    files = {file: Path(str(file.locate())).resolve() for file in sorted(listed)}
+    if module.resolve() not in files.values():
+        return None
+    digest, dirty = hashlib.sha256(), ""
+    for file, path in files.items():
+        own = hashlib.sha256(path.read_bytes() if path.is_file() else b"")
+        digest.update(f"{file.as_posix()} {own.hexdigest()}\n".encode())
+        # As RECORD has it: https://packaging.python.org/specifications/recording-installed-packages
+        if file.hash is None or file.hash.value != base64.urlsafe_b64encode(own.digest()).rstrip(b"=").decode():
+            dirty = "-dirty"
+    return f"{installed.version} sha256:{digest.hexdigest()}{dirty}"
