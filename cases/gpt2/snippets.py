@@ -374,13 +374,13 @@ MEASURED: Mapping[str, Measure] = {
         Measure("direction_cosine", "cosine of the error of dW_Q to R (paper, equation 3)", term="cosine similarity"),
         Measure("repeated_rows", "share of rows with a repeated maximum"),
         Measure("wq_norm_growth", "spectral norm of W_Q, last over first"),
-        Measure("row_max_first", "mean largest logit of a row, at the start", term="max logit"),
-        Measure("row_max_rise", "mean largest logit of a row, last less first", term="logit growth"),
+        Measure("row_max_first", "mean largest logit of a row, at the start", "logits", term="max logit"),
+        Measure("row_max_rise", "mean largest logit of a row, last less first", "logits", term="logit growth"),
         Measure("loss_first", "loss of the first step", "nats", term="cross entropy"),
         Measure("loss_last", "loss of the last step", "nats"),
         Measure("loss_rise", "largest loss less the first", "nats", term="loss spike"),
-        Measure("finite_steps", "steps with a loss that is a number; the first one without ends the run"),
-        Measure("steps", "steps that the run was to take"),
+        Measure("finite_steps", "steps with a loss that is a number; the first one without ends the run", "steps"),
+        Measure("steps", "steps that the run was to take", "steps"),
     )
 }
 

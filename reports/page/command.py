@@ -38,7 +38,11 @@ _KEY = (
     ("inconclusive", "?+0.04 ??", "inconclusive: too few heads. Not a pass"),
     ("none", "skip", "the kernel does not take this input; missing: the run lacks the cell. Neither is a pass"),
     ("ended", "!crash!", "crashed; !time!: timed out"),
-    ("differs", "≠", "platforms differ in verdict or outcome: each is shown, with its number"),
+    (
+        "differs",
+        "1,2: -0.02",
+        "platforms differ in verdict or outcome: each value behind the numbers of those that have it",
+    ),
 )
 
 

@@ -33,14 +33,17 @@ _ALONE = 3  # biased kernels that have a sentence of their own
 def findings(runs: Sequence[Run], labels: Sequence[str]) -> tuple[str, ...]:
     """The findings of runs, the most urgent first, a dozen sentences at most; names stand between backticks.
 
-    In order: runs that were interrupted; what fell; what differs between the platforms; biased kernels, those in the
-    most failure inputs first; NaN and outputs that shrink; kernels without a bias; what did not run where it was to.
+    In order: runs that were interrupted; what fell, if anything did; biased kernels, those in the most
+    failure inputs first; NaN and outputs that shrink; kernels without a bias; that nothing fell; what differs
+    between the platforms; what did not run where it was to.
     Where no file says which inputs are known to fail (older schemas), all inputs count.
     """
     standings = _standings(runs)
     noun = "failure input" if _failures(runs) else "input"
-    urgent = [*_interrupted(runs, labels), *_fallen(runs), *_different(runs, labels)]
-    return (*urgent, *_biased(standings, noun), *_broken(standings), *_fair(standings, noun), *_absent(runs))
+    answer = [*_biased(standings, noun), *_broken(standings), *_fair(standings, noun)]
+    ended = _ended(runs)
+    urgent = [*_interrupted(runs, labels), *_fallen(ended)]
+    return (*urgent, *answer, *_passed(runs, ended), *_different(runs, labels), *_absent(runs))
 
 
 def _interrupted(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
@@ -51,24 +54,28 @@ def _interrupted(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
             yield f"The run on {_name(label)} was interrupted{more}."
 
 
-def _fallen(runs: Sequence[Run]) -> Iterator[str]:
+def _ended(runs: Sequence[Run]) -> list[Record]:
+    """All records but the skipped, in the order of the cases."""
     order = case_places(runs)
     records = sorted((record for run in runs for record in run.records), key=lambda record: order[record.case])
-    ran = [record for record in records if record.outcome != SKIPPED]
-    if not ran:
-        yield f"No cell ran: {counted(len(records), 'cell')} skipped."
-        return
+    return [record for record in records if record.outcome != SKIPPED]
+
+
+def _fallen(ended: Sequence[Record]) -> Iterator[str]:
     verbs = {FELL: "fell", CRASHED: "crashed", TIMED_OUT: "timed out", INCONCLUSIVE: "drew too few heads to tell"}
-    failed = False
     for outcome, words in verbs.items():
-        those = [record for record in ran if record.outcome == outcome and record.excused is None]
-        failed = failed or bool(those)
+        those = [record for record in ended if record.outcome == outcome and record.excused is None]
         if those:
-            yield f"{len(those):,} of {counted(len(ran), 'cell')} {words}: {_where(those)}."
-    if not failed:
-        outcomes = Counter(record.outcome for record in ran)
+            yield f"{len(those):,} of {counted(len(ended), 'cell')} {words}: {_where(those)}."
+
+
+def _passed(runs: Sequence[Run], ended: Sequence[Record]) -> Iterator[str]:
+    outcomes = Counter(record.outcome for record in ended)
+    if not ended:
+        yield f"No cell ran: {counted(sum(len(run.records) for run in runs), 'cell')} skipped."
+    elif not any(record.fails for record in ended):
         yield f"No cell fell: {outcomes[HELD]:,} held, {outcomes[MEASURED]:,} measured without a claim."
-    if excused := sum(record.excused is not None for record in ran):
+    if excused := sum(record.excused is not None for record in ended):
         yield f"{counted(excused, 'cell')} fell and {'is' if excused == 1 else 'are'} excused."
 
 
@@ -106,6 +113,7 @@ class _Standing:
     backend: str
     biased: list[int] = field(default_factory=list)  # inputs, one number a platform
     asked: list[int] = field(default_factory=list)  # inputs with a verdict, one number a platform
+    platforms: list[int] = field(default_factory=list)  # that ran it, by their numbers, from 1
     up: bool = False  # whether some bias is away from zero
     down: bool = False  # whether some is toward zero
     fair: bool = True  # whether every input is unbiased on every platform
@@ -113,14 +121,15 @@ class _Standing:
     sizes: list[float] = field(default_factory=list)  # shares of its size that a shrunk output keeps
     follows: str = ""  # the plan
 
-    def add(self, run: Run, records: Sequence[Record], failures: frozenset[str]) -> None:
-        """Take in what a platform says: its run, and the records of the kernel."""
+    def add(self, number: int, run: Run, records: Sequence[Record], failures: frozenset[str]) -> None:
+        """Take in what a platform says: its number, its run, and the records of the kernel."""
         states = [(record, _state(record)) for record in records if record.outcome != SKIPPED]
         judged = [(record, state) for record, state in states if state is not None]
         known = [(record, state) for record, state in judged if not failures or record.case in failures]
         means = [run.headline(record) or 0.0 for record, state in known if state == BIASED]
         self.biased.append(len(means))
         self.asked.append(len(known))
+        self.platforms.append(number)
         self.up, self.down = self.up or any(x > 0 for x in means), self.down or any(x < 0 for x in means)
         # Also what crashed is no sign of health.
         due = {state for record, state in (states if failures else known) if not failures or record.case in failures}
@@ -133,25 +142,24 @@ class _Standing:
 
     @property
     def share(self) -> str:
-        """In how many inputs it is biased: 14 of 24, or 13 to 14 of 24 where platforms differ."""
-        return f"{_range(self.biased)} of {_range(self.asked)}"
-
-    @property
-    def named_for_plan(self) -> bool:
-        """Whether its name is that of a plan: rule@plan."""
-        return "@" in self.kernel
+        """In how many inputs it is biased: 14 of 24; where platforms differ `14 of 24 (1, 3), 2 of 13 (2)`."""
+        shares = [f"{biased} of {asked}" for biased, asked in zip(self.biased, self.asked, strict=True)]
+        platforms = grouped(zip(shares, self.platforms, strict=True), lambda pair: pair[0])
+        if len(platforms) == 1:
+            return shares[0]
+        return ", ".join(f"{share} ({', '.join(str(at) for _, at in those)})" for share, those in platforms.items())
 
 
 def _standings(runs: Sequence[Run]) -> list[_Standing]:
     failures = _failures(runs)
     standings: dict[tuple[str, str], _Standing] = {}
     order = case_places(runs)
-    for run in runs:
+    for number, run in enumerate(runs, 1):
         ordered = sorted(run.records, key=lambda record: order[record.case])
         own = grouped(ordered, lambda record: (record.kernel, record.backend))
         for names in dict.fromkeys((record.kernel, record.backend) for record in run.records):
             records, standing = own[names], standings.setdefault(names, _Standing(*names))
-            standing.add(run, records, failures)
+            standing.add(number, run, records, failures)
             standing.follows = standing.follows or _follows(run, records)
     return list(standings.values())
 
@@ -184,7 +192,7 @@ def _biased(standings: Sequence[_Standing], noun: str) -> Iterator[str]:
     """
     worst = sorted(standings, key=lambda standing: (-max(standing.biased), standing.kernel))
     groups = grouped((standing for standing in worst if any(standing.biased)), lambda standing: standing.kernel)
-    ordered = sorted(groups.items(), key=lambda pair: all(standing.named_for_plan for standing in pair[1]))
+    ordered = sorted(groups.items(), key=lambda pair: "@" in pair[0])
     for kernel, those in ordered[:_ALONE]:
         counts = [
             f"{standing.share}{'' if at else f' {noun}s'} on {standing.backend}" for at, standing in enumerate(those)

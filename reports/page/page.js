@@ -64,7 +64,7 @@ function make(tag, text, attributes = {}, ...children) {
 }
 
 const digits = (x) => {
-  if (Number.isInteger(x)) return String(x);
+  if (Number.isInteger(x)) return x.toLocaleString("en-US");
   return Math.abs(x) >= 1e-3 ? String(+x.toFixed(5)) : x.toExponential(2);
 };
 const estimate = ({ value, half }) => (value === null ? "" : digits(value) + (half === null ? "" : ` ± ${digits(half)}`));

@@ -56,7 +56,7 @@ function checks(record) {
   return make("ul", null, { class: "checks" }, ...answers.map(({ check, met, asked, why, source }) => {
     const item = make("li", null, { class: met === 1 ? "" : "unmet" }, make("b", check), ` ${MET[met]}: ${asked}`);
     if (why) item.append(make("div", why));
-    if (source) item.append(make("small", `source: ${source}`));
+    if (source) item.append(make("div", null, {}, make("small", `source: ${source}`)));
     return item;
   }));
 }

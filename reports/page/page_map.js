@@ -5,7 +5,7 @@ function linesOf(cell) {
   const records = seen(cell);
   const present = records.filter(Boolean);
   if (!present.length) return [];
-  if (records.length < 2 || ![DIFFERENT, OTHER_INPUTS].includes(cell.agreement)) return [{ record: present[0], numbers: [] }];
+  if (!told(cell)) return [{ record: present[0], numbers: [] }];
   const lines = new Map();
   records.forEach((record, number) => {
     if (!record) return;
@@ -13,23 +13,30 @@ function linesOf(cell) {
     if (!lines.has(key)) lines.set(key, { record, numbers: [] });
     lines.get(key).numbers.push(number + 1);
   });
-  return [...lines.values()];
+  // What all say alike needs no numbers.
+  return lines.size > 1 ? [...lines.values()] : [{ record: present[0], numbers: [] }];
 }
+const told = (cell) => seen(cell).length > 1 && [DIFFERENT, OTHER_INPUTS].includes(cell.agreement);
 
 function cellElement(cell, name) {
   const lines = cell ? linesOf(cell) : [];
-  if (!lines.length) return make("td", MISSING, { class: "none missing", "aria-label": `${name}: ${MISSING}` });
+  if (!lines.length) {
+    // What no platform has was never asked for.
+    const text = cell ? MISSING : "";
+    return make("td", text, { class: "none missing", "aria-label": `${name}: ${text || "not asked for"}` });
+  }
   const [{ record, numbers }] = lines;
   let element;
   if (!numbers.length) {
-    element = make("td", record.text, { class: classes(record), "aria-label": `${name}: ${spoken(record)}` });
+    const others = told(cell) ? ", other inputs" : "";
+    element = make("td", record.text, { class: classes(record), "aria-label": `${name}: ${spoken(record)}${others}` });
   } else {
     const said = lines.map((line) => `platform ${line.numbers.join(", ")}: ${spoken(line.record)}`).join("; ");
     const word = cell.differs ? "platforms differ" : "other inputs";
     element = make("td", null, { class: cell.differs ? "differs" : "others", "aria-label": `${name}: ${word}: ${said}` });
     for (const line of lines) {
       element.append(make("div", null, { class: classes(line.record) },
-        make("small", `${cell.differs ? "≠" : "/"}${line.numbers.join(",")} `), line.record.text));
+        make("small", `${line.numbers.join(",")}: `), line.record.text));
     }
   }
   element.cell = cell;
@@ -65,14 +72,18 @@ function headOf(columns) {
   return head;
 }
 
-function rowHead(about) {
+function rowHead(about, unit) {
   const parts = [make("div", about.name, { class: "name" }), make("div", about.about, { class: "about" })];
+  if (unit) parts.push(make("div", unit, { class: "unit" }));
   const th = make("th", null, { scope: "row", title: about.about }, make("div", null, { class: "head" }, ...parts));
   th.about = about;
   return th;
 }
 
-function mapTable(chosen, columns, title) {
+// What the numbers of a case are in: those of a map of one unit stand above it.
+const unitOf = ({ headline }) => { const found = measures.find(({ name }) => name === headline); return found ? found.unit || found.name : ""; };
+
+function mapTable(chosen, columns, title, pooled) {
   // Few columns leave room for what the cases are.
   const table = make("table", null, { class: columns.length <= 8 ? "map few" : "map", "aria-label": title });
   table.append(headOf(columns));
@@ -88,7 +99,7 @@ function mapTable(chosen, columns, title) {
         make("th", null, { scope: "rowgroup", colspan: columns.length + 1 }, make("span", group))));
     }
     const row = body.insertRow();
-    row.append(rowHead(about));
+    row.append(rowHead(about, pooled && unitOf(about)));
     for (const column of columns) {
       row.append(cellElement(found.get(`${place} ${column.key}`), `${column.kernel} on ${column.backend}, ${about.name}`));
     }
@@ -103,20 +114,20 @@ function around(chosen, all) {
 }
 
 const MAPS = [["cells-map", "kernels and cases", (cell) => !data.pooled.includes(cell.experiment)],
-  ["pooled-map", "over seeds", (cell) => data.pooled.includes(cell.experiment)]];
-const partsOf = (chosen) => MAPS.map(([id, title, fits]) => {
+  ["pooled-map", "over seeds", (cell) => data.pooled.includes(cell.experiment), true]];
+const partsOf = (chosen) => MAPS.map(([id, title, fits, pooled = false]) => {
   const shown = around(chosen.filter(fits), cells.filter(fits));
-  return { holder: control(id), title, shown, columns: columnsOf(shown) };
+  return { holder: control(id), title, shown, pooled, columns: columnsOf(shown) };
 });
 
 function drawMaps(chosen) {
-  for (const { holder, title, shown, columns } of partsOf(chosen)) {
+  for (const { holder, title, shown, pooled, columns } of partsOf(chosen)) {
     if (!holder) continue;
     if (!shown.length) {
       holder.replaceChildren(make("p", "No cell fits."));
       continue;
     }
-    const table = mapTable(shown, columns, title);
+    const table = mapTable(shown, columns, title, pooled);
     const wide = make("div", null, { class: "wide sheet", role: "region", "aria-label": `map: ${title}` }, table);
     wide.append(table);
     holder.replaceChildren(wide);
@@ -168,7 +179,7 @@ const CHARACTER = 6.2; // px at the size of print
 const BOLD = 1.2; // as wide: what fell is bold
 const wide = (text) => CHARACTER * text.length * (/[!?]/.test(text) ? BOLD : 1);
 const widthOf = (texts) => Math.max(30, ...texts.map(wide)) + 10;
-const textsOf = (cell) => linesOf(cell).map(({ record, numbers }) => `${numbers.length ? `≠${numbers.join(",")} ` : ""}${record.text}`);
+const textsOf = (cell) => linesOf(cell).map(({ record, numbers }) => `${numbers.length ? `${numbers.join(",")}: ` : ""}${record.text}`);
 
 function sheetsOf({ shown, columns }) {
   const room = SHEET - Math.min(234, widthOf(shown.map((cell) => cell.case.name)));
@@ -192,7 +203,7 @@ function toPaper() {
   for (const part of partsOf(chosenCells())) {
     for (const columns of sheetsOf(part)) {
       const keys = new Set(columns.map((column) => column.key));
-      control("paper").append(mapTable(part.shown.filter((cell) => keys.has(cell.column)), columns, part.title));
+      control("paper").append(mapTable(part.shown.filter((cell) => keys.has(cell.column)), columns, part.title, part.pooled));
     }
   }
   unfolded = [...document.querySelectorAll("details:not([open])")];

@@ -1,4 +1,4 @@
-"""The order of cases in tables: groups stay together, as the files of records describe them."""
+"""The order of cases and kernels in tables, as the files of records describe them: groups of cases stay together."""
 
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
@@ -36,3 +36,21 @@ def cases_of(runs: Iterable[Run]) -> dict[str, CaseRecord]:
 def case_places(runs: Iterable[Run]) -> dict[str, int]:
     """Where each case stands in that order, from 0."""
     return {name: place for place, name in enumerate(cases_of(runs))}
+
+
+def kernel_places(runs: Iterable[Run]) -> dict[str, int]:
+    """Where each kernel stands in tables, from 0.
+
+    First the users' own, then those that have a name of their own, such as `sdpa_flash`, then the composed ones,
+    `rule@plan`, in the order in which the suite has them.
+    """
+    runs = tuple(runs)
+    users = {target.rpartition(":")[2] for run in runs for target in (run.options.get("kernel") or "").split()}
+    known = list(dict.fromkeys(plan for run in runs for plan in run.plans))
+    composed = {plan: place for place, plan in enumerate(known)}
+    names = {record.kernel for run in runs for record in run.records}
+
+    def place(name: str) -> tuple[bool, bool, int, str]:
+        return name not in users, "@" in name, composed.get(name, len(composed)), name
+
+    return {name: at for at, name in enumerate(sorted(names, key=place))}

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiebreak.reports.records.order import case_places
+from tiebreak.reports.records.order import case_places, kernel_places
 from tiebreak.reports.records.record import HELD, PASSING, SKIPPED, Record, Run
+
+_NATIVE = "native"  # the level that a processor has by itself
+_DEVICES = ("gpu", "npu")  # of a platform
+_VERSIONS = ("torch", "python", "os", "commit", "wheel")  # what may tell platforms of one processor apart
 
 
 class Agreement(enum.Enum):
@@ -56,7 +60,7 @@ class Comparison:
     """Runs side by side."""
 
     labels: tuple[str, ...]  # of the platforms
-    rows: tuple[Row, ...]  # by backend and format, then in the order of the cases' groups, then by kernel
+    rows: tuple[Row, ...]  # by backend and format, then in the order of the cases' groups and of the kernels
 
     @property
     def counts(self) -> dict[Agreement, int]:
@@ -70,9 +74,9 @@ def compare(runs: Sequence[Run], labels: Sequence[str]) -> Comparison:
     by_id = [{record.id: record for record in run.records} for run in runs]
     heads = [str(run.options.get("heads", "")) for run in runs]
     known = {record.id: record for run in runs for record in run.records}
-    place = case_places(runs)
+    place, kernels = case_places(runs), kernel_places(runs)
     largest = {kind: described.largest for run in runs for kind, described in run.experiments.items()}
-    order = sorted(known.values(), key=lambda cell: (cell.backend, cell.format, place[cell.case], cell.kernel))
+    order = sorted(known.values(), key=lambda cell: (cell.backend, cell.format, place[cell.case], kernels[cell.kernel]))
     rows = (_row([run.get(cell.id) for run in by_id], heads, largest.get(cell.experiment)) for cell in order)
     return Comparison(tuple(labels), tuple(rows))
 
@@ -104,13 +108,39 @@ def _passed(record: Record) -> str:
 
 
 def platform_labels(runs: Sequence[Run], paths: Sequence[Path]) -> list[str]:
-    """A label for every run's platform: level and processor, the file's name where those are alike."""
-    return distinct([f"{run.platform['level']} {run.platform['cpu']}" for run in runs], paths)
+    """A label for every run's platform: its processor and devices, and its level unless that is the processor's own.
+
+    Where that leaves some alike: the versions that tell them apart, and the file's name where none does.
+    """
+    labels = []
+    for run in runs:
+        devices = [str(run.platform[name]) for name in _DEVICES if run.platform.get(name)]
+        level = run.platform["level"]
+        # An emulated processor's level is its name.
+        named = level == _NATIVE or run.platform.get("emulated")
+        labels.append(", ".join([run.platform["cpu"], *devices, *([] if named else [level])]))
+    for version in _VERSIONS:
+        values = [run.platform.get(version) for run in runs]
+        told = [f"{version} {value}" if value else "" for value in values]
+        labels = _told_apart(labels, told)
+    return distinct(labels, paths)
+
+
+def _told_apart(labels: Sequence[str], words: Sequence[str]) -> list[str]:
+    """The labels; behind those that are alike what differs of them."""
+    differing = {label: {word for own, word in zip(labels, words, strict=True) if own == label} for label in labels}
+    return [
+        f"{label}, {word}" if word and len(differing[label]) > 1 else label
+        for label, word in zip(labels, words, strict=True)
+    ]
 
 
 def distinct(labels: Sequence[str], paths: Sequence[Path]) -> list[str]:
-    """The labels; where some are alike, the names of their files, as short as tells them apart."""
+    """The labels; behind those that are alike the names of their files, as short as tells them apart."""
     for names in ([path.stem for path in paths], [str(path) for path in paths]):
-        often = Counter(labels)
-        labels = [name if often[label] > 1 else label for label, name in zip(labels, names, strict=True)]
+        often, stems = Counter(labels), Counter(zip(labels, names, strict=True))
+        if max(stems.values(), default=1) == 1:
+            return [
+                f"{label} ({name})" if often[label] > 1 else label for label, name in zip(labels, names, strict=True)
+            ]
     return list(labels)

@@ -2,10 +2,10 @@
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from tiebreak.reports.names import first_few
-from tiebreak.reports.records.order import grouped
+from tiebreak.reports.records.order import grouped, kernel_places
 from tiebreak.reports.records.record import OUTCOMES, Record, Run
 from tiebreak.reports.tables.grids import aside, broken, grid_text
 from tiebreak.reports.tables.marks import LEGEND, cell_text
@@ -18,10 +18,13 @@ _NAMED = 3  # of cells that ended alike; the table shows them all
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
 
-def _grids(records: Iterable[Record], width: int | None, tablefmt: str, absent: str) -> list[str]:
+def _grids(
+    records: Iterable[Record], places: Mapping[str, int], width: int | None, tablefmt: str, absent: str
+) -> list[str]:
     """Records of one backend, format and kind of experiment, in as many tables as the width asks for."""
     cells = {(record.kernel, record.case): cell_text(record) for record in records}
-    kernels, cases = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+    names, cases = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+    kernels = sorted(names, key=places.__getitem__)
     columns = len(kernels) if width is None else max(1, (width - max(map(len, cases)) - 2) // _CELL_WIDTH)
     parts = []
     for start in range(0, len(kernels), columns):
@@ -35,16 +38,20 @@ def tables(run: Run, width: int | None = 120, tablefmt: str = "simple", absent: 
     """Tables of a run, one a backend, format and kind of experiment, with legends; training runs last, in their own.
 
     Args:
-        run: its records in the order that kernels and cases shall have.
+        run: its records in the order that cases shall have.
         width: of the terminal, in columns; wider tables are split. None: no limit.
         tablefmt: tabulate's name of the table's style.
         absent: stands where there is no record.
     """
     parts: list[str] = []
+    places = kernel_places([run])
     calls = (record for record in run.records if record.experiment not in run.pooled)
     for kind, of_kind in grouped(calls, lambda record: record.experiment).items():
         for (backend, fmt), records in grouped(of_kind, lambda record: (record.backend, record.format)).items():
-            parts += [aside(f"{run.backend_text(backend)}, {fmt}", tablefmt), *_grids(records, width, tablefmt, absent)]
+            parts += [
+                aside(f"{run.backend_text(backend)}, {fmt}", tablefmt),
+                *_grids(records, places, width, tablefmt, absent),
+            ]
         about = run.experiments.get(kind)
         if about is not None and about.legend:
             parts.append(aside(about.legend, tablefmt))

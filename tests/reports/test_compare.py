@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tiebreak.reports.cli import main
-from tiebreak.reports.records.order import case_places
-from tiebreak.reports.records.record import CaseRecord, Estimate, Record, Run
+from tiebreak.reports.records.order import case_places, kernel_places
+from tiebreak.reports.records.record import CaseRecord, Estimate, PlanRecord, Record, Run
 from tiebreak.reports.tables.compare import cell_texts, render
 from tiebreak.reports.tables.comparison import Agreement, Row, compare, platform_labels
 
@@ -161,15 +161,41 @@ def test_every_platform_is_shown_however_narrow_the_terminal(
 @pytest.mark.parametrize(
     ("levels", "names", "expected"),
     [
-        (["native", "avx2"], ["a.json", "b.json"], ["native Made-up 9000", "avx2 Made-up 9000"]),
-        (["native", "native"], ["a.json", "b.json"], ["a", "b"]),
-        (["native", "native", "avx2"], ["a.json", "b.json", "c.json"], ["a", "b", "avx2 Made-up 9000"]),
-        (["native", "native"], ["x/a.json", "y/a.json"], ["x/a.json", "y/a.json"]),
+        (["native", "avx2"], ["a.json", "b.json"], ["Made-up 9000", "Made-up 9000, avx2"]),
+        (["native", "native"], ["a.json", "b.json"], ["Made-up 9000 (a)", "Made-up 9000 (b)"]),
+        (
+            ["native", "native", "avx2"],
+            ["a.json", "b.json", "c.json"],
+            ["Made-up 9000 (a)", "Made-up 9000 (b)", "Made-up 9000, avx2"],
+        ),
+        (["native", "native"], ["x/a.json", "y/a.json"], ["Made-up 9000 (x/a.json)", "Made-up 9000 (y/a.json)"]),
     ],
 )
 def test_labels_differ(run: MakeRun, levels: list[str], names: list[str], expected: list[str]) -> None:
     runs = [run(platform={"level": level}) for level in levels]
     assert platform_labels(runs, [Path(name) for name in names]) == expected
+
+
+def test_what_tells_platforms_of_one_processor_apart_is_in_their_labels(run: MakeRun) -> None:
+    gpu = {"gpu": "Made-up GPU"}
+    runs = [run(platform=fields) for fields in (gpu, gpu | {"torch": "2.14"}, {"torch": "2.14"})]
+    assert platform_labels(runs, [Path(name) for name in ("a", "b", "c")]) == [
+        "Made-up 9000, Made-up GPU, torch 2.13.0",
+        "Made-up 9000, Made-up GPU, torch 2.14",
+        "Made-up 9000",
+    ]
+
+
+def test_kernels_stand_with_the_users_first_then_the_named_then_the_composed_in_the_suites_order(
+    run: MakeRun, record: Make
+) -> None:
+    names = ("always@b", "flash@a", "mine", "sdpa")
+    plans = {name: PlanRecord("flash") for name in ("flash@a", "always@b")}
+    ran = run(*map(record, names), plans=plans)
+    ran = replace(ran, options={**ran.options, "kernel": "my.py:mine"})
+    order = ["mine", "sdpa", "flash@a", "always@b"]
+    assert sorted(names, key=kernel_places([ran]).__getitem__) == order
+    assert [row.record.kernel for row in compare([ran, ran], ["x", "y"]).rows] == order
 
 
 def test_the_command(run: MakeRun, record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
