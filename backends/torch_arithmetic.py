@@ -67,6 +67,10 @@ class TorchArithmetic:
         argument = fma(x, factor, addend)
         return torch.exp2(argument) if exponential.base_two else torch.exp(argument)
 
+    def tanh(self, x: Tensor) -> Tensor:
+        """The device's hyperbolic tangent."""
+        return torch.tanh(x)
+
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
         """The device's sum."""
         del accumulator

@@ -50,11 +50,14 @@ class Batch:
         """
         v, hidden = self.inputs.expanded_v().double(), self.inputs.hidden()
         if hidden is None:
-            return v.amin(-2, keepdim=True), v.amax(-2, keepdim=True)
-        # A mask is rare and its cases are small: (batch, heads, queries, keys, d) fits.
-        visible, wide = ~hidden[..., None], v[:, :, None]
-        least = torch.where(visible, wide, torch.inf).amin(-2)
-        return least, torch.where(visible, wide, -torch.inf).amax(-2)
+            least, largest = v.amin(-2, keepdim=True), v.amax(-2, keepdim=True)
+        else:
+            # A mask is rare and its cases are small: (batch, heads, queries, keys, d) fits.
+            visible, wide = ~hidden[..., None], v[:, :, None]
+            least = torch.where(visible, wide, torch.inf).amin(-2)
+            largest = torch.where(visible, wide, -torch.inf).amax(-2)
+        # A sink has a V of 0.
+        return (least, largest) if self.inputs.sink is None else (least.clamp(max=0.0), largest.clamp(min=0.0))
 
     @cached_property
     def _narrow_range(self) -> tuple[Tensor, Tensor]:

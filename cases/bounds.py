@@ -5,6 +5,7 @@ P = exp(S - m). With u the unit roundoff of each rounding point and u32 = 2^-24,
 
     |dS_j|  <= (u_scale + u_qk + u_s) |S_j| + (u_q + (d + 2) u32) alpha |q| |k_j|
                + alpha (|dq| |k_j| + |q| |dk_j| + |dq| |dk_j|), of q and K in 8 bits
+    |dS_j|   of a soft cap takes that through a slope of at most 1, + (e_tanh + 4 u32 + u_s) |S_j|
     |dP_j|  <= P_j expm1(|dS_j| + |dS_max| + (2 u32 + u_shifted) |S_j - m| + e_exp + u_exp + u_p)
                + half the smallest subnormal
     |dO|    <= sum_j |dP_j| |V_j| + sum_j |dP_j| sum_j P_j |V_j| + sum_j P_j |dV_j|, of V in 8 bits
@@ -15,7 +16,8 @@ with c = 3 roundings of O-bar and l a block of keys. What falls below the subnor
 lost before the division by l, which an offset or a dither makes smaller than 1 (`_raised`). A shift rule also enters
 where S - m is rounded, which is the larger the farther m lies from the row's maximum. A contracted plan rounds m c in
 the place of S's scale, and neither S c nor S - m: the terms above count as many roundings for it, of numbers as large.
-All else that a rule does is to make P underflow, and that is the harm the bound is there to show.
+A learned sink is a key of a known score without a V. All else that a rule does is to make P underflow, and that is the
+harm the bound is there to show.
 """
 
 import math
@@ -32,7 +34,7 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import ALL_BF16, Cast, RoundingPlan
 from tiebreak.kernels.quantization import Quantization
-from tiebreak.kernels.reference import Reference
+from tiebreak.kernels.reference import Reference, scores
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 
 # What the error of P follows from, and that of O with it: plans that are equal in these share their bounds.
@@ -40,6 +42,7 @@ _IN_P = ("scale", "divisor", "q", "q8", "k8", "smooth_k", "qk", "s", "shifted", 
 _IN_O = (*_IN_P, "o_bar", "row_sum", "pv", "v8", "o")
 
 _EXPONENTIAL_ERROR = 2.0**-13  # relative: 1.2e-4; PyTorch's fast exponential errs by 1.1e-4 at most
+_TANH_ERROR = 2.0**-10.9  # relative: tanh.approx.f32 of GPUs, which FlashAttention-2 and -3 take, has 2^-11
 _ROUNDINGS_A_BLOCK = 3  # of O-bar and of l: the block's own sum, the rescale, the addition
 
 # A kernel that declares nothing is held to the loosest preset, with Q K^T and S - m rounded too.
@@ -161,6 +164,8 @@ class ErrorBounds:
         hidden = self.inputs.hidden()
         visible = self.ref.s if hidden is None else self.ref.s.masked_fill(hidden, -torch.inf)
         top, at = visible.amax(-1, keepdim=True), visible.argmax(-1, keepdim=True)
+        if self.inputs.sink is not None:
+            top = torch.maximum(top, self.inputs.sink.double()[:, None, None])
         return top, at, (top - visible).nan_to_num_(nan=0.0, posinf=0.0)
 
     @cached_property
@@ -168,18 +173,27 @@ class ErrorBounds:
         """What the subtraction of the largest score may err by in fp32."""
         return self._tops[2] * (2 * FP32.unit_roundoff)
 
-    def of_probabilities(self, declaration: Declaration) -> Tensor:
-        """Bound on |dP| for every P, fp64, (batch, heads, queries, keys)."""
+    def of_scores(self, declaration: Declaration) -> Tensor:
+        """Bound on |dS| for every score, fp64, (batch, heads, queries, keys)."""
         ref, plan = self.ref, declaration.plan.in_formats(self.inputs.formats)
-        top, at, distance = self._tops
         # In place from here on: a fresh large tensor costs as much as what is computed into it.
         scale = _narrowing(plan.scale) + _narrowing(plan.divisor)
-        ds = ref.s.abs().mul_(scale + _narrowing(plan.qk) + _roundoff(plan.s)).add_(self._product_error)
+        raw = scores(self.inputs, capped=False) if self.inputs.softcap else ref.s
+        ds = raw.abs().mul_(scale + _narrowing(plan.qk) + _roundoff(plan.s)).add_(self._product_error)
         if plan.q8 is not None or plan.k8 is not None:
             ds.add_(self._eight_bits(plan))
         if plan.q.narrows:
             in_products = (self.inputs.q.shape[-1] + 2) * FP32.unit_roundoff
             ds.add_(self._product_error, alpha=_roundoff(plan.q) / in_products)
+        if self.inputs.softcap:  # at most twice the cap, whatever went before
+            in_tanh = _TANH_ERROR + 4 * FP32.unit_roundoff + _roundoff(plan.s)
+            ds.clamp_(max=2 * self.inputs.softcap).add_(ref.s.abs(), alpha=in_tanh)
+        return ds
+
+    def of_probabilities(self, declaration: Declaration) -> Tensor:
+        """Bound on |dP| for every P, fp64, (batch, heads, queries, keys)."""
+        ref, plan = self.ref, declaration.plan.in_formats(self.inputs.formats)
+        (top, at, distance), ds = self._tops, self.of_scores(declaration)
         exponent = ds.add_(ds.gather(-1, at)).add_(self._subtraction_error).add_(_EXPONENTIAL_ERROR)
         if narrowed := _narrowing(plan.shifted):
             beyond = _beyond(declaration.shift_rule, top).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
@@ -205,8 +219,23 @@ class ErrorBounds:
         key = self.shared_up_to_p(declaration)
         if key not in self._sums:
             dp = self.of_probabilities(declaration)
-            self._sums[key] = dp.sum(-1, keepdim=True), dp @ self.values
+            self._sums[key] = dp.sum(-1, keepdim=True) + self.of_sink(declaration), dp @ self.values
         return self._sums[key]
+
+    def of_sink(self, declaration: Declaration) -> Tensor | float:
+        """Bound on the error of P of a learned sink, (batch, heads, queries, 1); 0 without one.
+
+        Its own score is exact; the maximum's, which it is shifted by, is not.
+        """
+        if self.inputs.sink is None:
+            return 0.0
+        top, at, _ = self._tops
+        apart = (top - self.inputs.sink.double()[:, None, None]).abs()
+        plan = declaration.plan.in_formats(self.inputs.formats)
+        exponent = self.of_scores(declaration).gather(-1, at)
+        exponent += apart * (_narrowing(plan.shifted) + 2 * FP32.unit_roundoff) + _EXPONENTIAL_ERROR
+        error: Tensor = torch.expm1(exponent + _narrowing(plan.exp)) * (1.0 - self.ref.p.sum(-1, keepdim=True))
+        return error
 
     def of(self, declaration: Declaration) -> Tensor:
         """As `error_bound`; computed once for all kernels that share it."""

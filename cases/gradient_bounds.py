@@ -44,7 +44,7 @@ class GradientErrorBounds:
             p_error = self.forward.of_probabilities(declaration)
             up_to_p = self.forward.shared_up_to_p(declaration)
             if up_to_p not in self._of_norms:
-                self._of_norms[up_to_p] = self._norms(p_error)
+                self._of_norms[up_to_p] = self._norms(declaration, p_error)
             self._bounds[key] = GradientBounds(self._elements(declaration, p_error), self._of_norms[up_to_p])
         return self._bounds[key]
 
@@ -98,8 +98,8 @@ class GradientErrorBounds:
 
     @property
     def _accumulation(self) -> float:
-        """Of a sum over d in fp32."""
-        return self.forward.inputs.q.shape[-1] * FP32.unit_roundoff
+        """Of a sum over V's d in fp32."""
+        return self.forward.inputs.v.shape[-1] * FP32.unit_roundoff
 
     @cached_property
     def _delta_rounding(self) -> Tensor:
@@ -114,12 +114,14 @@ class GradientErrorBounds:
         |e_dQ| <= alpha (|e_dS| |K| + (u_out + n u32) P |dP - delta| |K|), dK and dV likewise.
         """
         inputs, ref, unit = self.forward.inputs, self.forward.ref, self._unit
-        p_error = p_error + ref.p * (p_error.sum(-1, keepdim=True) + unit) + self._lost
+        l_error = p_error.sum(-1, keepdim=True) + self.forward.of_sink(declaration)
+        p_error = p_error + ref.p * (l_error + unit) + self._lost
         dp_error = (unit + self._accumulation) * self._dp_size + self._least
         from_o = (self._factors[2] * self.forward.of(declaration)).sum(-1, keepdim=True) + self._delta_rounding
         from_p = (p_error * self._dp.abs() + ref.p * dp_error).sum(-1, keepdim=True)
         both = dp_error + from_o + from_p
-        ds_error = p_error * (self._centred + both) + ref.p * (both + unit * self._centred) + self._lost
+        relative = unit + self._of_slope(declaration)
+        ds_error = p_error * (self._centred + both) + ref.p * (both + relative * self._centred) + self._lost
         queries, keys = ref.p.shape[-2:]
 
         def bound(error: Tensor, factor: Tensor, exact: Tensor, terms: int, scale: float) -> Tensor:
@@ -136,7 +138,12 @@ class GradientErrorBounds:
         dv = bound(p_error.transpose(-1, -2), do, by_do, queries, 1.0)
         return dq, sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
 
-    def _norms(self, p_error: Tensor) -> tuple[float, float, float]:
+    def _of_slope(self, declaration: Declaration) -> Tensor | float:
+        """Bound on the error of a soft cap's slope 1 - (s / c)^2, which dS is multiplied by."""
+        cap = self.forward.inputs.softcap
+        return (self.forward.of_scores(declaration) * (2.0 / cap)).clamp(max=1.0) if cap else 0.0
+
+    def _norms(self, declaration: Declaration, p_error: Tensor) -> tuple[float, float, float]:
         """Bounds on the Frobenius norms.
 
         Those of the elements add up errors of all keys as if all had one sign, and a backward pass that forgets the
@@ -146,14 +153,16 @@ class GradientErrorBounds:
         them one sign.
         """
         inputs, ref, unit = self.forward.inputs, self.forward.ref, self._unit
-        row = p_error.square().sum(-1, keepdim=True)  # squared error of l
+        of_sink = self.forward.of_sink(declaration)
+        row = p_error.square().sum(-1, keepdim=True) + of_sink**2  # squared error of l
+        relative = unit**2 + self._of_slope(declaration) ** 2
         o_error = (p_error.square() @ self.forward.values.square() + row * ref.o.square()).sqrt()
         o_error = o_error + 2 * inputs.formats.output.unit_roundoff * ref.o.abs()
         delta_error = (self._factors[2] * o_error).sum(-1, keepdim=True) + self._delta_rounding
         dp_error = unit * self._dp.abs() + self._accumulation * self._dp_size + self._least
         p_square = p_error.square() + ref.p.square() * (row + unit**2) + self._lost.square()
         centred = self._centred.square()
-        alone = p_square * centred + ref.p.square() * (dp_error.square() + unit**2 * centred) + self._lost.square()
+        alone = p_square * centred + ref.p.square() * (dp_error.square() + relative * centred) + self._lost.square()
 
         def norm(square: Tensor, common: Tensor, exact: Tensor) -> float:
             last = (self._last * exact.norm()).square() + exact.numel() * inputs.formats.output.smallest_subnormal**2

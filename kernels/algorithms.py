@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.features import COMMON, MIXED_FORMATS, Feature
+from tiebreak.kernels.features import FEATURES, HIDDEN_NAN, Feature
 from tiebreak.kernels.flash import Block, flash, flash_1, split, standard
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.plans import RoundingPlan
@@ -47,12 +47,12 @@ def _split(
     return split(inputs, plan, arithmetic, block)
 
 
-_TAKES = COMMON | {MIXED_FORMATS}
-_OF_FLASH = frozenset({"row_sum_of", "offset", "pv", "v8", "p8"})
+_TAKES = frozenset(FEATURES) - {HIDDEN_NAN}  # 0 times NaN is NaN
+_OF_FLASH = frozenset({"row_sum_of", "offset", "pv", "v8", "p8", "sink"})
 FLASH_ATTENTION = Algorithm("flash", flash, tiled=True, takes=_TAKES)
 # P is normalised before its cast, so its sum is known before it is rounded.
 FLASH_ATTENTION_1 = Algorithm("flash_1", _flash_1, tiled=True, takes=_TAKES, claimed_as="flash_1", unused=_OF_FLASH)
-SPLIT_ATTENTION = Algorithm("split", _split, tiled=True, takes=_TAKES, claimed_as="split")
+SPLIT_ATTENTION = Algorithm("split", _split, tiled=True, takes=_TAKES, claimed_as="split", unused=frozenset({"sink"}))
 STANDARD_ATTENTION = Algorithm(
     "standard",
     _standard,

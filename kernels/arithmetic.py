@@ -1,4 +1,4 @@
-"""What the algorithms need from a device: five operations that round. A backend brings them."""
+"""What the algorithms need from a device: six operations that round. A backend brings them."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -62,6 +62,10 @@ class Arithmetic(Protocol):
 
         Whoever calls it has put log2(e) into the factor and the addend where the base is two.
         """
+        ...
+
+    def tanh(self, x: Tensor) -> Tensor:
+        """The hyperbolic tangent of a soft cap, in fp32."""
         ...
 
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:

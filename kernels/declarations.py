@@ -17,6 +17,7 @@ from tiebreak.kernels.plans import (
     Exponential,
     Follows,
     RoundingPlan,
+    SinkEntry,
     SumOf,
 )
 from tiebreak.kernels.quantization import Quantization, parse_quantization
@@ -42,6 +43,7 @@ _FLAGS: Mapping[str, Mapping[str, object]] = {
     _KEYS[_L_FROM]: _SUMS,
     _KEYS[_CONTRACTED]: _YES,
     "smooth_k": _YES,
+    "sink": {entry.value: entry for entry in SinkEntry},
     _ACCUMULATOR: _ACCUMULATORS,
 }
 _QUANTIZED, _OFFSET, _NONE, _SATURATES = ("q8", "k8", "v8", "p8"), "offset", "none", "sat"
@@ -52,7 +54,7 @@ _POINTS = (
     *("scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "pv", "o_bar", _ROW_SUM, "o"),
     *BACKWARD_POINTS,
 )
-_OTHERS = (_L_FROM, _EXPONENTIAL, _CONTRACTED, _OFFSET, *_QUANTIZED, "smooth_k", _ACCUMULATOR)
+_OTHERS = (_L_FROM, _EXPONENTIAL, _CONTRACTED, _OFFSET, *_QUANTIZED, "smooth_k", "sink", _ACCUMULATOR)
 _FIELDS = {_KEYS.get(field, field): field for field in (*_POINTS, *_OTHERS)}
 
 
@@ -65,7 +67,8 @@ def parse_declaration(text: str) -> Declaration:
     `o=bf16:away`) or `:sat` if it saturates, `/512` where a product's sum is rounded after every 512 terms
     (`o_bar=input/512`); `l_from=rounded`, `clamped` or `unrounded`; `base=2` or `e`, of the exponential; `contract=yes`
     or `no`, of its argument; `offset=8`, a power of two that P-bar is multiplied by; `q8`, `k8`, `v8` and `p8`, 8 bits
-    with scales (`k8=int8/block64:away`, or `none`); `smooth_k=yes`; `accumulator=bfmmla`, how products are added up;
+    with scales (`k8=int8/block64:away`, or `none`); `smooth_k=yes`; `sink=first`, `maximum` or `last`, where a learned
+    sink enters a row; `accumulator=bfmmla`, how products are added up;
     `tile=64`, `tile=64x32` (queries by keys) or `tile=one`. `input` is the call's format, whichever it is; any other is
     that very format.
     Without `tile`, the kernel's own tiles are unknown.

@@ -26,9 +26,21 @@ OWN_SCALE = Feature(
     "scale",
     ("scale", "sm_scale", "softmax_scale", "scaling"),
 )
+VALUE_DIM = Feature("value dimension", "head dimension of V other than q's", "value_dim")
+WINDOW = Feature("window", "sliding window", "window", ("window_size", "sliding_window", "window"))
+SOFTCAP = Feature("soft cap", "soft cap of the scores", "softcap", ("softcap", "logits_soft_cap", "logit_cap"))
+SINK = Feature("sink", "learned sink", "sink", ("sink", "sinks", "s_aux"))
 HIDDEN_NAN = Feature("hidden NaN", "NaN at a key that a mask hides", "hidden_nan")
 MIXED_FORMATS = Feature("mixed formats", "operands or output in another format than its inputs")
-FEATURES = (CAUSAL, GROUPED, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, OWN_SCALE, HIDDEN_NAN, MIXED_FORMATS)
+FEATURES = (
+    *(CAUSAL, GROUPED, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, OWN_SCALE, HIDDEN_NAN, MIXED_FORMATS),
+    *(VALUE_DIM, WINDOW, SOFTCAP, SINK),
+)
+# That go by a value in every call; the others do where inputs ask for them, or where a kernel has no default.
+ALWAYS_GIVEN = frozenset({GROUPED, OWN_SCALE})
+
+# That speak of a key's place in the call: to put dummies in is to change what they mean.
+PLACED = frozenset({WINDOW})
 
 # What kernels take that mask every score on its own. What is added above later does not belong in here: each kernel
 # that takes it declares so itself, and the others' cells are skipped.

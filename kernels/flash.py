@@ -17,7 +17,7 @@ from tiebreak.kernels.arithmetic import Arithmetic, Noise
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
 from tiebreak.kernels.operands import LOG2_E, Operands, Scaled, cut, folds_scale
-from tiebreak.kernels.plans import Cast, DeltaSource, Exponential, RoundingPlan, SumOf
+from tiebreak.kernels.plans import Cast, DeltaSource, Exponential, RoundingPlan, SinkEntry, SumOf
 from tiebreak.kernels.shift_rules import ShiftRule
 
 _FP32 = Cast(FP32)
@@ -55,7 +55,7 @@ class Softmax:
     Its argument is S - m, which the plan may round, or contracted fma(S, c, -m c), with m c rounded to fp32.
     """
 
-    scale: float  # alpha
+    scale: float  # alpha, or a soft cap
     plan: RoundingPlan
     arithmetic: Arithmetic
 
@@ -106,6 +106,14 @@ class Softmax:
         if self.plan.contracted:
             return self.arithmetic.exp_of_fma(s, self.factor, lse * -self.unit, self.rescale)
         return self.arithmetic.exp(s - lse, self.rescale)
+
+    def of_sink(self, sink: Tensor, shift: Tensor) -> Tensor:
+        """2^offset exp(sink - shift), as the row sum takes it, of a sink as a logit."""
+        if self.plan.contracted:  # FlashAttention-3: exp2(sink log2 e - m c)
+            p = self.arithmetic.exp_of_fma(sink.expand_as(shift), self.unit, shift * -self.factor, self.rescale)
+        else:
+            p = self.arithmetic.exp(sink - shift, self.rescale)
+        return p * 2.0**self.plan.offset
 
     def natural(self, shift: Tensor) -> Tensor:
         """A shift as a logit."""
@@ -174,10 +182,10 @@ def _flash_rows(
     noise: Noise,
 ) -> tuple[Tensor, Tensor]:
     q = operands.q[:, :, rows]
-    m = q.new_full((*q.shape[:-1], 1), -torch.inf)
-    l, o_bar = torch.zeros_like(m), torch.zeros_like(q)
+    softmax = Softmax(operands.unit, plan, arithmetic)
+    m, l, sink = _begun(operands, rows, softmax)
+    o_bar = q.new_zeros(*q.shape[:-1], operands.v.shape[-1])
     dither = noise.dither(q.shape, rows.start, q.device) if shift_rule.dithered else torch.zeros_like(m)
-    softmax = Softmax(operands.scale, plan, arithmetic)
     for keys in operands.key_tiles(block.keys):
         s = operands.scores(rows, keys)
         row_max = s.amax(-1, keepdim=True)
@@ -194,15 +202,29 @@ def _flash_rows(
             block_sum = block_sum.clamp(min=shift_rule.row_sum_floor)
         block_sum = arithmetic.cast(block_sum, plan.row_sum)
         pv = operands.weighted(p_bar, keys)
-        if keys.start == 0:  # there is nothing to rescale yet; a sum with 0 has no -0
+        if keys.start == 0 and operands.sink is None:  # there is nothing to rescale yet; a sum with 0 has no -0
             l, o_bar = block_sum, pv + 0.0
         else:
             alpha = softmax.between(m, shift)
             l = arithmetic.cast(arithmetic.cast(alpha * l, plan.row_sum) + block_sum, plan.row_sum)
             o_bar = arithmetic.cast(arithmetic.cast(alpha * o_bar, plan.o_bar) + pv, plan.o_bar)
         m = new_m
+    if sink is not None and plan.sink is not SinkEntry.FIRST:
+        # Of a row without a visible key the sink is all there is.
+        m = torch.where(m == -torch.inf, sink * softmax.logit, m)
+        l = arithmetic.cast(l + softmax.of_sink(sink, m), plan.row_sum)
     o = _final(operands.unscaled(o_bar / l), rows, operands, noise)
     return o, softmax.natural(m) + torch.log(l) - plan.offset * math.log(2.0)
+
+
+def _begun(operands: Operands, rows: slice, softmax: Softmax) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What a row begins with: m, l and its sink, if it has one; what the plan says that the sink has done to both."""
+    q, plan, sink = operands.q[:, :, rows], operands.plan, operands.sink
+    m = q.new_full((*q.shape[:-1], 1), -torch.inf)
+    if sink is not None and plan.sink is not SinkEntry.LAST:
+        m = (sink * softmax.logit).expand_as(m)
+    first = sink is not None and plan.sink is SinkEntry.FIRST
+    return m, torch.full_like(m, 2.0**plan.offset if first else 0.0), sink
 
 
 def _summed(p: Tensor, p_bar: Scaled, plan: RoundingPlan) -> Tensor:
@@ -240,10 +262,9 @@ def flash_1(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic,
 def _flash_1_rows(
     operands: Operands, rows: slice, plan: RoundingPlan, arithmetic: Arithmetic, block: Block
 ) -> tuple[Tensor, Tensor]:
-    o = torch.zeros_like(operands.q[:, :, rows])
-    m = o.new_full((*o.shape[:-1], 1), -torch.inf)
-    l = torch.zeros_like(m)
-    softmax = Softmax(operands.scale, plan, arithmetic)
+    softmax = Softmax(operands.unit, plan, arithmetic)
+    m, l, _ = _begun(operands, rows, softmax)
+    o = m.new_zeros(*m.shape[:-1], operands.v.shape[-1])
     for keys in operands.key_tiles(block.keys):
         s = operands.scores(rows, keys)
         row_max = s.amax(-1, keepdim=True)
@@ -281,24 +302,32 @@ def split(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, b
     operands = Operands.of(inputs, replace(plan, o_bar=_FP32), arithmetic)  # O is cast once it is normalised
 
     def rows_of(rows: slice) -> tuple[Tensor, Tensor]:
-        parts = [_split(operands, rows, keys, plan, arithmetic) for keys in operands.key_tiles(block.keys)]
+        tiles = operands.key_tiles(block.keys)
+        parts = [_split(operands, rows, keys, plan, arithmetic, sink=keys is tiles[0]) for keys in tiles]
         return _merged(parts, plan, arithmetic)
 
     return _by_rows(inputs, operands, block, rows_of)
 
 
 def _split(
-    operands: Operands, rows: slice, keys: slice, plan: RoundingPlan, arithmetic: Arithmetic
+    operands: Operands, rows: slice, keys: slice, plan: RoundingPlan, arithmetic: Arithmetic, *, sink: bool
 ) -> tuple[Tensor, Tensor]:
-    """O and the log-sum-exp of one split; 0 and -Inf in rows that see none of its keys."""
+    """O and the log-sum-exp of one split; 0 and -Inf in rows that see none of its keys.
+
+    A sink is that of the first split, as in vLLM's unified kernel.
+    """
     s = operands.scores(rows, keys)
     m = s.amax(-1, keepdim=True)
+    softmax = Softmax(operands.unit, plan, arithmetic)
+    if sink and operands.sink is not None:
+        m = torch.maximum(m, operands.sink * softmax.logit)
     blind = m == -torch.inf
     shift = m.masked_fill(blind, 0.0)
-    softmax = Softmax(operands.scale, plan, arithmetic)
     p = softmax.of(s, shift)
     p_bar = operands.p_bar(p)
     l = arithmetic.cast(arithmetic.row_sum(_summed(p, p_bar, plan), plan.accumulator), plan.row_sum)
+    if sink and operands.sink is not None:
+        l = arithmetic.cast(l + softmax.of_sink(operands.sink, shift), plan.row_sum)
     o = operands.unscaled(operands.weighted(p_bar, keys) / l.masked_fill(blind, 1.0))
     return arithmetic.cast(o, plan.o_bar), softmax.natural(m) + torch.log(l) - plan.offset * math.log(2.0)
 
@@ -329,14 +358,15 @@ def standard(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic
         O (batch, heads, queries, d) and the log-sum-exp, without gradients.
     """
     operands, every_key = Operands.of(inputs, plan, arithmetic), slice(0, inputs.k.shape[-2])
-    softmax = Softmax(operands.scale, plan, arithmetic)
+    softmax = Softmax(operands.unit, plan, arithmetic)
 
     def rows_of(rows: slice) -> tuple[Tensor, Tensor]:
-        s = operands.scores(rows, every_key)
+        s = operands.with_sink(operands.scores(rows, every_key), softmax.logit)
         row_max = s.amax(-1, keepdim=True)
         shift = torch.where(row_max == -torch.inf, torch.zeros_like(row_max), row_max)
         p = softmax.of(s, shift)
         l = arithmetic.cast(arithmetic.row_sum(p, plan.accumulator), plan.row_sum)
+        p = p[..., every_key]
         o = arithmetic.matmul(arithmetic.cast(p / l, plan.p_bar), operands.v, plan.o_bar, plan.accumulator)
         return o, softmax.natural(shift) + torch.log(l)
 
@@ -394,7 +424,7 @@ def backward(
         arithmetic.cast(gradient, plan.gradients) if needed else gradient
         for gradient, needed in zip((dq, dk, dv), wanted, strict=True)
     )
-    return Gradients(dq, dk, dv, delta)
+    return Gradients(dq, dk, dv, delta, tape.dsink(delta))
 
 
 @dataclass(frozen=True)
@@ -417,14 +447,14 @@ class _Tape:
         assert self.output.lse is not None, "the forward pass must return its log-sum-exp"
         lse = self.output.lse[:, :, rows]
         shift = self._shift[:, :, rows] if self._unnormalised else lse
-        if self.plan.scaled_k.narrows:
+        if self.plan.scaled_k.narrows and not self.operands.softcap:
             s = self.operands.masked(
                 self.product(self.operands.q[:, :, rows], self._scaled_k[:, :, keys].mT), rows, keys
             )
             p = self.arithmetic.exp((s - lse * LOG2_E) * _LN_2, _NATURAL)
         else:
             s = self.operands.scores(rows, keys)
-            p = Softmax(self.operands.scale, self.plan, self.arithmetic).of_probabilities(s, shift)
+            p = Softmax(self.operands.unit, self.plan, self.arithmetic).of_probabilities(s, shift)
         # A row without a visible key has log-sum-exp -inf and no probabilities.
         return _zeroed(p, lse == -torch.inf)
 
@@ -445,8 +475,9 @@ class _Tape:
     def _shift(self) -> Tensor:
         """A row's maximum, a natural logarithm."""
         every = slice(0, self.operands.q.shape[2]), slice(0, self.operands.k.shape[2])
-        softmax = Softmax(self.operands.scale, self.plan, self.arithmetic)
-        return softmax.natural(self.operands.scores(*every).amax(-1, keepdim=True))
+        softmax = Softmax(self.operands.unit, self.plan, self.arithmetic)
+        s = self.operands.with_sink(self.operands.scores(*every), softmax.logit)
+        return softmax.natural(s.amax(-1, keepdim=True))
 
     @cached_property
     def _l(self) -> Tensor:
@@ -478,13 +509,35 @@ class _Tape:
         p = self.arithmetic.cast(self.p(rows, keys), self.plan.p_of_ds)
         ds = p * (self.dp(rows, keys) - (delta / self._l[:, :, rows] if self._unnormalised else delta))
         if self.plan.shift_attached:
-            # What is left of a row's sum, 0 without rounding, goes to its maximum.
-            s = self.operands.scores(rows, keys)
-            largest = (s == s.amax(-1, keepdim=True)).to(ds)
-            ds = ds - largest / largest.sum(-1, keepdim=True) * ds.sum(-1, keepdim=True)
+            ds = self._through_maximum(ds, rows, keys, delta)
+        if self.operands.softcap:
+            ds = ds * self.operands.slope(rows, keys)
         ds = self.arithmetic.cast(ds, self.plan.ds)
         scaled = self.plan.scaled_ds
         return self.arithmetic.cast(ds * self.operands.scale, scaled) if scaled.narrows else ds
+
+    def _through_maximum(self, ds: Tensor, rows: slice, keys: slice, delta: Tensor) -> Tensor:
+        """What is left of a row's sum, 0 without rounding, goes to its maximum, which a sink may be."""
+        s, left = self.operands.scores(rows, keys), ds.sum(-1, keepdim=True)
+        if self.operands.sink is not None:
+            left = left - self._p_of_sink(rows) * delta
+        softmax = Softmax(self.operands.unit, self.plan, self.arithmetic)
+        every = self.operands.with_sink(s, softmax.logit)
+        largest = (every == every.amax(-1, keepdim=True)).to(ds)
+        return ds - (largest / largest.sum(-1, keepdim=True))[..., : s.shape[-1]] * left
+
+    def _p_of_sink(self, rows: slice) -> Tensor:
+        assert self.operands.sink is not None
+        assert self.output.lse is not None, "the forward pass must return its log-sum-exp"
+        return self.arithmetic.exp(self.operands.sink - self.output.lse[:, :, rows], _NATURAL)
+
+    def dsink(self, delta: Tensor) -> Tensor | None:
+        """Less the sum over rows of P of the sink times delta, (heads,)."""
+        if self.operands.sink is None:
+            return None
+        of_heads = (self._p_of_sink(slice(None)) * delta).transpose(0, 1).flatten(1)
+        total = self.arithmetic.row_sum(of_heads, self.plan.accumulator)[:, 0]
+        return self.arithmetic.cast(-total, self.plan.gradients)
 
     def add(self, total: Tensor, added: Tensor) -> None:
         self._add(total, added, self.plan.sums)

@@ -68,6 +68,8 @@ class Operands:
     do: Tensor
     hidden: Tensor | None
     scale: float
+    softcap: float
+    sink: Tensor | None  # (heads, 1, 1)
     tiles: Tiles
     plan: RoundingPlan
     arithmetic: Arithmetic
@@ -99,7 +101,9 @@ class Operands:
             _quantized(small_k, plan.k8, arithmetic),
             _quantized(v, plan.v8, arithmetic, _ROWS),
         )
-        return cls(q, k, v, inputs.do, hidden, inputs.scale, tiles or Tiles(), plan, arithmetic, taken)
+        sink = None if inputs.sink is None else inputs.sink[:, None, None]
+        of_scores = hidden, inputs.scale, inputs.softcap, sink
+        return cls(q, k, v, inputs.do, *of_scores, tiles or Tiles(), plan, arithmetic, taken)
 
     def query_tiles(self, size: int) -> list[slice]:
         """Rows of q, `size` at a time."""
@@ -110,13 +114,13 @@ class Operands:
         return _tiles(self.k.shape[_ROWS], size)
 
     def scores(self, rows: slice, keys: slice) -> Tensor:
-        """One tile of S: the product, its cast, scales, the scale alpha, S's cast, then the mask.
+        """One tile of S: the product, its cast, scales, the scale alpha, S's cast, the soft cap and its cast, the mask.
 
         Where q's cast is narrow, or its 8 bits have it in them, alpha comes first: into q, with log2(e) where the
         exponential is in base two. Where the plan contracts and casts neither q nor S, alpha is left to the
-        exponential's argument.
+        exponential's argument; softly capped scores then stay as tanh has them, and the cap is its factor.
         """
-        return self.tiles.shared("s", rows, keys, lambda: self._scores(rows, keys))
+        return self.tiles.shared("s", rows, keys, lambda: self.masked(self._scores(rows, keys), rows, keys))
 
     def _scores(self, rows: slice, keys: slice) -> Tensor:
         plan, arithmetic = self.plan, self.arithmetic
@@ -133,7 +137,37 @@ class Operands:
         s = _unscaled(s, q.scale, None if k.scale is None else k.scale.transpose(-1, -2))
         if not folds_scale(plan):
             s = arithmetic.cast(s * (scale / base), plan.s)
-        return self.masked(s, rows, keys)
+        return self.capped(s) if self.softcap else s
+
+    def capped(self, s: Tensor) -> Tensor:
+        """Scores with their soft cap c: c tanh(s / c), every step in fp32, as Triton kernels have it.
+
+        Where alpha is left to the exponential it is tanh(s (alpha / c)), as in FlashAttention-2 and -3.
+        """
+        if folds_scale(self.plan):
+            return self.arithmetic.tanh(s * torch.tensor(self.scale / self.softcap).item())
+        return self.arithmetic.cast(self.softcap * self.arithmetic.tanh(s / self.softcap), self.plan.s)
+
+    def slope(self, rows: slice, keys: slice) -> Tensor:
+        """The derivative of one tile's capped scores by what they were before: 1 - tanh^2."""
+        s = self._scores(rows, keys)
+        return 1.0 - (s if folds_scale(self.plan) else s / self.softcap).square()
+
+    def with_sink(self, s: Tensor, logit: float) -> Tensor:
+        """Scores of some rows and, behind them, the sink as one more, where there is one.
+
+        Args:
+            s: (batch, heads, rows, keys).
+            logit: what 1 of a logit is in their unit.
+        """
+        if self.sink is None:
+            return s
+        return torch.cat([s, (self.sink * logit).expand(*s.shape[:-1], 1)], -1)
+
+    @property
+    def unit(self) -> float:
+        """What scores that the exponential is to multiply have to be multiplied by to be logits."""
+        return self.softcap or self.scale
 
     def masked(self, s: Tensor, rows: slice, keys: slice) -> Tensor:
         """A tile of scores with -inf where the mask hides them."""

@@ -61,6 +61,14 @@ class SumOf(enum.Enum):
     ROUNDED = "rounded"  # after the cast
 
 
+class SinkEntry(enum.Enum):
+    """Where a learned sink, a logit s without a V, enters a row of tiled attention."""
+
+    FIRST = "first"  # the row begins with m = s and l = 1, as in vLLM's unified kernel: l is rounded with 1 in it
+    MAXIMUM = "maximum"  # it begins with m = s alone, and exp(s - m) is added to l at the end, as in gpt-oss
+    LAST = "last"  # m knows nothing of it, and exp(s - m) is added to l at the end, as in FlashAttention-3
+
+
 class DeltaSource(enum.Enum):
     """What delta, the row term of the softmax's gradient, is computed from (paper, section 3.2)."""
 
@@ -118,6 +126,7 @@ class RoundingPlan:
     v8: Quantization | None = None  # V in 8 bits with scales
     p8: Quantization | None = None  # P-bar in 8 bits with scales of its own, in the place of its cast
     smooth_k: bool = False  # whether the mean of K over the keys is taken off K first, which softmax does not see
+    sink: SinkEntry = SinkEntry.FIRST  # where a learned sink enters a row; standard attention has it as one more score
     shifted: Cast = Cast(FP32)  # S - m, the exponential's argument, and m - m' of a rescaling
     delta_from: DeltaSource = DeltaSource.OUTPUT  # backward: what delta is computed from
     delta: Cast = Cast(FP32)  # backward: delta

@@ -1,7 +1,7 @@
 """Attention in fp64: what every kernel is measured against."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -13,12 +13,12 @@ from tiebreak.kernels.inputs import AttentionInputs, sum_groups
 class Reference:
     """Attention and its gradients in fp64, from the inputs as the kernel gets them."""
 
-    o: Tensor  # (batch, heads, queries, d)
-    magnitude: Tensor  # sum over keys of P |V|, (batch, heads, queries, d): the scale of rounding errors in O
-    p: Tensor  # (batch, heads, queries, keys)
-    s: Tensor  # scores before masking, (batch, heads, queries, keys)
+    o: Tensor  # (batch, heads, queries, d of V)
+    magnitude: Tensor  # sum over keys of P |V|, (batch, heads, queries, d of V): the scale of rounding errors in O
+    p: Tensor  # (batch, heads, queries, keys); a sink's is what a row lacks to 1
+    s: Tensor  # scores before masking, softly capped, (batch, heads, queries, keys)
     delta: Tensor  # rowsum(dO * O), (batch, heads, queries, 1)
-    pk: Tensor  # P K, (batch, heads, queries, d), of the paper's equation 1
+    pk: Tensor  # P K, (batch, heads, queries, d), of the paper's equation 1; of capped scores, P times their slope
 
 
 def reference(inputs: AttentionInputs) -> Reference:
@@ -35,16 +35,13 @@ def reference(inputs: AttentionInputs) -> Reference:
 def _entries(inputs: AttentionInputs) -> Iterator[AttentionInputs]:
     """The calls of a batch."""
     for at in range(inputs.q.shape[0]):
-        q, k, v, do = (tensor[at : at + 1] for tensor in (inputs.q, inputs.k, inputs.v, inputs.do))
-        padding = None if inputs.key_padding is None else inputs.key_padding[at : at + 1]
-        yield replace(inputs, q=q, k=k, v=v, do=do, key_padding=padding)
+        yield inputs.part(slice(at, at + 1))
 
 
 def _reference(inputs: AttentionInputs) -> Reference:
     k, v = inputs.expanded_k().double(), inputs.expanded_v().double()
-    s = inputs.q.double() @ k.transpose(-1, -2) * inputs.scale
-    hidden = inputs.hidden()
-    p = probabilities(s, hidden)
+    s, hidden = scores(inputs), inputs.hidden()
+    p = probabilities(s, hidden, inputs.sink)
     o = p @ v
     if hidden is not None:
         o = o.masked_fill(hidden.all(-1, keepdim=True), 0.0)  # also where V has Inf or NaN: 0 * Inf is no 0
@@ -54,22 +51,61 @@ def _reference(inputs: AttentionInputs) -> Reference:
         p=p,
         s=s,
         delta=(inputs.do.double() * o).sum(-1, keepdim=True),
-        pk=p @ k,
+        pk=(p * slope(inputs, s) if inputs.softcap else p) @ k,
     )
 
 
-def probabilities(s: Tensor, hidden: Tensor | None) -> Tensor:
-    """Row softmax of fp64 scores (..., queries, keys); a row with every key `hidden` gives zeros."""
-    if hidden is None:
-        return torch.softmax(s, -1)
-    p = torch.softmax(s.masked_fill(hidden, -torch.inf), -1)
-    return p.masked_fill(hidden.all(-1, keepdim=True), 0.0)
+def scores(inputs: AttentionInputs, *, capped: bool = True) -> Tensor:
+    """What softmax is of, before masking: fp64, (batch, heads, queries, keys).
+
+    Args:
+        inputs: of the call.
+        capped: whether to cap them softly, where the inputs say so.
+    """
+    s: Tensor = inputs.q.double() @ inputs.expanded_k().double().transpose(-1, -2) * inputs.scale
+    return s.div_(inputs.softcap).tanh_().mul_(inputs.softcap) if inputs.softcap and capped else s
+
+
+def slope(inputs: AttentionInputs, capped: Tensor) -> Tensor:
+    """The derivative of softly capped scores by what they were before: 1 - (s / c)^2."""
+    return 1.0 - (capped / inputs.softcap).square()
+
+
+def probabilities(s: Tensor, hidden: Tensor | None, sink: Tensor | None = None) -> Tensor:
+    """Row softmax of fp64 scores (..., heads, queries, keys); a row with every key `hidden` gives zeros.
+
+    Args:
+        s: scores.
+        hidden: True where a key takes no part; None: nowhere.
+        sink: a logit of every head, (heads,), that takes part and is left out of the result.
+    """
+    masked = s if hidden is None else s.masked_fill(hidden, -torch.inf)
+    if sink is not None:
+        return torch.softmax(torch.cat([masked, _column(s, sink)], -1), -1)[..., :-1]
+    p = torch.softmax(masked, -1)
+    return p if hidden is None else p.masked_fill(hidden.all(-1, keepdim=True), 0.0)
+
+
+def _column(s: Tensor, sink: Tensor) -> Tensor:
+    return sink.double()[:, None, None].expand(*s.shape[:-1], 1)
+
+
+def sink_gradient(inputs: AttentionInputs, ref: Reference) -> Tensor | None:
+    """dSink in fp64, (heads,): less the sum over rows of P of the sink times delta; None without a sink."""
+    if inputs.sink is None:
+        return None
+    hidden, sink = inputs.hidden(), _column(ref.s, inputs.sink)
+    visible = ref.s if hidden is None else ref.s.masked_fill(hidden, -torch.inf)
+    p = (sink - torch.logaddexp(visible.logsumexp(-1, keepdim=True), sink)).exp()
+    return -(p * ref.delta).sum((0, 2, 3))
 
 
 def reference_gradients(inputs: AttentionInputs, ref: Reference) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV in fp64, in the shapes of q, k and v."""
     k, v, do = inputs.expanded_k().double(), inputs.expanded_v().double(), inputs.do.double()
     ds = ref.p * (do @ v.transpose(-1, -2) - ref.delta)
+    if inputs.softcap:
+        ds *= slope(inputs, ref.s)
     dq = inputs.scale * (ds @ k)
     dk = inputs.scale * (ds.transpose(-1, -2) @ inputs.q.double())
     dv = ref.p.transpose(-1, -2) @ do

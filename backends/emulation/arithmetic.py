@@ -54,6 +54,10 @@ class EmulatedArithmetic:
         wide = fma(x, factor, addend).double()
         return (wide.exp2_() if exponential.base_two else wide.clamp_(min=_LOWEST).exp_()).float()
 
+    def tanh(self, x: Tensor) -> Tensor:
+        """The hyperbolic tangent in fp64, rounded once to fp32."""
+        return x.double().tanh_().float()
+
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
         """The sum in the accumulator's order."""
         return ACCUMULATIONS[accumulator].total(x)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from tiebreak.kernels.external.conventions import ALWAYS, Convention
 from tiebreak.kernels.external.errors import ContractError, ShapeError
 from tiebreak.kernels.external.options import AUTOGRAD
+from tiebreak.kernels.features import ALWAYS_GIVEN, CAUSAL
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
 
@@ -116,49 +119,61 @@ class Call:
         outer = len(FULL) - len(self.convention.options.layout)
         q, k, v = placed.arguments
         if outer == 0:
-            return self._output((q, k, v), slice(None))
+            return self._output((q, k, v), self.inputs)
         batches = []
         for batch in range(q.shape[0]):
             if outer == 1:
-                batches.append(self._output((q[batch], k[batch], v[batch]), slice(batch, batch + 1)))
+                batches.append(self._output((q[batch], k[batch], v[batch]), self.inputs.part(_at(batch))))
                 continue
-            heads = [
-                self._output(
-                    (q[batch, head], *(tensor[batch, head // self.inputs.groups] for tensor in (k, v))),
-                    slice(batch, batch + 1),
-                )
-                for head in range(q.shape[1])
-            ]
+            heads = []
+            for head in range(q.shape[1]):
+                shared = head // self.inputs.groups
+                part = self.inputs.part(_at(batch), heads=_at(head), key_heads=_at(shared))
+                heads.append(self._output((q[batch, head], k[batch, shared], v[batch, shared]), part))
             batches.append(torch.stack(heads))
         return torch.stack(batches)
 
-    def _output(self, arguments: Sequence[Tensor], batch: slice) -> Tensor:
-        return _checked_output(self._returned(arguments, batch), arguments)
+    def _output(self, arguments: Sequence[Tensor], part: AttentionInputs) -> Tensor:
+        return _checked_output(self._returned(arguments, part), arguments, self.convention.options.layout.index("d"))
 
     def returned(self, placed: Placed) -> Any:
         """All that one call returns, of a kernel that takes all dimensions."""
-        return self._returned(placed.arguments, slice(None))
+        return self._returned(placed.arguments, self.inputs)
 
-    def _returned(self, arguments: Sequence[Tensor], batch: slice) -> Any:
-        after, keywords = self.convention.arguments(self.keywords(batch))
+    def _returned(self, arguments: Sequence[Tensor], part: AttentionInputs) -> Any:
+        after, keywords = self.convention.arguments(self.keywords(part))
         return self.function(*arguments, *after, **keywords)
 
-    def keywords(self, batch: slice) -> dict[str, Any]:
-        """Causal flag, mask, scale and what else goes by a value, as the kernel calls them."""
-        convention, inputs = self.convention, self.inputs
-        keywords: dict[str, Any] = {keyword: inputs.value_of(feature) for feature, keyword in convention.values.items()}
+    def keywords(self, inputs: AttentionInputs) -> dict[str, Any]:
+        """Causal flag, mask, scale and what else goes by a value, as the kernel calls them.
+
+        Args:
+            inputs: those of the call, or a part of them.
+        """
+        convention = self.convention
+        given = {*ALWAYS_GIVEN, *inputs.asks()}
+        keywords: dict[str, Any] = {
+            keyword: self._given(inputs.value_of(feature, common))
+            for keyword, (feature, common) in convention.values.items()
+            if feature in given or keyword in convention.required
+        }
         square = inputs.q.shape[2] == inputs.k.shape[2]
         fits = square or not convention.causal_where_square
-        flagged = convention.causal is not None and inputs.key_padding is None and fits
+        by_value = {feature for feature, _ in convention.values.values()}
+        masks = {feature: mask for feature, mask in inputs.masks().items() if feature not in by_value}
+        flagged = convention.causal is not None and masks.keys() <= {CAUSAL} and fits
         if convention.causal not in (None, ALWAYS):
             keywords[str(convention.causal)] = inputs.causal and flagged
         if convention.mask is not None:
             keywords[convention.mask] = None  # it may have no default
-        hidden = inputs.hidden()
-        if hidden is not None and convention.mask is not None and not flagged:
-            visible = ~hidden.to(inputs.q.device)[batch if hidden.shape[0] > 1 else slice(None)]
+        if masks and convention.mask is not None and not flagged:
+            visible = ~reduce(or_, masks.values()).to(inputs.q.device)
             keywords[convention.mask] = visible.expand(-1, -1, inputs.q.shape[2], -1)
         return keywords
+
+    def _given(self, value: object) -> object:
+        """A value of a feature as kernels get it: numbers of a tensor in the format of q."""
+        return value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     def backward(self, placed: Placed, o: Tensor) -> Triple | None:
         """dQ, dK and dV in the kernel's layout; None where it has no backward pass.
@@ -186,7 +201,7 @@ class Call:
         return gradients
 
     def _by_function(self, backward: Callable[..., Any], placed: Placed, o: Tensor) -> tuple[Tensor, ...]:
-        after, keywords = self.convention.arguments(self.keywords(slice(None)))
+        after, keywords = self.convention.arguments(self.keywords(self.inputs))
         gradients = backward(placed.do, *placed.arguments, o, *after, **keywords)
         if not isinstance(gradients, (tuple, list)) or len(gradients) < 3:
             raise NoGradientsError("returned no (dQ, dK, dV)")
@@ -240,22 +255,32 @@ class Started:
                 raise ContractError(f"changed its input {name}")
 
 
+def _at(index: int) -> slice:
+    return slice(index, index + 1)
+
+
 def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-def _checked_output(returned: object, arguments: Sequence[Tensor]) -> Tensor:
+def _checked_output(returned: object, arguments: Sequence[Tensor], d: int) -> Tensor:
     """O of what was returned: it, or the first of several, such as (O, log-sum-exp).
+
+    Args:
+        returned: by the kernel.
+        arguments: q, k and v.
+        d: which of their dimensions is that of a head; O's is as long as V's.
 
     Raises:
         ContractError: no tensor, or not as O has to be.
     """
-    q = arguments[0]
+    q, _, v = arguments
+    expected = (*q.shape[:d], v.shape[d], *q.shape[d + 1 :])
     out = returned[0] if isinstance(returned, (tuple, list)) and returned else returned
     if not isinstance(out, Tensor):
         raise ContractError(f"returned {type(returned).__name__}, not a tensor")
-    if out.shape != q.shape:
-        raise ShapeError(f"returned shape {tuple(out.shape)}, expected {tuple(q.shape)}")
+    if out.shape != expected:
+        raise ShapeError(f"returned shape {tuple(out.shape)}, expected {expected}")
     if out.dtype != q.dtype:
         raise ContractError(f"returned {out.dtype}, expected {q.dtype}")
     if out.device != q.device:

@@ -17,6 +17,7 @@ from tiebreak.kernels.features import (
     KEY_PADDING,
     OBLONG_CAUSAL,
     OWN_SCALE,
+    WINDOW,
     Feature,
 )
 
@@ -48,17 +49,19 @@ class Convention:
     options: KernelOptions
     causal: str | None  # keyword of the causal mask, or ALWAYS; None: it has none
     mask: str | None  # keyword of a mask of the scores
-    values: Mapping[Feature, str]  # keywords of the features that go by a value, such as the scores' scale
+    #: Its keywords of features that go by a value, such as the scores' scale: the feature, and its common keyword
+    values: Mapping[str, tuple[Feature, str]]
+    required: frozenset[str]  # keywords without a default
     positions: Mapping[str, Any]  # parameters after v that go by position alone, with their defaults
 
     @property
     def takes(self) -> frozenset[Feature]:
         """What inputs may ask of it."""
-        features = {*self.options.features, *self.values}
+        features = {*self.options.features, *(feature for feature, _ in self.values.values())}
         if self.causal is not None or self.mask is not None:
             features |= {CAUSAL, OBLONG_CAUSAL}
         if self.mask is not None:
-            features |= {KEY_PADDING, BLIND_ROWS}
+            features |= {KEY_PADDING, BLIND_ROWS, WINDOW}
         elif self.causal is not None and not self.causal_where_square:
             features.add(BLIND_ROWS)
         return frozenset(features) - self.options.refused
@@ -102,10 +105,11 @@ def convention(function: Callable[..., Any], options: KernelOptions) -> Conventi
         options,
         causal=_named(options.causal, _CAUSAL, names, anything),
         mask=_named(options.mask, _MASK, names, anything=False),
-        values=dict(_values(options, names, anything)),
+        values={keyword: (feature, common) for feature, keyword, common in _values(options, names, anything)},
+        required=frozenset(signature.required),
         positions=signature.positions,
     )
-    understood = {called.causal, called.mask, *called.values.values(), *options.options}
+    understood = {called.causal, called.mask, *called.values, *options.options}
     unexplained = [name for name in signature.required if name not in understood]
     if unexplained:
         word = unexplained[0]
@@ -120,13 +124,17 @@ def convention(function: Callable[..., Any], options: KernelOptions) -> Conventi
     return called
 
 
-def _values(options: KernelOptions, names: tuple[str, ...], anything: bool) -> Iterator[tuple[Feature, str]]:
-    """The features that go by a value, and by which keyword; a function that takes any is given the scale alone."""
+def _values(options: KernelOptions, names: tuple[str, ...], anything: bool) -> Iterator[tuple[Feature, str, str]]:
+    """The features that go by a value, by which keyword, and which common one that is.
+
+    A function that takes any keyword is given the scale alone.
+    """
+    scale = _named(options.scale, OWN_SCALE.keywords, names, anything)
+    if scale is not None:
+        yield OWN_SCALE, scale, OWN_SCALE.keywords[0]
     for feature in FEATURES:
-        own = feature is OWN_SCALE
-        keyword = _named(options.scale if own else "", feature.keywords, names, anything and own)
-        if keyword is not None:
-            yield feature, keyword
+        if feature is not OWN_SCALE:
+            yield from ((feature, keyword, keyword) for keyword in feature.keywords if keyword in names)
 
 
 def _named(option: str, common: tuple[str, ...], names: tuple[str, ...], anything: bool) -> str | None:

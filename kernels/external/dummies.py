@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tiebreak.kernels.features import PLACED
 from tiebreak.kernels.inputs import AttentionInputs
 
 Cut = Callable[[Tensor], Tensor]
@@ -56,6 +57,8 @@ class Needs:
         right_mask = right_mask and (inputs.causal or not self.causal)
         if right_mask and (rows, columns) == (queries, keys):
             return Arranged(inputs, _whole, _whole)
+        if placed := [feature.words for feature in inputs.asks() if feature in PLACED]:
+            raise ValueError(f"with a {placed[0]} there is no place for dummy rows or keys")
         if right_mask and inputs.causal and queries == keys and inputs.key_padding is None:
             return _longer(inputs, max(rows, columns), max(rows, columns))
         if right_mask and not inputs.causal and (columns == keys or self.has_padding):

@@ -52,7 +52,7 @@ class ScriptCall:
             return "the script has no words for dummy rows or keys"
         if len(self.caller.convention.options.layout) < len(_FULL):
             return "the script has no words for a call for each sequence"
-        if any(isinstance(value, Tensor) for value in self.caller.call(inputs).keywords(slice(None)).values()):
+        if any(isinstance(value, Tensor) for value in self.caller.call(inputs).keywords(inputs).values()):
             return "the script has no words for a mask as a tensor"
         return None
 
@@ -64,7 +64,7 @@ class ScriptCall:
             order = ", ".join(str(_FULL.index(letter)) for letter in layout)
             arguments = f"*(x.permute({order}).contiguous() for x in (q, k, v))"
             restored = f".permute({', '.join(str(layout.index(letter)) for letter in _FULL)})"
-        after, keywords = self.caller.convention.arguments(self.caller.call(inputs).keywords(slice(None)))
+        after, keywords = self.caller.convention.arguments(self.caller.call(inputs).keywords(inputs))
         words = [arguments, *map(repr, after), *(f"{name}={value!r}" for name, value in keywords.items())]
         first = "[0]" if self.caller.returns_several(inputs) else ""
         return f"kernel.{self.function}({', '.join(words)}){first}{restored}"

@@ -1,7 +1,7 @@
 """How many bits of an undeclared kernel's output each known plan has, on the first batch of a cell."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -78,9 +78,6 @@ def part(batch: SharedBatch) -> SharedBatch:
     key_heads = max(1, -(-_FIRST_HEADS // (entries * inputs.groups)))
     if entries == inputs.q.shape[0] and key_heads >= inputs.k.shape[1]:
         return batch
-    own, shared = (slice(entries), slice(key_heads * inputs.groups)), (slice(entries), slice(key_heads))
-    padding = None if inputs.key_padding is None else inputs.key_padding[:entries]
-    part = replace(
-        inputs, q=inputs.q[own], k=inputs.k[shared], v=inputs.v[shared], do=inputs.do[own], key_padding=padding
-    )
+    own = slice(entries), slice(key_heads * inputs.groups)
+    part = inputs.part(slice(entries), heads=own[1], key_heads=slice(key_heads))
     return SharedBatch(part, Reference(**{name: tensor[own] for name, tensor in vars(ref).items()}))

@@ -64,6 +64,10 @@ class SharedArithmetic:
         """As `Arithmetic.exp_of_fma`."""
         return self._arithmetic.exp_of_fma(x, factor, addend, exponential)
 
+    def tanh(self, x: Tensor) -> Tensor:
+        """As `Arithmetic.tanh`."""
+        return self._arithmetic.tanh(x)
+
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
         """As `Arithmetic.row_sum`."""
         return self._once((x,), accumulator, lambda: self._arithmetic.row_sum(x, accumulator))

@@ -1,7 +1,5 @@
 """A small call that shows whether a kernel can do what nobody has said of it."""
 
-from dataclasses import replace
-
 from tiebreak.kernels.external.errors import ContractError, ShapeError
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
@@ -26,12 +24,10 @@ def failed_trial(cell: Cell, inputs: AttentionInputs) -> str | None:
     asked = cell.kernel.undeclared(inputs)
     if asked is None:
         return None
-    padding = None if inputs.key_padding is None else inputs.key_padding[:1]
-    q, k, v, do = (tensor[:1] for tensor in (inputs.q, inputs.k, inputs.v, inputs.do))
-    small = replace(inputs, q=q, k=k, v=v, do=do, key_padding=padding)
+    small = inputs.part(slice(1))
     failure = _failure(cell, small)
-    oblong = inputs.causal and q.shape[2] != k.shape[2]
-    plainer = replace(small, causal=oblong, softmax_scale=None, key_padding=None)
+    oblong = inputs.causal and inputs.q.shape[2] != inputs.k.shape[2]
+    plainer = AttentionInputs(small.q, small.k, small.v, small.do, small.formats, oblong, noise_seed=small.noise_seed)
     if failure is None or (set(plainer.asks()) != set(small.asks()) and _failure(cell, plainer) is None):
         return None  # what it does say that it takes is to blame
     return f"tried with {asked}, it {failure}"

@@ -18,7 +18,7 @@ from tiebreak.kernels.external.script_call import ScriptCall
 from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
-from tiebreak.programs.shrink_script import Origin, script
+from tiebreak.programs.shrink_script import WRITTEN, Origin, script
 from tiebreak.programs.shrink_search import BOUND, FINITE, Finding, Seen, Shrinker, mean_error
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, Parser, count, positive
 from tiebreak.reports.errors import UsageError
@@ -123,8 +123,8 @@ def _inputs(options: argparse.Namespace, case: Case) -> AttentionInputs:
         inputs = case.make(options.seed, 0, options.heads, fmt)
     except CapturedError as error:
         raise UsageError(str(error)) from error
-    if inputs.key_padding is not None:
-        raise UsageError(f"--case {case.name}: has a key padding mask, which the script has no place for")
+    if unwritten := [feature.words for feature in inputs.asks() if feature not in WRITTEN]:
+        raise UsageError(f"--case {case.name}: has a {unwritten[0]}, which the script has no place for")
     return inputs
 
 

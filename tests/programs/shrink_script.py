@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.external.script_call import ScriptCall
+from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, MIXED_FORMATS, OBLONG_CAUSAL, OWN_SCALE
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.programs.shrink_search import BOUND, FINITE, Finding, Seen, over_bound
 
 _LINE = 120
+#: What inputs may ask for that a script can write.
+WRITTEN = frozenset({CAUSAL, GROUPED, OBLONG_CAUSAL, BLIND_ROWS, OWN_SCALE, MIXED_FORMATS})
 
 
 @dataclass(frozen=True)

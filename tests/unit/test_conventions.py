@@ -13,7 +13,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from tiebreak.backends.backend import CPU
 from tiebreak.kernels.external import LoadError, external_kernel, external_kernels
 from tiebreak.kernels.external.kernels import KernelTarget
-from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, KEY_PADDING, OBLONG_CAUSAL, OWN_SCALE, Feature
+from tiebreak.kernels.features import (
+    BLIND_ROWS,
+    CAUSAL,
+    GROUPED,
+    KEY_PADDING,
+    OBLONG_CAUSAL,
+    OWN_SCALE,
+    WINDOW,
+    Feature,
+)
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
@@ -93,11 +102,11 @@ def assert_right(output: AttentionOutput, call: AttentionInputs) -> None:
          "    return sdpa(q, k, v, scale=softmax_scale, is_causal=is_causal)", {CAUSAL, OBLONG_CAUSAL, OWN_SCALE}),
         ("def f(q, k, v, **more): return plain(q, k, v, **more)", {CAUSAL, OBLONG_CAUSAL, BLIND_ROWS, OWN_SCALE}),
         ("def f(q, k, v, attn_mask=None): return sdpa(q, k, v, attn_mask=attn_mask)",
-         {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS}),
+         {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, WINDOW}),
         ("def f(q, k, v, attn_mask): return sdpa(q, k, v, attn_mask=attn_mask)",
-         {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS}),
+         {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, WINDOW}),
         ("f = kernel(refuses='blind_rows, oblong_causal')(plain)", {CAUSAL, OWN_SCALE}),
-        ("f = sdpa", {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, OWN_SCALE, GROUPED}),
+        ("f = sdpa", {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, WINDOW, OWN_SCALE, GROUPED}),
         ("f = kernel(takes='gqa')(lambda q, k, v: sdpa(q, k, v, enable_gqa=True))", {GROUPED}),
     ],
     ids=["suite", "bare", "triton", "required", "by position", "torch flags", "anything", "mask", "asked for",

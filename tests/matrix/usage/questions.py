@@ -183,12 +183,12 @@ def hidden_nan(session: Session) -> None:
 class _MaskInPlace(Call):
     """A call whose mask lies where that of the calls before it lay."""
 
-    masks: dict[tuple[int | None, int | None], Tensor]  # by the part of the batch that they are of
+    masks: dict[int, Tensor]  # by where the part of K that they are of begins
 
-    def keywords(self, batch: slice) -> dict[str, Any]:
+    def keywords(self, inputs: AttentionInputs) -> dict[str, Any]:
         """As `Call.keywords`."""
-        keywords, name = super().keywords(batch), str(self.convention.mask)
-        there = self.masks.setdefault((batch.start, batch.stop), keywords[name].clone())
+        keywords, name = super().keywords(inputs), str(self.convention.mask)
+        there = self.masks.setdefault(int(inputs.k.storage_offset()), keywords[name].clone())
         return keywords | {name: there.copy_(keywords[name])}
 
 
@@ -208,7 +208,7 @@ def other_mask(session: Session) -> None:
         getattr(more, name)[:, :, :keys] = getattr(inputs, name)
     longer = replace(more, key_padding=pad(takes_part, (0, keys)))
     cut = visible_keys(seen, slice(0, keys))
-    masks: dict[tuple[int | None, int | None], Tensor] = {}
+    masks: dict[int, Tensor] = {}
     plain = session.answers(longer)
     session.answers(first)
     session.same("another mask of the same shape", session.answers(inputs), plain, inputs, cut=cut)
