@@ -28,6 +28,12 @@ def test_site_is_built_and_no_link_leads_nowhere(tmp_path: Path) -> None:
     assert 'id="tiebreak.kernels.plans.RoundingPlan"' in api
 
 
+def test_links_carry_titles() -> None:
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    named = [link for page in pages for link in re.findall(r"\[`?[\w/-]+\.md`?\]\([^)]*\)", page.read_text("utf-8"))]
+    assert named == []
+
+
 def test_every_page_has_its_place_in_the_menu() -> None:
     menu = re.findall(r"([\w/-]+\.md)$", (SITE / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} | set(build.ELSEWHERE)
@@ -57,9 +63,11 @@ def test_link_that_leads_nowhere_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(
         '<h1 id="top">a</h1><a href="#top">x</a><a href="b.html#there">x</a><a href="b.html#gone">x</a>'
         '<img src="none.svg"><a href="c.html">x</a><a href="https://example.org/none">x</a>'
+        '<script src="https://example.org/shim"></script>'
     )
     (tmp_path / "b.html").write_text('<td><a id="there"></a></td><a href="#nowhere">x</a>')
     assert list(build.broken_links(tmp_path)) == [
+        "a.html: https://example.org/shim is fetched from the network",
         "a.html: b.html#gone has no such anchor",
         "a.html: none.svg leads nowhere",
         "a.html: c.html leads nowhere",

@@ -86,7 +86,8 @@ def lay_out(folder: Path) -> None:
     for target in sorted({file for place, text in pages.items() for file in _files(text, place)}):
         (folder / "pages" / _place(target)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / target, folder / "pages" / _place(target))
-    shutil.copy(HERE / "site.css", folder / "pages")
+    for name in ("site.css", "iframe-worker.js"):
+        shutil.copy(HERE / name, folder / "pages")
     settings = (HERE / "mkdocs.yml").read_text(encoding="utf-8")
     _write(folder / "mkdocs.yml", settings.replace("ROOT/", f"{ROOT.as_posix()}/"))
 
@@ -150,6 +151,7 @@ class _Page(HTMLParser):
         super().__init__()
         self.anchors: set[str] = set()
         self.links: list[str] = []
+        self.loaded: list[str] = []  # what a browser fetches to show the page
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -158,10 +160,12 @@ class _Page(HTMLParser):
         self.anchors |= {name for key in ("id", "name") if (name := values.get(key))}
         if link := values.get("src" if tag in {"img", "script"} else "href"):
             self.links.append(link)
+            if tag in {"img", "script"} or values.get("rel") in {"stylesheet", "icon", "preload"}:
+                self.loaded.append(link)
 
 
 def broken_links(site: Path) -> Iterator[str]:
-    """The links within a rendered site that lead nowhere.
+    """The links within a rendered site that lead nowhere, and what it would fetch from the network.
 
     Args:
         site: its folder.
@@ -171,17 +175,18 @@ def broken_links(site: Path) -> Iterator[str]:
     """
     pages = {path: _Page(path.read_text(encoding="utf-8")) for path in sorted(site.resolve().rglob("*.html"))}
     for path, page in pages.items():
+        where = path.relative_to(site.resolve())
+        yield from (f"{where}: {link} is fetched from the network" for link in page.loaded if "//" in link)
         for link in dict.fromkeys(page.links):
             # The page for what is not there is served at any address, with links from the root of the site.
             if path.name == "404.html" or "://" in link or link.startswith(("mailto:", "data:", "javascript:")):
                 continue
             target, _, anchor = link.partition("#")
             goal = path.parent / unquote(target) if target else path
-            where = f"{path.relative_to(site.resolve())}: {link}"
             if not goal.exists():
-                yield f"{where} leads nowhere"
+                yield f"{where}: {link} leads nowhere"
             elif anchor and (other := pages.get(goal.resolve())) and unquote(anchor) not in other.anchors:
-                yield f"{where} has no such anchor"
+                yield f"{where}: {link} has no such anchor"
 
 
 if __name__ == "__main__":
