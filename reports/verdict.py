@@ -13,6 +13,7 @@ from tiebreak.reports.records.record import (
     BIASED,
     CRASHED,
     FOLLOWED_BACKWARD,
+    NO_TIME,
     NONFINITE,
     PREDICTION,
     SKIPPED,
@@ -65,7 +66,7 @@ class Verdict:
     kernel: str
     backend: str  # with what was assumed of a device that was not there
     formats: tuple[str, ...]  # of q, k, v and O
-    ok: bool  # nothing fell, everything was run; a bias that nobody has claimed away is a finding, and falls nothing
+    ok: bool  # nothing fell, all was run that a budget had room for; a bias that nobody has claimed away falls nothing
     complete: bool  # False: the run was interrupted
     inputs: Count  # failure inputs, on which rounding is known to fail, that were run
     biased: Count  # of them: the mean error of O is not 0, beyond the margin, at 99.9 % confidence
@@ -80,7 +81,7 @@ class Verdict:
     in_training: VerdictName | None = None  # whether its gradients, or short training runs, contain the bias
     share: float | None = None  # of bits that agree with the plan, mean over the cells that were compared
     cells: Mapping[str, Count] = field(default_factory=dict)  # by outcome
-    left: Count = 0  # cells that were not done when the run was interrupted
+    left: Count = 0  # cells that were not done: the run was interrupted, or its budget was spent
     seed: Count = 0  # of all inputs
     versions: Mapping[str, str] = field(default_factory=dict)  # of the software, and what it ran on
     command: str = ""  # runs all of it again
@@ -89,9 +90,9 @@ class Verdict:
     def headline(self) -> str:
         """On how many failure inputs it is biased, or worse."""
         name = f"{self.kernel} on {self.backend}, {', '.join(self.formats)}: "
-        if not self.complete:
-            done = sum(self.cells.values())
-            name += f"INCOMPLETE, {done} of {counted(done + self.left, 'cell')} done: "
+        if self.left or not self.complete:
+            done, why = sum(self.cells.values()), "in its budget" if self.complete else "done"
+            name += f"{'' if self.complete else 'INCOMPLETE, '}{done} of {counted(done + self.left, 'cell')} {why}: "
         if not self.inputs:
             return f"{name}no failure input was run, nothing is known of its bias"
         words = ((self.biased, "biased"), (self.nonfinite, "NaN or Inf"))
@@ -187,8 +188,8 @@ class _Kernel:
             declared=self._declared or None,
             in_training=self._contained,
             share=explained.share if explained is not None else self._agreed,
-            cells=dict(Counter(record.outcome for record in self.records)),
-            left=sum(name.startswith(beginning) for name in (*run.not_run, *run.running)),
+            cells=dict(Counter(record.outcome for record in self.records if record.skipped != NO_TIME)),
+            left=sum(name.startswith(beginning) for name in (*run.not_run, *run.running)) + len(self._left_out),
             seed=self.records[0].seed,
             versions={name: str(run.platform[name]) for name in _SOFTWARE if run.platform.get(name)},
             command=command,
@@ -214,8 +215,14 @@ class _Kernel:
         ended = [record for record in self.records if record.outcome in (CRASHED, TIMED_OUT)]  # no result, and no pass
         yield from (_of_cells(name, records) for name, records in listed.items() if records)
         yield from (Finding(name, text) for name, tell in texts.items() if (text := tell()))
+        if left_out := [record.case for record in self._left_out]:
+            yield Finding("left out", first_few(left_out, _LISTED), tuple(left_out))
         if ended:
             yield _of_cells("ended", ended)
+
+    @property
+    def _left_out(self) -> list[Record]:
+        return [record for record in self.records if record.skipped == NO_TIME]
 
     @property
     def _failure_inputs(self) -> list[Record]:
@@ -374,7 +381,8 @@ class _Kernel:
         return f"unexplained: nearest is {nearest} with {agreed}"
 
     def _skipped(self) -> str:
-        reasons = Counter(record.skipped for record in self.records if record.outcome == SKIPPED)
+        skipped = (record.skipped for record in self.records if record.outcome == SKIPPED)
+        reasons = Counter(why for why in skipped if why != NO_TIME)
         return "; ".join(f"{counted(number, 'cell')}: {why}" for why, number in reasons.items())
 
 

@@ -141,8 +141,15 @@ class Call:
         return self._returned(placed.arguments, self.inputs)
 
     def _returned(self, arguments: Sequence[Tensor], part: AttentionInputs) -> Any:
-        after, keywords = self.convention.arguments(self.keywords(part))
-        return self.function(*arguments, *after, **keywords)
+        keywords, out = self.keywords(part), self.convention.out
+        if out is None:
+            after, keywords = self.convention.arguments(keywords)
+            return self.function(*arguments, *after, **keywords)
+        # NaN: an element that the kernel does not write shows.
+        written = torch.full_like(arguments[0], torch.nan, requires_grad=False)
+        after, keywords = self.convention.arguments(keywords | {out: written})
+        returned = self.function(*arguments, *after, **keywords)
+        return (written, *returned[1:]) if isinstance(returned, (tuple, list)) else written
 
     def keywords(self, inputs: AttentionInputs) -> dict[str, Any]:
         """Causal flag, mask, scale and what else goes by a value, as the kernel calls them.

@@ -2,13 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from tiebreak.kernels.external.errors import LoadError
-from tiebreak.kernels.external.options import KernelOptions
+from tiebreak.kernels.external.options import AUTOGRAD, NO_BACKWARD, KernelOptions
 from tiebreak.kernels.features import (
     BLIND_ROWS,
     CAUSAL,
@@ -23,6 +23,7 @@ from tiebreak.kernels.features import (
 
 ALWAYS = "always"  # of a causal mask: in every call
 _CAUSAL = ("causal", "is_causal")
+_OUT = ("out",)  # where it has no default: O is written into it
 _MASK = ("attn_mask",)  # PyTorch's: bool, True where a key takes part
 _UPPER_LEFT = ("is_causal",)  # PyTorch's flag aligns its mask at the upper left: row i sees keys 0 .. i
 
@@ -48,6 +49,7 @@ class Convention:
 
     options: KernelOptions
     causal: str | None  # keyword of the causal mask, or ALWAYS; None: it has none
+    out: str | None  # keyword of the tensor that O is written into; None: it is returned
     mask: str | None  # keyword of a mask of the scores
     #: Its keywords of features that go by a value, such as the scores' scale: the feature, and its common keyword
     values: Mapping[str, tuple[Feature, str]]
@@ -101,15 +103,19 @@ def convention(function: Callable[..., Any], options: KernelOptions) -> Conventi
     """
     signature = _signature(function)
     names, anything = signature.names, signature.anything
+    out = _named(options.out, _OUT, signature.required, anything=False)
+    if out is not None and options.backward == AUTOGRAD:
+        options = replace(options, backward=NO_BACKWARD)  # autograd does not see what is written into a tensor
     called = Convention(
         options,
         causal=_named(options.causal, _CAUSAL, names, anything),
+        out=out,
         mask=_named(options.mask, _MASK, names, anything=False),
         values={keyword: (feature, common) for feature, keyword, common in _values(options, names, anything)},
         required=frozenset(signature.required),
         positions=signature.positions,
     )
-    understood = {called.causal, called.mask, *called.values, *options.options}
+    understood = {called.causal, called.out, called.mask, *called.values, *options.options}
     unexplained = [name for name in signature.required if name not in understood]
     if unexplained:
         word = unexplained[0]
@@ -118,7 +124,7 @@ def convention(function: Callable[..., Any], options: KernelOptions) -> Conventi
             " causal=NAME, scale=NAME or mask=NAME, or write a function around it"
         )
     if not anything:
-        for word in (options.causal, options.scale, options.mask, *options.options):
+        for word in (options.causal, options.scale, options.out, options.mask, *options.options):
             if word and word != ALWAYS and word not in names:
                 raise LoadError(f"it has no parameter {word!r}; after q, k and v it has {', '.join(names) or 'none'}")
     return called

@@ -32,6 +32,7 @@ class KernelOptions:
         refuses: what inputs may not ask of it, though its keywords suggest that they may: words of `TAKEN`.
         causal: keyword of the causal mask; "always": every call has it.
         scale: keyword of the scores' scale.
+        out: keyword of the tensor that O is written into; what the kernel returns of O is then not looked at.
         mask: keyword of a bool mask of the scores, (batch, 1, queries, keys), True where a key takes part.
         contiguous: whether it takes contiguous tensors alone.
         lse: base of the log-sum-exp that it returns beside O, "e" or "2"; "": either, if it returns one.
@@ -49,6 +50,7 @@ class KernelOptions:
     refuses: str = ""
     causal: str = ""
     scale: str = ""
+    out: str = ""
     mask: str = ""
     contiguous: bool = False
     lse: str = ""

@@ -17,6 +17,13 @@ from tiebreak.kernels.inputs import AttentionInputs
 _FULL = "bhnd"
 
 
+class _Written:
+    """The tensor that O is written into, by its name in the script."""
+
+    def __repr__(self) -> str:
+        return "o"
+
+
 @dataclass(frozen=True)
 class ScriptCall:
     """The import and the call of a kernel, as a script writes them."""
@@ -58,16 +65,21 @@ class ScriptCall:
 
     def call(self, inputs: AttentionInputs) -> str:
         """An expression: O, (batch, heads, N, d), from q, k and v of that shape and a module `kernel`."""
-        layout = self.caller.convention.options.layout
-        arguments, restored = "q, k, v", ""
+        convention = self.caller.convention
+        layout, keywords = convention.options.layout, self.caller.call(inputs).keywords(inputs)
+        arguments, restored, q = "q, k, v", "", "q"
         if layout != _FULL:
             order = ", ".join(str(_FULL.index(letter)) for letter in layout)
-            arguments = f"*(x.permute({order}).contiguous() for x in (q, k, v))"
+            arguments, q = f"*(x.permute({order}).contiguous() for x in (q, k, v))", f"q.permute({order}).contiguous()"
             restored = f".permute({', '.join(str(layout.index(letter)) for letter in _FULL)})"
-        after, keywords = self.caller.convention.arguments(self.caller.call(inputs).keywords(inputs))
+        if convention.out is not None:
+            keywords[convention.out] = _Written()
+        after, keywords = convention.arguments(keywords)
         words = [arguments, *map(repr, after), *(f"{name}={value!r}" for name, value in keywords.items())]
-        first = "[0]" if self.caller.returns_several(inputs) else ""
-        return f"kernel.{self.function}({', '.join(words)}){first}{restored}"
+        call = f"kernel.{self.function}({', '.join(words)})"
+        if convention.out is not None:
+            return f"({_Written()!r} := torch.full_like({q}, torch.nan), {call})[0]{restored}"
+        return f"{call}{'[0]' if self.caller.returns_several(inputs) else ''}{restored}"
 
 
 def _file(path: Path) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from tiebreak.reports.records.decode import ByName, decoder
 SCHEMA = 7  # see tiebreak.reports.records.migrations for what changed
 
 HELD, MEASURED, FELL, INCONCLUSIVE, SKIPPED = "held", "measured", "fell", "inconclusive", "skipped"
+NO_TIME = "left out: the budget was spent"  # why a cell was skipped that --budget had no time for
 CRASHED, TIMED_OUT = "crashed", "timed_out"
 OUTCOMES = (HELD, MEASURED, FELL, INCONCLUSIVE, CRASHED, TIMED_OUT, SKIPPED)
 PASSING = frozenset({HELD, MEASURED})

@@ -16,11 +16,13 @@ from pathlib import Path
 
 import torch
 
+from tiebreak.backends.backend import CPU
 from tiebreak.backends.provenance import CHECKOUT, commit
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.defects.planted import DEFECTS, USERS, Defect, on, twin
 from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.kernel import Kernel
+from tiebreak.matrix.budget import ORDER_FILE
 from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.experiments.usage import Usage
@@ -43,6 +45,7 @@ CASES = {case.name: case for case in SCRIPTED}
 EXPERIMENTS: Mapping[str, Experiment] = {
     experiment.name: experiment for experiment in (*map(Call, SCRIPTED), *map(Usage, QUESTIONS))
 }
+_PLACES = {name: place for place, name in enumerate(EXPERIMENTS)}
 _FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 _HEADS = "16,32,64,128,256"
 _WORKER_GIB = 2.0
@@ -164,8 +167,8 @@ def catches(parts: Iterable[Part]) -> dict[str, Caught]:
 
 
 def _caught(at_first: int, cases: Mapping[str, list[str]]) -> Caught:
-    order = sorted(cases, key=lambda case: (int(cases[case][0]), list(EXPERIMENTS).index(case)))
-    return Caught(at_first, tuple(order), tuple(cases[order[0]][1:]))
+    first = sorted(cases, key=lambda case: (int(cases[case][0]), _PLACES[case]))
+    return Caught(at_first, tuple(first), tuple(cases[first[0]][1:]))
 
 
 def sound_cells(caught: Mapping[str, Caught]) -> tuple[PlantedCell, ...]:
@@ -183,6 +186,16 @@ def caught_rows(caught: Mapping[str, Caught]) -> list[CaughtRow]:
     missed = Caught(0, ("",), ())
     catch_of = {name: caught.get(name, missed) for name in DEFECTS}
     return [CaughtRow(name, each.cases[0], " ".join(each.by), each.at_first) for name, each in catch_of.items()]
+
+
+def order(rows: Sequence[CaughtRow]) -> list[str]:
+    """The cases that catch defects, first those that catch most for their cost.
+
+    Each defect counts in its first case alone. So what a case catches does not depend on those before it, and the
+    greedy cover of all defects is this order.
+    """
+    catches_of = Counter(row.case for row in rows if row.case)
+    return sorted(catches_of, key=lambda case: (-catches_of[case] / EXPERIMENTS[case].cost(CPU), _PLACES[case]))
 
 
 def twin_rows(parts: Iterable[Part], cells: Sequence[PlantedCell]) -> list[TwinRow]:
@@ -315,6 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write:
         write_rows(CAUGHT, CaughtRow, defects)
         write_rows(TWINS, TwinRow, twins)
+        ORDER_FILE.write_text("\n".join(order(defects)) + "\n", encoding="utf-8")
         renew(PAGE, SOURCE, report(defects, twins))
     print(*report(defects, twins), sep="\n")
     return int(any(result[0] in _BLAMED for part in parts if _is_of_twins(part) for result in part.results.values()))

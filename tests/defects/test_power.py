@@ -19,11 +19,13 @@ from tiebreak.defects.power import (
     caught_rows,
     left,
     main,
+    order,
     report,
     sound_cells,
     twin_rows,
     twin_tasks,
 )
+from tiebreak.matrix.budget import ORDER_FILE
 from tiebreak.programs import resumable
 from tiebreak.programs.pages.tables import read_rows, renewed
 from tiebreak.programs.resumable import read_parts
@@ -124,3 +126,13 @@ def test_a_stop_says_how_to_go_on(
     monkeypatch.setattr(resumable, "in_processes", stopped)
     assert main(["--heads", "16", "--out", str(tmp_path / "power.jsonl")]) == 130
     assert "the same command goes on" in capsys.readouterr().out
+
+
+def test_a_budget_has_the_cases_first_that_catch_most_for_their_cost() -> None:
+    rows = [CaughtRow(name, case, "bound", 16) for name, case in (("a", "random"), ("b", "random"), ("c", "padded"))]
+    assert order([*rows, CaughtRow("d", "past_the_end", "usage", 16), CaughtRow("e", "", "", 0)]) == [
+        "past_the_end",  # a quarter of the cost
+        "random",
+        "padded",
+    ]
+    assert ORDER_FILE.read_text(encoding="utf-8").split() == order(read_rows(CAUGHT, CaughtRow))

@@ -26,6 +26,7 @@ class Option:
     default: str | None = None  # its value where it is not given
     repeats: bool = False  # whether it may stand several times, each adding to the others
     needs: str | None = None  # the option that it means nothing without
+    excludes: str | None = None  # the option that it makes meaningless
     recorded: bool = False  # whether it decides what runs, or what that is held to: a file of records keeps it
     narrows: Words = ()  # fields of a record by which it leaves cells out of a run
     brings: Callable[[Cell], bool] | None = None  # tells the cells that it brings in; None: its value lists names
@@ -220,6 +221,14 @@ OPTIONS = (
         ),
     ),
     Option(
+        "budget",
+        "time for the whole run, such as 60s or 5m: the cases that tell most come first, and what is left out is named"
+        " (docs/your-kernel.md)",
+        metavar="TIME",
+        recorded=True,
+        excludes="baseline",
+    ),
+    Option(
         "expected",
         "TOML file of excused failures: [[expected]] with cells, check, reason and perhaps expires; one that no"
         " longer fails, or has expired, is an error (default: [tool.tiebreak] in pyproject.toml)",
@@ -272,6 +281,9 @@ def refuse_lonely(value_of: Values) -> None:
         if option.needs is not None and option.needs not in names:
             needed = _BY_NAME[option.needs]
             raise UsageError(f"{option.flag} means nothing alone: it needs {needed.flag} {needed.metavar}")
+        if option.excludes in names:
+            excluded = _BY_NAME[str(option.excludes)].flag
+            raise UsageError(f"{option.flag} leaves out other cells each time, and {excluded} compares all: give one")
 
 
 def recorded(value_of: Values) -> dict[str, Any]:

@@ -13,14 +13,14 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tiebreak.backends.platform import worker_count
 from tiebreak.cases.case import HEADS_PER_BATCH
-from tiebreak.matrix import options
+from tiebreak.matrix import budget, options
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.gatekeeper import Gatekeeper
 from tiebreak.matrix.memory import keep_memory
 from tiebreak.matrix.options import OPTIONS
 from tiebreak.matrix.record_collector import POISONED, RecordCollector, backends_of
-from tiebreak.matrix.scheduling import CaseScheduling
+from tiebreak.matrix.scheduling import CaseScheduling, cell_id
 from tiebreak.matrix.selection import Selection, SelectionError, cells, check_usable, matching_backends
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.sigterm import SigtermHandler
@@ -80,6 +80,17 @@ def _seconds(config: pytest.Config) -> float | None:
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", str(text)) or not float(text):
         _refuse(f"--cell-timeout {text}: expected a positive number of seconds")
     return float(text)
+
+
+def _budget(config: pytest.Config) -> float | None:
+    """Seconds that --budget gives the run."""
+    text = config.getoption("budget")
+    if text is None:
+        return None
+    seconds = budget.seconds_of(str(text))
+    if seconds is None:
+        _refuse(f"--budget {text}: expected a time of a second or more, such as 60s, 1.5m or 1h")
+    return seconds
 
 
 def _settings(config: pytest.Config) -> Settings:
@@ -152,7 +163,7 @@ def pytest_configure(config: pytest.Config) -> None:
         _refuse(str(error))
     worker_input = getattr(config, "workerinput", {})
     os.environ.update(worker_input.get(_ENVIRONMENT, {}))
-    config.stash[WATCH] = Watch.of(worker_input, _seconds(config))
+    config.stash[WATCH] = Watch.of(worker_input, _seconds(config), _budget(config))
     settings = _settings(config)
     config.stash[_bench] = Workbench(settings)
     try:
@@ -245,6 +256,7 @@ def pytest_configure_node(node: Any) -> None:
     spread = [backend.worker_environment(worker) for backend in backends_of(node.config.stash[_cells].values())]
     node.workerinput[_ENVIRONMENT] = {name: value for each in spread for name, value in each.items()}
     node.workerinput |= node.config.pluginmanager.get_plugin("tiebreak-collector").watched(node.gateway.id)
+    node.workerinput |= node.config.stash[WATCH].budget.worker_input
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
@@ -252,7 +264,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     """Keep the cells of one case on one worker, unless --dist asks for another way than the default."""
     if config.getoption("dist") != "load":
         return None
-    return CaseScheduling(config, log, config.stash[_cells])
+    by_rank = config.getoption("budget") is not None
+    return CaseScheduling(config, log, config.stash[_cells], budget.rank if by_rank else None)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -264,10 +277,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the worked examples out of a run of some cells: they are about every backend, and a whole run has them."""
+    """Leave the worked examples out of a run of some cells: they are about every backend, and a whole run has them.
+
+    With a budget the cells that tell most come first.
+    """
     left = [item for item in items if item.path == _WORKED_EXAMPLES]
     if left and len(left) < len(items) and not options.is_whole(config.getoption):
         items[:] = [item for item in items if item.path != _WORKED_EXAMPLES]
+    if config.getoption("budget") is not None:
+        named = config.stash[_cells]
+        ranks = {item: budget.rank(cell) for item in items if (cell := named.get(cell_id(item.nodeid))) is not None}
+        items.sort(key=lambda item: ranks.get(item, (-1, 0.0)))
 
 
 def pytest_collection_finish() -> None:

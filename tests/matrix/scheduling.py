@@ -1,6 +1,6 @@
 """Which worker runs which cell, and when."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pytest
@@ -24,8 +24,15 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
     But for some short ones of users' kernels: a kernel that hangs is so known before its long cells wait for it.
     """
 
-    def __init__(self, config: pytest.Config, log: Any, cells: Mapping[str, Cell]) -> None:
+    def __init__(
+        self,
+        config: pytest.Config,
+        log: Any,
+        cells: Mapping[str, Cell],
+        rank: Callable[[Cell], tuple[float, ...]] | None = None,
+    ) -> None:
         super().__init__(config, log)
+        self.rank = rank  # where a cell comes, in the place of the order by length: the least first
         self.cells = cells  # by id
         self.together: frozenset[str] = frozenset()  # files of tests that share what takes long to make
         self.leaving: set[Any] = set()  # workers that end themselves: no cell of theirs is to blame
@@ -43,8 +50,10 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
         cell = self.cells.get(cell_id(nodeid))
         return cell.experiment.cost(cell.backend) if cell else 0.0
 
-    def _rank(self, tests: Collection[str]) -> tuple[bool, float]:
+    def _rank(self, tests: Collection[str]) -> tuple[float, ...]:
         """Where a group comes: the least first."""
+        if self.rank is not None:
+            return min((self.rank(cell) for test in tests if (cell := self.cells.get(cell_id(test)))), default=())
         return not any(map(self._early, tests)), -sum(map(self._length, tests))
 
     def _early(self, nodeid: str) -> bool:

@@ -4,14 +4,15 @@ import json
 
 import pytest
 
+from tiebreak.matrix.budget import BudgetSpentError
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.plugin import ACCOUNT, WATCH, poison
 from tiebreak.matrix.record_collector import PROPERTY
-from tiebreak.matrix.recording import crashed_record
+from tiebreak.matrix.recording import crashed_record, skipped_record
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.gate.expected import Excuses
-from tiebreak.reports.records.record import CRASHED, SKIPPED
+from tiebreak.reports.records.record import CRASHED, NO_TIME, SKIPPED
 from tiebreak.reports.tables.rerun import runnable
 
 
@@ -19,8 +20,11 @@ def test_cell(cell: Cell, bench: Workbench, excuses: Excuses, request: pytest.Fi
     watch = request.config.stash[WATCH]
     given_up = watch.given_up(cell)
     if given_up is None:
-        with watch.over(cell):
-            record = run_cell(cell, bench)
+        try:
+            with watch.over(cell):
+                record = run_cell(cell, bench)
+        except BudgetSpentError:
+            record = skipped_record(cell, bench.settings, NO_TIME)
     else:
         record = crashed_record(cell, bench.settings, given_up, in_time=False)
     record = excuses.excuse(record)

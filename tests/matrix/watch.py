@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tiebreak.matrix.budget import WITHOUT, Budget
 from tiebreak.matrix.experiment import Cell, time_limit
 
 _HURRIED, _GIVEN_UP = 2, 5  # time-outs of a kernel: all so far; in a row
@@ -26,21 +27,32 @@ class Watch:
     file: Path | None  # where it leaves word before it ends itself; None: it is the only process, and never does
     seconds: float | None  # that a cell may take, whatever it is; None: as its experiment says
     deadly: frozenset[str]  # kernels that have ended processes: each of their cells is the last of its process
+    budget: Budget = WITHOUT  # of the whole run
 
     @classmethod
-    def of(cls, worker_input: Mapping[str, Any], seconds: float | None) -> "Watch":
+    def of(cls, worker_input: Mapping[str, Any], seconds: float | None, budget: float | None = None) -> "Watch":
         """The watch of a worker with this input; of the only process, with none."""
         file = worker_input.get(_FILE)
-        return cls(None if file is None else Path(file), seconds, frozenset(worker_input.get(_DEADLY, ())))
+        return cls(
+            None if file is None else Path(file),
+            seconds,
+            frozenset(worker_input.get(_DEADLY, ())),
+            Budget.of(worker_input, budget),
+        )
 
     @contextmanager
     def over(self, cell: Cell) -> Iterator[None]:
-        """End the process if a cell takes too long. By a thread in C: a kernel may hold Python's lock for ever."""
-        limit = self.limit(cell)
+        """End the process if a cell takes too long. By a thread in C: a kernel may hold Python's lock for ever.
+
+        Raises:
+            BudgetSpentError: it is not begun, or is ended, since the budget is spent.
+        """
+        limit = self.budget.limit(self.limit(cell))
         if self.file is None or limit is None:
-            yield
+            with self.budget.over():
+                yield
             return
-        with self.file.open("w") as word:
+        with self.budget.over(), self.file.open("w") as word:
             faulthandler.dump_traceback_later(limit, exit=True, file=word)
             try:
                 yield

@@ -214,7 +214,8 @@ class _Teller:
     def pytest_xdist_auto_num_workers(self, config: pytest.Config) -> Generator[None, int | None, int | None]:
         """None where that is faster, unless cells are to be ended one by one."""
         workers = yield
-        expendable = self.word is not None and config.getoption("cell_timeout") is None
+        limited = any(config.getoption(name) is not None for name in ("cell_timeout", "budget"))
+        expendable = self.word is not None and not limited
         self.alone = expendable and workers is not None and faster_alone(config, workers)
         return 0 if self.alone else workers
 

@@ -26,8 +26,10 @@ from tiebreak.reports.records.record import (
     BIASED,
     CRASHED,
     FOLLOWS,
+    NO_TIME,
     NONFINITE,
     PREDICTION,
+    SKIPPED,
     UNBIASED,
     UNDECIDED,
     UNEXPLAINED,
@@ -96,6 +98,8 @@ def test_why_a_run_fell_is_told_though_no_cell_did(folder: Path, capsys: pytest.
         (("mine.py:attention", "-n", "many"), "tiebreak check: argument -n/--workers: many: expected a number"),
         (("absent.py:f",), "tiebreak check: --kernel absent.py:f: cannot import absent.py: no such file: absent.py"),
         (("mine.py:attention", "--cases", "no"), "tiebreak check: --cases: unknown case 'no': did you mean no_tail"),
+        (("mine.py:attention", "--budget", "0s"), "tiebreak check: --budget 0s: expected a time of a second or more"),
+        (("mine.py:attention", "--budget", "9", "--baseline", "b.json"), "tiebreak check: --budget leaves out other"),
         (("mine.py:attention", "--declare", "x=1"), "tiebreak check: --kernel mine.py:attention: --declare: "),
     ],
 )  # fmt: skip
@@ -360,6 +364,16 @@ def test_an_interrupted_check_says_so_in_its_headline() -> None:
     assert whole.ok
     (fell,) = verdicts(replace(run, complete=True), failures=["the gate"])
     assert (fell.ok, fell.failures) == (False, ("the gate",))
+
+
+def test_a_budget_names_what_it_left_out_and_fails_nothing() -> None:
+    records = (record("tie", BIASED, 0.23), replace(record("late", None, 0.0), outcome=SKIPPED, skipped=NO_TIME))
+    run = Run({}, {}, records=records, cases={cell.case: CaseRecord("", failure=True) for cell in records})
+    (judged,) = verdicts(run)
+    assert judged.headline == "mine on cpu, bf16: 1 of 2 cells in its budget: biased on 1 of 1 failure input"
+    (left_out,) = [finding for finding in judged.findings if finding.name in ("left out", "skipped")]
+    assert (left_out.name, left_out.cases, judged.left, judged.ok) == ("left out", ("late",), 1, True)
+    validated(verdict.as_json([judged]))
 
 
 def validated(text: str) -> Any:

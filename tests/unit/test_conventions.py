@@ -107,10 +107,13 @@ def assert_right(output: AttentionOutput, call: AttentionInputs) -> None:
          {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, WINDOW}),
         ("f = kernel(refuses='blind_rows, oblong_causal')(plain)", {CAUSAL, OWN_SCALE}),
         ("f = sdpa", {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, WINDOW, OWN_SCALE, GROUPED}),
+        ("def f(q, k, v, out, scale=None): out.copy_(plain(q, k, v, scale=scale))", {OWN_SCALE}),
+        ("@kernel(out='o')\ndef f(q, k, v, o=None, /, causal=False): return o.copy_(plain(q, k, v, causal=causal)), 0",
+         {CAUSAL, OBLONG_CAUSAL, BLIND_ROWS}),
         ("f = kernel(takes='gqa')(lambda q, k, v: sdpa(q, k, v, enable_gqa=True))", {GROUPED}),
     ],
     ids=["suite", "bare", "triton", "required", "by position", "torch flags", "anything", "mask", "asked for",
-         "refused", "sdpa", "said"],
+         "refused", "sdpa", "written into", "declared so", "said"],
 )  # fmt: skip
 def test_what_a_kernel_takes_follows_from_its_signature(
     loaded: Callable[..., Kernel], source: str, takes: set[Feature]

@@ -59,6 +59,10 @@ def square(q, k, v, is_causal):
 def single(q, k, v):
     return torch.zeros_like(q)
 
+@kernel(layout="bnhd")
+def writes(q, k, v, out, causal, scale):
+    out.zero_()
+
 class Several(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale):
@@ -250,6 +254,11 @@ class TestCommand:
             (
                 "mine.py:tokens_first",
                 "kernel.tokens_first(*(x.permute(0, 2, 1, 3).contiguous() for x in (q, k, v)), is_ca",
+            ),
+            (
+                "mine.py:writes",
+                "(o := torch.full_like(q.permute(0, 2, 1, 3).contiguous(), torch.nan), "
+                "kernel.writes(*(x.permute(0, 2, 1, 3).contiguous() for x in (q, k, v)), ",
             ),
             ("mine.py:several", "kernel.several(q, k, v, 0.35355339059327373)[0]"),
             ("mine.py:Attention.plain", "kernel.Attention.plain(q, k, v)"),

@@ -148,7 +148,7 @@ def test_no_other_cell_comes_after_one_of_a_deadly_kernel_in_its_process(
     options = (*sound, "--kernels", "standard", *CASES, "-n", "0")
     assert matrix(*options).ret == 0
     assert len(kept().records) == 6
-    monkeypatch.setattr(watch.Watch, "of", lambda given, seconds: Watch(None, seconds, frozenset({"sound"})))
+    monkeypatch.setattr(watch.Watch, "of", lambda given, seconds, budget: Watch(None, seconds, frozenset({"sound"})))
     result = matrix(*options)
     assert {record.id for record in kept().records} == {"cpu-standard-random-bf16", "cpu-sound-random-bf16"}
     assert not kept().complete
