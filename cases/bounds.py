@@ -5,7 +5,8 @@ P = exp(S - m). With u the unit roundoff of each rounding point and u32 = 2^-24,
 
     |dS_j|  <= (u_scale + u_qk + u_s) |S_j| + (u_q + (d + 2) u32) alpha |q| |k_j|
                + alpha (|dq| |k_j| + |q| |dk_j| + |dq| |dk_j|), of q and K in 8 bits
-    |dS_j|   of a soft cap takes that through a slope of at most 1, + (e_tanh + 4 u32 + u_s) |S_j|
+    |dS_j|   of a soft cap c takes that through a slope of at most 1, + (e_tanh + 4 u32 + u_s) c
+             of a bias b + u_s |S_j| + 2 u32 |b|
     |dP_j|  <= P_j expm1(|dS_j| + |dS_max| + (2 u32 + u_shifted) |S_j - m| + e_exp + u_exp + u_p)
                + half the smallest subnormal
     |dO|    <= sum_j |dP_j| |V_j| + sum_j |dP_j| sum_j P_j |V_j| + sum_j P_j |dV_j|, of V in 8 bits
@@ -34,7 +35,7 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import ALL_BF16, Cast, RoundingPlan
 from tiebreak.kernels.quantization import Quantization
-from tiebreak.kernels.reference import Reference, scores
+from tiebreak.kernels.reference import Reference, products
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 
 # What the error of P follows from, and that of O with it: plans that are equal in these share their bounds.
@@ -178,7 +179,8 @@ class ErrorBounds:
         ref, plan = self.ref, declaration.plan.in_formats(self.inputs.formats)
         # In place from here on: a fresh large tensor costs as much as what is computed into it.
         scale = _narrowing(plan.scale) + _narrowing(plan.divisor)
-        raw = scores(self.inputs, capped=False) if self.inputs.softcap else ref.s
+        made_anew = self.inputs.softcap or self.inputs.bias is not None
+        raw = products(self.inputs) if made_anew else ref.s
         ds = raw.abs().mul_(scale + _narrowing(plan.qk) + _roundoff(plan.s)).add_(self._product_error)
         if plan.q8 is not None or plan.k8 is not None:
             ds.add_(self._eight_bits(plan))
@@ -187,7 +189,11 @@ class ErrorBounds:
             ds.add_(self._product_error, alpha=_roundoff(plan.q) / in_products)
         if self.inputs.softcap:  # at most twice the cap, whatever went before
             in_tanh = _TANH_ERROR + 4 * FP32.unit_roundoff + _roundoff(plan.s)
-            ds.clamp_(max=2 * self.inputs.softcap).add_(ref.s.abs(), alpha=in_tanh)
+            ds.clamp_(max=2 * self.inputs.softcap).add_(in_tanh * self.inputs.softcap)
+        if self.inputs.bias is not None:  # which is divided by a factor, and that multiplied with, where alpha is left
+            ds.add_(ref.s.abs(), alpha=_roundoff(plan.s)).add_(self.inputs.bias.abs(), alpha=2 * FP32.unit_roundoff)
+        if self.inputs.k_descale is not None:
+            ds.add_(raw.abs(), alpha=2 * FP32.unit_roundoff)
         return ds
 
     def of_probabilities(self, declaration: Declaration) -> Tensor:

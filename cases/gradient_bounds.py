@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tiebreak.cases.bounds import ErrorBounds
 from tiebreak.kernels.formats import FP32
-from tiebreak.kernels.inputs import sum_groups
+from tiebreak.kernels.inputs import descaled, sum_groups
 from tiebreak.kernels.kernel import Declaration
 
 
@@ -136,7 +136,8 @@ class GradientErrorBounds:
         dq = bound(ds_error, k, by_k, keys, inputs.scale)
         dk = bound(ds_error.transpose(-1, -2), q, by_q, queries, inputs.scale)
         dv = bound(p_error.transpose(-1, -2), do, by_do, queries, 1.0)
-        return dq, sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
+        dk, dv = sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
+        return dq, descaled(dk, inputs.k_descale), descaled(dv, inputs.v_descale)
 
     def _of_slope(self, declaration: Declaration) -> Tensor | float:
         """Bound on the error of a soft cap's slope 1 - (s / c)^2, which dS is multiplied by."""

@@ -30,17 +30,31 @@ VALUE_DIM = Feature("value dimension", "head dimension of V other than q's", "va
 WINDOW = Feature("window", "sliding window", "window", ("window_size", "sliding_window", "window"))
 SOFTCAP = Feature("soft cap", "soft cap of the scores", "softcap", ("softcap", "logits_soft_cap", "logit_cap"))
 SINK = Feature("sink", "learned sink", "sink", ("sink", "sinks", "s_aux"))
+BIAS = Feature("bias", "bias of the scores", "bias", ("attn_bias", "bias", "score_bias"))
+LENGTHS = Feature(
+    "lengths",
+    "packed sequences of variable lengths",
+    "lengths",
+    ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "cu_seq_q", "cu_seq_k", "max_q", "max_k"),
+)
+BLOCK_MASK = Feature(
+    "block mask", "block mask", "block_mask", ("blockmask", "base_blockmask", "block_sparse_mask", "block_size")
+)
+PAGES = Feature(
+    "pages", "paged keys", "pages", ("block_table", "block_tables", "page_table", "cache_seqlens", "seqused_k")
+)
+DESCALE = Feature("descale", "K and V in fp8 with descale factors", "descale", ("k_descale", "v_descale"))
 HIDDEN_NAN = Feature("hidden NaN", "NaN at a key that a mask hides", "hidden_nan")
 MIXED_FORMATS = Feature("mixed formats", "operands or output in another format than its inputs")
 FEATURES = (
     *(CAUSAL, GROUPED, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, OWN_SCALE, HIDDEN_NAN, MIXED_FORMATS),
-    *(VALUE_DIM, WINDOW, SOFTCAP, SINK),
+    *(VALUE_DIM, WINDOW, SOFTCAP, SINK, BIAS, LENGTHS, BLOCK_MASK, PAGES, DESCALE),
 )
 # That go by a value in every call; the others do where inputs ask for them, or where a kernel has no default.
 ALWAYS_GIVEN = frozenset({GROUPED, OWN_SCALE})
 
 # That speak of a key's place in the call: to put dummies in is to change what they mean.
-PLACED = frozenset({WINDOW})
+PLACED = frozenset({WINDOW, BIAS, LENGTHS, BLOCK_MASK, PAGES})
 
 # What kernels take that mask every score on its own. What is added above later does not belong in here: each kernel
 # that takes it declares so itself, and the others' cells are skipped.

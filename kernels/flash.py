@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tiebreak.kernels.arithmetic import Arithmetic, Noise
 from tiebreak.kernels.formats import FP32, Rounding
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, descaled, sum_groups
 from tiebreak.kernels.operands import LOG2_E, Operands, Scaled, cut, folds_scale
 from tiebreak.kernels.plans import Cast, DeltaSource, Exponential, RoundingPlan, SinkEntry, SumOf
 from tiebreak.kernels.shift_rules import ShiftRule
@@ -279,10 +279,10 @@ def _flash_1_rows(
         # No key has been visible yet: a row of zeros stays one.
         divisor = torch.where(new_l == 0.0, torch.ones_like(new_l), new_l)
         p = arithmetic.cast(p * (beta / divisor), plan.p_bar)
-        pv = arithmetic.matmul(p, operands.v[:, :, keys], plan.o_bar, plan.accumulator)
+        pv = arithmetic.matmul(p, operands.taken[2].values[:, :, keys], plan.o_bar, plan.accumulator)
         o = arithmetic.cast(arithmetic.cast(o * (l / divisor * alpha), plan.o_bar) + pv, plan.o_bar)
         m, l = new_m, new_l
-    return o, softmax.natural(m) + torch.log(l)
+    return operands.unscaled(o), softmax.natural(m) + torch.log(l)
 
 
 def split(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, block: Block) -> AttentionOutput:
@@ -367,7 +367,8 @@ def standard(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic
         p = softmax.of(s, shift)
         l = arithmetic.cast(arithmetic.row_sum(p, plan.accumulator), plan.row_sum)
         p = p[..., every_key]
-        o = arithmetic.matmul(arithmetic.cast(p / l, plan.p_bar), operands.v, plan.o_bar, plan.accumulator)
+        p = arithmetic.cast(p / l, plan.p_bar)
+        o = operands.unscaled(arithmetic.matmul(p, operands.taken[2].values, plan.o_bar, plan.accumulator))
         return o, softmax.natural(shift) + torch.log(l)
 
     return _by_rows(inputs, operands, block, rows_of)
@@ -420,6 +421,8 @@ def backward(
         dq = dq * operands.scale
     if not plan.group_sums.narrows:
         dk, dv = sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
+    if inputs.k_descale is not None:  # what K and V hold is what gradients are of
+        dk, dv = (descaled(x, factors).float() for x, factors in ((dk, inputs.k_descale), (dv, inputs.v_descale)))
     dq, dk, dv = (
         arithmetic.cast(gradient, plan.gradients) if needed else gradient
         for gradient, needed in zip((dq, dk, dv), wanted, strict=True)
@@ -447,7 +450,7 @@ class _Tape:
         assert self.output.lse is not None, "the forward pass must return its log-sum-exp"
         lse = self.output.lse[:, :, rows]
         shift = self._shift[:, :, rows] if self._unnormalised else lse
-        if self.plan.scaled_k.narrows and not self.operands.softcap:
+        if self.plan.scaled_k.narrows and not self.operands.softcap and self.operands.bias is None:
             s = self.operands.masked(
                 self.product(self.operands.q[:, :, rows], self._scaled_k[:, :, keys].mT), rows, keys
             )

@@ -1,22 +1,29 @@
 """What goes into an attention kernel and what comes out of it."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
+from itertools import pairwise
 from operator import or_
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tiebreak.kernels.features import (
+    BIAS,
     BLIND_ROWS,
+    BLOCK_MASK,
     CAUSAL,
+    DESCALE,
     GROUPED,
     KEY_PADDING,
+    LENGTHS,
     MIXED_FORMATS,
     OBLONG_CAUSAL,
     OWN_SCALE,
+    PAGES,
     SINK,
     SOFTCAP,
     VALUE_DIM,
@@ -34,26 +41,44 @@ _DIMENSIONS: Mapping[str, str] = {
     **dict.fromkeys(("k", "v"), "bg"),
     "key_padding": "b",
     "sink": "h",
+    **dict.fromkeys(("bias", "block_mask"), "bh"),
+    "block_table": "b",
+    **dict.fromkeys(("k_descale", "v_descale"), "bg"),
 }
 _EVERY = slice(None)
 
 _KEPT = 2**20  # elements of a call's tiles, at most, that are kept for later use: long sequences have too many
 
 
+Sides = tuple[int | None, int | None]  # of a window: keys before a row's own and behind it; None: all
+#: Where packed sequences begin, in the queries and in the keys, and where the last one ends
+Lengths = tuple[tuple[int, ...], tuple[int, ...]]
+
+
 @lru_cache(maxsize=4)
-def _outside(queries: int, keys: int, left: int | None, right: int | None) -> Tensor:
+def _outside(queries: int, keys: int, sides: Sides, lengths: Lengths | None) -> Tensor:
     """Bool (1, 1, queries, keys): True where a window hides a key; made once for all steps of a training.
 
     Args:
         queries: rows; the last one's own key is the last.
         keys: columns.
-        left: keys that a row sees before its own; None: all. Causal attention is a window of all of them ...
-        right: ... and of 0 behind its own.
+        sides: causal attention is a window of all keys before and of none behind.
+        lengths: of packed sequences, each a call of its own.
     """
-    every = torch.ones(queries, keys, dtype=torch.bool)
-    behind = torch.zeros_like(every) if right is None else every.triu(keys - queries + right + 1)
-    before = torch.zeros_like(every) if left is None else every.tril(keys - queries - left - 1)
-    return (behind | before)[None, None]
+    hidden = torch.ones(queries, keys, dtype=torch.bool)
+    for rows, columns in _sequences(lengths or ((0, queries), (0, keys))):
+        every, (left, right) = hidden[rows, columns].clone(), sides
+        diagonal = every.shape[1] - every.shape[0]
+        behind = torch.zeros_like(every) if right is None else every.triu(diagonal + right + 1)
+        before = torch.zeros_like(every) if left is None else every.tril(diagonal - left - 1)
+        hidden[rows, columns] = behind | before
+    return hidden[None, None]
+
+
+def _sequences(lengths: Lengths) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of each packed sequence."""
+    for rows, columns in zip(pairwise(lengths[0]), pairwise(lengths[1]), strict=True):
+        yield slice(*rows), slice(*columns)
 
 
 @dataclass(frozen=True)
@@ -69,10 +94,19 @@ class AttentionInputs:
     key_padding: Tensor | None = None  # bool (batch, keys), True where a key takes part
     noise_seed: int = 0  # seeds the dither and the stochastic casts
     softmax_scale: float | None = None  # alpha, what Q K^T is multiplied by; None: 1/sqrt(d)
-    #: Keys that a query sees before its own, i + keys - queries, and behind it; None: all
-    window: tuple[int | None, int | None] = (None, None)
+    window: Sides = (None, None)  # keys that a query sees before its own, which is i + keys - queries, and behind it
     softcap: float = 0.0  # c: scores s become c tanh(s / c); 0: they don't
     sink: Tensor | None = None  # (heads,), a logit a head that takes part in the row's sum alone, with no V
+    bias: Tensor | None = None  # finite, added to the scores; broadcastable to (batch, heads, queries, keys), of 4
+    lengths: Lengths | None = None  # of sequences packed into a batch of 1: each sees its own keys alone
+    block_mask: Tensor | None = None  # bool (batch or 1, heads or 1, blocks of queries, of keys), True where they see
+    block_size: tuple[int, int] = (64, 64)  # queries and keys of a block of it
+    block_table: Tensor | None = None  # int (batch, pages of a sequence): which pages of a pool hold its K and V
+    page_size: int = 16  # keys of a page
+    pool_pages: int = 0  # of the pool
+    poison: float = 240.0  # what the pool holds where no key lies: a K or a V that shows, and any 8 bits hold
+    k_descale: Tensor | None = None  # (batch, key heads), fp32: what K, numbers of e4m3, is multiplied by
+    v_descale: Tensor | None = None  # the same of V
 
     def __post_init__(self) -> None:
         """Refuse shapes that no attention kernel could take."""
@@ -83,12 +117,37 @@ class AttentionInputs:
             raise ValueError(f"{heads} query heads are no multiple of {self.k.shape[1]} key heads")
         if self.do.shape != (batch, heads, queries, self.v.shape[3]):
             raise ValueError(f"dO {tuple(self.do.shape)} does not go with q {tuple(self.q.shape)}")
+        for fault in self._faults():
+            raise ValueError(fault)
+
+    def _faults(self) -> Iterator[str]:
+        """What is wrong with what the call asks beyond q, K and V, a line each."""
+        batch, heads, queries, keys = *self.q.shape[:3], self.k.shape[2]
         if any(side is not None and side < 0 for side in self.window):
-            raise ValueError(f"window {self.window}: its sides are 0 or more keys, or None for all")
+            yield f"window {self.window}: its sides are 0 or more keys, or None for all"
         if not 0.0 <= self.softcap < math.inf:
-            raise ValueError(f"softcap {self.softcap}: expected a positive number, or 0 for none")
+            yield f"softcap {self.softcap}: expected a positive number, or 0 for none"
         if self.sink is not None and self.sink.shape != (heads,):
-            raise ValueError(f"sink {tuple(self.sink.shape)}: expected one logit for each of {heads} heads")
+            yield f"sink {tuple(self.sink.shape)}: expected one logit for each of {heads} heads"
+        whole = batch, heads, queries, keys
+        if self.bias is not None and not _stands_for(self.bias, whole):
+            yield f"bias {tuple(self.bias.shape)}: expected {whole}, any of them 1"
+        if self.bias is not None and not bool(torch.isfinite(self.bias).all()):
+            yield "bias: holds Inf or NaN; a mask is what hides keys"
+        if self.lengths is not None:
+            yield from _faults_of_lengths(self.lengths, batch, (queries, keys))
+        blocks = -(-queries // self.block_size[0]), -(-keys // self.block_size[1])
+        if self.block_mask is not None and (
+            not _stands_for(self.block_mask, (batch, heads, *blocks)) or self.block_mask.shape[2:] != blocks
+        ):
+            yield f"block mask {tuple(self.block_mask.shape)}: expected {(batch, heads, *blocks)}, the first two or 1"
+        if self.block_table is not None:
+            yield from _faults_of_table(self.block_table, self.pool_pages, (batch, -(-keys // self.page_size)))
+        if (self.k_descale is None) != (self.v_descale is None):
+            yield "descale factors: of K and of V, or of neither"
+        for name, factors in (("K", self.k_descale), ("V", self.v_descale)):
+            if factors is not None and factors.shape != self.k.shape[:2]:
+                yield f"descale factors of {name} {tuple(factors.shape)}: expected {tuple(self.k.shape[:2])}"
 
     @property
     def scale(self) -> float:
@@ -105,7 +164,7 @@ class AttentionInputs:
         needed = {
             GROUPED: self.groups > 1,
             CAUSAL: self.causal,
-            OBLONG_CAUSAL: self.causal and self.q.shape[2] != self.k.shape[2],
+            OBLONG_CAUSAL: self.causal and not self._square,
             KEY_PADDING: self.key_padding is not None,
             BLIND_ROWS: self._blind(),
             OWN_SCALE: self.softmax_scale not in (None, 1.0 / math.sqrt(self.q.shape[-1])),
@@ -114,6 +173,11 @@ class AttentionInputs:
             WINDOW: self.window != (None, None),
             SOFTCAP: self.softcap > 0.0,
             SINK: self.sink is not None,
+            BIAS: self.bias is not None,
+            LENGTHS: self.lengths is not None,
+            BLOCK_MASK: self.block_mask is not None,
+            PAGES: self.block_table is not None,
+            DESCALE: self.k_descale is not None,
         }
         return tuple(feature for feature, needed in needed.items() if needed)
 
@@ -124,10 +188,48 @@ class AttentionInputs:
             feature: has this keyword.
             keyword: one of the common ones; a sliding window is a number of keys, the row's own among them.
         """
+        if feature in (LENGTHS, PAGES, BLOCK_MASK, DESCALE):
+            return self._one_of_several(keyword)
         left, right = (-1 if side is None else side for side in self.window)
         window = (left + 1 or None) if keyword == "sliding_window" else (left, right)
         values = {GROUPED: self.groups > 1, OWN_SCALE: self.scale, WINDOW: window, SOFTCAP: self.softcap}
-        return {**values, SINK: self.sink}[feature]
+        return {**values, SINK: self.sink, BIAS: self.bias}[feature]
+
+    def _one_of_several(self, keyword: str) -> object:
+        """What a kernel is given by one keyword of a feature that goes by several."""
+        named = {"block_size": self.block_size, "k_descale": self.k_descale, "v_descale": self.v_descale}
+        if keyword in named:
+            return named[keyword]
+        if keyword in BLOCK_MASK.keywords:
+            return self.block_mask
+        sizes, device = (self.q.shape[2], self.k.shape[2]), self.q.device
+        if keyword in ("cache_seqlens", "seqused_k"):
+            seen = self.key_padding
+            lengths = [sizes[1]] * len(self.q) if seen is None else seen.sum(-1).tolist()
+            return torch.tensor(lengths, dtype=torch.int32, device=device)
+        if keyword in PAGES.keywords:
+            return None if self.block_table is None else self.block_table.to(torch.int32)
+        of = keyword.endswith("_k")
+        begins = self.lengths[of] if self.lengths else (0, sizes[of])
+        longest = max(end - begin for begin, end in pairwise(begins))
+        return longest if keyword.startswith("max") else torch.tensor(begins, dtype=torch.int32, device=device)
+
+    def pooled(self, x: Tensor) -> Tensor:
+        """K or V as a paged kernel gets it: (pages of the pool, key heads, page size, d), poison where no key lies."""
+        assert self.block_table is not None, "only the keys of a block table are paged"
+        batch, key_heads, keys, d = x.shape
+        pages = -(-keys // self.page_size)
+        filled = pad(x, (0, 0, 0, pages * self.page_size - keys), value=self.poison)
+        pool = x.new_full((self.pool_pages, key_heads, self.page_size, d), self.poison)
+        by_page = filled.reshape(batch, key_heads, pages, self.page_size, d).transpose(1, 2)
+        pool[self.block_table.long().flatten()] = by_page.flatten(0, 1)
+        return pool
+
+    @property
+    def _square(self) -> bool:
+        """Whether every sequence has as many queries as keys."""
+        queries, keys = self.lengths or ((0, self.q.shape[2]), (0, self.k.shape[2]))
+        return queries == keys
 
     def part(self, batch: slice = _EVERY, *, heads: slice = _EVERY, key_heads: slice = _EVERY) -> "AttentionInputs":
         """Some entries of the batch and some heads of it, with all that goes with them."""
@@ -144,13 +246,17 @@ class AttentionInputs:
         hidden = self.hidden()
         return hidden is not None and bool(hidden.all(-1).any())
 
+    def expanded(self, x: Tensor) -> Tensor:
+        """What every key head has, (batch, key heads, ...), repeated for its query heads, (batch, heads, ...)."""
+        return x.repeat_interleave(self.groups, 1) if self.groups > 1 else x
+
     def expanded_k(self) -> Tensor:
-        """K with every key head repeated for its query heads, (batch, heads, keys, d)."""
-        return self.k.repeat_interleave(self.groups, 1) if self.groups > 1 else self.k
+        """K with every key head repeated for its query heads, (batch, heads, keys, d); exact: descaled, in fp64."""
+        return self.expanded(descaled(self.k, self.k_descale))
 
     def expanded_v(self) -> Tensor:
-        """V with every key head repeated for its query heads, (batch, heads, keys, d)."""
-        return self.v.repeat_interleave(self.groups, 1) if self.groups > 1 else self.v
+        """The same of V, (batch, heads, keys, d of V)."""
+        return self.expanded(descaled(self.v, self.v_descale))
 
     def hidden(self) -> Tensor | None:
         """Bool, broadcastable to (batch, heads, queries, keys): True where a score is masked out; None if nowhere."""
@@ -159,14 +265,46 @@ class AttentionInputs:
 
     def masks(self) -> dict[Feature, Tensor]:
         """What hides scores: of each feature that does, as `hidden` has them together."""
-        sizes, masks = (self.q.shape[-2], self.k.shape[-2]), {}
+        queries, keys, device, masks = self.q.shape[-2], self.k.shape[-2], self.q.device, {}
         if self.causal:
-            masks[CAUSAL] = _outside(*sizes, None, 0).to(self.q.device)
+            masks[CAUSAL] = _outside(queries, keys, (None, 0), self.lengths).to(device)
         if self.window != (None, None):
-            masks[WINDOW] = _outside(*sizes, *self.window).to(self.q.device)
+            masks[WINDOW] = _outside(queries, keys, self.window, self.lengths).to(device)
+        if self.lengths is not None:
+            masks[LENGTHS] = _outside(queries, keys, (None, None), self.lengths).to(device)
         if self.key_padding is not None:
             masks[KEY_PADDING] = ~self.key_padding[:, None, None, :]
+        if self.block_mask is not None:
+            rows = (~self.block_mask).repeat_interleave(self.block_size[0], 2)[:, :, :queries]
+            masks[BLOCK_MASK] = rows.repeat_interleave(self.block_size[1], 3)[..., :keys]
         return masks
+
+
+def _stands_for(x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has a shape, or 1 in the place of any size."""
+    return x.dim() == len(shape) and all(n in (1, size) for n, size in zip(x.shape, shape, strict=True))
+
+
+def _faults_of_lengths(lengths: Lengths, batch: int, sizes: tuple[int, int]) -> Iterator[str]:
+    if batch != 1:
+        yield f"lengths: sequences are packed into a batch of 1, not of {batch}"
+    if len(lengths[0]) != len(lengths[1]):
+        yield f"lengths: {len(lengths[0]) - 1} sequences of queries, {len(lengths[1]) - 1} of keys"
+    for name, begins, size in zip(("queries", "keys"), lengths, sizes, strict=True):
+        if len(begins) < 2 or begins[0] != 0 or any(begin > end for begin, end in pairwise(begins)):
+            yield f"lengths of {name} {begins}: expected where each sequence begins, 0 first, then the last one's end"
+        elif begins[-1] != size:
+            yield f"lengths of {name} {begins}: they end at {begins[-1]}, and there are {size}"
+
+
+def _faults_of_table(table: Tensor, pages: int, shape: tuple[int, int]) -> Iterator[str]:
+    if table.shape != shape:
+        yield f"block table {tuple(table.shape)}: the keys of these sequences take {shape} pages"
+    elif not bool(((table >= 0) & (table < pages)).all()):
+        beyond = table[(table < 0) | (table >= pages)][0].item()
+        yield f"block table: page {beyond} of a pool of {pages}"
+    elif len(set(table.flatten().tolist())) < table.numel():
+        yield "block table: a page is in it twice"
 
 
 @dataclass(frozen=True)
@@ -206,6 +344,11 @@ class AttentionOutput:
     gradients: Gradients | None = None  # where a backward pass was asked for and exists
     backward_error: str | None = None  # what a backward pass that was asked for did wrong, in one line: raised ...
     tiles: Tiles | None = None  # what a declared kernel's backward pass may use again, until it has run
+
+
+def descaled(x: Tensor, factors: Tensor | None) -> Tensor:
+    """(batch, key heads, N, d) times descale factors (batch, key heads), exact in fp64; itself without any."""
+    return x if factors is None else x.double() * factors.double()[..., None, None]
 
 
 def sum_groups(gradient: Tensor, groups: int) -> Tensor:

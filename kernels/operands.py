@@ -70,6 +70,7 @@ class Operands:
     scale: float
     softcap: float
     sink: Tensor | None  # (heads, 1, 1)
+    bias: Tensor | None
     tiles: Tiles
     plan: RoundingPlan
     arithmetic: Arithmetic
@@ -87,7 +88,11 @@ class Operands:
             arithmetic: the device's operations.
             tiles: of an earlier pass over the same call.
         """
-        q, k, v, hidden = inputs.q, inputs.expanded_k(), inputs.expanded_v(), inputs.hidden()
+        k_held, v_held = (
+            Scaled(inputs.expanded(x), None if factors is None else inputs.expanded(factors[..., None, None]))
+            for x, factors in ((inputs.k, inputs.k_descale), (inputs.v, inputs.v_descale))
+        )
+        q, k, v, hidden = inputs.q, k_held.whole, v_held.whole, inputs.hidden()
         if hidden is not None:
             hidden = hidden.to(q.device)
         small_q, small_k = q, k
@@ -98,11 +103,11 @@ class Operands:
             small_q = q * (inputs.scale * _base(plan))
         taken = (
             _quantized(small_q, plan.q8, arithmetic),
-            _quantized(small_k, plan.k8, arithmetic),
-            _quantized(v, plan.v8, arithmetic, _ROWS),
+            k_held if plan.k8 is None and small_k is k else _quantized(small_k, plan.k8, arithmetic),
+            v_held if plan.v8 is None else _quantized(v, plan.v8, arithmetic, _ROWS),
         )
         sink = None if inputs.sink is None else inputs.sink[:, None, None]
-        of_scores = hidden, inputs.scale, inputs.softcap, sink
+        of_scores = hidden, inputs.scale, inputs.softcap, sink, inputs.bias
         return cls(q, k, v, inputs.do, *of_scores, tiles or Tiles(), plan, arithmetic, taken)
 
     def query_tiles(self, size: int) -> list[slice]:
@@ -114,13 +119,23 @@ class Operands:
         return _tiles(self.k.shape[_ROWS], size)
 
     def scores(self, rows: slice, keys: slice) -> Tensor:
-        """One tile of S: the product, its cast, scales, the scale alpha, S's cast, the soft cap and its cast, the mask.
+        """One tile of S: the product, its cast, scales, the scale alpha, S's cast, the soft cap, the bias, the mask.
 
         Where q's cast is narrow, or its 8 bits have it in them, alpha comes first: into q, with log2(e) where the
         exponential is in base two. Where the plan contracts and casts neither q nor S, alpha is left to the
-        exponential's argument; softly capped scores then stay as tanh has them, and the cap is its factor.
+        exponential's argument; softly capped scores then stay as tanh has them, and the cap is its factor. S's cast
+        follows each step that makes S anew.
         """
-        return self.tiles.shared("s", rows, keys, lambda: self.masked(self._scores(rows, keys), rows, keys))
+        return self.tiles.shared("s", rows, keys, lambda: self.masked(self._biased(rows, keys), rows, keys))
+
+    def _biased(self, rows: slice, keys: slice) -> Tensor:
+        s = self._scores(rows, keys)
+        if self.bias is None:
+            return s
+        bias = cut(self.bias, rows, keys)
+        if folds_scale(self.plan):  # FlashAttention-2 divides the slopes of ALiBi by the factor that is to come
+            return s + bias / self.unit
+        return self.arithmetic.cast(s + bias, self.plan.s)
 
     def _scores(self, rows: slice, keys: slice) -> Tensor:
         plan, arithmetic = self.plan, self.arithmetic
@@ -222,8 +237,9 @@ def _base(plan: RoundingPlan) -> float:
 
 
 def cut(mask: Tensor, rows: slice, keys: slice) -> Tensor:
-    """One tile of a mask that may have one row for all queries."""
-    return mask[:, :, rows if mask.shape[_ROWS] > 1 else slice(None), keys]
+    """One tile of a mask, or of a bias, that may have one row for all queries, or one column for all keys."""
+    rows, keys = (part if n > 1 else slice(None) for part, n in zip((rows, keys), mask.shape[_ROWS:], strict=True))
+    return mask[:, :, rows, keys]
 
 
 def _tiles(length: int, size: int) -> list[slice]:

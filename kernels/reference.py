@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.inputs import AttentionInputs, sum_groups
+from tiebreak.kernels.inputs import AttentionInputs, descaled, sum_groups
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Reference:
     o: Tensor  # (batch, heads, queries, d of V)
     magnitude: Tensor  # sum over keys of P |V|, (batch, heads, queries, d of V): the scale of rounding errors in O
     p: Tensor  # (batch, heads, queries, keys); a sink's is what a row lacks to 1
-    s: Tensor  # scores before masking, softly capped, (batch, heads, queries, keys)
+    s: Tensor  # scores before masking, softly capped and with their bias, (batch, heads, queries, keys)
     delta: Tensor  # rowsum(dO * O), (batch, heads, queries, 1)
     pk: Tensor  # P K, (batch, heads, queries, d), of the paper's equation 1; of capped scores, P times their slope
 
@@ -55,19 +55,23 @@ def _reference(inputs: AttentionInputs) -> Reference:
     )
 
 
-def scores(inputs: AttentionInputs, *, capped: bool = True) -> Tensor:
-    """What softmax is of, before masking: fp64, (batch, heads, queries, keys).
-
-    Args:
-        inputs: of the call.
-        capped: whether to cap them softly, where the inputs say so.
-    """
+def products(inputs: AttentionInputs) -> Tensor:
+    """alpha Q K^T in fp64, (batch, heads, queries, keys)."""
     s: Tensor = inputs.q.double() @ inputs.expanded_k().double().transpose(-1, -2) * inputs.scale
-    return s.div_(inputs.softcap).tanh_().mul_(inputs.softcap) if inputs.softcap and capped else s
+    return s
 
 
-def slope(inputs: AttentionInputs, capped: Tensor) -> Tensor:
-    """The derivative of softly capped scores by what they were before: 1 - (s / c)^2."""
+def scores(inputs: AttentionInputs) -> Tensor:
+    """What softmax is of, before masking, likewise: the products, softly capped, and then the bias."""
+    s = products(inputs)
+    if inputs.softcap:
+        s = s.div_(inputs.softcap).tanh_().mul_(inputs.softcap)
+    return s if inputs.bias is None else s + inputs.bias.double()
+
+
+def slope(inputs: AttentionInputs, s: Tensor) -> Tensor:
+    """The derivative of softly capped scores by what they were before: 1 - (s / c)^2, s without its bias."""
+    capped = s if inputs.bias is None else s - inputs.bias.double()
     return 1.0 - (capped / inputs.softcap).square()
 
 
@@ -109,4 +113,5 @@ def reference_gradients(inputs: AttentionInputs, ref: Reference) -> tuple[Tensor
     dq = inputs.scale * (ds @ k)
     dk = inputs.scale * (ds.transpose(-1, -2) @ inputs.q.double())
     dv = ref.p.transpose(-1, -2) @ do
-    return dq, sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
+    dk, dv = sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
+    return dq, descaled(dk, inputs.k_descale), descaled(dv, inputs.v_descale)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tiebreak.kernels.external.conventions import ALWAYS, Convention
 from tiebreak.kernels.external.errors import ContractError, ShapeError
 from tiebreak.kernels.external.options import AUTOGRAD
-from tiebreak.kernels.features import ALWAYS_GIVEN, CAUSAL
+from tiebreak.kernels.features import ALWAYS_GIVEN, CAUSAL, DESCALE, PAGES
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
 
@@ -20,6 +20,7 @@ FULL = "bhnd"  # a layout without a dimension left out
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 Triple = tuple[Tensor, Tensor, Tensor]
+Made = tuple[Tensor, ...]  # dQ, dK and dV and, where autograd gives it, dSink
 #: Gives the same numbers in a place of its own: other strides, or a storage that goes on behind them.
 Placing = Callable[[Tensor], Tensor]
 
@@ -53,6 +54,7 @@ class Placed:
     leaves: Triple  # q, k and v that autograd's gradients are of
     arguments: Triple  # those that the function gets
     do: Tensor
+    sink: Tensor | None = None  # one that autograd's gradient is of
 
 
 @dataclass(frozen=True)
@@ -83,16 +85,31 @@ class Call:
             gradients: whether its backward pass is to follow.
         """
         q, k, v, do = (
-            place(self.laid(getattr(self.inputs, name)))
+            place(self._held(name))
             for name, place in ((each.name, getattr(places, each.name) or _as_it_is) for each in fields(places))
         )
-        leaves = arguments = (q, k, v)
-        if gradients and self.convention.options.backward == AUTOGRAD:
+        leaves, sink = (q, k, v), None
+        arguments = leaves
+        if gradients and self._trains and self.convention.options.backward == AUTOGRAD:
+            sink = None if self.inputs.sink is None else self.inputs.sink.to(self._dtype, copy=True).requires_grad_()
             leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
             # Not the leaves themselves: of a kernel that writes into its inputs the message says so, and is not
             # autograd's. A copy would lie elsewhere, though.
             arguments = (q.clone(), k.clone(), v.clone()) if places is CONTIGUOUS else leaves
-        return Placed(leaves, arguments, do)
+        return Placed(leaves, arguments, do, sink)
+
+    @property
+    def _trains(self) -> bool:
+        """Whether K and V are what gradients can be of: neither paged nor in 8 bits."""
+        return not {PAGES, DESCALE}.intersection(self.inputs.asks())
+
+    def _held(self, name: str) -> Tensor:
+        """q, K, V or dO as the kernel gets it: K and V in a pool of pages, or in 8 bits, where the inputs say so."""
+        x: Tensor = getattr(self.inputs, name)
+        if name not in ("k", "v"):
+            return self.laid(x)
+        held = x if self.inputs.block_table is None else self.inputs.pooled(x)
+        return self.laid(held, self._dtype if self.inputs.k_descale is None else torch.float8_e4m3fn)
 
     @property
     def _letters(self) -> str:
@@ -100,9 +117,9 @@ class Call:
         layout = self.convention.options.layout
         return "".join(letter for letter in FULL if letter not in layout) + layout
 
-    def laid(self, x: Tensor) -> Tensor:
+    def laid(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A copy of (batch, heads, N, d) in the kernel's order of dimensions and its format, contiguous."""
-        x = x.to(self._dtype, copy=True)
+        x = x.to(dtype or self._dtype, copy=True)
         return x.permute([FULL.index(letter) for letter in self._letters]).contiguous()
 
     def restored(self, x: Tensor) -> Tensor:
@@ -118,23 +135,31 @@ class Call:
         """
         outer = len(FULL) - len(self.convention.options.layout)
         q, k, v = placed.arguments
+        inputs = self.inputs if placed.sink is None else replace(self.inputs, sink=placed.sink)
         if outer == 0:
-            return self._output((q, k, v), self.inputs)
+            return self._output((q, k, v), inputs)
         batches = []
         for batch in range(q.shape[0]):
+            own_k, own_v = (x if inputs.block_table is not None else x[batch] for x in (k, v))  # a pool is for all
             if outer == 1:
-                batches.append(self._output((q[batch], k[batch], v[batch]), self.inputs.part(_at(batch))))
+                batches.append(self._output((q[batch], own_k, own_v), inputs.part(_at(batch))))
                 continue
             heads = []
             for head in range(q.shape[1]):
-                shared = head // self.inputs.groups
-                part = self.inputs.part(_at(batch), heads=_at(head), key_heads=_at(shared))
-                heads.append(self._output((q[batch, head], k[batch, shared], v[batch, shared]), part))
+                shared = head // inputs.groups
+                part = inputs.part(_at(batch), heads=_at(head), key_heads=_at(shared))
+                of_head = (x.select(1 if inputs.block_table is not None else 0, shared) for x in (own_k, own_v))
+                heads.append(self._output((q[batch, head], *of_head), part))
             batches.append(torch.stack(heads))
         return torch.stack(batches)
 
     def _output(self, arguments: Sequence[Tensor], part: AttentionInputs) -> Tensor:
-        return _checked_output(self._returned(arguments, part), arguments, self.convention.options.layout.index("d"))
+        return _checked_output(self._returned(arguments, part), arguments, self._shape_of_o(arguments[0], part))
+
+    def _shape_of_o(self, q: Tensor, part: AttentionInputs) -> tuple[int, ...]:
+        """That of an argument q, with the head dimension of V."""
+        d = self.convention.options.layout.index("d")
+        return (*q.shape[:d], part.v.shape[3], *q.shape[d + 1 :])
 
     def returned(self, placed: Placed) -> Any:
         """All that one call returns, of a kernel that takes all dimensions."""
@@ -146,7 +171,7 @@ class Call:
             after, keywords = self.convention.arguments(keywords)
             return self.function(*arguments, *after, **keywords)
         # NaN: an element that the kernel does not write shows.
-        written = torch.full_like(arguments[0], torch.nan, requires_grad=False)
+        written = arguments[0].new_full(self._shape_of_o(arguments[0], part), torch.nan)
         after, keywords = self.convention.arguments(keywords | {out: written})
         returned = self.function(*arguments, *after, **keywords)
         return (written, *returned[1:]) if isinstance(returned, (tuple, list)) else written
@@ -182,8 +207,8 @@ class Call:
         """A value of a feature as kernels get it: numbers of a tensor in the format of q."""
         return value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    def backward(self, placed: Placed, o: Tensor) -> Triple | None:
-        """dQ, dK and dV in the kernel's layout; None where it has no backward pass.
+    def backward(self, placed: Placed, o: Tensor) -> Made | None:
+        """dQ, dK and dV in the kernel's layout; None where it has no backward pass, or K and V take no gradient.
 
         Raises:
             NoGradientsError: it has returned something else.
@@ -192,22 +217,23 @@ class Call:
         backward = self.convention.options.backward
         if backward == AUTOGRAD and o.requires_grad:
             gradients = self._by_autograd(placed, o)
-        elif callable(backward):
+        elif callable(backward) and self._trains:
             gradients = self._by_function(backward, placed, o)
         else:
             return None
-        _check_gradients(gradients, placed.arguments)
-        dq, dk, dv = gradients
-        return dq, dk, dv
+        _check_gradients(gradients[:3], placed.arguments)
+        return gradients
 
-    def _by_autograd(self, placed: Placed, o: Tensor) -> tuple[Tensor, ...]:
-        gradients = torch.autograd.grad(o, placed.leaves, placed.do, allow_unused=True)
-        missing = [name for name, gradient in zip("qkv", gradients, strict=True) if gradient is None]
+    def _by_autograd(self, placed: Placed, o: Tensor) -> Made:
+        leaves = placed.leaves if placed.sink is None else (*placed.leaves, placed.sink)
+        gradients = torch.autograd.grad(o, leaves, placed.do, allow_unused=True)
+        names = ("q", "k", "v", "the sink")
+        missing = [name for name, gradient in zip(names, gradients, strict=False) if gradient is None]
         if missing:
             raise NoGradientsError(f"has no gradient of {' and '.join(missing)}")
         return gradients
 
-    def _by_function(self, backward: Callable[..., Any], placed: Placed, o: Tensor) -> tuple[Tensor, ...]:
+    def _by_function(self, backward: Callable[..., Any], placed: Placed, o: Tensor) -> Made:
         after, keywords = self.convention.arguments(self.keywords(self.inputs))
         gradients = backward(placed.do, *placed.arguments, o, *after, **keywords)
         if not isinstance(gradients, (tuple, list)) or len(gradients) < 3:
@@ -229,8 +255,10 @@ class Started:
         """O, (batch, heads, N, d) in fp32."""
         return self.call.restored(self.returned)
 
-    def gradients(self, do: Tensor | None = None) -> tuple[Triple | None, str | None]:
+    def gradients(self, do: Tensor | None = None) -> tuple[Made | None, str | None]:
         """dQ, dK and dV, all (batch, heads, N, d) in fp32, None where there are none; what was wrong, if anything was.
+
+        Behind them dSink, (heads,), where autograd gives it.
 
         Args:
             do: another dO than the inputs', (batch, heads, N, d).
@@ -250,8 +278,7 @@ class Started:
         self.check_inputs()
         if computed is None:
             return None, failure
-        dq, dk, dv = map(self.call.restored, computed)
-        return (dq, dk, dv), failure
+        return (*map(self.call.restored, computed[:3]), *(x.detach().float() for x in computed[3:])), failure
 
     def check_inputs(self) -> None:
         """Raise ContractError where the kernel has written into its arguments."""
@@ -270,19 +297,18 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-def _checked_output(returned: object, arguments: Sequence[Tensor], d: int) -> Tensor:
+def _checked_output(returned: object, arguments: Sequence[Tensor], expected: tuple[int, ...]) -> Tensor:
     """O of what was returned: it, or the first of several, such as (O, log-sum-exp).
 
     Args:
         returned: by the kernel.
         arguments: q, k and v.
-        d: which of their dimensions is that of a head; O's is as long as V's.
+        expected: shape of O.
 
     Raises:
         ContractError: no tensor, or not as O has to be.
     """
-    q, _, v = arguments
-    expected = (*q.shape[:d], v.shape[d], *q.shape[d + 1 :])
+    q = arguments[0]
     out = returned[0] if isinstance(returned, (tuple, list)) and returned else returned
     if not isinstance(out, Tensor):
         raise ContractError(f"returned {type(returned).__name__}, not a tensor")

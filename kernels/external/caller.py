@@ -200,8 +200,8 @@ class StartedRun:
         _refuse(changed)
         if gradients is None:
             return AttentionOutput(self.o, backward_error=failure)
-        dq, dk, dv = gradients
-        made = Gradients(self.arranged.rows(dq), self.arranged.keys(dk), self.arranged.keys(dv))
+        dq, dk, dv, *dsink = gradients
+        made = Gradients(self.arranged.rows(dq), self.arranged.keys(dk), self.arranged.keys(dv), None, *dsink)
         return AttentionOutput(self.o, gradients=made)
 
 

@@ -11,12 +11,15 @@ from tiebreak.kernels.external.errors import LoadError
 from tiebreak.kernels.external.options import AUTOGRAD, NO_BACKWARD, KernelOptions
 from tiebreak.kernels.features import (
     BLIND_ROWS,
+    BLOCK_MASK,
     CAUSAL,
     FEATURES,
     GROUPED,
     KEY_PADDING,
+    LENGTHS,
     OBLONG_CAUSAL,
     OWN_SCALE,
+    VALUE_DIM,
     WINDOW,
     Feature,
 )
@@ -63,7 +66,7 @@ class Convention:
         if self.causal is not None or self.mask is not None:
             features |= {CAUSAL, OBLONG_CAUSAL}
         if self.mask is not None:
-            features |= {KEY_PADDING, BLIND_ROWS, WINDOW}
+            features |= {KEY_PADDING, BLIND_ROWS, WINDOW, LENGTHS, BLOCK_MASK}
         elif self.causal is not None and not self.causal_where_square:
             features.add(BLIND_ROWS)
         return frozenset(features) - self.options.refused
@@ -71,7 +74,7 @@ class Convention:
     @property
     def tried(self) -> frozenset[Feature]:
         """What inputs may ask of it though nothing says that it takes that: its signature need not show it."""
-        return frozenset({GROUPED}) - self.takes - self.options.refused
+        return frozenset({GROUPED, VALUE_DIM}) - self.takes - self.options.refused
 
     @property
     def causal_where_square(self) -> bool:

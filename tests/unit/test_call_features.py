@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.batch import Batch
 from tiebreak.kernels.declarations import parse_declaration
-from tiebreak.kernels.features import FEATURES, SINK, SOFTCAP, VALUE_DIM, WINDOW, Feature
+from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.features import (
+    BIAS,
+    BLOCK_MASK,
+    DESCALE,
+    FEATURES,
+    LENGTHS,
+    PAGES,
+    SINK,
+    SOFTCAP,
+    VALUE_DIM,
+    WINDOW,
+    Feature,
+)
 from tiebreak.kernels.formats import BF16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import run_declared
@@ -42,6 +57,24 @@ ASKING: Mapping[Feature, Callable[[AttentionInputs], AttentionInputs]] = {
     WINDOW: _with(window=(3, 1)),
     SOFTCAP: _with(softcap=2.0),
     SINK: _with(sink=_draw(HEADS)),
+    BIAS: _with(bias=_draw(1, HEADS, 1, KEYS)),
+    LENGTHS: lambda inputs: replace(inputs.part(slice(1)), lengths=((0, 4, 4, 9), (0, 7, 9, 13))),
+    BLOCK_MASK: _with(
+        block_mask=torch.tensor([[True, False, True, True], [False, True, False, True], [True, True, True, False]])[
+            None, None
+        ],
+        block_size=(4, 4),
+    ),
+    PAGES: lambda inputs: replace(
+        inputs, block_table=torch.tensor([[5, 0, 8, 3], [1, 7, 2, 4]])[: len(inputs.q)], page_size=4, pool_pages=9
+    ),
+    DESCALE: lambda inputs: replace(
+        inputs,
+        k=inputs.k.to(torch.float8_e4m3fn).float(),
+        v=inputs.v.to(torch.float8_e4m3fn).float(),
+        k_descale=_draw(BATCH, KEY_HEADS).abs()[: len(inputs.q)] * 0.3,
+        v_descale=_draw(BATCH, KEY_HEADS).abs()[: len(inputs.q)] * 0.7,
+    ),
 }
 PLAIN = AttentionInputs(
     _draw(BATCH, HEADS, QUERIES, D),
@@ -55,7 +88,9 @@ SEEN: Mapping[str, Callable[[AttentionInputs], AttentionInputs]] = {
     "causal": _with(causal=True),
     "padded": _with(key_padding=torch.tensor([[True] * 10 + [False] * 3, [False] * 2 + [True] * 11])),
 }
-SETS = [names for size in (1, 2, 3) for names in combinations(ASKING, size)]
+ALONE = [(feature,) for feature in ASKING]
+SETS = [*ALONE, *combinations(ASKING, 2), tuple(ASKING)]
+FEW = [*ALONE, *list(combinations(ASKING, 2))[::4], tuple(ASKING)]
 
 
 def asking(features: tuple[Feature, ...], seen: str = "full") -> AttentionInputs:
@@ -71,14 +106,14 @@ def visible(inputs: AttentionInputs) -> Tensor:
     """Which keys a row sees, asked one by one, (batch, heads, queries, keys)."""
     batch, heads, queries, keys = *inputs.q.shape[:3], inputs.k.shape[2]
     left, right = (10**9 if side is None else side for side in inputs.window)
+    rows, columns = inputs.lengths or ((0, queries), (0, keys))
     seen = torch.zeros(batch, heads, queries, keys, dtype=torch.bool)
-    for b in range(batch):
-        for i in range(queries):
-            own = i + keys - queries
-            for j in range(keys):
-                within = own - left <= j <= own + right and not (inputs.causal and j > own)
-                padded = inputs.key_padding is not None and not inputs.key_padding[b, j]
-                seen[b, :, i, j] = within and not padded
+    for b, ((row, end), (column, last)) in product(range(batch), zip(pairwise(rows), pairwise(columns), strict=True)):
+        for i, j in product(range(row, end), range(column, last)):
+            own = last - end + i
+            sees = own - left <= j <= own + right and not (inputs.causal and j > own)
+            sees = sees and (inputs.key_padding is None or bool(inputs.key_padding[b, j]))
+            seen[b, :, i, j] = sees and (inputs.block_mask is None or bool(inputs.block_mask[0, 0, i // 4, j // 4]))
     return seen
 
 
@@ -86,11 +121,16 @@ def by_torch(inputs: AttentionInputs) -> tuple[Tensor, tuple[Tensor, ...]]:
     """O and the gradients of q, k, v and the sink in fp64: PyTorch's own softmax of scores given as a mask."""
     q, k, v = (tensor.double().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
     leaves, groups = [q, k, v], inputs.groups
-    s = torch.einsum("bhid,bhjd->bhij", q, k.repeat_interleave(groups, 1)) * inputs.scale
+    whole_k, whole_v = (
+        x if factors is None else x * factors.double()[:, :, None, None]
+        for x, factors in ((k, inputs.k_descale), (v, inputs.v_descale))
+    )
+    s = torch.einsum("bhid,bhjd->bhij", q, whole_k.repeat_interleave(groups, 1)) * inputs.scale
     if inputs.softcap:
         s = inputs.softcap * torch.tanh(s / inputs.softcap)
-    s = torch.where(visible(inputs), s, -1e30)
-    values = v.repeat_interleave(groups, 1)
+    s = s if inputs.bias is None else s + inputs.bias
+    seen, values = visible(inputs), whole_v.repeat_interleave(groups, 1)
+    s = torch.where(seen, s, -1e30)
     if inputs.sink is not None:  # one more key, whose V is 0
         sink = inputs.sink.double().requires_grad_()
         leaves.append(sink)
@@ -98,7 +138,7 @@ def by_torch(inputs: AttentionInputs) -> tuple[Tensor, tuple[Tensor, ...]]:
         values = torch.cat([values, torch.zeros_like(values[:, :, :1])], 2)
     nothing = torch.zeros(*s.shape[:-1], 1, dtype=torch.float64)
     with sdpa_kernel(SDPBackend.MATH):
-        o = sdpa(nothing, torch.zeros_like(values[..., :1]), values, attn_mask=s)
+        o = sdpa(nothing, torch.zeros_like(values[..., :1]), values, attn_mask=s) * seen.any(-1, keepdim=True)
     return o.detach(), torch.autograd.grad(o, leaves, inputs.do.double())
 
 
@@ -124,7 +164,7 @@ def test_reference_is_what_torch_and_its_autograd_make_of_it(features: tuple[Fea
         assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("features", SETS, ids=lambda features: "+".join(feature.name for feature in features))
+@pytest.mark.parametrize("features", FEW, ids=lambda features: "+".join(feature.name for feature in features))
 @pytest.mark.parametrize(
     "plan",
     ["flash@fp32,tile=4", "flash@fp32,contract=yes,sink=last,tile=5", "lazy@fp32,sink=maximum,base=2,tile=4x5",
@@ -141,7 +181,7 @@ def test_algorithms_in_fp32_are_the_reference(features: tuple[Feature, ...], pla
         assert torch.allclose(ours.double(), theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("features", SETS, ids=lambda features: "+".join(feature.name for feature in features))
+@pytest.mark.parametrize("features", FEW, ids=lambda features: "+".join(feature.name for feature in features))
 @pytest.mark.parametrize("plan", ["flash@fused,tile=4", "flash@paper,tile=4", "dithered@all_bf16", "standard"])
 def test_rounded_plans_keep_within_their_bounds(features: tuple[Feature, ...], plan: str) -> None:
     inputs = replace(asking(features, "causal"), formats=Formats.of(BF16))
@@ -161,9 +201,127 @@ def test_rounded_plans_keep_within_their_bounds(features: tuple[Feature, ...], p
         ({"window": (-1, 0)}, "window \\(-1, 0\\): its sides are 0 or more keys, or None for all"),
         ({"softcap": -2.0}, "softcap -2.0: expected a positive number, or 0 for none"),
         ({"sink": torch.zeros(3)}, "sink \\(3,\\): expected one logit for each of 4 heads"),
+        ({"bias": torch.zeros(4, 9, 13)}, "bias \\(4, 9, 13\\): expected \\(2, 4, 9, 13\\), any of them 1"),
+        ({"bias": torch.full((1, 1, 1, 1), -torch.inf)}, "bias: holds Inf or NaN"),
+        ({"lengths": ((0, 9), (0, 13))}, "lengths: sequences are packed into a batch of 1, not of 2"),
+        ({"block_mask": torch.ones(1, 1, 3, 3)}, "block mask \\(1, 1, 3, 3\\): expected \\(2, 4, 1, 1\\)"),
+        ({"block_table": torch.ones(2, 2, dtype=torch.int32)}, "block table \\(2, 2\\): .* take \\(2, 1\\) pages"),
+        ({"block_table": torch.tensor([[0], [4]]), "pool_pages": 4}, "block table: page 4 of a pool of 4"),
+        ({"block_table": torch.tensor([[3], [3]]), "pool_pages": 4}, "block table: a page is in it twice"),
+        ({"k_descale": torch.ones(2, 2)}, "descale factors: of K and of V, or of neither"),
+        ({"k_descale": torch.ones(2), "v_descale": torch.ones(2, 2)}, "descale factors of K \\(2,\\): expected"),
     ],
-    ids=["window", "soft cap", "sink"],
 )
 def test_values_that_make_no_sense_are_refused(fields: Mapping[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(PLAIN, **fields)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (((0, 4, 8), (0, 13)), "lengths: 2 sequences of queries, 1 of keys"),
+        (((0, 4, 8), (0, 5, 13)), "lengths of queries \\(0, 4, 8\\): they end at 8, and there are 9"),
+        (((0, 9, 4), (0, 5, 13)), "lengths of queries \\(0, 9, 4\\): expected where each sequence begins"),
+    ],
+)
+def test_lengths_that_do_not_add_up_are_refused(lengths: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(PLAIN.part(slice(1)), lengths=lengths)
+
+
+def test_a_pool_of_pages_has_poison_wherever_no_key_lies() -> None:
+    inputs = asking((PAGES,))
+    pool = inputs.pooled(inputs.k)
+    assert inputs.block_table is not None
+    assert torch.equal(pool[inputs.block_table[1, 0]], inputs.k[1, :, :4])
+    assert torch.equal(pool[inputs.block_table[0, 3], :, :1], inputs.k[0, :, 12:])
+    assert bool((pool[inputs.block_table[0, 3], :, 1:] == inputs.poison).all())
+    assert bool((pool[6] == inputs.poison).all()), "which no sequence has"
+
+
+# Attention of all that goes by a value, as its author would write it: pages of K and V in 8 bits, layout bnhd.
+VALUES = """
+import torch
+from tiebreak import kernel
+
+@kernel(layout="bnhd", takes="gqa")
+def f(q, k, v, causal=False, scale=None, window_size=(-1, -1), softcap=0.0, sinks=None, attn_bias=None,
+      block_table=None, cache_seqlens=None, k_descale=None, v_descale=None):
+    def of(x, descale):
+        assert x.dtype == (torch.float8_e4m3fn if descale is not None else q.dtype)
+        if block_table is not None:
+            x = x[block_table.long()].flatten(1, 2)[:, : int(cache_seqlens.max())]
+        x = x.float().transpose(1, 2) * (1.0 if descale is None else descale[:, :, None, None])
+        return x.repeat_interleave(q.shape[2] // x.shape[1], 1)
+    s = q.float().transpose(1, 2) @ of(k, k_descale).mT * scale
+    s = s if softcap == 0.0 else softcap * torch.tanh(s / softcap)
+    s = s if attn_bias is None else s + attn_bias.float()
+    apart = torch.arange(s.shape[-1]) - torch.arange(s.shape[-2])[:, None] - (s.shape[-1] - s.shape[-2])
+    left, right = window_size
+    hidden = (apart > 0) & causal
+    hidden = hidden | ((apart < -left) if left >= 0 else False) | ((apart > right) if right >= 0 else False)
+    s = s.masked_fill(hidden, -1e30)
+    if sinks is not None:
+        s = torch.cat([s, sinks.float()[None, :, None, None].expand(*s.shape[:-1], 1)], -1)
+    p = s.softmax(-1)[..., : s.shape[-1] - (sinks is not None)].masked_fill(hidden, 0.0)
+    return (p @ of(v, v_descale)).transpose(1, 2).to(q.dtype)
+"""
+
+# Packed sequences, each attended to by the function above; pages without the dimension of a batch.
+PACKED = """
+@kernel(layout="nhd", takes="gqa")
+def packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False):
+    parts = []
+    for i in range(len(cu_seqlens_q) - 1):
+        rows, keys = slice(*cu_seqlens_q[i : i + 2]), slice(*cu_seqlens_k[i : i + 2])
+        assert rows.stop - rows.start <= max_seqlen_q and keys.stop - keys.start <= max_seqlen_k
+        parts.append(f(q[None, rows], k[None, keys], v[None, keys], causal, 8**-0.5)[0])
+    return torch.cat(parts)
+
+
+@kernel(layout="nhd", takes="gqa")
+def decoding(q, k, v, block_table=None, seqused_k=None, sinks=None):
+    return f(q[None], k, v, scale=8**-0.5, sinks=sinks, block_table=block_table, cache_seqlens=seqused_k)[0]
+
+
+def masked(q, k, v, attn_mask=None):
+    s = (q @ k.repeat_interleave(2, 1).mT * 8**-0.5).float()
+    s = s.masked_fill(~attn_mask, -1e30)
+    return s.softmax(-1).masked_fill(~attn_mask, 0.0).to(q.dtype) @ v.repeat_interleave(2, 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "features"),
+    [
+        *(("f", (feature,)) for feature in (VALUE_DIM, WINDOW, SOFTCAP, SINK, BIAS, PAGES, DESCALE)),
+        ("f", (VALUE_DIM, WINDOW, SOFTCAP, SINK, BIAS)),
+        ("f", (SINK, PAGES, DESCALE)),
+        ("packed", (LENGTHS,)),
+        ("decoding", (PAGES,)),
+        ("decoding", (PAGES, SINK)),
+        ("masked", (WINDOW, LENGTHS, BLOCK_MASK)),
+    ],
+)
+def test_a_users_kernel_is_given_what_its_signature_names(
+    tmp_path: Path, function: str, features: tuple[Feature, ...]
+) -> None:
+    file = tmp_path / "written.py"
+    file.write_text(VALUES + PACKED)
+    flags = ("takes=gqa",) if function == "masked" else ()
+    kernel = external_kernel(f"{file}:{function}", flags=flags)
+    inputs = asking(features, "full" if function == "decoding" else "causal")
+    assert kernel.refusal(inputs) is None
+    output = kernel.compute(inputs, TorchArithmetic(), True)
+    o, exact = _exact(inputs)
+    assert torch.allclose(output.o.double(), o, rtol=0.0, atol=2e-6)
+    assert (output.gradients is None) == bool({PAGES, DESCALE} & set(features))
+    if output.gradients is not None:
+        made = [output.gradients.dq, output.gradients.dk, output.gradients.dv, output.gradients.dsink]
+        for ours, theirs in zip((gradient for gradient in made if gradient is not None), exact, strict=True):
+            assert torch.allclose(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+    refused = set(ASKING) - kernel.takes
+    assert refused, "and what it does not name it is refused"
+    for feature in refused - {VALUE_DIM}:
+        assert kernel.refusal(asking((feature,))) == f"{function} takes no {feature.words}"

@@ -15,11 +15,14 @@ from tiebreak.kernels.external import LoadError, external_kernel, external_kerne
 from tiebreak.kernels.external.kernels import KernelTarget
 from tiebreak.kernels.features import (
     BLIND_ROWS,
+    BLOCK_MASK,
     CAUSAL,
     GROUPED,
     KEY_PADDING,
+    LENGTHS,
     OBLONG_CAUSAL,
     OWN_SCALE,
+    VALUE_DIM,
     WINDOW,
     Feature,
 )
@@ -40,6 +43,8 @@ def plain(q, k, v, *, causal=False, scale=None):
     return (s.softmax(-1) @ v.float()).to(q.dtype)
 
 """
+
+BY_MASK = (WINDOW, LENGTHS, BLOCK_MASK)  # what a mask of scores says too
 
 
 @pytest.fixture
@@ -102,11 +107,11 @@ def assert_right(output: AttentionOutput, call: AttentionInputs) -> None:
          "    return sdpa(q, k, v, scale=softmax_scale, is_causal=is_causal)", {CAUSAL, OBLONG_CAUSAL, OWN_SCALE}),
         ("def f(q, k, v, **more): return plain(q, k, v, **more)", {CAUSAL, OBLONG_CAUSAL, BLIND_ROWS, OWN_SCALE}),
         ("def f(q, k, v, attn_mask=None): return sdpa(q, k, v, attn_mask=attn_mask)",
-         {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, WINDOW}),
+         {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, *BY_MASK}),
         ("def f(q, k, v, attn_mask): return sdpa(q, k, v, attn_mask=attn_mask)",
-         {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, WINDOW}),
+         {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, *BY_MASK}),
         ("f = kernel(refuses='blind_rows, oblong_causal')(plain)", {CAUSAL, OWN_SCALE}),
-        ("f = sdpa", {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, WINDOW, OWN_SCALE, GROUPED}),
+        ("f = sdpa", {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, *BY_MASK, OWN_SCALE, GROUPED}),
         ("def f(q, k, v, out, scale=None): out.copy_(plain(q, k, v, scale=scale))", {OWN_SCALE}),
         ("@kernel(out='o')\ndef f(q, k, v, o=None, /, causal=False): return o.copy_(plain(q, k, v, causal=causal)), 0",
          {CAUSAL, OBLONG_CAUSAL, BLIND_ROWS}),
@@ -119,7 +124,7 @@ def test_what_a_kernel_takes_follows_from_its_signature(
     loaded: Callable[..., Kernel], source: str, takes: set[Feature]
 ) -> None:
     kernel = loaded(source)
-    assert kernel.takes == takes | {GROUPED}, "which is tried"
+    assert kernel.takes == takes | {GROUPED, VALUE_DIM}, "which are tried"
     calls = [
         inputs(),
         inputs(causal=True),
