@@ -35,7 +35,7 @@ def through_autograd(call: Call, inputs: AttentionInputs, arithmetic: Arithmetic
 
     Args:
         call: the kernel.
-        inputs: q, k, v and dO on the device; they are copied.
+        inputs: q, k, v and dO on the device; they are copied for gradients.
         arithmetic: not used: the kernel brings its own.
         gradients: whether to run the backward pass too.
 
@@ -47,8 +47,8 @@ def through_autograd(call: Call, inputs: AttentionInputs, arithmetic: Arithmetic
     """
     del arithmetic
     dtype = TORCH_DTYPES[inputs.formats.inputs]
-    # Copies also where the format is fp32: leaves of a graph of their own.
-    q, k, v = (tensor.to(dtype, copy=True) for tensor in (inputs.q, inputs.k, inputs.v))
+    # Of a graph the leaves are copies of their own, also where the format is fp32. Else a view stays one.
+    q, k, v = (tensor.to(dtype, copy=gradients) for tensor in (inputs.q, inputs.k, inputs.v))
     with exact_products():
         if not gradients:
             return AttentionOutput(call(inputs, q, k, v))

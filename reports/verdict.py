@@ -28,6 +28,7 @@ from tiebreak.reports.records.record import (
     Run,
     VerdictName,
 )
+from tiebreak.reports.tables.changes import finding_text
 from tiebreak.reports.tables.marks import plain_text, shown_text
 from tiebreak.reports.tables.plans import explanation_text, percent
 from tiebreak.reports.tables.rerun import runnable
@@ -35,7 +36,7 @@ from tiebreak.reports.tables.run import counted
 
 SCHEMA = 1  # of the JSON: verdict.schema.json, beside this file
 _LISTED = 8  # cases of a list that are named; the table has them all
-_WIDTH = 12
+_WIDTH = 11
 _TIED, _OWN = "where O itself ties", "by its own rounding"  # whose doing a bias is
 _SOFTWARE = ("python", "torch", "numpy", "triton", "cpu", "level")  # of a platform, what a verdict says of it
 
@@ -113,7 +114,7 @@ class Verdict:
     @property
     def text(self) -> str:
         """A headline, and a line for each finding."""
-        return "\n".join([self.headline, *(f"  {finding.name:{_WIDTH}}{finding.text}" for finding in self.findings)])
+        return "\n".join([self.headline, *(f"  {finding.name:{_WIDTH}} {finding.text}" for finding in self.findings)])
 
     def __str__(self) -> str:
         """As `tiebreak check` prints it."""
@@ -214,6 +215,9 @@ class _Kernel:
         }
         ended = [record for record in self.records if record.outcome in (CRASHED, TIMED_OUT)]  # no result, and no pass
         yield from (_of_cells(name, records) for name, records in listed.items() if records)
+        yield from (
+            Finding(record.case, text, (record.case,)) for record in self.records if (text := finding_text(record))
+        )
         yield from (Finding(name, text) for name, tell in texts.items() if (text := tell()))
         if left_out := [record.case for record in self._left_out]:
             yield Finding("left out", first_few(left_out, _LISTED), tuple(left_out))

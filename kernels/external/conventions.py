@@ -27,6 +27,7 @@ from tiebreak.kernels.features import (
 ALWAYS = "always"  # of a causal mask: in every call
 _CAUSAL = ("causal", "is_causal")
 _OUT = ("out",)  # where it has no default: O is written into it
+_SPLITS = ("num_splits", "num_kv_splits")
 _MASK = ("attn_mask",)  # PyTorch's: bool, True where a key takes part
 _UPPER_LEFT = ("is_causal",)  # PyTorch's flag aligns its mask at the upper left: row i sees keys 0 .. i
 
@@ -54,6 +55,7 @@ class Convention:
     causal: str | None  # keyword of the causal mask, or ALWAYS; None: it has none
     out: str | None  # keyword of the tensor that O is written into; None: it is returned
     mask: str | None  # keyword of a mask of the scores
+    splits: str | None  # keyword of the number of splits that a row's keys are computed in
     #: Its keywords of features that go by a value, such as the scores' scale: the feature, and its common keyword
     values: Mapping[str, tuple[Feature, str]]
     required: frozenset[str]  # keywords without a default
@@ -114,6 +116,7 @@ def convention(function: Callable[..., Any], options: KernelOptions) -> Conventi
         causal=_named(options.causal, _CAUSAL, names, anything),
         out=out,
         mask=_named(options.mask, _MASK, names, anything=False),
+        splits=_named(options.splits, _SPLITS, names, anything=False),
         values={keyword: (feature, common) for feature, keyword, common in _values(options, names, anything)},
         required=frozenset(signature.required),
         positions=signature.positions,
@@ -127,7 +130,7 @@ def convention(function: Callable[..., Any], options: KernelOptions) -> Conventi
             " causal=NAME, scale=NAME or mask=NAME, or write a function around it"
         )
     if not anything:
-        for word in (options.causal, options.scale, options.out, options.mask, *options.options):
+        for word in (options.causal, options.scale, options.out, options.mask, options.splits, *options.options):
             if word and word != ALWAYS and word not in names:
                 raise LoadError(f"it has no parameter {word!r}; after q, k and v it has {', '.join(names) or 'none'}")
     return called

@@ -24,6 +24,13 @@ class UserKernel(Kernel):
 
     caller: Caller = field(kw_only=True)  # how it is called
 
+    def given(self, **keywords: object) -> "UserKernel":
+        """The same with further keywords, whatever its options say of them."""
+        called = self.caller.convention
+        options = replace(called.options, options={**called.options.options, **keywords})
+        caller = replace(self.caller, convention=replace(called, options=options))
+        return replace(self, caller=caller, compute=partial(_compute, caller))
+
 
 @dataclass(frozen=True)
 class KernelTarget:

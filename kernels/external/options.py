@@ -15,6 +15,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 #: What `takes` may list, by the words that people use.
 TAKEN: Mapping[str, Feature] = {feature.taken: feature for feature in FEATURES if feature.taken}
+#: What `invariant` may list: changes of a call that leave the bits of an answer alone.
+INVARIANT = ("batch", "split", "padding", "memory", "decode", "chunks", "repeat")
 #: Who computes dQ, dK and dV, where it is no function.
 AUTOGRAD, NO_BACKWARD = "autograd", "none"
 #: Bases of a log-sum-exp.
@@ -34,6 +36,8 @@ class KernelOptions:
         scale: keyword of the scores' scale.
         out: keyword of the tensor that O is written into; what the kernel returns of O is then not looked at.
         mask: keyword of a bool mask of the scores, (batch, 1, queries, keys), True where a key takes part.
+        splits: keyword of the number of splits that a row's keys are computed in.
+        invariant: under what changes of a call it has the same bits: words of `INVARIANT`.
         contiguous: whether it takes contiguous tensors alone.
         lse: base of the log-sum-exp that it returns beside O, "e" or "2"; "": either, if it returns one.
         square: whether it needs as many queries as keys.
@@ -52,6 +56,8 @@ class KernelOptions:
     scale: str = ""
     out: str = ""
     mask: str = ""
+    splits: str = ""
+    invariant: str = ""
     contiguous: bool = False
     lse: str = ""
     square: bool = False
@@ -70,10 +76,14 @@ class KernelOptions:
         """
         if sorted(self.layout) not in (sorted("bhnd"), sorted("hnd"), sorted("nd")):
             raise LoadError(f"layout {self.layout!r}: expected the letters b, h, n and d, as in bnhd, hnd or nd")
-        for option, words in (("takes", self.takes), ("refuses", self.refuses)):
-            unknown = [word for word in _split(words) if word not in TAKEN]
+        for option, words, known in (
+            ("takes", self.takes, TAKEN),
+            ("refuses", self.refuses, TAKEN),
+            ("invariant", self.invariant, INVARIANT),
+        ):
+            unknown = [word for word in split_words(words) if word not in known]
             if unknown:
-                raise LoadError(f"{option} {unknown[0]!r}: known are {', '.join(TAKEN)}")
+                raise LoadError(f"{option} {unknown[0]!r}: known are {', '.join(known)}")
         if not _is_count(self.multiple_of):
             raise LoadError(f"multiple_of {self.multiple_of!r}: expected a positive integer")
         if not all(map(_is_count, self.head_dims)):
@@ -86,15 +96,16 @@ class KernelOptions:
     @property
     def features(self) -> frozenset[Feature]:
         """What `takes` lists."""
-        return frozenset(TAKEN[word] for word in _split(self.takes))
+        return frozenset(TAKEN[word] for word in split_words(self.takes))
 
     @property
     def refused(self) -> frozenset[Feature]:
         """What `refuses` lists."""
-        return frozenset(TAKEN[word] for word in _split(self.refuses))
+        return frozenset(TAKEN[word] for word in split_words(self.refuses))
 
 
-def _split(words: str) -> list[str]:
+def split_words(words: str) -> list[str]:
+    """The words of an option that lists some."""
     return words.replace(",", " ").split()
 
 

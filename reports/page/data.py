@@ -15,6 +15,7 @@ from tiebreak.reports.records.record import (
     number_of,
 )
 from tiebreak.reports.tables import marks
+from tiebreak.reports.tables.changes import changes_text
 from tiebreak.reports.tables.comparison import Row, compare
 from tiebreak.reports.tables.plans import explanation_text
 
@@ -146,6 +147,8 @@ class _Tables:
                 carried["histogram"] = [value.low, value.width, value.outside, value.counts]
             elif name == "fits":
                 carried[name] = _fits(value)
+            elif name == "changes":
+                carried.setdefault("more", []).append([name, changes_text(value)])
             elif name not in _DRAWN:
                 carried.setdefault("more", []).append([name, value if isinstance(value, str) else json.dumps(value)])
         return carried or 0

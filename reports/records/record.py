@@ -217,6 +217,19 @@ class HistogramRecord:
 
 
 @dataclass(frozen=True)
+class ChangeRecord:
+    """A call beside the same one with one thing changed."""
+
+    bits: Annotated[float, 0]  # share of elements of O that have other bits
+    difference: Estimate  # signed mean of the changed O less the plain one, in ulps
+    before: Estimate  # bias of the plain one
+    after: Estimate  # bias of the changed one
+    verdict: VerdictName | None = None  # on the difference; None: no bit differs
+    lost: Count = 0  # elements that are NaN or Inf in one of both alone
+    growth: float | None = None  # mean squared error of one over the other's, where rounding does not explain it
+
+
+@dataclass(frozen=True)
 class SeriesRecord:
     """Readings over the steps of a training run."""
 
@@ -231,6 +244,8 @@ EVIDENCE = ByName(
         "histogram": HistogramRecord,
         "series": SeriesRecord,
         "fits": Mapping[str, FitRecord],  # of a kernel that declares nothing, by known plan
+        "changes": Mapping[str, ChangeRecord],  # of a call compared with itself, by what was changed and put in
+        "controls": Mapping[str, float],  # what had to change O there, and the share of its elements that it did
         "backward": Mapping[str, Mapping[str, float]],  # of a user's kernel, by backward pass: bits of dq, dk and dv
         "paper": str,  # what the paper says of training with the kernel: stable, fails
     }

@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tiebreak.defects.tiled import CallRequest, Tiled, by_group, read_as_contiguous
+from tiebreak.defects.tiled import CallRequest, Tiled, by_group
+from tiebreak.matrix.usage.placements import read_as_contiguous
 
 
 class UnscaledDk(Tiled, bug="Dao-AILab/flash-attention/issues/2651"):

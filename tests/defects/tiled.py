@@ -259,11 +259,6 @@ def truncated(x: Tensor) -> Tensor:
     return x.float().view(torch.int32).bitwise_and(-65536).view(torch.float32)
 
 
-def read_as_contiguous(x: Tensor) -> Tensor:
-    """What a kernel reads that does not look at strides."""
-    return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())
-
-
 def _narrow(x: Tensor, request: CallRequest) -> Tensor:
     """Cast for a product, in the format of the call."""
     return x.to(request.q.dtype).float()

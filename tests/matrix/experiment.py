@@ -142,6 +142,7 @@ class Kind(ABC):
 
     name: str
     described: ExperimentRecord  # what it is, for the file of records
+    on_request: bool = False  # whether it runs only where --experiments or --cases names it
 
     @abstractmethod
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:

@@ -178,7 +178,8 @@ OPTIONS = (
     ),
     Option(
         "experiments",
-        f"kinds of experiment to run, of {', '.join(kinds())} (default: all)",
+        f"kinds of experiment to run, of {', '.join(kinds())} (default: all but"
+        f" {', '.join(name for name, kind in kinds().items() if kind.on_request)})",
         metavar="KINDS",
         recorded=True,
         narrows=("experiment",),

@@ -6,6 +6,7 @@ from typing import Any
 
 from tiebreak.cases.measures import Value
 from tiebreak.cases.verdicts import Interval
+from tiebreak.matrix.invariance.comparison import Invariance
 from tiebreak.reports.records.record import Shown
 
 
@@ -49,6 +50,7 @@ class Result:
     claims: tuple[Claimed, ...] = ()  # those that speak of the kernel
     prediction: Predicted | None = None  # None: none is made
     relations: tuple[Relation, ...] = ()  # between its calls
+    invariance: Invariance | None = None  # what a change of the call does to O; None: none was made
     backward_error: str | None = None  # what a backward pass did wrong, in one line: raised ...
     held_to: str | None = None  # the plan that the errors of O are compared with; None: no such comparison
     backward_held_to: str | None = None  # the backward pass that those of dQ, dK and dV are compared with; None: none

@@ -105,6 +105,8 @@ def check_usable(chosen: Iterable[Cell]) -> None:
 def _known(selection: Selection) -> dict[str, Experiment]:
     """The experiments that --cases takes by name."""
     chosen = _pick("--experiments", "kind of experiment", selection.experiments, kinds())
+    if selection.experiments is None and selection.cases is None:
+        chosen = [kind for kind in chosen if not kind.on_request]
     try:
         offered = [kind.offered(selection.captured, cases_named=selection.cases is not None) for kind in chosen]
     except UnusableExperimentError as error:

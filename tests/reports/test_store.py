@@ -77,6 +77,7 @@ def test_the_published_schema_is_of_this_version_and_has_every_field_with_a_line
         "trace": records.TraceRecord,
         "histogram": records.HistogramRecord,
         "series": records.SeriesRecord,
+        "change": records.ChangeRecord,
         "record": Record,
     }
     assert set(published["$defs"]) == {*parts, "value", "evidence"}

@@ -233,8 +233,8 @@ def test_a_broken_contract_is_not_met() -> None:
     assert answer.asked == checks()["contract"].ask(result(contract=True)).asked  # type: ignore[union-attr]
 
 
-def test_accuracy_claim_and_prediction_are_about_the_rounding() -> None:
-    assert judging() == {"accuracy", "claim", "prediction"}
+def test_accuracy_claim_prediction_and_invariance_are_about_the_rounding() -> None:
+    assert judging() == {"accuracy", "claim", "prediction", "invariance"}
 
 
 @pytest.mark.parametrize(

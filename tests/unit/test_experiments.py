@@ -19,7 +19,7 @@ MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]
 
 # All of it: the experiment, its measure, what it claims, and how tables show it.
-INVARIANCE = '''
+ALONE = '''
 """A call compared with itself: a head alone has the bits that it has in a batch."""
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ from tiebreak.reports.records import record as records
 
 @dataclass(frozen=True)
 class Alone(Experiment):
-    kind: ClassVar[str] = "invariance"
+    kind: ClassVar[str] = "alone"
     case: Case
 
     @property
@@ -96,16 +96,16 @@ KIND = _Alone(
 
 
 @pytest.fixture
-def invariance(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The one file more, beside those of the folder."""
     folder = tmp_path_factory.mktemp("experiments")
-    (folder / "invariance.py").write_text(INVARIANCE, encoding="utf-8")
+    (folder / "alone.py").write_text(ALONE, encoding="utf-8")
     monkeypatch.setattr(experiments, "__path__", [*experiments.__path__, str(folder)])
     experiments.kinds.cache_clear()
     yield
     experiments.kinds.cache_clear()
     profile.cache_clear()
-    sys.modules.pop(f"{experiments.__name__}.invariance", None)
+    sys.modules.pop(f"{experiments.__name__}.alone", None)
 
 
 def hashes() -> dict[str, str]:
@@ -116,7 +116,7 @@ def hashes() -> dict[str, str]:
 
 def test_no_profile_asks_for_it_but_one_that_names_its_tag(request: pytest.FixtureRequest) -> None:
     before = hashes()
-    request.getfixturevalue("invariance")
+    request.getfixturevalue("alone")
     assert hashes() == before
     selector = Selector("heads alone", frozenset({"alone"}), ("flash@fused",))
     with pytest.MonkeyPatch.context() as patch:
@@ -127,16 +127,16 @@ def test_no_profile_asks_for_it_but_one_that_names_its_tag(request: pytest.Fixtu
     assert asked.own == {}
 
 
-@pytest.mark.usefixtures("invariance")
+@pytest.mark.usefixtures("alone")
 def test_kernels_of_another_kind_are_not_for_it() -> None:
-    named = Selection(backends="emulation", kernels="flash@train,fair", experiments="invariance,training")
+    named = Selection(backends="emulation", kernels="flash@train,fair", experiments="alone,training")
     assert {(cell.experiment.kind, cell.kernel.name) for cell in cells(named)[0]} == {
-        ("invariance", "fair"),
+        ("alone", "fair"),
         ("training", "flash@train"),
     }
 
 
-@pytest.mark.usefixtures("invariance")
+@pytest.mark.usefixtures("alone")
 def test_it_goes_the_whole_way(
     matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,7 +151,7 @@ def test_it_goes_the_whole_way(
     for backend in ("emulation", "cpu"):
         for case in ("alone[random]", "alone[no_tail]"):
             sound, fell = by_cell[backend, "flash@fused", case], by_cell[backend, "fair", case]
-            assert (sound.experiment, sound.outcome, sound.measures) == ("invariance", HELD, {"equal_alone": 1.0})
+            assert (sound.experiment, sound.outcome, sound.measures) == ("alone", HELD, {"equal_alone": 1.0})
             assert (fell.outcome, fell.met(CLAIM)) == (FELL, False)
             assert "claim fell: the same bits alone (a test); 1 of 16 heads have them" in fell.reasons[0]
             assert f"--cases '{case}'" in fell.command
@@ -159,7 +159,7 @@ def test_it_goes_the_whole_way(
 
     measure = run.measures["equal_alone"]
     assert (measure.worse, measure.limit, measure.column) == ("less", 0.0, True)
-    assert run.experiments["invariance"].about == "a call compared with its heads alone"
+    assert run.experiments["alone"].about == "a call compared with its heads alone"
     assert run.cases["alone[random]"].about.endswith("every head alone")
 
     shown = "\n".join(result.outlines)
@@ -177,7 +177,7 @@ def test_it_goes_the_whole_way(
     assert "equal_alone" in (pytester.path / "page" / "index.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.usefixtures("invariance")
+@pytest.mark.usefixtures("alone")
 def test_the_gate_holds_its_measure(matrix: MatrixRun, pytester: pytest.Pytester) -> None:
     """By the file's own description: a share of heads that shrinks is worse."""
     words = ("--backend", "emulation", "--kernels", "flash@fused", "--cases", "alone[random]", "--heads", "16")

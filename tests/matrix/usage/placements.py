@@ -44,3 +44,16 @@ def before_nan(x: Tensor) -> Tensor:
     buffer = x.new_full((x.numel() + _FLAT,), torch.nan)
     buffer[: x.numel()] = x.flatten()
     return buffer[: x.numel()].view(x.shape)
+
+
+def misaligned(x: Tensor) -> Tensor:
+    """Contiguous, one element behind an address that a wide load can start at."""
+    buffer = x.new_empty(x.numel() + 1)
+    view = buffer[1:].view(x.shape)
+    view.copy_(x)
+    return view
+
+
+def read_as_contiguous(x: Tensor) -> Tensor:
+    """What is read of a view by who does not look at its strides: other numbers."""
+    return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())

@@ -1,0 +1,287 @@
+"""The knobs: what is changed about a call whose answer should stay, and what shows that the kernel was reached.
+
+A control is a second change that must change O, by what it does to the numbers. Where it changes no bit, the knob did
+nothing, and that bits are the same says nothing.
+
+| knob | its control | why that must change bits |
+|---|---|---|
+| batch | V of a neighbour negated: the neighbour's own O | O of a row is a mean of V: it is negated too |
+| split | 1 split and 8 where what the splits add up cancels | `materials.cancelling`: O is made of fp32's last bits |
+| padding | the padded keys seen; other rows behind the end: their own O | they have a P and a V of their own |
+| memory | the same storage read in other strides | its numbers are in another order |
+| decode, chunks | another q in the row before | its P is another |
+| repeat | V negated: no answer is kept from an earlier call | as of batch |
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tiebreak.cases.case import Shape
+from tiebreak.cases.recipes import normal_numbers
+from tiebreak.kernels.algorithms import SPLIT_ATTENTION
+from tiebreak.kernels.external.call import Places
+from tiebreak.kernels.external.kernels import UserKernel
+from tiebreak.kernels.external.options import INVARIANT
+from tiebreak.kernels.features import CAUSAL
+from tiebreak.kernels.flash import Block
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import CannotRunError, Kernel, composed
+from tiebreak.matrix.attribution import equal_bits
+from tiebreak.matrix.invariance.materials import cancelling
+from tiebreak.matrix.invariance.session import SHARE, Session
+from tiebreak.matrix.usage.placements import fused, misaligned, read_as_contiguous, transposed
+
+_KEYS = 128  # where no other number matters more
+_ALONE = 4  # sequences that are called alone, at most
+_NEIGHBOURS = (9, 10, 200)  # keys of one more sequence
+_PADDED = ((100, 1), (100, 28), (128, 64))  # keys, and how many padded ones behind them
+_MORE_QUERIES = (1, 60)
+_MOST = 64  # of both
+_DECODED = (97, 256)  # keys that the last row sees
+_PREFILL, _CHUNKS = 192, (64, 50)  # queries and keys; queries of a chunk
+_LONG = 8  # where rows are as many as keys, one in so many heads is drawn
+_SPLITS, _SPLIT_ROWS = (2, 3, 4, 8), (256, 1024, 4096)  # the first row that is long enough to be split is taken
+_CALLS = 100
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One change."""
+
+    name: str  # as a kernel says that it is invariant under it
+    about: str  # one line
+    turn: Callable[[Session], None]  # compares one batch of heads
+    source: str = "this suite"
+    version: int = 1  # raised when the calls change: records of other versions are not comparable
+
+
+def _of_sequences(inputs: AttentionInputs, which: slice) -> AttentionInputs:
+    """Some entries of the batch."""
+    q, k, v, do = (tensor[which] for tensor in (inputs.q, inputs.k, inputs.v, inputs.do))
+    return replace(inputs, q=q, k=k, v=v, do=do)
+
+
+def _of_rows(inputs: AttentionInputs, rows: slice, keys: int, *, causal: bool) -> AttentionInputs:
+    """Some queries, and the first keys."""
+    q, do, k, v = inputs.q[:, :, rows], inputs.do[:, :, rows], inputs.k[:, :, :keys], inputs.v[:, :, :keys]
+    return replace(inputs, q=q, k=k, v=v, do=do, causal=causal)
+
+
+def _negated(x: Tensor, at: slice, dimension: int) -> Tensor:
+    """Part of it negated."""
+    other = x.clone()
+    other.movedim(dimension, 0)[at] *= -1.0
+    return other
+
+
+def _with_more(inputs: AttentionInputs, name: str, more: int, session: Session) -> AttentionInputs:
+    """Rows of normal numbers behind the end of q and dO, or of k and v."""
+    added = session.draw("more", normal_numbers, Shape(queries=_MOST, keys=_MOST))
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(inputs, name), getattr(added, name)[:, :, :more]], 2)
+
+    if name == "q":
+        return replace(inputs, q=joined("q"), do=joined("do"))
+    return replace(inputs, k=joined("k"), v=joined("v"))
+
+
+def batch(session: Session) -> None:
+    """Alone, among others, and beside one of another length, which grows from 9 to 10 keys."""
+    if session.called_by_sequence:
+        raise CannotRunError("is called once for every sequence: it sees no batch")
+    first = slice(0, _ALONE)
+    for material, inputs in session.materials(Shape(keys=_KEYS)):
+        single = [_of_sequences(inputs, slice(at, at + 1)) for at in range(len(inputs.q))[first]]
+        some, alone = _of_sequences(inputs, first), torch.cat([session.o(each) for each in single])
+        # Two sequences or more there are always, and the last is a neighbour of the others.
+        together, others = session.o(inputs), session.o(replace(inputs, v=_negated(inputs.v, slice(-1, None), 0)))
+        session.compare(f"among {len(inputs.q) - 1} others", material, alone, together[first], some)
+        session.control("V of a neighbour negated", together[-1:], others[-1:])
+        rest = slice(0, -1)
+        session.compare("beside other numbers", material, together[rest], others[rest], _of_sequences(inputs, rest))
+        for keys in _NEIGHBOURS:
+            beside = _beside(inputs, keys)
+            if session.takes(beside):
+                session.compare(f"beside one of {keys} keys", material, alone, session.o(beside)[first], some)
+
+
+def _beside(inputs: AttentionInputs, keys: int) -> AttentionInputs:
+    """With one more sequence, a copy of the first in another length: all are padded to the longest."""
+    longest = max(keys, inputs.k.shape[2])
+    k, v = (torch.cat([x, x[:1]]) for x in (inputs.k, inputs.v))
+    k, v = (torch.cat([x, x[:, :, : longest - x.shape[2]]], 2) for x in (k, v))
+    lengths = torch.tensor([*[inputs.k.shape[2]] * len(inputs.k), keys])
+    q, do = (torch.cat([x, x[:1]]) for x in (inputs.q, inputs.do))
+    return replace(inputs, q=q, k=k, v=v, do=do, key_padding=torch.arange(longest) < lengths[:, None])
+
+
+def split(session: Session) -> None:
+    """Keys in 2, 3, 4 and 8 splits, against one."""
+    in_splits = _splitting(session)
+    keys = session.rows = session.rows or _long_enough(session, in_splits)
+    for material, inputs in session.materials(Shape(keys=keys), share=SHARE * keys // _SPLIT_ROWS[0]):
+        whole = session.o(inputs, in_splits(1, keys))
+        for number in _SPLITS:
+            session.compare(
+                f"{number} splits of {keys} keys", material, whole, session.o(inputs, in_splits(number, keys)), inputs
+            )
+
+
+def _long_enough(session: Session, in_splits: Callable[[int, int], Kernel]) -> int:
+    """The keys of the shortest rows that the kernel splits as it is told; if it splits none the fewest."""
+    for keys in _SPLIT_ROWS:
+        inputs = session.draw("cancelling", cancelling, Shape(keys=keys), share=_LONG)
+        whole, parts = (session.o(inputs, in_splits(number, keys)) for number in (1, _SPLITS[-1]))
+        if keys == _SPLIT_ROWS[-1] or not torch.equal(whole, parts):
+            break
+    session.control(f"{_SPLITS[-1]} splits of {keys} keys whose V cancels", whole, parts)
+    return _SPLIT_ROWS[0] if torch.equal(whole, parts) else keys
+
+
+def _splitting(session: Session) -> Callable[[int, int], Kernel]:
+    """The kernel in so many splits of so many keys.
+
+    Raises:
+        CannotRunError: nothing says how their number is set.
+    """
+    kernel = session.kernel
+    if isinstance(kernel, UserKernel):
+        keyword = kernel.caller.convention.splits
+        if keyword is None:
+            raise CannotRunError("no parameter num_splits, and no option splits=NAME that names it")
+        return lambda number, keys: kernel.given(**{keyword: number})
+    declared = kernel.declaration
+    if not kernel.composed or declared is None or declared.algorithm is not SPLIT_ATTENTION:
+        raise CannotRunError("does not split a row's keys")
+    return lambda number, keys: composed(
+        kernel.name, replace(declared, block=Block(declared.block.queries, -(-keys // number)))
+    )
+
+
+def padding(session: Session) -> None:
+    """More keys behind the end, hidden by a mask, and more queries."""
+    for keys, more in _PADDED:
+        for material, inputs in session.materials(Shape(keys=keys)):
+            seen = _with_more(inputs, "k", more, session)
+            padded = replace(seen, key_padding=(torch.arange(keys + more) < keys).expand(len(inputs.q), -1))
+            if session.takes(inputs, padded):
+                o = session.o(padded)
+                session.compare(f"{more} padded behind {keys} keys", material, session.o(inputs), o, inputs)
+                session.control("the padded keys seen", o, session.o(seen))
+    for more in _MORE_QUERIES:
+        for material, inputs in session.materials(Shape(keys=_KEYS)):
+            longer = _with_more(inputs, "q", more, session)
+            if session.takes(inputs, longer):
+                rows = inputs.q.shape[2]
+                o, added = session.o(longer), slice(rows, None)
+                session.compare(f"{more} more queries", material, session.o(inputs), o[:, :, :rows], inputs)
+                other = session.o(replace(longer, q=_negated(longer.q, added, 2)))
+                session.control("other queries behind the end", o[:, :, added], other[:, :, added])
+
+
+def memory(session: Session) -> None:
+    """Other strides, and a start that is not aligned."""
+    kernel = session.kernel
+    if isinstance(kernel, UserKernel) and kernel.caller.convention.options.contiguous:
+        raise CannotRunError("declares contiguous=true: it is given no views")
+    views = {
+        "transposed": Places.all(transposed),
+        "in a fused qkv buffer": Places.all(fused),
+        "one element off alignment": Places.all(misaligned),
+    }
+    for material, inputs in session.materials(Shape(keys=_KEYS)):
+        contiguous = session.placed_o(inputs)
+        for words, places in views.items():
+            try:
+                o = session.placed_o(inputs, places)
+            except Exception as error:  # it says that it takes no such view, and computes nothing wrong
+                if session.cell.backend.poisoned():
+                    raise
+                session.refused[f"takes no such view: {type(error).__name__}: {error}"] = None
+            else:
+                session.compare(words, material, contiguous, o, inputs)
+        as_contiguous = Places.all(lambda x: read_as_contiguous(transposed(x)))
+        session.control("the same storage in other strides", contiguous, session.placed_o(inputs, as_contiguous))
+
+
+def _causal_or_not(session: Session, whole: AttentionInputs) -> list[AttentionInputs]:
+    """A call in which queries come after one another; without a causal mask where the kernel takes none."""
+    return [replace(whole, causal=causal) for causal in (True, False) if not causal or session.can(CAUSAL)]
+
+
+def decode(session: Session) -> None:
+    """One query alone, and as the last row of a prefill."""
+    for keys in _DECODED:
+        for material, inputs in session.materials(Shape(queries=keys, keys=keys), share=_LONG):
+            last = slice(keys - 1, keys)
+            for whole in _causal_or_not(session, inputs):
+                alone = [_of_rows(inputs, last, keys, causal=causal) for causal in (False, whole.causal)]
+                if not session.takes(whole, alone[0]):
+                    continue
+                o = session.o(whole)
+                for single in alone if whole.causal and session.takes(alone[1]) else alone[:1]:
+                    words = f"one query of {keys} keys{', causal' if single.causal else ''}"
+                    session.compare(words, material, o[:, :, -1:], session.o(single), single)
+                _control_of_rows(session, whole, o, keys - 2)
+                break
+
+
+def _control_of_rows(session: Session, whole: AttentionInputs, o: Tensor, row: int) -> None:
+    """Another q in one row of it."""
+    at = slice(row, row + 1)
+    other = session.o(replace(whole, q=_negated(whole.q, at, 2)))
+    session.control("another query in a row of the prefill", o[:, :, at], other[:, :, at])
+
+
+def chunks(session: Session) -> None:
+    """The queries of a prefill in chunks, each behind the keys before it."""
+    for material, inputs in session.materials(Shape(queries=_PREFILL, keys=_PREFILL), share=_LONG):
+        for whole in _causal_or_not(session, inputs):
+            o: Tensor | None = None
+            for size in _CHUNKS:
+                ends = [min(start + size, _PREFILL) for start in range(0, _PREFILL, size)]
+                parts = [
+                    _of_rows(whole, slice(end - size if end % size == 0 else end - end % size, end),
+                             end if whole.causal else _PREFILL, causal=whole.causal)
+                    for end in ends
+                ]  # fmt: skip
+                if not session.takes(whole, *parts):
+                    continue
+                o = session.o(whole) if o is None else o
+                chunked = torch.cat([session.o(part) for part in parts], 2)
+                session.compare(f"in chunks of {size} queries", material, o, chunked, whole)
+            if o is not None:
+                _control_of_rows(session, whole, o, _PREFILL - 2)
+                break
+
+
+def repeat(session: Session) -> None:
+    """The same call 100 times."""
+    if session.cell.backend.repeats(session.kernel):
+        raise CannotRunError("a second run could only have the same bits: one program runs after the other")
+    for material, inputs in session.materials(Shape(keys=_KEYS)):
+        first = session.o(inputs)
+        least, share = first, 1.0
+        for _ in range(_CALLS - 1):
+            again = session.o(inputs)
+            same = 1.0 if torch.equal(again, first) else equal_bits(again, first)
+            if same < share:
+                least, share = again, same
+        session.compare(f"{_CALLS} calls", material, first, least, inputs)
+        session.control("V negated", first, session.o(replace(inputs, v=-inputs.v)))
+
+
+KNOBS = (
+    Knob("batch", "a sequence alone, and among neighbours of any length", batch, "vLLM issue 51902"),
+    Knob("split", "a row's keys in another number of splits", split, "vLLM PR 58131"),
+    Knob("padding", "more padded keys, or more queries, behind the end", padding),
+    Knob("memory", "q, k and v in other strides, or at an address that is not aligned", memory),
+    Knob("decode", "one query alone, and as the last row of a prefill", decode, "vLLM issue 54035"),
+    Knob("chunks", "the queries of a prefill in chunks", chunks),
+    Knob("repeat", f"the same call {_CALLS} times", repeat),
+)
+assert tuple(knob.name for knob in KNOBS) == INVARIANT  # what a kernel may declare

@@ -1,0 +1,182 @@
+"""A call compared with itself: same bits, other bits without a bias, with one, or a knob that did nothing."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiebreak.backends.backend import CPU, EMULATION, Backend
+from tiebreak.kernels.external import LoadError
+from tiebreak.kernels.external.caller import Caller
+from tiebreak.kernels.external.conventions import convention
+from tiebreak.kernels.external.kernels import UserKernel, users_kernel
+from tiebreak.kernels.external.options import INVARIANT, KernelOptions
+from tiebreak.kernels.formats import BF16, FP16, Format
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.invariance import KnobTurned
+from tiebreak.matrix.invariance.knobs import KNOBS
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.selection import Selection, cells
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.records.record import (
+    BIASED,
+    FELL,
+    HELD,
+    INCONCLUSIVE,
+    MEASURED,
+    SKIPPED,
+    UNBIASED,
+    Estimate,
+    Record,
+    Run,
+)  # fmt: skip
+from tiebreak.reports.tables.changes import worst
+from tiebreak.reports.verdict import verdicts
+
+KNOB = {knob.name: knob for knob in KNOBS}
+
+
+def users(function: Callable[..., Any], **options: Any) -> UserKernel:
+    return users_kernel("mine", Caller(function, convention(function, KernelOptions(**options))))
+
+
+def run(kernel: Kernel, knob: str, backend: Backend = CPU, fmt: Format = BF16) -> Record:
+    return run_cell(Cell(backend, kernel, KnobTurned(KNOB[knob]), fmt), Workbench(Settings(seed=1, heads=128)))
+
+
+def splitting(partial: torch.dtype = torch.float32, heeds: bool = True, shortest: int = 1) -> Callable[..., Tensor]:
+    """Split-KV attention whose partial O is stored in a format of its own."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, num_splits: int = 1) -> Tensor:
+        keys = k.shape[2]
+        size = max(-(-keys // num_splits), shortest) if heeds else keys
+        s = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
+        parts = [(s[..., at : at + size], v[:, :, at : at + size].float()) for at in range(0, keys, size)]
+        lse = torch.stack([torch.logsumexp(tile, -1, keepdim=True) for tile, _ in parts])
+        shifted = [torch.exp(tile - tile.amax(-1, keepdim=True)) for tile, _ in parts]
+        products = [p.to(q.dtype).float() @ x for p, (_, x) in zip(shifted, parts, strict=True)]
+        outputs = [pv / p.sum(-1, keepdim=True) for p, pv in zip(shifted, products, strict=True)]
+        stored = torch.stack([o.to(partial).float() for o in outputs])
+        return (torch.softmax(lse, 0) * stored).sum(0).to(q.dtype)
+
+    return attention
+
+
+def test_the_words_that_a_kernel_may_declare_are_the_knobs() -> None:
+    assert tuple(KNOB) == INVARIANT
+    with pytest.raises(LoadError, match="invariant 'spin': known are batch, split"):
+        KernelOptions(invariant="spin")
+
+
+def test_a_default_run_leaves_them_out_and_a_name_brings_them_in() -> None:
+    plain = Selection(backends="emulation", kernels="split@fused")
+    named = (replace(plain, experiments="invariance"), replace(plain, cases="invariance[split]"))
+    for selection, there in ((plain, False), *((each, True) for each in named)):
+        assert any(cell.experiment.kind == "invariance" for cell in cells(selection)[0]) == there, selection
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("backend", [EMULATION, CPU], ids=lambda backend: backend.name)
+def test_partial_outputs_in_sixteen_bits_are_a_bias_that_splitting_makes(backend: Backend, fmt: Format) -> None:
+    """The same tie that one split breaks toward zero becomes exact where each half is rounded on its own."""
+    sound = run(backend.kernel("split@fused"), "split", backend, fmt)
+    assert (sound.outcome, sound.shown and sound.shown.verdict) == (MEASURED, UNBIASED)
+    assert 0.0 < (sound.number("differing_bits") or 0.0) < 0.05
+    assert (sound.number("control_bits") or 0.0) > 0.5
+    cast = run(backend.kernel("split@paper"), "split", backend, fmt)
+    name = worst(cast.evidence["changes"])
+    change = cast.evidence["changes"][name]
+    assert (cast.outcome, change.verdict) == (FELL, BIASED)
+    assert name.endswith("ties apart on a sink")
+    if fmt is BF16:
+        assert change.before.mean == pytest.approx(-0.21, abs=0.03)
+        assert change.after.mean == pytest.approx(0.0, abs=0.05)
+    assert change.difference.mean == pytest.approx(change.after.mean - change.before.mean, abs=1e-9)
+
+
+def test_a_knob_that_does_nothing_says_nothing() -> None:
+    record = run(users(splitting(heeds=False)), "split")
+    assert record.outcome == INCONCLUSIVE
+    assert record.reasons == ("the knob did nothing: no bit changed by 8 splits of 4096 keys whose V cancels",)
+    assert record.number("differing_bits") == 0.0
+
+
+def test_rows_are_lengthened_until_a_kernel_splits_them() -> None:
+    """vLLM PR 58131 measured prompts that were too short to split."""
+    record = run(users(splitting(torch.bfloat16, shortest=256)), "split")
+    assert record.outcome == FELL
+    assert all(" of 1024 keys" in name for name in record.evidence["changes"])
+
+
+def test_who_declares_the_same_bits_is_held_to_them() -> None:
+    plain, declared = (run(users(splitting(), invariant=words), "split") for words in ("", "batch split"))
+    assert (plain.outcome, declared.outcome) == (MEASURED, FELL)
+    assert declared.answers["invariance"].asked == "the same bits, as the kernel declares"
+    assert "without bias" in declared.reasons[0]
+
+
+def test_a_kernel_that_loses_a_split_has_larger_errors() -> None:
+    def loses(q: Tensor, k: Tensor, v: Tensor, num_splits: int = 1) -> Tensor:
+        keys = k.shape[2] - (k.shape[2] // num_splits if num_splits > 2 else 0)
+        return splitting()(q, k[:, :, :keys], v[:, :, :keys], num_splits)
+
+    record = run(users(loses), "split")
+    assert record.outcome == FELL
+    assert "mean squared errors" in record.reasons[0]
+
+
+@pytest.mark.parametrize("knob", ["batch", "padding", "memory", "decode", "chunks"])
+def test_flash_attention_has_the_same_bits_on_the_emulation(knob: str) -> None:
+    record = run(EMULATION.kernel("flash@fused"), knob, EMULATION)
+    assert record.outcome == HELD, record.reasons
+    assert record.number("differing_bits") == 0.0
+    assert min(record.evidence["controls"].values()) > 0.0
+
+
+@pytest.mark.parametrize(
+    ("knob", "options", "why"),
+    [
+        ("split", {}, "no parameter num_splits"),
+        ("batch", {"layout": "hnd"}, "it sees no batch"),
+        ("memory", {"contiguous": True}, "it is given no views"),
+        ("decode", {"square": True}, "dummy queries or keys|as many keys as queries"),
+    ],
+)
+def test_a_knob_that_a_kernel_lacks_is_skipped_with_the_reason(knob: str, options: dict[str, Any], why: str) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    record = run(users(attention, **options), knob)
+    assert record.outcome == SKIPPED
+    assert re.search(why, record.skipped or "")
+
+
+def test_random_bits_of_its_own_differ_without_a_bias() -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float())
+        noise = torch.randint(0, 2**16, o.shape, generator=generator, dtype=torch.int32)
+        return (o.view(torch.int32) + noise).bitwise_and(-65536).view(torch.float32).to(q.dtype)
+
+    record = run(users(attention), "repeat")
+    assert record.outcome == MEASURED, record.reasons
+    assert (record.number("differing_bits") or 0.0) > 0.1
+
+
+def test_the_verdict_has_a_line_for_each_knob() -> None:
+    kernel = users(splitting(torch.bfloat16))
+    records = tuple(run(kernel, knob) for knob in ("split", "memory"))
+    (verdict,) = verdicts(Run(platform={}, options={}, records=records))
+    split, memory = verdict.findings[:2]
+    assert (split.name, memory.name) == ("invariance[split]", "invariance[memory]")
+    assert ", with bias: +0.2" in split.text
+    assert memory.text == "the same bits in 12 comparisons"
+    assert isinstance(records[0].measures["mean_difference"], Estimate)
