@@ -26,6 +26,7 @@ class GradientBounds:
 
     elements: tuple[Tensor, Tensor, Tensor]  # of every element, fp64, in the shapes of q, k and v
     norms: tuple[float, float, float]  # of the Frobenius norms
+    sink: Tensor | None = None  # of every element of dSink, fp64, (heads,), where the inputs have a sink
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class GradientErrorBounds:
             up_to_p = self.forward.shared_up_to_p(declaration)
             if up_to_p not in self._of_norms:
                 self._of_norms[up_to_p] = self._norms(declaration, p_error)
-            self._bounds[key] = GradientBounds(self._elements(declaration, p_error), self._of_norms[up_to_p])
+            elements, sink = self._elements(declaration, p_error)
+            self._bounds[key] = GradientBounds(elements, self._of_norms[up_to_p], sink)
         return self._bounds[key]
 
     @cached_property
@@ -107,8 +109,10 @@ class GradientErrorBounds:
         size = (self._factors[2] * self.forward.ref.o.abs()).sum(-1, keepdim=True)
         return size.mul_(self._unit + self._accumulation).add_(self._least)
 
-    def _elements(self, declaration: Declaration, p_error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Bounds on every element.
+    def _elements(
+        self, declaration: Declaration, p_error: Tensor
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+        """Bounds on every element, and on those of dSink.
 
         |e_dS| <= e_P (|dP - delta| + e_dP + e_delta) + P (e_dP + e_delta) + u P |dP - delta| + w
         |e_dQ| <= alpha (|e_dS| |K| + (u_out + n u32) P |dP - delta| |K|), dK and dV likewise.
@@ -137,7 +141,18 @@ class GradientErrorBounds:
         dk = bound(ds_error.transpose(-1, -2), q, by_q, queries, inputs.scale)
         dv = bound(p_error.transpose(-1, -2), do, by_do, queries, 1.0)
         dk, dv = sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
-        return dq, descaled(dk, inputs.k_descale), descaled(dv, inputs.v_descale)
+        of_sink = None if inputs.sink is None else self._of_sink(declaration, l_error, from_o + from_p)
+        return (dq, descaled(dk, inputs.k_descale), descaled(dv, inputs.v_descale)), of_sink
+
+    def _of_sink(self, declaration: Declaration, l_error: Tensor, delta_error: Tensor) -> Tensor:
+        """|e_dSink| <= sum over rows of e_P |delta| + (P + e_P) e_delta + (u_out + n u32) P |delta|, P of the sink."""
+        inputs, ref = self.forward.inputs, self.forward.ref
+        p, delta = 1.0 - ref.p.sum(-1, keepdim=True), ref.delta.abs()
+        p_error = self.forward.of_sink(declaration) + p * l_error
+        rows = ref.delta.numel() // inputs.q.shape[1]
+        error = p_error * delta + (p + p_error) * delta_error + p * delta * (self._last + rows * FP32.unit_roundoff)
+        bound: Tensor = error.sum((0, 2, 3)) + inputs.formats.output.smallest_subnormal
+        return bound.nan_to_num(nan=torch.inf)
 
     def _of_slope(self, declaration: Declaration) -> Tensor | float:
         """Bound on the error of a soft cap's slope 1 - (s / c)^2, which dS is multiplied by."""

@@ -13,7 +13,7 @@ from tiebreak.cases.gradient_bounds import GradientBounds
 from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, Verdict, interval, judge
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
-from tiebreak.kernels.reference import Reference, reference_gradients
+from tiebreak.kernels.reference import Reference, reference_gradients, sink_gradient
 
 _AT_ONCE = 2**16  # elements of a piece: half a MB
 
@@ -30,6 +30,7 @@ class ExactGradients:
     gradients: tuple[Tensor, Tensor, Tensor]  # dQ, dK and dV
     norms: tuple[Tensor, Tensor, Tensor]  # of each
     units: tuple[Tensor, Tensor, Tensor]  # of each, `row_units`
+    sink: Tensor | None = None  # dSink, (heads,), where the inputs have a sink
 
     @classmethod
     def of(cls, inputs: AttentionInputs, ref: Reference) -> "ExactGradients":
@@ -37,7 +38,7 @@ class ExactGradients:
         dq, dk, dv = reference_gradients(inputs, ref)
         fmt = inputs.formats.output
         units = row_units(dq, fmt), row_units(dk, fmt), row_units(dv, fmt)
-        return cls((dq, dk, dv), (dq.norm(), dk.norm(), dv.norm()), units)
+        return cls((dq, dk, dv), (dq.norm(), dk.norm(), dv.norm()), units, sink_gradient(inputs, ref))
 
     def errors(self, gradients: Gradients, bounds: GradientBounds, groups: int) -> "GradientErrors":
         """Of dQ, dK and dV, of a call with so many query heads a key head."""
@@ -223,3 +224,18 @@ def gradient_faults(
             size = errors_of.finite
         worst = max(worst, errors_of.over_bound, size / norm if norm else 0.0)
     return {"nonfinite": float(lost), "over_bound": worst}
+
+
+def sink_faults(dsink: Tensor | None, exact: Tensor | None, bound: Tensor | None) -> dict[str, float]:
+    """What is wrong with dSink, as `gradient_faults` has it.
+
+    Args:
+        dsink: of a kernel, (heads,); None where it tells none.
+        exact: the reference's; None without a sink.
+        bound: of its errors; None likewise.
+    """
+    if dsink is None or exact is None or bound is None:
+        return {"nonfinite": 0.0, "over_bound": 0.0}
+    lost = float((~torch.isfinite(dsink)).sum())
+    share = (dsink.double() - exact).abs() / bound
+    return {"nonfinite": lost, "over_bound": share.nan_to_num(nan=0.0, posinf=0.0).max().item()}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tiebreak.cases.batch import Batch
 from tiebreak.cases.errors import Errors, in_units
-from tiebreak.cases.gradients import GradientErrors, gradient_faults, gradient_measures
+from tiebreak.cases.gradients import GradientErrors, gradient_faults, gradient_measures, sink_faults
 from tiebreak.cases.verdicts import Interval
 from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.kernels.kernel import Declaration
@@ -79,13 +79,19 @@ class Observed:
 
     @cached_property
     def gradient_faults(self) -> Mapping[str, float]:
-        """What is wrong with the gradients of the first batch, at worst. Empty where there are none."""
+        """What is wrong with the gradients of the first batch, dSink's among them, at worst. Empty without any."""
         gradients, batch = self.outputs[0].gradients, self.batches[0]
         errors = self.gradient_differences
         if gradients is None or errors is None:
             return {}
         bounds = batch.gradient_bounds.of(self.declaration)
-        return gradient_faults((gradients.dq, gradients.dk, gradients.dv), errors, batch.gradients.gradients, bounds)
+        made, exact = (gradients.dq, gradients.dk, gradients.dv), batch.gradients
+        faults = gradient_faults(made, errors, exact.gradients, bounds)
+        of_sink = sink_faults(gradients.dsink, exact.sink, bounds.sink)
+        return {
+            "nonfinite": faults["nonfinite"] + of_sink["nonfinite"],
+            "over_bound": max(faults["over_bound"], of_sink["over_bound"]),
+        }
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ def _ulps(at: int, observed: Observed) -> Value:
     errors = observed.gradient_differences
     if errors is None:
         return None
-    return ulps_of_rows(errors.each[at].rows, observed.batches[0].gradients.units[at], errors.dq.shape[-1])
+    exact = observed.batches[0].gradients
+    return ulps_of_rows(errors.each[at].rows, exact.units[at], exact.gradients[at].shape[-1])
 
 
 def _delta(observed: Observed) -> Value:
@@ -29,6 +30,13 @@ def _delta(observed: Observed) -> Value:
     if gradients is None or gradients.delta is not None:
         return None
     return delta_error_of(gradients.dq, batch.inputs, batch.ref, batch.gradients.gradients[0])
+
+
+def _sink(observed: Observed) -> Value:
+    gradients, exact = observed.outputs[0].gradients, observed.batches[0].gradients.sink
+    if gradients is None or gradients.dsink is None or exact is None:
+        return None
+    return float((gradients.dsink.double() - exact).norm() / exact.norm())
 
 
 def _error_of(name: str, observed: Observed) -> Value:
@@ -68,6 +76,13 @@ MEASURES = (
         worse="more",
         term="NaN count",
         of=lambda observed: observed.gradient_faults.get("nonfinite"),
+    ),
+    CallMeasure(
+        "dsink_relative_error",
+        "norm of the error of dSink, of a learned sink, over the norm of dSink",
+        worse="more",
+        term="relative error",
+        of=_sink,
     ),
     # No check and no limit: most kernels add up dQ by atomics.
     CallMeasure(

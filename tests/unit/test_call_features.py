@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.batch import Batch
+from tiebreak.cases.gradients import sink_faults
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.features import (
@@ -191,8 +192,15 @@ def test_rounded_plans_keep_within_their_bounds(features: tuple[Feature, ...], p
     assert 1e-3 < share.max() <= 1.0
     assert batch.outside_values(output.o, declaration) <= 1.0
     assert output.gradients is not None
-    errors = batch.gradients.errors(output.gradients, batch.gradient_bounds.of(declaration), inputs.groups)
+    bounds = batch.gradient_bounds.of(declaration)
+    errors = batch.gradients.errors(output.gradients, bounds, inputs.groups)
     assert all(0.0 < each.over_bound <= 1.0 for each in errors.each)
+    if inputs.sink is not None:
+        assert output.gradients.dsink is not None
+        of_sink = sink_faults(output.gradients.dsink, batch.gradients.sink, bounds.sink)
+        assert 0.0 < of_sink["over_bound"] <= 1.0
+        wrong = sink_faults(-output.gradients.dsink, batch.gradients.sink, bounds.sink)
+        assert wrong["over_bound"] > 1.0, "a sign that is wrong is beyond"
 
 
 @pytest.mark.parametrize(

@@ -287,7 +287,7 @@ def test_what_no_dummies_can_meet_is_refused(
     ("source", "flags", "message"),
     [
         ("def f(q, k): pass", (), "expected a function of (q, k, v, ...), this one has 2 parameters by position"),
-        ("def f(q, k, v, block_table): pass", (), "its parameter 'block_table' has no default"),
+        ("def f(q, k, v, workspace): pass", (), "its parameter 'workspace' has no default"),
         ("def f(q, k, v, causal_mask): pass", (), "its parameter 'causal_mask' has no default"),
         ("f = plain", ("layout=bhn",), "--declare: layout 'bhn': expected the letters b, h, n and d"),
         ("f = plain", ("takes=flying",), "--declare: takes 'flying': known are causal, gqa, "),
