@@ -107,8 +107,8 @@ def compiled_once(kernel: Kernel) -> Kernel:
 
 def _kind(inputs: AttentionInputs, gradients: bool) -> Hashable:
     """What a kernel may be compiled for."""
-    masked = (inputs.causal, inputs.key_padding is not None)
-    return inputs.formats, *masked, tuple(inputs.q.shape), tuple(inputs.k.shape), gradients
+    sizes = (tuple(tensor.shape) for tensor in (inputs.q, inputs.k, inputs.v))
+    return inputs.formats, inputs.asks(), inputs.window, inputs.softcap, *sizes, gradients
 
 
 def _visible_variable() -> str:

@@ -33,14 +33,14 @@ from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.plans import ALL_BF16, Cast, RoundingPlan
+from tiebreak.kernels.plans import ALL_BF16, Cast, RoundingPlan, SinkEntry
 from tiebreak.kernels.quantization import Quantization
 from tiebreak.kernels.reference import Reference, products
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 
 # What the error of P follows from, and that of O with it: plans that are equal in these share their bounds.
 _IN_P = ("scale", "divisor", "q", "q8", "k8", "smooth_k", "qk", "s", "shifted", "exp", "p_bar", "p8")
-_IN_O = (*_IN_P, "o_bar", "row_sum", "pv", "v8", "o")
+_IN_O = (*_IN_P, "o_bar", "row_sum", "pv", "v8", "o", "sink")
 
 _EXPONENTIAL_ERROR = 2.0**-13  # relative: 1.2e-4; PyTorch's fast exponential errs by 1.1e-4 at most
 _TANH_ERROR = 2.0**-10.9  # relative: tanh.approx.f32 of GPUs, which FlashAttention-2 and -3 take, has 2^-11
@@ -261,7 +261,8 @@ class ErrorBounds:
         if plan.v8 is not None:
             relative = relative + plan.v8.relative_error
             least = least + _step(plan.v8, self.inputs.expanded_v(), -2).amax(-2, keepdim=True)
-        bound = dp_v + relative * ref.magnitude + _roundoff(plan.o) * ref.o.abs() + least
+        casts = 2 if self.inputs.sink is not None and plan.sink is SinkEntry.AFTERWARDS else 1
+        bound = dp_v + relative * ref.magnitude + casts * _roundoff(plan.o) * ref.o.abs() + least
         # Inf * 0: the scores' rounding can move any weight to any key.
         return bound.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 

@@ -67,8 +67,8 @@ def parse_declaration(text: str) -> Declaration:
     `o=bf16:away`) or `:sat` if it saturates, `/512` where a product's sum is rounded after every 512 terms
     (`o_bar=input/512`); `l_from=rounded`, `clamped` or `unrounded`; `base=2` or `e`, of the exponential; `contract=yes`
     or `no`, of its argument; `offset=8`, a power of two that P-bar is multiplied by; `q8`, `k8`, `v8` and `p8`, 8 bits
-    with scales (`k8=int8/block64:away`, or `none`); `smooth_k=yes`; `sink=first`, `maximum` or `last`, where a learned
-    sink enters a row; `accumulator=bfmmla`, how products are added up;
+    with scales (`k8=int8/block64:away`, or `none`); `smooth_k=yes`; `sink=first`, `maximum`, `last` or `afterwards`,
+    where a learned sink enters a row; `accumulator=bfmmla`, how products are added up;
     `tile=64`, `tile=64x32` (queries by keys) or `tile=one`. `input` is the call's format, whichever it is; any other is
     that very format.
     Without `tile`, the kernel's own tiles are unknown.

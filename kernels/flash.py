@@ -209,19 +209,22 @@ def _flash_rows(
             l = arithmetic.cast(arithmetic.cast(alpha * l, plan.row_sum) + block_sum, plan.row_sum)
             o_bar = arithmetic.cast(arithmetic.cast(alpha * o_bar, plan.o_bar) + pv, plan.o_bar)
         m = new_m
-    if sink is not None and plan.sink is not SinkEntry.FIRST:
+    if sink is not None and plan.sink in (SinkEntry.MAXIMUM, SinkEntry.LAST):
         # Of a row without a visible key the sink is all there is.
         m = torch.where(m == -torch.inf, sink * softmax.logit, m)
         l = arithmetic.cast(l + softmax.of_sink(sink, m), plan.row_sum)
     o = _final(operands.unscaled(o_bar / l), rows, operands, noise)
-    return o, softmax.natural(m) + torch.log(l) - plan.offset * math.log(2.0)
+    lse = softmax.natural(m) + torch.log(l) - plan.offset * math.log(2.0)
+    if sink is None or plan.sink is not SinkEntry.AFTERWARDS:
+        return o, lse
+    return _final(o * torch.sigmoid(lse - sink), rows, operands, noise), torch.logaddexp(lse, sink.expand_as(lse))
 
 
 def _begun(operands: Operands, rows: slice, softmax: Softmax) -> tuple[Tensor, Tensor, Tensor | None]:
     """What a row begins with: m, l and its sink, if it has one; what the plan says that the sink has done to both."""
     q, plan, sink = operands.q[:, :, rows], operands.plan, operands.sink
     m = q.new_full((*q.shape[:-1], 1), -torch.inf)
-    if sink is not None and plan.sink is not SinkEntry.LAST:
+    if sink is not None and plan.sink in (SinkEntry.FIRST, SinkEntry.MAXIMUM):
         m = (sink * softmax.logit).expand_as(m)
     first = sink is not None and plan.sink is SinkEntry.FIRST
     return m, torch.full_like(m, 2.0**plan.offset if first else 0.0), sink

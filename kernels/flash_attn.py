@@ -2,12 +2,13 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 
 from torch import Tensor
 
-from tiebreak.kernels.features import COMMON, KEY_PADDING, OWN_SCALE
+from tiebreak.kernels.features import COMMON, KEY_PADDING, SINK, SOFTCAP, WINDOW, Feature
 from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
@@ -15,6 +16,7 @@ from tiebreak.kernels.sdpa import FLASH_2_BLOCK
 from tiebreak.kernels.vendor import empty, fused_on_gpu, through_autograd
 
 LARGEST_HEAD = 256  # of the head dimension
+_BY_KEYWORD = frozenset({WINDOW, SOFTCAP, SINK})  # that a release takes where its signature has a keyword of theirs
 
 
 @cache
@@ -34,6 +36,14 @@ def _function() -> Callable[..., Tensor]:
     return function
 
 
+@cache
+def _keywords() -> Mapping[Feature, str]:
+    """What its signature calls the features that go by a keyword, of those that it has."""
+    parameters = inspect.signature(_function()).parameters
+    known = {feature: [word for word in feature.keywords if word in parameters] for feature in _BY_KEYWORD}
+    return {feature: words[0] for feature, words in known.items() if words}
+
+
 def flash_attn() -> Kernel:
     """FlashAttention-2. Where it is missing it skips its cells, and no training run has it."""
     return Kernel(
@@ -41,7 +51,7 @@ def flash_attn() -> Kernel:
         partial(through_autograd, _call),
         fused_on_gpu(FLASH_2_BLOCK, contracted=True),
         has_backward=missing() is None,
-        takes=COMMON - {KEY_PADDING} | {OWN_SCALE},  # its signature has none
+        takes=COMMON - {KEY_PADDING} | _BY_KEYWORD,  # no signature of it has a mask
         missing_requirement=_missing_requirement,
     )
 
@@ -51,7 +61,13 @@ def _missing_requirement(inputs: AttentionInputs) -> str | None:
         return f"flash-attn takes {BF16.name} and {FP16.name}, not {inputs.formats.inputs.name}"
     if inputs.q.shape[3] > LARGEST_HEAD:
         return f"flash-attn takes head dimensions up to {LARGEST_HEAD}, not {inputs.q.shape[3]}"
-    return missing() or empty(inputs)
+    return missing() or empty(inputs) or _unnamed(inputs)
+
+
+def _unnamed(inputs: AttentionInputs) -> str | None:
+    """None, or what its signature has no parameter for."""
+    unnamed = [feature.words for feature in inputs.asks() if feature in _BY_KEYWORD - _keywords().keys()]
+    return f"flash_attn_func has no parameter for a {unnamed[0]} here: install a newer flash-attn" if unnamed else None
 
 
 def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -59,4 +75,5 @@ def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # i + keys - queries. Deterministic: its gradients would else be added up in whatever order blocks end.
     transposed = (tensor.transpose(1, 2) for tensor in (q, k, v))
     options = {"causal": inputs.causal, "softmax_scale": inputs.softmax_scale, "deterministic": True}
-    return _function()(*transposed, **options).transpose(1, 2)
+    asked = {word: inputs.value_of(feature, word) for feature, word in _keywords().items() if feature in inputs.asks()}
+    return _function()(*transposed, **options, **asked).transpose(1, 2)

@@ -4,16 +4,19 @@ Not run on a GPU yet. On a CPU it compiles too, but has no backward pass.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache, partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.features import COMMON
+from tiebreak.kernels.features import CAUSAL, COMMON, SINK, SOFTCAP, VALUE_DIM, WINDOW
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.kernel import Declaration, Kernel
+from tiebreak.kernels.plans import SinkEntry
 from tiebreak.kernels.triton.loading import missing
 from tiebreak.kernels.vendor import empty, fused_on_gpu, through_autograd
 
@@ -24,8 +27,12 @@ _BLOCK = Block(queries=128, keys=128)
 _OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 _SHAPES = 256  # that one process may compile for; PyTorch's own limit is 8
 
+_TAKES = COMMON | {VALUE_DIM, WINDOW, SOFTCAP, SINK}
+
 # (batch, head, query, key) -> whether the key is seen
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# (score, batch, head, query, key) -> what softmax is of
+Score = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def flex() -> Kernel:
@@ -33,15 +40,21 @@ def flex() -> Kernel:
     return Kernel(
         "flex",
         partial(through_autograd, _call),
-        fused_on_gpu(_BLOCK),
-        takes=COMMON,
+        _declaration(),
+        takes=_TAKES,
         missing_requirement=_missing_requirement,
     )
 
 
+def _declaration() -> Declaration:
+    declared = fused_on_gpu(_BLOCK)
+    return replace(declared, plan=replace(declared.plan, sink=SinkEntry.AFTERWARDS))
+
+
 def _missing_requirement(inputs: AttentionInputs) -> str | None:
-    if inputs.q.shape[3] < SMALLEST_HEAD:
-        return f"FlexAttention takes head dimensions from {SMALLEST_HEAD} on, not {inputs.q.shape[3]}"
+    narrowest = min(inputs.q.shape[3], inputs.v.shape[3])
+    if narrowest < SMALLEST_HEAD:
+        return f"FlexAttention takes head dimensions from {SMALLEST_HEAD} on, not {narrowest}"
     return empty(inputs) or missing() or _uncompiled()
 
 
@@ -54,7 +67,7 @@ def _uncompiled() -> str | None:
 
 
 @cache
-def _compiled() -> Callable[..., Tensor]:
+def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     # fullgraph: what can't be compiled is an error. Without dynamic shapes a kernel does not depend on those before it.
@@ -62,17 +75,37 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def _mask(inputs: AttentionInputs) -> Mask | None:
-    """The mask as a function; None where every key is seen."""
-    if not inputs.causal and inputs.key_padding is None:
+    """The mask as a function; None where every key is seen. What is no matter of distance is looked up."""
+    masks = inputs.masks()
+    if not masks:
         return None
-    ahead, causal, padding = inputs.k.shape[2] - inputs.q.shape[2], inputs.causal, inputs.key_padding
+    ahead = inputs.k.shape[2] - inputs.q.shape[2]
+    left, right = inputs.window
+    sides = [side for side in (right, 0 if inputs.causal else None) if side is not None]
+    others = [mask for feature, mask in masks.items() if feature not in (CAUSAL, WINDOW)]
+    hidden = reduce(or_, others).expand(inputs.q.shape[0], -1, -1, -1) if others else None
 
     def visible_key(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         del head
-        visible = key <= query + ahead if causal else key >= 0
-        return visible if padding is None else visible & padding[batch, key]
+        visible = key <= query + ahead + min(sides) if sides else key >= 0
+        if left is not None:
+            visible = visible & (key >= query + ahead - left)
+        if hidden is None:
+            return visible
+        return visible & ~hidden[batch, 0, query if hidden.shape[2] > 1 else 0, key]
 
     return visible_key
+
+
+def _score(inputs: AttentionInputs) -> Score | None:
+    """What is made of a score before softmax, as a function; None for nothing."""
+    cap = inputs.softcap
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        del batch, head, query, key
+        return cap * torch.tanh(score / cap)
+
+    return capped if cap else None
 
 
 def _block_mask(inputs: AttentionInputs) -> Any:
@@ -81,7 +114,7 @@ def _block_mask(inputs: AttentionInputs) -> Any:
     mask, queries, keys = _mask(inputs), inputs.q.shape[2], inputs.k.shape[2]
     if mask is None:
         return None
-    batch = None if inputs.key_padding is None else inputs.q.shape[0]
+    batch = None if inputs.masks().keys() <= {CAUSAL, WINDOW} else inputs.q.shape[0]
     return create_block_mask(mask, batch, None, queries, keys, device=str(inputs.q.device))
 
 
@@ -89,12 +122,35 @@ def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     from torch._dynamo import config
 
     with config.patch(recompile_limit=_SHAPES):
-        return _compiled()(
+        returned = _compiled()(
             q,
             k,
             v,
+            score_mod=_score(inputs),
             block_mask=_block_mask(inputs),
             scale=inputs.scale,
             enable_gqa=inputs.groups > 1,
             kernel_options=_OPTIONS,
+            **({} if inputs.sink is None else _log_sum_exp()),
         )
+    if inputs.sink is None:
+        return returned  # type: ignore[no-any-return]
+    o, lse = returned
+    return _with_sink(o, lse, inputs.sink)
+
+
+def _log_sum_exp() -> dict[str, Any]:
+    """What asks for the log-sum-exp, from PyTorch 2.9 on and before."""
+    from torch.nn.attention import flex_attention
+
+    request = getattr(flex_attention, "AuxRequest", None)
+    return {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
+
+
+def _with_sink(o: Tensor, lse: Any, sink: Tensor) -> Tensor:
+    """O times what its keys weigh beside the sink, which FlexAttention has no argument for.
+
+    TorchTitan, vLLM and, in other words, Hugging Face's gpt-oss give it one in this way.
+    """
+    weight = torch.sigmoid(getattr(lse, "lse", lse) - sink[:, None])
+    return (o * weight[..., None]).to(o.dtype)

@@ -67,6 +67,7 @@ class SinkEntry(enum.Enum):
     FIRST = "first"  # the row begins with m = s and l = 1, as in vLLM's unified kernel: l is rounded with 1 in it
     MAXIMUM = "maximum"  # it begins with m = s alone, and exp(s - m) is added to l at the end, as in gpt-oss
     LAST = "last"  # m knows nothing of it, and exp(s - m) is added to l at the end, as in FlashAttention-3
+    AFTERWARDS = "afterwards"  # O of the keys alone is cast, times 1 / (1 + exp(s - lse)), cast: around FlexAttention
 
 
 class DeltaSource(enum.Enum):

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
-from tiebreak.kernels.features import CAUSAL, COMMON, GROUPED, OWN_SCALE, Feature
+from tiebreak.kernels.features import CAUSAL, COMMON, GROUPED, OWN_SCALE, VALUE_DIM, WINDOW, Feature
 from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import Compute, Declaration, Kernel
@@ -31,8 +31,11 @@ _CPU_FLASH_BLOCK = Block(queries=32, keys=512)
 FLASH_2_BLOCK = Block(queries=128, keys=128)
 _EFFICIENT_BLOCK = Block(queries=64, keys=64)
 
-# is_causal alone gives it a causal mask, which is another mask where queries and keys are not as many.
-_WITHOUT_MASK = frozenset({CAUSAL, GROUPED, OWN_SCALE})
+# Of V's own head dimension `missing_requirement` asks PyTorch. Without a mask, is_causal alone gives a causal one,
+# which is another where queries and keys are not as many.
+_WITHOUT_MASK = frozenset({CAUSAL, GROUPED, OWN_SCALE, VALUE_DIM})
+_WITH_MASK = COMMON | {VALUE_DIM, WINDOW}
+_MASKS = frozenset({"attn_mask", "attn_bias"})  # what operators call it
 _FUSED_OPERATORS = "aten::_scaled_dot_product_"
 _COMPOSED_OPERATOR = "aten::_scaled_dot_product_attention_math"
 
@@ -47,19 +50,21 @@ class Implementation:
 
     backend: SDPBackend  # PyTorch's name of it
     operator: str | None  # the one operator that PyTorch calls where it runs; None: it is composed of many
-    # What inputs may ask of it; without a tensor that masks scores, not all.
-    takes: frozenset[Feature] = COMMON
     causal_flag: bool = False  # whether is_causal gives it a causal mask, where queries and keys are as many
+
+    @property
+    def takes(self) -> frozenset[Feature]:
+        """What inputs may ask of it: where its operator has no argument for a tensor that masks scores, not all."""
+        if self.operator is None:
+            return _WITH_MASK
+        schema = getattr(torch.ops.aten, self.operator.removeprefix("aten::")).default._schema
+        return _WITH_MASK if _MASKS & {argument.name for argument in schema.arguments} else _WITHOUT_MASK
 
 
 CPU_FLASH = Implementation(SDPBackend.FLASH_ATTENTION, "aten::_scaled_dot_product_flash_attention_for_cpu")
 MATH = Implementation(SDPBackend.MATH, None)
-CUDA_FLASH = Implementation(
-    SDPBackend.FLASH_ATTENTION, "aten::_scaled_dot_product_flash_attention", takes=_WITHOUT_MASK, causal_flag=True
-)
-CUDA_CUDNN = Implementation(
-    SDPBackend.CUDNN_ATTENTION, "aten::_scaled_dot_product_cudnn_attention", takes=_WITHOUT_MASK, causal_flag=True
-)
+CUDA_FLASH = Implementation(SDPBackend.FLASH_ATTENTION, "aten::_scaled_dot_product_flash_attention", causal_flag=True)
+CUDA_CUDNN = Implementation(SDPBackend.CUDNN_ATTENTION, "aten::_scaled_dot_product_cudnn_attention", causal_flag=True)
 CUDA_EFFICIENT = Implementation(
     SDPBackend.EFFICIENT_ATTENTION, "aten::_scaled_dot_product_efficient_attention", causal_flag=True
 )
@@ -71,7 +76,7 @@ def _flagged(implementation: Implementation, inputs: AttentionInputs) -> bool:
     PyTorch's flag lets query i see keys 0 .. i, this suite's inputs keys 0 .. i + keys - queries.
     """
     square = inputs.q.shape[2] == inputs.k.shape[2]
-    return implementation.causal_flag and inputs.causal and square and inputs.key_padding is None
+    return implementation.causal_flag and square and inputs.masks().keys() == {CAUSAL}
 
 
 def _mask(implementation: Implementation, inputs: AttentionInputs) -> Tensor | None:

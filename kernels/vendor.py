@@ -52,10 +52,13 @@ def through_autograd(call: Call, inputs: AttentionInputs, arithmetic: Arithmetic
     with exact_products():
         if not gradients:
             return AttentionOutput(call(inputs, q, k, v))
-        leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
-        out = call(inputs, *leaves)
-        dq, dk, dv = torch.autograd.grad(out, leaves, inputs.do.to(dtype))
-    return AttentionOutput(out.detach(), gradients=Gradients(dq, dk, dv))
+        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+        if inputs.sink is not None:
+            inputs = replace(inputs, sink=inputs.sink.clone().requires_grad_())
+            leaves.append(inputs.sink)  # type: ignore[arg-type]
+        out = call(inputs, q, k, v)
+        dq, dk, dv, *dsink = torch.autograd.grad(out, leaves, inputs.do.to(dtype), allow_unused=inputs.sink is not None)
+    return AttentionOutput(out.detach(), gradients=Gradients(dq, dk, dv, dsink=dsink[0] if dsink else None))
 
 
 def empty(inputs: AttentionInputs) -> str | None:

@@ -169,7 +169,7 @@ def test_reference_is_what_torch_and_its_autograd_make_of_it(features: tuple[Fea
 @pytest.mark.parametrize(
     "plan",
     ["flash@fp32,tile=4", "flash@fp32,contract=yes,sink=last,tile=5", "lazy@fp32,sink=maximum,base=2,tile=4x5",
-     "flash_1@fp32,tile=4", "split@fp32,tile=5", "standard,p_bar=fp32,o=fp32"],
+     "flash@fp32,sink=afterwards,tile=5", "flash_1@fp32,tile=4", "split@fp32,tile=5", "standard,p_bar=fp32,o=fp32"],
 )  # fmt: skip
 def test_algorithms_in_fp32_are_the_reference(features: tuple[Feature, ...], plan: str) -> None:
     inputs = asking(features, "causal")
@@ -183,7 +183,9 @@ def test_algorithms_in_fp32_are_the_reference(features: tuple[Feature, ...], pla
 
 
 @pytest.mark.parametrize("features", FEW, ids=lambda features: "+".join(feature.name for feature in features))
-@pytest.mark.parametrize("plan", ["flash@fused,tile=4", "flash@paper,tile=4", "dithered@all_bf16", "standard"])
+@pytest.mark.parametrize(
+    "plan", ["flash@fused,tile=4", "flash@fused,sink=afterwards", "flash@paper,tile=4", "dithered@all_bf16", "standard"]
+)
 def test_rounded_plans_keep_within_their_bounds(features: tuple[Feature, ...], plan: str) -> None:
     inputs = replace(asking(features, "causal"), formats=Formats.of(BF16))
     batch, declaration = Batch(inputs, reference(inputs)), parse_declaration(plan)

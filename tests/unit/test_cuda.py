@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +16,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from tiebreak.backends import cuda
+from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels import flash_attn, flex, vendor
 from tiebreak.kernels.formats import BF16, FP16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.kernel import Kernel
-from tiebreak.kernels.plans import Accumulator, Cast
-from tiebreak.kernels.reference import reference, reference_gradients
+from tiebreak.kernels.kernel import Kernel, run_declared
+from tiebreak.kernels.plans import Accumulator, Cast, SinkEntry
+from tiebreak.kernels.reference import reference, reference_gradients, sink_gradient
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
@@ -42,6 +44,8 @@ class Card:
     capability: tuple[int, int] = (9, 0)
     free: int = 140 * GIB
 
+
+EXACT = EmulatedArithmetic()
 
 Machine = Callable[..., None]
 
@@ -334,9 +338,54 @@ class TestFlex:
         ("name", "queries"),
         [("random_causal", None), ("random_causal", 30), ("random_grouped", None), ("padded", None)],
     )
-    def test_what_it_is_given_is_the_inputs(self, name: str, queries: int | None) -> None:
-        inputs = made(name, queries)
+    @pytest.mark.parametrize("asked", [{}, {"window": (9, 2)}, {"softcap": 2.0, "window": (20, None)}], ids=str)
+    def test_what_it_is_given_is_the_inputs(self, name: str, queries: int | None, asked: dict[str, Any]) -> None:
+        inputs = replace(made(name, queries), **asked)
+        assert flex.flex().refusal(inputs) is None
         hold_to_bound(flex.flex(), inputs, flex.flex().compute(inputs, ARITHMETIC, False).o)
+
+    @pytest.mark.usefixtures("eager")
+    def test_a_sink_comes_after_its_output(self) -> None:
+        kernel, inputs = flex.flex(), made("random_causal")
+        inputs = replace(inputs, v=inputs.v[..., :32], do=inputs.do[..., :32], sink=torch.arange(inputs.q.shape[1]) / 4)
+        assert kernel.refusal(inputs) is None
+        hold_to_bound(kernel, inputs, kernel.compute(inputs, ARITHMETIC, False).o)
+
+    def test_the_second_cast_of_an_output_beside_a_sink_is_declared(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        kernel, inputs = flex.flex(), made("random_causal")
+        declaration = kernel.declaration
+        assert declaration is not None
+        alone = run_declared(declaration, inputs, EXACT, False)
+        assert alone.lse is not None
+        returned = alone.o.bfloat16(), alone.lse[..., 0]
+        monkeypatch.setattr(flex, "_compiled", lambda: lambda *args, **options: returned)
+        inputs = replace(inputs, sink=torch.arange(inputs.q.shape[1]) / 4)
+        o = kernel.compute(inputs, ARITHMETIC, False).o.float()
+        once = replace(declaration, plan=replace(declaration.plan, sink=SinkEntry.LAST))
+        equal, unequal = (
+            (run_declared(each, inputs, EXACT, False).o == o).float().mean() for each in (declaration, once)
+        )
+        assert equal == 1.0
+        assert unequal < 0.95
+
+    def test_the_gradient_of_a_sink_goes_through_the_log_sum_exp(self) -> None:
+        """FlexAttention's, which has none on a CPU; torchtitan #4796 lost that of q and K."""
+
+        def call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            assert inputs.sink is not None
+            s = inputs.scale * q.float() @ k.float().mT
+            return flex._with_sink((s.softmax(-1) @ v.float()).bfloat16(), s.logsumexp(-1), inputs.sink)
+
+        inputs = made("random")
+        inputs = replace(inputs, sink=torch.arange(inputs.q.shape[1]) / 4)
+        gradients = vendor.through_autograd(call, inputs, ARITHMETIC, True).gradients
+        ref = reference(inputs)
+        exact = (*reference_gradients(inputs, ref), sink_gradient(inputs, ref))
+        assert gradients is not None
+        for gradient, true in zip((gradients.dq, gradients.dk, gradients.dv, gradients.dsink), exact, strict=True):
+            assert gradient is not None
+            assert true is not None
+            assert (gradient - true).norm() < 0.02 * true.norm()
 
     def test_it_is_compiled_in_one_piece(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[dict[str, object]] = []
@@ -369,12 +418,22 @@ class TestFlashAttn:
         """A package of that name whose function takes (batch, N, heads, d), and what it was asked."""
         calls: list[dict[str, object]] = []
 
-        def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
-            calls.append(options)
+        def flash_attn_func(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            causal: bool = False,
+            window_size: tuple[int, int] = (-1, -1),
+            softcap: float = 0.0,
+            **options: object,
+        ) -> Tensor:
+            calls.append(options | {"causal": causal})
             q_, k_, v_ = (x.transpose(1, 2).float() for x in (q, k, v))
-            inputs = AttentionInputs(q_, k_, v_, q_, Formats.of(BF16))
-            hidden = replace(inputs, causal=bool(options["causal"])).hidden()
+            left, right = (None if side < 0 else side for side in window_size)
+            inputs = AttentionInputs(q_, k_, v_, q_, Formats.of(BF16), causal, window=(left, right))
+            hidden = inputs.hidden()
             s = inputs.scale * inputs.q @ inputs.expanded_k().mT
+            s = s if not softcap else softcap * torch.tanh(s / softcap)
             s = s if hidden is None else s.masked_fill(hidden, -torch.inf)
             return (s.softmax(-1) @ inputs.expanded_v()).transpose(1, 2).to(q.dtype)
 
@@ -387,6 +446,7 @@ class TestFlashAttn:
     @pytest.fixture(autouse=True)
     def forget(self) -> None:
         flash_attn.missing.cache_clear()
+        flash_attn._keywords.cache_clear()
 
     @pytest.mark.usefixtures("installed")
     @pytest.mark.parametrize(("name", "queries"), [("random_causal", 30), ("random_grouped", None)])
@@ -394,6 +454,14 @@ class TestFlashAttn:
         kernel, inputs = flash_attn.flash_attn(), made(name, queries)
         assert kernel.refusal(inputs) is None
         hold_to_bound(kernel, inputs, kernel.compute(inputs, ARITHMETIC, False).o)
+
+    @pytest.mark.usefixtures("installed")
+    def test_what_its_signature_names_it_takes(self) -> None:
+        kernel, inputs = flash_attn.flash_attn(), replace(made("random_causal"), window=(9, None), softcap=3.0)
+        assert kernel.refusal(inputs) is None
+        hold_to_bound(kernel, inputs, kernel.compute(inputs, ARITHMETIC, False).o)
+        reason = kernel.refusal(replace(inputs, sink=torch.zeros(inputs.q.shape[1])))
+        assert reason == "flash_attn_func has no parameter for a learned sink here: install a newer flash-attn"
 
     def test_its_gradients_repeat(self, installed: list[dict[str, object]]) -> None:
         kernel, inputs = flash_attn.flash_attn(), made("random_causal")

@@ -24,10 +24,10 @@ from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels import sdpa
-from tiebreak.kernels.features import COMMON
+from tiebreak.kernels.features import VALUE_DIM, WINDOW
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats, ulp
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
-from tiebreak.kernels.kernel import Declaration, Kernel, composed
+from tiebreak.kernels.kernel import Declaration, Kernel, composed, run_declared
 from tiebreak.kernels.plans import FUSED, Cast, RoundingPlan
 from tiebreak.kernels.reference import reference, reference_gradients
 from tiebreak.kernels.sdpa import Implementation, NotTheOneForcedError, measure_exp_at_zero
@@ -237,7 +237,6 @@ def test_the_backward_pass_leaves_the_inputs_out_of_its_graph(name: str) -> None
 
 # What the flash implementation of a GPU gets, run by the CPU's.
 ON_CPU = replace(sdpa.CUDA_FLASH, operator=sdpa.CPU_FLASH.operator)
-MASKED_ON_CPU = replace(ON_CPU, takes=COMMON)  # as the memory-efficient one
 FALLEN_BACK = [
     (sdpa.CPU_FLASH, SDPBackend.MATH, "FLASH_ATTENTION was forced, but PyTorch ran the composed implementation"),
     (sdpa.MATH, SDPBackend.FLASH_ATTENTION, f"MATH was forced, but PyTorch ran {sdpa.CPU_FLASH.operator}"),
@@ -296,12 +295,13 @@ def _square_and_padded() -> AttentionInputs:
         (_inputs("random_causal"), False, True),
         (_rows("random_causal", 30), True, False),
         (_square_and_padded(), True, False),
+        (replace(_inputs("random_causal"), window=(9, None)), True, False),
     ],
-    ids=["full", "square", "not square", "padded"],
+    ids=["full", "square", "not square", "padded", "windowed"],
 )
 def test_only_a_square_causal_mask_goes_by_the_flag(inputs: AttentionInputs, mask: bool, flag: bool) -> None:
     with pytest.raises(_AskedError) as request:
-        sdpa.computing(MASKED_ON_CPU)(inputs, CPU.arithmetic, False)
+        sdpa.computing(ON_CPU)(inputs, CPU.arithmetic, False)
     assert request.value.args == (mask, flag)
 
 
@@ -309,16 +309,57 @@ def test_only_a_square_causal_mask_goes_by_the_flag(inputs: AttentionInputs, mas
 def test_a_causal_mask_is_the_inputs_however_it_is_told(queries: int) -> None:
     inputs = _rows("random_causal", queries)
     ref = reference(inputs)
-    o = sdpa.computing(MASKED_ON_CPU)(inputs, CPU.arithmetic, False).o.double()
+    o = sdpa.computing(ON_CPU)(inputs, CPU.arithmetic, False).o.double()
     assert ((o - ref.o).abs() <= error_bound(inputs, ref, _declaration())).all()
 
 
-def test_a_gpu_s_flash_and_cudnn_refuse_masks() -> None:
+def test_a_gpu_s_flash_refuses_masks() -> None:
     kernels = {kernel.name: kernel for kernel in sdpa.gpu_sdpa_kernels()}
-    for name in ("sdpa_flash", "sdpa_cudnn"):
-        padded, oblong = _inputs("padded"), _rows("random_causal", 30)
-        assert kernels[name].refusal(padded) == f"{name} takes no key padding mask"
-        assert kernels[name].refusal(oblong) == f"{name} takes no causal mask of fewer or more queries than keys"
+    padded, oblong = _inputs("padded"), _rows("random_causal", 30)
+    assert kernels["sdpa_flash"].refusal(padded) == "sdpa_flash takes no key padding mask"
+    assert kernels["sdpa_flash"].refusal(oblong) == (
+        "sdpa_flash takes no causal mask of fewer or more queries than keys"
+    )
+    assert kernels["sdpa_flash"].refusal(_windowed()) == "sdpa_flash takes no sliding window"
+
+
+def test_an_operator_that_has_a_mask_takes_all_that_masks() -> None:
+    """Of a window that no flag describes, also where the call is causal."""
+    with_mask = {kernel.name: WINDOW in kernel.takes for kernel in sdpa.gpu_sdpa_kernels()}
+    bias = {
+        name: "attn_bias" in str(getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention").default._schema)
+        for name in ("flash", "cudnn", "efficient")
+    }
+    assert with_mask == {f"sdpa_{name}": has for name, has in bias.items()} | {"sdpa_math": True}
+    assert (with_mask["sdpa_flash"], with_mask["sdpa_efficient"]) == (False, True)
+
+
+def _windowed(queries: int | None = None) -> AttentionInputs:
+    inputs = _inputs("random_causal")
+    rows = slice(queries)
+    return replace(inputs, q=inputs.q[:, :, rows], do=inputs.do[:, :, rows], window=(9, None))
+
+
+def _narrower_v() -> AttentionInputs:
+    inputs = _inputs("random_grouped")
+    return replace(inputs, v=inputs.v[..., :32], do=inputs.do[..., :32])
+
+
+@pytest.mark.parametrize("kernel", ["sdpa_flash", "sdpa_math"])
+@pytest.mark.parametrize("inputs", [_windowed(), _windowed(1), _narrower_v()], ids=["window", "decode", "v"])
+def test_what_it_takes_of_a_call_s_features_it_does_as_declared(kernel: str, inputs: AttentionInputs) -> None:
+    runs = CPU.kernel(kernel)
+    reason = runs.refusal(inputs)
+    if reason is not None:  # in PyTorch's words
+        assert (kernel, VALUE_DIM in inputs.asks()) == ("sdpa_flash", True)
+        assert "to have the same last dimension" in reason
+        return
+    assert runs.declaration is not None
+    predicted = run_declared(runs.declaration, inputs, EMULATION.arithmetic, False).o
+    o = runs.compute(inputs, CPU.arithmetic, False).o.float()
+    assert (o != predicted).float().mean() < FEW
+    ref = reference(inputs)
+    assert ((o.double() - ref.o).abs() <= error_bound(inputs, ref, runs.declaration)).all()
 
 
 def test_what_pytorch_can_run_is_not_refused() -> None:
