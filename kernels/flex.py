@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.features import CAUSAL, COMMON, SINK, SOFTCAP, VALUE_DIM, WINDOW
+from tiebreak.kernels.features import BIAS, BLOCK_MASK, CAUSAL, COMMON, LENGTHS, SINK, SOFTCAP, VALUE_DIM, WINDOW
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, Kernel
@@ -27,7 +27,8 @@ _BLOCK = Block(queries=128, keys=128)
 _OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 _SHAPES = 256  # that one process may compile for; PyTorch's own limit is 8
 
-_TAKES = COMMON | {VALUE_DIM, WINDOW, SOFTCAP, SINK}
+_TAKES = COMMON | {VALUE_DIM, WINDOW, SOFTCAP, SINK, BIAS, LENGTHS, BLOCK_MASK}
+_OF_DISTANCE = frozenset({CAUSAL, WINDOW})  # masks that are a comparison of two places, in one sequence
 
 # (batch, head, query, key) -> whether the key is seen
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -80,32 +81,36 @@ def _mask(inputs: AttentionInputs) -> Mask | None:
     if not masks:
         return None
     ahead = inputs.k.shape[2] - inputs.q.shape[2]
-    left, right = inputs.window
-    sides = [side for side in (right, 0 if inputs.causal else None) if side is not None]
-    others = [mask for feature, mask in masks.items() if feature not in (CAUSAL, WINDOW)]
-    hidden = reduce(or_, others).expand(inputs.q.shape[0], -1, -1, -1) if others else None
+    (left, right), computed = inputs.window, _OF_DISTANCE - (masks.keys() if LENGTHS in masks else set())
+    limits = {WINDOW: right, CAUSAL: 0 if inputs.causal else None}
+    sides = [side for feature, side in limits.items() if feature in computed and side is not None]
+    others = [mask for feature, mask in masks.items() if feature not in computed]
+    hidden = reduce(or_, others) if others else None
 
     def visible_key(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        del head
         visible = key <= query + ahead + min(sides) if sides else key >= 0
-        if left is not None:
+        if left is not None and WINDOW in computed:
             visible = visible & (key >= query + ahead - left)
-        if hidden is None:
-            return visible
-        return visible & ~hidden[batch, 0, query if hidden.shape[2] > 1 else 0, key]
+        return visible if hidden is None else visible & ~_at(hidden, batch, head, query, key)
 
     return visible_key
 
 
+def _at(x: Tensor, *places: Tensor) -> Tensor:
+    """An element of a tensor in which 1 stands for any size."""
+    return x[tuple(place if n > 1 else 0 for place, n in zip(places, x.shape, strict=True))]
+
+
 def _score(inputs: AttentionInputs) -> Score | None:
     """What is made of a score before softmax, as a function; None for nothing."""
-    cap = inputs.softcap
+    cap, bias = inputs.softcap, inputs.bias
 
-    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        del batch, head, query, key
-        return cap * torch.tanh(score / cap)
+    def changed(score: Tensor, *places: Tensor) -> Tensor:
+        if cap:
+            score = cap * torch.tanh(score / cap)
+        return score if bias is None else score + _at(bias, *places)
 
-    return capped if cap else None
+    return changed if cap or bias is not None else None
 
 
 def _block_mask(inputs: AttentionInputs) -> Any:
@@ -114,8 +119,8 @@ def _block_mask(inputs: AttentionInputs) -> Any:
     mask, queries, keys = _mask(inputs), inputs.q.shape[2], inputs.k.shape[2]
     if mask is None:
         return None
-    batch = None if inputs.masks().keys() <= {CAUSAL, WINDOW} else inputs.q.shape[0]
-    return create_block_mask(mask, batch, None, queries, keys, device=str(inputs.q.device))
+    batch, heads = inputs.hidden().shape[:2]  # type: ignore[union-attr]
+    return create_block_mask(mask, batch, heads, queries, keys, device=str(inputs.q.device))
 
 
 def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

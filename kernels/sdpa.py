@@ -16,7 +16,18 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
-from tiebreak.kernels.features import CAUSAL, COMMON, GROUPED, OWN_SCALE, VALUE_DIM, WINDOW, Feature
+from tiebreak.kernels.features import (
+    BIAS,
+    BLOCK_MASK,
+    CAUSAL,
+    COMMON,
+    GROUPED,
+    LENGTHS,
+    OWN_SCALE,
+    VALUE_DIM,
+    WINDOW,
+    Feature,
+)
 from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import Compute, Declaration, Kernel
@@ -34,7 +45,7 @@ _EFFICIENT_BLOCK = Block(queries=64, keys=64)
 # Of V's own head dimension `missing_requirement` asks PyTorch. Without a mask, is_causal alone gives a causal one,
 # which is another where queries and keys are not as many.
 _WITHOUT_MASK = frozenset({CAUSAL, GROUPED, OWN_SCALE, VALUE_DIM})
-_WITH_MASK = COMMON | {VALUE_DIM, WINDOW}
+_WITH_MASK = COMMON | {VALUE_DIM, WINDOW, BIAS, LENGTHS, BLOCK_MASK}
 _MASKS = frozenset({"attn_mask", "attn_bias"})  # what operators call it
 _FUSED_OPERATORS = "aten::_scaled_dot_product_"
 _COMPOSED_OPERATOR = "aten::_scaled_dot_product_attention_math"
@@ -76,13 +87,19 @@ def _flagged(implementation: Implementation, inputs: AttentionInputs) -> bool:
     PyTorch's flag lets query i see keys 0 .. i, this suite's inputs keys 0 .. i + keys - queries.
     """
     square = inputs.q.shape[2] == inputs.k.shape[2]
-    return implementation.causal_flag and square and inputs.masks().keys() == {CAUSAL}
+    return implementation.causal_flag and square and inputs.masks().keys() == {CAUSAL} and inputs.bias is None
 
 
 def _mask(implementation: Implementation, inputs: AttentionInputs) -> Tensor | None:
-    """The mask to pass, True where a key is seen; None where no mask is needed, or is_causal describes it."""
+    """The mask to pass, True where a key is seen; of a call with a bias, that, and -Inf where none is.
+
+    None where no mask is needed, or is_causal describes it.
+    """
     hidden = None if _flagged(implementation, inputs) else inputs.hidden()
-    return None if hidden is None else ~hidden.to(inputs.q.device)
+    if inputs.bias is None:
+        return None if hidden is None else ~hidden.to(inputs.q.device)
+    bias = inputs.bias.to(TORCH_DTYPES[inputs.formats.inputs])
+    return bias if hidden is None else bias.masked_fill(hidden.to(bias.device), -torch.inf)
 
 
 def _options(inputs: AttentionInputs) -> dict[str, Any]:

@@ -338,9 +338,9 @@ class TestFlex:
         ("name", "queries"),
         [("random_causal", None), ("random_causal", 30), ("random_grouped", None), ("padded", None)],
     )
-    @pytest.mark.parametrize("asked", [{}, {"window": (9, 2)}, {"softcap": 2.0, "window": (20, None)}], ids=str)
-    def test_what_it_is_given_is_the_inputs(self, name: str, queries: int | None, asked: dict[str, Any]) -> None:
-        inputs = replace(made(name, queries), **asked)
+    @pytest.mark.parametrize("asked", ["nothing", "window", "soft cap and bias", "block mask", "lengths and window"])
+    def test_what_it_is_given_is_the_inputs(self, name: str, queries: int | None, asked: str) -> None:
+        inputs = self.asking(made(name, queries), asked)
         assert flex.flex().refusal(inputs) is None
         hold_to_bound(flex.flex(), inputs, flex.flex().compute(inputs, ARITHMETIC, False).o)
 
@@ -386,6 +386,22 @@ class TestFlex:
             assert gradient is not None
             assert true is not None
             assert (gradient - true).norm() < 0.02 * true.norm()
+
+    @staticmethod
+    def asking(inputs: AttentionInputs, asked: str) -> AttentionInputs:
+        if asked == "lengths and window":
+            inputs = inputs.part(slice(1))
+        heads, queries, keys = inputs.q.shape[1], inputs.q.shape[2], inputs.k.shape[2]
+        seen = torch.ones(1, heads, -(-queries // 16), -(-keys // 8), dtype=torch.bool)
+        seen[:, ::2, :, ::3] = False
+        features: dict[str, dict[str, Any]] = {
+            "nothing": {},
+            "window": {"window": (9, 2)},
+            "soft cap and bias": {"softcap": 2.0, "bias": torch.arange(float(heads))[None, :, None, None] % 3},
+            "block mask": {"block_mask": seen, "block_size": (16, 8), "window": (20, None)},
+            "lengths and window": {"lengths": ((0, queries // 3, queries), (0, 11, keys)), "window": (5, 3)},
+        }
+        return replace(inputs, **features[asked])
 
     def test_it_is_compiled_in_one_piece(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[dict[str, object]] = []

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -340,13 +341,30 @@ def _windowed(queries: int | None = None) -> AttentionInputs:
     return replace(inputs, q=inputs.q[:, :, rows], do=inputs.do[:, :, rows], window=(9, None))
 
 
+def _biased(**fields: Any) -> AttentionInputs:
+    inputs = _inputs("random_causal")
+    bias = (torch.arange(inputs.k.shape[2]) / 16).bfloat16().float().expand(1, inputs.q.shape[1], 1, -1)
+    return replace(inputs, bias=bias, **fields)
+
+
+def _packed() -> AttentionInputs:
+    """Three sequences, of which one has no query."""
+    inputs = _inputs("random_causal").part(slice(1))
+    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+    return replace(inputs, lengths=((0, 5, 5, queries), (0, 12, 13, keys)))
+
+
 def _narrower_v() -> AttentionInputs:
     inputs = _inputs("random_grouped")
     return replace(inputs, v=inputs.v[..., :32], do=inputs.do[..., :32])
 
 
 @pytest.mark.parametrize("kernel", ["sdpa_flash", "sdpa_math"])
-@pytest.mark.parametrize("inputs", [_windowed(), _windowed(1), _narrower_v()], ids=["window", "decode", "v"])
+@pytest.mark.parametrize(
+    "inputs",
+    [_windowed(), _windowed(1), _narrower_v(), _biased(), _biased(causal=False), _packed()],
+    ids=["window", "decode", "v", "bias", "bias alone", "packed"],
+)
 def test_what_it_takes_of_a_call_s_features_it_does_as_declared(kernel: str, inputs: AttentionInputs) -> None:
     runs = CPU.kernel(kernel)
     reason = runs.refusal(inputs)
