@@ -135,7 +135,8 @@ OPTIONS = (
     Option(
         "backward",
         "what your own kernel trains with in the training runs: its own backward pass (default; one that has none is"
-        " skipped), or the suite's, behind its forward pass; such runs are labelled so and nothing is claimed of them",
+        " skipped, and falls where this is said), or the suite's, behind its forward pass; such runs are labelled so"
+        " and nothing is claimed of them",
         choices=("own", "emulated"),
         recorded=True,
         needs="kernel",

@@ -18,6 +18,7 @@ from tiebreak.backends.backend import Backend
 from tiebreak.backends.platform import describe
 from tiebreak.matrix import options, watch
 from tiebreak.matrix.checks import checks
+from tiebreak.matrix.checks.gradients import CHECK as GRADIENTS
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.explain import explain, plans
@@ -209,6 +210,7 @@ class RecordCollector:
             " rest pass"
             for name in self.missing
         ]
+        self.fallen += self._without_gradients()
         if all(record.outcome == records.SKIPPED for record in self.records.values()):
             self.fallen.append("fell: no cell ran, and what did not run does not pass")
         interrupted = bool(session.shouldstop) or session.exitstatus == pytest.ExitCode.INTERRUPTED
@@ -227,6 +229,16 @@ class RecordCollector:
         self.fallen += self._hidden(session)
         if self.fallen and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _without_gradients(self) -> list[str]:
+        """Users' kernels that gave no gradients where they were asked for, and not even a wrong one."""
+        if self.config.getoption("backward") != "own":
+            return []
+        cells = ((record, self.expected[name]) for name, record in self.records.items())
+        ran = [(record, cell) for record, cell in cells if record.outcome != records.SKIPPED and cell.kernel.external]
+        asked = {record.kernel for record, cell in ran if cell.experiment.described().backward}
+        given = {record.kernel for record, _ in ran if GRADIENTS.name in record.answers}
+        return [f"fell: {name} gave no gradients, and --backward own asks for them" for name in sorted(asked - given)]
 
     def _hidden(self, session: pytest.Session) -> list[str]:
         """What a record says and the session would pass over, as with a plug-in that runs again what failed."""

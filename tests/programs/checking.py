@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tiebreak.backends.registry import BACKENDS
 from tiebreak.matrix.options import OPTIONS
 from tiebreak.programs import check as command
 from tiebreak.reports.cli import USAGE
@@ -23,7 +24,12 @@ _MODULE = "tiebreak_given"  # what a function that has no file is imported from
 
 
 def check(
-    function: Callable[..., Any] | str, *, in_process: bool = False, workers: str | int = "auto", **options: Any
+    function: Callable[..., Any] | str,
+    *,
+    in_process: bool = False,
+    workers: str | int = "auto",
+    device: object = None,
+    **options: Any,
 ) -> Verdict:
     """Put one attention kernel through the matrix, as `tiebreak check` does.
 
@@ -32,6 +38,7 @@ def check(
         in_process: run it in this process, one cell after the other, for a function that has no file (of a notebook);
             what the kernel breaks, such as the device, stays broken. Else it runs in processes of its own.
         workers: how many; as `-n`.
+        device: where a harness has its tensors, as torch names it; the backend is the one that computes there.
         options: those of `tiebreak check`, with `_` for `-`: cases, plan, seed, heads, dtype, backend, fair, declare...
             Without `out` no records are kept.
 
@@ -40,11 +47,13 @@ def check(
         prints first.
 
     Raises:
-        tiebreak.reports.errors.UsageError: an option that there is not, a function that can't be found or called,
-            several backends, an interrupted run that did nothing.
+        tiebreak.reports.errors.UsageError: an option that there is not, a function that can't be found or called, a
+            device that no backend computes on, several backends, an interrupted run that did nothing.
     """
     if os.environ.get(_CHECKING):
         raise UsageError("tiebreak.check is called as its function's file is imported: put it under __name__ == ...")
+    if device is not None:
+        options = {"backend": _backend_on(str(device)), **options}
     with tempfile.TemporaryDirectory(prefix="tiebreak-") as folder:
         words, kept = _words(options), [] if "out" in options else ["--out", folder]
         if in_process:
@@ -52,6 +61,14 @@ def check(
         words = [_target(function), *words, "-n", str(workers)]
         verdict = _only(_apart([*words, *kept], Path(folder) / "verdict.json"))
     return replace(verdict, command=shlex.join(["tiebreak", "check", *words]))
+
+
+def _backend_on(device: str) -> str:
+    """The backend that computes on a device itself."""
+    backends = {each.device: each.name for each in BACKENDS.values() if each.composed and not each.predicts}
+    if (kind := device.partition(":")[0]) not in backends:
+        raise UsageError(f"device {device}: no backend computes there; they do on {', '.join(backends)}")
+    return backends[kind]
 
 
 def _only(verdicts: list[Verdict]) -> Verdict:

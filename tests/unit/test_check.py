@@ -114,6 +114,17 @@ def test_bad_usage_is_one_line_and_exit_code_2(
     assert not (folder / "out").exists()
 
 
+@pytest.mark.parametrize(("first", "code"), [("", 0), ("q, k, v = (x.detach() for x in (q, k, v)); ", 1)])
+def test_gradients_that_are_asked_for_must_be_there(
+    folder: Path, first: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "mine.py").write_text(KERNEL.replace("p = ", f"{first}p = "))
+    ran = ("mine.py:attention", "--cases", "random", "--heads", "16", "-n", "0", "--backward", "own")
+    assert check.main(ran) == code
+    line = "fell: attention gave no gradients, and --backward own asks for them"
+    assert (line in capsys.readouterr().out) == bool(code)
+
+
 @pytest.mark.parametrize(("cases", "alone"), [("random,no_tail", True), ("*", False)])
 def test_few_cheap_cells_take_no_workers(pytester: pytest.Pytester, cases: str, alone: bool) -> None:
     (pytester.path / "mine.py").write_text(KERNEL)
