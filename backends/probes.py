@@ -12,6 +12,7 @@ from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 
 _SIZE = 64
 _LONG = 2048  # terms of a product that a library may split
+_AS_ATTENTION = {"heads": 8, "rows": 32, "columns": 64}  # as a framework's attention asks for P V
 _DETERMINISTIC = tuple(mode for mode in Rounding if mode is not Rounding.STOCHASTIC)
 
 
@@ -25,9 +26,10 @@ def fingerprint(arithmetic: Arithmetic, device: str, fmt: Format = BF16) -> Mapp
 
     Returns:
         `cast` and `matmul`: the mode in which a cast and a matrix product round, `none known` if no mode fits;
-        `matmul_sums_in`: whether the product's running sum is wider than `fmt`; `matmul_rounds_after` and
-        `batched_matmul_rounds_after`: how many terms it adds before it puts their sum into `fmt`, of 2,048, where a
-        library splits long products; `matmul_subnormals`: kept or flushed; `exp_at_zero`: the device's exp(0).
+        `matmul_sums_in`: whether the product's running sum is wider than `fmt`, and whether fp32 holds it rounded to
+        odd; `matmul_rounds_after` and `batched_matmul_rounds_after`: how many terms it adds before it puts their sum
+        into `fmt`, of 2,048, where a library splits long products; `matmul_subnormals`: kept or flushed; `exp_at_zero`:
+        the device's exp(0).
     """
     values = _probe_values(fmt)
     cast = arithmetic.cast(values.to(device), Cast(fmt)).cpu()
@@ -39,13 +41,29 @@ def fingerprint(arithmetic: Arithmetic, device: str, fmt: Format = BF16) -> Mapp
     return {
         "cast": _mode_of(values, cast, fmt),
         "matmul": _mode_of(values, product, fmt),
-        "matmul_sums_in": "fp32 or wider" if _sums_wide(arithmetic, device, fmt) else fmt.name,
-        "matmul_rounds_after": _rounds_after(arithmetic, device, fmt, heads=1, rows=128, columns=128),
-        # As a framework's attention asks for P V.
-        "batched_matmul_rounds_after": _rounds_after(arithmetic, device, fmt, heads=8, rows=32, columns=64),
+        "matmul_sums_in": _sums_in(arithmetic, device, fmt),
+        "matmul_rounds_after": _in_words(_rounds_after(arithmetic, device, fmt, heads=1, rows=128, columns=128)),
+        "batched_matmul_rounds_after": _in_words(_rounds_after(arithmetic, device, fmt, **_AS_ATTENTION)),
         "matmul_subnormals": "kept" if survived else "flushed",
         "exp_at_zero": arithmetic.exp(torch.zeros(1, device=device), Exponential()).item(),
     }
+
+
+def of_products(arithmetic: Arithmetic, device: str) -> tuple[str, ...]:
+    """What a device's products of bf16 do that a plan has to say.
+
+    Args:
+        arithmetic: of the device.
+        device: torch's name of it.
+
+    Returns:
+        Changes of a plan, as declarations have them, each with those before it: how products are added up, then after
+        how many terms P V is rounded where it is in the inputs' format. None where there is nothing to say.
+    """
+    changes = [f"accumulator={Accumulator.BFMMLA.name.lower()}"] if _sums_to_odd(arithmetic, device, BF16) else []
+    if terms := _rounds_after(arithmetic, device, BF16, **_AS_ATTENTION):
+        changes.append(f"o_bar=input/{terms}")
+    return tuple(changes)
 
 
 def dot(arithmetic: Arithmetic, rows: Tensor, device: str, fmt: Format) -> Tensor:
@@ -75,6 +93,12 @@ def _mode_of(values: Tensor, rounded: Tensor, fmt: Format) -> str:
     return fitting[0] if fitting else "none known"
 
 
+def _sums_in(arithmetic: Arithmetic, device: str, fmt: Format) -> str:
+    if not _sums_wide(arithmetic, device, fmt):
+        return fmt.name
+    return "fp32, rounded to odd" if _sums_to_odd(arithmetic, device, fmt) else "fp32 or wider"
+
+
 def _sums_wide(arithmetic: Arithmetic, device: str, fmt: Format) -> bool:
     """Whether 1 and many terms of a quarter ulp each add up: in the narrow format itself they never leave 1."""
     terms = 2 ** (fmt.mantissa_bits + 2)
@@ -83,8 +107,16 @@ def _sums_wide(arithmetic: Arithmetic, device: str, fmt: Format) -> bool:
     return dot(arithmetic, row, device, fmt).item() >= 1.5
 
 
-def _rounds_after(arithmetic: Arithmetic, device: str, fmt: Format, *, heads: int, rows: int, columns: int) -> str:
-    """How many terms a long product adds before it rounds their sum.
+def _sums_to_odd(arithmetic: Arithmetic, device: str, fmt: Format) -> bool:
+    """Whether a tail far below fp32's last bit tips a tie, and does so still when it has been taken off again."""
+    tie, tail = 1.0 + 2.0 ** -(fmt.mantissa_bits + 1), 2.0**-30
+    # Terms come in pairs, whose sums are exact.
+    rows = torch.tensor([[1.0, tie - 1.0, tail, 0.0, 0.0, 0.0], [1.0, tie - 1.0, tail, 0.0, -tail, 0.0]])
+    return bool((dot(arithmetic, rows, device, fmt) > tie).all())
+
+
+def _rounds_after(arithmetic: Arithmetic, device: str, fmt: Format, *, heads: int, rows: int, columns: int) -> int:
+    """How many terms a long product adds before it rounds their sum; 0: all.
 
     Of a large term and two of half its ulp the sum is in the format. Rounded between the two, each alone is a tie. The
     second lies elsewhere in every row.
@@ -101,4 +133,8 @@ def _rounds_after(arithmetic: Arithmetic, device: str, fmt: Format, *, heads: in
         Accumulator.EXACT,
     )
     lost = (product.cpu()[..., 0].flatten() != large + 2.0).nonzero()
-    return f"{int(places[lost[0]])} terms" if len(lost) else "all terms"
+    return int(places[lost[0]]) if len(lost) else 0
+
+
+def _in_words(terms: int) -> str:
+    return f"{terms} terms" if terms else "all terms"

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
-from tiebreak.kernels.algorithms import FLASH_ATTENTION_1
+from tiebreak.backends.backend import Backend
+from tiebreak.backends.probes import of_products
+from tiebreak.kernels.algorithms import FLASH_ATTENTION_1, STANDARD_ATTENTION
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.flash import ONE_TILE, Block
 from tiebreak.kernels.kernel import Declaration
@@ -57,10 +59,19 @@ _EIGHT_BITS = (
 
 
 @cache
-def candidates() -> Mapping[str, Declaration]:
+def on_device(backend: Backend) -> Mapping[str, Declaration]:
+    """As `candidates`, on a backend: where its products do what plans don't say by themselves, such plans too."""
+    return candidates(() if backend.predicts else of_products(backend.arithmetic, backend.device))
+
+
+@cache
+def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
     """The plans that an undeclared kernel may turn out to follow, by texts that --plan takes.
 
     The plainest come first. Not those that leave O in fp32: a kernel returns O in the format of its inputs.
+
+    Args:
+        products: what those of a device do in 16 bits, as `tiebreak.backends.probes.of_products` has it.
     """
     more = ("flash@fused_fast_exp", *_MORE, *_EIGHT_BITS, *DEFAULT_ROSTER)
     texts = dict.fromkeys((*_PLAIN, *_UNTILED, *_SCALED_FIRST, *_WRITTEN_OUT, *_SPLIT, *more))
@@ -76,13 +87,24 @@ def candidates() -> Mapping[str, Declaration]:
             # In one tile flash attention 1 is standard attention.
             for block in blocks[text.startswith(FLASH_ATTENTION_1.name) :] if tiled else ():
                 declarations[f"{text},tile={block}"] = replace(declaration, block=block, tile_named=True)
+    changes = [",".join(products[:count]) for count in range(1, len(products) + 1)]
+    for text in (*_PLAIN, *_UNTILED, *_SCALED_FIRST, *_WRITTEN_OUT):
+        if _multiplies_in_16_bits(declarations[text]):
+            # What is cut into tiles has no long products.
+            told = changes if "tile=one" in text or not declarations[text].algorithm.tiled else changes[:1]
+            declarations |= {f"{text},{change}": parse_declaration(f"{text},{change}") for change in told}
     return _without_doubles(declarations)
 
 
-@cache
-def accepted() -> Mapping[str, Declaration]:
+def _multiplies_in_16_bits(declaration: Declaration) -> bool:
+    """Whether a product's result is in 16 bits: how it comes about is then the device's library's own."""
+    standard = declaration.algorithm is STANDARD_ATTENTION
+    return standard or declaration.plan.qk.narrows or declaration.plan.o_bar.narrows
+
+
+def accepted(plans: Mapping[str, Declaration]) -> Mapping[str, Declaration]:
     """Those of them that kernels which people ship, or fixes, follow."""
-    return {text: plan for text, plan in candidates().items() if plan.shift_rule.accepted}
+    return {text: plan for text, plan in plans.items() if plan.shift_rule.accepted}
 
 
 def _without_doubles(declarations: Mapping[str, Declaration]) -> dict[str, Declaration]:

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tiebreak.cases.verdicts import MARGIN_ULPS
-from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.flash import ONE_TILE
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.plans import Cast
+from tiebreak.kernels.plans import Accumulator, Cast
 from tiebreak.matrix.attribution import drawn
 from tiebreak.matrix.candidates import nameless
 from tiebreak.reports.records.record import (
@@ -59,9 +59,9 @@ def explain(records: Iterable[Record]) -> dict[str, Explanation]:
     of the elements and up to 0.2 % of a cell's, but for `equal_keys`, where O itself is often a tie, with 1.7 %. And
     the 2 % that may differ, each by an ulp, move the bias by 0.02 ulp at most, less than half the margin of a verdict.
 
-    By the same measure two plans are not told apart whose shares differ by no more than 0.1 % in any cell. Where tiles
-    or the exponential's base are all that they differ in, the plainest of them speaks for all: the base alone moves two
-    elements in a million.
+    By the same measure two plans are not told apart whose shares differ by no more than 0.1 % in any cell. Where tiles,
+    the exponential's base or a device's products are all that they differ in, the plainest of them speaks for all: the
+    base alone moves two elements in a million.
     """
     kernels: dict[str, list[Record]] = {}
     for record in records:
@@ -119,15 +119,19 @@ def _families(standings: Iterable[Standing]) -> list[Standing]:
 
 
 def _family(plan: str) -> Declaration:
-    """What tiles, or the exponential's base, alone tell apart.
+    """What tiles, the exponential's base, or how a device adds up a product alone tell apart.
 
-    In one tile a shift has nothing to lag behind, and a split none to be merged with.
+    In one tile a shift has nothing to lag behind, and a split none to be merged with; one product is O's own cast.
     """
     declaration = nameless(parse_declaration(plan))
     exponential = replace(declaration.plan.exponential, base_two=False)
-    rounding, rule = replace(declaration.plan, exponential=exponential), replace(declaration.shift_rule, lag=0.0)
+    whole = replace(declaration.plan.o_bar, every=0)
+    rounding = replace(declaration.plan, exponential=exponential, o_bar=whole, accumulator=Accumulator.EXACT)
+    rule = replace(declaration.shift_rule, lag=0.0)
+    if declaration.algorithm in (SPLIT_ATTENTION, STANDARD_ATTENTION):
+        rounding = replace(rounding, o_bar=Cast(FP32))
     if declaration.algorithm is SPLIT_ATTENTION:
-        declaration, rounding = replace(declaration, algorithm=FLASH_ATTENTION), replace(rounding, o_bar=Cast(FP32))
+        declaration = replace(declaration, algorithm=FLASH_ATTENTION)
     return replace(declaration, plan=rounding, shift_rule=rule, block=ONE_TILE)
 
 

@@ -5,7 +5,7 @@ is so held to its own arithmetic on the others. One that follows another plan at
 there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from tiebreak.cases.errors import Errors
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.matrix.attribution import fits
-from tiebreak.matrix.candidates import accepted
+from tiebreak.matrix.candidates import accepted, on_device
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.sampling import SequentialSampler
 from tiebreak.matrix.workbench import CaseBench, Workbench
@@ -54,16 +54,15 @@ def plan_held_to(cell: Cell, sampler: SequentialSampler, case_bench: CaseBench, 
     sample = sampler.sample
     if sample.prediction is not None:
         return HeldTo(sample.declaration.label, sample.declaration, (sample.errors, sample.prediction))
-    shares = {name: fit.bits for name, fit in sampler.fits.items() if name in accepted()}
+    known = accepted(on_device(cell.backend))
+    shares = {name: fit.bits for name, fit in sampler.fits.items() if name in known}
     if not shares:
         return None
     nearest = max(shares, key=shares.__getitem__)
     plans = (nearest,) if shares[nearest] >= FOLLOWED else _overall(cell, bench)
     ours = sample.draws[0].errors
     held = [
-        HeldTo(
-            plan if len(plans) == 1 else _LOOSEST, accepted()[plan], (ours, case_bench.emulated(0, accepted()[plan])[1])
-        )
+        HeldTo(plan if len(plans) == 1 else _LOOSEST, known[plan], (ours, case_bench.emulated(0, known[plan])[1]))
         for plan in plans
     ]
     return max(held, key=lambda held_to: held_to.errors[1].rms_ulps, default=None)
@@ -73,22 +72,23 @@ def _overall(cell: Cell, bench: Workbench) -> tuple[str, ...]:
     """The accepted plan with the most bits of a kernel on normal numbers; none where it runs on none of the probes."""
     key = (cell.backend.name, cell.kernel.name, cell.fmt.name)
     if key not in bench.overall:
-        bench.overall[key] = _nearest(list(_shares(cell, bench)))
+        known = accepted(on_device(cell.backend))
+        bench.overall[key] = _nearest(list(_shares(cell, bench, known)), known)
     return bench.overall[key]
 
 
-def _nearest(shares: list[dict[str, float]]) -> tuple[str, ...]:
+def _nearest(shares: list[dict[str, float]], known: Mapping[str, Declaration]) -> tuple[str, ...]:
     if not shares:
         return ()
     mean = {name: sum(share[name] for share in shares) for name in shares[0]}
     best = max(mean, key=mean.__getitem__)
     if mean[best] >= _RANDOM * len(shares):
         return (best,)
-    return tuple(name for name in mean if accepted()[name].plan.stochastic)
+    return tuple(name for name in mean if known[name].plan.stochastic)
 
 
-def _shares(cell: Cell, bench: Workbench) -> Iterator[dict[str, float]]:
-    """The share of bits that every accepted plan has of the kernel, one dictionary a probe that it runs on."""
+def _shares(cell: Cell, bench: Workbench, known: Mapping[str, Declaration]) -> Iterator[dict[str, float]]:
+    """The share of bits that every known plan has of the kernel, one dictionary a probe that it runs on."""
     backend, kernel = cell.backend, cell.kernel
     for case in _PROBES:
         batch = CaseBench(case, cell.fmt, replace(bench.settings, heads=_HEADS)).batch(0)
@@ -99,4 +99,4 @@ def _shares(cell: Cell, bench: Workbench) -> Iterator[dict[str, float]]:
         except Exception:  # the cell of that case says what it raised
             continue
         if torch.isfinite(o).any():
-            yield {name: fit.bits for name, fit in fits(o, batch, accepted()).items()}
+            yield {name: fit.bits for name, fit in fits(o, batch, known).items()}

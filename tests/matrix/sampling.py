@@ -17,7 +17,7 @@ from tiebreak.kernels.kernel import Declaration, delta_alone
 from tiebreak.kernels.plans import FP32_INSIDE
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.attribution import Fit, equal_bits, fits
-from tiebreak.matrix.candidates import candidates, tilings
+from tiebreak.matrix.candidates import on_device, tilings
 from tiebreak.matrix.experiment import Cell, time_limit
 from tiebreak.matrix.workbench import CaseBench
 
@@ -137,7 +137,7 @@ class SequentialSampler:
         # A chaotic or cancelling case predicts nothing: its records say none is made, not that one was met.
         bits_tell = not (bench.case.cancels or bench.case.chaotic)
         self._predicts = bits_tell and declaration is not None and not cell.backend.predicts
-        self._candidates = candidates() if bits_tell and declaration is None else {}
+        self._candidates = on_device(cell.backend) if bits_tell and declaration is None else {}
         self._as_rounded = external and bench.settings.as_rounded and bench.case.failure
         self._fits: Mapping[str, Fit] = {}
         self.sample = self._nothing_yet(self._tilings[0])

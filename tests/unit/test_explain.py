@@ -92,6 +92,17 @@ def test_tiles_that_no_case_tells_apart_are_one_plan_and_so_are_bases() -> None:
     assert explanation_text(cut).startswith("follows flash@fused,tile=64 (")
 
 
+def test_how_a_device_adds_up_products_is_said_where_a_case_shows_it() -> None:
+    plain = "standard,s=input"
+    odd = f"{plain},accumulator=bfmmla"
+    blocks = f"{odd},o_bar=input/512"
+    short, faint = compared("a", dict.fromkeys((plain, odd, blocks), fit(1.0))), {odd: fit(1.0), blocks: fit(1.0)}
+    assert explanation_text(only(short)).startswith(f"follows {plain} (")
+    assert explanation_text(only(short, compared("b", faint | {plain: fit(0.7)}))).startswith(f"follows {odd} (")
+    long = compared("c", {plain: fit(0.7), odd: fit(0.8), blocks: fit(1.0)})
+    assert explanation_text(only(short, long)).startswith(f"follows {blocks} (")
+
+
 def test_random_bits_of_its_own() -> None:
     fits = {"fused": fit(0.7, 0.1), "fused_stochastic": fit(0.66, 0.002), "fair": fit(0.65, 0.001)}
     explanation = only(compared("a", fits), compared("b", fits))

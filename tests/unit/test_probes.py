@@ -6,11 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiebreak.backends.backend import CPU
+from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
-from tiebreak.backends.probes import fingerprint
+from tiebreak.backends.probes import fingerprint, of_products
+from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16, FP16, Format, Rounding
+from tiebreak.kernels.kernel import run_forward
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
+from tiebreak.kernels.reference import reference
+from tiebreak.matrix.attribution import fits
+from tiebreak.matrix.candidates import candidates, on_device
+from tiebreak.matrix.workbench import SharedBatch
+from tiebreak.reports.records.record import FOLLOWED
 
 
 class CastingIn(EmulatedArithmetic):
@@ -65,15 +72,42 @@ def test_a_narrow_device_is_told() -> None:
     assert answers["exp_at_zero"] == 0.75
 
 
-def test_a_product_that_is_rounded_block_after_block_is_told() -> None:
-    class InBlocks(EmulatedArithmetic):
-        def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-            return super().matmul(a, b, replace(cast, every=160 if a.shape[-2] == 128 else 512), accumulator)
+class OnArm(EmulatedArithmetic):
+    """As PyTorch 2.9.1 multiplies on an Arm processor with bf16 instructions, and SVE of 512 bits."""
 
-    answers = fingerprint(InBlocks(), "cpu")
+    def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
+        return super().matmul(a, b, replace(cast, every=160 if a.shape[-2] == 128 else 512), Accumulator.BFMMLA)
+
+
+def test_a_product_that_is_rounded_to_odd_and_block_after_block_is_told() -> None:
+    answers = fingerprint(OnArm(), "cpu")
     assert answers["matmul_rounds_after"] == "160 terms"
     assert answers["batched_matmul_rounds_after"] == "512 terms"
-    assert answers["matmul_sums_in"] == "fp32 or wider"
+    assert answers["matmul_sums_in"] == "fp32, rounded to odd"
+
+
+def test_plans_are_tried_that_say_what_a_device_does_to_its_products() -> None:
+    assert on_device(EMULATION) == on_device(replace(CPU, arithmetic=EmulatedArithmetic())) == candidates()
+    tried = on_device(replace(CPU, arithmetic=OnArm()))
+    assert list(tried)[: len(candidates())] == list(candidates())
+    eager, paper = "standard,qk=input,s=input,accumulator=bfmmla", "flash@paper,accumulator=bfmmla"
+    assert {eager, f"{eager},o_bar=input/512", paper} <= tried.keys()
+    (case,) = (case for case in SCRIPTED if case.name == "faint_tail")
+    batch = SharedBatch(inputs := case.make(1, 0, 32, BF16), reference(inputs))
+    o = run_forward(tried[paper], inputs, EMULATION.arithmetic).o
+    shares = fits(o, batch, {plan: tried[plan] for plan in (paper, "flash@paper")})
+    assert shares[paper].bits == 1.0
+    assert shares["flash@paper"].bits < FOLLOWED
+
+
+def test_a_sum_wider_than_fp32_is_not_taken_for_one_to_odd() -> None:
+    class Wide(EmulatedArithmetic):
+        def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
+            total = a.double() @ b.double()
+            above = torch.nextafter(total.float(), torch.tensor(torch.inf))
+            return self.cast(torch.where(total > total.float(), above, total.float()), cast)
+
+    assert of_products(Wide(), "cpu") == ()
 
 
 def test_this_cpu_breaks_ties_to_even() -> None:
