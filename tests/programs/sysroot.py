@@ -29,7 +29,10 @@ _MIRROR = "http://deb.debian.org/debian"
 _KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _PYTHON = "usr/bin/python3.11"
 _TAGS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
+_ROOMS = ("backends", "cases", "defects", "kernels", "laboratory", "matrix", "programs", "reports")  # pyproject's
 _UNPACKED = 5  # times the size of what is downloaded
+# What tools write of causes, before what they conclude from them: pip finds no version where the registry is silent.
+_CAUSES = ("No space left", "connection broken by", "^E:", "^ERROR:")
 _GET_QEMU = "apt-get install qemu-user-static (Debian, Ubuntu), dnf install qemu-user-static-aarch64 (Fedora)"
 
 
@@ -222,7 +225,7 @@ def _launcher(home: Path, qemu: Emulator, root: Path, site: Path) -> Path:
             whole = Path(partial, "whole")
             (whole / "tiebreak").mkdir(parents=True)
             (whole / "tiebreak" / init.name).symlink_to(init)
-            for room in ("backends", "cases", "defects", "kernels", "laboratory", "matrix", "programs", "reports"):
+            for room in _ROOMS:
                 found = importlib.util.find_spec(f"tiebreak.{room}")
                 if found is not None and found.submodule_search_locations:
                     (whole / "tiebreak" / room).symlink_to(Path(found.submodule_search_locations[0]).resolve())
@@ -254,7 +257,7 @@ def _output(command: Sequence[str], folder: Path | None = None) -> str:
     """What a command prints.
 
     Raises:
-        UsageError: it fails; with the last line that it wrote, which names the cause.
+        UsageError: it fails; with the line that names the cause, or the last that it wrote.
     """
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, errors="replace")
@@ -262,10 +265,10 @@ def _output(command: Sequence[str], folder: Path | None = None) -> str:
         raise UsageError(f"{command[0]} is not on the PATH") from error
     except subprocess.CalledProcessError as error:
         lines = [line.strip() for line in f"{error.stdout}\n{error.stderr}".splitlines() if line.strip()]
-        why = next(
-            (line for line in lines if line.startswith(("E:", "ERROR:"))), lines[-1] if lines else "no word of why"
-        )
-        raise UsageError(f"{Path(command[0]).name} failed: {why}") from error
+        causes = (line for cause in _CAUSES for line in lines if re.search(cause, line))
+        tool = "pip" if "pip" in command else Path(command[0]).name
+        why = next(causes, lines[-1] if lines else "no word of why")
+        raise UsageError(f"{tool} failed: {why}") from error
     return done.stdout
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import subprocess
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +68,18 @@ def test_pins_name_each_download_once_with_its_digest() -> None:
     assert ("torch", "2.9.1") in {(pin.name, pin.version) for pin in pinned}
 
 
+def test_every_room_is_linked() -> None:
+    packages = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())["tool"]["setuptools"]
+    assert {f"tiebreak.{room}" for room in sysroot._ROOMS} == packages["package-dir"].keys() - {"tiebreak"}
+
+
+def test_a_cache_that_is_no_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UsageError, match="file/tiebreak/aarch64/downloads: Not a directory"):
+        sysroot.python("aarch64", tell=quietly)
+
+
 def test_a_second_run_downloads_nothing(home: Path, calls: Callable[[], int]) -> None:
     first = sysroot.python("aarch64", tell=quietly)
     asked = calls()
@@ -92,8 +105,18 @@ def test_the_python_runs_under_qemu_with_this_suite(home: Path, tmp_path: Path) 
         ("apt-get", 'echo "W: no" >&2; echo "E: Failed to fetch http://x: timed out" >&2; exit 100', "Failed to fetch"),
         ("apt-get", 'case "$*" in *" download "*) printf half > libc6.deb;; esac', "libc6.deb: broken"),
         ("python", 'case "$*" in *" download "*) printf half > torch.whl;; esac', "torch.whl: broken"),
-        ("python", 'echo "ERROR: Could not find a version" >&2; exit 1', "Could not find a version"),
-        ("dpkg", 'echo "dpkg-deb: error: No space left on device" >&2; exit 2', "No space left"),
+        ("python", 'echo "ERROR: Could not find a version" >&2; exit 1', "pip failed: ERROR: Could not find a version"),
+        # As pip and dpkg write it: what they conclude comes last, or is all that begins with ERROR.
+        (
+            "python",
+            'echo "WARNING: Retrying after connection broken by a time-out" >&2; echo "ERROR: none" >&2; exit 1',
+            "broken by a time-out",
+        ),
+        (
+            "dpkg",
+            'echo "tar: ./usr: No space left on device" >&2; echo "dpkg-deb: error: tar subprocess" >&2; exit 2',
+            "tar: ./usr: No space left",
+        ),
     ],
 )
 def test_what_fails_is_one_line_and_leaves_nothing_half_written(
