@@ -32,6 +32,7 @@ from tiebreak.reports.tables.changes import finding_text
 from tiebreak.reports.tables.marks import plain_text, shown_text
 from tiebreak.reports.tables.plans import explanation_text, percent
 from tiebreak.reports.tables.rerun import runnable
+from tiebreak.reports.tables.rules import answers_of
 from tiebreak.reports.tables.run import counted
 
 SCHEMA = 1  # of the JSON: verdict.schema.json, beside this file
@@ -211,6 +212,7 @@ class _Kernel:
             "checks": self._checks,
             "rounding": self._rounding,
             "backward": self._backward,
+            "rules": self._rules,
             "skipped": self._skipped,
         }
         ended = [record for record in self.records if record.outcome in (CRASHED, TIMED_OUT)]  # no result, and no pass
@@ -383,6 +385,19 @@ class _Kernel:
         if min(shares[nearest]) >= FOLLOWED_BACKWARD:
             return f"follows {nearest}: {agreed}"
         return f"unexplained: nearest is {nearest} with {agreed}"
+
+    def _rules(self) -> str:
+        """Which acceptance rules in public use it passes."""
+        told = [(record.case, name, answer) for record in self.records for name, answer in answers_of(record).items()]
+        failed = grouped(((name, case) for case, name, answer in told if answer.passed is False), lambda pair: pair[0])
+        passed = {name for _, name, answer in told if answer.passed} - failed.keys()
+        if not passed and not failed:
+            return ""
+        texts = [
+            f"{name} ({own[0][1] if len(own) == 1 else counted(len(own), 'input')})" for name, own in failed.items()
+        ]
+        turned = f"; turned down by {first_few(texts, _LISTED)}" if texts else ""
+        return f"passes {len(passed)} of {counted(len(passed) + len(failed), 'acceptance rule')} on every input{turned}"
 
     def _skipped(self) -> str:
         skipped = (record.skipped for record in self.records if record.outcome == SKIPPED)

@@ -237,6 +237,23 @@ class SeriesRecord:
     values: Mapping[str, tuple[float | None, ...]]  # by name, one number a reading
 
 
+@dataclass(frozen=True)
+class RuleReading:
+    """One number that an acceptance rule looks at."""
+
+    number: float | None  # None: NaN or infinite, which passes no rule
+    limit: float | None  # that it may reach
+
+
+@dataclass(frozen=True)
+class RuleAnswer:
+    """What an acceptance rule of another project says of a cell."""
+
+    passed: bool | None  # None: it lacks what it needs
+    readings: Mapping[str, RuleReading] = field(default_factory=dict)  # by what it reads
+    needs: str = ""  # what it lacks
+
+
 # Evidence that something here draws or reads; of any other kind a record carries what JSON has.
 EVIDENCE = ByName(
     {
@@ -247,6 +264,7 @@ EVIDENCE = ByName(
         "changes": Mapping[str, ChangeRecord],  # of a call compared with itself, by what was changed and put in
         "controls": Mapping[str, float],  # what had to change O there, and the share of its elements that it did
         "backward": Mapping[str, Mapping[str, float]],  # of a user's kernel, by backward pass: bits of dq, dk and dv
+        "rules": Mapping[str, RuleAnswer],  # acceptance rules in public use, by name, with --rules
         "paper": str,  # what the paper says of training with the kernel: stable, fails
     }
 )

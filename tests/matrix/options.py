@@ -160,6 +160,12 @@ OPTIONS = (
         ),
     ),
     Option(
+        "rules",
+        "say of every call which acceptance rules in public use would pass it; `tiebreak rules` lists them, and"
+        " `tiebreak rules FILE` shows what they said",
+        rerun=lambda _, settings: ("--rules",) if settings.rules else (),
+    ),
+    Option(
         "captured",
         "add the q, k, v, dO in DIR/inputs-STEP.safetensors (docs/your-kernel.md) as cases, in the format that they"
         " are in, fp32 rounded to --dtype; they run alone unless --cases is given",

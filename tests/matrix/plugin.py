@@ -98,7 +98,8 @@ def _settings(config: pytest.Config) -> Settings:
     if heads > HEADS_PER_BATCH and heads % HEADS_PER_BATCH:
         _refuse(f"--heads {heads}: expected at most {HEADS_PER_BATCH} or a multiple of {HEADS_PER_BATCH}")
     as_rounded = config.getoption("no_worse_than") == "rounded"
-    return Settings(seed, heads, bool(config.getoption("fair")), as_rounded, _seconds(config), _where(config))
+    asked = bool(config.getoption("fair")), as_rounded, bool(config.getoption("rules"))
+    return Settings(seed, heads, *asked, _seconds(config), _where(config))
 
 
 def _where(config: pytest.Config) -> tuple[str, ...]:

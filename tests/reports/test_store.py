@@ -78,6 +78,8 @@ def test_the_published_schema_is_of_this_version_and_has_every_field_with_a_line
         "histogram": records.HistogramRecord,
         "series": records.SeriesRecord,
         "change": records.ChangeRecord,
+        "reading": records.RuleReading,
+        "rule": records.RuleAnswer,
         "record": Record,
     }
     assert set(published["$defs"]) == {*parts, "value", "evidence"}

@@ -22,6 +22,7 @@ from tiebreak.cases.trace import trace
 from tiebreak.cases.verdicts import Interval, Verdict
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionOutput
+from tiebreak.matrix import acceptance
 from tiebreak.matrix.backward_attribution import BackwardHeldTo, backward_held_to
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext, UnusableExperimentError
 from tiebreak.matrix.held_to import HeldTo, plan_held_to
@@ -166,6 +167,7 @@ class Call(Experiment):
             digest=digest(outputs[0]),
             evidence=_fits(sampler)
             | ({"backward": backward.bits} if backward else {})
+            | ({"rules": acceptance.said(outputs[0], case_bench)} if bench.settings.rules else {})
             | (_drawings(cell, outputs[0], batches[0]) if self.case.traced else {}),
         )
 

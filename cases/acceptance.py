@@ -1,0 +1,456 @@
+"""Acceptance rules in public use: what the tests of other projects say of an output, each as its source has it.
+
+A rule holds what a kernel returned against the exact result, against that rounded to the format of the output (a
+reference that computes in fp32 and casts back), or against a benchmark on the same inputs: PyTorch's eager attention in
+their format, or another fused kernel. Limits are those of the sources; docs/rules.md says what the rules see.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tiebreak.kernels.formats import Format, ulp
+from tiebreak.kernels.inputs import TORCH_DTYPES
+
+OUTPUT = "O"  # the name of the output; gradients are dQ, dK and dV
+OF_GRADIENTS = " of gradients"  # behind the name of a rule
+FEWEST_SEEDS = 200  # that Ascend's recheck takes
+_RESAMPLES, _LOWER = 2000, 0.025  # of its bootstrap
+_FEWEST_PAIRS = 100  # that are not equal, from which on Cambricon asks for their signs
+
+
+class LackingError(Exception):
+    """A rule lacks something that it needs; the message says what."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One tensor that a kernel returned, beside what rules hold it against; (batch, heads, N, d), fp64."""
+
+    out: Tensor  # as the kernel returned it
+    exact: Tensor  # the reference
+    fmt: Format  # of the output
+    eager: Tensor  # by PyTorch's eager attention in the format of the inputs
+    fused: Tensor  # by a fused kernel that keeps to plan `fused`
+    name: str = OUTPUT
+
+    @cached_property
+    def rounded(self) -> Tensor:
+        """The reference in the output's format, as torch casts it."""
+        return self.exact.float().to(TORCH_DTYPES[self.fmt])
+
+    @cached_property
+    def ref(self) -> Tensor:
+        """The same, fp64."""
+        return self.rounded.double()
+
+    @cached_property
+    def lacks(self) -> str | None:
+        """What no rule can do without, and is not here."""
+        if self.fmt not in TORCH_DTYPES:
+            return f"an output that torch has a format for, not {self.fmt.name}"
+        for what, tensor in (("reference", self.exact), ("eager benchmark", self.eager), ("benchmark", self.fused)):
+            if not _finite(tensor):
+                return f"a {what} of {self.name} without NaN and Inf"
+        return None
+
+    @cached_property
+    def small(self) -> Tensor:
+        """Where a value is small, as Ascend's standard has it."""
+        return self.exact.abs() < _limit_of(_SMALL, self.fmt)
+
+    @cached_property
+    def ratios(self) -> list[float]:
+        """MARE, MERE and RMSE to those of the benchmark, of values that are not small; NaN where O has NaN or Inf."""
+        return _ratios(self, (-1,)).tolist() if _finite(self.out) else [torch.nan] * 3
+
+    @cached_property
+    def small_errors(self) -> tuple[int, int]:
+        """Of small values, how many the kernel and the benchmark have too large an error in."""
+        limit = _limit_of(_SMALL_ERROR, self.fmt)
+        ours, theirs = (
+            int((self.small & ((each - self.exact).abs() > limit)).sum()) for each in (self.out, self.fused)
+        )
+        return ours, theirs
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One number that a rule looks at."""
+
+    what: str  # in a word or two
+    number: float
+    limit: float  # that it may reach
+    strict: bool = False  # whether it has to stay below
+
+    @property
+    def met(self) -> bool:
+        """Whether it keeps to the limit; NaN never does."""
+        return self.number < self.limit if self.strict else self.number <= self.limit
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rule says of a kernel's output, or of its gradients."""
+
+    passed: bool | None  # None: it can't tell
+    readings: tuple[Reading, ...] = ()
+    needs: str = ""  # what it would take to tell
+
+
+Readings = Iterator[Reading]
+_Limit = TypeVar("_Limit")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One acceptance rule."""
+
+    name: str
+    formula: str  # in words: o the output, ref the reference in its format, exact the same unrounded
+    source: str  # repository and path
+    version: str  # commit or release, and date
+    of: Callable[[Compared], Readings]  # what it looks at; raises `LackingError`
+    gradients: bool = False  # whether it speaks of dQ, dK and dV too
+    note: str = ""  # what its formula does not say
+
+    def ask(self, *tensors: Compared) -> Answer:
+        """What it says of O, or of all gradients."""
+        try:
+            if lacks := next(filter(None, (each.lacks for each in tensors)), None):
+                raise LackingError(lacks)
+            readings = tuple(reading for each in tensors for reading in self.of(each))
+        except LackingError as lacking:
+            return Answer(None, needs=str(lacking))
+        return Answer(all(reading.met for reading in readings), readings)
+
+
+def answers(output: Compared, gradients: Sequence[Compared] = ()) -> Iterator[tuple[str, Answer]]:
+    """What every rule says, by its name, and of gradients by that with `OF_GRADIENTS` behind it.
+
+    Args:
+        output: O.
+        gradients: dQ, dK and dV, where there are.
+    """
+    for name, rule in RULES.items():
+        yield name, rule.ask(output)
+        if gradients and rule.gradients:
+            yield f"{name}{OF_GRADIENTS}", rule.ask(*gradients)
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x).all())
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().max().item()
+
+
+def _limit_of(limits: Mapping[str, _Limit], fmt: Format) -> _Limit:
+    if fmt.name not in limits:
+        raise LackingError(f"a limit for {fmt.name}: its source has {', '.join(limits)}")
+    return limits[fmt.name]
+
+
+def _beside_eager(x: Compared, times: float, gradients: float, floor: float = 0.0, spare: float = 0.0) -> Readings:
+    """The largest error is no more than so many times that of eager attention, with room below or beside."""
+    limit = (times if x.name == OUTPUT else gradients) * _largest(x.eager - x.ref)
+    # In the output's own format, where adding 0.3 and taking it off again rounds.
+    limit += spare * _largest((x.rounded + 0.3 - 0.3 - x.rounded).double()) if spare else 0.0
+    yield Reading(f"max error of {x.name}", _largest(x.out - x.ref), max(limit, floor))
+
+
+def _close(x: Compared, limits: Mapping[str, tuple[float, float]], to: str = "ref", of: str = "") -> Readings:
+    """Every element within atol + rtol |expected| of `to`; of: what stands for |expected|, if not that."""
+    expected: Tensor = getattr(x, to)
+    atol, rtol = _limit_of(limits, x.fmt)
+    tolerance = atol + rtol * getattr(x, of or to).abs()
+    yield Reading(f"max share of tolerance of {x.name}", _largest((x.out - expected) / tolerance), 1.0)
+
+
+def _mostly_close(x: Compared, tolerance: float, most: float) -> Readings:
+    beyond = ~((x.out - x.ref).abs() <= tolerance * (1 + x.ref.abs()))
+    yield Reading(f"share of {x.name} beyond tolerance", beyond.double().mean().item(), most)
+
+
+def _absolute_or_relative(x: Compared, tolerance: float) -> Readings:
+    absolute = (x.out - x.ref).abs()
+    least = torch.minimum(absolute, absolute / (x.ref.abs() + 1e-8))
+    yield Reading(f"max of the smaller error of {x.name}", _largest(least), tolerance)
+
+
+_SMALL = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-14}  # below it a value of Ascend's standard is small
+_SMALL_ERROR = {"fp16": 2.0**-16, "bf16": 2.0**-16, "fp32": 2.0**-30}  # that such a value may have
+_METRICS = ("MARE", "MERE", "RMSE")
+
+
+def _metrics(out: Tensor, exact: Tensor) -> Tensor:
+    """MARE, MERE and RMSE over the last dimension, (3, ...); NaN in `exact` is left out."""
+    error = (out - exact).abs()
+    relative = error / (exact.abs() + 1e-7)
+    largest = relative.nan_to_num(nan=-1.0).amax(-1)
+    return torch.stack([largest, relative.nanmean(-1), error.square().nanmean(-1).sqrt()])
+
+
+def _ratios(x: Compared, shape: tuple[int, ...]) -> Tensor:
+    """Of the kernel's metrics to the benchmark's, of values that are not small, over the last dimension of a shape."""
+    normal = torch.where(x.small, torch.nan, x.exact).reshape(shape)
+    ours, theirs = (_metrics(each.reshape(shape), normal) for each in (x.out, x.fused))
+    return ours / theirs
+
+
+def _double_benchmark(x: Compared, mare: float, mere: float, rmse: float) -> Readings:
+    if not (x.fused != x.exact)[~x.small].any():
+        raise LackingError(f"a benchmark of {x.name} whose error is not 0")
+    for what, ratio, limit in zip(_METRICS, x.ratios, (mare, mere, rmse), strict=True):
+        yield Reading(f"{what} of {x.name}", ratio, limit)
+    ours, theirs = x.small_errors
+    yield Reading(f"small values of {x.name}", ours / max(theirs, 1), 2.0)
+
+
+def _recheck(x: Compared) -> Readings:
+    """A head is a call with a seed of its own: no two share q, K or V."""
+    bounds = [torch.nan] * 3
+    if _finite(x.out):
+        ratios = _ratios(x, (x.out.shape[0] * x.out.shape[1], -1)).numpy()
+        ratios = ratios[:, np.isfinite(ratios).all(0)]
+        if (heads := ratios.shape[1]) < FEWEST_SEEDS:
+            raise LackingError(f"{FEWEST_SEEDS} heads and more, each a seed of its own: {heads} can be compared")
+        draw = np.random.default_rng(0)
+        medians = [np.median(ratios[:, draw.integers(0, heads, heads)], axis=1) for _ in range(_RESAMPLES)]
+        bounds = np.quantile(medians, _LOWER, axis=0).tolist()
+    for what, bound in zip(_METRICS, bounds, strict=True):
+        yield Reading(f"lower bound of the median ratio of {what}", bound, 1.0)
+
+
+_ECOSYSTEM = {"fp16": 2.0**-10, "bf16": 2.0**-7, "fp32": 2.0**-13}
+
+
+def _relative(x: Compared) -> Readings:
+    largest, mean, _ = _metrics(x.out.flatten(), x.exact.flatten()).tolist() if _finite(x.out) else [torch.nan] * 3
+    limit = _limit_of(_ECOSYSTEM, x.fmt)
+    yield Reading("MERE", mean, limit, strict=True)
+    yield Reading("MARE", largest, 10 * limit, strict=True)
+
+
+_RTOL = {"fp16": 2.0**-9, "bf16": 2.0**-6, "fp32": 2.0**-10}
+_ATOL = {"fp16": 2.0**-9, "bf16": 2.0**-6, "fp32": 2.0**-16}
+_HARD = {"fp16": 0.1, "bf16": 1.0, "fp32": 0.01}
+
+
+def _mixed(x: Compared) -> Readings:
+    error = (x.out - x.exact).abs()
+    within = error <= _limit_of(_ATOL, x.fmt) + _limit_of(_RTOL, x.fmt) * x.exact.abs()
+    yield Reading("share beyond tolerance", 1 - within.double().mean().item(), 0.01)
+    limit = torch.clamp(32 * ulp(x.exact, x.fmt), min=_limit_of(_HARD, x.fmt))
+    yield Reading("max error over its limit", _largest(error / limit), 1.0)
+
+
+_BALANCE = {"fp16": 2.0**-20, "bf16": 2.0**-7, "fp32": 2.0**-14}
+
+
+def _balance(x: Compared) -> Readings:
+    """Of bf16 msprobe takes both to fp32 first; of fp16 it casts the benchmark."""
+    expected = x.ref if x.fmt.name == "fp16" else x.exact.float().double()
+    apart = int((x.out > expected).sum()) - int((x.out < expected).sum())
+    share = abs(apart) / x.out.numel() if _finite(x.out) else torch.nan
+    yield Reading("balance", share, _limit_of(_BALANCE, x.fmt))
+
+
+def _cambricon(x: Compared) -> Readings:
+    expected = x.exact.float().double()
+    error = x.out - expected
+    yield Reading("diff1", (error.abs().sum() / (expected.abs().sum() + 1e-9)).item(), 3e-3)
+    yield Reading("diff2", (error.square().sum() / (expected.square().sum() + 1e-9)).sqrt().item(), 3e-3)
+    pairs = np.unique(torch.complex(x.out, expected)[error != 0].numpy())  # a pair is one number, and sorted as such
+    if len(pairs) >= _FEWEST_PAIRS:
+        below = float((pairs.real < pairs.imag).mean())
+        yield Reading("diff4, of the commoner sign", max(below, 1 - below), 1.0, strict=True)
+
+
+def _signed_mean(x: Compared) -> Readings:
+    away = ((x.out - x.exact) * x.exact.sign()).mean()
+    unit = torch.finfo(TORCH_DTYPES[x.fmt]).eps * x.exact.abs().mean()
+    yield Reading(f"signed mean error of {x.name}", abs((away / unit).item()), 0.05)
+
+
+_FLASH = "Dao-AILab/flash-attention"
+_AT_FLASH = "0251105, 2026-08-15"
+_AT_AITER = "e404860, 2026-08-22"
+_OPBASE = "cann/opbase docs/zh/ops_precision_standard"
+_AT_COMMERCIAL = "6049643, 2026-04-09; taken out by 8b296c7, 2026-04-22"
+_SEVERAL = "the benchmark is another vendor's fused kernel: here flash@fused, emulated"
+# Absolute and relative tolerance, by format of the output.
+_TORCH = {"fp16": (1e-5, 1e-3), "bf16": (1e-5, 1.6e-2), "fp32": (1e-5, 1.3e-6)}
+_GEMS = {name: (1e-4, relative) for name, (_, relative) in _TORCH.items()}
+_ENGINE = {"fp16": (1e-3, 1e-3), "bf16": (1.5e-2, 1.5e-2)}
+_FLASHINFER = {"fp16": (1e-3, 1e-3), "bf16": (1e-2, 1e-2)}
+_VLLM = dict.fromkeys(("fp16", "bf16"), (1.5e-2, 1e-2))
+_CUDNN = dict.fromkeys(("fp16", "bf16"), (2e-2, 2e-2))
+_BENCH = {"fp16": (1e-2, 1e-2), "bf16": (1e-2, 1e-2), "fp32": (1e-4, 1e-4)}
+
+
+def _ascend(level: str, mare: float, mere: float, rmse: float) -> Rule:
+    return Rule(
+        f"ascend_{level.lower()}",
+        f"MARE, MERE and RMSE against exact <= {mare:g}, {mere:g} and {rmse:g} times the benchmark's; of |exact| below"
+        " 2^-8 (bf16) twice as many errors above 2^-16",
+        f"{_OPBASE}/commercial_standard.md 4.5, {level}",
+        _AT_COMMERCIAL,
+        partial(_double_benchmark, mare=mare, mere=mere, rmse=rmse),
+        gradients=True,
+        note=_SEVERAL,
+    )
+
+
+_RULES = (
+    Rule(
+        "flash_attention_2",
+        "max |o - ref| <= 2 max |eager - ref|; gradients 3 times",
+        f"{_FLASH} tests/test_flash_attn.py:1121",
+        f"2.8.4 {_AT_FLASH}",
+        partial(_beside_eager, times=2, gradients=3),
+        gradients=True,
+        note="no absolute term; ref is cast to the output's format, so that errors are counted in whole ulps",
+    ),
+    Rule(
+        "flash_attention_3",
+        "max |o - ref| <= 2 max |eager - ref| + 2 max |ref + 0.3 - 0.3 - ref|, also of gradients",
+        f"{_FLASH} hopper/test_flash_attn.py:285, tests/cute/test_flash_attn.py:513",
+        f"3.0.0 and 4.0.0.beta27, {_AT_FLASH}",
+        partial(_beside_eager, times=2, gradients=2, spare=2),
+        gradients=True,
+        note="FlashAttention-4's too; 3 times with a soft cap, which no input here has",
+    ),
+    Rule(
+        "aiter",
+        "max |o - ref| <= max(2 max |eager - ref|, 0.01); gradients 10 times",
+        "ROCm/aiter op_tests/test_mha.py:343",
+        _AT_AITER,
+        partial(_beside_eager, times=2, gradients=10, floor=0.01),
+        gradients=True,
+    ),
+    Rule(
+        "aiter_check_all_close",
+        "|o - ref| <= 0.01 + 0.01 |ref| but for 5 % of elements",
+        "ROCm/aiter aiter/test_common.py:479 checkAllclose",
+        _AT_AITER,
+        partial(_mostly_close, tolerance=0.01, most=0.05),
+        note="it logs and returns the share; most callers assert nothing",
+    ),
+    _ascend("L0", 10, 2, 2),
+    _ascend("L1", 5, 1.5, 1.5),
+    _ascend("L2", 2, 1.2, 1.2),
+    Rule(
+        "ascend_recheck",
+        "the 95 % lower bound of the median ratio of MARE, MERE and RMSE, bootstrapped over 200 seeds and more, <= 1",
+        f"{_OPBASE}/commercial_standard.md 4.5.2",
+        _AT_COMMERCIAL,
+        _recheck,
+        note=f"asked after a fail of L0 to L2 alone; a head is a seed; {_SEVERAL}",
+    ),
+    Rule(
+        "ascend_community_april",
+        "mean |o - exact| / (|exact| + 1e-7) < 2^-7 (bf16) and the largest < 10 times that",
+        f"{_OPBASE}/experimental_standard.md",
+        "6049643, 2026-04-09, to 2026-07-15",
+        _relative,
+    ),
+    Rule(
+        "ascend_community",
+        "|o - exact| <= 2^-6 + 2^-6 |exact| (bf16; fp16 2^-9) for 99 %, and the largest <= 1 or 32 ulps",
+        f"{_OPBASE}/experimental_standard.md 2",
+        "adbe441, from 2026-07-15",
+        _mixed,
+        note="where the source says 1 or 32 ulps the larger counts",
+    ),
+    Rule(
+        "msprobe_balance",
+        "|count(o > exact) - count(o < exact)| / N <= 2^-7 (bf16; fp16 2^-20, fp32 2^-14)",
+        "Ascend/msprobe api_accuracy_checker/compare/algorithm.py:76, precision_standard/standard_config.py:133",
+        "8ff00da, 2026-08-08",
+        _balance,
+        note="without a sign, and not counted away from zero: over V of both signs a bias cancels; it decides for no"
+        " operator as shipped",
+    ),
+    Rule(
+        "transformer_engine",
+        "|o - eager| <= 0.015 + 0.015 |eager| (bf16; fp16 0.001), also of gradients",
+        "NVIDIA/TransformerEngine tests/pytorch/attention/test_attention.py:179",
+        "d0067d0, 2026-08-22",
+        partial(_close, limits=_ENGINE, to="eager"),
+        gradients=True,
+    ),
+    Rule(
+        "flag_gems",
+        "|o - eager| <= 0.0001 + 0.016 |eager| (bf16; fp16 0.001)",
+        "flagos-ai/FlagGems src/flag_gems/testing/__init__.py:80",
+        "5.3.4+166 ed2508b, 2026-08-21",
+        partial(_close, limits=_GEMS, to="eager"),
+        note="held against PyTorch's attention of the device, in the inputs' format; a test may ask for another atol",
+    ),
+    Rule(
+        "flashinfer",
+        "|o - ref| <= 0.01 + 0.01 |ref| (bf16; fp16 0.001)",
+        "flashinfer-ai/flashinfer tests/attention/test_blackwell_fmha.py:167",
+        "0.6.18+27 fb28d72, 2026-08-22",
+        partial(_close, limits=_FLASHINFER),
+    ),
+    Rule(
+        "vllm",
+        "|o - eager| <= 0.015 + 0.01 |eager|",
+        "vllm-project/vllm tests/kernels/attention/test_flash_attn.py",
+        "bbf906a",
+        partial(_close, limits=_VLLM, to="eager"),
+    ),
+    Rule(
+        "cudnn_frontend",
+        "|o - exact| <= 0.02 + 0.02 |exact|",
+        "NVIDIA/cudnn-frontend test/python/sdpa/fp16.py:667",
+        "1.23.0+4 3929da2, 2026-05-08",
+        partial(_close, limits=_CUDNN, to="exact"),
+    ),
+    Rule(
+        "kernel_bench",
+        "|eager - o| <= 0.01 + 0.01 |o| (bf16, fp16)",
+        "ScalingIntelligence/KernelBench src/kernelbench/eval.py:83, 804",
+        "423217d, 2026-03-05",
+        partial(_close, limits=_BENCH, to="eager", of="out"),
+    ),
+    Rule(
+        "flashinfer_bench",
+        "|o - ref| <= 0.01 or |o - ref| / (|ref| + 1e-8) <= 0.01",
+        "flashinfer-ai/flashinfer-bench flashinfer_bench/bench/utils.py:97",
+        "40e6ca7, 2026-04-30",
+        partial(_absolute_or_relative, tolerance=1e-2),
+    ),
+    Rule(
+        "torch_assert_close",
+        "|o - ref| <= 1e-5 + 0.016 |ref| (bf16; fp16 0.001, fp32 1.3e-6)",
+        "pytorch/pytorch torch/testing/_comparison.py, _DTYPE_PRECISIONS",
+        "2.13.0",
+        partial(_close, limits=_TORCH),
+    ),
+    Rule(
+        "cambricon",
+        "sum |d| / sum |exact| and sqrt(sum d^2 / sum exact^2) <= 0.003, and not all d of one sign; d = o - exact",
+        "Cambricon/mlu-ops docs/MLU-OPS-Accuracy-Acceptance-Standard.md, pb_gtest/src/evaluator.cpp:224",
+        "73adc65, 2026-04-29",
+        _cambricon,
+        note="diff1, diff2 and diff4 of composite operators; diff4 of 100 and more different pairs that are not equal",
+    ),
+    Rule(
+        "signed_mean",
+        "|mean((o - exact) sign(exact))| <= 0.05 eps mean |exact|",
+        "this suite",
+        "not in use elsewhere",
+        _signed_mean,
+        note="what any of these rules could ask in one line",
+    ),
+)  # fmt: skip
+RULES: Mapping[str, Rule] = {rule.name: rule for rule in _RULES}

@@ -1,0 +1,71 @@
+"""What acceptance rules in public use say of kernels: a row each, kernels across, this suite's own verdict above."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from tiebreak.reports.records.order import grouped
+from tiebreak.reports.records.record import Record, RuleAnswer, RuleReading, Run
+from tiebreak.reports.tables.grids import aside, fitted
+from tiebreak.reports.tables.marks import plain_text
+
+LEGEND = (
+    "A number is the largest that a rule looks at, as a share of its limit; FAILS: the rule turns the kernel down;"
+    "\nneeds: it lacks what it takes. Rules see the heads drawn at first. tiebreak: the bias in ulps, B: biased."
+)
+
+
+def rules_tables(run: Run, width: int | None, tablefmt: str) -> str:
+    """Tables of a run, one a backend, format and case.
+
+    Args:
+        run: its records; those that no rule was asked of are left out.
+        width: of the terminal, in columns; None: no limit.
+        tablefmt: tabulate's name of the table's style.
+    """
+    asked = [record for record in run.records if answers_of(record)]
+    parts: list[str] = []
+    cells = grouped(asked, lambda record: (record.backend, record.format, record.case))
+    for (backend, fmt, case), records in cells.items():
+        parts += [aside(f"{run.backend_text(backend)}, {fmt}: {case}", tablefmt)]
+        parts += fitted(list(rows(records)), ["rule", *(record.kernel for record in records)], tablefmt, width)
+        parts += [aside(line, tablefmt) for line in lacking(records)]
+    return "\n\n".join([*parts, aside(LEGEND, tablefmt)]) if parts else ""
+
+
+def answers_of(record: Record) -> dict[str, RuleAnswer]:
+    """What rules said of a record; empty where none was asked."""
+    return dict(record.evidence.get("rules", {}))
+
+
+def rows(records: Sequence[Record]) -> Iterator[list[str]]:
+    """The rows of records of one case: a rule's name, and what it says of each."""
+    yield ["tiebreak", *map(plain_text, records)]
+    for name in dict.fromkeys(name for record in records for name in answers_of(record)):
+        yield [name, *(_text(answers_of(record).get(name)) for record in records)]
+
+
+def lacking(records: Sequence[Record]) -> list[str]:
+    """What rules need that could not tell, a line each."""
+    told = ((name, answer.needs) for record in records for name, answer in answers_of(record).items() if answer.needs)
+    return [f"{name} needs {needs}" for name, needs in dict.fromkeys(told)]
+
+
+def _text(answer: RuleAnswer | None) -> str:
+    if answer is None:
+        return ""
+    return f"{share_text(answer)}{' FAILS' if answer.passed is False else ''}"
+
+
+def share_text(answer: RuleAnswer) -> str:
+    """The largest number that a rule looks at, as a share of its limit."""
+    if answer.passed is None:
+        return "needs"
+    share = max(map(_share, answer.readings.values()))
+    return "NaN" if math.isinf(share) else f"{share:.2f}"
+
+
+def _share(reading: RuleReading) -> float:
+    """Of its limit, that a number has reached; infinite for NaN, and for anything where the limit is 0."""
+    if reading.number is None or reading.limit is None:
+        return math.inf
+    return reading.number / reading.limit if reading.limit else math.inf if reading.number else 0.0

@@ -1,0 +1,54 @@
+"""`tiebreak rules`: acceptance rules in public use, with formula and source; and what they said, from kept records."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tiebreak.cases.acceptance import OF_GRADIENTS, RULES, Rule
+from tiebreak.reports import terminal
+from tiebreak.reports.cli import HELD, Parser
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.names import matching, unknown
+from tiebreak.reports.records import selection, store
+from tiebreak.reports.tables.rules import answers_of, rules_tables
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The verb `rules`; see `tiebreak.reports.cli.main`."""
+    parser = Parser(
+        prog="tiebreak rules",
+        description="Acceptance rules in public use, with their sources; of records made with --rules, what they say.",
+    )
+    parser.add_argument("what", nargs="*", metavar="NAME|FILE", help="rules to tell of, or one file of records")
+    parser.add_argument("--format", choices=("simple", "github", "latex"), default="simple", help="of the table")
+    selection.add_options(parser)
+    options = parser.parse_args(arguments)
+    files = [Path(each) for each in options.what if each.endswith((".json", ".json.gz")) or Path(each).is_file()]
+    if not files:
+        print("\n\n".join("\n".join(_lines(rule)) for rule in _named(options.what)))
+        return HELD
+    if len(options.what) > 1:
+        raise UsageError(f"{files[0]}: give one file of records alone, and --cases or --kernels to narrow it")
+    run = store.read(files[0])
+    if not any(map(answers_of, run.records)):
+        raise UsageError(
+            f"{files[0]}: no rule was asked of its cells; run the matrix, or `tiebreak check`, with --rules"
+        )
+    (chosen,) = selection.narrowed([run], options)
+    terminal.show(rules_tables(chosen, terminal.limit(options.format), options.format))
+    return HELD
+
+
+def _named(names: Sequence[str]) -> list[Rule]:
+    for name in names:
+        if not matching(name, RULES):
+            raise UsageError(unknown("rule", name, RULES, "`tiebreak rules` lists"))
+    chosen = [match for name in names for match in matching(name, RULES)] or list(RULES)
+    return [RULES[name] for name in dict.fromkeys(chosen)]
+
+
+def _lines(rule: Rule) -> Iterator[str]:
+    yield f"{rule.name}{' (and' + OF_GRADIENTS + ')' if rule.gradients else ''}"
+    yield f"  {rule.formula}"
+    yield f"  {rule.source} ({rule.version})"
+    if rule.note:
+        yield f"  {rule.note}"
