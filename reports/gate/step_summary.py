@@ -1,6 +1,7 @@
 """The short report that GitHub shows on the page of a workflow's run."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from tiebreak.reports.gate.gate import Outcome
@@ -23,14 +24,15 @@ def append(text: str) -> None:
             file.write(text + "\n\n")
 
 
-def of_run(run: Run) -> str:
-    """A run in short: cells by backend and outcome, then what did not hold."""
+def of_run(run: Run, verdicts: Sequence[str] = ()) -> str:
+    """A run in short: the verdicts, cells by backend and outcome, then what did not hold."""
     backends = grouped(run.records, lambda record: record.backend)
     rows = [[backend, tables.counts(records)] for backend, records in backends.items()]
     lines = [f"- {record.outcome} {record.id}: {'; '.join(record.reasons)}" for record in run.records if record.fails]
     note = [] if run.complete else ["The run was interrupted: these are the cells that were done."]
     title = f"### tiebreak: {tables.counts(run.records)}"
-    return "\n\n".join([title, *note, grids.grid_text(rows, ["backend", "cells"], "github"), *_listed(lines)])
+    judged = [f"```text\n{verdict.replace('```', '')}\n```" for verdict in verdicts]
+    return "\n\n".join([title, *judged, *note, grids.grid_text(rows, ["backend", "cells"], "github"), *_listed(lines)])
 
 
 def of_gate(outcome: Outcome, baseline: Path) -> str:

@@ -1,13 +1,18 @@
 """The gate under pytest: the run is compared with a baseline on the controller, with workers or without."""
 
+import inspect
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.matrix.record_collector import RecordCollector, measures
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate import gate, step_summary
+from tiebreak.reports.gate.annotations import Place, annotations
 from tiebreak.reports.gate.limits import Limits, limits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Run
@@ -37,6 +42,7 @@ class Gatekeeper:
         self.limits.check(measures())
         self.baseline = self._read()
         self.lines: list[str] = []
+        self.annotations: list[str] = []  # for GitHub, which reads them off what is printed
         self.fell = False
 
     def _read(self) -> Run | None:
@@ -67,7 +73,8 @@ class Gatekeeper:
         """Judge the run; the collector has put it together before."""
         run = self.collector.run
         if run is not None:
-            self._summarise(step_summary.of_run(run))
+            self._summarise(step_summary.of_run(run, self.collector.judged(run)))
+            self._annotate(run, None)
         if self.path is None or session.config.getoption("collectonly"):
             return
         if run is None:
@@ -92,6 +99,7 @@ class Gatekeeper:
             return
         self.lines.append(gate.report(outcome, path))
         self._summarise(step_summary.of_gate(outcome, path))
+        self._annotate(run, outcome)
         if not outcome.held and not self.update:
             self._fall(session, pytest.ExitCode.TESTS_FAILED)
 
@@ -107,9 +115,24 @@ class Gatekeeper:
         except OSError as error:
             self.lines.append(f"GITHUB_STEP_SUMMARY: {error.strerror or error}")
 
+    def _annotate(self, run: Run, outcome: gate.Outcome | None) -> None:
+        if os.environ.get("GITHUB_ACTIONS") == "true":
+            self.annotations = annotations(run, outcome, dict(self._places()))
+
+    def _places(self) -> Iterator[tuple[str, Place]]:
+        """Where users' kernels stand, in files of the repository that the workflow checked out."""
+        root = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd()).resolve()
+        kernels = {cell.kernel.name: cell.kernel for cell in self.collector.expected.values()}
+        for kernel in (kernel for kernel in kernels.values() if isinstance(kernel, UserKernel)):
+            code = getattr(inspect.unwrap(kernel.caller.function), "__code__", None)
+            if code is not None and (path := Path(code.co_filename).resolve()).is_relative_to(root):
+                yield kernel.name, (path.relative_to(root).as_posix(), code.co_firstlineno)
+
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """What the gate found, below the tables."""
         for text in self.lines:
             terminalreporter.write_line("")
+            terminalreporter.write_line(text)
+        for text in self.annotations:
             terminalreporter.write_line(text)

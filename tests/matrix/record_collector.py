@@ -281,11 +281,15 @@ class RecordCollector:
             self.expected,
         )
 
+    def judged(self, run: records.Run) -> list[str]:
+        """The verdicts on kernels of one's own, if there are any."""
+        own = any(self.expected[record.id].kernel.external for record in run.records)
+        return [verdict.text for verdict in verdicts(run)] if own else []
+
     def report(self, run: records.Run, width: int | None) -> list[str]:
         """What the run came to: the verdict on kernels of one's own, the tables, every cell that fell, the counts."""
-        own = any(self.expected[record.id].kernel.external for record in run.records)
-        judged = [verdict.text for verdict in verdicts(run)] if own else []
-        return list(filter(None, [*judged, tables.tables(run, width), tables.fallen(run.records), tables.summary(run)]))
+        parts = (tables.tables(run, width), tables.fallen(run.records), tables.summary(run))
+        return list(filter(None, [*self.judged(run), *parts]))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """The report, and what fails the session though no single cell fell."""

@@ -78,7 +78,7 @@ def _check(options: argparse.Namespace, teller: "_Teller") -> int | None:
     if options.json is not None:
         _write(as_json(verdicts(run, options.command, teller.failures)), options.json)
     if options.json != _STDOUT:
-        terminal.show(_report(run, teller))
+        terminal.show("\n".join([_report(run, teller), *(teller.gate.annotations if teller.gate else ())]))
     if teller.interrupted:
         return INTERRUPTED
     return {int(pytest.ExitCode.OK): HELD, USAGE: USAGE}.get(code, FELL)
