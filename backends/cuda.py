@@ -25,6 +25,7 @@ from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.plans import Accumulator, Cast
 from tiebreak.kernels.sdpa import gpu_sdpa_kernels
 from tiebreak.kernels.triton.roster import triton_kernels
+from tiebreak.kernels.varlen import varlen
 from tiebreak.kernels.vendor import exact_products
 
 GIB = 2**30
@@ -80,7 +81,7 @@ def _without_bf16(device: int) -> str | None:
 def cuda_kernels() -> tuple[Kernel, ...]:
     """The Triton kernels, PyTorch's own and flash-attn's. Those that are missing here skip with their reasons."""
     generated = (*triton_kernels(interpreted=False), flex())
-    return (*(compiled_once(kernel) for kernel in generated), *gpu_sdpa_kernels(), flash_attn())
+    return (*(compiled_once(kernel) for kernel in generated), *gpu_sdpa_kernels(), varlen(), flash_attn())
 
 
 def compiled_once(kernel: Kernel) -> Kernel:

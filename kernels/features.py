@@ -29,7 +29,7 @@ OWN_SCALE = Feature(
 VALUE_DIM = Feature("value dimension", "head dimension of V other than q's", "value_dim")
 WINDOW = Feature("window", "sliding window", "window", ("window_size", "sliding_window", "window"))
 SOFTCAP = Feature("soft cap", "soft cap of the scores", "softcap", ("softcap", "logits_soft_cap", "logit_cap"))
-SINK = Feature("sink", "learned sink", "sink", ("sink", "sinks", "s_aux"))
+SINK = Feature("sink", "learned sink", "sink", ("sink", "sinks", "s_aux", "learnable_sink"))
 BIAS = Feature("bias", "bias of the scores", "bias", ("attn_bias", "bias", "score_bias"))
 LENGTHS = Feature(
     "lengths",

@@ -2,21 +2,20 @@
 
 import importlib
 import importlib.util
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 
 from torch import Tensor
 
-from tiebreak.kernels.features import COMMON, KEY_PADDING, SINK, SOFTCAP, WINDOW, Feature
+from tiebreak.kernels.features import COMMON, KEY_PADDING, LENGTHS, SINK, SOFTCAP, WINDOW
 from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.sdpa import FLASH_2_BLOCK
-from tiebreak.kernels.vendor import empty, fused_on_gpu, through_autograd
+from tiebreak.kernels.vendor import asked_for, empty, fused_on_gpu, through_autograd, unnamed
 
 LARGEST_HEAD = 256  # of the head dimension
-_BY_KEYWORD = frozenset({WINDOW, SOFTCAP, SINK})  # that a release takes where its signature has a keyword of theirs
+_BY_KEYWORD = frozenset({WINDOW, SOFTCAP, SINK, LENGTHS})  # where its signature has a word of theirs
 
 
 @cache
@@ -31,17 +30,11 @@ def missing() -> str | None:
     return None
 
 
-def _function() -> Callable[..., Tensor]:
-    function: Callable[..., Tensor] = importlib.import_module("flash_attn").flash_attn_func
+def _function(inputs: AttentionInputs | None = None) -> Callable[..., Tensor]:
+    """What is called: of packed sequences the function for them."""
+    name = "flash_attn_func" if inputs is None or inputs.lengths is None else "flash_attn_varlen_func"
+    function: Callable[..., Tensor] = getattr(importlib.import_module("flash_attn"), name)
     return function
-
-
-@cache
-def _keywords() -> Mapping[Feature, str]:
-    """What its signature calls the features that go by a keyword, of those that it has."""
-    parameters = inspect.signature(_function()).parameters
-    known = {feature: [word for word in feature.keywords if word in parameters] for feature in _BY_KEYWORD}
-    return {feature: words[0] for feature, words in known.items() if words}
 
 
 def flash_attn() -> Kernel:
@@ -61,19 +54,15 @@ def _missing_requirement(inputs: AttentionInputs) -> str | None:
         return f"flash-attn takes {BF16.name} and {FP16.name}, not {inputs.formats.inputs.name}"
     if inputs.q.shape[3] > LARGEST_HEAD:
         return f"flash-attn takes head dimensions up to {LARGEST_HEAD}, not {inputs.q.shape[3]}"
-    return missing() or empty(inputs) or _unnamed(inputs)
-
-
-def _unnamed(inputs: AttentionInputs) -> str | None:
-    """None, or what its signature has no parameter for."""
-    unnamed = [feature.words for feature in inputs.asks() if feature in _BY_KEYWORD - _keywords().keys()]
-    return f"flash_attn_func has no parameter for a {unnamed[0]} here: install a newer flash-attn" if unnamed else None
+    return missing() or empty(inputs) or unnamed(_function(inputs), _BY_KEYWORD, inputs)
 
 
 def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    # Its layout is (batch, N, heads, d). From 2.1 on its causal mask is this suite's: query i sees keys up to
-    # i + keys - queries. Deterministic: its gradients would else be added up in whatever order blocks end.
-    transposed = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    # Its layout is (batch, N, heads, d), packed (N, heads, d). From 2.1 on its causal mask is this suite's: query i
+    # sees keys up to i + keys - queries. Deterministic: gradients would else be added up in whatever order blocks end.
+    rows, function = (tensor.transpose(1, 2) for tensor in (q, k, v)), _function(inputs)
     options = {"causal": inputs.causal, "softmax_scale": inputs.softmax_scale, "deterministic": True}
-    asked = {word: inputs.value_of(feature, word) for feature, word in _keywords().items() if feature in inputs.asks()}
-    return _function()(*transposed, **options, **asked).transpose(1, 2)
+    options |= asked_for(function, _BY_KEYWORD, inputs)
+    if inputs.lengths is None:
+        return function(*rows, **options).transpose(1, 2)
+    return function(*(each[0] for each in rows), **options)[None].transpose(1, 2)

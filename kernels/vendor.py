@@ -1,14 +1,17 @@
 """What the kernels of PyTorch and others have in common: how they are called, and what they declare."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.features import LENGTHS, Feature
 from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration
@@ -59,6 +62,44 @@ def through_autograd(call: Call, inputs: AttentionInputs, arithmetic: Arithmetic
         out = call(inputs, q, k, v)
         dq, dk, dv, *dsink = torch.autograd.grad(out, leaves, inputs.do.to(dtype), allow_unused=inputs.sink is not None)
     return AttentionOutput(out.detach(), gradients=Gradients(dq, dk, dv, dsink=dsink[0] if dsink else None))
+
+
+def asked_for(function: Callable[..., Any], features: frozenset[Feature], inputs: AttentionInputs) -> dict[str, Any]:
+    """What inputs ask of some features, by the keywords that a function's signature has for them."""
+    parameters = inspect.signature(function).parameters
+    asked = [feature for feature in inputs.asks() if feature in features]
+    return {
+        word: inputs.value_of(feature, word) for feature in asked for word in feature.keywords if word in parameters
+    }
+
+
+def unnamed(function: Callable[..., Any], features: frozenset[Feature], inputs: AttentionInputs) -> str | None:
+    """None, or which of some features inputs ask for and a function's signature has no keyword for, in one line."""
+    parameters = inspect.signature(function).parameters
+    for feature in features.intersection(inputs.asks()):
+        if parameters.keys().isdisjoint(feature.keywords):
+            return f"{function.__name__} knows no {feature.words} here: install a newer release"
+    return None
+
+
+def packed(inputs: AttentionInputs) -> AttentionInputs:
+    """The same call with its batch as sequences of one; no mask but a causal one or a window may be in it."""
+    if LENGTHS in inputs.asks():
+        return inputs
+    batch, (queries, keys) = inputs.q.shape[0], (inputs.q.shape[2], inputs.k.shape[2])
+    begins = (tuple(range(0, batch * n + 1, n)) for n in (queries, keys))
+    rows = {name: in_one(getattr(inputs, name)) for name in ("q", "k", "v", "do")}
+    return replace(inputs, **rows, lengths=tuple(begins))
+
+
+def in_one(x: Tensor) -> Tensor:
+    """(batch, heads, N, d) as (1, heads, batch N, d), and back with `apart`."""
+    return x.transpose(0, 1).flatten(1, 2)[None]
+
+
+def apart(x: Tensor, batch: int) -> Tensor:
+    """(1, heads, batch N, d) as (batch, heads, N, d)."""
+    return x[0].unflatten(1, (batch, -1)).transpose(0, 1)
 
 
 def empty(inputs: AttentionInputs) -> str | None:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels import flash_attn, flex, vendor
+from tiebreak.kernels import flash_attn, flex, varlen, vendor
 from tiebreak.kernels.formats import BF16, FP16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel, run_declared
@@ -456,13 +457,13 @@ class TestFlashAttn:
         module = ModuleType("flash_attn")
         module.__spec__ = ModuleSpec("flash_attn", None)
         module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+        module.flash_attn_varlen_func = over_sequences  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "flash_attn", module)
         return calls
 
     @pytest.fixture(autouse=True)
     def forget(self) -> None:
         flash_attn.missing.cache_clear()
-        flash_attn._keywords.cache_clear()
 
     @pytest.mark.usefixtures("installed")
     @pytest.mark.parametrize(("name", "queries"), [("random_causal", 30), ("random_grouped", None)])
@@ -477,7 +478,13 @@ class TestFlashAttn:
         assert kernel.refusal(inputs) is None
         hold_to_bound(kernel, inputs, kernel.compute(inputs, ARITHMETIC, False).o)
         reason = kernel.refusal(replace(inputs, sink=torch.zeros(inputs.q.shape[1])))
-        assert reason == "flash_attn_func has no parameter for a learned sink here: install a newer flash-attn"
+        assert reason == "flash_attn_func knows no learned sink here: install a newer release"
+
+    @pytest.mark.usefixtures("installed")
+    def test_packed_sequences_go_to_its_function_for_them(self) -> None:
+        kernel, inputs = flash_attn.flash_attn(), replace(packed_sequences(), causal=True)
+        assert kernel.refusal(inputs) is None
+        hold_to_bound(kernel, inputs, kernel.compute(inputs, ARITHMETIC, False).o)
 
     def test_its_gradients_repeat(self, installed: list[dict[str, object]]) -> None:
         kernel, inputs = flash_attn.flash_attn(), made("random_causal")
@@ -511,6 +518,100 @@ class TestFlashAttn:
         wide = torch.ones(1, 1, 2, 264)
         reason = refusal(AttentionInputs(wide, wide, wide, wide, Formats.of(BF16)))
         assert reason == "flash-attn takes head dimensions up to 256, not 264"
+
+
+def packed_sequences() -> AttentionInputs:
+    inputs = made("random_causal").part(slice(1))
+    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+    return replace(inputs, causal=False, lengths=((0, 5, queries), (0, 12, keys)))
+
+
+def over_sequences(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    **options: object,
+) -> Tensor:
+    """Attention of packed sequences, (N, heads, d) each, one after the other."""
+    left, right = (None if side < 0 else side for side in window_size)
+    begins = list(zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), strict=True))
+    outputs = []
+    for (row, column), (end, last) in pairwise(begins):
+        assert end - row <= max_seqlen_q
+        assert last - column <= max_seqlen_k
+        parts = (q[row:end], k[column:last], v[column:last])
+        q_, k_, v_ = (x.transpose(0, 1)[None].float() for x in parts)
+        sequence = AttentionInputs(q_, k_, v_, q_, Formats.of(BF16), causal, softmax_scale=softmax_scale)
+        sequence = replace(sequence, window=(left, right))
+        hidden = sequence.hidden()
+        s = sequence.scale * q_ @ sequence.expanded_k().mT
+        s = s if hidden is None else s.masked_fill(hidden, -torch.inf)
+        outputs.append((s.softmax(-1).nan_to_num(0.0) @ sequence.expanded_v())[0].transpose(0, 1))
+    return torch.cat(outputs).to(q.dtype)
+
+
+class TestVarlen:
+    @pytest.fixture(autouse=True)
+    def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """PyTorch's own signature, over a loop: its kernel is a GPU's alone."""
+
+        def varlen_attn(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            cu_seq_q: Tensor,
+            cu_seq_k: Tensor,
+            max_q: int,
+            max_k: int,
+            *,
+            scale: float | None = None,
+            window_size: tuple[int, int] = (-1, -1),
+            enable_gqa: bool = False,
+        ) -> Tensor:
+            assert enable_gqa == (query.shape[1] != key.shape[1])
+            lengths = cu_seq_q, cu_seq_k, max_q, max_k
+            return over_sequences(query, key, value, *lengths, softmax_scale=scale, window_size=window_size)
+
+        monkeypatch.setattr(varlen, "_function", lambda: varlen_attn)
+
+    @pytest.mark.parametrize(
+        ("inputs", "window"),
+        [
+            (made("random"), (None, None)),
+            (made("random_grouped"), (3, 1)),
+            (made("random_causal", 30), (None, None)),
+            (made("random_causal"), (9, None)),
+            (packed_sequences(), (None, None)),
+            (replace(packed_sequences(), causal=True), (None, None)),
+        ],
+        ids=["full", "grouped, window", "causal", "causal window", "packed", "packed and causal"],
+    )
+    def test_a_batch_is_packed_and_a_causal_mask_is_a_window(
+        self, inputs: AttentionInputs, window: tuple[int | None, int | None]
+    ) -> None:
+        kernel, inputs = varlen.varlen(), replace(inputs, window=window)
+        assert kernel.refusal(inputs) is None
+        hold_to_bound(kernel, inputs, kernel.compute(inputs, ARITHMETIC, True).o)
+
+    def test_what_a_release_has_no_word_for_it_refuses(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def varlen_attn(q: Tensor, k: Tensor, v: Tensor, cu_seq_q: Tensor, scale: float, window_size: object) -> None:
+            del q, k, v, cu_seq_q, scale, window_size
+
+        monkeypatch.setattr(varlen, "_function", lambda: varlen_attn)
+        reason = varlen.varlen().refusal(made("random_grouped"))
+        assert reason == "varlen_attn knows no grouped-query heads here: install a newer release"
+        assert varlen.varlen().refusal(made("padded")) == "varlen takes no key padding mask"
+
+
+def test_pytorch_s_own_signature_has_all_that_varlen_takes() -> None:
+    assert varlen.varlen().refusal(replace(packed_sequences(), window=(3, 1), softmax_scale=0.1)) is None
 
 
 def test_a_worker_is_told_of_its_gpu_by_this_process_environment(machine: Machine) -> None:
