@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.features import COMMON
+from tiebreak.kernels.features import BLOCK_MASK, CAUSAL, COMMON, LENGTHS, SINK, WINDOW
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Kernel
@@ -26,7 +26,13 @@ LAYOUTS = ("BNSD", "BSND", "SBH")
 INNER_PRECISE = (0, 1, 2)
 _COMPRESSED = 2048  # side of the triangle that stands for any causal mask
 _NO_LIMIT = 2**31 - 1  # of the tokens before and after that a query sees
-_FULL_MASK, _CAUSAL = 1, 3  # sparse modes: the mask as it is; causal, from the lower right corner
+# Sparse modes: the mask as it is; causal, and a window, both from the lower right corner.
+_FULL_MASK, _CAUSAL, _BAND = 1, 3, 4
+_TOKENS = ("pre_tokens", "next_tokens")
+_TOCKENS = ("pre_tockens", "next_tockens")  # so spelt by the training operators
+_PACKED = "TND"  # the layout of packed sequences
+_SINKS = ("sink", "learnable_sink")  # what operators call it; whether one has it, its schema tells
+_TAKES = COMMON | {WINDOW, BLOCK_MASK, LENGTHS, SINK}
 
 Operator = Callable[..., Any]
 
@@ -50,39 +56,55 @@ def pack(x: Tensor, layout: str) -> Tensor:
 
     Args:
         x: (batch, heads, N, d).
-        layout: letters B, N (heads), S (our N) and D, or H for heads and d together, in the order of the dimensions.
+        layout: letters B, N (heads), S (our N) and D, or H for heads and d together, in the order of the dimensions;
+            or T for a batch of 1 and S together.
 
     Returns:
         Contiguous tensor of the same values: the operators take no other.
     """
-    order = layout.replace("H", "ND")
-    moved = x.permute(["BNSD".index(letter) for letter in order])
+    order = layout.replace("H", "ND").replace("T", "S")
+    x = x[0] if "T" in layout else x
+    moved = x.permute(["BNSD"[4 - x.dim() :].index(letter) for letter in order])
     return (moved.flatten(-2) if "H" in layout else moved).contiguous()
 
 
 def unpack(x: Tensor, layout: str, heads: int) -> Tensor:
     """(batch, heads, N, d) of what `pack` made."""
+    if "T" in layout:
+        return x.transpose(0, 1)[None]
     order = layout.replace("H", "ND")
     split = x.reshape(*x.shape[:-1], heads, -1) if "H" in layout else x
     return split.permute([order.index(letter) for letter in "BNSD"])
 
 
-def masking(inputs: AttentionInputs) -> dict[str, Any]:
+def masking(inputs: AttentionInputs, tokens: tuple[str, str] = _TOCKENS) -> dict[str, Any]:
     """The arguments that say which scores are masked out, of every operator here.
 
     Args:
         inputs: on the NPU.
+        tokens: what the operator calls the tokens before and after its own that a query sees.
 
     Returns:
-        `atten_mask`, bool, True where a score is masked out, and `sparse_mode`; nothing where no score is.
+        `atten_mask`, bool, True where a score is masked out, `sparse_mode` and, for a window, its sides; nothing where
+        no score is masked.
     """
-    if inputs.causal and inputs.key_padding is None:
+    masks = inputs.masks().keys() - ({LENGTHS} if packs(inputs) else set())
+    if masks == {CAUSAL}:
         return causal_mask(inputs.q.device)
-    hidden = inputs.hidden()
+    if masks and masks <= {CAUSAL, WINDOW}:
+        sides = inputs.window[0], 0 if inputs.causal else inputs.window[1]
+        limits = (_NO_LIMIT if side is None else side for side in sides)
+        return {**causal_mask(inputs.q.device), "sparse_mode": _BAND, **dict(zip(tokens, limits, strict=True))}
+    hidden = inputs.hidden() if masks else None
     if hidden is None:
         return {}
-    shape = (inputs.q.shape[0], 1, inputs.q.shape[2], inputs.k.shape[2])
+    shape = (inputs.q.shape[0], hidden.shape[1], inputs.q.shape[2], inputs.k.shape[2])
     return {"atten_mask": hidden.to(inputs.q.device).expand(shape).contiguous(), "sparse_mode": _FULL_MASK}
+
+
+def packs(inputs: AttentionInputs) -> bool:
+    """Whether a call is one of packed sequences to the training operator; with other masks it is one of a mask."""
+    return inputs.lengths is not None and inputs.masks().keys() <= {CAUSAL, WINDOW, LENGTHS}
 
 
 def causal_mask(device: torch.device) -> dict[str, Any]:
@@ -126,10 +148,22 @@ class FusionAttention:
         Returns:
             All that it returns.
         """
-        q, k, v = _packed(inputs, self.layout, inputs.q, inputs.k, inputs.v)
-        common = masking(inputs) | {"scale": inputs.scale, "inner_precise": self.inner_precise}
-        heads = inputs.q.shape[1]
-        return Forward(*_operator(self.operators, "npu_fusion_attention")(q, k, v, heads, self.layout, **common))
+        layout, heads = self.layout_of(inputs), inputs.q.shape[1]
+        q, k, v = _packed(inputs, layout, inputs.q, inputs.k, inputs.v)
+        common = self._asked(inputs) | {"scale": inputs.scale}
+        return Forward(*_operator(self.operators, "npu_fusion_attention")(q, k, v, heads, layout, **common))
+
+    def layout_of(self, inputs: AttentionInputs) -> str:
+        """Its own, but for packed sequences, which have one."""
+        return _PACKED if packs(inputs) else self.layout
+
+    def _asked(self, inputs: AttentionInputs) -> dict[str, Any]:
+        """What both operators are told beside their scale."""
+        asked = masking(inputs) | {"inner_precise": self.inner_precise}
+        if inputs.lengths is not None and packs(inputs):
+            ends = (list(begins[1:]) for begins in inputs.lengths)
+            asked |= dict(zip(("actual_seq_qlen", "actual_seq_kvlen"), ends, strict=True))
+        return asked | _sink(self.operators, "npu_fusion_attention", inputs)
 
     def backward(self, inputs: AttentionInputs, forward: Forward) -> Gradients:
         """Run the backward operator.
@@ -141,37 +175,40 @@ class FusionAttention:
         Returns:
             dQ, dK and dV in the inputs' shapes.
         """
-        q, k, v, do = _packed(inputs, self.layout, inputs.q, inputs.k, inputs.v, inputs.do)
+        layout = self.layout_of(inputs)
+        q, k, v, do = _packed(inputs, layout, inputs.q, inputs.k, inputs.v, inputs.do)
         heads, key_heads = inputs.q.shape[1], inputs.k.shape[1]
-        # Newer releases return gradients of arguments that are not used here, too.
-        dq, dk, dv, *_ = _operator(self.operators, "npu_fusion_attention_grad")(
+        # Newer releases return gradients of arguments that are not used here, too; that of a sink is the last.
+        dq, dk, dv, *others = _operator(self.operators, "npu_fusion_attention_grad")(
             q,
             k,
             v,
             do,
             heads,
-            self.layout,
+            layout,
             softmax_max=forward.softmax_max,
             softmax_sum=forward.softmax_sum,
             softmax_in=forward.softmax_in,
             attention_in=forward.o,
             scale_value=inputs.scale,
-            inner_precise=self.inner_precise,
             seed=forward.seed,
             offset=forward.offset,
             numels=forward.numels,
-            **masking(inputs),
+            **self._asked(inputs),
         )
-        unpacked = (unpack(x, self.layout, n) for x, n in ((dq, heads), (dk, key_heads), (dv, key_heads)))
-        return Gradients(*unpacked)
+        dq, dk, dv = (unpack(x, layout, n) for x, n in ((dq, heads), (dk, key_heads), (dv, key_heads)))
+        return Gradients(dq, dk, dv, dsink=None if inputs.sink is None else others[-1])
 
     def __call__(self, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
         """As `tiebreak.kernels.kernel.Compute`."""
         del arithmetic
         forward = self.forward(inputs)
-        # The kernel's own statistics, so that log-sum-exp is checked with them.
-        lse = (forward.softmax_max + torch.log(forward.softmax_sum))[..., :1]
-        o = unpack(forward.o, self.layout, inputs.q.shape[1])
+        # The kernel's own statistics, so that log-sum-exp is checked with them. Whether a sink is in them nobody says.
+        lse = (forward.softmax_max + torch.log(forward.softmax_sum))[..., :1] if inputs.sink is None else None
+        layout = self.layout_of(inputs)
+        if lse is not None and layout == _PACKED:
+            lse = unpack(lse, layout, inputs.q.shape[1])
+        o = unpack(forward.o, layout, inputs.q.shape[1])
         return AttentionOutput(o, lse, self.backward(inputs, forward) if gradients else None)
 
 
@@ -191,11 +228,24 @@ def _infer(
         num_heads=inputs.q.shape[1],
         num_key_value_heads=inputs.k.shape[1],
         input_layout="BNSD",
-        pre_tokens=_NO_LIMIT,
-        next_tokens=_NO_LIMIT,  # one's default of 0 hides every later key, mask or not
-        **{**own, scale: inputs.scale, **masking(inputs)},
+        # One's default of 0 tokens after a query's own hides every later key, mask or not.
+        **dict.fromkeys(_TOKENS, _NO_LIMIT) | {**own, scale: inputs.scale} | masking(inputs, _TOKENS),
+        **_sink(operators, name, inputs),
     )
     return AttentionOutput(*returned) if isinstance(returned, tuple) else AttentionOutput(returned)
+
+
+def _sink(operators: Operators, name: str, inputs: AttentionInputs) -> dict[str, Tensor]:
+    """The argument of a learned sink, in fp32, where a call has one."""
+    keyword = _keyword(operators, name)
+    return {} if inputs.sink is None or keyword is None else {keyword: inputs.sink.float()}
+
+
+def _keyword(operators: Operators, name: str) -> str | None:
+    """What an operator calls a sink, by its schema; None where it has none."""
+    schema = _operator(operators, name).default._schema  # type: ignore[attr-defined]
+    names = {argument.name for argument in schema.arguments}
+    return next((word for word in _SINKS if word in names), None)
 
 
 def _packed(inputs: AttentionInputs, layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -215,19 +265,27 @@ def _absent(operators: Operators, names: tuple[str, ...]) -> str | None:
 
 
 def _training_requirement(operators: Operators, inputs: AttentionInputs) -> str | None:
-    del inputs
-    return _absent(operators, ("npu_fusion_attention", "npu_fusion_attention_grad"))
+    names = "npu_fusion_attention", "npu_fusion_attention_grad"
+    return _absent(operators, names) or _sinkless(operators, names[0], inputs)
 
 
 def _inference_requirement(operators: Operators, name: str, inputs: AttentionInputs) -> str | None:
-    return f"{name} takes no fp32" if inputs.formats.inputs == FP32 else _absent(operators, (name,))
+    if inputs.formats.inputs == FP32:
+        return f"{name} takes no fp32"
+    return _absent(operators, (name,)) or _sinkless(operators, name, inputs)
+
+
+def _sinkless(operators: Operators, name: str, inputs: AttentionInputs) -> str | None:
+    if SINK not in inputs.asks() or _keyword(operators, name) is not None:
+        return None
+    return f"{name} knows no {SINK.words} here: install a newer torch-npu (docs/ascend.md)"
 
 
 def fusion_attention(layout: str, inner_precise: int, operators: Operators = torch_npu_operators) -> Kernel:
     """npu_fusion_attention in one layout at one `inner_precise`, with its backward operator."""
     compute = FusionAttention(layout, inner_precise, operators)
     name = f"npu_fusion_{layout.lower()}_p{inner_precise}"
-    return Kernel(name, compute, None, takes=COMMON, missing_requirement=partial(_training_requirement, operators))
+    return Kernel(name, compute, None, takes=_TAKES, missing_requirement=partial(_training_requirement, operators))
 
 
 def _inference(
@@ -238,7 +296,7 @@ def _inference(
         partial(_infer, operators, operator, own, scale),
         None,
         has_backward=False,
-        takes=COMMON,
+        takes=_TAKES - {LENGTHS},
         missing_requirement=partial(_inference_requirement, operators, operator),
     )
 

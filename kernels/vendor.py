@@ -87,9 +87,9 @@ def packed(inputs: AttentionInputs) -> AttentionInputs:
     if LENGTHS in inputs.asks():
         return inputs
     batch, (queries, keys) = inputs.q.shape[0], (inputs.q.shape[2], inputs.k.shape[2])
-    begins = (tuple(range(0, batch * n + 1, n)) for n in (queries, keys))
-    rows = {name: in_one(getattr(inputs, name)) for name in ("q", "k", "v", "do")}
-    return replace(inputs, **rows, lengths=tuple(begins))
+    q, k, v, do = map(in_one, (inputs.q, inputs.k, inputs.v, inputs.do))
+    of_queries, of_keys = (tuple(range(0, batch * n + 1, n)) for n in (queries, keys))
+    return replace(inputs, q=q, k=k, v=v, do=do, lengths=(of_queries, of_keys))
 
 
 def in_one(x: Tensor) -> Tensor:
@@ -99,7 +99,8 @@ def in_one(x: Tensor) -> Tensor:
 
 def apart(x: Tensor, batch: int) -> Tensor:
     """(1, heads, batch N, d) as (batch, heads, N, d)."""
-    return x[0].unflatten(1, (batch, -1)).transpose(0, 1)
+    _, heads, rows, d = x.shape
+    return x.reshape(heads, batch, rows // batch, d).transpose(0, 1)
 
 
 def empty(inputs: AttentionInputs) -> str | None:

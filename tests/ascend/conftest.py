@@ -65,6 +65,8 @@ def _unpacked(x: Tensor, layout: str, heads: int) -> Tensor:
             return x.float()
         case "BSND":
             return x.float().transpose(1, 2)
+        case "TND":
+            return x.float().transpose(0, 1)[None]
         case "SBH":
             n, batch, width = x.shape
             return x.float().view(n, batch, heads, width // heads).permute(1, 2, 0, 3)
@@ -77,11 +79,13 @@ def _packed(x: Tensor, layout: str) -> Tensor:
             return x.clone()
         case "BSND":
             return x.transpose(1, 2).contiguous()
+        case "TND":
+            return x[0].transpose(0, 1).contiguous()
     batch, heads, n, d = x.shape
     return x.permute(2, 0, 1, 3).reshape(n, batch, heads * d)
 
 
-def _hidden(queries: int, keys: int, mask: Tensor | None, mode: int) -> Tensor:
+def _hidden(queries: int, keys: int, mask: Tensor | None, mode: int, sides: tuple[int, int]) -> Tensor:
     """What a sparse mode makes of a mask, as torch-npu's documents say."""
     if mask is None:
         return torch.zeros(queries, keys, dtype=torch.bool)
@@ -89,11 +93,31 @@ def _hidden(queries: int, keys: int, mask: Tensor | None, mode: int) -> Tensor:
         if mask.shape[-2:] != (queries, keys):
             raise RuntimeError(f"sparse_mode 1 takes the whole mask, not {tuple(mask.shape)}")
         return mask
-    if mode == 3:
+    if mode in (3, 4):
         if not torch.equal(mask, torch.ones(2048, 2048, dtype=torch.bool).triu(1)):
-            raise RuntimeError("sparse_mode 3 takes the compressed triangle")
-        return torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+            raise RuntimeError(f"sparse_mode {mode} takes the compressed triangle")
+        before, after = sides if mode == 4 else (2**31 - 1, 0)
+        apart = torch.arange(keys) - torch.arange(queries)[:, None] - (keys - queries)
+        return (apart > after) | (apart < -before)
     raise RuntimeError(f"sparse_mode {mode} is not supported")
+
+
+def _of_sequences(call: Arguments, queries: int, keys: int) -> Tensor:
+    """The mask of a call, sequence by sequence where it has their ends."""
+    sides = tuple(next(call[name] for name in names if name in call) for names in _SIDES)
+    ends = [call.get(name) for name in ("actual_seq_qlen", "actual_seq_kvlen")]
+    if call["input_layout"] != "TND":
+        assert ends == [None, None], "lengths go with the layout TND"
+        return _hidden(queries, keys, call["atten_mask"], call["sparse_mode"], sides)
+    hidden, (row, column) = torch.ones(queries, keys, dtype=torch.bool), (0, 0)
+    for end, last in zip(*ends, strict=True):
+        own = end - row, last - column
+        hidden[row:end, column:last] = _hidden(*own, call["atten_mask"], call["sparse_mode"], sides)
+        row, column = end, last
+    return hidden
+
+
+_SIDES = (("pre_tockens", "pre_tokens"), ("next_tockens", "next_tokens"))
 
 
 class Attention:
@@ -109,7 +133,7 @@ class Attention:
         self.k, self.v = (_unpacked(call[name], self.layout, self.key_heads) for name in ("key", "value"))
         self.groups = heads // self.key_heads
         self.k, self.v = (x.repeat_interleave(self.groups, 1) for x in (self.k, self.v))
-        self.hidden = _hidden(self.q.shape[2], self.k.shape[2], call["atten_mask"], call["sparse_mode"])
+        self.hidden, self.sink = _of_sequences(call, self.q.shape[2], self.k.shape[2]), call.get("sink")
 
     def scores(self) -> Tensor:
         # As the vendor's kernels mask: a row without keys stays finite.
@@ -121,33 +145,45 @@ class Attention:
         row_max = s.amax(-1, keepdim=True)
         p = torch.exp(s - row_max)
         row_sum = p.sum(-1, keepdim=True)
+        if self.sink is not None:
+            row_sum = row_sum + torch.exp(self.sink[:, None, None] - row_max)
         return _packed((p.to(self.dtype).float() @ self.v / row_sum).to(self.dtype), self.layout), row_max, row_sum
 
-    def backward(self, call: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK, dV in the layout, from the statistics and the O that the caller hands back."""
-        row_max, row_sum = (call[name][..., :1] for name in ("softmax_max", "softmax_sum"))
+    def backward(self, call: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """dQ, dK, dV in the layout and that of a sink, from the statistics and the O that the caller hands back."""
+        row_max, row_sum = (self.statistic(call[name]) for name in ("softmax_max", "softmax_sum"))
         do, o = (_unpacked(call[name], self.layout, self.heads) for name in ("dy", "attention_in"))
         p = torch.exp(self.scores() - row_max) / row_sum
         ds = p * (do @ self.v.transpose(-1, -2) - (do * o).sum(-1, keepdim=True)) * self.scale
         dq, dk, dv = ds @ self.k, ds.transpose(-1, -2) @ self.q, p.transpose(-1, -2) @ do
-        shared = (x.unflatten(1, (self.key_heads, self.groups)).sum(2) for x in (dk, dv))
+        shared = (x.reshape(len(x), self.key_heads, self.groups, *x.shape[2:]).sum(2) for x in (dk, dv))
         dq, dk, dv = (_packed(x.to(self.dtype), self.layout) for x in (dq, *shared))
-        return dq, dk, dv
+        sink = torch.zeros(self.heads) if self.sink is None else self.sink
+        weight = torch.exp(sink[:, None, None] - row_max) / row_sum
+        return dq, dk, dv, -(weight * (do * o).sum(-1, keepdim=True)).sum((0, 2, 3))
+
+    def statistic(self, x: Tensor) -> Tensor:
+        """(batch, heads, N, 1) of one as the operators keep it."""
+        return (x.transpose(0, 1)[None] if self.layout == "TND" else x)[..., :1]
 
 
 def _fusion(call: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    o, *statistics = Attention(call, call["head_num"], call["scale"]).forward()
+    attention = Attention(call, call["head_num"], call["scale"])
+    o, *statistics = attention.forward()
+    if attention.layout == "TND":
+        statistics = [x[0].transpose(0, 1) for x in statistics]
     row_max, row_sum = (x.expand(*x.shape[:-1], _COPIES).contiguous() for x in statistics)
     return o, row_max, row_sum, torch.empty(0, dtype=o.dtype), 0, 0, 0
 
 
 def _fusion_grad(call: Arguments) -> tuple[Tensor, ...]:
-    dq, dk, dv = Attention(call, call["head_num"], call["scale_value"]).backward(call)
-    return dq, dk, dv, torch.empty(0), torch.empty(0)
+    dq, dk, dv, dsink = Attention(call, call["head_num"], call["scale_value"]).backward(call)
+    return dq, dk, dv, torch.empty(0), dsink
 
 
 def _prompt(call: Arguments) -> Tensor:
-    assert call["atten_mask"] is None or call["next_tokens"] > 0, "the default of next_tokens hides later keys"
+    unlimited = call["sparse_mode"] == 4 or call["next_tokens"] > 0
+    assert call["atten_mask"] is None or unlimited, "the default of next_tokens hides later keys"
     return Attention(call, call["num_heads"], call["scale_value"]).forward()[0]
 
 

@@ -25,7 +25,7 @@ from tiebreak.kernels.npu import (
     torch_npu_operators,
     unpack,
 )
-from tiebreak.kernels.reference import reference, reference_gradients
+from tiebreak.kernels.reference import reference, reference_gradients, sink_gradient
 
 CASES = {case.name: case for case in SCRIPTED}
 SHAPES = ["random", "random_causal", "random_grouped", "random_odd", "padded"]
@@ -91,6 +91,73 @@ def test_a_causal_mask_is_compressed_and_a_padding_mask_whole() -> None:
         assert mask.is_contiguous()
         assert masking(inputs)["sparse_mode"] == 1
     assert masking(drawn("random")) == {}
+
+
+def _packed_sequences() -> AttentionInputs:
+    inputs = longer(9, 14).part(slice(1))
+    return replace(inputs, causal=False, lengths=((0, 4, 9), (0, 6, 14)))
+
+
+ASKED = {
+    "window": replace(longer(5, 5), causal=False, window=(2, 1)),
+    "causal window": replace(longer(4, 9), window=(3, None)),
+    "window and padding": replace(drawn("padded"), window=(20, 30)),
+    "block mask": replace(longer(9, 9), block_mask=torch.ones(1, 4, 3, 3, dtype=torch.bool).tril(), block_size=(3, 3)),
+    "packed": _packed_sequences(),
+    "packed, a window": replace(_packed_sequences(), window=(2, 2)),
+    "packed, causal": replace(_packed_sequences(), causal=True),
+    "packed, a block mask": replace(
+        _packed_sequences(), block_mask=torch.ones(1, 1, 3, 7, dtype=torch.bool), block_size=(3, 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize(
+    "kernel", ["npu_fusion_sbh_p0", "npu_fusion_bsnd_p0", "npu_prompt_flash", "npu_fused_infer_p0"]
+)
+def test_what_a_call_asks_more_an_operator_is_told(backend: Ascend, kernel: str, asked: str) -> None:
+    inputs, runs = ASKED[asked], backend.kernel(kernel)
+    if "fusion" not in kernel and inputs.lengths is not None:
+        assert runs.refusal(inputs) == f"{kernel} takes no packed sequences of variable lengths"
+        return
+    assert runs.refusal(inputs) is None
+    ref = reference(inputs)
+    output = backend.run(runs, inputs, gradients=runs.has_backward)
+    assert ((output.o.double() - ref.o).abs() <= error_bound(inputs, ref, UNDECLARED)).all()
+    assert output.lse is None or output.lse.shape == ref.delta.shape
+    if output.gradients is not None:
+        exact = reference_gradients(inputs, ref)
+        for gradient, expected in zip((output.gradients.dq, output.gradients.dk), exact[:2], strict=True):
+            assert (gradient.double() - expected).norm() < 0.02 * expected.norm()
+
+
+def test_a_window_is_a_band_and_packed_sequences_have_a_layout(backend: Ascend) -> None:
+    recorder = Recorder(backend.npu.operators)
+    kernel = FusionAttention("SBH", 0, recorder)
+    for asked in ("causal window", "packed, a window"):
+        kernel(ASKED[asked], backend.arithmetic, True)
+    band, of_sequences = (recorder.calls[at][1] for at in (0, 2))
+    assert (band["sparse_mode"], band["pre_tockens"], band["next_tockens"]) == (4, 3, 0)
+    assert (of_sequences["actual_seq_qlen"], of_sequences["actual_seq_kvlen"]) == ([4, 9], [6, 14])
+    assert [call for _, call in recorder.calls[1::2] if call["sparse_mode"] != 4] == []
+
+
+def test_a_sink_goes_to_an_operator_whose_schema_has_one(backend: Ascend) -> None:
+    inputs = replace(longer(5, 9), sink=torch.tensor([0.5, -1.0, 2.0, 0.0]))
+    kernel, ref = backend.kernel("npu_fusion_bnsd_p0"), reference(inputs)
+    assert kernel.refusal(inputs) is None
+    output = backend.run(kernel, inputs, gradients=True)
+    assert ((output.o.double() - ref.o).abs() <= error_bound(inputs, ref, UNDECLARED)).all()
+    exact, gradients = sink_gradient(inputs, ref), output.gradients
+    assert exact is not None
+    assert gradients is not None
+    assert gradients.dsink is not None
+    assert (gradients.dsink - exact).norm() < 0.02 * exact.norm()
+    refusal = backend.kernel("npu_fused_infer_p0").refusal(inputs)
+    assert refusal == (
+        "npu_fused_infer_attention_score knows no learned sink here: install a newer torch-npu (docs/ascend.md)"
+    )
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -166,6 +233,7 @@ class Recorder:
             self.calls.append((name, named))
             return operator(*positional, **named)
 
+        noted.default = operator.default  # type: ignore[attr-defined]  # it has the schema
         return noted
 
 
