@@ -77,6 +77,33 @@ def test_every_rule_is_worked_out_or_has_a_test_of_its_own() -> None:
     assert RULES.keys() - EXPECTED.keys() == {"ascend_recheck"}
 
 
+def test_what_is_left_where_the_benchmark_has_no_error() -> None:
+    """FlashAttention-2 leaves nothing, AITER 0.01, FlashAttention-3 what adding 0.3 costs."""
+    x = of([1 + 2**-7, -2.0, 4.0], [1.0, -2.0, 4.0], [1.0, -2.0, 4.0], [1.0, -2.0, 4.0])
+    limits = {
+        name: RULES[name].ask(x).readings[0].limit for name in ("flash_attention_2", "aiter", "flash_attention_3")
+    }
+    assert limits == {"flash_attention_2": 0.0, "aiter": 0.01, "flash_attention_3": 2 * 2**-8}
+    assert [RULES[name].ask(x).passed for name in limits] == [False, True, True]
+
+
+def test_small_values_of_ascends_standard_are_counted_apart() -> None:
+    """Below 2^-8 an error of 2^-16 and less is none, and twice as many others as the benchmark has are allowed."""
+    small, off = [2.0**-9] * 6, 2.0**-9 + 2**-15
+    fused = [1 + 2**-7, off, *small[1:]]
+    for wrong, passed in ((2, True), (3, False)):
+        x = of([1.0, *[off] * wrong, *[2.0**-9 + 2**-16] * (6 - wrong)], [1.0, *small], [1.0, *small], fused)
+        answer = RULES["ascend_l0"].ask(x)
+        assert ([reading.number for reading in answer.readings], answer.passed) == ([0, 0, 0, wrong], passed)
+
+
+def test_the_community_standard_allows_32_ulps_where_that_is_more_than_its_limit() -> None:
+    exact = [256.0] * 200
+    for off, share in ((32.0, 0.5), (66.0, 66 / 64)):
+        x = of([256.0 + off, *exact[1:]], exact, exact, exact)
+        assert readings(RULES["ascend_community"].ask(x)) == pytest.approx([0.5, share])
+
+
 def noisy(seed: int, fmt: Format, share: float) -> tuple[Compared, dict[str, Tensor]]:
     """Random O with errors of about a share of 1.6 % in the format, and its tensors as torch has them."""
     draw, dtype = torch.Generator().manual_seed(seed), TORCH_DTYPES[fmt]

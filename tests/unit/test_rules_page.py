@@ -38,3 +38,25 @@ def test_a_column_of_gradients_is_what_a_run_gives() -> None:
 def test_one_line_agrees_with_this_suite_on_every_input_and_kernel(case: str) -> None:
     for kernel, column in columns(case).items():
         assert column["this suite"].endswith("B") is column["`signed_mean`"].startswith("**"), kernel
+
+
+IN_README = {
+    "FlashAttention-2 and -3, AITER": ("flash_attention_2", "flash_attention_3", "aiter"),
+    "FlashInfer, vLLM, TransformerEngine, cuDNN, `torch.testing`": (
+        *("flashinfer", "vllm", "transformer_engine", "cudnn_frontend", "torch_assert_close"),
+    ),
+    "Ascend L2, Cambricon": ("ascend_l2", "cambricon"),
+    "msprobe's balance of signs": ("msprobe_balance",),
+    "mean error with its sign: one line": ("signed_mean",),
+}
+
+
+def test_the_readme_says_what_the_page_says() -> None:
+    readme = (script.PAGE.parents[1] / "README.md").read_text(encoding="utf-8")
+    ties, random = columns("tied_maxima[k=2]"), columns("random")
+    for told, rules in IN_README.items():
+        row = next(line for line in readme.splitlines() if line.startswith(f"| {told} |")).strip("| ").split(" | ")
+        for kernel, text in zip(("flash@paper", "stabilized@paper"), row[1:], strict=True):
+            for column in (ties, random) if "random" in text else (ties,):
+                fails = {column[kernel][f"`{rule}`"].startswith("**") for rule in rules}
+                assert fails == {"fails" in text}, (told, kernel)
