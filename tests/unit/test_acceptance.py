@@ -173,6 +173,15 @@ def test_the_recheck_asks_whether_the_median_seed_is_worse_than_the_benchmark(wo
     assert [reading.limit for reading in answer.readings] == [1.0] * 3
 
 
+def test_the_bound_of_the_recheck_lies_where_order_statistics_put_it() -> None:
+    """The 2.5 % bound of a median of n is about the number (n - 1.96 sqrt n) / 2 by size: the 86th of 200."""
+    x = heads(1.03)
+    rmse = [(each - x.exact).square().mean((-2, -1)).sqrt().flatten() for each in (x.out, x.fused)]
+    by_size = (rmse[0] / rmse[1]).sort().values.tolist()
+    bound = RULES["ascend_recheck"].ask(x).readings[2].number
+    assert by_size[81] < bound < by_size[90] < by_size[99]
+
+
 def test_all_of_one_sign_fails_cambricons_rule_from_100_pairs_on() -> None:
     step = torch.arange(1.0, 201.0, dtype=torch.float64).view(1, 1, 1, -1)
     for count, passed in ((99, True), (100, False)):
