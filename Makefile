@@ -22,7 +22,7 @@ DONE := $(PY) -c 'import tiebreak.matrix.plugin' && touch $(STAMP)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv matrix platforms training test lint suite docs studies bench bench-gpu clean
+.PHONY: help venv matrix platforms training test lint suite docs studies bench bench-gpu release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -104,6 +104,10 @@ bench: $(STAMP)  ## benchmarks
 bench-gpu: $(STAMP)  ## attention on a GPU, side by side with PyTorch's
 	$(PY) -m pytest tests/bench/gpu -o python_files='bench_*.py' $(ARGS)
 
+release: $(STAMP)  ## sdist and wheel in dist/, built in isolation, checked, and tried in empty environments
+	@$(INSTALL) '.[release]'
+	$(PY) -m tiebreak.programs.release $(ARGS)
+
 clean:  ## remove .venv, build files and caches (records in out/ stay)
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -94,7 +94,7 @@ def test_an_input_is_no_code_and_bad_usage_leaves_no_page(step: Step, tmp_path: 
     program(tmp_path, "tiebreak", 'for word in "$@"; do echo "$word"; done; exit 2')
     ran = step("check", target="$(touch harm);x", options="--plan $(touch${IFS}harm);touch *")
     assert ran.code == 2
-    assert ran.printed.splitlines()[0] == "$(touch harm);x"
+    assert ran.printed.splitlines()[1] == "$(touch harm);x"
     assert ran.printed.splitlines()[-3:] == ["--plan", "$(touch${IFS}harm);touch", "*"]
     assert not (tmp_path / "harm").exists()
     assert step("page").code == 0
