@@ -144,17 +144,18 @@ def _as_queries(o: Tensor, like: Tensor) -> Tensor:
 
 
 @kernel(layout="bnhd", takes="gqa")
-def vllm_decode(q: Tensor, k: Tensor, v: Tensor, *, sm_scale: float) -> Tensor:
-    """vLLM's attention of one token, of as many heads as there are queries; keys in 4 parts."""
+def vllm_decode(q: Tensor, k: Tensor, v: Tensor, *, sm_scale: float, num_splits: int = 4) -> Tensor:
+    """vLLM's attention of one token, of as many heads as there are queries."""
     file = source(f"{_VLLM}triton_decode_attention", current_platform=_PLATFORM)
     batch, keys = k.shape[:2]
     heads = _as_heads(q)
     o = torch.empty_like(heads)
     tokens = torch.arange(batch * keys, dtype=torch.int32).view(batch, keys)
-    parts, lse = torch.empty(*heads.shape[:2], 4, q.shape[3] + 1), torch.empty(heads.shape[:2])
+    parts, lse = torch.empty(*heads.shape[:2], num_splits, q.shape[3] + 1), torch.empty(heads.shape[:2])
     file.decode_attention_fwd(
-        heads, _flat(k).unsqueeze(1), _flat(v).unsqueeze(1), o, lse, tokens, _lengths(batch, keys), parts, 4, sm_scale
-    )
+        heads, _flat(k).unsqueeze(1), _flat(v).unsqueeze(1), o, lse, tokens, _lengths(batch, keys), parts, num_splits,
+        sm_scale,
+    )  # fmt: skip
     return _as_queries(o, q)
 
 
@@ -198,18 +199,18 @@ def sglang_extend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, sm_scale: fl
 
 
 @kernel(layout="bnhd", takes="gqa")
-def sglang_decode(q: Tensor, k: Tensor, v: Tensor, *, sm_scale: float) -> Tensor:
-    """SGLang's attention of one token, of as many heads as there are queries; keys in 4 parts."""
+def sglang_decode(q: Tensor, k: Tensor, v: Tensor, *, sm_scale: float, num_splits: int = 4) -> Tensor:
+    """SGLang's attention of one token, of as many heads as there are queries."""
     file = source(
         f"{_SGLANG}decode_attention", also=(f"{_SGLANG}score_mod",),
         is_cuda=_yes, is_hip=_no, is_gfx95_supported=_no, is_gfx1250_supported=_no,
     )  # fmt: skip
     batch, keys = k.shape[:2]
     heads = _as_heads(q)
-    o, parts = torch.empty_like(heads), torch.empty(*heads.shape[:2], 4, q.shape[3])
+    o, parts = torch.empty_like(heads), torch.empty(*heads.shape[:2], num_splits, q.shape[3])
     file.decode_attention_fwd(
         heads, _flat(k), _flat(v), o, _starts(batch, keys), torch.arange(batch * keys), parts, parts[..., 0].clone(),
-        _lengths(batch, 4), 4, sm_scale, 1.0, 1.0,
+        _lengths(batch, num_splits), num_splits, sm_scale, 1.0, 1.0,
     )  # fmt: skip
     return _as_queries(o, q)
 
@@ -327,12 +328,12 @@ def conch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Ten
 
 
 @kernel(layout="bnhd", takes="gqa")
-def conch_split(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-    """The same with keys in 2 parts, one query a sequence: as its own operator, it has the parts' O in q's format."""
+def conch_split(q: Tensor, k: Tensor, v: Tensor, *, scale: float, num_splits: int = 2) -> Tensor:
+    """The same with keys in parts, one query a sequence: as its own operator, it has the parts' O in q's format."""
     batch, queries = q.shape[:2]
     single_queries = q.flatten(0, 1).unsqueeze(1)
     repeated = k.repeat_interleave(queries, 0), v.repeat_interleave(queries, 0)
-    parts = q.new_empty(2, batch * queries, *q.shape[2:])
+    parts = q.new_empty(num_splits, batch * queries, *q.shape[2:])
     return _conch(single_queries, *repeated, True, scale, parts, parts[..., 0].clone()).view(q.shape)
 
 
@@ -395,9 +396,9 @@ def _mslk(q: Tensor, k: Tensor, v: Tensor, scale: float, splits: int) -> Any:
 
 
 @kernel(layout="bnhd", backward="none")
-def xformers_splitk(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Any:
-    """xformers' split-k attention (MSLK), keys in 2 parts."""
-    return _mslk(q, k, v, scale, 2)
+def xformers_splitk(q: Tensor, k: Tensor, v: Tensor, *, scale: float, num_splits: int = 2) -> Any:
+    """xformers' split-k attention (MSLK)."""
+    return _mslk(q, k, v, scale, num_splits)
 
 
 # FlashAttention.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tiebreak.backends.backend import CPU, Backend
-from tiebreak.defects import backward, forward, rounding, using
+from tiebreak.defects import backward, changing, forward, rounding, using
 from tiebreak.defects.declared import (
     EXACT,
     CastingIn,
@@ -66,7 +66,7 @@ def users(function: Callable[[], Tiled], name: str) -> Kernel:
 
 def _of_users() -> Iterator[Defect]:
     """Every class that stands for a bug; what is wrong with it is in its docstring."""
-    modules = (forward, backward, rounding, using)
+    modules = (forward, backward, rounding, using, changing)
     for made in (made for module in modules for made in vars(module).values()):
         if isinstance(made, type) and issubclass(made, Tiled) and made.bug:
             name = re.sub(r"(?<!^)(?=[A-Z])", "_", made.__name__).lower()
@@ -134,6 +134,8 @@ USERS: Mapping[str, Callable[[], Tiled]] = {
     "returning": using.Returning,
     "flash_1": rounding.Flash1,
     "any_order": rounding.AnyOrder,
+    "batch_invariant": changing.BatchInvariant,
+    "numbered_splits": changing.NumberedSplits,
 }
 
 

@@ -25,7 +25,9 @@ from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.budget import ORDER_FILE
 from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.invariance import KnobTurned
 from tiebreak.matrix.experiments.usage import Usage
+from tiebreak.matrix.invariance.knobs import KNOBS
 from tiebreak.matrix.memory import keep_memory
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
@@ -43,7 +45,8 @@ SOURCE = "make studies STUDY=power"
 CAUGHT, TWINS = (Path(__file__).with_name(name) for name in ("caught.csv", "twins.csv"))
 CASES = {case.name: case for case in SCRIPTED}
 EXPERIMENTS: Mapping[str, Experiment] = {
-    experiment.name: experiment for experiment in (*map(Call, SCRIPTED), *map(Usage, QUESTIONS))
+    experiment.name: experiment
+    for experiment in (*map(Call, SCRIPTED), *map(Usage, QUESTIONS), *map(KnobTurned, KNOBS))
 }
 _PLACES = {name: place for place, name in enumerate(EXPERIMENTS)}
 _FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}

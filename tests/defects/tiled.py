@@ -81,10 +81,11 @@ class Tiled:
     options: ClassVar[Mapping[str, Any]] = {}  # that its author gives
 
     def __init_subclass__(
-        cls, bug: str = "", twin: str = "tiled", takes: str = "", lse: str = "", **of_defect: Any
+        cls, bug: str = "", twin: str = "tiled", takes: str = "", lse: str = "", invariant: str = "", **of_defect: Any
     ) -> None:
         """A kernel that is wrong names, where its class begins, the bug that it stands for."""
-        cls.bug, cls.of_defect, cls.options = bug, {"twin": twin, **of_defect}, {"takes": takes, "lse": lse}
+        cls.bug, cls.of_defect = bug, {"twin": twin, **of_defect}
+        cls.options = {"takes": takes, "lse": lse, "invariant": invariant}
 
     def __call__(
         self,

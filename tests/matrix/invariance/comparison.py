@@ -112,10 +112,11 @@ class Comparison:
         """What the change does, as far as the data tell."""
         if self.share == 0.0:
             return Effect.NONE
-        if self.lost or self.growth > WORSE:
+        verdict = judge(self.difference)
+        if self.lost or (self.growth > WORSE and verdict is not Verdict.BIASED):
             return Effect.HARMFUL
         known = {Verdict.BIASED: Effect.BIASED, Verdict.UNBIASED: Effect.UNBIASED}
-        return known.get(judge(self.difference), Effect.UNKNOWN)
+        return known.get(verdict, Effect.UNKNOWN)
 
     @property
     def record(self) -> ChangeRecord:

@@ -36,9 +36,9 @@ from tiebreak.matrix.usage.placements import fused, misaligned, read_as_contiguo
 
 _KEYS = 128  # where no other number matters more
 _ALONE = 4  # sequences that are called alone, at most
-_NEIGHBOURS = (9, 10, 200)  # keys of one more sequence
+_NEIGHBOURS, _ROWS = (9, 10, 200), (9, 10)  # keys of one more sequence; queries
 _PADDED = ((100, 1), (100, 28), (128, 64))  # keys, and how many padded ones behind them
-_MORE_QUERIES = (1, 60)
+_MORE_QUERIES = (1, 28)
 _MOST = 64  # of both
 _DECODED = (97, 256)  # keys that the last row sees
 _PREFILL, _CHUNKS = 192, (64, 50)  # queries and keys; queries of a chunk
@@ -90,11 +90,11 @@ def _with_more(inputs: AttentionInputs, name: str, more: int, session: Session) 
 
 
 def batch(session: Session) -> None:
-    """Alone, among others, and beside one of another length, which grows from 9 to 10 keys."""
+    """Alone, among others, and beside one of another length, which grows from 9 to 10 keys, or queries."""
     if session.called_by_sequence:
         raise CannotRunError("is called once for every sequence: it sees no batch")
-    first = slice(0, _ALONE)
     for material, inputs in session.materials(Shape(keys=_KEYS)):
+        first = slice(0, min(_ALONE, len(inputs.q)))
         single = [_of_sequences(inputs, slice(at, at + 1)) for at in range(len(inputs.q))[first]]
         some, alone = _of_sequences(inputs, first), torch.cat([session.o(each) for each in single])
         # Two sequences or more there are always, and the last is a neighbour of the others.
@@ -107,6 +107,12 @@ def batch(session: Session) -> None:
             beside = _beside(inputs, keys)
             if session.takes(beside):
                 session.compare(f"beside one of {keys} keys", material, alone, session.o(beside)[first], some)
+        rows = inputs.q.shape[2]
+        for queries in _ROWS:
+            longer = _with_more(inputs, "q", queries - rows, session)
+            if session.takes(longer):
+                o = session.o(longer)[first, :, :rows]
+                session.compare(f"padded to a neighbour's {queries} queries", material, alone, o, some)
 
 
 def _beside(inputs: AttentionInputs, keys: int) -> AttentionInputs:
@@ -239,9 +245,11 @@ def _control_of_rows(session: Session, whole: AttentionInputs, o: Tensor, row: i
 
 def chunks(session: Session) -> None:
     """The queries of a prefill in chunks, each behind the keys before it."""
+    seeing = (slice(None), slice(None), slice(_PREFILL // 4, None))
     for material, inputs in session.materials(Shape(queries=_PREFILL, keys=_PREFILL), share=_LONG):
         for whole in _causal_or_not(session, inputs):
             o: Tensor | None = None
+            some = _of_rows(whole, seeing[-1], _PREFILL, causal=whole.causal)
             for size in _CHUNKS:
                 ends = [min(start + size, _PREFILL) for start in range(0, _PREFILL, size)]
                 parts = [
@@ -253,7 +261,8 @@ def chunks(session: Session) -> None:
                     continue
                 o = session.o(whole) if o is None else o
                 chunked = torch.cat([session.o(part) for part in parts], 2)
-                session.compare(f"in chunks of {size} queries", material, o, chunked, whole)
+                # Rows that see a maximum, if there is one: the few keys before it may cancel.
+                session.compare(f"in chunks of {size} queries", material, o[seeing], chunked[seeing], some)
             if o is not None:
                 _control_of_rows(session, whole, o, _PREFILL - 2)
                 break
