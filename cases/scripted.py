@@ -45,6 +45,7 @@ from tiebreak.cases.claims import (
     within,
 )
 from tiebreak.cases.eight_bits import eight_bits
+from tiebreak.cases.feature_cases import feature_cases
 from tiebreak.cases.recipes import growing, normal_numbers
 from tiebreak.cases.shared_claims import FAIR, FUSED, OFFSET_HARMS, OWN, PAPER, V1_IN_FP16
 from tiebreak.kernels.inputs import AttentionInputs
@@ -670,5 +671,6 @@ GROUPS: Mapping[str, tuple[Case, ...]] = {
     "V in 8 bits": tuple(eight_bits()),
     "normal numbers": tuple(_random()),
     "masks, NaN, Inf, subnormal and very large numbers": tuple(_edges()),
+    "what calls ask beyond softmax(Q K^T) V": feature_cases(),
 }
 SCRIPTED: tuple[Case, ...] = tuple(case for group in GROUPS.values() for case in group)

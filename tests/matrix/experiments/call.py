@@ -114,7 +114,11 @@ class Call(Experiment):
         formats = self.formats()
         if formats is not None and asked.fmt not in formats:
             return []
-        return [pair for pair in asked.pairs if pair[1].unsuited(self.case.formats(asked.fmt)) is None]
+        pairs = [pair for pair in asked.pairs if pair[1].unsuited(self.case.formats(asked.fmt)) is None]
+        if not self.case.only_claimed or asked.kernels_named:
+            return pairs
+        of = self.case.claim_about  # in bf16, which claims speak of: another format has the same kernels
+        return [pair for pair in pairs if not pair[1].composed or of(pair[1].declaration) is not None]
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
         """As `Experiment.refusal`: what the kernel takes decides, and what it fails on that it never said it takes."""

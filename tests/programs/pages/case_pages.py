@@ -21,6 +21,7 @@ from tiebreak.reports.tables import marks
 
 _BASELINE = Path("reports/baselines/emulation.json")
 _SEED, _HEADS = 1, 16  # what is drawn is the first head of the baseline's own input
+_KEYS = 2048  # of a picture, at most
 _WIDTH, _HEIGHT, _GAP = 640, 84, 34  # of one of the two panels, and between them, in units of about a pixel
 _LEFT = 64
 _FAILURE = "An input on which rounding is known to fail."
@@ -87,7 +88,7 @@ def _measured(records: Sequence[Record]) -> list[str]:
 
 
 def _picture(case: Case) -> str:
-    """The scores of the last row of the first head, and the largest column of V, by key."""
+    """The scores of the last row of the first head, and the largest column of V, by key, of the first keys."""
     inputs = case.make(_SEED, 0, _HEADS, BF16)
     ref = reference(inputs)
     hidden = inputs.hidden()
@@ -96,6 +97,7 @@ def _picture(case: Case) -> str:
         seen = ~hidden.expand_as(ref.s)[0, 0, -1]
     row, v = ref.s[0, 0, -1], inputs.expanded_v()[0, 0].double()
     column = v[:, int(v.nan_to_num(0, 0, 0).abs().sum(0).argmax())]
+    row, seen, column = (x[:_KEYS] for x in (row, seen, column))
     height = 2 * (_HEIGHT + _GAP)
     top = _panel(row, seen, "S", 0)
     bottom = _panel(column, seen, "V", _HEIGHT + _GAP)
