@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from tiebreak.backends.backend import CPU
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.emulation.arm import add_pairs, arm_bf16_matmul
 from tiebreak.cases.errors import signed_error_ulps
@@ -20,6 +23,13 @@ from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16, FP32
 from tiebreak.kernels.plans import Accumulator, Cast
 from tiebreak.kernels.reference import reference
+from tiebreak.kernels.roster import composed_kernel
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.records.record import PREDICTION
 
 Array = NDArray[Any]
 Make = Callable[[np.random.Generator, tuple[int, ...]], Array]
@@ -135,6 +145,18 @@ def test_eager_attention_in_blocks_adds_the_errors_of_each() -> None:
         output = told.algorithm.forward(inputs, told.plan, told.shift_rule, EmulatedArithmetic(), told.block)
         biases[plan] = signed_error_ulps(output.o, exact, BF16).mean().item()
     assert list(biases.values()) == pytest.approx([0.11, 0.35], abs=0.03)
+
+
+def test_a_cell_that_fell_says_what_predicts_it() -> None:
+    class OnArm(EmulatedArithmetic):
+        def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
+            return super().matmul(a, b, cast, Accumulator.BFMMLA)
+
+    (case,) = (case for case in SCRIPTED if case.name == "faint_tail")
+    cell = Cell(replace(CPU, arithmetic=OnArm()), composed_kernel("flash@paper"), Call(case), BF16)
+    answer = run_cell(cell, Workbench(Settings(heads=64))).answers[PREDICTION]
+    assert answer.met is False
+    assert answer.why.endswith("; flash@paper,accumulator=bfmmla, as this device multiplies, does")
 
 
 @pytest.mark.skipif(COMPILER is None or QEMU is None, reason="no aarch64-linux-gnu-gcc or no qemu-aarch64-static here")

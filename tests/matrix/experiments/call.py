@@ -10,16 +10,18 @@ from typing import Any, ClassVar
 import torch
 
 from tiebreak.backends.backend import to_device
+from tiebreak.backends.probes import of_products
 from tiebreak.cases.batch import Batch
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import Case
-from tiebreak.cases.claims import bias_text, of_tied_outputs
-from tiebreak.cases.errors import signed_error_ulps
+from tiebreak.cases.claims import bias_text, of_tied_outputs, predicted
+from tiebreak.cases.errors import difference, merge, signed_error_ulps
 from tiebreak.cases.gradients import contains_bias
 from tiebreak.cases.measures import Measure, Observed, Value, call_measures
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
 from tiebreak.cases.trace import trace
 from tiebreak.cases.verdicts import Interval, Verdict
+from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.matrix import acceptance
@@ -158,7 +160,7 @@ class Call(Experiment):
             tied=tied,
             in_training=in_training,
             claims=tuple(_claims(sample)),
-            prediction=_prediction(sample),
+            prediction=_prediction(cell, sample, case_bench),
             backward_error=outputs[0].backward_error,
             held_to=held_to.plan if held_to else None,
             backward_held_to=backward.name if backward else None,
@@ -200,11 +202,22 @@ def _claims(sample: Sample) -> Iterator[Claimed]:
         yield Claimed("no more bias than a correctly rounded O", _NO_WORSE, sample.rounded_met, measured)
 
 
-def _prediction(sample: Sample) -> Predicted | None:
+def _prediction(cell: Cell, sample: Sample, bench: CaseBench) -> Predicted | None:
     if sample.prediction is None:
         return None
     measured = f"{bias_text(sample.errors)} measured, {bias_text(sample.prediction)} emulated"
+    if sample.prediction_met is False:
+        measured += _as_the_device_multiplies(cell, sample, bench)
     return Predicted(sample.declaration.label, sample.prediction_met, measured)
+
+
+def _as_the_device_multiplies(cell: Cell, sample: Sample, bench: CaseBench) -> str:
+    """Of an output that its plan does not predict: whether it would, if it said how the device adds up products."""
+    plan = ",".join([sample.declaration.label, *of_products(cell.backend.arithmetic, cell.backend.device)])
+    if plan == sample.declaration.label:
+        return ""
+    emulated = merge([bench.emulated(index, parse_declaration(plan))[1] for index in range(len(sample.draws))])
+    return f"; {plan}, as this device multiplies, does" if predicted(difference(sample.errors, emulated)) else ""
 
 
 def where_bias_is(verdict: str | None, measures: Mapping[str, Value], fmt: Format) -> tuple[bool | None, str | None]:
