@@ -40,8 +40,13 @@ from dataclasses import dataclass, field
 
 #: The processor that QEMU plays. It reads this itself, and so do the processes that the first one starts.
 PROCESSOR = "QEMU_CPU"
-#: What decides the level. oneDNN still reads DNNL_MAX_CPU_ISA, its former name.
-VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", PROCESSOR)
+#: In which format oneDNN may multiply numbers of fp32: BF16, as guides to Graviton have it set. The former name.
+FPMATH = "DNNL_DEFAULT_FPMATH_MODE"
+#: What decides the level. oneDNN still reads what begins with DNNL, its former name.
+VARIABLES = (
+    *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", FPMATH, PROCESSOR),
+)
 
 _AVX2 = frozenset({"avx2", "fma"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
@@ -72,17 +77,19 @@ LEVELS = (
     _level("aten-default-onednn-avx2", "default", "AVX2", _AVX2),
 )
 
+_BF16_IN_FP32 = {FPMATH: "BF16"}
 #: Emulated processors by architecture, each a level. Of those that QEMU 7.2 knows, these differ in the instructions by
-#: which PyTorch and its libraries choose.
+#: which PyTorch and its libraries choose. Other settings change no bit there: see docs/platforms.md.
 EMULATED: Mapping[str, tuple[Level, ...]] = {
     "aarch64": tuple(
-        Level(f"aarch64-{name}", {PROCESSOR: processor})
-        for name, processor in (
-            ("max", "max"),  # all that QEMU has: bf16, SVE and SVE2 of 512 bits
-            ("max-sve256", "max,sve-max-vq=2"),  # the same with SVE of 256 bits, for which ATen has code of its own
-            ("a64fx", "a64fx"),  # SVE of 512 bits, no bf16
-            ("neoverse-n1", "neoverse-n1"),  # no SVE, no bf16: Graviton 2, Ampere's Altra
-            ("cortex-a72", "cortex-a72"),  # Armv8.0: no fp16 arithmetic either
+        Level(f"aarch64-{name}", {PROCESSOR: processor, **settings})
+        for name, processor, settings in (
+            ("max", "max", {}),  # all that QEMU has: bf16, SVE and SVE2 of 512 bits
+            ("max-fpmath-bf16", "max", _BF16_IN_FP32),  # as that one, and some products of fp32 in bf16
+            ("max-sve256", "max,sve-max-vq=2", {}),  # SVE of 256 bits, for which ATen has code of its own
+            ("a64fx", "a64fx", {}),  # SVE of 512 bits, no bf16
+            ("neoverse-n1", "neoverse-n1", {}),  # no SVE, no bf16: Graviton 2, Ampere's Altra
+            ("cortex-a72", "cortex-a72", {}),  # Armv8.0: no fp16 arithmetic either
         )
     )
 }
