@@ -87,6 +87,7 @@ EMULATED: Mapping[str, tuple[Level, ...]] = {
             ("max", "max", {}),  # all that QEMU has: bf16, SVE and SVE2 of 512 bits
             ("max-fpmath-bf16", "max", _BF16_IN_FP32),  # as that one, and some products of fp32 in bf16
             ("max-sve256", "max,sve-max-vq=2", {}),  # SVE of 256 bits, for which ATen has code of its own
+            ("max-sve256-aten-default", "max,sve-max-vq=2", {"ATEN_CPU_CAPABILITY": "default"}),  # without that code
             ("max-sve128", "max,sve-max-vq=1", {}),  # SVE of 128 bits, as in Graviton 4 and Grace
             ("a64fx", "a64fx", {}),  # SVE of 512 bits, no bf16
             ("neoverse-n1", "neoverse-n1", {}),  # no SVE, no bf16: Graviton 2, Ampere's Altra

@@ -226,7 +226,7 @@ def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], named: str, caps
     [
         (["--level", "c,native"], ["native", "c"]),
         (["--arch", "aarch64", "--level", "max"], ["aarch64-max"]),
-        (["--arch", "aarch64", "--level", "*sve256,a64fx"], ["aarch64-max-sve256", "aarch64-a64fx"]),
+        (["--arch", "aarch64", "--level", "*-sve256,a64fx"], ["aarch64-max-sve256", "aarch64-a64fx"]),
     ],
 )
 def test_levels_are_named_the_highest_first(
