@@ -3,10 +3,12 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import cache
 from typing import TypeVar
 
+from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.flash import ONE_TILE, Block
-from tiebreak.kernels.formats import BF16, FP32, Rounding, parse_format
+from tiebreak.kernels.formats import BF16, FP16, FP32, TF32, Format, Rounding, parse_format
 from tiebreak.kernels.kernel import PLAIN, Declaration
 from tiebreak.kernels.plans import (
     BACKWARD_POINTS,
@@ -56,6 +58,8 @@ _POINTS = (
 )
 _OTHERS = (_L_FROM, _EXPONENTIAL, _CONTRACTED, _OFFSET, *_QUANTIZED, "smooth_k", "sink", _ACCUMULATOR)
 _FIELDS = {_KEYS.get(field, field): field for field in (*_POINTS, *_OTHERS)}
+#: Keys of what the forward pass is made of, and their fields.
+FORWARD = {key: field for key, field in _FIELDS.items() if field not in BACKWARD_POINTS}
 
 
 def parse_declaration(text: str) -> Declaration:
@@ -96,12 +100,57 @@ def parse_declaration(text: str) -> Declaration:
     turns = {(_KEYS[_CONTRACTED], "no"): -1, ("q8", _NONE): -1, ("q", FP32.name): -1, (_KEYS[_CONTRACTED], "yes"): 1}
     for key, value in sorted(values.items(), key=lambda change: turns.get(change, 0)):
         try:
-            declaration = _changed(declaration, key, value)
+            declaration = changed(declaration, key, value)
         except ValueError as error:
             raise ValueError(f"{error} (in {text!r})") from None
     return replace(declaration, plan=_renamed(declaration.plan, named.plan))
 
 
+def shortest(declaration: Declaration) -> Declaration:
+    """What has the same forward pass, by the text with the fewest changes; its backward pass is the named plan's.
+
+    Raises:
+        ValueError: no text names it.
+    """
+    heads = [STANDARD.name] if not declaration.algorithm.tiled else _heads(declaration)
+    texts = [_from(_named(head), declaration) for head in heads]
+    fitting = [named for named in texts if named is not None]
+    if not fitting:
+        raise ValueError("no text names this plan")
+    return min(fitting, key=lambda named: named.plan.name.count(","))
+
+
+def _heads(declaration: Declaration) -> list[str]:
+    rule, algorithm = declaration.shift_rule.name, declaration.algorithm
+    name = algorithm.name if rule == "safe" or algorithm is not FLASH_ATTENTION else rule
+    return [f"{name}@{plan}" for plan in PLANS if plan != STANDARD.name and f"{name}@{plan}" in _composable()]
+
+
+@cache
+def _composable() -> frozenset[str]:
+    """Names of kernels that are a rule, or an algorithm, and a plan that it makes something of."""
+    return frozenset(f"{rule}@{plan}" for rule in rule_names() for plan in PLANS if _is_named(f"{rule}@{plan}"))
+
+
+def _is_named(head: str) -> bool:
+    try:
+        _named(head)
+    except ValueError:
+        return False
+    return True
+
+
+def _from(named: Declaration, declaration: Declaration) -> Declaration | None:
+    """A declaration's forward pass, as changes of a named one; None where changes can't say it."""
+    theirs, own = named.plan.exponential, declaration.plan.exponential
+    if (theirs.correction, theirs.lanes) != (own.correction, own.lanes):
+        return None
+    fields = {field: getattr(declaration.plan, field) for field in FORWARD.values()}
+    plan = _renamed(replace(named.plan, **fields), named.plan)
+    return replace(declaration, plan=plan, shift_rule=named.shift_rule)
+
+
+@cache
 def _named(head: str) -> Declaration:
     """The declaration of a kernel, or of plain flash attention at a plan."""
     name = head if "@" in head or head not in PLANS or head == STANDARD.name else f"{PLAIN}@{head}"
@@ -120,7 +169,43 @@ def _named(head: str) -> Declaration:
     return declaration
 
 
-def _changed(declaration: Declaration, key: str, value: str) -> Declaration:
+@cache
+def values_of(key: str, inputs: Format) -> tuple[str, ...]:
+    """What the key of a forward pass's field may be given: every word; of a cast the formats in use and all modes.
+
+    Of what has a size, such as the rows that share a scale, what plans with a name have.
+
+    Args:
+        key: one of `FORWARD`.
+        inputs: format of the call, which casts call by its role.
+
+    Returns:
+        Texts that `changed` takes.
+    """
+    field = FORWARD[key]
+    named = dict.fromkeys(_text(key, getattr(plan, field)) for plan in PLANS.values())
+    if key in _FLAGS:
+        return tuple(_FLAGS[key])
+    if field == _EXPONENTIAL:
+        return tuple(_BASES)
+    if field == _OFFSET or field in _QUANTIZED:
+        return tuple(named)
+    modes = [mode for mode in _MODES if mode != Rounding.STOCHASTIC.value or key == "o"]
+    if key in _OUTPUTS:
+        formats = [INPUT]  # which a kernel returns
+    else:
+        formats = [INPUT, *(fmt.name for fmt in (BF16, FP16) if fmt != inputs)]
+        formats += [TF32.name] if key == "p_bar" else []  # which products of fp32 numbers may take
+    casts = [fmt if mode == Rounding.TO_EVEN.value else f"{fmt}:{mode}" for mode in modes for fmt in formats]
+    return tuple(dict.fromkeys([FP32.name, *casts, *named]))
+
+
+def changed(declaration: Declaration, key: str, value: str) -> Declaration:
+    """A declaration with one change, as it stands behind a comma; its name stays.
+
+    Raises:
+        ValueError: the key or the value is unknown, the algorithm makes nothing of it, or it excludes another.
+    """
     algorithm = declaration.algorithm
     if key == _TILE:
         if not algorithm.tiled:

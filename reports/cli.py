@@ -79,6 +79,7 @@ _LAB = Group(
 )
 VERBS: Mapping[str, Verb | Group] = {
     "check": Verb("tiebreak.programs.check", "a kernel of your own: the verdict, and what it rests on"),
+    "identify": Verb("tiebreak.programs.identify", "the rounding plan of a kernel of your own, from its outputs alone"),
     "show": Verb("tiebreak.reports.tables.show", "the table of one run, audit or sweep, or of training over seeds"),
     "compare": Verb(
         "tiebreak.reports.tables.compare", "several runs side by side: what agrees to the bit, what does not"

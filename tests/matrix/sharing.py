@@ -96,7 +96,8 @@ class SharedArithmetic:
 
     def _like(self, x: Tensor, how: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """The result of an operand with the same values."""
-        for earlier, result, versions in self._of_values.get((how, x.shape), ()):
+        key = how, x.shape, x.sum().item()  # a few of many plans' arguments have that sum
+        for earlier, result, versions in self._of_values.get(key, ()):
             if versions == earlier._version + result._version and torch.equal(earlier, x):
                 return result
         result = make()
@@ -104,7 +105,7 @@ class SharedArithmetic:
             return result
         self._make_room(x.numel() + result.numel())
         self._known |= {_storage(x), _storage(result)}
-        self._of_values.setdefault((how, x.shape), []).append((x, result, x._version + result._version))
+        self._of_values.setdefault(key, []).append((x, result, x._version + result._version))
         return result
 
     def _make_room(self, elements: int) -> None:

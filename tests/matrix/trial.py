@@ -1,17 +1,18 @@
 """A small call that shows whether a kernel can do what nobody has said of it."""
 
+from tiebreak.backends.backend import Backend
 from tiebreak.kernels.external.errors import ContractError, ShapeError
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.matrix.experiment import Cell
+from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.matrix.raised import raised
 
 
-def failed_trial(cell: Cell, inputs: AttentionInputs) -> str | None:
+def failed_trial(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str | None:
     """Try a kernel once on what it does not declare, such as grouped heads, a head dimension or a number of keys.
 
     Args:
-        cell: whose kernel.
+        backend: where it runs.
+        kernel: that may not take them.
         inputs: that it does not refuse, on the host.
 
     Returns:
@@ -21,29 +22,29 @@ def failed_trial(cell: Cell, inputs: AttentionInputs) -> str | None:
     Raises:
         Exception: what left its device beyond use.
     """
-    asked = cell.kernel.undeclared(inputs)
+    asked = kernel.undeclared(inputs)
     if asked is None:
         return None
     small = inputs.part(slice(1))
-    failure = _failure(cell, small)
+    failure = _failure(backend, kernel, small)
     oblong = inputs.causal and inputs.q.shape[2] != inputs.k.shape[2]
     plainer = AttentionInputs(small.q, small.k, small.v, small.do, small.formats, oblong, noise_seed=small.noise_seed)
-    if failure is None or (set(plainer.asks()) != set(small.asks()) and _failure(cell, plainer) is None):
+    if failure is None or (set(plainer.asks()) != set(small.asks()) and _failure(backend, kernel, plainer) is None):
         return None  # what it does say that it takes is to blame
     return f"tried with {asked}, it {failure}"
 
 
-def _failure(cell: Cell, inputs: AttentionInputs) -> str | None:
+def _failure(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str | None:
     """None, or how a call failed."""
     try:
-        cell.backend.run(cell.kernel, inputs, gradients=False)
+        backend.run(kernel, inputs, gradients=False)
     except CannotRunError:
         return None
     except ContractError as error:
         per_key_head = isinstance(error, ShapeError) and inputs.groups > 1  # one head of O for each of K's
         return str(error) if per_key_head else None
     except Exception as error:  # whatever the kernel raises
-        if cell.backend.poisoned():
+        if backend.poisoned():
             raise
         return f"raised {raised(error)}"
     return None

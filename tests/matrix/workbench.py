@@ -47,11 +47,12 @@ class SharedBatch(Batch):
 
     def clipped(self, declaration: Declaration) -> Declaration:
         """The declaration in tiles no larger than the input: beyond its size they change nothing."""
-        return _clipped(declaration, self.inputs.q.shape[-2], self.inputs.k.shape[-2])
+        return clipped(declaration, self.inputs.q.shape[-2], self.inputs.k.shape[-2])
 
 
 @lru_cache(maxsize=1024)
-def _clipped(declaration: Declaration, queries: int, keys: int) -> Declaration:
+def clipped(declaration: Declaration, queries: int, keys: int) -> Declaration:
+    """The declaration in tiles no larger than so many queries by keys."""
     block = Block(min(declaration.block.queries, queries), min(declaration.block.keys, keys))
     return replace(declaration, block=block)
 

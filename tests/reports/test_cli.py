@@ -47,8 +47,8 @@ def test_a_group_alone_says_what_there_is(name: str, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "tiebreak: a verb is missing: known are check, show, compare, gate, page"),
-        (["shew"], "tiebreak: unknown verb 'shew': known are check, show"),
+        ([], "tiebreak: a verb is missing: known are check, identify, show, compare, gate, page"),
+        (["shew"], "tiebreak: unknown verb 'shew': known are check, identify, show"),
         (["list", "case"], "tiebreak list: unknown verb 'case': known are cases, kernels, plans"),
         (["show"], "tiebreak show: the following arguments are required: FILE"),
         (["show", "none.json"], "tiebreak show: none.json: No such file or directory"),

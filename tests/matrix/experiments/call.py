@@ -125,7 +125,9 @@ class Call(Experiment):
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
         """As `Experiment.refusal`: what the kernel takes decides, and what it fails on that it never said it takes."""
         inputs = bench.case(self.case, cell.fmt).batch(0).inputs
-        return cell.kernel.refusal(to_device(inputs, cell.backend.device)) or failed_trial(cell, inputs)
+        return cell.kernel.refusal(to_device(inputs, cell.backend.device)) or failed_trial(
+            cell.backend, cell.kernel, inputs
+        )
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
         """As `Experiment.run`."""

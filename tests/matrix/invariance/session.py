@@ -94,7 +94,7 @@ class Session:
             and kernel.caller.needs.arrange(inputs).inputs is not inputs
         ):
             reason = "it is given dummy queries or keys"
-        return reason or failed_trial(self.cell, inputs)
+        return reason or failed_trial(self.cell.backend, self.cell.kernel, inputs)
 
     def can(self, feature: Feature) -> bool:
         """Whether the kernel says that it takes a feature."""

@@ -1,0 +1,82 @@
+"""A kernel that is asked: its outputs on designed inputs, and what plans make of them."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import Tensor
+
+from tiebreak.backends.backend import Backend, to_device
+from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.formats import Format
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel, run_forward
+from tiebreak.matrix.attribution import equal_bits
+from tiebreak.matrix.sharing import SharedEmulation
+from tiebreak.matrix.trial import failed_trial
+from tiebreak.matrix.workbench import clipped
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What the kernel made of one input."""
+
+    name: str  # of the input
+    inputs: AttentionInputs
+    o: Tensor
+    _shares: dict[Declaration, float] = field(default_factory=dict)
+
+    @cached_property
+    def emulation(self) -> Arithmetic:
+        """The emulation's, with what plans share on this input."""
+        return SharedEmulation(self.inputs)
+
+    def predicted(self, declaration: Declaration, arithmetic: Arithmetic | None = None) -> Tensor:
+        """What a plan makes of the input."""
+        _, _, queries, _ = self.inputs.q.shape
+        declaration = clipped(declaration, queries, self.inputs.k.shape[2])
+        return run_forward(declaration, self.inputs, arithmetic or self.emulation).o
+
+    def missed(self, declaration: Declaration) -> float:
+        """The share of elements of O in which a plan does not have the kernel's bits."""
+        key = clipped(declaration, self.inputs.q.shape[2], self.inputs.k.shape[2])
+        if key not in self._shares:
+            self._shares[key] = 1.0 - equal_bits(self.o, self.predicted(key))
+        return self._shares[key]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A kernel, and what it has answered so far."""
+
+    backend: Backend
+    kernel: Kernel
+    fmt: Format  # of q, k and v
+    answers: dict[str, Answer] = field(default_factory=dict)  # by the name of the input
+    refused: dict[str, str] = field(default_factory=dict)  # inputs that it does not take, and why
+
+    def ask(self, name: str, inputs: AttentionInputs) -> Answer | None:
+        """Its answer; None where it does not take such inputs.
+
+        Raises:
+            Exception: whatever it raises on inputs that it should take.
+        """
+        if name in self.answers or name in self.refused:
+            return self.answers.get(name)
+        why = self.kernel.refusal(to_device(inputs, self.backend.device))
+        why = why or failed_trial(self.backend, self.kernel, inputs)
+        if why is None:
+            try:
+                self.answers[name] = Answer(name, inputs, self.run(inputs))
+            except CannotRunError as error:
+                why = str(error)
+        if why is not None:
+            self.refused[name] = why
+        return self.answers.get(name)
+
+    def run(self, inputs: AttentionInputs) -> Tensor:
+        """One call."""
+        return self.backend.run(self.kernel, inputs, gradients=False).o.float()
+
+    def repeats(self, answer: Answer) -> bool:
+        """Whether a second call has the same bits."""
+        return self.backend.repeats(self.kernel) or equal_bits(answer.o, self.run(answer.inputs)) == 1.0

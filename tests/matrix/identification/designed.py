@@ -1,0 +1,278 @@
+"""Designed inputs: each shows few points of a plan, and says which.
+
+Scores are chosen, not drawn from q and K: row i of q looks at three columns of K, whose products add up to any fp32
+number exactly, in any order. V shows what becomes of them: with one key to a column O is that key's probability.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.random import Generator, Philox, SeedSequence
+from torch import Tensor
+
+from tiebreak.kernels.formats import BF16, FP16, Format, Formats
+from tiebreak.kernels.inputs import AttentionInputs
+
+_D, _PIECES = 64, 3  # bf16 numbers that add up to an fp32 number
+_ROWS = _D // _PIECES
+_SCALE = 1.0 / math.sqrt(_D)
+_HIDDEN = -200.0  # a score of which fp32 has no probability, below a maximum of 0
+_GRID = 2.0**-18  # of scores that fp16 has to hold in three pieces
+FPREV = "FPRev (arXiv 2411.00442)"
+HAWKEYE = "Hawkeye (arXiv 2603.20421)"
+MMA_SIM = "MMA-Sim (arXiv 2511.10909)"
+OWN = "this suite"
+
+Make = Callable[[Generator, Format], AttentionInputs]
+
+
+@dataclass(frozen=True)
+class Designed:
+    """One input, of which there are as many as there are seeds."""
+
+    name: str  # how the report calls it
+    shows: str  # what of a plan, in words
+    method: str  # whose
+    recipe: Make  # makes one
+    formats: tuple[Format, ...] = (BF16, FP16)  # that can hold it
+    fine: bool = False  # whether fp32's last bits show: it tells plans apart, and no plan has to explain all of it
+
+    def make(self, fmt: Format, seed: int = 0) -> AttentionInputs:
+        """The input of a seed, in a format."""
+        return self.recipe(Generator(Philox(SeedSequence([seed, *self.name.encode()]))), fmt)
+
+
+def _drawn(rng: Generator, low: float, high: float, *shape: int) -> Tensor:
+    return torch.from_numpy(rng.uniform(low, high, shape))
+
+
+def _rounded(x: Tensor, fmt: Format) -> Tensor:
+    return x.to(torch.bfloat16 if fmt == BF16 else torch.float16).float()
+
+
+def _pieces(x: Tensor, fmt: Format) -> Tensor:
+    """Numbers of a format that add up to each fp32 number, in a last dimension."""
+    parts, left = [], x.clone()
+    for _ in range(_PIECES):
+        parts.append(_rounded(left, fmt))
+        left = left - parts[-1]
+    assert not left.any(), "three pieces hold it"
+    return torch.stack(parts, -1)
+
+
+def chosen(scores: Tensor, v: Tensor, fmt: Format) -> AttentionInputs:
+    """Inputs whose scores are chosen.
+
+    Args:
+        scores: (heads, rows, keys), fp32 numbers.
+        v: (heads, keys, 64), numbers of the format.
+        fmt: of q, k and v.
+    """
+    heads, rows, keys = scores.shape
+    q, k = torch.zeros(heads, rows, _D), torch.zeros(heads, keys, _D)
+    parts = _pieces(scores.float() / _SCALE, fmt)
+    for row in range(rows):
+        columns = slice(row * _PIECES, (row + 1) * _PIECES)
+        q[:, row, columns], k[:, :, columns] = 1.0, parts[:, row]
+    q, k, v = (x[None].contiguous() for x in (q, k, v.float()))
+    return AttentionInputs(q, k, v, torch.ones_like(q), Formats.of(fmt))
+
+
+def _one_hot(heads: int, keys: int, rng: Generator) -> Tensor:
+    """V with one key to a column, one of each run of keys / 64; the others are 0."""
+    v, apart = torch.zeros(heads, keys, _D), keys // _D
+    for head in range(heads):
+        v[head, torch.arange(_D) * apart + torch.from_numpy(rng.integers(0, apart, _D)), torch.arange(_D)] = 1.0
+    return v
+
+
+def _on_grid(x: Tensor) -> Tensor:
+    return ((x / _GRID).round() * _GRID).float()
+
+
+def _signed_values(rng: Generator, heads: int, keys: int, fmt: Format) -> Tensor:
+    """Between 1 and 4, one sign a column."""
+    signs = torch.from_numpy(rng.choice([-1.0, 1.0], (heads, 1, _D)))
+    return _rounded(_drawn(rng, 1.0, 4.0, heads, keys, _D) * signs, fmt)
+
+
+def _maxima(rng: Generator, heads: int, keys: int, counts: Tensor, top: Tensor | float = 0.0) -> Tensor:
+    """Scores with so many equal maxima a row, anywhere, and nothing else to be seen."""
+    order = torch.from_numpy(rng.permuted(np.broadcast_to(np.arange(keys), (heads, len(counts), keys)), axis=-1).copy())
+    return torch.where(order < counts[None, :, None], 0.0, _HIDDEN) + top
+
+
+def _equal_keys(rng: Generator, fmt: Format) -> AttentionInputs:
+    counts = torch.tensor([1, 2, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 6, 6, 7, 7, 8, 9, 12, 16])
+    return chosen(_maxima(rng, 4, _D, counts), _signed_values(rng, 4, _D, fmt), fmt)
+
+
+def _many_equal_keys(rng: Generator, fmt: Format) -> AttentionInputs:
+    counts = torch.from_numpy(rng.integers(32, 128, _ROWS) * 2 + 1)
+    return chosen(_maxima(rng, 2, 256, counts), _signed_values(rng, 2, 256, fmt), fmt)
+
+
+def _probabilities(rng: Generator, fmt: Format) -> AttentionInputs:
+    scores = _drawn(rng, -6.0, 0.0, 4, _ROWS, _D)
+    scores += torch.where(torch.arange(_ROWS)[:, None] % 2 == 0, -scores.amax(-1, keepdim=True), 3.0)
+    return chosen(_on_grid(scores), _one_hot(4, _D, rng), fmt)
+
+
+def _tied_scores(rng: Generator, fmt: Format) -> AttentionInputs:
+    """Half of them between neighbours of the format, the others of 11 bits; every third row's maximum is 0."""
+    scores = _drawn(rng, -8.0, 6.0, 4, _ROWS, _D)
+    scores[:, ::3] = -scores[:, ::3].abs()
+    bits = torch.where(torch.arange(_D) % 2 == 0, fmt.mantissa_bits, 10)
+    spacing = torch.exp2(scores.abs().log2().floor() - bits)
+    scores = ((scores / spacing).floor() + 0.5) * spacing
+    scores[:, ::3, 0] = 0.0
+    return chosen(scores, _one_hot(4, _D, rng), fmt)
+
+
+def _tied_probabilities(rng: Generator, fmt: Format) -> AttentionInputs:
+    """Rows of 64 keys with ties of P-bar, then rows of two keys whose P / l are ties."""
+    bits = torch.where(torch.arange(_D) % 2 == 0, fmt.mantissa_bits, 10)
+    spacing = torch.exp2(-1.0 - bits)
+    ties = ((_drawn(rng, 0.52, 0.93, 4, _ROWS, _D) / spacing).floor() + 0.5) * spacing
+    scores = torch.log(ties).float()
+    scores[:, :, 0] = 0.0
+    pairs = slice(_ROWS // 2, None)
+    share = ties[:, pairs, 1]
+    scores[:, pairs, 1:] = _HIDDEN
+    scores[:, pairs, 1] = torch.log((1.0 - share) / share).float()
+    return chosen(scores, _one_hot(4, _D, rng), fmt)
+
+
+def _long_sums(rng: Generator, fmt: Format) -> AttentionInputs:
+    """One key that V shows, and up to 63 alike that l alone counts."""
+    scores = torch.full((4, _ROWS, _D), _HIDDEN)
+    alike = _on_grid(_drawn(rng, -5.0, -0.05, 4, _ROWS, 1)).expand_as(scores)
+    scores = torch.where(torch.arange(_D) < torch.from_numpy(rng.integers(2, _D, (4, _ROWS, 1))), alike, scores)
+    scores[:, :, 0] = 0.0
+    v = torch.zeros(4, _D, _D)
+    v[:, 0] = _signed_values(rng, 4, 1, fmt)[:, 0]
+    return chosen(scores, v, fmt)
+
+
+def _rising(height: tuple[float, float], keys: int = 256, heads: int = 2) -> Make:
+    """Scores that rise, or in odd rows fall, by `height` over all keys, each 16 with a maximum of their own."""
+
+    def make(rng: Generator, fmt: Format) -> AttentionInputs:
+        run = 16
+        rise = _drawn(rng, *height, heads, _ROWS, 1)
+        steps = torch.from_numpy(rng.dirichlet(np.ones(keys // run), (heads, _ROWS))).cumsum(-1)
+        scores = rise * steps.repeat_interleave(run, -1) - _drawn(rng, 0.0, 2.0, heads, _ROWS, keys)
+        scores[:, 1::2] = scores[:, 1::2].flip(-1)
+        return chosen(_on_grid(scores - rise), _one_hot(heads, keys, rng), fmt)
+
+    return make
+
+
+def _repeated_maxima(rng: Generator, fmt: Format) -> AttentionInputs:
+    """Two keys at the maximum or next to it, which is large, small, 0 or negative; 62 below it."""
+    tops = torch.tensor([-6, -3, -1, -0.5, -0.003, 0, 0.002, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 7, 14, 25, 60, 2.5, 3.5])
+    beside = torch.tensor([0.0, 0.0, 0.0, 5e-4, 2e-3])
+    scores = -_drawn(rng, 0.3, 6.0, 4, _ROWS, _D)
+    scores[:, :, :2] = 0.0
+    scores[:, :, 1] -= beside[torch.from_numpy(rng.integers(0, 5, (4, _ROWS)))]
+    return chosen(_on_grid(scores + tops[None, :, None]), _one_hot(4, _D, rng), fmt)
+
+
+def _large_maxima(rng: Generator, fmt: Format) -> AttentionInputs:
+    """Two equal maxima of 5 and more, of which S times a constant is no fp32 number, and V whose sum is a tie."""
+    tops = torch.exp2(_drawn(rng, 2.3, 9.8 if fmt == FP16 else 17.5, 1, _ROWS, 1)) * torch.from_numpy(
+        rng.choice([-1.0, 1.0], (1, _ROWS, 1))
+    )
+    scores = _maxima(rng, 4, _D, torch.full((_ROWS,), 2))
+    return chosen(scores + (tops * 32).round() / 32, _signed_values(rng, 4, _D, fmt), fmt)
+
+
+def _deep(rng: Generator, fmt: Format) -> AttentionInputs:
+    """Ties of P-bar of 2^-80 to 2^-110, made visible by a V of 2^100."""
+    exponents = torch.from_numpy(rng.integers(-110, -80, (4, _ROWS, _D)))
+    ulp = 2.0**-fmt.mantissa_bits
+    ties = (1.0 + ((_drawn(rng, 0.0, 1.0, 4, _ROWS, _D) / ulp).floor() + 0.5) * ulp) * torch.exp2(exponents.double())
+    scores = torch.log(ties).float()
+    scores[:, :, 0] = 0.0
+    v = _one_hot(4, _D, rng) * 2.0**100
+    v[:, 0] = 0.0
+    return chosen(scores, v, fmt)
+
+
+def _normal(heads: int, rows: int, keys: int, d: int, scale: float | None = None, size: float = 1.0) -> Make:
+    def make(rng: Generator, fmt: Format) -> AttentionInputs:
+        def draw(length: int) -> Tensor:
+            return _rounded(torch.from_numpy(rng.standard_normal((1, heads, length, d), dtype=np.float32)), fmt)
+
+        q, k, v = _rounded(draw(rows) * size, fmt), draw(keys), draw(keys)
+        return AttentionInputs(q, k, v, torch.ones_like(q), Formats.of(fmt), softmax_scale=scale)
+
+    return make
+
+
+DESIGNED = (
+    Designed(
+        "equal_keys",
+        "how O is cast, and O-bar or P / l before it: 1 to 16 equal keys, whose V adds up to ties",
+        OWN,
+        _equal_keys,
+    ),
+    Designed("probabilities", "casts on the way to P: V shows each key's", OWN, _probabilities),
+    Designed("tied_scores", "modes of the casts of Q K^T, S and S - m: every score is a tie", HAWKEYE, _tied_scores),
+    Designed(
+        "tied_probabilities",
+        "modes of P's casts: each is a tie, or next to it",
+        HAWKEYE,
+        _tied_probabilities,
+        fine=True,
+    ),
+    Designed("long_sums", "l, and which P it sums: V shows 1 / l", OWN, _long_sums),
+    Designed(
+        "repeated_maxima",
+        "the shift rule: maxima repeat or nearly do, are positive, 0 and negative",
+        OWN,
+        _repeated_maxima,
+    ),
+    Designed(
+        "large_maxima",
+        "contraction, by ties that the last bit of P breaks where S times a constant is inexact; S beyond fp16",
+        OWN,
+        _large_maxima,
+        fine=True,
+    ),
+    Designed("deep", "the exponential's base: arguments of -60 to -80, at ties of P", OWN, _deep, (BF16,), fine=True),
+    Designed("normal", "everything at once: normal numbers, 128 keys", OWN, _normal(4, 16, 128, _D, size=1.5)),
+    Designed(
+        "normal_128",
+        "roundings of the scale and of q: normal numbers, d = 128, whose root is inexact",
+        OWN,
+        _normal(4, 16, 64, 128, size=1.5),
+    ),
+    Designed("own_scale", "the same: normal numbers, a scale of 0.3", OWN, _normal(4, 16, 64, _D, scale=0.3)),
+    Designed(
+        "many_equal_keys",
+        "formats of l and of O-bar, and where they are added up: 65 to 255 equal keys",
+        OWN,
+        _many_equal_keys,
+    ),
+    Designed(
+        "rising",
+        "tiles, and what is rescaled between them: the maximum rises or falls over 256 keys, by 1 to 5",
+        FPREV,
+        _rising((1.0, 5.0)),
+    ),
+    Designed("steep", "the same where a lazy rescaling follows: by 6 to 20", FPREV, _rising((6.0, 20.0))),
+)
+#: Long rows, for tiles that all others have whole.
+LONG = tuple(
+    Designed(
+        f"rising[{keys}]",
+        f"tiles of {keys // 2} keys: as `rising`, over {keys} keys",
+        FPREV,
+        _rising((2.0, 6.0), keys, 1),
+    )
+    for keys in (512, 1024)
+)

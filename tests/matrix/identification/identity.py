@@ -1,0 +1,211 @@
+"""What a kernel's outputs say of its rounding: the plan, what is left open, and how much of it was checked."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tiebreak.backends.backend import Backend, to_device
+from tiebreak.cases.case import Case
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.verdicts import judge
+from tiebreak.kernels.formats import Format
+from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel
+from tiebreak.matrix.identification.asking import Answer, Asked
+from tiebreak.matrix.identification.designed import DESIGNED
+from tiebreak.matrix.identification.rivals import Rivals, left_open
+from tiebreak.matrix.identification.search import Search
+from tiebreak.matrix.identification.space import Change, named, plainness, text
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.trial import failed_trial
+from tiebreak.matrix.workbench import CaseBench
+from tiebreak.reports.records.record import FOLLOWED
+from tiebreak.reports.tables.plans import percent
+from tiebreak.reports.tables.run import counted
+
+_HEADS = 32  # of an input by which no plan was chosen
+_BIASED = 96  # of one on which the plan's bias is emulated
+_DESIGNED_MISSED = 0.005  # share of a designed input's bits that may be missed beside what a plan leaves open
+_OPEN = 2.0  # how many times what one order of sums costs another one may
+_SWAPS = 6  # changes for the better after the search, at most
+_LEAST = 4  # designed inputs that a kernel has to take
+_FAILING = ("tied_maxima[k=2]", "sink_tie", "no_tail", "single_maximum_sink", "repeated_zero", "near_tie_outside")
+_SCRIPTED = {case.name: case for case in SCRIPTED}
+_HELD_OUT: tuple[Case, ...] = (*(case for case in SCRIPTED if case.normal), *(_SCRIPTED[name] for name in _FAILING))
+
+
+@dataclass(frozen=True)
+class Bias:
+    """What the plan does to one failure input, by emulation."""
+
+    mean: float | None  # ulps of O, away from zero; None: none of it is finite
+    half_width: float | None
+    verdict: str  # as of a cell
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What is known of a kernel's plan."""
+
+    kernel: str
+    backend: str
+    format: str  # of q, k and v
+    plan: str | None  # as --plan takes it; None: none is known
+    nearest: str  # the plan with most bits
+    share: float | None  # of bits of inputs by which it was not chosen; None: it ran on none of them
+    held_out: Mapping[str, float]  # the same by case
+    unexplained: Mapping[str, float]  # designed inputs of which it misses more than it leaves open: the share missed
+    alike: Mapping[str, Sequence[str]]  # by point, what else it may be there: nothing told them apart
+    bias: Mapping[str, Bias]  # by failure input
+    asked: Mapping[str, tuple[str, str]]  # designed inputs by name: what each shows, and whose method it is
+    refused: Mapping[str, str]  # inputs that it does not take, and why
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values that JSON has."""
+        return asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        """As the command prints it."""
+        yield self.headline
+        if self.plan is None:
+            for names, what in ((self.unexplained, "designed inputs miss"), (self._short, "inputs not chosen by have")):
+                if names:
+                    shares = ", ".join(f"{name} {percent(share)}" for name, share in names.items())
+                    yield f"  {what:27}{shares}"
+        for point, values in self.alike.items():
+            yield f"  not told apart: {point}={', '.join(values)}"
+        for name, bias in self.bias.items() if self.plan is not None else ():
+            number = "not finite" if bias.mean is None else f"{bias.mean:+.3f} +- {bias.half_width:.3f} ulp"
+            yield f"  on {name:24}{number}, {bias.verdict}"
+
+    @property
+    def headline(self) -> str:
+        """One line."""
+        inputs = f"{percent(self.share)} of bits on {counted(len(self.held_out), 'input')} that it was not chosen by"
+        if self.plan is not None:
+            return f"{self.kernel} follows {self.plan} ({inputs})"
+        return f"{self.kernel}: none known; nearest is {self.nearest} ({inputs})"
+
+    @property
+    def _short(self) -> dict[str, float]:
+        return {name: share for name, share in self.held_out.items() if share < FOLLOWED}
+
+
+class UnidentifiedError(Exception):
+    """Nothing can be said of a kernel's plan; one line."""
+
+
+def identify(
+    backend: Backend, kernel: Kernel, fmt: Format, seed: int = 1, tell: Callable[[str], None] = lambda line: None
+) -> Identity:
+    """Find the plan that a kernel follows, from its outputs alone.
+
+    Args:
+        backend: where it runs.
+        kernel: whatever it declares is not looked at.
+        fmt: format of q, k and v.
+        seed: of the inputs by which no plan is chosen.
+        tell: how far it is.
+
+    Raises:
+        UnidentifiedError: it does not give the same bits twice, or takes too few of the inputs.
+        Exception: whatever it raises on inputs that it should take.
+    """
+    asked = Asked(backend, kernel, fmt)
+    for designed in DESIGNED:
+        if fmt in designed.formats:
+            tell(f"asking {designed.name}")
+            asked.ask(designed.name, designed.make(fmt))
+    if len(asked.answers) < _LEAST:
+        why = next(iter(asked.refused.values()), "none is for this format")
+        raise UnidentifiedError(f"it takes {counted(len(asked.answers), 'input')} of {len(DESIGNED)}: {why}")
+    if unsteady := next((name for name, answer in asked.answers.items() if not asked.repeats(answer)), None):
+        raise UnidentifiedError(f"it is not deterministic: two calls on {unsteady} differ, and bits name no plan")
+    answers = list(asked.answers.values())
+    plan = Search(answers, fmt, tell).nearest()
+    rivals = Rivals(asked)
+    for _ in range(_SWAPS):
+        tell(f"holding {text(plan)} against its changes")
+        better = rivals.better(plan)
+        if better is None:
+            break
+        plan = better
+    alike = rivals.alike(plan)
+    plainest = min([plan, *alike.values()], key=plainness)
+    if plainest != plan:
+        plan, alike = plainest, rivals.alike(plainest)
+    return _identity(asked, answers, plan, alike, seed, tell)
+
+
+def _identity(
+    asked: Asked,
+    answers: Sequence[Answer],
+    plan: Declaration,
+    alike: Mapping[Change, Declaration],
+    seed: int,
+    tell: Callable[[str], None],
+) -> Identity:
+    declaration = named(plan)
+    tell("running inputs that it was not chosen by")
+    held_out, refused = _held_out(asked, declaration, seed)
+    unexplained = {
+        answer.name: answer.missed(plan)
+        for answer in answers
+        if _binding(answer.name) and answer.missed(plan) > _OPEN * left_open(answer, plan) + _DESIGNED_MISSED
+    }
+    follows = not unexplained and bool(held_out) and min(held_out.values()) >= FOLLOWED
+    points: dict[str, list[str]] = {}
+    for change in alike:
+        points.setdefault(change.key, []).append(change.value)
+    declaration = replace(declaration, tile_named=declaration.algorithm.tiled and not _any_tile(points))
+    return Identity(
+        kernel=asked.kernel.name,
+        backend=asked.backend.name,
+        format=asked.fmt.name,
+        plan=declaration.label if follows else None,
+        nearest=declaration.label,
+        share=sum(held_out.values()) / len(held_out) if held_out else None,
+        held_out=held_out,
+        unexplained=unexplained,
+        alike=points,
+        bias=_biases(declaration, asked.fmt, seed) if follows else {},
+        asked={each.name: (each.shows, each.method) for each in DESIGNED if each.name in asked.answers},
+        refused=asked.refused | refused,
+    )
+
+
+def _binding(name: str) -> bool:
+    return next(not designed.fine for designed in DESIGNED if designed.name == name)
+
+
+def _any_tile(points: Mapping[str, Sequence[str]]) -> bool:
+    return len(points.get("tile", ())) > 4
+
+
+def _held_out(asked: Asked, plan: Declaration, seed: int) -> tuple[dict[str, float], dict[str, str]]:
+    """The share of bits that the plan has of cases, and why the kernel does not run on others."""
+    shares, refused = {}, {}
+    for case in _HELD_OUT:
+        batch = CaseBench(case, asked.fmt, Settings(seed, _HEADS)).batch(0)
+        why = asked.kernel.refusal(to_device(batch.inputs, asked.backend.device))
+        why = why or failed_trial(asked.backend, asked.kernel, batch.inputs)
+        try:
+            if why is None:
+                answer = Answer(case.name, batch.inputs, asked.run(batch.inputs))
+                shares[case.name] = 1.0 - answer.missed(plan)
+        except CannotRunError as error:
+            why = str(error)
+        if why is not None:
+            refused[case.name] = why
+    return shares, refused
+
+
+def _biases(plan: Declaration, fmt: Format, seed: int) -> dict[str, Bias]:
+    biases = {}
+    for name in _FAILING:
+        _, errors = CaseBench(_SCRIPTED[name], fmt, Settings(seed, _BIASED)).emulated(0, plan)
+        bias = errors.bias
+        finite = math.isfinite(bias.mean) and math.isfinite(bias.half_width)
+        mean, half_width = (bias.mean, bias.half_width) if finite else (None, None)
+        biases[name] = Bias(mean, half_width, judge(bias).value)
+    return biases

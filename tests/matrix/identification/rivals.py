@@ -1,0 +1,128 @@
+"""Which plans nothing tells from the one found: every change of it, on inputs made until they part."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.plans import Accumulator, Cast, Exponential
+from tiebreak.matrix.attribution import equal_bits
+from tiebreak.matrix.identification.asking import Answer, Asked
+from tiebreak.matrix.identification.designed import DESIGNED, LONG, Designed
+from tiebreak.matrix.identification.space import ALGORITHM, RULE, SLOW, TILE, Change, changes
+
+_SEEDS = (1, 2)  # of further inputs, where the first of each kind do not part two plans
+_DECIDED = 8  # elements in which two plans differ that settle which of them a kernel follows
+_MOST = 0.75  # the share of them that the one followed must have
+
+
+class LooseArithmetic(EmulatedArithmetic):
+    """The emulation's with all that a plan leaves open: sums in fp32, in torch's order, and exp's last bit."""
+
+    def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
+        """In fp32 where the plan says nothing of its sums."""
+        if accumulator is not Accumulator.EXACT or cast.every:
+            return super().matmul(a, b, cast, accumulator)
+        return self.cast(a @ b, cast)
+
+    def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
+        """Off by one in the last bit, up or down, in a third of the results."""
+        return _nudged(super().exp(x, exponential))
+
+    def exp_of_fma(self, x: Tensor, factor: float, addend: Tensor, exponential: Exponential) -> Tensor:
+        """As `exp`."""
+        return _nudged(super().exp_of_fma(x, factor, addend, exponential))
+
+    def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
+        """In fp32."""
+        return x.sum(-1, keepdim=True)
+
+
+def _nudged(p: Tensor) -> Tensor:
+    """Not of 0, 1 and what is not finite, which every exponential has."""
+    bits = p.contiguous().view(torch.int32)
+    step = (bits % 6 == 0).int() - (bits % 6 == 1).int()
+    return torch.where((p > 0) & (p != 1.0) & p.isfinite(), bits + step, bits).view(torch.float32)
+
+
+LOOSE: Arithmetic = LooseArithmetic()
+
+
+@dataclass(frozen=True)
+class Rivals:
+    """What of the space is told from a plan."""
+
+    asked: Asked
+    _predictions: dict[tuple[str, Declaration], Tensor] = field(default_factory=dict)  # by input and plan
+
+    def better(self, plan: Declaration) -> Declaration | None:
+        """A change of the plan that has more of the kernel's bits where the two differ."""
+        for change, rival in changes(plan, self.asked.fmt):
+            if change.key == SLOW:
+                continue
+            ours, theirs = self.duel(plan, rival, change)
+            if theirs >= _DECIDED and _parted(theirs, ours):
+                return rival
+        return None
+
+    def alike(self, plan: Declaration) -> dict[Change, Declaration]:
+        """Changes that no input tells from the plan, or of which the kernel's bits do not say which it follows."""
+        return {
+            change: rival
+            for change, rival in changes(plan, self.asked.fmt)
+            if change.key != SLOW and not _parted(*self.duel(plan, rival, change))
+        }
+
+    def duel(self, plan: Declaration, rival: Declaration, change: Change) -> tuple[int, int]:
+        """Elements that differ in which the kernel has the one's bits, and the other's, until that is settled."""
+        ours = theirs = 0
+        for answer in self._inputs(change):
+            one, other = self._prediction(answer, plan), answer.predicted(rival)
+            differ = (one != other) & ~(one.isnan() & other.isnan())
+            if not differ.any():
+                continue
+            ours += int((differ & _same(answer.o, one)).sum())
+            theirs += int((differ & _same(answer.o, other)).sum())
+            if max(ours, theirs) >= _DECIDED and (_parted(ours, theirs) or _parted(theirs, ours)):
+                break
+        return ours, theirs
+
+    def _prediction(self, answer: Answer, plan: Declaration) -> Tensor:
+        """Kept: one plan has a hundred rivals."""
+        key = answer.name, plan
+        if key not in self._predictions:
+            self._predictions[key] = answer.predicted(plan)
+        return self._predictions[key]
+
+    def _inputs(self, change: Change) -> Iterator[Answer]:
+        """Those that were asked first, then others like them."""
+        yield from [answer for name, answer in self.asked.answers.items() if "#" not in name and "[" not in name]
+        for designed in LONG if change.key in (TILE, RULE, ALGORITHM) else ():
+            yield from self._asked(designed, 0)
+        for seed in _SEEDS:
+            for designed in DESIGNED:
+                yield from self._asked(designed, seed)
+
+    def _asked(self, designed: Designed, seed: int) -> Iterator[Answer]:
+        if self.asked.fmt in designed.formats:
+            name = f"{designed.name}#{seed}" if seed else designed.name
+            answer = self.asked.ask(name, designed.make(self.asked.fmt, seed))
+            if answer is not None:
+                yield answer
+
+
+def _same(o: Tensor, prediction: Tensor) -> Tensor:
+    return (o == prediction) | (o.isnan() & prediction.isnan())
+
+
+def _parted(ours: int, theirs: int) -> bool:
+    return ours > 0 and ours >= _MOST * (ours + theirs)
+
+
+def left_open(answer: Answer, plan: Declaration) -> float:
+    """The share of an answer's bits that a plan leaves open, by emulation."""
+    return 1.0 - equal_bits(answer.predicted(plan, LOOSE), answer.predicted(plan))

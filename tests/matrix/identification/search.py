@@ -1,0 +1,67 @@
+"""The search: from known plans, one change after the other, to the plan with most of the kernel's bits."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from tiebreak.kernels.formats import Format
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.matrix.candidates import candidates
+from tiebreak.matrix.identification.asking import Answer
+from tiebreak.matrix.identification.space import SLOW, changes, forward_alone, moves
+
+_FEW = 3  # plans that lead on where the best one does not
+_LOST = 1e-3  # share of bits, on an input, below which a miss counts as none: fp32's order of summation
+_ENOUGH = 0.7  # cost at which nothing is left to find: one input is missed by as much as counts as none
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search through the space of plans, by a kernel's answers."""
+
+    answers: Sequence[Answer]
+    fmt: Format  # of the call
+    tell: Callable[[str], None]  # how far it is
+    costs: dict[Declaration, float] = field(default_factory=dict)  # of plans that were tried on all answers
+
+    def cost(self, declaration: Declaration, least: float = math.inf) -> float:
+        """How far a plan is from all bits: 0 is none; counted on until it is `least` or more.
+
+        The sum over inputs of the logarithm of what it misses: an input that a plan explains wholly outweighs one that
+        it explains better, so that points are found one by one, by the inputs that show them.
+        """
+        if declaration in self.costs:
+            return self.costs[declaration]
+        cost = 0.0
+        for answer in self.answers:
+            cost += math.log1p(answer.missed(declaration) / _LOST)
+            if cost >= least:
+                return cost
+        self.costs[declaration] = cost
+        return cost
+
+    def nearest(self) -> Declaration:
+        """The plan with the least cost that one change after the other leads to: of the best, then of the best few."""
+        self._try((forward_alone(known, self.fmt) for known in candidates().values()), _FEW)
+        for patience in (1, _FEW):
+            expanded: set[Declaration] = set()
+            while (plan := self._next(expanded)) is not None:
+                self.tell(f"{len(expanded)} changes, {len(self.costs)} plans tried on all inputs")
+                expanded.add(plan)
+                others = (other for change, other in changes(plan, self.fmt) if change.key != SLOW)
+                self._try(chain(others, moves(plan, self.fmt)), patience)
+        return min(self.costs, key=self.costs.__getitem__)
+
+    def _next(self, expanded: set[Declaration]) -> Declaration | None:
+        """The best plan whose changes have not been tried, unless all bits are there, or the best few led nowhere."""
+        order = sorted(self.costs, key=self.costs.__getitem__)
+        if self.costs[order[0]] < _ENOUGH:
+            return None
+        return next((declaration for declaration in order[:_FEW] if declaration not in expanded), None)
+
+    def _try(self, declarations: Iterable[Declaration], patience: int) -> None:
+        """Try plans, each until it is worse than the best, or the best few."""
+        for declaration in declarations:
+            order = sorted(self.costs.values())
+            self.cost(declaration, order[patience - 1] if len(order) >= patience else math.inf)

@@ -1,0 +1,154 @@
+"""The space of plans: what one change makes of a declaration, from what declarations as text may say."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from itertools import permutations
+from typing import Any
+
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION, TILED, Algorithm
+from tiebreak.kernels.declarations import FORWARD, changed, parse_declaration, shortest, values_of
+from tiebreak.kernels.flash import BLOCK, ONE_TILE, Block
+from tiebreak.kernels.formats import FP32, Format, Rounding
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.plans import FUSED, Cast, Exponential, RoundingPlan, SumOf
+from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
+from tiebreak.matrix.candidates import nameless
+
+TILE, RULE, ALGORITHM, FAST = "tile", "rule", "algorithm", "exponential"  # changes that are no field of a plan
+SLOW = "accumulator"  # told by inputs of its own: emulated, it takes twenty times as long
+#: Keys of a tile; that of queries changes no row.
+TILES = (16, 32, 64, 128, 256, 512)
+_ALGORITHMS: tuple[Algorithm, ...] = (STANDARD_ATTENTION, *TILED.values())
+_FORWARD = frozenset(FORWARD.values())
+_8_BITS = frozenset({"q8", "k8", "v8", "p8", "smooth_k"})
+_POSITIVE = ("scale", "divisor", "exp", "p_bar", "row_sum")
+_SAFE = SHIFT_RULES["safe"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One point of a plan, and what it is there."""
+
+    key: str  # as --plan has it, or what it is that no field of a plan says
+    value: str
+
+    def __str__(self) -> str:
+        """As --plan has it, where it does."""
+        return f"{self.key}={self.value}"
+
+
+@cache
+def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
+    """What a declaration does forward: two that do the same are equal.
+
+    What the algorithm makes nothing of is `fused`'s, and so is the backward pass.
+
+    Args:
+        declaration: of any name.
+        inputs: format of the call.
+    """
+    algorithm, plan = declaration.algorithm, declaration.plan
+    dead = {field.name for field in fields(plan)} - _FORWARD - {"name"} | algorithm.unused
+    if not _clamps(plan):
+        dead |= {"row_sum_of"} if plan.row_sum_of is SumOf.CLAMPED else set()
+        dead |= {"offset"} if _range(plan, inputs) >= FP32.exponent_bits else set()  # a power of two is divided out
+    plan = replace(plan, **{field: getattr(FUSED, field) for field in dead})
+    sided: dict[str, Any] = {field: _sided(getattr(plan, field)) for field in _POSITIVE}
+    plan = replace(plan, **sided)
+    rule = declaration.shift_rule if algorithm is FLASH_ATTENTION else _SAFE
+    block = Block(declaration.block.keys, declaration.block.keys) if algorithm.tiled else BLOCK
+    return nameless(Declaration(algorithm, plan, rule, block, tile_named=algorithm.tiled))
+
+
+def _clamps(plan: RoundingPlan) -> bool:
+    return plan.p8 is not None or plan.p_bar.saturates
+
+
+def _range(plan: RoundingPlan, inputs: Format) -> int:
+    """Bits of the exponent that P-bar has."""
+    return (inputs if plan.p_bar.follows is not None else plan.p_bar.fmt).exponent_bits
+
+
+def _sided(cast: Cast) -> Cast:
+    """Of what is never negative: down is toward zero."""
+    return replace(cast, rounding=Rounding.TOWARD_ZERO) if cast.rounding is Rounding.DOWN else cast
+
+
+def text(declaration: Declaration) -> str:
+    """As --plan takes it."""
+    return named(declaration).label
+
+
+def named(declaration: Declaration) -> Declaration:
+    """With the shortest name, and the shift rule that it had before it lost its own."""
+    rule = next(rule for rule in SHIFT_RULES.values() if _same_rule(declaration, rule))
+    return shortest(replace(declaration, shift_rule=rule))
+
+
+def plainness(declaration: Declaration) -> tuple[int, bool, bool, int]:
+    """Of two that nothing tells apart, the plainer one has the smaller."""
+    label, usual = text(declaration), (FLASH_ATTENTION, STANDARD_ATTENTION)
+    fixed = declaration.shift_rule != nameless(replace(declaration, shift_rule=_SAFE)).shift_rule
+    return label.count(",") + label.count(":"), fixed, declaration.algorithm not in usual, len(label)
+
+
+def _same_rule(declaration: Declaration, rule: ShiftRule) -> bool:
+    return nameless(replace(declaration, shift_rule=rule)).shift_rule == nameless(declaration).shift_rule
+
+
+def changes(declaration: Declaration, inputs: Format) -> Iterator[tuple[Change, Declaration]]:
+    """Every declaration that differs in one point, each once.
+
+    Args:
+        declaration: as `forward_alone` gives it.
+        inputs: format of the call.
+    """
+    seen = {forward_alone(declaration, inputs)}
+    for change, other in _all_changes(declaration, inputs):
+        plain = forward_alone(other, inputs)
+        if plain not in seen:
+            seen.add(plain)
+            yield change, plain
+
+
+def moves(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
+    """Every declaration with one cast at another point, where it may look alike, or with a contracted base two."""
+    if not declaration.plan.contracted and not declaration.plan.exponential.base_two:
+        with suppress(ValueError):  # two points exclude one another
+            yield forward_alone(changed(changed(declaration, "base", "2"), "contract", "yes"), inputs)
+    keys = [key for key, field in FORWARD.items() if isinstance(getattr(declaration.plan, field), Cast) and key != "o"]
+    for key, other in permutations(keys, 2):
+        cast = getattr(declaration.plan, FORWARD[key])
+        if cast.narrows and FORWARD[other] not in declaration.algorithm.unused:
+            moved = {FORWARD[key]: Cast(FP32), FORWARD[other]: cast}
+            with suppress(ValueError):
+                yield forward_alone(replace(declaration, plan=replace(declaration.plan, **moved)), inputs)
+
+
+def _all_changes(declaration: Declaration, inputs: Format) -> Iterator[tuple[Change, Declaration]]:
+    plan = declaration.plan
+    for algorithm in _ALGORITHMS:
+        yield Change(ALGORITHM, algorithm.name), replace(declaration, algorithm=algorithm)
+    for size in TILES:
+        yield Change(TILE, str(size)), replace(declaration, block=Block(size, size))
+    yield Change(TILE, str(ONE_TILE)), replace(declaration, block=ONE_TILE)
+    for rule in SHIFT_RULES.values():
+        yield Change(RULE, rule.name), replace(declaration, shift_rule=rule)
+    for key, field in FORWARD.items():
+        if field in declaration.algorithm.unused or (field in _8_BITS and not plan.quantizes):
+            continue
+        for value in values_of(key, inputs):
+            with suppress(ValueError):
+                yield Change(key, value), changed(declaration, key, value)
+    if not plan.contracted:
+        exponential = Exponential() if plan.exponential.correction else _fast()
+        name = "fast" if exponential.correction else "exact"
+        yield Change(FAST, name), replace(declaration, plan=replace(plan, exponential=exponential))
+
+
+@cache
+def _fast() -> Exponential:
+    """The fast one that is known, as it is on this machine."""
+    return parse_declaration("flash@fused_fast_exp").plan.exponential

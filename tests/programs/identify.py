@@ -1,0 +1,118 @@
+"""`tiebreak identify TARGET...`: the rounding plan of a kernel of one's own, from its outputs alone."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from tiebreak.backends.backend import Backend
+from tiebreak.kernels.external.errors import LoadError
+from tiebreak.kernels.external.kernels import KernelTarget, external_kernels
+from tiebreak.kernels.external.loading import EXPECTED
+from tiebreak.kernels.formats import BF16, FP16
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.matrix.identification.identity import Identity, UnidentifiedError, identify
+from tiebreak.matrix.raised import raised
+from tiebreak.matrix.selection import Selection, SelectionError, matching_backends
+from tiebreak.reports import terminal
+from tiebreak.reports.cli import FELL, HELD, Parser, count
+from tiebreak.reports.errors import UsageError
+
+SCHEMA = 1  # of what --json writes
+_FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The verb `identify`; see `tiebreak.reports.cli.main`.
+
+    Returns:
+        0 if a plan is known of every kernel, 1 if none is of one, 2 on bad usage.
+    """
+    options = _parser().parse_args(arguments)
+    backends = _backends(options)
+    identities: list[Identity] = []
+    failures: dict[str, str] = {}
+    for backend in backends:
+        for kernel in _kernels(options):
+            try:
+                identity = identify(backend, kernel, _FORMATS[options.dtype], options.seed, _Teller(kernel.name))
+            except UnidentifiedError as error:
+                failures[kernel.name] = str(error)
+            except Exception as error:  # whatever the kernel raises
+                failures[kernel.name] = f"it raised {raised(error)}"
+            else:
+                identities.append(identity)
+                if not options.json:
+                    terminal.show("\n".join(_report(identity)))
+    for name, why in failures.items():
+        print(f"tiebreak identify: {name}: {why}", file=sys.stderr)
+    if options.json:
+        parts = {"schema": SCHEMA, "identities": [each.as_dict() for each in identities], "failures": failures}
+        print(json.dumps(parts, indent=2, allow_nan=False))
+    return FELL if failures or any(identity.plan is None for identity in identities) else HELD
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="tiebreak identify",
+        description="Find the rounding plan that a kernel follows, from its outputs on designed inputs: its algorithm"
+        " and tiles, the format and mode of each rounding point, what stays open, and what such a plan does where"
+        " rounding is known to fail.",
+        epilog="exit codes: 0 a plan is known, 1 none is, 2 bad usage",
+    )
+    parser.add_argument("targets", nargs="+", metavar="TARGET", help=EXPECTED.removeprefix("expected "))
+    parser.add_argument("--backend", default="cpu", metavar="NAME", help="where they run (default: cpu)")
+    parser.add_argument("--as", dest="card", metavar="CARD", help="of --backend interpreter: compute as this card")
+    parser.add_argument("--declare", action="append", default=[], metavar="WORD=VALUE", help="as of tiebreak check")
+    parser.add_argument("--dtype", choices=_FORMATS, default="bf16", help="format of q, k and v (default: bf16)")
+    parser.add_argument(
+        "--seed", type=count, default=1, metavar="N", help="of the inputs by which no plan is chosen (default: 1)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
+    return parser
+
+
+def _backends(options: argparse.Namespace) -> list[Backend]:
+    selection = Selection(backends=options.backend, kernel=tuple(options.targets), card=options.card)
+    try:
+        backends = matching_backends(selection)
+    except SelectionError as error:
+        raise UsageError(str(error)) from error
+    for backend in backends:
+        why = "a kernel of yours runs on a device" if backend.predicts else backend.unavailable()
+        if why is not None:
+            raise UsageError(f"--backend {backend.name}: {why}")
+        backend.set_up()
+    return backends
+
+
+def _kernels(options: argparse.Namespace) -> list[Kernel]:
+    try:
+        return [
+            kernel
+            for target in options.targets
+            for kernel in external_kernels(KernelTarget(target, tuple(options.declare)))
+        ]
+    except LoadError as error:
+        raise UsageError(str(error)) from error
+
+
+def _report(identity: Identity) -> list[str]:
+    """The identity, then the inputs that it rests on."""
+    asked = [f"  {name:20}{shows} [{method}]" for name, (shows, method) in identity.asked.items()]
+    refused = [f"  not asked: {name}: {why}" for name, why in identity.refused.items()]
+    return [*identity.lines(), "inputs:", *asked, *refused]
+
+
+class _Teller:
+    """Says on a terminal how far it is."""
+
+    def __init__(self, kernel: str) -> None:
+        """Begin with a kernel."""
+        self.kernel = kernel
+
+    def __call__(self, line: str) -> None:
+        """Say it, in the place of what was said before."""
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{self.kernel}: {line:80.80}\r")
+            sys.stderr.flush()

@@ -1,0 +1,127 @@
+"""Naming a kernel's plan from its outputs."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiebreak.backends.backend import EMULATION
+from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.declarations import parse_declaration, shortest
+from tiebreak.kernels.formats import BF16, FP16
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.kernel import Kernel, composed, run_forward
+from tiebreak.kernels.plans import Cast, Exponential
+from tiebreak.matrix.identification.asking import Asked
+from tiebreak.matrix.identification.designed import DESIGNED
+from tiebreak.matrix.identification.identity import UnidentifiedError, identify
+from tiebreak.matrix.identification.search import Search
+from tiebreak.matrix.identification.space import changes, forward_alone, text
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+PLANS = (
+    "flash@fused,tile=64",
+    "flash@paper,tile=32",
+    "standard,s=input",
+    "flash_1@fused,l=fp16,tile=64",
+    "stabilized@fused,tile=128",
+    "split@fused,o_bar=input,tile=64",
+    "flash@all_bf16,qk=input,shifted=input,l_from=rounded,tile=64",
+    "flash@fused_contracted,s=input:away,p_bar=fp16:up,l=input:zero,tile=64",
+)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_search_comes_to_the_plan_of_a_kernel_that_says_nothing(plan: str) -> None:
+    truth = parse_declaration(plan)
+    asked = Asked(EMULATION, composed("k", truth), BF16)
+    answers = [asked.ask(designed.name, designed.make(BF16)) for designed in DESIGNED]
+    search = Search([answer for answer in answers if answer is not None], BF16, lambda line: None)
+    nearest = search.nearest()
+    assert search.cost(nearest) == 0.0
+    assert forward_alone(truth, BF16) == nearest, text(nearest)
+
+
+def test_what_is_found_is_printed_as_plan_takes_it_and_predicts_other_inputs() -> None:
+    identity = identify(EMULATION, composed("k", parse_declaration("flash@paper,l=input,tile=64")), BF16)
+    assert identity.plan is not None
+    assert forward_alone(parse_declaration(identity.plan), BF16) == forward_alone(
+        parse_declaration("flash@paper,l=input,tile=64"), BF16
+    )
+    assert identity.share == 1.0
+    assert identity.bias["tied_maxima[k=2]"].verdict == "biased"
+    assert "tile" not in identity.alike
+    assert "p_bar" not in identity.alike
+
+
+class _ThroughFp16(EmulatedArithmetic):
+    """P-bar goes through fp16 on its way to bf16."""
+
+    def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
+        return super().cast(super().cast(x, Cast(FP16)) if cast.narrows else x, cast, random)
+
+
+class _PoorExponential(EmulatedArithmetic):
+    """An exponential of 12 bits."""
+
+    def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
+        return super().exp(x, exponential) * (1.0 + 2.0**-12 * torch.sin(x * 57.0))
+
+
+def _on(arithmetic: Arithmetic, plan: str) -> Kernel:
+    declaration = parse_declaration(plan)
+
+    def compute(inputs: AttentionInputs, ours: Arithmetic, gradients: bool) -> AttentionOutput:
+        del ours, gradients
+        return run_forward(declaration, inputs, arithmetic)
+
+    return replace(composed("k", declaration), compute=compute, declaration=None, composed=False)
+
+
+@pytest.mark.parametrize("arithmetic", [_ThroughFp16(), _PoorExponential()], ids=["fp16", "exp"])
+def test_a_kernel_outside_of_the_space_has_no_plan(arithmetic: Arithmetic) -> None:
+    identity = identify(EMULATION, _on(arithmetic, "flash@fused,tile=64"), BF16)
+    assert identity.plan is None
+    assert "none known" in identity.headline
+    assert identity.unexplained
+
+
+def test_a_kernel_that_is_not_deterministic_is_refused() -> None:
+    def compute(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool, calls: list[int]) -> AttentionOutput:
+        del gradients
+        calls.append(1)
+        seeded = replace(inputs, noise_seed=len(calls))
+        return run_forward(parse_declaration("fair"), seeded, arithmetic)
+
+    kernel = replace(composed("k", parse_declaration("fair")), compute=partial(compute, calls=[]))
+    with pytest.raises(UnidentifiedError, match="not deterministic"):
+        identify(replace(EMULATION, predicts=False), kernel, BF16)
+
+
+def test_a_kernel_that_takes_too_few_inputs_is_refused() -> None:
+    kernel = replace(composed("k", parse_declaration("standard")), missing_requirement=lambda inputs: "d must be 7")
+    with pytest.raises(UnidentifiedError, match="takes 0 inputs of 14: d must be 7"):
+        identify(EMULATION, kernel, BF16)
+
+
+def test_every_change_of_a_plan_has_a_text_that_is_read_back() -> None:
+    plan = forward_alone(parse_declaration("flash@fused,tile=64"), BF16)
+    for change, other in changes(plan, BF16):
+        assert forward_alone(parse_declaration(text(other)), BF16) == other, change
+
+
+def test_the_shortest_text_of_a_plan_names_what_is_nearest() -> None:
+    declaration = parse_declaration("flash@paper,o_bar=fp32,base=2,tile=64")
+    assert shortest(declaration).label == "flash@fused,base=2,tile=64"
