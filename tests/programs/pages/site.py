@@ -27,7 +27,10 @@ ELSEWHERE = {
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
     "example.md": "examples/my-kernel/README.md",
-    "arm-bf16-sums.md": "docs/reports/arm-bf16-sums/README.md",
+    **{
+        f"{page.parent.name}.md": page.relative_to(ROOT).as_posix()
+        for page in sorted((ROOT / "docs" / "reports").glob("*/README.md"))
+    },
 }
 #: Modules that code outside of the suite names, by what a reader wants with them.
 API = {
