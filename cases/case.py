@@ -15,6 +15,7 @@ from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 
 HEADS_PER_BATCH = 16
+JOINED = "+"  # between a case's name and the features that were added to it
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ class Case:
         """
         if fmt not in TORCH_DTYPES:
             raise ValueError(f"cases come in {', '.join(f.name for f in TORCH_DTYPES)}, not in {fmt.name}")
-        stream = SeedSequence([seed, zlib.crc32(self.name.encode()), batch])
+        # A case with a feature added has the same numbers.
+        stream = SeedSequence([seed, zlib.crc32(self.name.partition(JOINED)[0].encode()), batch])
         heads = heads if self.most_heads is None else min(heads, self.most_heads)
         return self.recipe(Draw(Generator(Philox(stream)), self.formats(fmt), heads, batch))
 

@@ -141,7 +141,9 @@ class AttentionInputs:
             not _stands_for(self.block_mask, (batch, heads, *blocks)) or self.block_mask.shape[2:] != blocks
         ):
             yield f"block mask {tuple(self.block_mask.shape)}: expected {(batch, heads, *blocks)}, the first two or 1"
-        if self.block_table is not None:
+        if self.block_table is not None and self.page_size < 1:
+            yield f"page size {self.page_size}: expected 1 key or more"
+        elif self.block_table is not None:
             yield from _faults_of_table(self.block_table, self.pool_pages, (batch, -(-keys // self.page_size)))
         if (self.k_descale is None) != (self.v_descale is None):
             yield "descale factors: of K and of V, or of neither"

@@ -52,6 +52,9 @@ class Caller:
         dims, d = self.convention.options.head_dims, inputs.q.shape[3]
         if dims and d not in dims:
             return f"it has head dimensions {', '.join(map(str, dims))}, not {d}"
+        causal = inputs.causal or inputs.window[1] == 0
+        if inputs.window != (None, None) and "sliding_window" in self.convention.values and not causal:
+            return "its sliding_window is that of a causal mask"
         try:
             self.needs.arrange(inputs)
         except ValueError as error:

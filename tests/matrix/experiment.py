@@ -89,6 +89,15 @@ class Experiment(ABC):
             Exception: whatever the kernel raises.
         """
 
+    def with_features(self, words: Sequence[str]) -> "Experiment | None":
+        """The same with further features of inputs; None where it has no inputs to add them to.
+
+        Args:
+            words: as `tiebreak.cases.added_features` takes them.
+        """
+        del words
+        return None
+
     def formats(self) -> Sequence[Format] | None:
         """The formats that it comes in; None: any."""
         return None

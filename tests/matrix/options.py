@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiebreak.backends.registry import BACKENDS, CARDS
+from tiebreak.cases.case import JOINED
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.settings import Settings
@@ -68,6 +69,11 @@ class Option:
 
 def _own_kernel(cell: Cell) -> bool:
     return cell.kernel.external
+
+
+def _features(cell: Cell, _: Settings) -> Words:
+    added = cell.experiment.name.split(JOINED)[1:]
+    return ("--features", ",".join(added)) if added else ()
 
 
 OPTIONS = (
@@ -181,7 +187,17 @@ OPTIONS = (
         metavar="NAMES",
         recorded=True,
         narrows=("case",),
-        rerun=lambda cell, _: ("--cases", cell.experiment.name),
+        rerun=lambda cell, _: ("--cases", cell.experiment.name.partition(JOINED)[0]),
+    ),
+    Option(
+        "features",
+        "add features of a call to the inputs of cases, such as window,sink; softcap=30, sink=0 (how far below the"
+        " maximum), window=100 (keys before a row's own) and pages=16 take a number (docs/your-kernel.md)",
+        metavar="NAMES",
+        recorded=True,
+        narrows=("case",),
+        brings=lambda cell: JOINED in cell.experiment.name,
+        rerun=_features,
     ),
     Option(
         "experiments",

@@ -127,6 +127,7 @@ def _selection(config: pytest.Config) -> Selection:
         captured=config.getoption("captured"),
         experiments=config.getoption("experiments"),
         card=config.getoption("as"),
+        features=config.getoption("features"),
         emulated_backward=config.getoption("backward") == "emulated",
     )
 

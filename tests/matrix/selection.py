@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.registry import BACKENDS
+from tiebreak.cases.added_features import added_features
 from tiebreak.kernels.external import KernelTarget, LoadError, distinct_names, external_kernels
 from tiebreak.kernels.formats import FP32, Format
 from tiebreak.kernels.inputs import TORCH_DTYPES
@@ -42,6 +43,7 @@ class Selection:
     captured: str | None = None  # folder of captured tensors
     experiments: str | None = None  # kinds of experiment
     card: str | None = None  # that the interpreter is to compute as
+    features: str | None = None  # added to the cases' inputs
     emulated_backward: bool = False  # whether users' kernels train with the suite's own backward pass
 
 
@@ -60,6 +62,8 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
     pairs = _kernels(selection, running)
     formats = _formats(selection.formats)
     experiments = _pick("--cases", "case", selection.cases, _known(selection))
+    if selection.features is not None:
+        experiments = _featured(experiments, split(selection.features), [kernel for _, kernel in pairs])
     _hold_to_formats(selection, experiments, formats)
     selected: list[Cell] = []
     for fmt in formats:
@@ -70,6 +74,26 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
         hints = "; ".join(kind.hint() for kind in kinds().values() if kind.hint())
         raise SelectionError(f"no cell is left: {hints}")
     return selected, reasons
+
+
+def _featured(experiments: Iterable[Experiment], words: list[str], kernels: Sequence[Kernel]) -> list[Experiment]:
+    """The experiments that features can be added to, with them.
+
+    Raises:
+        SelectionError: a word is unknown, no kernel takes a feature, or no experiment is left.
+    """
+    try:
+        features = added_features(words)
+    except ValueError as error:
+        raise SelectionError(f"--features: {error}") from error
+    for feature in features:
+        if not any(feature in kernel.takes for kernel in kernels):
+            names = ", ".join(dict.fromkeys(kernel.name for kernel in kernels))
+            raise SelectionError(f"--features {feature.taken}: {names} takes no {feature.words}")
+    added = [with_features for each in experiments if (with_features := each.with_features(words)) is not None]
+    if not features or not added:
+        raise SelectionError("--features: nothing to add, or no call that it could be added to")
+    return added
 
 
 def cells_of(experiments: Iterable[Experiment], asked: SelectionContext) -> list[Cell]:

@@ -11,9 +11,10 @@ import torch
 
 from tiebreak.backends.backend import to_device
 from tiebreak.backends.probes import of_products
+from tiebreak.cases.added_features import with_features
 from tiebreak.cases.batch import Batch
 from tiebreak.cases.captured import CapturedError, captured_cases
-from tiebreak.cases.case import Case
+from tiebreak.cases.case import JOINED, Case
 from tiebreak.cases.claims import bias_text, of_tied_outputs, predicted
 from tiebreak.cases.errors import difference, merge, signed_error_ulps
 from tiebreak.cases.gradients import contains_bias
@@ -86,7 +87,7 @@ class Call(Experiment):
             family=of,
             at=at,
             failure=case.failure,
-            group=_CAPTURED if case.fixed_heads is not None else _GROUP_OF.get(case.name, ""),
+            group=_CAPTURED if case.fixed_heads is not None else _GROUP_OF.get(case.name.partition(JOINED)[0], ""),
             backward=case.gradients,
         )
 
@@ -94,8 +95,17 @@ class Call(Experiment):
         """As `Experiment.formats`."""
         return self.case.fixed_heads.formats if self.case.fixed_heads else None
 
+    def with_features(self, words: Sequence[str]) -> "Call":
+        """As `Experiment.with_features`."""
+        return Call(with_features(self.case, words))
+
     def check(self, fmt: Format) -> None:
-        """As `Experiment.check`: captured tensors are read once."""
+        """As `Experiment.check`: captured tensors are read once, and features added to a few heads."""
+        if JOINED in self.name and self.case.fixed_heads is None:
+            try:
+                self.case.make(0, 0, 1, fmt)
+            except ValueError as error:
+                raise UnusableExperimentError(f"--features: {self.name}: {error}") from error
         if self.case.fixed_heads is not None:
             try:
                 self.case.make(0, 0, self.case.fixed_heads.heads, fmt)

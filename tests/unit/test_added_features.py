@@ -1,0 +1,92 @@
+"""Features added to cases by a product: what the case is about stays, and what makes no sense is one line."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiebreak.backends.backend import EMULATION
+from tiebreak.cases.added_features import added_features, with_features
+from tiebreak.cases.batch import Batch
+from tiebreak.cases.errors import measure
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.features import DESCALE, LENGTHS
+from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.reference import products, reference
+from tiebreak.kernels.roster import composed_kernel
+from tiebreak.matrix.options import rerun
+from tiebreak.matrix.selection import Selection, SelectionError, cells, check_usable
+from tiebreak.matrix.settings import Settings
+
+CASES = {case.name: case for case in SCRIPTED}
+TIED = CASES["tied_maxima[k=2]"]
+WORDS = ["value_dim", "lengths", "window", "block_mask", "bias", "softcap", "sink", "descale", "pages"]
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("name", ["tied_maxima[k=2]", "random_grouped", "random_causal", "padded", "wholly_masked"])
+def test_a_feature_comes_into_any_case(name: str, word: str) -> None:
+    (feature,) = added_features([word])
+    before, inputs = CASES[name].make(1, 0, 32, BF16), with_features(CASES[name], [word]).make(1, 0, 32, BF16)
+    assert {*before.asks(), feature} == set(inputs.asks())
+    if feature not in (LENGTHS, DESCALE):
+        assert torch.equal(inputs.q, before.q), "drawn from the same stream"
+
+
+@pytest.mark.parametrize("words", [*([word] for word in WORDS), ["window", "sink"], ["softcap", "pages"]], ids="+".join)
+@pytest.mark.parametrize("kernel", ["flash@paper", "flash@fused", "standard"])
+def test_a_claim_that_stays_holds(words: list[str], kernel: str) -> None:
+    case, declaration = with_features(TIED, words), composed_kernel(kernel).declaration
+    assert declaration is not None
+    claim = case.claim_about(declaration)
+    if {LENGTHS, DESCALE} & set(added_features(words)):
+        assert case.claims == ()
+        return
+    assert claim is not None
+    before = TIED.claim_about(declaration)
+    assert before is not None
+    assert claim == replace(before, rules=claim.rules)
+    inputs = case.make(1, 0, 256, BF16)
+    batch = Batch(inputs, reference(inputs))
+    o = EMULATION.run(composed_kernel(kernel), inputs, gradients=False).o
+    assert claim.expectation.met(measure(o, None, inputs, batch.ref, batch.bounds.of(declaration)))
+
+
+def test_a_window_hides_the_weakest_keys_and_none_of_the_maxima() -> None:
+    inputs = with_features(TIED, ["window"]).make(1, 0, 32, BF16)
+    hidden = inputs.hidden()
+    assert hidden is not None
+    s = products(inputs)
+    top = s == s.amax(-1, keepdim=True)
+    assert bool((top.sum(-1) == 2).all())
+    assert not bool((top & hidden).any())
+    assert 29 / 128 <= hidden.double().mean() <= 32 / 128
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ("wind", "--features: unknown feature 'wind': known are value_dim, lengths, window"),
+        (",", "--features: nothing to add"),
+        ("bias=3", "--features: bias=3: bias takes no value"),
+        ("sink=low", "--features: sink=low: expected sink=NUMBER, how far below the row's maximum"),
+        ("window=-3", "--features: no_tail+window=-3: window (-3, None): its sides are 0 or more keys"),
+        ("pages=0", "--features: no_tail+pages=0: page size 0: expected 1 key or more"),
+        ("softcap=-1", "--features: no_tail+softcap=-1: softcap -1.0: expected a positive number"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(features: str, message: str) -> None:
+    with pytest.raises(SelectionError, match=re.escape(message)):
+        check_usable(cells(Selection("emulation", "standard", "no_tail", features=features))[0])
+
+
+def test_a_feature_that_the_kernel_does_not_take_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def mine(q, k, v, *, window_size=(-1, -1)):\n    return q\n")
+    target = (f"{tmp_path / 'mine.py'}:mine",)
+    with pytest.raises(SelectionError, match="--features sink: mine takes no learned sink"):
+        cells(Selection(kernel=target, cases="no_tail", features="window,sink"))
+    (chosen,) = cells(Selection(kernel=target, cases="no_tail", features="window"))[0]
+    command = " ".join(rerun(chosen, Settings()))
+    assert "--cases no_tail --features window " in command
