@@ -55,11 +55,14 @@ class Group:
 
 
 _LIST = Group(
-    "what there is: cases, kernels, plans",
+    "what there is: cases, kernels, plans, vendors' plans",
     {
         "cases": Verb("tiebreak.programs.listing", "inputs and training runs, a line each; all of one", "cases"),
         "kernels": Verb("tiebreak.programs.listing", "of every backend, and adapters of packages", "kernels"),
         "plans": Verb("tiebreak.programs.listing", "rounding plans and shift rules: what --plan takes", "plans"),
+        "vendors": Verb(
+            "tiebreak.programs.listing", "plans of kernels that vendors ship, with their sources", "vendors"
+        ),
     },
 )
 _LAB = Group(

@@ -1,4 +1,4 @@
-"""`tiebreak list cases`, `kernels`, `plans`: what there is, a line each; of a case that is named, all."""
+"""`tiebreak list cases`, `kernels`, `plans`, `vendors`: what there is, a line each; of a case that is named, all."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -12,6 +12,7 @@ from tiebreak.kernels.external.adapters import ADAPTERS
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.plans import PLANS, Accumulator, Cast, DeltaSource, RoundingPlan, SumOf
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
+from tiebreak.kernels.vendor_plans import VENDOR_PLANS, VendorPlan
 from tiebreak.matrix.usage.questions import GROUP as USED
 from tiebreak.matrix.usage.questions import QUESTIONS, Question
 from tiebreak.reports.cli import HELD, Parser
@@ -70,6 +71,23 @@ def plans(arguments: Sequence[str]) -> int:
     return HELD
 
 
+def vendors(arguments: Sequence[str]) -> int:
+    """The verb `vendors`; see `tiebreak.reports.cli.main`."""
+    parser = _parser("vendors", "What vendors' kernels round, by their sources, as --plan takes it.", "NAME")
+    names = parser.parse_args(arguments).names or list(VENDOR_PLANS)
+    chosen = dict.fromkeys(match for name in names for match in _named(name, VENDOR_PLANS, "vendor"))
+    print("\n\n".join("\n".join(_of_vendor(VENDOR_PLANS[name])) for name in chosen))
+    return HELD
+
+
+def _of_vendor(known: VendorPlan) -> Iterator[str]:
+    yield f"{known.name}: {known.kernel}"
+    yield f"{_INDENT}plan     {known.plan}"
+    yield f"{_INDENT}source   {known.source} ({known.version})"
+    if known.note:
+        yield f"{_INDENT}note     {known.note}"
+
+
 def _parser(verb: str, about: str, names: str | None = None) -> Parser:
     parser = Parser(prog=f"tiebreak list {verb}", description=about)
     if names is not None:
@@ -77,15 +95,15 @@ def _parser(verb: str, about: str, names: str | None = None) -> Parser:
     return parser
 
 
-def _named(name: str, known: Collection[str]) -> list[str]:
-    """The cases that a name, or a glob, stands for.
+def _named(name: str, known: Collection[str], kind: str = "case") -> list[str]:
+    """The cases, or what else is listed, that a name, or a glob, stands for.
 
     Raises:
         UsageError: none.
     """
     names = matching(name, known)
     if not names:
-        raise UsageError(unknown("case", name, known, "`tiebreak list cases` names"))
+        raise UsageError(unknown(kind, name, known, f"`tiebreak list {kind}s` names"))
     return names
 
 

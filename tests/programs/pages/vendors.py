@@ -1,0 +1,78 @@
+"""What vendors' kernels round, by their sources, and what that does on the failure inputs: tables of docs/vendors.md.
+
+    python -m tiebreak.programs.pages.vendors
+
+Everything is emulated, and so the same on every machine.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.verdicts import Verdict, judge
+from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.formats import BF16, Formats
+from tiebreak.kernels.vendor_plans import VENDOR_PLANS
+from tiebreak.matrix.experiments.call import shown
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import CaseBench
+from tiebreak.programs.pages.tables import renew, table
+from tiebreak.reports.tables.marks import shown_text
+
+PAGE = Path(__file__).parents[3] / "docs" / "vendors.md"
+SETTINGS = Settings(seed=1, heads=256)
+_BESIDE = ("no_tail", "random")  # exact ties, and none
+CASES = {
+    case.name: case
+    for case in SCRIPTED
+    if (case.failure or case.name in _BESIDE) and case.formats(BF16) == Formats.of(BF16)
+}
+
+
+def columns() -> dict[str, list[str]]:
+    """The vendors whose plans differ in more than tiles, by plan without them."""
+    alike: dict[str, list[str]] = {}
+    for name, known in VENDOR_PLANS.items():
+        alike.setdefault(known.plan.partition(",tile=")[0], []).append(name)
+    return alike
+
+
+def row(case: str) -> list[str]:
+    """What each plan's output is like on one failure input."""
+    bench, texts = CaseBench(replace(CASES[case], gradients=False), BF16, SETTINGS), []
+    for plan in columns():
+        errors = bench.emulated(0, parse_declaration(plan))[1]
+        verdict = Verdict.NONFINITE if errors.nonfinite else judge(errors.bias)
+        text = shown_text(shown(errors.nonfinite, errors.gain, errors.bias.mean, verdict.value))
+        texts.append(text if verdict is Verdict.UNBIASED else f"**{text}**")
+    return [f"`{case}`", *texts]
+
+
+def sources() -> Iterator[str]:
+    """The plans and where they stand."""
+    rows = (
+        (f"`{known.name}`: {known.kernel}", f"`{known.plan}`", f"{known.source} ({known.version}); {known.note}")
+        for known in VENDOR_PLANS.values()
+    )
+    yield from table(("kernel", "plan", "source"), rows, right=False)
+
+
+def biases() -> Iterator[str]:
+    """Failure inputs, and two beside them, by plan."""
+    yield from table(("input", *(f"`{plan}`" for plan in columns())), map(row, CASES))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Make both tables."""
+    if arguments:
+        print((__doc__ or "").strip(), file=sys.stderr)
+        return 2
+    renew(PAGE, "sources", sources())
+    renew(PAGE, "failure inputs", biases())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

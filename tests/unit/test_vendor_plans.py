@@ -1,0 +1,54 @@
+"""Plans of vendors' kernels: the emulation takes them, `tiebreak list vendors` and docs/vendors.md say them."""
+
+import pytest
+
+from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.formats import Rounding
+from tiebreak.kernels.vendor_plans import VENDOR_PLANS
+from tiebreak.programs.pages import vendors as script
+from tiebreak.programs.pages.tables import renewed
+from tiebreak.reports import cli
+
+PAGE = script.PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", VENDOR_PLANS)
+def test_a_plan_is_one_that_the_command_line_takes_and_gives_back(name: str) -> None:
+    declaration = parse_declaration(VENDOR_PLANS[name].plan)
+    assert parse_declaration(declaration.label) == declaration
+
+
+def test_casts_are_those_that_the_sources_name() -> None:
+    casts = {
+        name: (parsed.plan.p_bar.rounding, parsed.plan.o.rounding)
+        for name, known in VENDOR_PLANS.items()
+        if (parsed := parse_declaration(known.plan)).plan.p_bar.narrows
+    }
+    away, even, zero = Rounding.TIES_AWAY, Rounding.TO_EVEN, Rounding.TOWARD_ZERO
+    others = {
+        "ascend_training": (away, away),
+        "ascend_decode": (away, even),
+        "aiter_gfx942": (away, away),
+        "aiter_gfx942_zero": (zero, zero),
+    }
+    assert casts == dict.fromkeys(VENDOR_PLANS, (even, even)) | others
+
+
+def test_they_are_listed_with_their_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "vendors"]) == 0
+    printed = capsys.readouterr().out
+    for known in VENDOR_PLANS.values():
+        assert all(text in printed for text in (known.name, known.kernel, known.plan, known.source, known.note))
+    assert cli.main(["list", "vendors", "flash_attention_*"]) == 0
+    assert capsys.readouterr().out.count("Dao-AILab/flash-attention") == 3
+    assert cli.main(["list", "vendors", "flash_atention_2"]) == 2
+    assert "unknown vendor 'flash_atention_2': did you mean flash_attention_2" in capsys.readouterr().err
+
+
+def test_the_table_of_sources_is_that_of_the_plans() -> None:
+    assert renewed(PAGE, "sources", script.sources()) == PAGE
+
+
+@pytest.mark.parametrize("case", ["no_tail", "near_tie_outside"])
+def test_a_row_of_the_page_is_what_a_run_gives(case: str) -> None:
+    assert f"| {' | '.join(script.row(case))} |" in PAGE.splitlines()
