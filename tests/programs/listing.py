@@ -13,12 +13,15 @@ from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.plans import PLANS, Accumulator, Cast, DeltaSource, RoundingPlan, SumOf
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.kernels.vendor_plans import VENDOR_PLANS, VendorPlan
+from tiebreak.matrix.invariance.knobs import GROUP as COMPARED
+from tiebreak.matrix.invariance.knobs import KNOBS, Knob
 from tiebreak.matrix.usage.questions import GROUP as USED
 from tiebreak.matrix.usage.questions import QUESTIONS, Question
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import matching, unknown
 
+_Listed = Case | Snippet | Question | Knob
 _INDENT = "  "
 _FAILURE = "!"  # before the line of a failure input
 
@@ -26,10 +29,11 @@ _FAILURE = "!"  # before the line of a failure input
 def cases(arguments: Sequence[str]) -> int:
     """The verb `cases`; see `tiebreak.reports.cli.main`."""
     parser = _parser("cases", "Inputs and short training runs that kernels are put through.", "NAME")
-    groups: dict[str, dict[str, Case | Snippet | Question]] = {about: {case.name: case for case in group}
+    groups: dict[str, dict[str, _Listed]] = {about: {case.name: case for case in group}
                                                     for about, group in GROUPS.items()}  # fmt: skip
     groups[GROUP] = dict(SNIPPETS)
     groups[f"{USED}: users' kernels, a device's own where it is named"] = {each.name: each for each in QUESTIONS}
+    groups[f"{COMPARED}: where --experiments or --cases names it"] = {knob.name: knob for knob in KNOBS}
     known = {name: case for group in groups.values() for name, case in group.items()}
     names = parser.parse_args(arguments).names
     if names:
@@ -117,16 +121,16 @@ def _print(groups: Mapping[str, Mapping[str, str]], legend: str) -> None:
     print(legend)
 
 
-def _line(case: Case | Snippet | Question) -> str:
+def _line(case: _Listed) -> str:
     return f"{_FAILURE} {case.about}" if isinstance(case, Case) and case.failure else f"  {case.about}"
 
 
-def _all_of(case: Case | Snippet | Question) -> Iterator[str]:
+def _all_of(case: _Listed) -> Iterator[str]:
     yield case.name
     yield f"{_INDENT}is         {case.about}"
     yield f"{_INDENT}source     {case.source}"
     yield f"{_INDENT}version    {case.version}"
-    if isinstance(case, Question):
+    if isinstance(case, Question | Knob):
         return
     if isinstance(case, Case):
         asked = "dQ, dK and dV too" if case.gradients else "O alone"

@@ -40,7 +40,7 @@ from tiebreak.reports.records.record import (
 from tiebreak.reports.tables.changes import worst
 from tiebreak.reports.verdict import verdicts
 
-KNOB = {knob.name: knob for knob in KNOBS}
+KNOB = {knob.word: knob for knob in KNOBS}
 
 
 def users(function: Callable[..., Any], **options: Any) -> UserKernel:

@@ -9,10 +9,11 @@ from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.adapters import ADAPTERS
 from tiebreak.kernels.plans import PLANS
 from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.matrix.invariance.knobs import KNOBS
 from tiebreak.matrix.usage.questions import QUESTIONS
 from tiebreak.reports import cli
 
-ALL = [*(case.name for case in SCRIPTED), *SNIPPETS, *(question.name for question in QUESTIONS)]
+ALL = [*(case.name for case in SCRIPTED), *SNIPPETS, *(each.name for each in (*QUESTIONS, *KNOBS))]
 
 
 def names(lines: list[str]) -> list[str]:

@@ -13,14 +13,13 @@ from tiebreak.kernels.formats import Formats
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
 from tiebreak.matrix.invariance.comparison import Comparison, Effect, Invariance
-from tiebreak.matrix.invariance.knobs import KNOBS, Knob
+from tiebreak.matrix.invariance.knobs import GROUP, KNOBS, Knob
 from tiebreak.matrix.invariance.session import Session
 from tiebreak.matrix.result import Result
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import record as records
 from tiebreak.reports.tables.changes import worst
 
-_GROUP = "a call compared with itself"
 _DIFFERING, _DIFFERENCE = "differing_bits", "mean_difference"
 _MEASURES = (
     Measure(
@@ -55,7 +54,7 @@ class KnobTurned(Experiment):
     @property
     def name(self) -> str:
         """As `Experiment.name`."""
-        return f"{self.kind}[{self.knob.name}]"
+        return self.knob.name
 
     @property
     def version(self) -> int:
@@ -64,7 +63,7 @@ class KnobTurned(Experiment):
 
     def described(self) -> records.CaseRecord:
         """As `Experiment.described`."""
-        return records.CaseRecord(self.knob.about, self.knob.source, group=_GROUP)
+        return records.CaseRecord(self.knob.about, self.knob.source, group=GROUP)
 
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
         """As `Experiment.pairs`: all kernels but those for other formats."""
@@ -83,7 +82,7 @@ class KnobTurned(Experiment):
         """As `Experiment.run`."""
         session = Session(cell, bench.settings.seed, bench.settings.heads)
         options = cell.kernel.caller.convention.options if isinstance(cell.kernel, UserKernel) else None
-        declared = options is not None and self.knob.name in split_words(options.invariant)
+        declared = options is not None and self.knob.word in split_words(options.invariant)
         found = Invariance(session.comparisons, session.controls, declared)
         for look in range(LOOKS):
             for session.index in range(2**look // 2, 2**look):

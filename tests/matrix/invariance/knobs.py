@@ -34,6 +34,7 @@ from tiebreak.matrix.invariance.materials import cancelling
 from tiebreak.matrix.invariance.session import SHARE, Session
 from tiebreak.matrix.usage.placements import fused, misaligned, read_as_contiguous, transposed
 
+GROUP = "a call compared with itself"
 _KEYS = 128  # where no other number matters more
 _ALONE = 4  # sequences that are called alone, at most
 _NEIGHBOURS, _ROWS = (9, 10, 200), (9, 10)  # keys of one more sequence; queries
@@ -51,11 +52,16 @@ _CALLS = 100
 class Knob:
     """One change."""
 
-    name: str  # as a kernel says that it is invariant under it
+    word: str  # by which a kernel says that it is invariant under it
     about: str  # one line
     turn: Callable[[Session], None]  # compares one batch of heads
     source: str = "this suite"
     version: int = 1  # raised when the calls change: records of other versions are not comparable
+
+    @property
+    def name(self) -> str:
+        """Of its cells."""
+        return f"invariance[{self.word}]"
 
 
 def _of_sequences(inputs: AttentionInputs, which: slice) -> AttentionInputs:
@@ -293,4 +299,4 @@ KNOBS = (
     Knob("chunks", "the queries of a prefill in chunks", chunks),
     Knob("repeat", f"the same call {_CALLS} times", repeat),
 )
-assert tuple(knob.name for knob in KNOBS) == INVARIANT  # what a kernel may declare
+assert tuple(knob.word for knob in KNOBS) == INVARIANT  # what a kernel may declare
