@@ -226,11 +226,11 @@ def report(defects: Sequence[CaughtRow], twins: Sequence[TwinRow]) -> Iterator[s
     """The tables of the page: what is caught, why the others are missed, and the sound twins."""
     caught, missed = ([row for row in defects if bool(row.case) is there] for there in (True, False))
     yield from [f"{len(caught)} of {len(defects)} defects are caught.", ""]
-    rows = ((_linked(row.defect), f"`{row.case}`", row.checks, str(row.heads)) for row in caught)
+    rows = ((linked(row.defect), f"`{row.case}`", row.checks, str(row.heads)) for row in caught)
     yield from table(("defect", "first case", "checks not met", "heads"), rows, right=False)
     reasons: dict[str, list[str]] = {}
     for row in missed:
-        reasons.setdefault(DEFECTS[row.defect].missed or "not known", []).append(_linked(row.defect))
+        reasons.setdefault(DEFECTS[row.defect].missed or "not known", []).append(linked(row.defect))
     yield ""
     yield from table(("missed", "why"), ((", ".join(names), why) for why, names in reasons.items()), right=False)
     yield ""
@@ -238,7 +238,8 @@ def report(defects: Sequence[CaughtRow], twins: Sequence[TwinRow]) -> Iterator[s
     yield from table(heads, map(_twin, twins))
 
 
-def _linked(defect: str) -> str:
+def linked(defect: str) -> str:
+    """The name of a defect, as a link to what it stands for."""
     return f"[`{defect}`]({DEFECTS[defect].stands_for})"
 
 

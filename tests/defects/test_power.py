@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.defects import power
+from tiebreak.defects import budget, power
 from tiebreak.defects.planted import DEFECTS
 from tiebreak.defects.power import (
     CAUGHT,
@@ -136,3 +136,18 @@ def test_a_budget_has_the_cases_first_that_catch_most_for_their_cost() -> None:
         "padded",
     ]
     assert ORDER_FILE.read_text(encoding="utf-8").split() == order(read_rows(CAUGHT, CaughtRow))
+
+
+def test_every_defect_is_named_within_a_minute_and_the_page_says_so() -> None:
+    rows = read_rows(budget.NAMED, budget.NamedRow)
+    assert {row.defect for row in rows} == set(DEFECTS)
+    assert [row for row in rows if not row.case or row.seconds > 54] == []  # nine tenths of 60 s, on one core
+    page = power.PAGE.read_text(encoding="utf-8")
+    assert renewed(page, budget.SOURCE, budget.report(rows, read_rows(CAUGHT, CaughtRow))) == page
+
+
+@pytest.mark.parametrize("defect", ["noise_shared", "rounded_o_bar"])
+def test_what_a_budget_names_first_is_what_the_table_says(defect: str) -> None:
+    (row,) = [row for row in read_rows(budget.NAMED, budget.NamedRow) if row.defect == defect]
+    again = budget.named(defect)
+    assert (again.case, again.cells) == (row.case, row.cells)
