@@ -93,8 +93,9 @@ docs: $(FULL)  ## the documentation as a site: out/docs/site/index.html
 alarms := tiebreak.programs.alarms --seeds $(SEEDS)
 power  := tiebreak.defects.power
 bounds := tiebreak.programs.spread --seeds $(SEEDS) --write
+identify := tiebreak.laboratory.identification
 STUDY  ?= alarms power bounds
-studies: $(STAMP)  ## what takes hours, and resumes: STUDY=alarms, power or bounds, over SEEDS seeds
+studies: $(STAMP)  ## what takes hours, and resumes: STUDY=alarms, power, bounds or identify, over SEEDS seeds
 	$(foreach study,$(STUDY),$(PY) -m $($(study)) $(ARGS) &&) true
 
 bench: $(STAMP)  ## benchmarks

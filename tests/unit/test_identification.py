@@ -16,7 +16,8 @@ from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel, composed, run_forward
 from tiebreak.kernels.plans import Cast, Exponential
-from tiebreak.matrix.identification.asking import Asked
+from tiebreak.matrix.candidates import candidates
+from tiebreak.matrix.identification.asking import Asked, one_thread
 from tiebreak.matrix.identification.designed import DESIGNED
 from tiebreak.matrix.identification.identity import UnidentifiedError, identify
 from tiebreak.matrix.identification.search import Search
@@ -24,11 +25,9 @@ from tiebreak.matrix.identification.space import changes, forward_alone, text
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def threads() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 PLANS = (
@@ -48,7 +47,9 @@ def test_the_search_comes_to_the_plan_of_a_kernel_that_says_nothing(plan: str) -
     truth = parse_declaration(plan)
     asked = Asked(EMULATION, composed("k", truth), BF16)
     answers = [asked.ask(designed.name, designed.make(BF16)) for designed in DESIGNED]
-    search = Search([answer for answer in answers if answer is not None], BF16, lambda line: None)
+    search = Search(
+        [answer for answer in answers if answer is not None], BF16, candidates().values(), lambda line: None
+    )
     nearest = search.nearest()
     assert search.cost(nearest) == 0.0
     assert forward_alone(truth, BF16) == nearest, text(nearest)

@@ -1,8 +1,11 @@
 """A kernel that is asked: its outputs on designed inputs, and what plans make of them."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import Backend, to_device
@@ -14,6 +17,23 @@ from tiebreak.matrix.attribution import equal_bits
 from tiebreak.matrix.sharing import SharedEmulation
 from tiebreak.matrix.trial import failed_trial
 from tiebreak.matrix.workbench import clipped
+
+_OWN = torch.get_num_threads()
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def one_thread() -> AbstractContextManager[None]:
+    """Within, torch has one thread: tensors are too small for more, which would wait for one another."""
+    return _threads(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +94,9 @@ class Asked:
         return self.answers.get(name)
 
     def run(self, inputs: AttentionInputs) -> Tensor:
-        """One call."""
-        return self.backend.run(self.kernel, inputs, gradients=False).o.float()
+        """One call, with as many threads as the process had."""
+        with _threads(_OWN):
+            return self.backend.run(self.kernel, inputs, gradients=False).o.float()
 
     def repeats(self, answer: Answer) -> bool:
         """Whether a second call has the same bits."""

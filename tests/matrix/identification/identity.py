@@ -11,7 +11,8 @@ from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import judge
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel
-from tiebreak.matrix.identification.asking import Answer, Asked
+from tiebreak.matrix.candidates import on_device
+from tiebreak.matrix.identification.asking import Answer, Asked, one_thread
 from tiebreak.matrix.identification.designed import DESIGNED
 from tiebreak.matrix.identification.rivals import Rivals, left_open
 from tiebreak.matrix.identification.search import Search
@@ -112,6 +113,12 @@ def identify(
         Exception: whatever it raises on inputs that it should take.
     """
     asked = Asked(backend, kernel, fmt)
+    with one_thread():
+        return _identified(asked, seed, tell)
+
+
+def _identified(asked: Asked, seed: int, tell: Callable[[str], None]) -> Identity:
+    fmt = asked.fmt
     for designed in DESIGNED:
         if fmt in designed.formats:
             tell(f"asking {designed.name}")
@@ -122,7 +129,7 @@ def identify(
     if unsteady := next((name for name, answer in asked.answers.items() if not asked.repeats(answer)), None):
         raise UnidentifiedError(f"it is not deterministic: two calls on {unsteady} differ, and bits name no plan")
     answers = list(asked.answers.values())
-    plan = Search(answers, fmt, tell).nearest()
+    plan = Search(answers, fmt, on_device(asked.backend).values(), tell).nearest()
     rivals = Rivals(asked)
     for _ in range(_SWAPS):
         tell(f"holding {text(plan)} against its changes")

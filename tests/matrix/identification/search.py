@@ -7,7 +7,6 @@ from itertools import chain
 
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.matrix.candidates import candidates
 from tiebreak.matrix.identification.asking import Answer
 from tiebreak.matrix.identification.space import SLOW, changes, forward_alone, moves
 
@@ -22,6 +21,7 @@ class Search:
 
     answers: Sequence[Answer]
     fmt: Format  # of the call
+    known: Iterable[Declaration]  # plans to start from
     tell: Callable[[str], None]  # how far it is
     costs: dict[Declaration, float] = field(default_factory=dict)  # of plans that were tried on all answers
 
@@ -43,7 +43,7 @@ class Search:
 
     def nearest(self) -> Declaration:
         """The plan with the least cost that one change after the other leads to: of the best, then of the best few."""
-        self._try((forward_alone(known, self.fmt) for known in candidates().values()), _FEW)
+        self._try((forward_alone(known, self.fmt) for known in self.known), _FEW)
         for patience in (1, _FEW):
             expanded: set[Declaration] = set()
             while (plan := self._next(expanded)) is not None:

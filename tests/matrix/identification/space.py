@@ -17,6 +17,7 @@ from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.matrix.candidates import nameless
 
 TILE, RULE, ALGORITHM, FAST = "tile", "rule", "algorithm", "exponential"  # changes that are no field of a plan
+SINK = "sink"  # of inputs with a learned sink alone
 SLOW = "accumulator"  # told by inputs of its own: emulated, it takes twenty times as long
 #: Keys of a tile; that of queries changes no row.
 TILES = (16, 32, 64, 128, 256, 512)
@@ -50,7 +51,7 @@ def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
         inputs: format of the call.
     """
     algorithm, plan = declaration.algorithm, declaration.plan
-    dead = {field.name for field in fields(plan)} - _FORWARD - {"name"} | algorithm.unused
+    dead = {field.name for field in fields(plan)} - _FORWARD - {"name"} | algorithm.unused | {SINK}
     if not _clamps(plan):
         dead |= {"row_sum_of"} if plan.row_sum_of is SumOf.CLAMPED else set()
         dead |= {"offset"} if _range(plan, inputs) >= FP32.exponent_bits else set()  # a power of two is divided out
@@ -85,6 +86,19 @@ def named(declaration: Declaration) -> Declaration:
     """With the shortest name, and the shift rule that it had before it lost its own."""
     rule = next(rule for rule in SHIFT_RULES.values() if _same_rule(declaration, rule))
     return shortest(replace(declaration, shift_rule=rule))
+
+
+def points_apart(one: Declaration, other: Declaration) -> set[str]:
+    """The keys of what two declarations differ in, as changes have them."""
+    apart = {key for key, field in FORWARD.items() if getattr(one.plan, field) != getattr(other.plan, field)}
+    if one.plan.exponential.correction != other.plan.exponential.correction:
+        apart.add(FAST)
+    pairs = {
+        ALGORITHM: (one.algorithm.name, other.algorithm.name),
+        RULE: (one.shift_rule, other.shift_rule),
+        TILE: (one.block.keys, other.block.keys),
+    }
+    return apart | {key for key, (ours, theirs) in pairs.items() if ours != theirs}
 
 
 def plainness(declaration: Declaration) -> tuple[int, bool, bool, int]:
@@ -137,7 +151,7 @@ def _all_changes(declaration: Declaration, inputs: Format) -> Iterator[tuple[Cha
     for rule in SHIFT_RULES.values():
         yield Change(RULE, rule.name), replace(declaration, shift_rule=rule)
     for key, field in FORWARD.items():
-        if field in declaration.algorithm.unused or (field in _8_BITS and not plan.quantizes):
+        if field in declaration.algorithm.unused | {SINK} or (field in _8_BITS and not plan.quantizes):
             continue
         for value in values_of(key, inputs):
             with suppress(ValueError):

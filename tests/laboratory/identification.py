@@ -1,0 +1,141 @@
+"""`python -m tiebreak.laboratory.identification`: how often `tiebreak identify` finds a plan that is known.
+
+Every kernel of the suite under a name that says nothing, and plans drawn from the space with a seed: a known plan with
+up to four changes. Each is a line in a file; a run that is stopped goes on where it was.
+"""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from numpy.random import Generator, Philox
+
+from tiebreak.backends.backend import EMULATION
+from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.formats import BF16, FP32, Format
+from tiebreak.kernels.kernel import Declaration, composed
+from tiebreak.kernels.roster import DEFAULT_ROSTER, eight_bit_kernels
+from tiebreak.matrix.candidates import candidates
+from tiebreak.matrix.identification.asking import Answer
+from tiebreak.matrix.identification.designed import DESIGNED
+from tiebreak.matrix.identification.identity import Identity, identify
+from tiebreak.matrix.identification.space import SLOW, changes, forward_alone, points_apart, text
+from tiebreak.programs.resumable import add_options, read_parts, run_parts
+from tiebreak.reports.cli import INTERRUPTED, Parser, count
+
+FOUND, ALIKE, NEAR, WRONG, NONE = "found", "told to be alike", "alike, untold", "wrong", "none known"
+_MOST = 4  # changes of a known plan
+_SEEDS = range(100, 103)  # of inputs that no identification asks: where two plans agree on all of them they are alike
+_SECONDS, _GIB = 8.0, 1.0  # that one takes, about
+
+
+@dataclass(frozen=True)
+class Task:
+    """One plan that is to be found."""
+
+    plan: str  # as --plan takes it
+
+
+@dataclass(frozen=True)
+class Part:
+    """What came of one."""
+
+    plan: str
+    answer: str  # the plan that was found, or the nearest
+    outcome: str
+    alike: dict[str, list[str]]  # points that were said not to be told apart
+    seconds: float  # of a CPU
+
+
+def drawn(number: int, seed: int, fmt: Format = BF16) -> Declaration:
+    """Plan `number` of a seed: a known one with up to four changes, in a call's format all the same."""
+    rng = Generator(Philox(key=[seed, number]))
+    known = list(candidates().values())
+    plan = forward_alone(known[int(rng.integers(len(known)))], fmt)
+    for _ in range(int(rng.integers(_MOST + 1))):
+        others = [other for change, other in changes(plan, fmt) if change.key not in (SLOW, "sink")]
+        plan = others[int(rng.integers(len(others)))]
+    if plan.plan.o.fmt == FP32 or plan.plan.accumulator.name != "EXACT":
+        return drawn(number + 10**6, seed, fmt)
+    return plan
+
+
+def run_task(task: Task) -> Part:
+    """Identify a kernel that follows a plan, and say what is true of the answer."""
+    torch.set_num_threads(1)
+    started, truth = time.process_time(), parse_declaration(task.plan)
+    identity = identify(EMULATION, composed("kernel", truth), BF16)
+    seconds = round(time.process_time() - started, 1)
+    alike = {point: list(values) for point, values in identity.alike.items()}
+    return Part(task.plan, identity.nearest, _outcome(identity, truth), alike, seconds)
+
+
+def _outcome(identity: Identity, truth: Declaration) -> str:
+    if identity.plan is None:
+        return NONE
+    answer = forward_alone(parse_declaration(identity.plan), BF16)
+    truth = forward_alone(truth, BF16)
+    if answer == truth:
+        return FOUND
+    if points_apart(answer, truth) <= identity.alike.keys():
+        return ALIKE
+    return NEAR if all(_agree(answer, truth, seed) for seed in _SEEDS) else WRONG
+
+
+def _agree(one: Declaration, other: Declaration, seed: int) -> bool:
+    for designed in DESIGNED:
+        inputs = designed.make(BF16, seed)
+        answer = Answer(designed.name, inputs, inputs.q)
+        if not torch.equal(answer.predicted(one).nan_to_num(), answer.predicted(other).nan_to_num()):
+            return False
+    return True
+
+
+def tasks(plans: int, seed: int) -> Iterator[Task]:
+    """The suite's own kernels, then plans of the seed."""
+    own = [kernel.declaration for kernel in eight_bit_kernels()]
+    known = [*map(parse_declaration, DEFAULT_ROSTER), *(declaration for declaration in own if declaration is not None)]
+    drawn_plans = (drawn(number, seed) for number in range(plans))
+    for declaration in dict.fromkeys([*(forward_alone(each, BF16) for each in known), *drawn_plans]):
+        yield Task(text(declaration))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the file lacks, and print how it came out."""
+    parser = Parser(prog="python -m tiebreak.laboratory.identification", description=__doc__)
+    parser.add_argument("--plans", type=partial(count, least=0), default=100, metavar="N", help="drawn (default: 100)")
+    parser.add_argument("--seed", type=count, default=1, metavar="N", help="of the plans that are drawn (default: 1)")
+    add_options(parser, "identification.jsonl", "plan")
+    options: argparse.Namespace = parser.parse_args(arguments)
+    wanted = list(tasks(options.plans, options.seed))
+    done = {part.plan for part in read_parts(options.out, Part)}
+    left, parts = [task for task in wanted if task.plan not in done], read_parts(options.out, Part)
+    outlook, seconds = f"{len(wanted)} plans, {len(left)} left", len(left) * _SECONDS
+    complete = run_parts(run_task, left, options, _progress, parts, outlook=outlook, seconds=seconds, gib=_GIB)
+    parts = [part for part in parts if part.plan in {task.plan for task in wanted}]
+    sys.stdout.write("\n".join(report(parts)) + "\n")
+    return 0 if complete else INTERRUPTED
+
+
+def _progress(part: Part) -> str:
+    return f"{part.plan}: {part.outcome}"
+
+
+def report(parts: Sequence[Part]) -> Iterator[str]:
+    """How many came out how, and every plan that was neither found nor said to be alike."""
+    outcomes = Counter(part.outcome for part in parts)
+    good = outcomes[FOUND] + outcomes[ALIKE]
+    counts = ", ".join(f"{outcomes[name]} {name}" for name in (FOUND, ALIKE, NEAR, WRONG, NONE))
+    yield f"{good} of {len(parts)}: {counts}"
+    for part in parts:
+        if part.outcome not in (FOUND, ALIKE):
+            yield f"  {part.outcome}: {part.plan} -> {part.answer}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
