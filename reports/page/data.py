@@ -1,7 +1,7 @@
 """What the page's script shows, as JSON: every cell once for all platforms, every string once."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tiebreak.reports.records.order import cases_of
@@ -18,11 +18,13 @@ from tiebreak.reports.tables import marks
 from tiebreak.reports.tables.changes import changes_text
 from tiebreak.reports.tables.comparison import Row, compare
 from tiebreak.reports.tables.plans import explanation_text
+from tiebreak.reports.tables.rules import rules_text
 
 _DIGITS = 5  # significant ones of a number on the page: the files have them all
 _FITS = 3  # plans that are named of those that a kernel's bits were held against
 _KERNEL, _CASE = "\x01", "\x02"  # in the place of names in a command: all commands of a run are alike then
 _DRAWN = frozenset({"trace", "series"})  # evidence that the figures draw
+_TEXTS: Mapping[str, Callable[[Any], str]] = {"changes": changes_text, "rules": rules_text}  # evidence put in words
 
 
 def page_data(runs: Sequence[Run], labels: Sequence[str]) -> str:
@@ -147,8 +149,8 @@ class _Tables:
                 carried["histogram"] = [value.low, value.width, value.outside, value.counts]
             elif name == "fits":
                 carried[name] = _fits(value)
-            elif name == "changes":
-                carried.setdefault("more", []).append([name, changes_text(value)])
+            elif name in _TEXTS:
+                carried.setdefault("more", []).append([name, _TEXTS[name](value)])
             elif name not in _DRAWN:
                 carried.setdefault("more", []).append([name, value if isinstance(value, str) else json.dumps(value)])
         return carried or 0

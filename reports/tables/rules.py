@@ -1,7 +1,7 @@
 """What acceptance rules in public use say of kernels: a row each, kernels across, this suite's own verdict above."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import Record, RuleAnswer, RuleReading, Run
@@ -54,6 +54,13 @@ def _text(answer: RuleAnswer | None) -> str:
     if answer is None:
         return ""
     return f"{share_text(answer)}{' FAILS' if answer.passed is False else ''}"
+
+
+def rules_text(answers: Mapping[str, RuleAnswer]) -> str:
+    """What the rules said of one record, in a line."""
+    told = [answer.passed for answer in answers.values() if answer.passed is not None]
+    failed = ", ".join(name for name, answer in answers.items() if answer.passed is False)
+    return f"passes {sum(told)} of {len(told)} acceptance rules{f'; turned down by {failed}' if failed else ''}"
 
 
 def share_text(answer: RuleAnswer) -> str:

@@ -1,5 +1,6 @@
 """`--rules` in a run, and `tiebreak rules`: what records, verdict and table say; the gate takes no notice."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,6 +69,12 @@ def test_the_table_has_a_row_a_rule_below_the_suites_own_word(asked: Path, capsy
     assert rows["ascend_recheck"] == "needs"
     assert any(line.startswith("ascend_recheck needs 200 heads and more") for line in lines)
     assert not any("random_causal" in line for line in lines)
+
+
+def test_the_page_says_it_of_a_cell(asked: Path, tmp_path: Path) -> None:
+    assert cli.main(["page", str(asked), "-o", str(tmp_path / "page")]) == 0
+    page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
+    assert re.search(r"passes \d+ of \d+ acceptance rules; turned down by [^\"]*signed_mean", page)
 
 
 def test_the_list_has_formula_and_source_of_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
