@@ -163,7 +163,11 @@ def feature_cases() -> tuple[Case, ...]:
         _case("bias_makes_tie", "2 scores that tie by their bias", _bias_makes_tie, *_TIED_UNLESS_S_IS_NARROW),
         _case("paged_ties", "2 maxima among 100 keys in pages, poison behind the last", _paged, *_AS_TIED),
         _case(
-            "negative_lse", "2 equal maxima of -120 to -100: no exp of a log-sum-exp is a number", negative, *_AS_TIED
+            "negative_lse",
+            "2 equal maxima of -120 to -100: no exp of a log-sum-exp is a number",
+            negative,
+            *_AS_TIED,
+            gradients=True,
         ),
         _case(
             "split_tie",

@@ -238,7 +238,7 @@ class Call:
         gradients = backward(placed.do, *placed.arguments, o, *after, **keywords)
         if not isinstance(gradients, (tuple, list)) or len(gradients) < 3:
             raise NoGradientsError("returned no (dQ, dK, dV)")
-        return tuple(gradients[:3])
+        return tuple(gradients[: 3 if self.inputs.sink is None else 4])
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class Started:
     def gradients(self, do: Tensor | None = None) -> tuple[Made | None, str | None]:
         """dQ, dK and dV, all (batch, heads, N, d) in fp32, None where there are none; what was wrong, if anything was.
 
-        Behind them dSink, (heads,), where autograd gives it.
+        Behind them dSink, (heads,), where it gives that.
 
         Args:
             do: another dO than the inputs', (batch, heads, N, d).

@@ -70,7 +70,7 @@ class NarrowDq(Tiled, bug="NVIDIA/TransformerEngine/pull/821"):
 class DqOfTheFirstEntry(Tiled, bug="ROCm/TransformerEngine/pull/657"):
     """dQ of every batch entry is added up in the place of the first."""
 
-    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, ...]:
         dq, dk, dv = super().gradients(request, do, o)
         return torch.cat([dq[:1], torch.zeros_like(dq[1:])]), dk, dv
 
@@ -85,7 +85,7 @@ class BlindGradients(Tiled, bug="pytorch/pytorch/issues/41508"):
 class StridesOfDoIgnored(Tiled, bug="Dao-AILab/flash-attention/issues/355"):
     """dO is read as if it were contiguous."""
 
-    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, ...]:
         return super().gradients(request, read_as_contiguous(do), o)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tiebreak.backends.backend import CPU, Backend
-from tiebreak.defects import backward, changing, forward, rounding, using
+from tiebreak.defects import backward, changing, featured, forward, rounding, using
 from tiebreak.defects.declared import (
     EXACT,
     CastingIn,
@@ -66,7 +66,7 @@ def users(function: Callable[[], Tiled], name: str) -> Kernel:
 
 def _of_users() -> Iterator[Defect]:
     """Every class that stands for a bug; what is wrong with it is in its docstring."""
-    modules = (forward, backward, rounding, using, changing)
+    modules = (forward, backward, rounding, using, changing, featured)
     for made in (made for module in modules for made in vars(module).values()):
         if isinstance(made, type) and issubclass(made, Tiled) and made.bug:
             name = re.sub(r"(?<!^)(?=[A-Z])", "_", made.__name__).lower()
@@ -93,6 +93,9 @@ def _rounding() -> tuple[Defect, ...]:
                fused, doing(fused, fused, s=_LOW)),
         Defect("rounded_o_bar", "O of every tile is stored in bf16",
                f"{_GITHUB}zhuzilin/ring-flash-attention/issues/22", fused, doing(fused, "flash@paper")),
+        Defect("partial_o_cast", "O of a split is stored in the format of the call",
+               f"{_GITHUB}flashinfer-ai/flashinfer/issues/5107",
+               "split@fused", doing("split@fused", "split@fused", o_bar=_LOW)),
         Defect("row_sum_of_rounded", "l sums P after its cast", _PAPER,
                "dithered@fused", doing("dithered@fused", "dithered@fused", row_sum_of=SumOf.ROUNDED)),
         Defect("fast_exponential", "an exponential of 20 bits, whose value at 0 is not 1",
@@ -136,6 +139,8 @@ USERS: Mapping[str, Callable[[], Tiled]] = {
     "any_order": rounding.AnyOrder,
     "batch_invariant": changing.BatchInvariant,
     "numbered_splits": changing.NumberedSplits,
+    "featured": featured.Featured,
+    "featured_split": featured.FeaturedSplit,
 }
 
 

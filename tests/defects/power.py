@@ -44,9 +44,16 @@ PAGE = CHECKOUT / "docs" / "power.md"
 SOURCE = "make studies STUDY=power"
 CAUGHT, TWINS = (Path(__file__).with_name(name) for name in ("caught.csv", "twins.csv"))
 CASES = {case.name: case for case in SCRIPTED}
+# Normal numbers, with gradients, as `--cases random --features block_mask` has them.
+_ADDED = (("random_causal", "softcap=2", "window=9"), ("random", "block_mask"))
 EXPERIMENTS: Mapping[str, Experiment] = {
     experiment.name: experiment
-    for experiment in (*map(Call, SCRIPTED), *map(Usage, QUESTIONS), *map(KnobTurned, KNOBS))
+    for experiment in (
+        *map(Call, SCRIPTED),
+        *(Call(CASES[name]).with_features(words) for name, *words in _ADDED),
+        *map(Usage, QUESTIONS),
+        *map(KnobTurned, KNOBS),
+    )
 }
 _PLACES = {name: place for place, name in enumerate(EXPERIMENTS)}
 _FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}

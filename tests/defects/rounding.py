@@ -116,7 +116,7 @@ class DkInBf16(AnyOrder, bug="facebookresearch/xformers/pull/467", twin="any_ord
 class ScaleOfTheDimension(Tiled, bug="tenstorrent/tt-metal/pull/53217"):
     """1 / sqrt(d) is written into the backward pass, where the scale may be another."""
 
-    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, ...]:
         return super().gradients(replace(request, scale=request.q.shape[-1] ** -0.5), do, o)
 
 

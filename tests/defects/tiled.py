@@ -112,7 +112,7 @@ class Tiled:
         scale: float | None = None,
         attn_mask: Tensor | None = None,
         enable_gqa: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """dQ, dK and dV."""
         del enable_gqa
         return self.gradients(self.request(q, k, v, causal, scale, attn_mask), do, o)
@@ -216,14 +216,15 @@ class Tiled:
         """The log-sum-exp that the backward pass is given."""
         return self.sums(request).lse
 
-    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, ...]:
         """dQ, dK and dV in the shapes and the format of q, k and v."""
         lse, wide = self.lse(request), do.float()
         delta = self.delta(wide, o.float())
         dq, dk, dv = (torch.zeros_like(x) for x in (request.wide_q, request.wide_k, request.wide_v))
         for keys in self.backward_tiles(request):
             p = self.recomputed(request, keys, lse)
-            ds = self.ds(p * (wide @ request.wide_v[:, :, keys].transpose(-1, -2) - delta), request)
+            of_capped = p * (wide @ request.wide_v[:, :, keys].transpose(-1, -2) - delta)
+            ds = self.ds(self.of_scores(of_capped, request, keys), request)
             dv[:, :, keys] = self.p_of_dv(p, request).transpose(-1, -2) @ wide
             dk[:, :, keys] = self.dk(request, ds)
             dq = self.dq(request, dq, ds, keys)
@@ -233,6 +234,10 @@ class Tiled:
     def delta(self, do: Tensor, o: Tensor) -> Tensor:
         """The row term of dS."""
         return (do * o).sum(-1, keepdim=True)
+
+    def of_scores(self, ds: Tensor, request: CallRequest, keys: slice) -> Tensor:
+        """A tile of dS by what the product gave."""
+        return ds
 
     def ds(self, ds: Tensor, request: CallRequest) -> Tensor:
         """DS as it enters its products."""

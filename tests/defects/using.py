@@ -41,7 +41,7 @@ class ColumnsPastTheEnd(Tiled, bug="ROCm/aiter/pull/3698"):
 class QueriesPastTheEnd(Tiled, bug="pytorch/pytorch/issues/153799"):
     """The backward pass reads a whole tile of dO, and multiplies what is past the last row by a P of 0."""
 
-    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, ...]:
         dq, dk, dv = super().gradients(request, do, o)
         past = _behind(do, 2, self.tile)[:, :, request.queries :].float().sum(2, keepdim=True)
         return dq, dk, dv + 0.0 * self.summed(past, request).to(dv.dtype)
@@ -58,7 +58,7 @@ class StridesOfVForK(Tiled, bug="flagos-ai/FlagAttention/issues/45"):
 class ExpandedDo(Tiled, bug="facebookresearch/xformers/pull/282"):
     """A dO whose strides are 0 is read as if it had a number for every element: what lies behind it."""
 
-    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, ...]:
         return super().gradients(request, do if any(do.stride()) else torch.zeros_like(o), o)
 
 
@@ -115,7 +115,7 @@ class OSavedInAGlobal(Tiled, bug="jmschrei/tangermeme/pull/54"):
         self.last = super().output(request)
         return self.last
 
-    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, ...]:
         return super().gradients(request, do, self.last)
 
 
@@ -170,7 +170,7 @@ class TunedInPlace(Tiled, bug="triton-lang/triton/issues/781"):
     def __init__(self) -> None:
         self.calls = Counter[torch.Size]()
 
-    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, ...]:
         dq, dk, dv = super().gradients(request, do, o)
         self.calls[do.shape] += 1
         return (dq if self.calls[do.shape] > 1 else dq * 2), dk, dv
@@ -193,7 +193,7 @@ class Calibrated(Tiled, bug="kekzl/imp/pull/89"):
 class NarrowDp(Tiled, bug="fla-org/flash-linear-attention/pull/1214"):
     """dO is cast to fp16 in the backward pass: a large one becomes Inf."""
 
-    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, request: CallRequest, do: Tensor, o: Tensor) -> tuple[Tensor, ...]:
         return super().gradients(request, (do.float() * 8).half().float() / 8, o)
 
 

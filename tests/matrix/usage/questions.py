@@ -94,7 +94,7 @@ class _Masked:
     @property
     def padded(self) -> bool:
         """Whether no row sees them."""
-        return self.inputs.key_padding is not None
+        return not self.inputs.causal
 
     def with_keys(self, k: Tensor, v: Tensor) -> AttentionInputs:
         """With other K and V at those keys."""
@@ -109,15 +109,15 @@ def _masked(session: Session) -> Iterator[_Masked]:
     Raises:
         CannotRunError: none; why not.
     """
-    refusals = []
-    for make in (_padded, _causal):
+    refusals, calls = [], (_padded, _causal, _windowed)
+    for make in calls:
         masked = make(session)
         refusal = session.refusal(masked.inputs)
         if refusal is None and session.arranged(masked.inputs) is masked.inputs:
             yield masked
         else:
             refusals.append(refusal or "it is given dummy keys")
-    if len(refusals) == 2:
+    if len(refusals) == len(calls):
         raise CannotRunError("; ".join(refusals))
 
 
@@ -145,6 +145,17 @@ def _causal(session: Session) -> _Masked:
     before = slice(0, inputs.k.shape[2] - 1)
     last = slice(before.stop, before.stop + 1)
     return _Masked("keys ahead of a causal row", replace(inputs, do=do), last, visible_keys(before, before))
+
+
+def _windowed(session: Session) -> _Masked:
+    """Half as many rows as keys, whose windows leave the first keys out."""
+    square = _square(session)
+    inputs = session.draw(replace(square, queries=square.queries // 2))
+    keys = inputs.k.shape[2]
+    seen = keys // 4, keys
+    cut = visible_keys(slice(*seen), slice(None))
+    first = replace(inputs, window=(keys - inputs.q.shape[2] - seen[0], 0))
+    return _Masked("keys outside of all windows", first, slice(0, seen[0]), cut)
 
 
 def hidden_keys(session: Session) -> None:
