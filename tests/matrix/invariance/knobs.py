@@ -41,7 +41,7 @@ _NEIGHBOURS, _ROWS = (9, 10, 200), (9, 10)  # keys of one more sequence; queries
 _PADDED = ((100, 1), (100, 28), (128, 64))  # keys, and how many padded ones behind them
 _MORE_QUERIES = (1, 28)
 _MOST = 64  # of both
-_DECODED = (97, 256)  # keys that the last row sees
+_DECODED = (97, 128)  # keys that the last row sees: the second where a kernel takes no such first
 _PREFILL, _CHUNKS = 192, (64, 50)  # queries and keys; queries of a chunk
 _LONG = 8  # where rows are as many as keys, one in so many heads is drawn
 _SPLITS, _SPLIT_ROWS = (2, 3, 4, 8), (256, 1024, 4096)  # the first row that is long enough to be split is taken
@@ -228,18 +228,24 @@ def _causal_or_not(session: Session, whole: AttentionInputs) -> list[AttentionIn
 def decode(session: Session) -> None:
     """One query alone, and as the last row of a prefill."""
     for keys in _DECODED:
-        for material, inputs in session.materials(Shape(queries=keys, keys=keys), share=_LONG):
-            last = slice(keys - 1, keys)
-            for whole in _causal_or_not(session, inputs):
-                alone = [_of_rows(inputs, last, keys, causal=causal) for causal in (False, whole.causal)]
-                if not session.takes(whole, alone[0]):
-                    continue
-                o = session.o(whole)
-                for single in alone if whole.causal and session.takes(alone[1]) else alone[:1]:
-                    words = f"one query of {keys} keys{', causal' if single.causal else ''}"
-                    session.compare(words, material, o[:, :, -1:], session.o(single), single)
-                _control_of_rows(session, whole, o, keys - 2)
-                break
+        for material, inputs in session.materials(Shape(queries=keys, keys=keys), share=1):
+            _decode(session, material, inputs)
+        if session.comparisons:
+            break
+
+
+def _decode(session: Session, material: str, inputs: AttentionInputs) -> None:
+    keys = inputs.k.shape[2]
+    for whole in _causal_or_not(session, inputs):
+        alone = [_of_rows(inputs, slice(keys - 1, keys), keys, causal=causal) for causal in (False, whole.causal)]
+        if not session.takes(whole, alone[0]):
+            continue
+        o = session.o(whole)
+        for single in alone if whole.causal and session.takes(alone[1]) else alone[:1]:
+            words = f"one query of {keys} keys{', causal' if single.causal else ''}"
+            session.compare(words, material, o[:, :, -1:], session.o(single), single)
+        _control_of_rows(session, whole, o, keys - 2)
+        break
 
 
 def _control_of_rows(session: Session, whole: AttentionInputs, o: Tensor, row: int) -> None:
