@@ -38,6 +38,7 @@ GROUP = "a call compared with itself"
 _KEYS = 128  # where no other number matters more
 _ALONE = 4  # sequences that are called alone, at most
 _NEIGHBOURS, _ROWS = (9, 10, 200), (9, 10)  # keys of one more sequence; queries
+_PAGE = 16  # keys
 _PADDED = ((100, 1), (100, 28), (128, 64))  # keys, and how many padded ones behind them
 _MORE_QUERIES = (1, 28)
 _MOST = 64  # of both
@@ -62,12 +63,6 @@ class Knob:
     def name(self) -> str:
         """Of its cells."""
         return f"invariance[{self.word}]"
-
-
-def _of_sequences(inputs: AttentionInputs, which: slice) -> AttentionInputs:
-    """Some entries of the batch."""
-    q, k, v, do = (tensor[which] for tensor in (inputs.q, inputs.k, inputs.v, inputs.do))
-    return replace(inputs, q=q, k=k, v=v, do=do)
 
 
 def _of_rows(inputs: AttentionInputs, rows: slice, keys: int, *, causal: bool) -> AttentionInputs:
@@ -101,14 +96,14 @@ def batch(session: Session) -> None:
         raise CannotRunError("is called once for every sequence: it sees no batch")
     for material, inputs in session.materials(Shape(keys=_KEYS)):
         first = slice(0, min(_ALONE, len(inputs.q)))
-        single = [_of_sequences(inputs, slice(at, at + 1)) for at in range(len(inputs.q))[first]]
-        some, alone = _of_sequences(inputs, first), torch.cat([session.o(each) for each in single])
+        single = [inputs.part(slice(at, at + 1)) for at in range(len(inputs.q))[first]]
+        some, alone = inputs.part(first), torch.cat([session.o(each) for each in single])
         # Two sequences or more there are always, and the last is a neighbour of the others.
         together, others = session.o(inputs), session.o(replace(inputs, v=_negated(inputs.v, slice(-1, None), 0)))
         session.compare(f"among {len(inputs.q) - 1} others", material, alone, together[first], some)
         session.control("V of a neighbour negated", together[-1:], others[-1:])
         rest = slice(0, -1)
-        session.compare("beside other numbers", material, together[rest], others[rest], _of_sequences(inputs, rest))
+        session.compare("beside other numbers", material, together[rest], others[rest], inputs.part(rest))
         for keys in _NEIGHBOURS:
             beside = _beside(inputs, keys)
             if session.takes(beside):
@@ -119,6 +114,32 @@ def batch(session: Session) -> None:
             if session.takes(longer):
                 o = session.o(longer)[first, :, :rows]
                 session.compare(f"padded to a neighbour's {queries} queries", material, alone, o, some)
+            packed = _packed(inputs, _with_more(inputs, "q", queries, session).q[:1, :, rows:])
+            if session.takes(packed):
+                o = _unpacked(session.o(packed), inputs.q.shape)[first]
+                session.compare(f"packed before one of {queries} queries", material, alone, o, some)
+
+
+def _packed(inputs: AttentionInputs, queries: Tensor) -> AttentionInputs:
+    """All sequences one behind the other in a batch of 1, and one more of these queries with the keys of the first."""
+
+    def joined(x: Tensor, last: Tensor) -> Tensor:
+        return torch.cat([x.transpose(0, 1).flatten(1, 2)[None], last], 2)
+
+    rows, keys = inputs.q.shape[2], inputs.k.shape[2]
+    number, more = len(inputs.q), queries.shape[2]
+    begins = [[size * at for at in range(number + 1)] for size in (rows, keys)]
+    lengths = ((*begins[0], number * rows + more), (*begins[1], (number + 1) * keys))
+    q, do = joined(inputs.q, queries), joined(inputs.do, queries)
+    return replace(
+        inputs, q=q, k=joined(inputs.k, inputs.k[:1]), v=joined(inputs.v, inputs.v[:1]), do=do, lengths=lengths
+    )
+
+
+def _unpacked(o: Tensor, shape: torch.Size) -> Tensor:
+    """The first rows of packed ones, as (batch, heads, rows, d)."""
+    batch, heads, rows, d = shape
+    return o[0, :, : batch * rows].reshape(heads, batch, rows, d).transpose(0, 1)
 
 
 def _beside(inputs: AttentionInputs, keys: int) -> AttentionInputs:
@@ -216,8 +237,19 @@ def memory(session: Session) -> None:
                 session.refused[f"takes no such view: {type(error).__name__}: {error}"] = None
             else:
                 session.compare(words, material, contiguous, o, inputs)
+        in_order, shuffled = _paged(inputs)
+        if session.takes(in_order, shuffled):
+            session.compare("pages in another order", material, session.o(in_order), session.o(shuffled), inputs)
         as_contiguous = Places.all(lambda x: read_as_contiguous(transposed(x)))
         session.control("the same storage in other strides", contiguous, session.placed_o(inputs, as_contiguous))
+
+
+def _paged(inputs: AttentionInputs) -> tuple[AttentionInputs, AttentionInputs]:
+    """With K and V in pages that lie in order, and in the opposite one."""
+    pages = inputs.k.shape[2] // _PAGE
+    table = torch.arange(len(inputs.k) * pages, dtype=torch.int32).view(len(inputs.k), pages)
+    in_order = replace(inputs, block_table=table, page_size=_PAGE, pool_pages=table.numel())
+    return in_order, replace(in_order, block_table=table.numel() - 1 - table)
 
 
 def _causal_or_not(session: Session, whole: AttentionInputs) -> list[AttentionInputs]:

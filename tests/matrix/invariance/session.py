@@ -77,7 +77,8 @@ class Session:
         return all(map(self._takes, calls))
 
     def _takes(self, inputs: AttentionInputs) -> bool:
-        key = (inputs.q.shape, inputs.k.shape, inputs.causal, inputs.key_padding is None)
+        features = tuple(feature.name for feature in inputs.asks())
+        key = (inputs.q.shape, inputs.k.shape, features)
         if key not in self._taken:
             reason = self._refusal(inputs)
             self._taken[key] = reason is None
