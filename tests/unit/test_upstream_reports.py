@@ -71,6 +71,10 @@ def numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"[-+]?\d+(?:\.\d+)?(?:e[-+]\d+)?", text)]
 
 
+def decimals(number: str) -> int:
+    return len(number.partition(".")[2])
+
+
 def shown(name: str) -> str:
     """What the report says that its script prints."""
     page = (FOLDER / name / "README.md").read_text(encoding="utf-8")
@@ -138,6 +142,18 @@ def test_constants_of_the_exponential_are_as_good_as_the_report_says() -> None:
 def test_every_report_is_in_the_list_and_among_the_findings() -> None:
     assert {path.parent.name for path in FOLDER.glob("*/README.md")} == set(REPORTS)
     assert set(re.findall(r"\(reports/([\w-]+)/README\.md\)", FINDINGS)) == set(REPORTS)
+
+
+def test_how_large_a_finding_is_stands_in_its_report() -> None:
+    linked = [row for row in FINDINGS.splitlines() if "/README.md)" in row]
+    assert len(linked) >= len(REPORTS)
+    for row in linked:
+        cells = row.split("|")
+        (name,) = re.findall(r"reports/([\w-]+)/", row)
+        report = (FOLDER / name / "README.md").read_text(encoding="utf-8")
+        for number in re.findall(r"[-+]?\d[\d,]*(?:\.\d+)?", re.sub(r"\([0-9a-f]{7}\)", "", cells[2])):
+            rounded = any(float(number.replace(",", "")) == round(each, decimals(number)) for each in numbers(report))
+            assert number in report or rounded, (name, number)
 
 
 def test_what_guards_a_finding_exists() -> None:
