@@ -9,7 +9,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -34,10 +34,13 @@ FOREIGN = Path(__file__).parents[2] / "examples" / "foreign_kernels.py"  # what 
 HERE = ("hf:eager", "hf:sdpa", "x_transformers", "jax", "onnxruntime", "openvino")  # run on a CPU
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, hidden: Tensor | None = None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, hidden: Tensor | None = None, cap: float = 0.0
+) -> Tensor:
     """Attention in fp32 of (batch, heads, N, d); a row without a key is 0."""
     k, v = (tensor.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
     scores = q.float() @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = cap * torch.tanh(scores / cap) if cap else scores
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
     return (scores.softmax(-1).nan_to_num() @ v).to(q.dtype)
@@ -51,13 +54,31 @@ def lower_right(queries: int, keys: int) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries)
 
 
+def banded(causal: bool, window: Sequence[int | None]) -> Callable[[int, int], Tensor]:
+    """What FlashAttention's window hides, with what a causal mask does."""
+    left, right = (None if side in (None, -1) else side for side in window)
+    sides = left, 0 if causal else right
+
+    def mask(queries: int, keys: int) -> Tensor:
+        apart = torch.arange(keys) - torch.arange(queries)[:, None] - (keys - queries)
+        before = torch.zeros_like(apart, dtype=torch.bool) if sides[0] is None else apart < -sides[0]
+        return before if sides[1] is None else before | (apart > sides[1])
+
+    return mask
+
+
 def tokens_first(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Callable[[int, int], Tensor] | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    mask: Callable[[int, int], Tensor] | None,
+    cap: float = 0.0,
 ) -> Tensor:
     """The same of (batch, N, heads, d)."""
     hidden = None if mask is None else mask(q.shape[1], k.shape[1])
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return attend(q, k, v, scale, hidden).transpose(1, 2)
+    return attend(q, k, v, scale, hidden, cap).transpose(1, 2)
 
 
 def flash_attn_func(  # flash-attn 2.8.4, 0251105
@@ -74,7 +95,7 @@ def flash_attn_func(  # flash-attn 2.8.4, 0251105
     return_attn_probs: Any = False,
 ) -> Any:
     assert deterministic
-    return tokens_first(q, k, v, softmax_scale, lower_right if causal else None)
+    return tokens_first(q, k, v, softmax_scale, banded(causal, window_size), softcap)
 
 
 def flash_attn_cute_func(  # flash-attn-4 4.0.0b27, flash_attn/cute/interface.py, 0251105
@@ -100,8 +121,8 @@ def flash_attn_cute_func(  # flash-attn-4 4.0.0b27, flash_attn/cute/interface.py
     block_sparse_tensors_bwd: Any = None,
     return_lse: bool = False,
 ) -> Any:
-    assert (qv, gather_kv_indices, window_size) == (None, None, (None, None))
-    return tokens_first(q, k, v, softmax_scale, lower_right if causal else None), None
+    assert (qv, gather_kv_indices) == (None, None)
+    return tokens_first(q, k, v, softmax_scale, banded(causal, window_size), softcap), None
 
 
 class LowerTriangularFromBottomRightMask:
@@ -150,7 +171,8 @@ def single_prefill_with_kv_cache(  # flashinfer 0.6.18, fb28d72
     v_scale: Any = None,
 ) -> Any:
     assert (kv_layout, backend) == ("NHD", "fa2")
-    return tokens_first(q[None], k[None], v[None], sm_scale, lower_right if causal else None)[0]
+    mask = lower_right if causal else None
+    return tokens_first(q[None], k[None], v[None], sm_scale, mask, logits_soft_cap or 0.0)[0]
 
 
 def sageattn(  # sageattention 2.2.0, d1a57a5
@@ -350,6 +372,7 @@ REFUSED = {
     **{name: {"blind"} for name in ("flash_attn_cute", "flashinfer", "transformer_engine", "npu_fusion_attention")},
     **{name: {"blind"} for name in ("hf:eager", "jax", "onnxruntime")},
 }
+CAPPED, WINDOWED = {"flash_attn", "flash_attn_cute", "flashinfer"}, {"flash_attn", "flash_attn_cute"}
 PADDED = {"hf:eager", "hf:sdpa", "x_transformers", "jax", "onnxruntime", "openvino"}
 # Called for each row, as one of a causal sequence: then without gradients.
 ROW_BY_ROW = {"fla": {"full", "scale", "grouped", "short"}}
@@ -396,6 +419,9 @@ def calls(fmt: Format) -> dict[str, AttentionInputs]:
         "grouped causal": inputs(groups=4, causal=True),
         "scale": replace(inputs(), softmax_scale=0.3),
         "blind": inputs(8, 4, causal=True),
+        "capped": replace(inputs(), softcap=1.5),
+        "windowed": replace(inputs(), window=(2, 1)),
+        "causal window": replace(inputs(causal=True), window=(3, None)),
         "padded": replace(inputs(), key_padding=torch.tensor([[True] * 5 + [False] * 3, [True] * 8])),
     }
 
@@ -410,8 +436,11 @@ def exactly(call: AttentionInputs) -> tuple[Tensor, ...]:
 def attend_exactly(q: Tensor, k: Tensor, v: Tensor, call: AttentionInputs) -> Tensor:
     hidden = call.hidden()
     k, v = (tensor.repeat_interleave(call.groups, 1) for tensor in (k, v))
-    mask = None if hidden is None else ~hidden
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale)
+    s = call.scale * q @ k.mT
+    s = call.softcap * torch.tanh(s / call.softcap) if call.softcap else s
+    mask = s if hidden is None else s.masked_fill(hidden, -torch.inf)
+    nothing = torch.zeros_like(s[..., :1])
+    return scaled_dot_product_attention(nothing, nothing.new_zeros(*k.shape[:-1], 1), v, attn_mask=mask)
 
 
 def hold(adapter: str, kernel: Kernel, inputs_by_label: dict[str, AttentionInputs], ulp: float, away: str = "") -> None:
@@ -434,7 +463,10 @@ def hold(adapter: str, kernel: Kernel, inputs_by_label: dict[str, AttentionInput
             actual += [output.gradients.dq, output.gradients.dk, output.gradients.dv]
         for name, tensor, right in zip(("O", "dQ", "dK", "dV"), actual, exactly(inputs), strict=False):
             assert (tensor - right).norm() < 4 * ulp * right.norm(), f"{label}: {name}"
-    assert refused == REFUSED.get(adapter, set()) | (set() if adapter in PADDED else {"padded"})
+    untaken = set() if adapter in PADDED else {"padded"}
+    untaken |= set() if adapter in CAPPED else {"capped"}
+    untaken |= set() if adapter in PADDED | WINDOWED else {"windowed", "causal window"}
+    assert refused == REFUSED.get(adapter, set()) | untaken
     assert without_gradients == (
         inputs_by_label.keys() - refused if adapter in FORWARD_ONLY else ROW_BY_ROW.get(adapter, set())
     )
@@ -485,7 +517,7 @@ def test_a_missing_package_is_a_skip_that_says_what_to_install(adapter: str, mon
     [
         (None, "flash-attn 99.0 has no flash_attn.flash_attn_func; this adapter knows 2.8"),
         (
-            lambda q, k, v, softmax_scale=None, causal=False: q,
+            lambda q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0: q,
             "flash_attn_func of flash-attn 99.0 has no parameter deterministic; this adapter knows 2.8",
         ),
     ],
@@ -544,7 +576,7 @@ def test_the_help_lists_the_adapters(capsys: pytest.CaptureFixture[str]) -> None
     assert f"Adapters by name: {', '.join(ADAPTERS)}." in text
 
 
-@pytest.mark.parametrize(("name", "calls_taken"), [("sdpa_flash", 10), ("sdpa_math", 10), ("multihead_attention", 1)])
+@pytest.mark.parametrize(("name", "calls_taken"), [("sdpa_flash", 12), ("sdpa_math", 12), ("multihead_attention", 1)])
 def test_the_documents_functions_around_pytorch_are_right(name: str, calls_taken: int) -> None:
     kernel = external_kernel(f"{FOREIGN}:{name}")
     taken = [inputs for inputs in calls(BF16).values() if kernel.refusal(inputs) is None]

@@ -8,11 +8,13 @@ from torch import Tensor
 from tiebreak.kernels.external.adapters.foreign import Foreign, environment, needs
 from tiebreak.kernels.external.options import NO_BACKWARD, kernel
 
+_ALL = -1, -1  # a window of all keys
+
 FLASH_ATTN = Foreign(
     "flash_attn:flash_attn_func",
     "flash-attn",
     "2.8",
-    ("softmax_scale", "causal", "deterministic"),
+    ("softmax_scale", "causal", "window_size", "softcap", "deterministic"),
     install="pip install flash-attn --no-build-isolation",
     devices=("cuda",),
 )
@@ -20,7 +22,7 @@ FLASH_ATTN_CUTE = Foreign(
     "flash_attn.cute:flash_attn_func",
     "flash-attn-4",
     "4.0",
-    ("softmax_scale", "causal", "deterministic"),
+    ("softmax_scale", "causal", "window_size", "softcap", "deterministic"),
     install="pip install --pre flash-attn-4",
     devices=("cuda",),
 )
@@ -37,7 +39,7 @@ FLASHINFER = Foreign(
     "flashinfer:single_prefill_with_kv_cache",
     "flashinfer-python",
     "0.6",
-    ("causal", "kv_layout", "sm_scale", "backend"),
+    ("causal", "kv_layout", "sm_scale", "logits_soft_cap", "backend"),
     devices=("cuda",),
 )
 SAGEATTENTION = Foreign(
@@ -77,17 +79,41 @@ FLA = Foreign("fla.ops.attn:parallel_attn", "flash-linear-attention", "0.5", ("s
 
 @needs(FLASH_ATTN)
 @kernel(layout="bnhd", takes="gqa")
-def flash_attn(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float) -> Any:
+def flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    softmax_scale: float,
+    window_size: tuple[int, int] = _ALL,
+    softcap: float = 0.0,
+) -> Any:
     """FlashAttention-2. Its mask is aligned at the lower right; a row without a key is 0."""
+    asked = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size, "softcap": softcap}
     # Deterministic: its gradients would else be added up in whatever order blocks end.
-    return FLASH_ATTN(q, k, v, causal=causal, softmax_scale=softmax_scale, deterministic=True)
+    return FLASH_ATTN(q, k, v, deterministic=True, **asked)
 
 
 @needs(FLASH_ATTN_CUTE)
 @kernel(layout="bnhd", takes="gqa", refuses="blind_rows")
-def flash_attn_cute(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float) -> Any:
-    """FlashAttention-4, written in CuTe's Python. Its mask is aligned at the lower right; returns O and the sums."""
-    return FLASH_ATTN_CUTE(q, k, v, softmax_scale=softmax_scale, causal=causal, deterministic=True)
+def flash_attn_cute(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    softmax_scale: float,
+    window_size: tuple[int, int] = _ALL,
+    softcap: float = 0.0,
+) -> Any:
+    """FlashAttention-4, written in CuTe's Python. Its mask is aligned at the lower right; returns O and the sums.
+
+    Its learned sink is not given: whether gradients go through it, nothing here has shown.
+    """
+    sides = tuple(None if side < 0 else side for side in window_size)
+    asked = {"causal": causal, "softmax_scale": softmax_scale, "window_size": sides, "softcap": softcap}
+    return FLASH_ATTN_CUTE(q, k, v, deterministic=True, **asked)
 
 
 @needs(XFORMERS, XFORMERS_OP, XFORMERS_MASK)
@@ -103,12 +129,13 @@ def xformers(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> 
 
 @needs(FLASHINFER)
 @kernel(layout="nhd", takes="gqa", refuses="blind_rows", backward=NO_BACKWARD)
-def flashinfer(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, sm_scale: float) -> Any:
+def flashinfer(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, sm_scale: float, logits_soft_cap: float = 0.0) -> Any:
     """single_prefill_with_kv_cache, a sequence a call, by its own FlashAttention-2.
 
-    Its mask is aligned at the lower right.
+    Its mask is aligned at the lower right; its window has a left side alone, and is not given.
     """
-    return FLASHINFER(q, k, v, causal=causal, sm_scale=sm_scale, kv_layout="NHD", backend="fa2")
+    asked = {"causal": causal, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
+    return FLASHINFER(q, k, v, kv_layout="NHD", backend="fa2", **asked)
 
 
 @needs(SAGEATTENTION)
