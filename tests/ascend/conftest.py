@@ -225,7 +225,7 @@ class StandInNpu(TorchNpu):
     device: str = "cpu"
     operators: Operators = operators
     broken: bool = False  # whether an error has left it unusable
-    waits: list[str] = field(default_factory=list)  # one entry a synchronisation
+    waits: list[str] = field(default_factory=list, compare=False)  # one entry a synchronisation
 
     def missing(self) -> str | None:
         return None
