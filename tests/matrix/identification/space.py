@@ -122,9 +122,19 @@ def changes(declaration: Declaration, inputs: Format) -> Iterator[tuple[Change, 
     seen = {forward_alone(declaration, inputs)}
     for change, other in _all_changes(declaration, inputs):
         plain = forward_alone(other, inputs)
-        if plain not in seen:
+        if plain not in seen and (not plain.plan.exponential.correction or _has_text(plain)):
             seen.add(plain)
             yield change, plain
+
+
+@cache
+def _has_text(declaration: Declaration) -> bool:
+    """Whether --plan can say it: a fast exponential goes by the names of plans that have one."""
+    try:
+        text(declaration)
+    except ValueError:
+        return False
+    return True
 
 
 def moves(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
