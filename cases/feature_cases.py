@@ -50,7 +50,7 @@ def _block_mask_cuts(draw: Draw) -> AttentionInputs:
 
 def _padded_maximum(draw: Draw) -> AttentionInputs:
     """Two maxima; the last 32 keys, which are padding, have one 100 above them, and a loud V."""
-    inputs = scripted(draw, Scores(maxima=3, positions=(10, 70, 100), offsets=(0.0, 0.0, 100.0)))
+    inputs = scripted(draw, Scores(maxima=3, positions=(10, 50, 100), offsets=(0.0, 0.0, 100.0)))
     inputs.v[:, :, 96:] = _LOUD
     takes_part = torch.arange(128) < 96
     return replace(inputs, key_padding=takes_part.expand(len(inputs.q), -1))
