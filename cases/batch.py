@@ -10,7 +10,7 @@ from tiebreak.cases.bounds import ErrorBounds, lost_of_o_bar, mean_slack
 from tiebreak.cases.errors import Yardstick
 from tiebreak.cases.gradient_bounds import GradientErrorBounds
 from tiebreak.cases.gradients import ExactGradients
-from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.inputs import AttentionInputs, descaled
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.reference import Reference
 
@@ -48,10 +48,12 @@ class Batch:
 
         NaN where V has one; Inf and -Inf in the place of both where a row sees no key.
         """
-        v, hidden = self.inputs.expanded_v().double(), self.inputs.hidden()
+        hidden = self.inputs.hidden()
+        v = descaled(self.inputs.v.double(), self.inputs.v_descale)
         if hidden is None:
-            least, largest = v.amin(-2, keepdim=True), v.amax(-2, keepdim=True)
+            least, largest = (self.inputs.expanded(of_keys(-2, keepdim=True)) for of_keys in (v.amin, v.amax))
         else:
+            v = self.inputs.expanded(v)
             # A mask is rare and its cases are small: (batch, heads, queries, keys, d) fits.
             visible, wide = ~hidden[..., None], v[:, :, None]
             least = torch.where(visible, wide, torch.inf).amin(-2)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.formats import FP32, Rounding
-from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.inputs import AttentionInputs, descaled
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import ALL_BF16, Cast, RoundingPlan, SinkEntry
 from tiebreak.kernels.quantization import Quantization
@@ -149,13 +149,13 @@ class ErrorBounds:
     @cached_property
     def values(self) -> Tensor:
         """|V|."""
-        return self.inputs.expanded_v().double().abs()
+        return self.inputs.expanded(descaled(self.inputs.v.double(), self.inputs.v_descale).abs())
 
     @cached_property
     def _product_error(self) -> Tensor:
         """What the products and sums of Q K^T may err by in fp32."""
-        q, k = self.inputs.q.double(), self.inputs.expanded_k().double()
-        norms = q.norm(dim=-1, keepdim=True) * k.norm(dim=-1)[:, :, None, :]
+        q, k = self.inputs.q.double(), descaled(self.inputs.k.double(), self.inputs.k_descale)
+        norms = q.norm(dim=-1, keepdim=True) * self.inputs.expanded(k.norm(dim=-1))[:, :, None, :]
         error: Tensor = norms.mul_((q.shape[-1] + 2) * FP32.unit_roundoff * self.inputs.scale)
         return error
 

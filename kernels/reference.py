@@ -8,6 +8,8 @@ from torch import Tensor
 
 from tiebreak.kernels.inputs import AttentionInputs, descaled, sum_groups
 
+_LARGE = 2**24  # elements of K of all query heads of an entry, beyond which its heads are computed one by one
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -27,15 +29,27 @@ def reference(inputs: AttentionInputs) -> Reference:
     Returns:
         The forward pass and the terms of the paper's equation 1.
     """
-    entries = [_reference(entry) for entry in _entries(inputs)]  # of which each stays in a core's cache
-    parts = {part.name: [getattr(entry, part.name) for entry in entries] for part in fields(Reference)}
-    return Reference(**{name: torch.cat(tensors) for name, tensors in parts.items()})
+    # Each entry of a batch stays in a core's cache, and each head of long sequences in memory.
+    return _joined([_joined([_reference(part) for part in entry], 1) for entry in _entries(inputs)], 0)
 
 
-def _entries(inputs: AttentionInputs) -> Iterator[AttentionInputs]:
-    """The calls of a batch."""
+def _joined(parts: list[Reference], dimension: int) -> Reference:
+    if len(parts) == 1:
+        return parts[0]
+    tensors = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Reference)}
+    return Reference(**{name: torch.cat(each, dimension) for name, each in tensors.items()})
+
+
+def _entries(inputs: AttentionInputs) -> Iterator[list[AttentionInputs]]:
+    """The calls of a batch, in parts of all their heads or of one key head."""
+    groups = inputs.groups
     for at in range(inputs.q.shape[0]):
-        yield inputs.part(slice(at, at + 1))
+        entry = inputs.part(slice(at, at + 1))
+        if entry.k.numel() * groups <= _LARGE:
+            yield [entry]
+            continue
+        heads = range(entry.k.shape[1])
+        yield [entry.part(heads=slice(g * groups, (g + 1) * groups), key_heads=slice(g, g + 1)) for g in heads]
 
 
 def _reference(inputs: AttentionInputs) -> Reference:
