@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tiebreak.cases.case import Case, Draw, Scores, Shape, Values, as_inputs, scripted
-from tiebreak.cases.claims import BIASED_AWAY, BIASED_TOWARD, UNBIASED, Claim, claim
+from tiebreak.cases.claims import BIASED_AWAY, BIASED_TOWARD, BREAKS_DOWN, OUTSIDE, UNBIASED, Claim, claim
 from tiebreak.cases.recipes import normal_numbers
 from tiebreak.cases.shared_claims import FUSED, OWN, PAPER
 from tiebreak.kernels.formats import FP8_E4M3
@@ -139,6 +139,9 @@ def feature_cases() -> tuple[Case, ...]:
         f"{OWN}: 128 terms of -2.45 to -2.1 are 1 to 1.2 or 2.1 to 2.4 ulp of a sum in bf16, and round to 1 or 2"
     )
     exact = f"{OWN}: P-bar = 1 twice and no tail: an exact tie, which goes to even"
+    unshifted = f"{OWN}: where the maximum is negative these shift by 0, and every P-bar is 0"
+    clamp = f"{PAPER}, published code: the row sum's clamp at 1e-10"
+    clamped = claim(OUTSIDE, clamp, rules="stabilized_authors", plans="all_bf16")
     once = f"{OWN}: the mean of 16,384 is cast once"
     negative = partial(scripted, scores=Scores(top=(-120.0, -100.0)))
     split = partial(
@@ -166,6 +169,8 @@ def feature_cases() -> tuple[Case, ...]:
             "negative_lse",
             "2 equal maxima of -120 to -100: no exp of a log-sum-exp is a number",
             negative,
+            claim(BREAKS_DOWN, unshifted, rules="stabilized stabilized_v1 always_scaled", plans="paper fused"),
+            clamped,
             *_AS_TIED,
             gradients=True,
         ),
@@ -182,6 +187,7 @@ def feature_cases() -> tuple[Case, ...]:
             _softcap_near_ties,
             claim(BIASED_AWAY, capped, rules="safe lazy", plans=FUSED),
             claim(UNBIASED, exact, rules="safe standard", plans="paper all_bf16 standard"),
+            clamped,
         ),
         _case(
             "decode_equal_keys",

@@ -12,7 +12,7 @@ from tiebreak.cases.batch import Batch
 from tiebreak.cases.bounds import mean_slack
 from tiebreak.cases.case import Case
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.features import COMMON
+from tiebreak.kernels.features import FEATURES
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
@@ -32,6 +32,8 @@ HEADS = 4  # of a batch: no interval is looked at
 BLIND_TO_THE_BOUND = ("huge_logits", "single_maximum_large", "repeated_large[r=60]", "repeated_large[r=10000]")
 # Where zeros are right: no row sees a key; subnormals may be flushed.
 ZEROS_ARE_RIGHT = {"wholly_masked", "subnormal_v"}
+# 16,384 terms, which a sum in bf16 may lose: there the errors of plans tell, which `unattributed` leaves out.
+LONG = {"decode_equal_keys"}
 
 
 def run(kernel: Kernel, case: Case) -> Record:
@@ -50,7 +52,7 @@ def unattributed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "fits", lambda *_: {})
 
 
-ZEROS = Kernel("zeros", zeros, None, has_backward=False, takes=COMMON)
+ZEROS = Kernel("zeros", zeros, None, has_backward=False, takes=frozenset(FEATURES))
 
 
 @pytest.mark.parametrize("case", BLIND_TO_THE_BOUND)
@@ -62,7 +64,7 @@ def test_zeros_fall_by_their_range_alone_where_rounding_the_scores_can_do_anythi
 
 def test_zeros_fall_in_every_case_in_which_they_are_wrong() -> None:
     outcomes = {name: run(ZEROS, case).outcome for name, case in CASES.items()}
-    assert {name for name, outcome in outcomes.items() if outcome != FELL} == ZEROS_ARE_RIGHT
+    assert {name for name, outcome in outcomes.items() if outcome != FELL} == ZEROS_ARE_RIGHT | LONG
 
 
 def test_no_kernel_of_the_roster_leaves_the_range_where_it_is_claimed_to_be_right() -> None:
