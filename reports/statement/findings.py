@@ -104,7 +104,7 @@ def _asked(runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str, st
 
     The suite's kernels have to be there on every backend that a run without --kernel has used. A user's kernel has
     every kind of input; one of the backend's own, which may be for one format alone, every input of each kind that it
-    has.
+    has; a composed one, whose name is its plan, what the profile says of it alone.
     """
     users = set(users_kernels(runs, profile))
     whole = {record.backend for run in runs if not run.options.get("kernel") for record in run.records}
@@ -113,7 +113,7 @@ def _asked(runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str, st
             yield from ((backend, kernel, case) for case in cases)
     tried = grouped((record for run in runs for record in run.records), lambda record: (record.backend, record.kernel))
     for (backend, kernel), records in tried.items():
-        own = kernel not in profile.suite.get(backend, {})
+        own = kernel not in profile.suite.get(backend, {}) and records[0].plan != kernel
         for cases in profile.own.values() if own else ():
             if kernel in users or any(record.case in cases for record in records):
                 yield from ((backend, kernel, case) for case in cases)

@@ -94,11 +94,11 @@ def test_what_is_shown_is_written_as_it_says() -> None:
     assert list(map(shown_text, shown)) == ["-1.3e-03", "42 flips", "x0.28", "none", "NaN", "none"]
 
 
-def test_kernels_stand_across_and_cases_down_in_their_order() -> None:
-    shown = tables(a_run(record("b", "two"), record("a", "two", outcome=MEASURED), record("b", "one")))
+def test_kernels_with_a_name_stand_before_composed_ones_and_cases_in_their_order() -> None:
+    shown = tables(a_run(record("a@b", "two"), record("b", "two", outcome=MEASURED), record("a@b", "one")))
     lines = [line.split() for line in shown.splitlines() if line]
-    assert lines[:2] == [["cpu,", "bf16"], ["case", "b", "a"]]
-    assert lines[3:5] == [["two", "+0.23", "·", "+0.23"], ["one", "+0.23", "·", "missing"]]
+    assert lines[:3] == [["cpu,", "bf16"], ["case", "b", "a"], ["@b"]]
+    assert lines[4:6] == [["two", "+0.23", "+0.23", "·"], ["one", "missing", "+0.23", "·"]]
     assert shown.endswith(LEGEND)
 
 
