@@ -1,4 +1,4 @@
-"""Features added to cases that have none: `--features window,sink` makes `tied_maxima[k=2]+window+sink` of a case.
+"""Features added to cases: `--features window,sink,window+sink` makes three of each, one of them `no_tail+window+sink`.
 
 Each is added so that what the case is about stays: a window or a block mask hides the keys that weigh least, a sink
 lies far below, pages hold the same keys. So a claim about tied maxima stays too, of rules that do not scale a shift.
@@ -144,8 +144,15 @@ _ADDED: Mapping[str, _Added] = {
 }
 
 
+#: What they are called.
+ADDED = tuple(_ADDED)
+
+
 def added_features(words: Sequence[str]) -> dict[Feature, float | None]:
-    """What `--features` lists: each feature with its value, if it was given one, in the order in which they are added.
+    """Features that are added together, each with its value, if it was given one, in the order in which they are added.
+
+    Args:
+        words: by which `takes` of a kernel calls them, and perhaps a value behind `=`.
 
     Raises:
         ValueError: a word is unknown, or a value none that it takes; one line.
@@ -154,7 +161,7 @@ def added_features(words: Sequence[str]) -> dict[Feature, float | None]:
     for word in words:
         name, given, text = word.partition("=")
         if name not in _ADDED:
-            raise ValueError(f"unknown feature {name!r}: known are {', '.join(_ADDED)}")
+            raise ValueError(f"unknown feature {name!r}: known are {', '.join(ADDED)}; + joins several")
         if given and not _ADDED[name].value:
             raise ValueError(f"{word}: {name} takes no value")
         try:
@@ -165,7 +172,7 @@ def added_features(words: Sequence[str]) -> dict[Feature, float | None]:
 
 
 def with_features(case: Case, words: Sequence[str]) -> Case:
-    """A case with further features: those that it has already stay as they are.
+    """A case with further features, for all kernels; one that it has already stays as it is.
 
     Args:
         case: any.
@@ -180,6 +187,7 @@ def with_features(case: Case, words: Sequence[str]) -> Case:
         about=f"{case.about}; with {', '.join(words)}",
         recipe=partial(_made, recipe=case.recipe, features=features),
         claims=tuple(kept for each in case.claims if stay for kept in _kept(each)),
+        only_claimed=False,
         traced=False,
         family=None,
         unclaimed=None,

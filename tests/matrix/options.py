@@ -73,7 +73,7 @@ def _own_kernel(cell: Cell) -> bool:
 
 def _features(cell: Cell, _: Settings) -> Words:
     added = cell.experiment.name.split(JOINED)[1:]
-    return ("--features", ",".join(added)) if added else ()
+    return ("--features", JOINED.join(added)) if added else ()
 
 
 OPTIONS = (
@@ -191,8 +191,8 @@ OPTIONS = (
     ),
     Option(
         "features",
-        "add features of a call to the inputs of cases, such as window,sink; softcap=30, sink=0 (how far below the"
-        " maximum), window=100 (keys before a row's own) and pages=16 take a number (docs/your-kernel.md)",
+        "run each case with each of these features added, such as window,sink,window+sink; softcap=30, sink=0 (how far"
+        " below the maximum), window=100 (keys before a row's own) and pages=16 take a number (docs/your-kernel.md)",
         metavar="NAMES",
         recorded=True,
         narrows=("case",),

@@ -7,14 +7,15 @@ from typing import TypeVar
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.registry import BACKENDS
-from tiebreak.cases.added_features import added_features
+from tiebreak.cases.added_features import ADDED, added_features
+from tiebreak.cases.case import JOINED
 from tiebreak.kernels.external import KernelTarget, LoadError, distinct_names, external_kernels
 from tiebreak.kernels.formats import FP32, Format
 from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Cell, Experiment, Pair, SelectionContext, UnusableExperimentError
 from tiebreak.matrix.experiments import kinds
-from tiebreak.reports.names import matching, none_named, split, unknown
+from tiebreak.reports.names import first_few, matching, none_named, split, unknown
 
 _T = TypeVar("_T")
 
@@ -63,7 +64,7 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
     formats = _formats(selection.formats)
     experiments = _pick("--cases", "case", selection.cases, _known(selection))
     if selection.features is not None:
-        experiments = _featured(experiments, split(selection.features), [kernel for _, kernel in pairs])
+        experiments = _featured(experiments, selection.features, [kernel for _, kernel in pairs])
     _hold_to_formats(selection, experiments, formats)
     selected: list[Cell] = []
     for fmt in formats:
@@ -76,24 +77,30 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
     return selected, reasons
 
 
-def _featured(experiments: Iterable[Experiment], words: list[str], kernels: Sequence[Kernel]) -> list[Experiment]:
-    """The experiments that features can be added to, with them.
+def _featured(experiments: Sequence[Experiment], names: str, kernels: Sequence[Kernel]) -> list[Experiment]:
+    """The experiments that features can be added to, each with each that is listed.
 
     Raises:
-        SelectionError: a word is unknown, no kernel takes a feature, or no experiment is left.
+        SelectionError: a word is unknown, no kernel takes a feature that is named, or no experiment is left.
     """
-    try:
-        features = added_features(words)
-    except ValueError as error:
-        raise SelectionError(f"--features: {error}") from error
-    for feature in features:
-        if not any(feature in kernel.takes for kernel in kernels):
-            names = ", ".join(dict.fromkeys(kernel.name for kernel in kernels))
-            raise SelectionError(f"--features {feature.taken}: {names} takes no {feature.words}")
-    added = [with_features for each in experiments if (with_features := each.with_features(words)) is not None]
-    if not features or not added:
+    listed: dict[str, None] = {}
+    for name in split(names):
+        listed |= dict.fromkeys((_is_glob(name) and matching(name, ADDED)) or [name])
+        if name not in listed:
+            continue
+        try:
+            features = added_features(name.split(JOINED))
+        except ValueError as error:
+            raise SelectionError(f"--features: {error}") from error
+        for feature in features:
+            if not any(feature in kernel.takes for kernel in kernels):
+                able = list(dict.fromkeys(kernel.name for kernel in kernels))
+                verb = "takes" if len(able) == 1 else "take"
+                raise SelectionError(f"--features {name}: {first_few(able, 8)} {verb} no {feature.words}")
+    added = [each.with_features(name.split(JOINED)) for each in experiments for name in listed]
+    if not any(added):
         raise SelectionError("--features: nothing to add, or no call that it could be added to")
-    return added
+    return [each for each in added if each is not None]
 
 
 def cells_of(experiments: Iterable[Experiment], asked: SelectionContext) -> list[Cell]:

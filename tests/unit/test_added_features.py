@@ -19,6 +19,7 @@ from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.options import rerun
 from tiebreak.matrix.selection import Selection, SelectionError, cells, check_usable
 from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
 
 CASES = {case.name: case for case in SCRIPTED}
 TIED = CASES["tied_maxima[k=2]"]
@@ -69,6 +70,7 @@ def test_a_window_hides_the_weakest_keys_and_none_of_the_maxima() -> None:
     ("features", "message"),
     [
         ("wind", "--features: unknown feature 'wind': known are value_dim, lengths, window"),
+        ("window,sinc*", "--features: unknown feature 'sinc*'"),
         (",", "--features: nothing to add"),
         ("bias=3", "--features: bias=3: bias takes no value"),
         ("sink=low", "--features: sink=low: expected sink=NUMBER, how far below the row's maximum"),
@@ -85,8 +87,33 @@ def test_what_makes_no_sense_is_one_line(features: str, message: str) -> None:
 def test_a_feature_that_the_kernel_does_not_take_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def mine(q, k, v, *, window_size=(-1, -1)):\n    return q\n")
     target = (f"{tmp_path / 'mine.py'}:mine",)
-    with pytest.raises(SelectionError, match="--features sink: mine takes no learned sink"):
-        cells(Selection(kernel=target, cases="no_tail", features="window,sink"))
-    (chosen,) = cells(Selection(kernel=target, cases="no_tail", features="window"))[0]
+    with pytest.raises(SelectionError, match=r"--features window\+sink: mine takes no learned sink"):
+        cells(Selection(kernel=target, cases="no_tail", features="window,window+sink"))
+    (chosen,) = cells(Selection(kernel=target, cases="no_tail", features="window=9+value_dim"))[0]
     command = " ".join(rerun(chosen, Settings()))
-    assert "--cases no_tail --features window " in command
+    assert "--cases no_tail --features window=9+value_dim " in command
+
+
+def test_each_case_is_run_with_each_feature_and_a_skip_says_why() -> None:
+    names = "tied_maxima[k=2],window_cuts_tie"
+    chosen, _ = cells(Selection("cpu", "sdpa_flash,flash@fused", names, features="window,window+sink,s*"))
+    bench = Workbench(Settings(heads=16))
+    reasons = {f"{cell.kernel.name} {cell.experiment.name}": cell.experiment.refusal(cell, bench) for cell in chosen}
+    no_sink = "sdpa_flash takes no learned sink"
+    assert reasons == {
+        "sdpa_flash tied_maxima[k=2]+window": None,
+        "sdpa_flash tied_maxima[k=2]+window+sink": no_sink,
+        "sdpa_flash tied_maxima[k=2]+softcap": "sdpa_flash takes no soft cap of the scores",
+        "sdpa_flash tied_maxima[k=2]+sink": no_sink,
+        "sdpa_flash window_cuts_tie+window": "window_cuts_tie has window already",
+        "sdpa_flash window_cuts_tie+window+sink": no_sink,
+        "sdpa_flash window_cuts_tie+softcap": "sdpa_flash takes no soft cap of the scores",
+        "sdpa_flash window_cuts_tie+sink": no_sink,
+        **{
+            f"flash@fused {name}+{added}": "window_cuts_tie has window already"
+            if name + added == "window_cuts_tiewindow"
+            else None
+            for name in names.split(",")
+            for added in ("window", "window+sink", "softcap", "sink")
+        },
+    }

@@ -49,6 +49,7 @@ class Call(Experiment):
 
     kind: ClassVar[str] = "call"
     case: Case
+    plain: Case | None = None  # the same without the features that were added; None: none was
 
     @property
     def name(self) -> str:
@@ -97,7 +98,7 @@ class Call(Experiment):
 
     def with_features(self, words: Sequence[str]) -> "Call":
         """As `Experiment.with_features`."""
-        return Call(with_features(self.case, words))
+        return Call(with_features(self.case, words), self.case)
 
     def check(self, fmt: Format) -> None:
         """As `Experiment.check`: captured tensors are read once, and features added to a few heads."""
@@ -135,6 +136,8 @@ class Call(Experiment):
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
         """As `Experiment.refusal`: what the kernel takes decides, and what it fails on that it never said it takes."""
         inputs = bench.case(self.case, cell.fmt).batch(0).inputs
+        if self.plain is not None and self.plain.make(0, 0, 1, cell.fmt).asks() == inputs.asks():
+            return f"{self.plain.name} has {self.name.removeprefix(self.plain.name + JOINED)} already"
         return cell.kernel.refusal(to_device(inputs, cell.backend.device)) or failed_trial(
             cell.backend, cell.kernel, inputs
         )
