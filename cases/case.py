@@ -104,7 +104,7 @@ class Case:
     most_heads: int | None = None  # of a batch, where rows are so long that more take minutes; None: as many as asked
     unclaimed: str | None = None  # why nothing is claimed of the kernels that no claim speaks of
     family: Family | None = None  # None: it stands alone
-    only_claimed: bool = False  # whether, of composed kernels, unnamed ones run of which it claims nothing are left out
+    only_claimed: bool = False  # whether kernels of a roster's plan of which it claims nothing run by name alone
 
     @property
     def version(self) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION, TILED
 from tiebreak.kernels.formats import FP8_E4M3, FP8_E5M2, Formats
@@ -103,3 +104,10 @@ DEFAULT_ROSTER = (
     "lazy@fused",
     "fair",
 )
+
+
+@cache
+def roster_labels() -> frozenset[str]:
+    """What the kernels of `DEFAULT_ROSTER` declare, as `Declaration.label` has it."""
+    declarations = (composed_kernel(name).declaration for name in DEFAULT_ROSTER)
+    return frozenset(declaration.label for declaration in declarations if declaration is not None)

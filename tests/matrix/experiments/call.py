@@ -25,6 +25,8 @@ from tiebreak.cases.verdicts import Interval, Verdict
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionOutput
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.roster import roster_labels
 from tiebreak.matrix import acceptance
 from tiebreak.matrix.backward_attribution import BackwardHeldTo, backward_held_to
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext, UnusableExperimentError
@@ -130,8 +132,14 @@ class Call(Experiment):
         pairs = [pair for pair in asked.pairs if pair[1].unsuited(self.case.formats(asked.fmt)) is None]
         if not self.case.only_claimed or asked.kernels_named:
             return pairs
-        of = self.case.claim_about  # in bf16, which claims speak of: another format has the same kernels
-        return [pair for pair in pairs if not pair[1].composed or of(pair[1].declaration) is not None]
+        return [(backend, kernel) for backend, kernel in pairs if self._says_something_about(kernel)]
+
+    def _says_something_about(self, kernel: Kernel) -> bool:
+        """Whether the case has a claim about a kernel, or its plan is not one of the roster's."""
+        declaration = kernel.declaration
+        if declaration is None or declaration.label not in roster_labels():
+            return True
+        return self.case.claim_about(declaration) is not None  # in bf16: another format has the same kernels
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
         """As `Experiment.refusal`: what the kernel takes decides, and what it fails on that it never said it takes."""
