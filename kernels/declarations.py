@@ -12,6 +12,7 @@ from tiebreak.kernels.formats import BF16, FP16, FP32, TF32, Format, Rounding, p
 from tiebreak.kernels.kernel import PLAIN, Declaration
 from tiebreak.kernels.plans import (
     BACKWARD_POINTS,
+    ISOLATION,
     PLANS,
     STANDARD,
     Accumulator,
@@ -117,7 +118,8 @@ def shortest(declaration: Declaration) -> Declaration:
     fitting = [named for named in texts if named is not None]
     if not fitting:
         raise ValueError("no text names this plan")
-    return min(fitting, key=lambda named: named.plan.name.count(","))
+    single_changes = {plan.name for plan in ISOLATION}  # of the paper's plan: named for one point, and whole plans else
+    return min(fitting, key=lambda named: (named.plan.name.count(","), named.plan.name.split(",")[0] in single_changes))
 
 
 def _heads(declaration: Declaration) -> list[str]:

@@ -38,6 +38,8 @@ PLANS = (
     "stabilized@fused,tile=128",
     "split@fused,o_bar=input,tile=64",
     "flash@all_bf16,qk=input,shifted=input,l_from=rounded,tile=64",
+    "flash@fused,accumulator=ampere,tile=64",
+    "flash@all_bf16,pv=input,o_bar=fp16:away,tile=one",
     "flash@fused_contracted,s=input:away,p_bar=fp16:up,l=input:zero,tile=64",
 )
 
@@ -113,7 +115,7 @@ def test_a_kernel_that_is_not_deterministic_is_refused() -> None:
 
 def test_a_kernel_that_takes_too_few_inputs_is_refused() -> None:
     kernel = replace(composed("k", parse_declaration("standard")), missing_requirement=lambda inputs: "d must be 7")
-    with pytest.raises(UnidentifiedError, match="takes 0 inputs of 14: d must be 7"):
+    with pytest.raises(UnidentifiedError, match="takes 0 inputs of 15: d must be 7"):
         identify(EMULATION, kernel, BF16)
 
 

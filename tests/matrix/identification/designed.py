@@ -190,6 +190,18 @@ def _large_maxima(rng: Generator, fmt: Format) -> AttentionInputs:
     return chosen(scores + (tops * 32).round() / 32, _signed_values(rng, 4, _D, fmt), fmt)
 
 
+def _faint_tails(rng: Generator, fmt: Format) -> AttentionInputs:
+    """Two equal maxima, whose V adds up to a tie or not, and a third key of 2^-17 to 2^-34, of either sign."""
+    half = _D // 2
+    tails = _on_grid(_drawn(rng, 17.0, 34.0, 4, _ROWS, 1) * -math.log(2.0))
+    scores = torch.full((4, _ROWS, _D), _HIDDEN)
+    scores[:, :, :half] = _maxima(rng, 4, half, torch.full((_ROWS,), 2))
+    scores.scatter_(-1, torch.from_numpy(rng.integers(half, _D, tails.shape)), tails)
+    v = _signed_values(rng, 4, _D, fmt)
+    v[:, half:] *= torch.from_numpy(rng.choice([-1.0, 1.0], (4, half, 1)))
+    return chosen(scores, v, fmt)
+
+
 def _deep(rng: Generator, fmt: Format) -> AttentionInputs:
     """Ties of P-bar of 2^-80 to 2^-110, made visible by a V of 2^100."""
     exponents = torch.from_numpy(rng.integers(-110, -80, (4, _ROWS, _D)))
@@ -241,6 +253,13 @@ DESIGNED = (
         "contraction, by ties that the last bit of P breaks where S times a constant is inexact; S beyond fp16",
         OWN,
         _large_maxima,
+        fine=True,
+    ),
+    Designed(
+        "faint_tails",
+        "how products are added up: a term of 2^-17 to 2^-34 of the others tips a tie, is cut off, or leaves a mark",
+        MMA_SIM,
+        _faint_tails,
         fine=True,
     ),
     Designed("deep", "the exponential's base: arguments of -60 to -80, at ties of P", OWN, _deep, (BF16,), fine=True),

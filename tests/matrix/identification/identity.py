@@ -11,6 +11,7 @@ from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import judge
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel
+from tiebreak.kernels.roster import eight_bit_kernels
 from tiebreak.matrix.candidates import on_device
 from tiebreak.matrix.identification.asking import Answer, Asked, one_thread
 from tiebreak.matrix.identification.designed import DESIGNED
@@ -129,7 +130,8 @@ def _identified(asked: Asked, seed: int, tell: Callable[[str], None]) -> Identit
     if unsteady := next((name for name, answer in asked.answers.items() if not asked.repeats(answer)), None):
         raise UnidentifiedError(f"it is not deterministic: two calls on {unsteady} differ, and bits name no plan")
     answers = list(asked.answers.values())
-    plan = Search(answers, fmt, on_device(asked.backend).values(), tell).nearest()
+    eight_bits = [kernel.declaration for kernel in eight_bit_kernels() if kernel.declaration is not None]
+    plan = Search(answers, fmt, [*on_device(asked.backend).values(), *eight_bits], tell).nearest()
     rivals = Rivals(asked)
     for _ in range(_SWAPS):
         tell(f"holding {text(plan)} against its changes")

@@ -62,8 +62,6 @@ class Rivals:
     def better(self, plan: Declaration) -> Declaration | None:
         """A change of the plan that has more of the kernel's bits where the two differ."""
         for change, rival in changes(plan, self.asked.fmt):
-            if change.key == SLOW:
-                continue
             ours, theirs = self.duel(plan, rival, change)
             if theirs >= _DECIDED and _parted(theirs, ours):
                 return rival
@@ -74,7 +72,7 @@ class Rivals:
         return {
             change: rival
             for change, rival in changes(plan, self.asked.fmt)
-            if change.key != SLOW and not _parted(*self.duel(plan, rival, change))
+            if not _parted(*self.duel(plan, rival, change))
         }
 
     def duel(self, plan: Declaration, rival: Declaration, change: Change) -> tuple[int, int]:
@@ -103,7 +101,7 @@ class Rivals:
         yield from [answer for name, answer in self.asked.answers.items() if "#" not in name and "[" not in name]
         for designed in LONG if change.key in (TILE, RULE, ALGORITHM) else ():
             yield from self._asked(designed, 0)
-        for seed in _SEEDS:
+        for seed in _SEEDS if change.key != SLOW else ():
             for designed in DESIGNED:
                 yield from self._asked(designed, seed)
 

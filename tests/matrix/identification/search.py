@@ -51,6 +51,8 @@ class Search:
                 expanded.add(plan)
                 others = (other for change, other in changes(plan, self.fmt) if change.key != SLOW)
                 self._try(chain(others, moves(plan, self.fmt)), patience)
+            best = min(self.costs, key=self.costs.__getitem__)
+            self._try((other for change, other in changes(best, self.fmt) if change.key == SLOW), 1)
         return min(self.costs, key=self.costs.__getitem__)
 
     def _next(self, expanded: set[Declaration]) -> Declaration | None:

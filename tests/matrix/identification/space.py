@@ -18,11 +18,12 @@ from tiebreak.matrix.candidates import nameless
 
 TILE, RULE, ALGORITHM, FAST = "tile", "rule", "algorithm", "exponential"  # changes that are no field of a plan
 SINK = "sink"  # of inputs with a learned sink alone
-SLOW = "accumulator"  # told by inputs of its own: emulated, it takes twenty times as long
+SLOW = "accumulator"  # tried last, and on few inputs: emulated, it takes ten times as long
 #: Keys of a tile; that of queries changes no row.
 TILES = (16, 32, 64, 128, 256, 512)
 _ALGORITHMS: tuple[Algorithm, ...] = (STANDARD_ATTENTION, *TILED.values())
 _FORWARD = frozenset(FORWARD.values())
+_IN_A_ROW = (("qk", "s"), ("exp", "p_bar"), ("pv", "o_bar"))  # keys of casts that follow one another on one value
 _8_BITS = frozenset({"q8", "k8", "v8", "p8", "smooth_k"})
 _POSITIVE = ("scale", "divisor", "exp", "p_bar", "row_sum")
 _SAFE = SHIFT_RULES["safe"]
@@ -138,7 +139,11 @@ def _has_text(declaration: Declaration) -> bool:
 
 
 def moves(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
-    """Every declaration with one cast at another point, where it may look alike, or with a contracted base two."""
+    """Two changes at once, where one alone leads nowhere.
+
+    One cast at another point, where it may look alike; one at the point before, and another in its place; base two,
+    contracted.
+    """
     if not declaration.plan.contracted and not declaration.plan.exponential.base_two:
         with suppress(ValueError):  # two points exclude one another
             yield forward_alone(changed(changed(declaration, "base", "2"), "contract", "yes"), inputs)
@@ -146,9 +151,19 @@ def moves(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
     for key, other in permutations(keys, 2):
         cast = getattr(declaration.plan, FORWARD[key])
         if cast.narrows and FORWARD[other] not in declaration.algorithm.unused:
-            moved = {FORWARD[key]: Cast(FP32), FORWARD[other]: cast}
-            with suppress(ValueError):
-                yield forward_alone(replace(declaration, plan=replace(declaration.plan, **moved)), inputs)
+            yield from _recast(declaration, inputs, {FORWARD[key]: Cast(FP32), FORWARD[other]: cast})
+    for first, second in _IN_A_ROW:
+        cast = getattr(declaration.plan, FORWARD[second])
+        if cast.narrows and FORWARD[first] not in declaration.algorithm.unused:
+            for value in values_of(second, inputs):
+                with suppress(ValueError):
+                    yield from _recast(changed(declaration, second, value), inputs, {FORWARD[first]: cast})
+
+
+def _recast(declaration: Declaration, inputs: Format, casts: dict[str, Any]) -> Iterator[Declaration]:
+    """With other casts by field, unless two points exclude one another."""
+    with suppress(ValueError):
+        yield forward_alone(replace(declaration, plan=replace(declaration.plan, **casts)), inputs)
 
 
 def _all_changes(declaration: Declaration, inputs: Format) -> Iterator[tuple[Change, Declaration]]:
