@@ -335,14 +335,19 @@ class _Kernel:
 
     def _unmeasured(self) -> str:
         """Why nothing is known of its gradients where it is biased."""
-        backward = [name for name, case in self.run.cases.items() if case.backward]
-        ran = [record for record in self.records if record.case in backward and record.outcome != SKIPPED]
+        ran = self._ran_backward
         if not ran:
             return "not measured: no input was run backward"
         if any(self._carried(record) is not None for record in ran):
             return "not measured: no input on which it is biased was run backward"
         failed = any(record.fails for record in ran)
         return f"not measured: {'its backward pass gave no gradients' if failed else 'it has no backward pass'}"
+
+    @property
+    def _ran_backward(self) -> list[Record]:
+        """Cells that ask for gradients."""
+        backward = [name for name, case in self.run.cases.items() if case.backward]
+        return [record for record in self.records if record.case in backward and record.outcome != SKIPPED]
 
     def _carried(self, record: Record) -> float | None:
         """How much of a bias of O its gradients contain, as a share."""
@@ -377,7 +382,9 @@ class _Kernel:
         """Which known backward pass its gradients come from."""
         cells = [record.evidence["backward"] for record in self.records if record.evidence.get("backward")]
         if not cells:
-            return ""
+            ran = self._ran_backward
+            silent = ran and not any(record.fails or self._carried(record) is not None for record in ran)
+            return "none: autograd has no gradients of what it returns" if silent else ""
         common = [name for name in cells[0] if all(name in cell for cell in cells)]
         shares = {name: [share for cell in cells for share in cell[name].values()] for name in common}
         nearest = max(shares, key=lambda name: (min(shares[name]) >= FOLLOWED_BACKWARD, sum(shares[name])))

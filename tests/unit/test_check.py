@@ -361,6 +361,7 @@ def test_what_training_takes_of_a_bias_stands_below_the_headline(
     (verdict,) = verdicts(Run({}, {}, records=(tie, *trained), cases=cases, experiments=EXPERIMENTS))
     assert (verdict.findings[0].name, verdict.findings[0].text) == ("in training", message)
     assert verdict.in_training == contained
+    assert ("autograd has no gradients of what it returns" in verdict.text) == message.endswith("no backward pass")
 
 
 def test_an_interrupted_check_says_so_in_its_headline() -> None:
