@@ -103,6 +103,7 @@ class Case:
     fixed_heads: FixedHeads | None = None  # None: the recipe makes any number of heads
     most_heads: int | None = None  # of a batch, where rows are so long that more take minutes; None: as many as asked
     unclaimed: str | None = None  # why nothing is claimed of the kernels that no claim speaks of
+    on_request: bool = False  # whether it is run where --cases names it alone: it takes a minute
     family: Family | None = None  # None: it stands alone
     only_claimed: bool = False  # whether kernels of a roster's plan of which it claims nothing run by name alone
 

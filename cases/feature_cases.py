@@ -89,13 +89,19 @@ def _softcap_near_ties(draw: Draw) -> AttentionInputs:
     return replace(inputs, softcap=30.0)
 
 
-def _equal_keys(draw: Draw) -> AttentionInputs:
-    """One query and 16,384 equal keys, the means of V's columns evenly from -2.45 to -2.1."""
-    draw = replace(draw, heads=min(draw.heads, 16))
-    q, k = draw.normal(1, draw.heads, 1, 64), draw.normal(1, draw.heads, 1, 64)
-    means = -2.45 + 0.35 * (torch.arange(64) + draw.uniform(0.0, 1.0, 1, draw.heads, 1, 64)) / 64
-    v = 0.3 * draw.normal(1, draw.heads, 16384, 64) + means
-    return as_inputs(draw, q, k.repeat(1, 1, 16384, 1), v)
+def _equal_keys(draw: Draw, keys: int, d: int, apart: float, jitters: int) -> AttentionInputs:
+    """One query and equal keys.
+
+    Args:
+        draw: of the batch.
+        keys: how many.
+        d: columns.
+        apart: from one column of V to the next, the mean, which is -2.45 or above.
+        jitters: by how much of `apart` above it: random numbers, one a column or one a head.
+    """
+    q, k = draw.normal(1, draw.heads, 1, d), draw.normal(1, draw.heads, 1, d)
+    means = -2.45 + apart * (torch.arange(d) + draw.uniform(0.0, 1.0, 1, draw.heads, 1, jitters))
+    return as_inputs(draw, q, k.repeat(1, 1, keys, 1), 0.3 * draw.normal(1, draw.heads, keys, d) + means)
 
 
 def _paged(draw: Draw) -> AttentionInputs:
@@ -192,10 +198,19 @@ def feature_cases() -> tuple[Case, ...]:
         _case(
             "decode_equal_keys",
             "1 query and 16,384 equal keys: a sum in the inputs' format stagnates",
-            _equal_keys,
+            partial(_equal_keys, keys=16384, d=64, apart=0.35 / 64, jitters=64),
             claim(BIASED_TOWARD, stagnates, rules="safe", plans="paper"),
             claim(UNBIASED, once, rules="safe lazy standard", plans=f"{FUSED} standard"),
             most_heads=16,
+        ),
+        _case(
+            "decode_64k",
+            "1 query and 65,536 equal keys",
+            partial(_equal_keys, keys=65536, d=16, apart=21 / 16 * 2.0**-6, jitters=1),
+            claim(BIASED_TOWARD, stagnates, rules="safe", plans="paper"),
+            claim(UNBIASED, once, rules="safe lazy standard", plans=f"{FUSED} standard"),
+            most_heads=8,
+            on_request=True,
         ),
         _case("single_visible_key", "1 visible key among 128: O is a row of V", _single_visible_key, *_SOUND),
         _case("fp8_cache", "K and V held in e4m3 with descale factors", _fp8_cache, *_SOUND),

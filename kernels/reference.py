@@ -41,15 +41,15 @@ def _joined(parts: list[Reference], dimension: int) -> Reference:
 
 
 def _entries(inputs: AttentionInputs) -> Iterator[list[AttentionInputs]]:
-    """The calls of a batch, in parts of all their heads or of one key head."""
+    """The calls of a batch, in parts of all their heads or of one."""
     groups = inputs.groups
     for at in range(inputs.q.shape[0]):
         entry = inputs.part(slice(at, at + 1))
         if entry.k.numel() * groups <= _LARGE:
             yield [entry]
             continue
-        heads = range(entry.k.shape[1])
-        yield [entry.part(heads=slice(g * groups, (g + 1) * groups), key_heads=slice(g, g + 1)) for g in heads]
+        pairs = ((h, h // groups) for h in range(entry.q.shape[1]))
+        yield [entry.part(heads=slice(h, h + 1), key_heads=slice(g, g + 1)) for h, g in pairs]
 
 
 def _reference(inputs: AttentionInputs) -> Reference:

@@ -14,12 +14,14 @@ of sum_j P_j |V_j|: 2 (3T + 8T + 1 + b + 1) + 6b + 1, which `_roundoffs` rounds 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
@@ -168,6 +170,33 @@ def test_the_reference_is_pytorchs_attention_in_fp64(name: str) -> None:
     # Two fp64 evaluations: the module's count at 2^-53 for each, and N + d more for sums that are not exact.
     roundoffs = 2 * (_roundoffs(inputs, ref, EVERYTHING) + sum(inputs.k.shape[2:]))
     assert ((ref.o - _sdpa(inputs)).abs() <= roundoffs * 2.0**-53 * ref.magnitude).all()
+
+
+class LargestInFp64(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts elements of the largest fp64 tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.dtype == torch.float64:
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(5, 5), (6, 2)])
+def test_the_reference_of_a_long_row_holds_one_head_in_fp64_at_a_time(heads: int, key_heads: int) -> None:
+    """65,536 keys of 64 numbers are 32 MiB of fp64, and a model has dozens of heads."""
+    draws = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(1, h, n, 64, generator=draws) for h, n in ((heads, 1), (key_heads, 2**16), (key_heads, 2**16))
+    )
+    inputs = AttentionInputs(q, k, v, torch.ones_like(q), Formats.of(FP32))
+    with LargestInFp64() as largest:  # type: ignore[no-untyped-call]
+        ref = reference(inputs)
+    assert largest.elements == 2**16 * 64
+    exact = scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=heads != key_heads)
+    assert torch.allclose(ref.o, exact, rtol=0.0, atol=1e-14)
 
 
 @each_block

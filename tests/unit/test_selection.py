@@ -17,6 +17,8 @@ from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel, eight_bit_k
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 
+OFFERED = [case for case in SCRIPTED if not case.on_request]
+
 
 def chosen(selection: Selection) -> list[str]:
     """Ids of the cells."""
@@ -27,6 +29,11 @@ def chosen(selection: Selection) -> list[str]:
 def mine(tmp_path: Path) -> str:
     (tmp_path / "mine.py").write_text("def mine(q, k, v, *, causal=False, scale=None):\n    return q\n")
     return f"{tmp_path / 'mine.py'}:mine"
+
+
+def test_what_is_run_on_request_is_named() -> None:
+    (cell,) = cells(Selection("cpu", "standard", "decode_64k"))[0]
+    assert cell.experiment.time_limit > Call(OFFERED[0]).time_limit
 
 
 def test_all_of_everything_is_chosen_once() -> None:
@@ -43,10 +50,10 @@ def test_all_of_everything_is_chosen_once() -> None:
     in_triton = [kernel.declaration for kernel in INTERPRETER.kernels() if "fp8" not in kernel.name] if own else []
     left_out = [
         declaration
-        for case, declaration in product(SCRIPTED, [*roster, *roster, *in_triton])
+        for case, declaration in product(OFFERED, [*roster, *roster, *in_triton])
         if case.only_claimed and case.claim_about(declaration) is None
     ]
-    of_all = len(SCRIPTED) * (2 * len(DEFAULT_ROSTER) + vendor + own)
+    of_all = len(OFFERED) * (2 * len(DEFAULT_ROSTER) + vendor + own)
     assert len(scripted) == of_all - len(left_out) + in_e4m3
     assert left_out, "of a case about one feature"
 
@@ -72,7 +79,7 @@ def test_a_composed_kernel_of_eight_bits_meets_every_input_where_it_is_named() -
 def test_cells_of_a_case_stand_together() -> None:
     cases = [cell.experiment.name for cell in cells(Selection(formats="bf16,fp16", experiments="call,training"))[0]]
     changes = sum(case != other for case, other in pairwise(cases))
-    assert changes == 2 * len(SCRIPTED) + len(SNIPPETS) - 1
+    assert changes == 2 * len(OFFERED) + len(SNIPPETS) - 1
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ _BINS, _REACH_ULPS = 64, 2.0  # of the histogram of signed errors
 _NO_WORSE = "--no-worse-than rounded"
 _GROUP_OF = {case.name: about for about, cases in GROUPS.items() for case in cases}
 _CAPTURED = "captured from training runs"
+_LONG = 600.0  # seconds that a call which is run on request may take
 _SHRUNK = 0.9  # an output of less than this share of the reference is shown as such
 
 
@@ -67,6 +68,11 @@ class Call(Experiment):
     def options(self) -> tuple[str, ...]:  # type: ignore[override]
         """As `Experiment.options`."""
         return self.case.fixed_heads.options if self.case.fixed_heads else ()
+
+    @property
+    def time_limit(self) -> float:  # type: ignore[override]
+        """As `Experiment.time_limit`."""
+        return _LONG if self.case.on_request else Experiment.time_limit
 
     @property
     def tags(self) -> frozenset[str]:
@@ -318,6 +324,7 @@ class _Calls(Kind):
         except CapturedError as error:
             raise UnusableExperimentError(str(error)) from error
         scripted = self._scripted if captured is None or cases_named else ()
+        scripted = scripted if cases_named else tuple(call for call in scripted if not call.case.on_request)
         return (*scripted, *map(Call, layers))
 
     @cached_property
