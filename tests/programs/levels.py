@@ -16,18 +16,18 @@ from tiebreak.reports.cli import Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import matching, split, unknown
 
-RECORDS = Path("out")
 GRACE_SECONDS = 20.0
 CELLS = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix.test_cells")
 
 
-def run(levels: Sequence[Level], pytest_arguments: Sequence[str], python: str | Path) -> int:
+def run(levels: Sequence[Level], pytest_arguments: Sequence[str], python: str | Path, out: Path) -> int:
     """Run pytest once per level, each keeping its records under the level's name, then compare the records.
 
     Args:
         levels: the levels to run.
-        pytest_arguments: arguments for pytest, `--save` not among them.
+        pytest_arguments: arguments for pytest, `--save` and `--out` not among them.
         python: the program that runs pytest.
+        out: the folder of the records.
 
     Returns:
         0 if every run and the comparison did well, 1 if any failed or left no records, 2 if any was interrupted or
@@ -40,9 +40,9 @@ def run(levels: Sequence[Level], pytest_arguments: Sequence[str], python: str | 
     kept: list[str] = []
     for number, level in enumerate(levels, start=1):
         print(f"level {number} of {len(levels)}: {_title(level)}", flush=True)
-        records = RECORDS / f"{level.name}.json"
+        records = out / f"{level.name}.json"
         before = _modified(records)
-        command = [str(python), "-m", "pytest", f"--save={level.name}", *pytest_arguments]
+        command = [str(python), "-m", "pytest", f"--save={level.name}", f"--out={out}", *pytest_arguments]
         if status := _call(command, environment(level)):
             failed[level.name] = status
         if status == 4:
@@ -96,9 +96,9 @@ def _title(level: Level) -> str:
 def _parser() -> Parser:
     parser = Parser(
         prog="tiebreak levels",
-        usage="%(prog)s [--arch ARCH] [--level NAMES] [--sysroot DIR] [--list] [PYTEST_ARGUMENT ...]",
+        usage="%(prog)s [--arch ARCH] [--level NAMES] [--sysroot DIR] [--out DIR] [--list] [PYTEST_ARGUMENT ...]",
         description="The matrix once per instruction-set level of this CPU, or of an emulated one, each in a process "
-        "of its own that keeps its records as out/LEVEL.json, then the comparison. All else goes to pytest: --cases, "
+        "of its own that keeps its records as OUT/LEVEL.json, then the comparison. All else goes to pytest: --cases, "
         "--kernels, --heads, -n. Example: tiebreak levels --arch aarch64 --cases 'tied*' --heads 64",
         epilog="--arch takes QEMU's user mode, Debian's packages and PyPI's wheels: 600 MB in the user's cache, once. "
         "Exit codes: 0 all held, 1 a level failed, 2 bad usage or an interrupted run of pytest, 130 Ctrl-C.",
@@ -108,6 +108,7 @@ def _parser() -> Parser:
     parser.add_argument("--arch", metavar="ARCH", choices=tuple(EMULATED), help="another architecture: aarch64")
     parser.add_argument("--level", metavar="NAMES", help="these alone: a comma list, globs (default: all)")
     parser.add_argument("--sysroot", type=Path, metavar="DIR", help="an aarch64 system with Python 3.11, for Debian's")
+    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("out"), help="of the records (default: out)")
     return parser
 
 
@@ -158,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         python = sysroot.python(options.arch, options.sysroot) if options.arch else sys.executable
-        return run(levels, _with_cells(for_pytest), python)
+        return run(levels, _with_cells(for_pytest), python, options.out)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -33,8 +33,9 @@ class Runner:
         if not isinstance(status, int):
             raise status
         if self.keep and name != "compare" and status != 4:
-            Path("out").mkdir(exist_ok=True)
-            Path(f"out/{name}.json").write_text("{}")
+            records = Path(command[4].removeprefix("--out=")) / f"{name}.json"
+            records.parent.mkdir(exist_ok=True)
+            records.write_text("{}")
         return status
 
     @property
@@ -103,15 +104,20 @@ def test_run_starts_pytest_once_per_level_and_compares(three: list[str], monkeyp
     monkeypatch.setenv("KEPT", "yes")
     runner = use(monkeypatch, Runner())
     Path("mine").mkdir()
-    assert main(["-n", "auto", "mine"]) == 0
+    assert main(["-n", "auto", "mine", "--out", "there"]) == 0
     assert runner.ran == [*three, "compare"]
     for command, environment in runner.calls[:-1]:
         assert command[:3] == [sys.executable, "-m", "pytest"]
-        assert command[4:] == ["-n", "auto", "mine"]
+        assert command[5:] == ["-n", "auto", "mine"]
         assert environment["KEPT"] == "yes"
     settings = [{name: env[name] for name in VARIABLES if name in env} for _, env in runner.calls[:-1]]
     assert settings == [{}, {"ATEN_CPU_CAPABILITY": "avx2"}, {}]
-    assert runner.calls[-1][0][1:] == ["-m", "tiebreak.reports.cli", "compare", *(f"out/{name}.json" for name in three)]
+    assert runner.calls[-1][0][1:] == [
+        "-m",
+        "tiebreak.reports.cli",
+        "compare",
+        *(f"there/{name}.json" for name in three),
+    ]
 
 
 def test_run_shows_its_progress(
@@ -246,9 +252,9 @@ def test_what_goes_to_pytest_runs_the_cells_with_workers_unless_it_says_otherwis
 ) -> None:
     runner = use(monkeypatch, Runner())
     assert main(["--level", "b", "--cases", "tied*", "--heads", "64"]) == 0
-    assert runner.calls[0][0][4:] == ["-n", "auto", *levels.CELLS, "--cases", "tied*", "--heads", "64"]
+    assert runner.calls[0][0][5:] == ["-n", "auto", *levels.CELLS, "--cases", "tied*", "--heads", "64"]
     main(["--level", "b", "-n0"])
-    assert runner.calls[1][0][4:] == [*levels.CELLS, "-n0"]
+    assert runner.calls[1][0][5:] == [*levels.CELLS, "-n0"]
 
 
 def test_an_emulated_level_runs_the_python_prepared_for_it(three: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
