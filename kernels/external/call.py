@@ -12,7 +12,7 @@ from torch import Tensor
 from tiebreak.kernels.external.conventions import ALWAYS, Convention
 from tiebreak.kernels.external.errors import ContractError, ShapeError
 from tiebreak.kernels.external.options import AUTOGRAD
-from tiebreak.kernels.features import ALWAYS_GIVEN, CAUSAL, DESCALE, PAGES
+from tiebreak.kernels.features import ALWAYS_GIVEN, CAUSAL, DESCALE, PAGES, Feature
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
 
@@ -185,7 +185,7 @@ class Call:
         convention = self.convention
         given = {*ALWAYS_GIVEN, *inputs.asks()}
         keywords: dict[str, Any] = {
-            keyword: self._given(inputs.value_of(feature, common))
+            keyword: self._given(feature, inputs.value_of(feature, common))
             for keyword, (feature, common) in convention.values.items()
             if feature in given or keyword in convention.required
         }
@@ -203,9 +203,11 @@ class Call:
             keywords[convention.mask] = visible.expand(-1, -1, inputs.q.shape[2], -1)
         return keywords
 
-    def _given(self, value: object) -> object:
-        """A value of a feature as kernels get it: numbers of a tensor in the format of q."""
-        return value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+    def _given(self, feature: Feature, value: object) -> object:
+        """A value of a feature as kernels get it: numbers of a tensor in the format of q, descale factors in fp32."""
+        if feature == DESCALE or not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        return value.to(self._dtype)
 
     def backward(self, placed: Placed, o: Tensor) -> Made | None:
         """dQ, dK and dV in the kernel's layout; None where it has no backward pass, or K and V take no gradient.

@@ -260,6 +260,7 @@ def f(q, k, v, causal=False, scale=None, window_size=(-1, -1), softcap=0.0, sink
       block_table=None, cache_seqlens=None, k_descale=None, v_descale=None):
     def of(x, descale):
         assert x.dtype == (torch.float8_e4m3fn if descale is not None else q.dtype)
+        assert descale is None or descale.dtype == torch.float32
         if block_table is not None:
             x = x[block_table.long()].flatten(1, 2)[:, : int(cache_seqlens.max())]
         x = x.float().transpose(1, 2) * (1.0 if descale is None else descale[:, :, None, None])
