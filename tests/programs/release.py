@@ -7,9 +7,9 @@ import argparse
 import datetime
 import os
 import re
+import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -138,9 +138,12 @@ def _try(artifact: Path, folder: Path) -> None:
     _run(programs / "pytest", "-p", "tiebreak.matrix.plugin", "-p", "no:cacheprovider", "--pyargs", "tiebreak.matrix",
          *_QUICK, where=kernel)  # fmt: skip
     if artifact.suffix == ".gz":
-        with tarfile.open(artifact) as packed:
-            packed.extractall(folder, filter="data")
+        shutil.unpack_archive(artifact, folder)
         (unpacked,) = folder.glob("tiebreak-*")
+        # What pytest compiled no uninstallation removes, and it would hide the editable one.
+        _run(programs / "python", "-m", "pip", "uninstall", "--quiet", "--yes", "tiebreak")
+        for left in folder.glob("venv/lib/python*/site-packages/tiebreak"):
+            shutil.rmtree(left)
         _run(*pip, "--editable", unpacked, *_TEST_NEEDS)
         _run(programs / "pytest", "-q", "-p", "no:cacheprovider", *_TESTS, where=unpacked)
 
