@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records.order import grouped, kernel_places
@@ -19,9 +19,10 @@ _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
 
 def _grids(
-    records: Iterable[Record], places: Mapping[str, int], width: int | None, tablefmt: str, absent: str
+    records: Sequence[Record], not_run: Collection[str], places: Mapping[str, int], width: int | None, tablefmt: str
 ) -> list[str]:
     """Records of one backend, format and kind of experiment, in as many tables as the width asks for."""
+    of = f"{records[0].backend}-{{}}-{{}}-{records[0].format}".format
     cells = {(record.kernel, record.case): cell_text(record) for record in records}
     names, cases = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
     kernels = sorted(names, key=places.__getitem__)
@@ -29,19 +30,19 @@ def _grids(
     parts = []
     for start in range(0, len(kernels), columns):
         shown = kernels[start : start + columns]
-        rows = [[case, *(cells.get((kernel, case), absent) for kernel in shown)] for case in cases]
+        absent = {(name, case): "not run" for case in cases for name in shown if of(name, case) in not_run}
+        rows = [[case, *((absent | cells).get((kernel, case), "") for kernel in shown)] for case in cases]
         parts.append(grid_text(rows, ["case", *(map(broken, shown) if width else shown)], tablefmt))
     return parts
 
 
-def tables(run: Run, width: int | None = 120, tablefmt: str = "simple", absent: str = "missing") -> str:
+def tables(run: Run, width: int | None = 120, tablefmt: str = "simple") -> str:
     """Tables of a run, one a backend, format and kind of experiment, with legends; training runs last, in their own.
 
     Args:
         run: its records in the order that cases shall have.
         width: of the terminal, in columns; wider tables are split. None: no limit.
         tablefmt: tabulate's name of the table's style.
-        absent: stands where there is no record.
     """
     parts: list[str] = []
     places = kernel_places([run])
@@ -50,7 +51,7 @@ def tables(run: Run, width: int | None = 120, tablefmt: str = "simple", absent: 
         for (backend, fmt), records in grouped(of_kind, lambda record: (record.backend, record.format)).items():
             parts += [
                 aside(f"{run.backend_text(backend)}, {fmt}", tablefmt),
-                *_grids(records, places, width, tablefmt, absent),
+                *_grids(records, run.not_run, places, width, tablefmt),
             ]
         about = run.experiments.get(kind)
         if about is not None and about.legend:

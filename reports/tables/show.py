@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,9 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         return HELD
     content = files.read(options.files[0])
     if isinstance(content, Run):
-        # What a filter by outcome leaves out is not missing.
-        absent = "" if options.only else "missing"
-        _show(_of_run(content, options), options, store.as_text, as_csv, partial(_run_tables, absent=absent))
+        _show(_of_run(content, options), options, store.as_text, as_csv, _run_tables)
     elif isinstance(content, Sweep):
         _show(
             _of_sweep(content, options), options, sweep_tables.as_json, sweep_tables.as_csv, sweep_tables.sweep_tables
@@ -128,8 +125,8 @@ def _kernels(options: argparse.Namespace, what: str, known: Sequence[str]) -> Co
     return known if options.kernels is None else selection.pick("kernels", "kernel", options.kernels, known)
 
 
-def _run_tables(run: Run, width: int | None, tablefmt: str, absent: str) -> str:
-    parts = [tables.tables(run, width, tablefmt, absent)]
+def _run_tables(run: Run, width: int | None, tablefmt: str) -> str:
+    parts = [tables.tables(run, width, tablefmt)]
     if tablefmt == "simple":
         parts += [tables.summary(run), tables.fallen(run.records)]
     return "\n\n".join(part for part in parts if part)

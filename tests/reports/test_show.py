@@ -88,17 +88,8 @@ def test_filters_take_lists_globs_and_names_with_brackets(show: Callable[..., st
 def test_what_a_filter_by_outcome_leaves_out_is_not_called_missing(show: Callable[..., str]) -> None:
     assert "missing" not in show("--only", "held", "--backend", "emulation")
     out = show("--only", "fell")
-    assert "missing" not in out
     assert "3 cells: 3 fell" in out
     assert show("--only", "inconclusive").strip() == "0 cells"
-
-
-def test_a_cell_that_another_kernel_has_is_shown_as_missing(
-    run: Callable[..., Run], record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = keep(run(record("a", "x"), record("a", "y"), record("b", "x")), "a")
-    assert main(["show", str(path)]) == 0
-    assert "missing" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("flag", "kind"), [("--kernels", "kernel"), ("--cases", "case"), ("--backend", "backend")])
