@@ -1,6 +1,7 @@
 """Every table of figures in the README and docs/ is made from records, held by a test, or listed in docs/numbers.toml.
 
-A table counts where two of its cells, beside the first of each row, are nothing but a number.
+A table counts where two of its cells, beside the first of each row, are nothing but a number. A figure in a sentence
+stands in a table or block of its page, or is listed there too.
 """
 
 import re
@@ -34,6 +35,16 @@ NUMBER = re.compile(r"x?[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 FIGURE = re.compile(rf"[*]*{NUMBER.pattern}(?: %)?(?: ?(?:±|;|,|to) ?[-+]?[\d,.]+)*[*]*(?: [B?][*]*)?(?: of \d+)?")
 CASES = {case.name: case for case in SCRIPTED}
 FROM = re.compile(r"<!-- from (.*?) -->")
+# A figure in a sentence: a number with a fraction, or with a unit. Code, links and versions are none.
+UNIT = r" (?:%|ulps?\b|times\b|of bits|of \d|CPU|m?s\b|seconds\b|minutes?\b|hours?\b|GB|GiB|MiB)"
+BEGINS = r"(?<![\w.,#/^*-])[-+]?\d[\d,]*"
+SAID = re.compile(rf"{BEGINS}(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?![\w.]*\.\d|\w|\^)|{BEGINS}(?={UNIT})")
+SOFTWARE = "Python|PyTorch|Triton|QEMU|oneDNN|CUDA|ROCm|CANN|GCC"
+NO_FIGURE = re.compile(
+    r"<!-- from.*?<!-- end -->|<!--.*?-->|`[^`]*`|\]\([^)]*\)|https?://\S+|\d+\.\d+\.\d+\S*|\d{4}\.\d{5}"
+    rf"|(?:{SOFTWARE}) \(?[\d.]+\d(?:,? (?:and|or|to) [\d.]+\d)*|[vV]ersion \S+",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -153,3 +164,47 @@ def test_cells_are_what_records_and_the_emulation_have(entry: dict[str, Any]) ->
                 assert_says(cell, record, measure[0] if measure else None, marked=marked)
                 compared += 1
     assert compared
+
+
+def unbacked(page: Path) -> set[str]:
+    """Figures in the sentences of a page that none of its tables and blocks has."""
+    sentences: list[str] = []
+    shown: list[str] = []
+    fenced = False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        fence = line.startswith("```")
+        fenced ^= fence
+        if not fence:
+            (shown if fenced or line.startswith(("|", "    ")) else sentences).append(line)
+    numbers = {abs(number_of(number)) for number in re.findall(NUMBER.pattern, " ".join(shown))}
+    figures = set(SAID.findall(NO_FIGURE.sub("", "\n".join(sentences))))
+    return {figure for figure in figures if not any(rounds_to(number, figure) for number in numbers)}
+
+
+def number_of(text: str) -> float:
+    return float(text.lstrip("x").replace(",", ""))
+
+
+def rounds_to(number: float, figure: str) -> bool:
+    said = abs(number_of(figure))
+    return number == said or ("e" not in figure and round(number, len(figure.partition(".")[2])) == said)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_figure_in_a_sentence_stands_in_a_table_of_its_page_or_is_listed(page: Path) -> None:
+    listed = LIST["sentences"].get(page.relative_to(ROOT).as_posix(), {})
+    figures = {figure for each in listed.values() for figure in each.split()}
+    assert unbacked(page) - figures == set(), "say in docs/numbers.toml, [sentences], at which commit it was measured"
+    assert figures - unbacked(page) == set(), "docs/numbers.toml, [sentences]: stale"
+
+
+def test_listed_sentences_are_those_of_pages_and_name_commits() -> None:
+    assert set(LIST["sentences"]) <= {page.relative_to(ROOT).as_posix() for page in PAGES}
+    assert [at for page in LIST["sentences"].values() for at in page if not re.fullmatch(r"[0-9a-f]{7}", at)] == []
+    assert SAID.findall("a 3 of 4 b 5 ulp c +0.23, d 1e-3 e 3.11.2 f 2^-8.5 g 7 h 12 %") == [
+        "3",
+        "5",
+        "+0.23",
+        "1e-3",
+        "12",
+    ]
