@@ -104,6 +104,8 @@ def ours(kernel: Kernel) -> str:
     verdict = tiebreak.check(kernel, budget=BUDGET, experiments="call")
     fell = next((finding.text for finding in verdict.findings if finding.name == "fell"), "")
     checks = sorted({each.split(" in ")[0] for each in fell.split("; ") if each})
+    if not verdict.ok and not checks:
+        return verdict.headline.partition(": ")[2]  # on a busy machine, that its budget had no room
     return "passes" if verdict.ok else f"fails: {', '.join(checks)}"
 
 
