@@ -220,8 +220,8 @@ class HistogramRecord:
 class ChangeRecord:
     """A call beside the same one with one thing changed."""
 
-    bits: Annotated[float, 0]  # share of elements of O that have other bits
-    difference: Estimate  # signed mean of the changed O less the plain one, in ulps
+    bits: Annotated[float, 0]  # share of elements of O, or of a gradient, that have other bits
+    difference: Estimate  # signed mean of the changed one less the plain one, in ulps
     before: Estimate  # bias of the plain one
     after: Estimate  # bias of the changed one
     verdict: VerdictName | None = None  # on the difference; None: no bit differs

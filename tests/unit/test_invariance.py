@@ -20,6 +20,7 @@ from tiebreak.kernels.formats import BF16, FP16, Format
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.invariance import KnobTurned
+from tiebreak.matrix.invariance.comparison import GRADIENTS
 from tiebreak.matrix.invariance.knobs import KNOBS
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
@@ -88,7 +89,8 @@ def test_partial_outputs_in_sixteen_bits_are_a_bias_that_splitting_makes(backend
     """The same tie that one split breaks toward zero becomes exact where each half is rounded on its own."""
     sound = run(backend.kernel("split@fused"), "split", backend, fmt)
     assert (sound.outcome, sound.shown and sound.shown.verdict) == (MEASURED, UNBIASED)
-    assert 0.0 < (sound.number("differing_bits") or 0.0) < 0.05
+    of_o = [change.bits for name, change in sound.evidence["changes"].items() if not name.endswith(GRADIENTS)]
+    assert 0.0 < max(of_o) < 0.05
     assert (sound.number("control_bits") or 0.0) > 0.5
     cast = run(backend.kernel("split@paper"), "split", backend, fmt)
     name = worst(cast.evidence["changes"])
@@ -174,6 +176,45 @@ def test_random_bits_of_its_own_differ_without_a_bias() -> None:
     record = run(users(attention), "repeat")
     assert record.outcome == MEASURED, record.reasons
     assert (record.number("differing_bits") or 0.0) > 0.1
+
+
+class Gradients(torch.autograd.Function):
+    """Sound attention whose dV is rounded toward zero where a sequence is alone."""
+
+    @staticmethod
+    def forward(ctx: Any, *qkv: Tensor) -> Tensor:
+        ctx.save_for_backward(*qkv)
+        q, k, v = (x.float() for x in qkv)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).to(qkv[0].dtype)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().float().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            o = torch.nn.functional.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2])
+        dq, dk, dv = torch.autograd.grad(o, leaves, do.float())
+        if len(do) == 1:
+            dv = dv.view(torch.int32).bitwise_and(-65536).view(torch.float32)
+        return tuple(x.to(do.dtype) for x in (dq, dk, dv))
+
+
+def test_gradients_are_compared_too() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return Gradients.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
+
+    fell, forward_alone = run(users(attention), "batch"), run(users(attention, backward="none"), "batch")
+    changes = fell.evidence["changes"]
+    assert fell.outcome == FELL
+    name = worst(changes)
+    assert re.fullmatch(r"among 3 others, .*, dV", name)
+    assert changes[name].verdict == BIASED
+    assert changes[name].before.mean < -0.1, "toward zero"
+    assert changes[name].after.mean == pytest.approx(0.0, abs=0.02)
+    assert {change.bits for key, change in changes.items() if key.endswith("dQ")} == {0.0}
+    assert forward_alone.outcome != FELL
+    assert not any(key.endswith("dV") for key in forward_alone.evidence["changes"])
+    repeated = {key.rpartition(", ")[2] for key in run(users(attention), "repeat").evidence["changes"]}
+    assert {"dQ", "dK", "dV"} <= repeated
 
 
 def test_the_verdict_has_a_line_for_each_knob() -> None:

@@ -24,7 +24,7 @@ _DIFFERING, _DIFFERENCE = "differing_bits", "mean_difference"
 _MEASURES = (
     Measure(
         _DIFFERING,
-        "largest share of elements of O that have other bits when the call is changed",
+        "largest share of elements of O or a gradient that have other bits when the call is changed",
         worse="more",
         limit=0.0,
         share=0.1,
@@ -32,8 +32,8 @@ _MEASURES = (
     ),
     Measure(
         _DIFFERENCE,
-        "signed mean of O of the changed call less that of the plain one, where it is farthest from 0; + is away from"
-        " zero",
+        "signed mean of O or a gradient of the changed call less that of the plain one, where it is farthest from 0; +"
+        " is away from zero",
         unit="ulp",
         worse="farther",
         limit=0.02,

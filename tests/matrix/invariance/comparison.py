@@ -1,6 +1,7 @@
 """What two answers to one question differ in: the share of other bits, and the signed mean of the difference.
 
-An element's signed error counts away from zero, in ulps of the reference. So the mean of the difference is the
+An element's signed error counts away from zero, in ulps of the reference; of a gradient, whose elements cancel, in ulps
+of the sum of its terms without their signs. So the mean of the difference is the
 difference of both sides' biases; its samples are heads, paired. Beyond the margin of every other verdict of the suite
 it is a bias that the change has made.
 """
@@ -14,18 +15,21 @@ import torch
 from torch import Tensor
 
 from tiebreak.cases.errors import by_key_head, signed_error_ulps
+from tiebreak.cases.gradients import row_units
 from tiebreak.cases.verdicts import Interval, Verdict, interval, judge
-from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.reference import reference
+from tiebreak.kernels.inputs import AttentionInputs, sum_groups
+from tiebreak.kernels.reference import reference, reference_gradients
 from tiebreak.matrix.attribution import equal_bits
 from tiebreak.matrix.usage.relations import WORSE
 from tiebreak.reports.records.record import ChangeRecord, Estimate
 
+O, DQ = "O", "dQ"
+GRADIENTS = (DQ, "dK", "dV")
 _ROUNDED_ONCE = 1.0 / 12  # mean squared error in ulps^2 of what is rounded once: no sound side is held to less
 
 
 class Effect(enum.Enum):
-    """What a change does to O."""
+    """What a change does to an answer."""
 
     NONE = enum.auto()  # the same bits
     UNBIASED = enum.auto()  # other bits, without bias
@@ -42,10 +46,15 @@ class Errors:
     head_square: Tensor  # mean squared error in ulps^2, (heads,)
 
     @classmethod
-    def of(cls, o: Tensor, exact: Tensor, inputs: AttentionInputs) -> "Errors":
-        """Those of O, (batch, heads, rows, d)."""
-        error = signed_error_ulps(o, exact, inputs.formats.output)
-        return cls(*(by_key_head(each, inputs.groups) for each in (error, error.square())))
+    def of(cls, answer: Tensor, inputs: AttentionInputs, part: str) -> "Errors":
+        """Those of O, or of a gradient by its name, (batch, heads, rows, d)."""
+        fmt, groups = inputs.formats.output, inputs.groups if part in (O, DQ) else 1
+        if part == O:
+            error = signed_error_ulps(answer, _exact(inputs)[part], fmt)
+        else:
+            exact, units = _exact(inputs)[part], row_units(_terms(inputs)[part][..., None], fmt)[..., 0]
+            error = torch.sign(exact) * (answer.double() - exact) / units
+        return cls(*(by_key_head(each, groups) for each in (error, error.square())))
 
     @property
     def bias(self) -> Interval:
@@ -67,16 +76,16 @@ class Comparison:
     lost: int  # elements that are finite in one answer alone
 
     @classmethod
-    def of(cls, before: Tensor, after: Tensor, inputs: AttentionInputs) -> "Comparison":
+    def of(cls, before: Tensor, after: Tensor, inputs: AttentionInputs, part: str) -> "Comparison":
         """One batch.
 
         Args:
-            before: O of the plain call, (batch, heads, rows, d) in fp32 on the host.
+            before: O of the plain call or one of its gradients, (batch, heads, rows, d) in fp32 on the host.
             after: of the changed one, the same rows.
-            inputs: whose exact O is that of both.
+            inputs: whose exact answer is that of both.
+            part: which of an answer's parts it is.
         """
-        exact = _exact(inputs)
-        plain, changed = (Errors.of(o, exact, inputs) for o in (before, after))
+        plain, changed = (Errors.of(answer, inputs, part) for answer in (before, after))
         lost = int((torch.isfinite(before) != torch.isfinite(after)).sum())
         return cls((equal_bits(before, after),), plain, changed, lost)
 
@@ -137,8 +146,19 @@ class Comparison:
 
 
 @lru_cache(maxsize=32)  # several changes are compared with one answer, and cells of one knob share what is put in
-def _exact(inputs: AttentionInputs) -> Tensor:
-    return reference(inputs).o
+def _exact(inputs: AttentionInputs) -> Mapping[str, Tensor]:
+    ref = reference(inputs)
+    return dict(zip((O, *GRADIENTS), (ref.o, *reference_gradients(inputs, ref)), strict=True))
+
+
+@lru_cache(maxsize=32)
+def _terms(inputs: AttentionInputs) -> Mapping[str, Tensor]:
+    """What dQ, dK and dV are sums of, added up without signs: dP and delta apart, since they cancel too."""
+    ref = reference(inputs)
+    k, v, do = inputs.expanded_k().double(), inputs.expanded_v().double(), inputs.do.double()
+    ds = inputs.scale * ref.p * ((do @ v.transpose(-1, -2)).abs() + ref.delta.abs())
+    of_keys = ds.transpose(-1, -2) @ inputs.q.double().abs(), ref.p.transpose(-1, -2) @ do.abs()
+    return dict(zip(GRADIENTS, (ds @ k.abs(), *(sum_groups(x, inputs.groups) for x in of_keys)), strict=True))
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Knob:
     about: str  # one line
     turn: Callable[[Session], None]  # compares one batch of heads
     source: str = "this suite"
-    version: int = 1  # raised when the calls change: records of other versions are not comparable
+    version: int = 2  # raised when the calls change: records of other versions are not comparable
 
     @property
     def name(self) -> str:
@@ -101,6 +101,11 @@ def batch(session: Session) -> None:
         # Two sequences or more there are always, and the last is a neighbour of the others.
         together, others = session.o(inputs), session.o(replace(inputs, v=_negated(inputs.v, slice(-1, None), 0)))
         session.compare(f"among {len(inputs.q) - 1} others", material, alone, together[first], some)
+        of_each = zip(*map(session.gradients, single), strict=True)
+        of_all = [gradient[first] for gradient in session.gradients(inputs)]
+        session.compare_gradients(
+            f"among {len(inputs.q) - 1} others", material, [*map(torch.cat, of_each)], of_all, some
+        )
         session.control("V of a neighbour negated", together[-1:], others[-1:])
         rest = slice(0, -1)
         session.compare("beside other numbers", material, together[rest], others[rest], inputs.part(rest))
@@ -157,11 +162,11 @@ def split(session: Session) -> None:
     in_splits = _splitting(session)
     keys = session.rows = session.rows or _long_enough(session, in_splits)
     for material, inputs in session.materials(Shape(keys=keys), share=SHARE * keys // _SPLIT_ROWS[0]):
-        whole = session.o(inputs, in_splits(1, keys))
+        whole, gradients = session.o(inputs, in_splits(1, keys)), session.gradients(inputs, in_splits(1, keys))
         for number in _SPLITS:
-            session.compare(
-                f"{number} splits of {keys} keys", material, whole, session.o(inputs, in_splits(number, keys)), inputs
-            )
+            words, in_parts = f"{number} splits of {keys} keys", in_splits(number, keys)
+            session.compare(words, material, whole, session.o(inputs, in_parts), inputs)
+            session.compare_gradients(words, material, gradients, session.gradients(inputs, in_parts), inputs)
 
 
 def _long_enough(session: Session, in_splits: Callable[[int, int], Kernel]) -> int:
@@ -203,7 +208,10 @@ def padding(session: Session) -> None:
             padded = replace(seen, key_padding=(torch.arange(keys + more) < keys).expand(len(inputs.q), -1))
             if session.takes(inputs, padded):
                 o = session.o(padded)
-                session.compare(f"{more} padded behind {keys} keys", material, session.o(inputs), o, inputs)
+                words = f"{more} padded behind {keys} keys"
+                session.compare(words, material, session.o(inputs), o, inputs)
+                of_keys = [gradient[:, :, :keys] for gradient in session.gradients(padded)]
+                session.compare_gradients(words, material, session.gradients(inputs), of_keys, inputs)
                 session.control("the padded keys seen", o, session.o(seen))
     for more in _MORE_QUERIES:
         for material, inputs in session.materials(Shape(keys=_KEYS)):
@@ -276,6 +284,8 @@ def _decode(session: Session, material: str, inputs: AttentionInputs) -> None:
         for single in alone if whole.causal and session.takes(alone[1]) else alone[:1]:
             words = f"one query of {keys} keys{', causal' if single.causal else ''}"
             session.compare(words, material, o[:, :, -1:], session.o(single), single)
+            of_last = [gradient[:, :, -1:] for gradient in session.gradients(whole)[:1]]
+            session.compare_gradients(words, material, of_last, session.gradients(single), single)
         _control_of_rows(session, whole, o, keys - 2)
         break
 
@@ -306,7 +316,11 @@ def chunks(session: Session) -> None:
                 o = session.o(whole) if o is None else o
                 chunked = torch.cat([session.o(part) for part in parts], 2)
                 # Rows that see a maximum, if there is one: the few keys before it may cancel.
-                session.compare(f"in chunks of {size} queries", material, o[seeing], chunked[seeing], some)
+                words = f"in chunks of {size} queries"
+                session.compare(words, material, o[seeing], chunked[seeing], some)
+                dq = [gradient[seeing] for gradient in session.gradients(whole)[:1]]
+                of_parts = zip(*(session.gradients(part)[:1] for part in parts), strict=True)
+                session.compare_gradients(words, material, dq, [torch.cat(each, 2)[seeing] for each in of_parts], some)
             if o is not None:
                 _control_of_rows(session, whole, o, _PREFILL - 2)
                 break
@@ -317,15 +331,18 @@ def repeat(session: Session) -> None:
     if session.cell.backend.repeats(session.kernel):
         raise CannotRunError("a second run could only have the same bits: one program runs after the other")
     for material, inputs in session.materials(Shape(keys=_KEYS)):
-        first = session.o(inputs)
-        least, share = first, 1.0
+        plain = least = (session.o(inputs), *session.gradients(inputs))
         for _ in range(_CALLS - 1):
-            again = session.o(inputs)
-            same = 1.0 if torch.equal(again, first) else equal_bits(again, first)
-            if same < share:
-                least, share = again, same
-        session.compare(f"{_CALLS} calls", material, first, least, inputs)
-        session.control("V negated", first, session.o(replace(inputs, v=-inputs.v)))
+            again = session.o(inputs), *session.gradients(inputs)
+            least = tuple(map(_less_alike, plain, least, again))
+        session.compare(f"{_CALLS} calls", material, plain[0], least[0], inputs)
+        session.compare_gradients(f"{_CALLS} calls", material, plain[1:], least[1:], inputs)
+        session.control("V negated", plain[0], session.o(replace(inputs, v=-inputs.v)))
+
+
+def _less_alike(plain: Tensor, kept: Tensor, other: Tensor) -> Tensor:
+    """Of two more answers the one with fewer of the plain one's bits."""
+    return kept if torch.equal(other, plain) or equal_bits(other, plain) >= equal_bits(kept, plain) else other
 
 
 KNOBS = (

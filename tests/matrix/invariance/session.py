@@ -1,7 +1,7 @@
 """A kernel whose one call is made in two ways: what knobs share."""
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -19,7 +19,7 @@ from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.attribution import equal_bits
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.invariance.comparison import Comparison
+from tiebreak.matrix.invariance.comparison import GRADIENTS, Comparison, O
 from tiebreak.matrix.invariance.materials import MATERIALS, Material
 from tiebreak.matrix.trial import failed_trial
 
@@ -105,6 +105,14 @@ class Session:
         """O of a call, in fp32 on the host; of another kernel than the cell's, if one is given."""
         return self.cell.backend.run(kernel or self.kernel, inputs, gradients=False).o.detach().float()
 
+    def gradients(self, inputs: AttentionInputs, kernel: Kernel | None = None) -> tuple[Tensor, ...]:
+        """dQ, dK and dV of a call, likewise; nothing of a kernel that gives none."""
+        kernel = kernel or self.kernel
+        if not kernel.has_backward:
+            return ()
+        given = self.cell.backend.run(kernel, inputs, gradients=True).gradients
+        return () if given is None else tuple(x.detach().float() for x in (given.dq, given.dk, given.dv))
+
     def placed_o(self, inputs: AttentionInputs, places: Places = CONTIGUOUS) -> Tensor:
         """O of a call whose arguments lie elsewhere, and reach the kernel as they lie.
 
@@ -125,7 +133,16 @@ class Session:
         )
         return self.cell.backend.run(kernel, replace(on_device, q=q, k=k, v=v), gradients=False).o.detach().float()
 
-    def compare(self, change: str, material: str, before: Tensor, after: Tensor, inputs: AttentionInputs) -> None:
+    def compare_gradients(
+        self, change: str, material: str, before: Sequence[Tensor], after: Sequence[Tensor], inputs: AttentionInputs
+    ) -> None:
+        """The same of dQ, dK and dV, or of the first of these, where the kernel gives them."""
+        for part, plain, changed in zip(GRADIENTS, before, after, strict=False):
+            self.compare(change, material, plain, changed, inputs, part)
+
+    def compare(
+        self, change: str, material: str, before: Tensor, after: Tensor, inputs: AttentionInputs, part: str = O
+    ) -> None:
         """Take down what two answers to one question differ in.
 
         Args:
@@ -134,8 +151,10 @@ class Session:
             before: O of the plain call.
             after: the same rows of O of the changed one.
             inputs: a call whose exact O is that of both.
+            part: a gradient's name, if it is one in the place of O.
         """
-        name, compared = f"{change}, {material}", Comparison.of(before, after, inputs)
+        name = ", ".join([change, material, *([] if part == O else [part])])
+        compared = Comparison.of(before, after, inputs, part)
         self.comparisons[name] = self.comparisons[name].and_of(compared) if name in self.comparisons else compared
 
     def control(self, words: str, before: Tensor, after: Tensor) -> None:
