@@ -49,6 +49,8 @@ class Accumulator(enum.Enum):
     HOPPER = "tensor core of Hopper or Blackwell"
     CDNA3 = "matrix core of CDNA3"
     BFMMLA = "bf16 instructions of Arm"  # BFMMLA and BFDOT: sums of two products, rounded to odd
+    VDPBF16 = "bf16 instruction of AVX-512"  # VDPBF16PS: a chain of fused multiply-adds
+    AMX = "bf16 tiles of AMX"  # TDPBF16PS: two such chains for 32 terms
     ADA_FP8 = "tensor core of Ada, fp8"
     HOPPER_FP8 = "tensor core of Hopper, fp8"
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from tiebreak.backends.emulation.arm import arm_bf16_matmul
 from tiebreak.backends.emulation.targets import core_of
 from tiebreak.backends.emulation.tensor_cores import tensor_core_matmul
+from tiebreak.backends.emulation.x86 import amx_matmul, vdpbf16_matmul
 from tiebreak.kernels.plans import Accumulator
 
 _AT_ONCE = 2**18  # elements of an operand, at most: 2 MB in fp64
@@ -61,6 +62,8 @@ ACCUMULATIONS: Mapping[Accumulator, Accumulation] = {
     Accumulator.HOPPER: _tensor_core("sm_90", "bf16"),
     Accumulator.CDNA3: _tensor_core("gfx942", "bf16"),
     Accumulator.BFMMLA: Accumulation(arm_bf16_matmul, _pairwise_total),
+    Accumulator.VDPBF16: Accumulation(vdpbf16_matmul, _pairwise_total),
+    Accumulator.AMX: Accumulation(amx_matmul, _pairwise_total),
     Accumulator.ADA_FP8: _tensor_core("sm_89", "fp8_e4m3"),
     Accumulator.HOPPER_FP8: _tensor_core("sm_90", "fp8_e4m3"),
 }

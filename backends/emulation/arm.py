@@ -26,10 +26,10 @@ def arm_bf16_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def add_pairs(a: Tensor, b: Tensor, addend: Tensor) -> Tensor:
     """As `arm_bf16_matmul`, added to fp32 numbers that broadcast to the product, as an instruction does."""
-    a, b = (_flushed(x.double()) for x in (a, b))
+    a, b = (flushed(x.double()) for x in (a, b))
     if a.shape[-1] % 2:  # a zero's products change nothing
         a, b = torch.nn.functional.pad(a, (0, 1)), torch.nn.functional.pad(b, (0, 0, 0, 1))
-    total = _flushed(addend.double())
+    total = flushed(addend.double())
     for k in range(0, a.shape[-1], 2):
         total = _to_odd(total, _to_odd(_product(a, b, k), _product(a, b, k + 1)))
     shape = torch.broadcast_shapes((*a.shape[:-1], 1), (*b.shape[:-2], 1, b.shape[-1]))  # type: ignore[no-untyped-call]
@@ -38,10 +38,10 @@ def add_pairs(a: Tensor, b: Tensor, addend: Tensor) -> Tensor:
 
 def _product(a: Tensor, b: Tensor, k: int) -> Tensor:
     """Of column k and row k: fp32 holds it, or it is beyond its range."""
-    return _flushed(a[..., :, k, None] * b[..., None, k, :]).float().double()
+    return flushed(a[..., :, k, None] * b[..., None, k, :]).float().double()
 
 
-def _flushed(x: Tensor) -> Tensor:
+def flushed(x: Tensor) -> Tensor:
     """Zero, of the number's sign, for what is subnormal in fp32, as it is in bf16."""
     return torch.where(x.abs() < FP32.smallest_normal, x * 0.0, x)
 
@@ -57,5 +57,5 @@ def _to_odd(x: Tensor, y: Tensor) -> Tensor:
     bits = torch.where((lost != 0) & (bits & 1 == 0), beside, bits)
     odd = torch.where(bits & _OF_FP64 != 0, bits | (_OF_FP64 + 1), bits) & ~_OF_FP64
     # Beyond fp32's range a sum is Inf.
-    finite = _flushed(odd.view(torch.float64)).float().double()
+    finite = flushed(odd.view(torch.float64)).float().double()
     return torch.where(total.isfinite(), finite, total)

@@ -1,4 +1,4 @@
-/* Tiles of raw bf16 patterns through BFMMLA and BFDOT, for tests/unit/test_arm.py.
+/* Tiles of raw bf16 patterns through BFMMLA and BFDOT, for tests/unit/test_bf16_instructions.py.
    In: a (2, 8) and b transposed (2, 8) of bf16, c (2, 2) of fp32. Out: c + a b, by BFMMLA, then by BFDOT. */
 #include <arm_neon.h>
 #include <stdio.h>

@@ -47,7 +47,9 @@ CORES = {
 # Of row sums: those of a tensor core's plans are a balanced tree's.
 TOTALS: dict[Accumulator, Callable[[list[np.float32]], np.float32]] = {
     Accumulator.EXACT: _exact,
-    **dict.fromkeys((*CORES, Accumulator.BFMMLA), _pairwise),  # tests/unit/test_arm.py has the latter's products
+    **dict.fromkeys(  # tests/unit/test_bf16_instructions.py has the last three's products
+        (*CORES, Accumulator.BFMMLA, Accumulator.VDPBF16, Accumulator.AMX), _pairwise
+    ),
 }
 
 each_length = pytest.mark.parametrize("length", LENGTHS)

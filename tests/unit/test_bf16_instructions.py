@@ -1,4 +1,4 @@
-"""Arm's bf16 instructions: against rationals, and against the instructions themselves where QEMU can run them."""
+"""Arm's and x86's bf16 instructions: against rationals, and against themselves where QEMU or a processor runs them."""
 
 import shutil
 import subprocess
@@ -17,6 +17,8 @@ from torch import Tensor
 from tiebreak.backends.backend import CPU
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.emulation.arm import add_pairs, arm_bf16_matmul
+from tiebreak.backends.emulation.x86 import add_dots, amx_matmul
+from tiebreak.backends.platform import cpu_features
 from tiebreak.cases.errors import signed_error_ulps
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.declarations import parse_declaration
@@ -33,8 +35,9 @@ from tiebreak.reports.records.record import PREDICTION
 
 Array = NDArray[Any]
 Make = Callable[[np.random.Generator, tuple[int, ...]], Array]
-TILES = 10_000
+TILES, ROWS = 10_000, 20_000
 COMPILER, QEMU = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64-static")
+X86_COMPILER, HAS_IT = shutil.which("gcc"), "avx512_bf16" in cpu_features()
 SPECIAL = [0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x8080, 0x3F80, 0xBF80, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0x0100]
 
 
@@ -174,3 +177,69 @@ def test_the_instructions_themselves_agree_to_the_bit(kind: str, tmp_path: Path)
     emulated = _emulated(a, b, c)
     assert _same(by_bfmmla, emulated)
     assert _same(by_bfdot, emulated)
+
+
+def _rows(kind: str, count: int) -> tuple[Array, Array, Array]:
+    """Patterns of a and b (count, 8), and of c (count), the last of fp32."""
+    rng = np.random.default_rng(list(KINDS).index(kind))
+    a, b = (KINDS[kind](rng, (count, 8)) for _ in range(2))
+    return a, b, KINDS[kind](rng, (count,)).astype(np.uint32) << 16 | rng.integers(0, 2**16, (count,), np.uint32)
+
+
+def _emulated_rows(a: Array, b: Array, c: Array) -> Array:
+    wide = [torch.from_numpy((x.astype(np.uint32) << 16).view(np.float32)) for x in (a, b)]
+    total = add_dots(wide[0][:, None, :], wide[1][:, :, None], torch.from_numpy(c.view(np.float32))[:, None, None])
+    return total.numpy().view(np.uint32)[:, 0, 0]
+
+
+@pytest.mark.skipif(X86_COMPILER is None or not HAS_IT, reason="no gcc here, or a processor without AVX512_BF16")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_instruction_itself_agrees_to_the_bit(kind: str, tmp_path: Path) -> None:
+    assert X86_COMPILER is not None
+    program, source = tmp_path / "dots", Path(__file__).with_name("bf16_dots.c")
+    subprocess.run([X86_COMPILER, "-O2", "-mavx512bf16", "-mavx512vl", "-o", program, source], check=True)
+    a, b, c = _rows(kind, ROWS)
+    given = np.zeros(ROWS, [("a", "u2", 8), ("b", "u2", 8), ("c", "u4")])
+    given["a"], given["b"], given["c"] = a, b, c
+    done = subprocess.run([program], input=given.tobytes(), capture_output=True, check=True)
+    assert _same(np.frombuffer(done.stdout, np.uint32), _emulated_rows(a, b, c))
+
+
+def _to_even(x: Fraction) -> Fraction:
+    """The nearest fp32 number to a normal one."""
+    exponent = 0
+    while abs(x) >= Fraction(2) ** (exponent + 1):
+        exponent += 1
+    while x and abs(x) < Fraction(2) ** exponent:
+        exponent -= 1
+    last = Fraction(2) ** (exponent - FP32.mantissa_bits)
+    return round(x / last) * last
+
+
+def test_amx_adds_even_and_odd_terms_apart_as_its_document_says() -> None:
+    a, b, _ = _rows("normal", 16)
+    wide = [(x.astype(np.uint32) << 16).view(np.float32).reshape(2, 64) for x in (a, b)]
+    product = amx_matmul(*(torch.from_numpy(x) for x in (wide[0], wide[1].T.copy())))
+    for i, j in np.ndindex(2, 2):
+        total = Fraction(0)
+        for start in (0, 32):
+            sums = [Fraction(0), Fraction(0)]
+            for k in range(start, start + 32):
+                term = Fraction(float(wide[0][i, k])) * Fraction(float(wide[1][j, k]))
+                sums[k % 2] = _to_even(sums[k % 2] + term)
+            total = _to_even(total + _to_even(sums[0] + sums[1]))
+        assert Fraction(product[i, j].item()) == total
+
+
+def test_in_which_order_terms_are_added() -> None:
+    ulp = 2.0**-23
+    rows = torch.tensor([[ulp / 2, ulp / 2, 1.0, 0.0], [0.0, 1.0, ulp / 2, ulp / 2]])
+    sums = {
+        accumulator: EmulatedArithmetic().matmul(rows, torch.ones(4, 1), Cast(FP32), accumulator).flatten().tolist()
+        for accumulator in (Accumulator.EXACT, Accumulator.VDPBF16, Accumulator.AMX)
+    }
+    assert sums == {
+        Accumulator.EXACT: [1.0 + ulp, 1.0 + ulp],
+        Accumulator.VDPBF16: [1.0 + ulp, 1.0],
+        Accumulator.AMX: [1.0, 1.0],
+    }
