@@ -1,5 +1,6 @@
 """Naming a kernel's plan from its outputs."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -10,12 +11,13 @@ from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.declarations import parse_declaration, shortest
-from tiebreak.kernels.formats import BF16, FP16
+from tiebreak.kernels.formats import BF16, FP16, Rounding, parse_format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel, composed, run_forward
-from tiebreak.kernels.plans import Cast, Exponential
+from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 from tiebreak.matrix.candidates import candidates
 from tiebreak.matrix.identification.asking import Asked, one_thread
 from tiebreak.matrix.identification.designed import DESIGNED
@@ -70,7 +72,7 @@ def test_what_is_found_is_printed_as_plan_takes_it_and_predicts_other_inputs() -
 
 
 class _ThroughFp16(EmulatedArithmetic):
-    """P-bar goes through fp16 on its way to bf16."""
+    """What is cast goes through fp16 on its way."""
 
     def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
         return super().cast(super().cast(x, Cast(FP16)) if cast.narrows else x, cast, random)
@@ -83,6 +85,60 @@ class _PoorExponential(EmulatedArithmetic):
         return super().exp(x, exponential) * (1.0 + 2.0**-12 * torch.sin(x * 57.0))
 
 
+class _SmallIsZero(EmulatedArithmetic):
+    """An exponential that is 0 below 2^-9."""
+
+    def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
+        return super().exp(x, exponential).where(x > -9.0 * math.log(2.0), torch.zeros(()))
+
+
+class _TruncatedSum(EmulatedArithmetic):
+    """l is cut to 10 bits: the space has it in 8, in 11 and in 24."""
+
+    def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
+        return round_to(super().row_sum(x, accumulator), parse_format("E8M9"), Rounding.TOWARD_ZERO)
+
+
+class _TruncatedProducts(EmulatedArithmetic):
+    """Q K^T and P V are cut to 9 bits, which no point of a plan has."""
+
+    def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
+        return round_to(super().matmul(a, b, cast, accumulator), parse_format("E8M8"), Rounding.TOWARD_ZERO)
+
+
+class _SplitSums(EmulatedArithmetic):
+    """A product is rounded to bf16 after every 16 terms, as no accumulator and no point of plain `fused` has it."""
+
+    def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
+        return super().matmul(a, b, Cast(BF16, every=16), accumulator)
+
+
+class _ClampedScores(EmulatedArithmetic):
+    """No exponential's argument is below -3."""
+
+    def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
+        return super().exp(x.clamp(min=-3.0), exponential)
+
+
+class _HalvedOperand(EmulatedArithmetic):
+    """K and V lose their last two bits."""
+
+    def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
+        return super().matmul(a, round_to(b, parse_format("E8M5")), cast, accumulator)
+
+
+OUTSIDE = (
+    _ThroughFp16(),
+    _PoorExponential(),
+    _SmallIsZero(),
+    _TruncatedSum(),
+    _TruncatedProducts(),
+    _SplitSums(),
+    _ClampedScores(),
+    _HalvedOperand(),
+)
+
+
 def _on(arithmetic: Arithmetic, plan: str) -> Kernel:
     declaration = parse_declaration(plan)
 
@@ -93,7 +149,7 @@ def _on(arithmetic: Arithmetic, plan: str) -> Kernel:
     return replace(composed("k", declaration), compute=compute, declaration=None, composed=False)
 
 
-@pytest.mark.parametrize("arithmetic", [_ThroughFp16(), _PoorExponential()], ids=["fp16", "exp"])
+@pytest.mark.parametrize("arithmetic", OUTSIDE, ids=lambda arithmetic: type(arithmetic).__name__)
 def test_a_kernel_outside_of_the_space_has_no_plan(arithmetic: Arithmetic) -> None:
     identity = identify(EMULATION, _on(arithmetic, "flash@fused,tile=64"), BF16)
     assert identity.plan is None

@@ -39,6 +39,7 @@ class Designed:
     recipe: Make  # makes one
     formats: tuple[Format, ...] = (BF16, FP16)  # that can hold it
     fine: bool = False  # whether fp32's last bits show: it tells plans apart, and no plan has to explain all of it
+    sums: bool = False  # whether it shows how products are added up, to be asked of that alone
 
     def make(self, fmt: Format, seed: int = 0) -> AttentionInputs:
         """The input of a seed, in a format."""
@@ -261,6 +262,7 @@ DESIGNED = (
         MMA_SIM,
         _faint_tails,
         fine=True,
+        sums=True,
     ),
     Designed("deep", "the exponential's base: arguments of -60 to -80, at ties of P", OWN, _deep, (BF16,), fine=True),
     Designed("normal", "everything at once: normal numbers, 128 keys", OWN, _normal(4, 16, 128, _D, size=1.5)),
@@ -285,6 +287,8 @@ DESIGNED = (
     ),
     Designed("steep", "the same where a lazy rescaling follows: by 6 to 20", FPREV, _rising((6.0, 20.0))),
 )
+#: Names of what is asked of sums alone: in fp32 their order shows in it, of which most plans say nothing.
+OF_SUMS = frozenset(designed.name for designed in DESIGNED if designed.sums)
 #: Long rows, for tiles that all others have whole.
 LONG = tuple(
     Designed(

@@ -14,14 +14,14 @@ from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel
 from tiebreak.kernels.roster import eight_bit_kernels
 from tiebreak.matrix.candidates import on_device
 from tiebreak.matrix.identification.asking import Answer, Asked, one_thread
-from tiebreak.matrix.identification.designed import DESIGNED
+from tiebreak.matrix.identification.designed import DESIGNED, OF_SUMS
 from tiebreak.matrix.identification.rivals import Rivals, left_open
 from tiebreak.matrix.identification.search import Search
 from tiebreak.matrix.identification.space import Change, named, plainness, text
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.trial import failed_trial
 from tiebreak.matrix.workbench import CaseBench
-from tiebreak.reports.records.record import FOLLOWED
+from tiebreak.reports.records.record import FOLLOWED, FOLLOWS, UNEXPLAINED, Explanation
 from tiebreak.reports.tables.plans import percent
 from tiebreak.reports.tables.run import counted
 
@@ -89,6 +89,14 @@ class Identity:
         return f"{self.kernel}: none known; nearest is {self.nearest} ({inputs})"
 
     @property
+    def explanation(self) -> Explanation:
+        """As runs have it."""
+        if self.plan is not None:
+            return Explanation(FOLLOWS, (self.plan,), len(self.held_out), self.share)
+        worst = dict(sorted({**self._short, **{name: 1 - share for name, share in self.unexplained.items()}}.items()))
+        return Explanation(UNEXPLAINED, (self.nearest,), len(self.held_out), self.share, worst)
+
+    @property
     def _short(self) -> dict[str, float]:
         return {name: share for name, share in self.held_out.items() if share < FOLLOWED}
 
@@ -131,7 +139,8 @@ def _identified(asked: Asked, seed: int, tell: Callable[[str], None]) -> Identit
         raise UnidentifiedError(f"it is not deterministic: two calls on {unsteady} differ, and bits name no plan")
     answers = list(asked.answers.values())
     eight_bits = [kernel.declaration for kernel in eight_bit_kernels() if kernel.declaration is not None]
-    plan = Search(answers, fmt, [*on_device(asked.backend).values(), *eight_bits], tell).nearest()
+    shown = [answer for answer in answers if answer.name not in OF_SUMS]
+    plan = Search(shown, fmt, [*on_device(asked.backend).values(), *eight_bits], tell).nearest()
     rivals = Rivals(asked)
     for _ in range(_SWAPS):
         tell(f"holding {text(plan)} against its changes")
@@ -140,8 +149,10 @@ def _identified(asked: Asked, seed: int, tell: Callable[[str], None]) -> Identit
             break
         plan = better
     alike = rivals.alike(plan)
-    plainest = min([plan, *alike.values()], key=plainness)
-    if plainest != plan:
+    for _ in range(_SWAPS):
+        plainest = min([plan, *alike.values()], key=plainness)
+        if plainest == plan:
+            break
         plan, alike = plainest, rivals.alike(plainest)
     return _identity(asked, answers, plan, alike, seed, tell)
 

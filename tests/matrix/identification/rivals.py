@@ -12,12 +12,12 @@ from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 from tiebreak.matrix.attribution import equal_bits
 from tiebreak.matrix.identification.asking import Answer, Asked
-from tiebreak.matrix.identification.designed import DESIGNED, LONG, Designed
+from tiebreak.matrix.identification.designed import DESIGNED, LONG, OF_SUMS, Designed
 from tiebreak.matrix.identification.space import ALGORITHM, RULE, SLOW, TILE, Change, changes
 
 _SEEDS = (1, 2)  # of further inputs, where the first of each kind do not part two plans
-_DECIDED = 8  # elements in which two plans differ that settle which of them a kernel follows
-_MOST = 0.75  # the share of them that the one followed must have
+_ALL = 12  # elements in which two plans differ that settle which of them a kernel follows, if it has all of them
+_DEVIATIONS = 4.5  # by which the one followed must be ahead of a fair coin's share of them, if it has not
 
 
 class LooseArithmetic(EmulatedArithmetic):
@@ -63,16 +63,19 @@ class Rivals:
         """A change of the plan that has more of the kernel's bits where the two differ."""
         for change, rival in changes(plan, self.asked.fmt):
             ours, theirs = self.duel(plan, rival, change)
-            if theirs >= _DECIDED and _parted(theirs, ours):
+            if _beats(theirs, ours):
                 return rival
         return None
 
     def alike(self, plan: Declaration) -> dict[Change, Declaration]:
         """Changes that no input tells from the plan, or of which the kernel's bits do not say which it follows."""
+        exact = all(answer.missed(plan) == 0.0 for answer in self._first(OF_SUMS))
+        duels = {change: (rival, *self.duel(plan, rival, change)) for change, rival in changes(plan, self.asked.fmt)}
+        # Where the plan has all bits, one that the other lacks tells them apart; elsewhere it may be chance.
         return {
             change: rival
-            for change, rival in changes(plan, self.asked.fmt)
-            if not _parted(*self.duel(plan, rival, change))
+            for change, (rival, ours, theirs) in duels.items()
+            if not _beats(ours, theirs) and not (exact and ours and not theirs)
         }
 
     def duel(self, plan: Declaration, rival: Declaration, change: Change) -> tuple[int, int]:
@@ -85,7 +88,7 @@ class Rivals:
                 continue
             ours += int((differ & _same(answer.o, one)).sum())
             theirs += int((differ & _same(answer.o, other)).sum())
-            if max(ours, theirs) >= _DECIDED and (_parted(ours, theirs) or _parted(theirs, ours)):
+            if _beats(ours, theirs) or _beats(theirs, ours):
                 break
         return ours, theirs
 
@@ -98,12 +101,17 @@ class Rivals:
 
     def _inputs(self, change: Change) -> Iterator[Answer]:
         """Those that were asked first, then others like them."""
-        yield from [answer for name, answer in self.asked.answers.items() if "#" not in name and "[" not in name]
+        hidden = frozenset() if change.key == SLOW else OF_SUMS
+        yield from self._first(hidden)
         for designed in LONG if change.key in (TILE, RULE, ALGORITHM) else ():
             yield from self._asked(designed, 0)
         for seed in _SEEDS if change.key != SLOW else ():
             for designed in DESIGNED:
-                yield from self._asked(designed, seed)
+                yield from self._asked(designed, seed) if designed.name not in hidden else ()
+
+    def _first(self, hidden: frozenset[str]) -> list[Answer]:
+        names = {designed.name for designed in DESIGNED} - hidden
+        return [answer for name, answer in self.asked.answers.items() if name in names]
 
     def _asked(self, designed: Designed, seed: int) -> Iterator[Answer]:
         if self.asked.fmt in designed.formats:
@@ -117,8 +125,10 @@ def _same(o: Tensor, prediction: Tensor) -> Tensor:
     return (o == prediction) | (o.isnan() & prediction.isnan())
 
 
-def _parted(ours: int, theirs: int) -> bool:
-    return ours > 0 and ours >= _MOST * (ours + theirs)
+def _beats(ours: int, theirs: int) -> bool:
+    """Whether that one has so many and the other so few is no chance: where bits are open, each is as likely."""
+    ahead = ours - theirs
+    return (not theirs and ours >= _ALL) or (ahead > 0 and ahead**2 >= _DEVIATIONS**2 * (ours + theirs))
 
 
 def left_open(answer: Answer, plan: Declaration) -> float:
