@@ -254,6 +254,8 @@ class RuleAnswer:
     needs: str = ""  # what it lacks
 
 
+IDENTITY = "identity"  # evidence: what a search for a kernel's plan came to
+
 # Evidence that something here draws or reads; of any other kind a record carries what JSON has.
 EVIDENCE = ByName(
     {
@@ -261,6 +263,7 @@ EVIDENCE = ByName(
         "histogram": HistogramRecord,
         "series": SeriesRecord,
         "fits": Mapping[str, FitRecord],  # of a kernel that declares nothing, by known plan
+        IDENTITY: Explanation,  # of a kernel that declares nothing: what the search for its plan came to
         "changes": Mapping[str, ChangeRecord],  # of a call compared with itself, by what was changed and put in
         "controls": Mapping[str, float],  # what had to change O there, and the share of its elements that it did
         "backward": Mapping[str, Mapping[str, float]],  # of a user's kernel, by backward pass: bits of dq, dk and dv

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,17 @@ from tiebreak.matrix.attribution import fits
 from tiebreak.matrix.candidates import candidates, nameless, tilings
 from tiebreak.matrix.explain import explain, plans
 from tiebreak.matrix.workbench import SharedBatch
-from tiebreak.reports.records.record import FOLLOWED, UNEXPLAINED, Explanation, FitRecord, PlanRecord, Record
+from tiebreak.reports.records.record import (
+    BEHAVES_LIKE,
+    FOLLOWED,
+    FOLLOWS,
+    IDENTITY,
+    UNEXPLAINED,
+    Explanation,
+    FitRecord,
+    PlanRecord,
+    Record,
+)
 from tiebreak.reports.tables.plans import explanation_text
 
 
@@ -43,6 +54,18 @@ def only(*records: Record) -> Explanation:
 def test_the_plan_whose_bits_agree_in_all_cells_is_named() -> None:
     explanation = only(record("a", paper=1.0, fused=0.5), record("b", paper=0.9996, fused=1.0))
     assert explanation_text(explanation) == "follows paper (99.98 % of bits in 2 cells)"
+
+
+def test_what_a_search_came_to_is_the_answer_unless_random_bits_leave_it_without_one() -> None:
+    def searched(explanation: Explanation) -> Record:
+        return replace(record("identity"), evidence={IDENTITY: explanation})
+
+    named = Explanation(FOLLOWS, ("standard,p_bar=fp32",), 10, 0.9988)
+    none = Explanation(UNEXPLAINED, ("flash@paper",), 10, 0.6, {"random": 0.5})
+    cells = tuple(compared(case, {"flash@fp32_inside": fit(1.0)}) for case in "ab")
+    assert only(*cells, searched(named)) == only(searched(named)) == named
+    assert only(*cells, searched(none)) == none
+    assert only(record("a", fair=0.6), searched(none)).state == BEHAVES_LIKE
 
 
 def test_a_single_cell_and_a_share_that_is_not_quite_all() -> None:

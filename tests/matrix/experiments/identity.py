@@ -1,0 +1,85 @@
+"""Which plan a user's kernel follows, by the search that `tiebreak identify` makes: one cell, on inputs of its own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tiebreak.backends.backend import Backend
+from tiebreak.cases.measures import Measure
+from tiebreak.kernels.external.kernels import UserKernel
+from tiebreak.kernels.formats import Formats
+from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
+from tiebreak.matrix.identification.identity import UnidentifiedError, identify
+from tiebreak.matrix.result import Result
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.records import record as records
+
+_BITS = "bits_of_plan"
+
+
+@dataclass(frozen=True)
+class Identification(Experiment):
+    """The search for a plan."""
+
+    kind: ClassVar[str] = "identity"
+    time_limit: ClassVar[float] = 300.0
+    name: ClassVar[str] = "identity"
+    version: ClassVar[int] = 1
+
+    def described(self) -> records.CaseRecord:
+        """As `Experiment.described`."""
+        return records.CaseRecord("which rounding plan it follows, as tiebreak identify finds it", "this suite")
+
+    def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
+        """As `Experiment.pairs`: users' kernels that declare nothing."""
+        return [
+            (backend, kernel)
+            for backend, kernel in asked.pairs
+            if isinstance(kernel, UserKernel)
+            and kernel.declaration is None
+            and kernel.unsuited(Formats.of(asked.fmt)) is None
+        ]
+
+    def cost(self, backend: Backend) -> float:
+        """As `Experiment.cost`: two dozen calls, and a search through a thousand plans."""
+        return 20.0 + 2.0 * backend.call_steps
+
+    def refusal(self, cell: Cell, bench: Workbench) -> str | None:
+        """As `Experiment.refusal`: asking it tells."""
+        del cell, bench
+        return None
+
+    def run(self, cell: Cell, bench: Workbench) -> Result:
+        """As `Experiment.run`."""
+        try:
+            identity = identify(cell.backend, cell.kernel, cell.fmt, bench.settings.seed)
+        except UnidentifiedError as error:
+            raise CannotRunError(str(error)) from error
+        share = identity.share or 0.0
+        return Result(
+            measures={_BITS: share},
+            shown=records.Shown.of(_BITS, share, spec=".4f"),
+            evidence={records.IDENTITY: identity.explanation},
+        )
+
+
+class _Identities(Kind):
+    """The one."""
+
+    def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
+        """As `Kind.offered`."""
+        return () if captured is not None and not cases_named else (Identification(),)
+
+    def measures(self) -> Mapping[str, Measure]:
+        """As `Kind.measures`."""
+        return {_BITS: Measure(_BITS, "share of bits that the plan has, of inputs by which it was not chosen")}
+
+
+KIND = _Identities(
+    Identification.kind,
+    records.ExperimentRecord(
+        "the plan that a user's kernel follows, where it declares none",
+        "share of bits that the plan has of inputs by which it was not chosen; the verdict names it.",
+    ),
+)
