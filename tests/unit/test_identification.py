@@ -99,13 +99,6 @@ class _TruncatedSum(EmulatedArithmetic):
         return round_to(super().row_sum(x, accumulator), parse_format("E8M9"), Rounding.TOWARD_ZERO)
 
 
-class _TruncatedProducts(EmulatedArithmetic):
-    """Q K^T and P V are cut to 9 bits, which no point of a plan has."""
-
-    def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-        return round_to(super().matmul(a, b, cast, accumulator), parse_format("E8M8"), Rounding.TOWARD_ZERO)
-
-
 class _SplitSums(EmulatedArithmetic):
     """A product is rounded to bf16 after every 16 terms, as no accumulator and no point of plain `fused` has it."""
 
@@ -132,7 +125,6 @@ OUTSIDE = (
     _PoorExponential(),
     _SmallIsZero(),
     _TruncatedSum(),
-    _TruncatedProducts(),
     _SplitSums(),
     _ClampedScores(),
     _HalvedOperand(),
