@@ -57,7 +57,8 @@ def step(tmp_path: Path) -> Step:
         words = {key: given[re.fullmatch(r"\$\{\{ inputs\.(\w+) \}\}", value)[1]] for key, value in declared.items()}  # type: ignore[index]
         for file in files.values():
             file.write_text("")
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "GITHUB"))}
+        ours = ("PYTEST", "GITHUB", "PIP_CONSTRAINT")  # make test sets the last
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
         environment |= {key: str(file) for key, file in files.items()} | words
         environment |= {"GITHUB_ACTIONS": "true", "GITHUB_WORKSPACE": str(tmp_path), "GITHUB_ACTION_PATH": "ACTION"}
         environment["GITHUB_BASE_REF"] = base
