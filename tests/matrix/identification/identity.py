@@ -148,6 +148,8 @@ def _identified(asked: Asked, seed: int, tell: Callable[[str], None]) -> Identit
         if better is None:
             break
         plan = better
+    if _unexplained(answers, plan):  # what is like the nearest plan is not the kernel's either
+        return _identity(asked, answers, plan, {}, seed, tell)
     alike = rivals.alike(plan)
     for _ in range(_SWAPS):
         plainest = min([plan, *alike.values()], key=plainness)
@@ -155,6 +157,15 @@ def _identified(asked: Asked, seed: int, tell: Callable[[str], None]) -> Identit
             break
         plan, alike = plainest, rivals.alike(plainest)
     return _identity(asked, answers, plan, alike, seed, tell)
+
+
+def _unexplained(answers: Sequence[Answer], plan: Declaration) -> dict[str, float]:
+    """The designed inputs of which the plan misses more bits than it leaves open, and the share that it misses."""
+    return {
+        answer.name: answer.missed(plan)
+        for answer in answers
+        if _binding(answer.name) and answer.missed(plan) > _OPEN * left_open(answer, plan) + _DESIGNED_MISSED
+    }
 
 
 def _identity(
@@ -168,11 +179,7 @@ def _identity(
     declaration = named(plan)
     tell("running inputs that it was not chosen by")
     held_out, refused = _held_out(asked, declaration, seed)
-    unexplained = {
-        answer.name: answer.missed(plan)
-        for answer in answers
-        if _binding(answer.name) and answer.missed(plan) > _OPEN * left_open(answer, plan) + _DESIGNED_MISSED
-    }
+    unexplained = _unexplained(answers, plan)
     follows = not unexplained and bool(held_out) and min(held_out.values()) >= FOLLOWED
     points: dict[str, list[str]] = {}
     for change in alike:
