@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.formats import FP32
+from tiebreak.backends.emulation.rounding import flushed
 
 _OF_FP64 = (1 << 29) - 1  # bits of an fp64 fraction that fp32 lacks
 
@@ -39,11 +39,6 @@ def add_pairs(a: Tensor, b: Tensor, addend: Tensor) -> Tensor:
 def _product(a: Tensor, b: Tensor, k: int) -> Tensor:
     """Of column k and row k: fp32 holds it, or it is beyond its range."""
     return flushed(a[..., :, k, None] * b[..., None, k, :]).float().double()
-
-
-def flushed(x: Tensor) -> Tensor:
-    """Zero, of the number's sign, for what is subnormal in fp32, as it is in bf16."""
-    return torch.where(x.abs() < FP32.smallest_normal, x * 0.0, x)
 
 
 def _to_odd(x: Tensor, y: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tiebreak.kernels.formats import Format, Rounding
+from tiebreak.kernels.formats import FP32, Format, Rounding
 
 
 class _Carrier(NamedTuple):
@@ -220,3 +220,8 @@ def _overflow(x: torch.Tensor, rounded: torch.Tensor, fmt: Format, mode: Roundin
     beyond = rounded.abs() > fmt.largest
     # Inf with the sign of x, or NaN.
     return torch.where(beyond, x * (torch.inf if fmt.has_infinity else torch.nan), rounded)
+
+
+def flushed(x: torch.Tensor) -> torch.Tensor:
+    """Zero, of the number's sign, for what is subnormal in fp32, as it is in bf16."""
+    return torch.where(x.abs() < FP32.smallest_normal, x * 0.0, x)

@@ -6,8 +6,7 @@ A fused multiply-add of fp32 adds every product, to even. Subnormal operands and
 import torch
 from torch import Tensor
 
-from tiebreak.backends.emulation.arm import flushed
-from tiebreak.backends.emulation.rounding import fma
+from tiebreak.backends.emulation.rounding import flushed, fma
 
 _OF_A_TILE = 32  # terms of a row that AMX takes at once
 

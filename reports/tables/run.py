@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from itertools import product
 
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records.order import grouped, kernel_places
@@ -22,16 +23,20 @@ def _grids(
     records: Sequence[Record], not_run: Collection[str], places: Mapping[str, int], width: int | None, tablefmt: str
 ) -> list[str]:
     """Records of one backend, format and kind of experiment, in as many tables as the width asks for."""
-    of = f"{records[0].backend}-{{}}-{{}}-{records[0].format}".format
     cells = {(record.kernel, record.case): cell_text(record) for record in records}
     names, cases = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
     kernels = sorted(names, key=places.__getitem__)
     columns = len(kernels) if width is None else max(1, (width - max(map(len, cases)) - 2) // _CELL_WIDTH)
+    backend, fmt = records[0].backend, records[0].format
+    cells |= {
+        (kernel, case): "not run"
+        for kernel, case in product(kernels, cases)
+        if f"{backend}-{kernel}-{case}-{fmt}" in not_run
+    }
     parts = []
     for start in range(0, len(kernels), columns):
         shown = kernels[start : start + columns]
-        absent = {(name, case): "not run" for case in cases for name in shown if of(name, case) in not_run}
-        rows = [[case, *((absent | cells).get((kernel, case), "") for kernel in shown)] for case in cases]
+        rows = [[case, *(cells.get((kernel, case), "") for kernel in shown)] for case in cases]
         parts.append(grid_text(rows, ["case", *(map(broken, shown) if width else shown)], tablefmt))
     return parts
 
