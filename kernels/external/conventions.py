@@ -64,14 +64,19 @@ class Convention:
     @property
     def takes(self) -> frozenset[Feature]:
         """What inputs may ask of it."""
-        features = {*self.options.features, *(feature for feature, _ in self.values.values())}
+        return frozenset(self.options.features | self.conveyed) - self.options.refused
+
+    @property
+    def conveyed(self) -> set[Feature]:
+        """What its parameters can tell it."""
+        features = {feature for feature, _ in self.values.values()}
         if self.causal is not None or self.mask is not None:
             features |= {CAUSAL, OBLONG_CAUSAL}
         if self.mask is not None:
             features |= {KEY_PADDING, BLIND_ROWS, WINDOW, LENGTHS, BLOCK_MASK}
         elif self.causal is not None and not self.causal_where_square:
             features.add(BLIND_ROWS)
-        return frozenset(features) - self.options.refused
+        return features
 
     @property
     def tried(self) -> frozenset[Feature]:
@@ -121,6 +126,9 @@ def convention(function: Callable[..., Any], options: KernelOptions) -> Conventi
         required=frozenset(signature.required),
         positions=signature.positions,
     )
+    for feature in options.features - called.conveyed - {GROUPED}:  # shapes show groups, whatever a keyword says
+        if feature.keywords:
+            raise LoadError(f"takes {feature.taken!r}: it has no parameter {' or '.join(feature.keywords)}")
     understood = {called.causal, called.out, called.mask, *called.values, *options.options}
     unexplained = [name for name in signature.required if name not in understood]
     if unexplained:

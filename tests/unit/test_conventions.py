@@ -375,3 +375,11 @@ def test_the_only_function_of_a_file_needs_no_name(tmp_path: Path) -> None:
     file.write_text(FILE + "def other(q, k, v): pass\n")
     with pytest.raises(LoadError, match=r"name the function, as in .*two\.py:NAME; it has other, plain"):
         external_kernel(str(file))
+
+
+def test_a_feature_that_no_parameter_tells_is_not_taken_by_word(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(q, k, v, sinks=None):\n    return q\n")
+    spec = f"{tmp_path / 'mine.py'}:f"
+    assert external_kernels(KernelTarget(spec, flags=("takes=sink gqa",)))
+    with pytest.raises(LoadError, match=r"takes 'softcap': it has no parameter softcap or logits_soft_cap"):
+        external_kernels(KernelTarget(spec, flags=("takes=softcap",)))
