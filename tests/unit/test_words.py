@@ -16,7 +16,7 @@ from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.kernels.triton.roster import DECLARATIONS
 from tiebreak.matrix.experiments import kinds
 from tiebreak.programs.pages.tables import renewed
-from tiebreak.programs.pages.words import SOURCES
+from tiebreak.programs.pages.words import TABLES
 from tiebreak.reports.records.record import OUTCOMES, VERDICTS
 
 WORDS = (Path(__file__).parents[2] / "docs" / "words.md").read_text(encoding="utf-8")
@@ -84,10 +84,10 @@ def test_every_rule_of_the_default_roster_has_a_row() -> None:
     assert rules <= set(rows("rule"))
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", TABLES)
 def test_rows_of_measures_and_checks_are_what_their_descriptions_make(source: str) -> None:
     advice = "python -m tiebreak.programs.pages.words renews it"
-    assert renewed(WORDS, source, SOURCES[source]()) == WORDS, advice
+    assert renewed(WORDS, source, TABLES[source]()) == WORDS, advice
 
 
 def test_every_measure_of_a_training_claim_is_one_of_them() -> None:

@@ -8,7 +8,7 @@ Everything is emulated, and so the same on every machine.
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import run_forward
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.reference import reference
-from tiebreak.programs.pages.tables import renew, table
+from tiebreak.programs.pages.tables import Tables, renew_tables, table
 
 PAGE = Path(__file__).parents[3] / "docs" / "fewer-bits.md"
 ARITHMETIC = EmulatedArithmetic()
@@ -178,19 +178,8 @@ def scales(heads: int = 8, keys: int = 512, queries: int = 64, d: int = 64) -> I
     yield from table(("plan", *(each.about for each in _INPUTS)), rows())
 
 
-TABLES: Mapping[str, Callable[[], Iterator[str]]] = {"stale": stale, "sink": sink, "fix": fix, "scales": scales}
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Make the tables that are named, or all."""
-    if not set(arguments) <= TABLES.keys():
-        print((__doc__ or "").strip(), file=sys.stderr)
-        return 2
-    for name in arguments or TABLES:
-        renew(PAGE, name, TABLES[name]())
-        print(name, file=sys.stderr, flush=True)
-    return 0
+TABLES: Tables = {"stale": stale, "sink": sink, "fix": fix, "scales": scales}
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(renew_tables(PAGE, TABLES))

@@ -7,7 +7,7 @@ Everything is emulated, and so the same on every machine.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from tiebreak.kernels.kernel import Declaration
 from tiebreak.matrix.acceptance import compared, recorded
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import CaseBench
-from tiebreak.programs.pages.tables import renew, table
+from tiebreak.programs.pages.tables import Tables, renew_tables, table
 from tiebreak.reports.records.record import RuleAnswer, Shown
 from tiebreak.reports.tables.marks import shown_text
 from tiebreak.reports.tables.rules import share_text
@@ -86,23 +86,12 @@ def sources() -> Iterator[str]:
     yield from table(("rule", "formula", "source", "version"), rows, right=False)
 
 
-TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
+TABLES: Tables = {
     "sources": sources,
     **{name: partial(of_case, name) for name in CASES},
     **{f"gradients of {name}": partial(of_gradients, name) for name in ("random", "tied_maxima[k=2]")},
 }
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Make the tables that are named, or all."""
-    if not set(arguments) <= TABLES.keys():
-        print((__doc__ or "").strip(), file=sys.stderr)
-        return 2
-    for name in arguments or TABLES:
-        renew(PAGE, name, TABLES[name]())
-        print(name, file=sys.stderr, flush=True)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(renew_tables(PAGE, TABLES))

@@ -1,13 +1,16 @@
 """Tables of pages, each between two marks that name its source, so that a program renews them where they stand."""
 
+import argparse
 import csv
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 _END = "<!-- end -->"
 _Row = TypeVar("_Row")
+Tables = Mapping[str, Callable[[], Iterator[str]]]  # what makes the lines of a table, by the source that its marks name
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: bool = True) -> Iterator[str]:
@@ -52,6 +55,28 @@ def renew(page: Path, source: str, lines: Iterable[str]) -> None:
         lines: as of `renewed`.
     """
     page.write_text(renewed(page.read_text(encoding="utf-8"), source, lines), encoding="utf-8")
+
+
+def renew_tables(page: Path, tables: Tables, arguments: Sequence[str] | None = None) -> int:
+    """The command line of a program that makes the tables of a page: those that are named, or all.
+
+    Args:
+        page: its file.
+        tables: all of them.
+        arguments: their names; those of the process by default.
+
+    Returns:
+        0. A table that there is not ends the process with 2.
+    """
+    parser = argparse.ArgumentParser(description=f"Renew tables of {page.name}.")
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"one of: {', '.join(tables)} (default: all)")
+    names: list[str] = parser.parse_args(arguments).tables
+    for unknown in (name for name in names if name not in tables):
+        parser.error(f"no table {unknown}; there are {', '.join(tables)}")
+    for name in names or tables:
+        renew(page, name, tables[name]())
+        print(name, file=sys.stderr, flush=True)
+    return 0
 
 
 def write_rows(path: Path, kind: type[Any], rows: Iterable[Any]) -> None:

@@ -6,7 +6,7 @@ Everything is emulated, and so the same on every machine.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from tiebreak.kernels.vendor_plans import VENDOR_PLANS
 from tiebreak.matrix.experiments.call import shown
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import CaseBench
-from tiebreak.programs.pages.tables import renew, table
+from tiebreak.programs.pages.tables import Tables, renew_tables, table
 from tiebreak.reports.tables.marks import shown_text
 
 PAGE = Path(__file__).parents[3] / "docs" / "vendors.md"
@@ -64,15 +64,7 @@ def biases() -> Iterator[str]:
     yield from table(("input", *(f"`{plan}`" for plan in columns())), map(row, CASES))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Make both tables."""
-    if arguments:
-        print((__doc__ or "").strip(), file=sys.stderr)
-        return 2
-    renew(PAGE, "sources", sources())
-    renew(PAGE, "failure inputs", biases())
-    return 0
-
+TABLES: Tables = {"sources": sources, "failure inputs": biases}
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(renew_tables(PAGE, TABLES))

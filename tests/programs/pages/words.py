@@ -7,7 +7,7 @@ from pathlib import Path
 from tiebreak.cases.measures import Measure
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiments import kinds
-from tiebreak.programs.pages.tables import renew, table
+from tiebreak.programs.pages.tables import Tables, renew_tables, table
 
 PAGE = Path(__file__).parents[3] / "docs" / "words.md"
 
@@ -29,7 +29,7 @@ def of_checks() -> Iterator[str]:
     yield from ("", f"{judging} are about the cell's rounding. The others hold for any kernel that is not broken.")
 
 
-SOURCES = {"measures": of_measures, "checks": of_checks}
+TABLES: Tables = {"measures": of_measures, "checks": of_checks}
 
 
 def _about(measure: Measure) -> str:
@@ -47,12 +47,5 @@ def _capital(text: str) -> str:
     return text[0].upper() + text[1:] if text.partition(" ")[0].isalpha() else text
 
 
-def main() -> int:
-    """Renew the page."""
-    for source, lines in SOURCES.items():
-        renew(PAGE, source, lines())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(renew_tables(PAGE, TABLES))
