@@ -136,7 +136,7 @@ def _composable() -> frozenset[str]:
 
 def _is_named(head: str) -> bool:
     try:
-        _named(head)
+        composed_kernel(head)
     except ValueError:
         return False
     return True

@@ -32,8 +32,7 @@ def add_pairs(a: Tensor, b: Tensor, addend: Tensor) -> Tensor:
     total = flushed(addend.double())
     for k in range(0, a.shape[-1], 2):
         total = _to_odd(total, _to_odd(_product(a, b, k), _product(a, b, k + 1)))
-    shape = torch.broadcast_shapes((*a.shape[:-1], 1), (*b.shape[:-2], 1, b.shape[-1]))  # type: ignore[no-untyped-call]
-    return total.expand(*shape).float()
+    return total.float()
 
 
 def _product(a: Tensor, b: Tensor, k: int) -> Tensor:

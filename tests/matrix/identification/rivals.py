@@ -59,6 +59,7 @@ class Rivals:
 
     asked: Asked
     _predictions: dict[tuple[str, Declaration], Tensor] = field(default_factory=dict)  # by input and plan
+    _duels: dict[tuple[Declaration, Declaration], tuple[int, int]] = field(default_factory=dict)  # that were fought
 
     def better(self, plan: Declaration) -> Declaration | None:
         """A change of the plan that has more of the kernel's bits where the two differ."""
@@ -81,17 +82,23 @@ class Rivals:
 
     def duel(self, plan: Declaration, rival: Declaration, change: Change) -> tuple[int, int]:
         """Elements that differ in which the kernel has the one's bits, and the other's, until that is settled."""
-        ours = theirs = 0
-        for answer in self._inputs(change):
-            one, other = self._prediction(answer, plan), answer.predicted(rival)
-            differ = (one != other) & ~(one.isnan() & other.isnan())
-            if not differ.any():
-                continue
-            ours += int((differ & _same(answer.o, one)).sum())
-            theirs += int((differ & _same(answer.o, other)).sum())
-            if _beats(ours, theirs) or _beats(theirs, ours):
-                break
-        return ours, theirs
+        if (plan, rival) not in self._duels:
+            ours = theirs = 0
+            for answer in self._inputs(change):
+                more = self._on(answer, plan, rival)
+                ours, theirs = ours + more[0], theirs + more[1]
+                if _beats(ours, theirs) or _beats(theirs, ours):
+                    break
+            self._duels[plan, rival] = ours, theirs
+        return self._duels[plan, rival]
+
+    def _on(self, answer: Answer, plan: Declaration, rival: Declaration) -> tuple[int, int]:
+        """Of one input, the elements in which they differ that the kernel has as the one, and as the other."""
+        if answer.missed(plan) == 0.0:  # it has them all, and the other none of those in which it differs
+            return round(answer.missed(rival) * answer.o.numel()), 0
+        one, other = self._prediction(answer, plan), answer.predicted(rival)
+        differ = (one != other) & ~(one.isnan() & other.isnan())
+        return int((differ & _same(answer.o, one)).sum()), int((differ & _same(answer.o, other)).sum())
 
     def _prediction(self, answer: Answer, plan: Declaration) -> Tensor:
         """Kept: one plan has a hundred rivals."""
@@ -102,13 +109,14 @@ class Rivals:
 
     def _inputs(self, change: Change) -> Iterator[Answer]:
         """Those that were asked first, then others like them."""
-        hidden = frozenset() if change.key == SLOW else OF_SUMS
-        yield from self._first(hidden)
+        if change.key == SLOW:
+            yield from (answer for name, answer in self.asked.answers.items() if name in OF_SUMS)
+        yield from self._first(OF_SUMS)
         for designed in LONG if change.key in (TILE, RULE, ALGORITHM) else ():
             yield from self._asked(designed, 0)
         for seed in _SEEDS if change.key != SLOW else ():
             for designed in DESIGNED:
-                yield from self._asked(designed, seed) if designed.name not in hidden else ()
+                yield from self._asked(designed, seed) if designed.name not in OF_SUMS else ()
 
     def _first(self, hidden: frozenset[str]) -> list[Answer]:
         names = {designed.name for designed in DESIGNED} - hidden
