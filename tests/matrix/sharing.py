@@ -79,7 +79,7 @@ class SharedArithmetic:
         """
         if not self._knows(operands):
             return make()
-        key = how, *map(_place, operands)
+        key = how, *map(place, operands)
         if key in self._results:
             result, version = self._results[key]
             return result if result._version == version else make()
@@ -144,6 +144,6 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def _place(x: Tensor) -> tuple[Hashable, ...]:
+def place(x: Tensor) -> tuple[Hashable, ...]:
     """What tells a part of a tensor from any other, and from itself once someone has written to it."""
     return x.data_ptr(), x.shape, x.stride(), x._version

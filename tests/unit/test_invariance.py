@@ -20,8 +20,11 @@ from tiebreak.kernels.formats import BF16, FP16, Format
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.invariance import KnobTurned
+from tiebreak.matrix.invariance import comparison
 from tiebreak.matrix.invariance.comparison import GRADIENTS
 from tiebreak.matrix.invariance.knobs import KNOBS
+from tiebreak.matrix.invariance.materials import MATERIALS
+from tiebreak.matrix.invariance.session import Session
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.settings import Settings
@@ -216,6 +219,32 @@ def test_gradients_are_compared_too() -> None:
     assert not any(key.endswith("dV") for key in forward_alone.evidence["changes"])
     repeated = {key.rpartition(", ")[2] for key in run(users(attention), "repeat").evidence["changes"]}
     assert {"dQ", "dK", "dV"} <= repeated
+
+
+def test_exact_answers_are_computed_once_for_all_kernels_and_only_those_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted = {"reference": 0, "reference_gradients": 0}
+
+    def counting(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def counter(*arguments: Any) -> Any:
+            counted[name] += 1
+            return compute(*arguments)
+
+        return counter
+
+    for name in counted:
+        monkeypatch.setattr(comparison, name, counting(name, getattr(comparison, name)))
+    for state in (comparison._reference, comparison._gradients, comparison._errors):
+        state.cache_clear()
+    comparison._shared.clear()
+    calls = 2 * len(MATERIALS)  # one query, with a causal mask and without
+    expected = {"reference": calls, "reference_gradients": 0}
+    flash, standard = CPU.kernel("flash@fused"), CPU.kernel("standard")
+    for kernel in (replace(flash, has_backward=False), flash, standard):
+        KNOB["decode"].turn(Session(Cell(CPU, kernel, KnobTurned(KNOB["decode"]), BF16), seed=1, heads=32))
+        assert counted == expected
+        expected = {"reference": 2 * calls, "reference_gradients": calls}
 
 
 def test_the_verdict_has_a_line_for_each_knob() -> None:

@@ -7,7 +7,7 @@ it is a bias that the change has made.
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,13 +18,15 @@ from tiebreak.cases.errors import by_key_head, signed_error_ulps
 from tiebreak.cases.gradients import row_units
 from tiebreak.cases.verdicts import Interval, Verdict, interval, judge
 from tiebreak.kernels.inputs import AttentionInputs, sum_groups
-from tiebreak.kernels.reference import reference, reference_gradients
+from tiebreak.kernels.reference import Reference, reference, reference_gradients
 from tiebreak.matrix.attribution import equal_bits
+from tiebreak.matrix.sharing import place
 from tiebreak.matrix.usage.relations import WORSE
 from tiebreak.reports.records.record import ChangeRecord, Estimate
 
 O, DQ = "O", "dQ"
 GRADIENTS = (DQ, "dK", "dV")
+_KEPT = 2**26  # elements of exact answers that are kept, at most: half a GB
 _ROUNDED_ONCE = 1.0 / 12  # mean squared error in ulps^2 of what is rounded once: no sound side is held to less
 
 
@@ -50,10 +52,10 @@ class Errors:
         """Those of O, or of a gradient by its name, (batch, heads, rows, d)."""
         fmt, groups = inputs.formats.output, inputs.groups if part in (O, DQ) else 1
         if part == O:
-            error = signed_error_ulps(answer, _exact(inputs)[part], fmt)
+            error = signed_error_ulps(answer, _exact(inputs, O)[0], fmt)
         else:
-            exact, units = _exact(inputs)[part], row_units(_terms(inputs)[part][..., None], fmt)[..., 0]
-            error = torch.sign(exact) * (answer.double() - exact) / units
+            exact, units = _exact(inputs, part)
+            error = answer.to(torch.float64, copy=True).sub_(exact).div_(units)
         return cls(*(by_key_head(each, groups) for each in (error, error.square())))
 
     @property
@@ -85,9 +87,9 @@ class Comparison:
             inputs: whose exact answer is that of both.
             part: which of an answer's parts it is.
         """
-        plain, changed = (Errors.of(answer, inputs, part) for answer in (before, after))
+        same, plain = equal_bits(before, after), _errors(before, inputs, part)
         lost = int((torch.isfinite(before) != torch.isfinite(after)).sum())
-        return cls((equal_bits(before, after),), plain, changed, lost)
+        return cls((same,), plain, plain if same == 1.0 else Errors.of(after, inputs, part), lost)
 
     def and_of(self, others: "Comparison") -> "Comparison":
         """Both answers on more heads."""
@@ -145,20 +147,54 @@ class Comparison:
         )
 
 
-@lru_cache(maxsize=32)  # several changes are compared with one answer, and cells of one knob share what is put in
-def _exact(inputs: AttentionInputs) -> Mapping[str, Tensor]:
-    ref = reference(inputs)
-    return dict(zip((O, *GRADIENTS), (ref.o, *reference_gradients(inputs, ref)), strict=True))
+@lru_cache(maxsize=4)  # several changes are compared with one answer
+def _errors(answer: Tensor, inputs: AttentionInputs, part: str) -> Errors:
+    return Errors.of(answer, inputs, part)
 
 
-@lru_cache(maxsize=32)
-def _terms(inputs: AttentionInputs) -> Mapping[str, Tensor]:
-    """What dQ, dK and dV are sums of, added up without signs: dP and delta apart, since they cancel too."""
-    ref = reference(inputs)
-    k, v, do = inputs.expanded_k().double(), inputs.expanded_v().double(), inputs.do.double()
-    ds = inputs.scale * ref.p * ((do @ v.transpose(-1, -2)).abs() + ref.delta.abs())
-    of_keys = ds.transpose(-1, -2) @ inputs.q.double().abs(), ref.p.transpose(-1, -2) @ do.abs()
-    return dict(zip(GRADIENTS, (ds @ k.abs(), *(sum_groups(x, inputs.groups) for x in of_keys)), strict=True))
+@lru_cache(maxsize=2)  # parts of one answer, one after the other
+def _reference(inputs: AttentionInputs) -> Reference:
+    return reference(inputs)
+
+
+@lru_cache(maxsize=2)
+def _gradients(inputs: AttentionInputs) -> tuple[Tensor, ...]:
+    return reference_gradients(inputs, _reference(inputs))
+
+
+_shared: dict[Hashable, tuple[AttentionInputs, tuple[Tensor, ...]]] = {}
+
+
+def _exact(inputs: AttentionInputs, part: str) -> tuple[Tensor, ...]:
+    """The exact O, or a gradient and its units, computed once for all kernels of a knob.
+
+    Calls are known by where their tensors lie: each kernel cuts its own views of what all are given.
+    """
+    key = part, *(place(x) if isinstance(x, Tensor) else x for x in vars(inputs).values())
+    if key not in _shared:
+        made = (_reference(inputs).o,) if part == O else _exact_gradient(inputs, part)
+        _shared[key] = inputs, made
+        while len(_shared) > 1 and sum(x.numel() for _, kept in _shared.values() for x in kept) > _KEPT:
+            del _shared[next(iter(_shared))]
+    return _shared[key][1]
+
+
+def _exact_gradient(inputs: AttentionInputs, part: str) -> tuple[Tensor, Tensor]:
+    """dQ, dK or dV, and the ulps of its elements; less than 0 where it is, so that + is away from zero.
+
+    They are those of what it is the sum of, added up without signs: dP and delta apart, since they cancel too.
+    """
+    ref, do = _reference(inputs), inputs.do.double()
+    if part == "dV":
+        terms = sum_groups(ref.p.transpose(-1, -2) @ do.abs(), inputs.groups)
+    else:
+        k, v = inputs.expanded_k().double(), inputs.expanded_v().double()
+        ds = inputs.scale * ref.p * ((do @ v.transpose(-1, -2)).abs() + ref.delta.abs())
+        of_rows = ds @ k.abs() if part == DQ else ds.transpose(-1, -2) @ inputs.q.double().abs()
+        terms = of_rows if part == DQ else sum_groups(of_rows, inputs.groups)
+    exact = _gradients(inputs)[GRADIENTS.index(part)]
+    units = row_units(terms[..., None], inputs.formats.output)[..., 0]
+    return exact, units.copysign(exact).masked_fill_(exact == 0, torch.inf)
 
 
 @dataclass(frozen=True)
