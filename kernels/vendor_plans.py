@@ -23,6 +23,7 @@ _AT_ASCEND = "c29bc10, 2025-11-15"
 _FLASH = "Dao-AILab/flash-attention"
 _AT_FLASH = "0251105, 2026-08-15"
 _AITER = "ROCm/aiter hsa/gfx942/fmha_v3_fwd/fmha_fwd.csv, aiter/ops/mha.py:1775"
+_GFX950 = "ROCm/aiter hsa/gfx950/fmha_v3_fwd/fmha_fwd.csv, csrc/cpp_itfs/mha_fwd.cu:47, aiter/ops/mha.py:2369"
 _AT_AITER = "e404860, 2026-08-22"
 _BINARY = "the kernel is a binary: its name says how it casts to bf16, its table has the tiles of d = 128"
 _TORCH = "pytorch/pytorch aten/src/ATen/native/cpu/FlashAttentionKernel.cpp"
@@ -70,12 +71,21 @@ _PLANS = (
         _BINARY,
     ),
     VendorPlan(
-        "aiter_gfx950",
-        "aiter.flash_attn_func on MI350, and on MI300 with how_v3_bf16_cvt=0",
+        "aiter_gfx942_even",
+        "the same with how_v3_bf16_cvt=0",
         "flash@fused,tile=256x32",
-        f"{_AITER}, 2369",
+        _AITER,
         _AT_AITER,
-        f"half to even; {_BINARY}",
+        _BINARY,
+    ),
+    VendorPlan(
+        "aiter_gfx950",
+        "aiter.flash_attn_func on MI350, with whatever how_v3_bf16_cvt",
+        "flash@fused,tile=256x64",
+        _GFX950,
+        _AT_AITER,
+        "half to even: the other casts are deprecated there (2368); the kernel is a binary, its table has the tiles of"
+        " d = 128",
     ),
     VendorPlan(
         "flash_attention_2",

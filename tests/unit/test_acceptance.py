@@ -196,6 +196,23 @@ def test_the_balance_of_fp16_is_against_the_rounded_benchmark() -> None:
     assert [by_format[name].readings[0].number for name in ("bf16", "fp16")] == [1.0, 0.0]
 
 
+def test_cambricons_reference_is_cast_to_the_format_of_the_output() -> None:
+    exact = torch.full((1, 1, 1, 64), 1 + 2.0**-12, dtype=torch.float64)
+    ones = torch.ones_like(exact)
+    answer = RULES["cambricon"].ask(Compared(ones, exact, BF16, ones, ones))
+    assert [reading.number for reading in answer.readings] == [0.0, 0.0]
+
+
+def test_cambricons_diff4_sees_a_bias_where_all_errors_have_one_sign_and_enough_of_them_differ() -> None:
+    asked = {}
+    for name in ("sink_tie", "tied_maxima[k=2]"):
+        case = next(each for each in SCRIPTED if each.name == name)
+        bench = CaseBench(replace(case, gradients=False), BF16, Settings(1, 256))
+        x, _ = compared(bench.emulated(0, parse_declaration("flash@paper"))[0], bench)
+        asked[name] = [each.met for each in RULES["cambricon"].ask(x).readings if each.what.startswith("diff4")]
+    assert asked == {"sink_tie": [False], "tied_maxima[k=2]": []}
+
+
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 def test_nan_and_inf_pass_no_rule(wrong: float) -> None:
     x = heads(0.1, 2 * FEWEST_SEEDS)
