@@ -38,7 +38,7 @@ def through_autograd(call: Call, inputs: AttentionInputs, arithmetic: Arithmetic
 
     Args:
         call: the kernel.
-        inputs: q, k, v and dO on the device; they are copied for gradients.
+        inputs: q, k, v and dO on the device; in their format already, they reach the kernel as they lie.
         arithmetic: not used: the kernel brings its own.
         gradients: whether to run the backward pass too.
 
@@ -50,8 +50,8 @@ def through_autograd(call: Call, inputs: AttentionInputs, arithmetic: Arithmetic
     """
     del arithmetic
     dtype = TORCH_DTYPES[inputs.formats.inputs]
-    # Of a graph the leaves are copies of their own, also where the format is fp32. Else a view stays one.
-    q, k, v = (tensor.to(dtype, copy=gradients) for tensor in (inputs.q, inputs.k, inputs.v))
+    # Of a graph the leaves are tensors of their own, also where nothing is copied.
+    q, k, v = (tensor.to(dtype).detach() for tensor in (inputs.q, inputs.k, inputs.v))
     with exact_products():
         if not gradients:
             return AttentionOutput(call(inputs, q, k, v))

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,13 +12,18 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import CPU, EMULATION, Backend
+from tiebreak.cases.case import Shape
+from tiebreak.cases.recipes import normal_numbers
 from tiebreak.kernels.external import LoadError
+from tiebreak.kernels.external.call import Places
 from tiebreak.kernels.external.caller import Caller
 from tiebreak.kernels.external.conventions import convention
 from tiebreak.kernels.external.kernels import UserKernel, users_kernel
 from tiebreak.kernels.external.options import INVARIANT, KernelOptions
 from tiebreak.kernels.formats import BF16, FP16, Format
+from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.vendor import through_autograd
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.invariance import KnobTurned
 from tiebreak.matrix.invariance import comparison
@@ -28,6 +34,7 @@ from tiebreak.matrix.invariance.session import Session
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.usage.placements import fused, misaligned, transposed
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records.record import (
     BIASED,
@@ -183,7 +190,7 @@ def test_random_bits_of_its_own_differ_without_a_bias() -> None:
 
 
 class Gradients(torch.autograd.Function):
-    """Sound attention whose dV is rounded toward zero where a sequence is alone."""
+    """Sound attention whose dV is rounded toward zero where a sequence is alone, or dO is not aligned."""
 
     @staticmethod
     def forward(ctx: Any, *qkv: Tensor) -> Tensor:
@@ -197,28 +204,80 @@ class Gradients(torch.autograd.Function):
         with torch.enable_grad():
             o = torch.nn.functional.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2])
         dq, dk, dv = torch.autograd.grad(o, leaves, do.float())
-        if len(do) == 1:
+        if len(do) == 1 or do.data_ptr() % 16:
             dv = dv.view(torch.int32).bitwise_and(-65536).view(torch.float32)
         return tuple(x.to(do.dtype) for x in (dq, dk, dv))
 
 
-def test_gradients_are_compared_too() -> None:
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return Gradients.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
+def with_gradients(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return Gradients.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
 
-    fell, forward_alone = run(users(attention), "batch"), run(users(attention, backward="none"), "batch")
+
+@pytest.mark.parametrize(
+    ("knob", "change", "wrong"),
+    [("batch", "among 3 others", "before"), ("memory", "one element off alignment", "after")],
+)
+def test_gradients_are_compared_too(knob: str, change: str, wrong: str) -> None:
+    fell, forward_alone = run(users(with_gradients), knob), run(users(with_gradients, backward="none"), knob)
     changes = fell.evidence["changes"]
     assert fell.outcome == FELL
     name = worst(changes)
-    assert re.fullmatch(r"among 3 others, .*, dV", name)
+    assert re.fullmatch(f"{change}, .*, dV", name)
     assert changes[name].verdict == BIASED
-    assert changes[name].before.mean < -0.1, "toward zero"
-    assert changes[name].after.mean == pytest.approx(0.0, abs=0.02)
+    sound = {"before": "after", "after": "before"}[wrong]
+    assert getattr(changes[name], wrong).mean < -0.1, "toward zero"
+    assert getattr(changes[name], sound).mean == pytest.approx(0.0, abs=0.02)
     assert {change.bits for key, change in changes.items() if key.endswith("dQ")} == {0.0}
     assert forward_alone.outcome != FELL
     assert not any(key.endswith("dV") for key in forward_alone.evidence["changes"])
-    repeated = {key.rpartition(", ")[2] for key in run(users(attention), "repeat").evidence["changes"]}
+
+
+def test_all_gradients_of_repeated_calls_are_compared() -> None:
+    repeated = {key.rpartition(", ")[2] for key in run(users(with_gradients), "repeat").evidence["changes"]}
     assert {"dQ", "dK", "dV"} <= repeated
+
+
+def test_where_do_lies_must_reach_the_backward_pass() -> None:
+    """Its storage read in other strides has another dQ; a backward pass of another dO shows nothing."""
+
+    def deaf(_: Tensor, q: Tensor, k: Tensor, v: Tensor, __: Tensor) -> tuple[Tensor, ...]:
+        return torch.ones_like(q), torch.ones_like(k), torch.ones_like(v)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float()).to(q.dtype)
+
+    reached, lost = (run(users(attention, backward=backward), "memory", heads=32) for backward in ("autograd", deaf))
+    assert (reached.outcome, lost.outcome) == (HELD, INCONCLUSIVE)
+    assert lost.reasons == ("the knob did nothing: no bit changed by dO's storage in other strides",)
+
+
+@pytest.mark.parametrize("placing", [transposed, fused, misaligned])
+def test_views_reach_a_vendors_backward_pass_as_they_lie(placing: Callable[[Tensor], Tensor]) -> None:
+    def placed(x: Tensor) -> tuple[Any, ...]:
+        return x.stride(), x.storage_offset(), x.requires_grad
+
+    def call(_: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert {placed(x) for x in (q, k, v)} == {(*placed(placing(torch.empty(q.shape)))[:2], True)}
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    kernel = Kernel("vendors", partial(through_autograd, call), None)
+    session = Session(Cell(CPU, kernel, KnobTurned(KNOB["memory"]), BF16), seed=1, heads=32)
+    inputs = session.draw("normal numbers", normal_numbers, Shape(queries=8, keys=8))
+    assert len(session.placed(inputs, Places.all(placing), gradients=True)) == 3
+
+
+def test_a_view_that_a_backward_pass_refuses_leaves_o_compared() -> None:
+    def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> tuple[Tensor, ...]:
+        if not do.is_contiguous():
+            raise ValueError("dO must be contiguous")
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            return torch.autograd.grad(with_gradients(*leaves), leaves, do)
+
+    changes = run(users(with_gradients, backward=backward), "memory", heads=32).evidence["changes"]
+    compared = {name for name in changes if ", normal numbers" in name}
+    assert {"transposed, normal numbers", "one element off alignment, normal numbers, dQ"} <= compared
+    assert "transposed, normal numbers, dQ" not in compared
 
 
 def test_exact_answers_are_computed_once_for_all_kernels_and_only_those_asked_for(
@@ -254,5 +313,5 @@ def test_the_verdict_has_a_line_for_each_knob() -> None:
     split, memory = verdict.findings[:2]
     assert (split.name, memory.name) == ("invariance[split]", "invariance[memory]")
     assert ", with bias: +0.2" in split.text
-    assert memory.text == "the same bits in 12 comparisons"
+    assert memory.text == "the same bits in 48 comparisons"
     assert isinstance(records[0].measures["mean_difference"], Estimate)

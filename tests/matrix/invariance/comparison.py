@@ -26,6 +26,7 @@ from tiebreak.reports.records.record import ChangeRecord, Estimate
 
 O, DQ = "O", "dQ"
 GRADIENTS = (DQ, "dK", "dV")
+PARTS = (O, *GRADIENTS)  # of an answer
 _KEPT = 2**26  # elements of exact answers that are kept, at most: half a GB
 _ROUNDED_ONCE = 1.0 / 12  # mean squared error in ulps^2 of what is rounded once: no sound side is held to less
 

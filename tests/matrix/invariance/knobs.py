@@ -8,7 +8,7 @@ nothing, and that bits are the same says nothing.
 | batch | V of a neighbour negated: the neighbour's own O | O of a row is a mean of V: it is negated too |
 | split | 1 split and 8 where what the splits add up cancels | `materials.cancelling`: O is made of fp32's last bits |
 | padding | the padded keys seen; other rows behind the end: their own O | they have a P and a V of their own |
-| memory | the same storage read in other strides | its numbers are in another order |
+| memory | the same storage read in other strides; of dO alone: dQ | its numbers are in another order |
 | decode, chunks | another q in the row before | its P is another |
 | repeat | V negated: no answer is kept from an earlier call | as of batch |
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from tiebreak.cases.case import Shape
 from tiebreak.cases.recipes import normal_numbers
 from tiebreak.kernels.algorithms import SPLIT_ATTENTION
-from tiebreak.kernels.external.call import Places
+from tiebreak.kernels.external.call import CONTIGUOUS, Places
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.options import INVARIANT
 from tiebreak.kernels.features import CAUSAL
@@ -47,6 +47,7 @@ _PREFILL, _CHUNKS = 192, (64, 50)  # queries and keys; queries of a chunk
 _LONG = 8  # where rows are as many as keys, one in so many heads is drawn
 _SPLITS, _SPLIT_ROWS = (2, 3, 4, 8), (256, 1024, 4096)  # the first row that is long enough to be split is taken
 _CALLS = 100
+_OF_ROWS = 2  # parts of an answer that have a row for every query: O and dQ
 
 
 @dataclass(frozen=True)
@@ -97,32 +98,27 @@ def batch(session: Session) -> None:
     for material, inputs in session.materials(Shape(keys=_KEYS)):
         first = slice(0, min(_ALONE, len(inputs.q)))
         single = [inputs.part(slice(at, at + 1)) for at in range(len(inputs.q))[first]]
-        some, alone = inputs.part(first), torch.cat([session.o(each) for each in single])
+        some, alone = inputs.part(first), [torch.cat(x) for x in zip(*map(session.answers, single), strict=False)]
         # Two sequences or more there are always, and the last is a neighbour of the others.
-        together, others = session.o(inputs), session.o(replace(inputs, v=_negated(inputs.v, slice(-1, None), 0)))
-        session.compare(f"among {len(inputs.q) - 1} others", material, alone, together[first], some)
-        of_each = zip(*map(session.gradients, single), strict=True)
-        of_all = [gradient[first] for gradient in session.gradients(inputs)]
-        session.compare_gradients(
-            f"among {len(inputs.q) - 1} others", material, [*map(torch.cat, of_each)], of_all, some
-        )
-        session.control("V of a neighbour negated", together[-1:], others[-1:])
+        together, others = session.answers(inputs), session.o(replace(inputs, v=_negated(inputs.v, slice(-1, None), 0)))
+        session.compare(f"among {len(inputs.q) - 1} others", material, alone, [x[first] for x in together], some)
+        session.control("V of a neighbour negated", together[0][-1:], others[-1:])
         rest = slice(0, -1)
-        session.compare("beside other numbers", material, together[rest], others[rest], inputs.part(rest))
+        session.compare("beside other numbers", material, [together[0][rest]], [others[rest]], inputs.part(rest))
         for keys in _NEIGHBOURS:
             beside = _beside(inputs, keys)
             if session.takes(beside):
-                session.compare(f"beside one of {keys} keys", material, alone, session.o(beside)[first], some)
+                session.compare(f"beside one of {keys} keys", material, alone, [session.o(beside)[first]], some)
         rows = inputs.q.shape[2]
         for queries in _ROWS:
             longer = _with_more(inputs, "q", queries - rows, session)
             if session.takes(longer):
                 o = session.o(longer)[first, :, :rows]
-                session.compare(f"padded to a neighbour's {queries} queries", material, alone, o, some)
+                session.compare(f"padded to a neighbour's {queries} queries", material, alone, [o], some)
             packed = _packed(inputs, _with_more(inputs, "q", queries, session).q[:1, :, rows:])
             if session.takes(packed):
                 o = _unpacked(session.o(packed), inputs.q.shape)[first]
-                session.compare(f"packed before one of {queries} queries", material, alone, o, some)
+                session.compare(f"packed before one of {queries} queries", material, alone, [o], some)
 
 
 def _packed(inputs: AttentionInputs, queries: Tensor) -> AttentionInputs:
@@ -162,18 +158,18 @@ def split(session: Session) -> None:
     in_splits = _splitting(session)
     keys = session.rows = session.rows or _long_enough(session, in_splits)
     for material, inputs in session.materials(Shape(keys=keys), share=SHARE * keys // _SPLIT_ROWS[0]):
-        whole, gradients = session.o(inputs, in_splits(1, keys)), session.gradients(inputs, in_splits(1, keys))
+        whole = session.answers(inputs, in_splits(1, keys))
         for number in _SPLITS:
-            words, in_parts = f"{number} splits of {keys} keys", in_splits(number, keys)
-            session.compare(words, material, whole, session.o(inputs, in_parts), inputs)
-            session.compare_gradients(words, material, gradients, session.gradients(inputs, in_parts), inputs)
+            in_parts = session.answers(inputs, in_splits(number, keys))
+            session.compare(f"{number} splits of {keys} keys", material, whole, in_parts, inputs)
 
 
 def _long_enough(session: Session, in_splits: Callable[[int, int], Kernel]) -> int:
     """The keys of the shortest rows that the kernel splits as it is told; if it splits none the fewest."""
     for keys in _SPLIT_ROWS:
         inputs = session.draw("cancelling", cancelling, Shape(keys=keys), share=_LONG)
-        whole, parts = (session.o(inputs, in_splits(number, keys)) for number in (1, _SPLITS[-1]))
+        kernels = (in_splits(number, keys) for number in (1, _SPLITS[-1]))
+        whole, parts = (session.answers(inputs, kernel, forward_alone=True)[0] for kernel in kernels)
         if keys == _SPLIT_ROWS[-1] or not torch.equal(whole, parts):
             break
     session.control(f"{_SPLITS[-1]} splits of {keys} keys whose V cancels", whole, parts)
@@ -207,19 +203,17 @@ def padding(session: Session) -> None:
             seen = _with_more(inputs, "k", more, session)
             padded = replace(seen, key_padding=(torch.arange(keys + more) < keys).expand(len(inputs.q), -1))
             if session.takes(inputs, padded):
-                o = session.o(padded)
-                words = f"{more} padded behind {keys} keys"
-                session.compare(words, material, session.o(inputs), o, inputs)
-                of_keys = [gradient[:, :, :keys] for gradient in session.gradients(padded)]
-                session.compare_gradients(words, material, session.gradients(inputs), of_keys, inputs)
-                session.control("the padded keys seen", o, session.o(seen))
+                answers = session.answers(padded)
+                of_keys = [x[:, :, :keys] for x in answers]  # O and dQ, of fewer rows, whole
+                session.compare(f"{more} padded behind {keys} keys", material, session.answers(inputs), of_keys, inputs)
+                session.control("the padded keys seen", answers[0], session.o(seen))
     for more in _MORE_QUERIES:
         for material, inputs in session.materials(Shape(keys=_KEYS)):
             longer = _with_more(inputs, "q", more, session)
             if session.takes(inputs, longer):
                 rows = inputs.q.shape[2]
                 o, added = session.o(longer), slice(rows, None)
-                session.compare(f"{more} more queries", material, session.o(inputs), o[:, :, :rows], inputs)
+                session.compare(f"{more} more queries", material, [session.o(inputs)], [o[:, :, :rows]], inputs)
                 other = session.o(replace(longer, q=_negated(longer.q, added, 2)))
                 session.control("other queries behind the end", o[:, :, added], other[:, :, added])
 
@@ -234,22 +228,32 @@ def memory(session: Session) -> None:
         "in a fused qkv buffer": Places.all(fused),
         "one element off alignment": Places.all(misaligned),
     }
+    as_contiguous = Places.all(lambda x: read_as_contiguous(transposed(x)))
     for material, inputs in session.materials(Shape(keys=_KEYS)):
-        contiguous = session.placed_o(inputs)
+        plain = _from(session, inputs, CONTIGUOUS)
         for words, places in views.items():
-            try:
-                o = session.placed_o(inputs, places)
-            except Exception as error:  # it says that it takes no such view, and computes nothing wrong
-                if session.cell.backend.poisoned():
-                    raise
-                session.refused[f"takes no such view: {type(error).__name__}: {error}"] = None
-            else:
-                session.compare(words, material, contiguous, o, inputs)
-        in_order, shuffled = _paged(inputs)
-        if session.takes(in_order, shuffled):
-            session.compare("pages in another order", material, session.o(in_order), session.o(shuffled), inputs)
-        as_contiguous = Places.all(lambda x: read_as_contiguous(transposed(x)))
-        session.control("the same storage in other strides", contiguous, session.placed_o(inputs, as_contiguous))
+            session.compare(words, material, plain, _from(session, inputs, places), inputs)
+        paged = _paged(inputs)
+        if session.takes(*paged):
+            in_order, shuffled = map(session.answers, paged)
+            session.compare("pages in another order", material, in_order, shuffled, inputs)
+        session.control("the same storage in other strides", plain[0], *session.placed(inputs, as_contiguous))
+        if plain[1:]:
+            other = session.placed(inputs, Places(do=as_contiguous.do), gradients=True)
+            session.control("dO's storage in other strides", plain[1], other[0])
+
+
+def _from(session: Session, inputs: AttentionInputs, places: Places) -> list[Tensor]:
+    """O and the gradients of a call whose arguments lie there, as far as the kernel takes them from there."""
+    answers: list[Tensor] = []
+    try:
+        for gradients in (False, True)[: 1 + session.kernel.has_backward]:
+            answers.extend(session.placed(inputs, places, gradients=gradients))
+    except Exception as error:  # it says that it takes no such view, and computes nothing wrong
+        if session.cell.backend.poisoned() or (places is CONTIGUOUS and not answers):
+            raise
+        session.refused[f"takes no such view: {type(error).__name__}: {error}"] = None
+    return answers
 
 
 def _paged(inputs: AttentionInputs) -> tuple[AttentionInputs, AttentionInputs]:
@@ -280,13 +284,12 @@ def _decode(session: Session, material: str, inputs: AttentionInputs) -> None:
         alone = [_of_rows(inputs, slice(keys - 1, keys), keys, causal=causal) for causal in (False, whole.causal)]
         if not session.takes(whole, alone[0]):
             continue
-        o = session.o(whole)
+        answers = session.answers(whole)
+        last = [x[:, :, -1:] for x in answers[:_OF_ROWS]]
         for single in alone if whole.causal and session.takes(alone[1]) else alone[:1]:
             words = f"one query of {keys} keys{', causal' if single.causal else ''}"
-            session.compare(words, material, o[:, :, -1:], session.o(single), single)
-            of_last = [gradient[:, :, -1:] for gradient in session.gradients(whole)[:1]]
-            session.compare_gradients(words, material, of_last, session.gradients(single), single)
-        _control_of_rows(session, whole, o, keys - 2)
+            session.compare(words, material, last, session.answers(single), single)
+        _control_of_rows(session, whole, answers[0], keys - 2)
         break
 
 
@@ -302,7 +305,7 @@ def chunks(session: Session) -> None:
     seeing = (slice(None), slice(None), slice(_PREFILL // 4, None))
     for material, inputs in session.materials(Shape(queries=_PREFILL, keys=_PREFILL), share=_LONG):
         for whole in _causal_or_not(session, inputs):
-            o: Tensor | None = None
+            answers: tuple[Tensor, ...] = ()
             some = _of_rows(whole, seeing[-1], _PREFILL, causal=whole.causal)
             for size in _CHUNKS:
                 ends = [min(start + size, _PREFILL) for start in range(0, _PREFILL, size)]
@@ -313,16 +316,14 @@ def chunks(session: Session) -> None:
                 ]  # fmt: skip
                 if not session.takes(whole, *parts):
                     continue
-                o = session.o(whole) if o is None else o
-                chunked = torch.cat([session.o(part) for part in parts], 2)
+                answers = answers or session.answers(whole)
+                of_parts = zip(*(session.answers(part)[:_OF_ROWS] for part in parts), strict=False)
                 # Rows that see a maximum, if there is one: the few keys before it may cancel.
-                words = f"in chunks of {size} queries"
-                session.compare(words, material, o[seeing], chunked[seeing], some)
-                dq = [gradient[seeing] for gradient in session.gradients(whole)[:1]]
-                of_parts = zip(*(session.gradients(part)[:1] for part in parts), strict=True)
-                session.compare_gradients(words, material, dq, [torch.cat(each, 2)[seeing] for each in of_parts], some)
-            if o is not None:
-                _control_of_rows(session, whole, o, _PREFILL - 2)
+                chunked = [torch.cat(each, 2)[seeing] for each in of_parts]
+                rows = [x[seeing] for x in answers[:_OF_ROWS]]
+                session.compare(f"in chunks of {size} queries", material, rows, chunked, some)
+            if answers:
+                _control_of_rows(session, whole, answers[0], _PREFILL - 2)
                 break
 
 
@@ -331,12 +332,10 @@ def repeat(session: Session) -> None:
     if session.cell.backend.repeats(session.kernel):
         raise CannotRunError("a second run could only have the same bits: one program runs after the other")
     for material, inputs in session.materials(Shape(keys=_KEYS)):
-        plain = least = (session.o(inputs), *session.gradients(inputs))
+        plain = least = session.answers(inputs)
         for _ in range(_CALLS - 1):
-            again = session.o(inputs), *session.gradients(inputs)
-            least = tuple(map(_less_alike, plain, least, again))
-        session.compare(f"{_CALLS} calls", material, plain[0], least[0], inputs)
-        session.compare_gradients(f"{_CALLS} calls", material, plain[1:], least[1:], inputs)
+            least = tuple(map(_less_alike, plain, least, session.answers(inputs)))
+        session.compare(f"{_CALLS} calls", material, plain, least, inputs)
         session.control("V negated", plain[0], session.o(replace(inputs, v=-inputs.v)))
 
 
@@ -349,7 +348,7 @@ KNOBS = (
     Knob("batch", "a sequence alone, and among neighbours of any length", batch, "vLLM issue 51902"),
     Knob("split", "a row's keys in another number of splits", split, "vLLM PR 58131"),
     Knob("padding", "more padded keys, or more queries, behind the end", padding),
-    Knob("memory", "q, k and v in other strides, or at an address that is not aligned", memory),
+    Knob("memory", "q, k, v and dO in other strides, or at an address that is not aligned", memory, version=3),
     Knob("decode", "one query alone, and as the last row of a prefill", decode, "vLLM issue 54035"),
     Knob("chunks", "the queries of a prefill in chunks", chunks),
     Knob("repeat", f"the same call {_CALLS} times", repeat),

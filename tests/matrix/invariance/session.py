@@ -2,8 +2,9 @@
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from numpy.random import Generator, Philox, SeedSequence
@@ -15,11 +16,11 @@ from tiebreak.kernels.external.call import CONTIGUOUS, Places
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.features import Feature
 from tiebreak.kernels.formats import Format, Formats
-from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.attribution import equal_bits
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.invariance.comparison import GRADIENTS, Comparison, O
+from tiebreak.matrix.invariance.comparison import GRADIENTS, PARTS, Comparison, O
 from tiebreak.matrix.invariance.materials import MATERIALS, Material
 from tiebreak.matrix.trial import failed_trial
 
@@ -101,20 +102,28 @@ class Session:
         """Whether the kernel says that it takes a feature."""
         return feature in self.kernel.takes
 
-    def o(self, inputs: AttentionInputs, kernel: Kernel | None = None) -> Tensor:
-        """O of a call, in fp32 on the host; of another kernel than the cell's, if one is given."""
-        return self.cell.backend.run(kernel or self.kernel, inputs, gradients=False).o.detach().float()
+    def o(self, inputs: AttentionInputs) -> Tensor:
+        """O of a call, in fp32 on the host."""
+        return self.answers(inputs, forward_alone=True)[0]
 
-    def gradients(self, inputs: AttentionInputs, kernel: Kernel | None = None) -> tuple[Tensor, ...]:
-        """dQ, dK and dV of a call, likewise; nothing of a kernel that gives none."""
-        kernel = kernel or self.kernel
-        if not kernel.has_backward:
-            return ()
-        given = self.cell.backend.run(kernel, inputs, gradients=True).gradients
-        return () if given is None else tuple(x.detach().float() for x in (given.dq, given.dk, given.dv))
+    def answers(
+        self, inputs: AttentionInputs, kernel: Kernel | None = None, *, forward_alone: bool = False
+    ) -> tuple[Tensor, ...]:
+        """O of a call and, if the kernel gives them, dQ, dK and dV, in fp32 on the host.
 
-    def placed_o(self, inputs: AttentionInputs, places: Places = CONTIGUOUS) -> Tensor:
-        """O of a call whose arguments lie elsewhere, and reach the kernel as they lie.
+        Args:
+            inputs: of the call.
+            kernel: another one than the cell's.
+            forward_alone: leave gradients out.
+        """
+        kernel, run = kernel or self.kernel, self.cell.backend.run
+        made = () if forward_alone or not kernel.has_backward else _gradients(run(kernel, inputs, gradients=True))
+        return tuple(x.detach().float() for x in (run(kernel, inputs, gradients=False).o, *made))
+
+    def placed(
+        self, inputs: AttentionInputs, places: Places = CONTIGUOUS, *, gradients: bool = False
+    ) -> tuple[Tensor, ...]:
+        """O of a call whose arguments lie elsewhere, and reach the kernel as they lie, or its gradients.
 
         Raises:
             Exception: whatever the kernel raises.
@@ -122,40 +131,38 @@ class Session:
         backend, kernel = self.cell.backend, self.kernel
         on_device = to_device(inputs, backend.device)
         if isinstance(kernel, UserKernel):
-            with backend.in_use(), kernel.caller.calling(gradients=False):
+            with backend.in_use(), kernel.caller.calling(gradients=gradients):
                 call = kernel.caller.call(on_device)
-                return call.restored(call.forward(call.placed(places, gradients=False))).cpu()
+                placed = call.placed(places, gradients=gradients)
+                made: tuple[Tensor, ...] = (call.forward(placed),)
+                if gradients:
+                    made = (call.backward(placed, made[0]) or ())[: len(GRADIENTS)]
+                return tuple(call.restored(x).cpu() for x in made)
         # A composed kernel computes on numbers in fp32, all others take them in their format.
         dtype = torch.float32 if kernel.composed else TORCH_DTYPES[self.fmt]
-        q, k, v = (
-            (place or torch.Tensor.clone)(x.to(dtype))
-            for place, x in ((places.q, on_device.q), (places.k, on_device.k), (places.v, on_device.v))
-        )
-        return self.cell.backend.run(kernel, replace(on_device, q=q, k=k, v=v), gradients=False).o.detach().float()
-
-    def compare_gradients(
-        self, change: str, material: str, before: Sequence[Tensor], after: Sequence[Tensor], inputs: AttentionInputs
-    ) -> None:
-        """The same of dQ, dK and dV, or of the first of these, where the kernel gives them."""
-        for part, plain, changed in zip(GRADIENTS, before, after, strict=False):
-            self.compare(change, material, plain, changed, inputs, part)
+        moved: dict[str, Any] = {
+            each.name: (getattr(places, each.name) or torch.Tensor.clone)(getattr(on_device, each.name).to(dtype))
+            for each in fields(places)
+        }
+        output = backend.run(kernel, replace(on_device, **moved), gradients=gradients)
+        return tuple(x.detach().float() for x in (_gradients(output) if gradients else (output.o,)))
 
     def compare(
-        self, change: str, material: str, before: Tensor, after: Tensor, inputs: AttentionInputs, part: str = O
+        self, change: str, material: str, before: Sequence[Tensor], after: Sequence[Tensor], inputs: AttentionInputs
     ) -> None:
         """Take down what two answers to one question differ in.
 
         Args:
             change: what was changed.
             material: what was put in.
-            before: O of the plain call.
-            after: the same rows of O of the changed one.
-            inputs: a call whose exact O is that of both.
-            part: a gradient's name, if it is one in the place of O.
+            before: O of the plain call and, as far as both have them, dQ, dK and dV.
+            after: the same rows of those of the changed one.
+            inputs: a call whose exact answer is that of both.
         """
-        name = ", ".join([change, material, *([] if part == O else [part])])
-        compared = Comparison.of(before, after, inputs, part)
-        self.comparisons[name] = self.comparisons[name].and_of(compared) if name in self.comparisons else compared
+        for part, plain, changed in zip(PARTS, before, after, strict=False):
+            name = ", ".join([change, material, *([] if part == O else [part])])
+            compared = Comparison.of(plain, changed, inputs, part)
+            self.comparisons[name] = self.comparisons[name].and_of(compared) if name in self.comparisons else compared
 
     def control(self, words: str, before: Tensor, after: Tensor) -> None:
         """Take down whether what must change O has; the first batch tells."""
@@ -166,3 +173,8 @@ class Session:
         """Whether a user's kernel is called once for every sequence, so that it never sees two."""
         kernel = self.kernel
         return isinstance(kernel, UserKernel) and "b" not in kernel.caller.convention.options.layout
+
+
+def _gradients(output: AttentionOutput) -> tuple[Tensor, ...]:
+    given = output.gradients
+    return () if given is None else (given.dq, given.dk, given.dv)
