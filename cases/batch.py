@@ -10,7 +10,7 @@ from tiebreak.cases.bounds import ErrorBounds, lost_of_o_bar, mean_slack
 from tiebreak.cases.errors import Yardstick
 from tiebreak.cases.gradient_bounds import GradientErrorBounds
 from tiebreak.cases.gradients import ExactGradients
-from tiebreak.kernels.inputs import AttentionInputs, descaled
+from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.reference import Reference
 
@@ -49,7 +49,7 @@ class Batch:
         NaN where V has one; Inf and -Inf in the place of both where a row sees no key.
         """
         hidden = self.inputs.hidden()
-        v = descaled(self.inputs.v.double(), self.inputs.v_descale)
+        v = self.inputs.whole_v.double()
         if hidden is None:
             least, largest = (self.inputs.expanded(of_keys(-2, keepdim=True)) for of_keys in (v.amin, v.amax))
         else:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.formats import FP32, Rounding
-from tiebreak.kernels.inputs import AttentionInputs, descaled
+from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import ALL_BF16, Cast, RoundingPlan, SinkEntry
 from tiebreak.kernels.quantization import Quantization
@@ -149,12 +149,12 @@ class ErrorBounds:
     @cached_property
     def values(self) -> Tensor:
         """|V|."""
-        return self.inputs.expanded(descaled(self.inputs.v.double(), self.inputs.v_descale).abs())
+        return self.inputs.expanded(self.inputs.whole_v.double().abs())
 
     @cached_property
     def _product_error(self) -> Tensor:
         """What the products and sums of Q K^T may err by in fp32."""
-        q, k = self.inputs.q.double(), descaled(self.inputs.k.double(), self.inputs.k_descale)
+        q, k = self.inputs.q.double(), self.inputs.whole_k.double()
         norms = q.norm(dim=-1, keepdim=True) * self.inputs.expanded(k.norm(dim=-1))[:, :, None, :]
         error: Tensor = norms.mul_((q.shape[-1] + 2) * FP32.unit_roundoff * self.inputs.scale)
         return error
@@ -192,7 +192,7 @@ class ErrorBounds:
             ds.clamp_(max=2 * self.inputs.softcap).add_(in_tanh * self.inputs.softcap)
         if self.inputs.bias is not None:  # which is divided by a factor, and that multiplied with, where alpha is left
             ds.add_(ref.s.abs(), alpha=_roundoff(plan.s)).add_(self.inputs.bias.abs(), alpha=2 * FP32.unit_roundoff)
-        if self.inputs.k_descale is not None:
+        if self.inputs.rescaled:
             ds.add_(raw.abs(), alpha=2 * FP32.unit_roundoff)
         return ds
 

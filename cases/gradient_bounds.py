@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tiebreak.cases.bounds import ErrorBounds
 from tiebreak.kernels.formats import FP32
-from tiebreak.kernels.inputs import descaled, sum_groups
+from tiebreak.kernels.inputs import sum_groups
 from tiebreak.kernels.kernel import Declaration
 
 
@@ -140,9 +140,9 @@ class GradientErrorBounds:
         dq = bound(ds_error, k, by_k, keys, inputs.scale)
         dk = bound(ds_error.transpose(-1, -2), q, by_q, queries, inputs.scale)
         dv = bound(p_error.transpose(-1, -2), do, by_do, queries, 1.0)
-        dk, dv = sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
+        of_keys = inputs.of_held(sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups))
         of_sink = None if inputs.sink is None else self._of_sink(declaration, l_error, from_o + from_p)
-        return (dq, descaled(dk, inputs.k_descale), descaled(dv, inputs.v_descale)), of_sink
+        return (dq, *of_keys), of_sink
 
     def _of_sink(self, declaration: Declaration, l_error: Tensor, delta_error: Tensor) -> Tensor:
         """|e_dSink| <= sum over rows of e_P |delta| + (P + e_P) e_delta + (u_out + n u32) P |delta|, P of the sink."""

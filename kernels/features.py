@@ -11,6 +11,8 @@ class Feature:
     words: str  # after "takes no", in the reason of a skip
     taken: str = ""  # what `takes` of a user's kernel calls it; empty: no such kernel takes it
     keywords: tuple[str, ...] = ()  # common parameters that it goes by as a value: `AttentionInputs.value_of` gives it
+    trains: bool = True  # whether K and V, as they are held, are what gradients can be of
+    in_fp32: bool = False  # whether its numbers are fp32 in a call of any format
 
 
 CAUSAL = Feature("causal", "causal mask", "causal")
@@ -41,9 +43,15 @@ BLOCK_MASK = Feature(
     "block mask", "block mask", "block_mask", ("blockmask", "base_blockmask", "block_sparse_mask", "block_size")
 )
 PAGES = Feature(
-    "pages", "paged keys", "pages", ("block_table", "block_tables", "page_table", "cache_seqlens", "seqused_k")
+    "pages",
+    "paged keys",
+    "pages",
+    ("block_table", "block_tables", "page_table", "cache_seqlens", "seqused_k"),
+    trains=False,
 )
-DESCALE = Feature("descale", "K and V in fp8 with descale factors", "descale", ("k_descale", "v_descale"))
+DESCALE = Feature(
+    "descale", "K and V in fp8 with descale factors", "descale", ("k_descale", "v_descale"), trains=False, in_fp32=True
+)
 HIDDEN_NAN = Feature("hidden NaN", "NaN at a key that a mask hides", "hidden_nan")
 MIXED_FORMATS = Feature("mixed formats", "operands or output in another format than its inputs")
 FEATURES = (
@@ -55,6 +63,9 @@ ALWAYS_GIVEN = frozenset({GROUPED, OWN_SCALE})
 
 # That speak of a key's place in the call: to put dummies in is to change what they mean.
 PLACED = frozenset({WINDOW, BIAS, LENGTHS, BLOCK_MASK, PAGES})
+
+# What hides scores and does nothing else: who is given a mask of them takes it all.
+MASKS = frozenset({CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, WINDOW, LENGTHS, BLOCK_MASK})
 
 # What kernels take that mask every score on its own. What is added above later does not belong in here: each kernel
 # that takes it declares so itself, and the others' cells are skipped.

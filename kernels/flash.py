@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tiebreak.kernels.arithmetic import Arithmetic, Noise
 from tiebreak.kernels.formats import FP32, Rounding
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, descaled, sum_groups
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
 from tiebreak.kernels.operands import LOG2_E, Operands, Scaled, cut, folds_scale
 from tiebreak.kernels.plans import Cast, DeltaSource, Exponential, RoundingPlan, SinkEntry, SumOf
 from tiebreak.kernels.shift_rules import ShiftRule
@@ -424,8 +424,7 @@ def backward(
         dq = dq * operands.scale
     if not plan.group_sums.narrows:
         dk, dv = sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
-    if inputs.k_descale is not None:  # what K and V hold is what gradients are of
-        dk, dv = (descaled(x, factors).float() for x, factors in ((dk, inputs.k_descale), (dv, inputs.v_descale)))
+    dk, dv = (x.to(dk.dtype) for x in inputs.of_held(dk, dv))
     dq, dk, dv = (
         arithmetic.cast(gradient, plan.gradients) if needed else gradient
         for gradient, needed in zip((dq, dk, dv), wanted, strict=True)

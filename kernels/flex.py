@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.features import BIAS, BLOCK_MASK, CAUSAL, COMMON, LENGTHS, SINK, SOFTCAP, VALUE_DIM, WINDOW
+from tiebreak.kernels.features import BIAS, CAUSAL, COMMON, LENGTHS, MASKS, SINK, SOFTCAP, VALUE_DIM, WINDOW
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, Kernel
@@ -27,7 +27,7 @@ _BLOCK = Block(queries=128, keys=128)
 _OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 _SHAPES = 256  # that one process may compile for; PyTorch's own limit is 8
 
-_TAKES = COMMON | {VALUE_DIM, WINDOW, SOFTCAP, SINK, BIAS, LENGTHS, BLOCK_MASK}
+_TAKES = COMMON | MASKS | {VALUE_DIM, SOFTCAP, SINK, BIAS}
 _OF_DISTANCE = frozenset({CAUSAL, WINDOW})  # masks that are a comparison of two places, in one sequence
 
 # (batch, head, query, key) -> whether the key is seen

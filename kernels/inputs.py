@@ -216,15 +216,20 @@ class AttentionInputs:
         longest = max(end - begin for begin, end in pairwise(begins))
         return longest if keyword.startswith("max") else torch.tensor(begins, dtype=torch.int32, device=device)
 
-    def pooled(self, x: Tensor) -> Tensor:
-        """K or V as a paged kernel gets it: (pages of the pool, key heads, page size, d), poison where no key lies."""
-        assert self.block_table is not None, "only the keys of a block table are paged"
+    def held(self, name: str) -> tuple[Tensor, torch.dtype]:
+        """K or V, by its name, as kernels get it, and in which format: in 8 bits, or in a pool of pages."""
+        held: Tensor = getattr(self, name)
+        dtype = torch.float8_e4m3fn if self.rescaled else TORCH_DTYPES[self.formats.inputs]
+        return (held if self.block_table is None else self._pooled(held, self.block_table)), dtype
+
+    def _pooled(self, x: Tensor, block_table: Tensor) -> Tensor:
+        """(pages of the pool, key heads, page size, d), poison where no key lies."""
         batch, key_heads, keys, d = x.shape
         pages = -(-keys // self.page_size)
         filled = pad(x, (0, 0, 0, pages * self.page_size - keys), value=self.poison)
         pool = x.new_full((self.pool_pages, key_heads, self.page_size, d), self.poison)
         by_page = filled.reshape(batch, key_heads, pages, self.page_size, d).transpose(1, 2)
-        pool[self.block_table.long().flatten()] = by_page.flatten(0, 1)
+        pool[block_table.long().flatten()] = by_page.flatten(0, 1)
         return pool
 
     @property
@@ -252,13 +257,32 @@ class AttentionInputs:
         """What every key head has, (batch, key heads, ...), repeated for its query heads, (batch, heads, ...)."""
         return x.repeat_interleave(self.groups, 1) if self.groups > 1 else x
 
+    @property
+    def rescaled(self) -> bool:
+        """Whether what K and V hold is multiplied by factors in every call."""
+        return self.k_descale is not None
+
+    @property
+    def whole_k(self) -> Tensor:
+        """What K stands for, (batch, key heads, keys, d), exact: in fp64 where factors go with what it holds."""
+        return _descaled(self.k, self.k_descale)
+
+    @property
+    def whole_v(self) -> Tensor:
+        """The same of V, (batch, key heads, keys, d of V)."""
+        return _descaled(self.v, self.v_descale)
+
+    def of_held(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of what K and V hold, from those of what they stand for."""
+        return _descaled(dk, self.k_descale), _descaled(dv, self.v_descale)
+
     def expanded_k(self) -> Tensor:
-        """K with every key head repeated for its query heads, (batch, heads, keys, d); exact: descaled, in fp64."""
-        return self.expanded(descaled(self.k, self.k_descale))
+        """`whole_k` with every key head repeated for its query heads, (batch, heads, keys, d)."""
+        return self.expanded(self.whole_k)
 
     def expanded_v(self) -> Tensor:
         """The same of V, (batch, heads, keys, d of V)."""
-        return self.expanded(descaled(self.v, self.v_descale))
+        return self.expanded(self.whole_v)
 
     def hidden(self) -> Tensor | None:
         """Bool, broadcastable to (batch, heads, queries, keys): True where a score is masked out; None if nowhere."""
@@ -348,7 +372,7 @@ class AttentionOutput:
     tiles: Tiles | None = None  # what a declared kernel's backward pass may use again, until it has run
 
 
-def descaled(x: Tensor, factors: Tensor | None) -> Tensor:
+def _descaled(x: Tensor, factors: Tensor | None) -> Tensor:
     """(batch, key heads, N, d) times descale factors (batch, key heads), exact in fp64; itself without any."""
     return x if factors is None else x.double() * factors.double()[..., None, None]
 

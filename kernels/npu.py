@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.features import BLOCK_MASK, CAUSAL, COMMON, LENGTHS, SINK, WINDOW
+from tiebreak.kernels.features import CAUSAL, COMMON, LENGTHS, MASKS, SINK, WINDOW
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Kernel
@@ -32,7 +32,7 @@ _TOKENS = ("pre_tokens", "next_tokens")
 _TOCKENS = ("pre_tockens", "next_tockens")  # so spelt by the training operators
 _PACKED = "TND"  # the layout of packed sequences
 _SINKS = ("sink", "learnable_sink")  # what operators call it; whether one has it, its schema tells
-_TAKES = COMMON | {WINDOW, BLOCK_MASK, LENGTHS, SINK}
+_TAKES = COMMON | MASKS | {SINK}
 
 Operator = Callable[..., Any]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.inputs import AttentionInputs, descaled, sum_groups
+from tiebreak.kernels.inputs import AttentionInputs, sum_groups
 
 _LARGE = 2**24  # elements of K of all query heads of an entry, beyond which its heads are computed one by one
 
@@ -127,5 +127,4 @@ def reference_gradients(inputs: AttentionInputs, ref: Reference) -> tuple[Tensor
     dq = inputs.scale * (ds @ k)
     dk = inputs.scale * (ds.transpose(-1, -2) @ inputs.q.double())
     dv = ref.p.transpose(-1, -2) @ do
-    dk, dv = sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
-    return dq, descaled(dk, inputs.k_descale), descaled(dv, inputs.v_descale)
+    return dq, *inputs.of_held(sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups))

@@ -16,18 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
-from tiebreak.kernels.features import (
-    BIAS,
-    BLOCK_MASK,
-    CAUSAL,
-    COMMON,
-    GROUPED,
-    LENGTHS,
-    OWN_SCALE,
-    VALUE_DIM,
-    WINDOW,
-    Feature,
-)
+from tiebreak.kernels.features import BIAS, CAUSAL, COMMON, GROUPED, MASKS, OWN_SCALE, VALUE_DIM, Feature
 from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import Compute, Declaration, Kernel
@@ -45,8 +34,8 @@ _EFFICIENT_BLOCK = Block(queries=64, keys=64)
 # Of V's own head dimension `missing_requirement` asks PyTorch. Without a mask, is_causal alone gives a causal one,
 # which is another where queries and keys are not as many.
 _WITHOUT_MASK = frozenset({CAUSAL, GROUPED, OWN_SCALE, VALUE_DIM})
-_WITH_MASK = COMMON | {VALUE_DIM, WINDOW, BIAS, LENGTHS, BLOCK_MASK}
-_MASKS = frozenset({"attn_mask", "attn_bias"})  # what operators call it
+_WITH_MASK = COMMON | MASKS | {VALUE_DIM, BIAS}
+_MASK_ARGUMENTS = frozenset({"attn_mask", "attn_bias"})  # what operators call it
 _FUSED_OPERATORS = "aten::_scaled_dot_product_"
 _COMPOSED_OPERATOR = "aten::_scaled_dot_product_attention_math"
 
@@ -69,7 +58,7 @@ class Implementation:
         if self.operator is None:
             return _WITH_MASK
         schema = getattr(torch.ops.aten, self.operator.removeprefix("aten::")).default._schema
-        return _WITH_MASK if _MASKS & {argument.name for argument in schema.arguments} else _WITHOUT_MASK
+        return _WITH_MASK if _MASK_ARGUMENTS & {argument.name for argument in schema.arguments} else _WITHOUT_MASK
 
 
 CPU_FLASH = Implementation(SDPBackend.FLASH_ATTENTION, "aten::_scaled_dot_product_flash_attention_for_cpu")

@@ -12,7 +12,7 @@ from torch import Tensor
 from tiebreak.kernels.external.conventions import ALWAYS, Convention
 from tiebreak.kernels.external.errors import ContractError, ShapeError
 from tiebreak.kernels.external.options import AUTOGRAD
-from tiebreak.kernels.features import ALWAYS_GIVEN, CAUSAL, DESCALE, PAGES, Feature
+from tiebreak.kernels.features import ALWAYS_GIVEN, CAUSAL, Feature
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
 
@@ -101,15 +101,13 @@ class Call:
     @property
     def _trains(self) -> bool:
         """Whether K and V are what gradients can be of: neither paged nor in 8 bits."""
-        return not {PAGES, DESCALE}.intersection(self.inputs.asks())
+        return all(feature.trains for feature in self.inputs.asks())
 
     def _held(self, name: str) -> Tensor:
         """q, K, V or dO as the kernel gets it: K and V in a pool of pages, or in 8 bits, where the inputs say so."""
-        x: Tensor = getattr(self.inputs, name)
-        if name not in ("k", "v"):
-            return self.laid(x)
-        held = x if self.inputs.block_table is None else self.inputs.pooled(x)
-        return self.laid(held, self._dtype if self.inputs.k_descale is None else torch.float8_e4m3fn)
+        if name in ("k", "v"):
+            return self.laid(*self.inputs.held(name))
+        return self.laid(getattr(self.inputs, name))
 
     @property
     def _letters(self) -> str:
@@ -204,8 +202,8 @@ class Call:
         return keywords
 
     def _given(self, feature: Feature, value: object) -> object:
-        """A value of a feature as kernels get it: numbers of a tensor in the format of q, descale factors in fp32."""
-        if feature == DESCALE or not isinstance(value, Tensor) or not value.is_floating_point():
+        """A value of a feature as kernels get it: numbers of a tensor in the format of q, unless they are fp32."""
+        if feature.in_fp32 or not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         return value.to(self._dtype)
 

@@ -11,16 +11,13 @@ from tiebreak.kernels.external.errors import LoadError
 from tiebreak.kernels.external.options import AUTOGRAD, NO_BACKWARD, KernelOptions
 from tiebreak.kernels.features import (
     BLIND_ROWS,
-    BLOCK_MASK,
     CAUSAL,
     FEATURES,
     GROUPED,
-    KEY_PADDING,
-    LENGTHS,
+    MASKS,
     OBLONG_CAUSAL,
     OWN_SCALE,
     VALUE_DIM,
-    WINDOW,
     Feature,
 )
 
@@ -70,10 +67,10 @@ class Convention:
     def conveyed(self) -> set[Feature]:
         """What its parameters can tell it."""
         features = {feature for feature, _ in self.values.values()}
-        if self.causal is not None or self.mask is not None:
+        if self.causal is not None:
             features |= {CAUSAL, OBLONG_CAUSAL}
         if self.mask is not None:
-            features |= {KEY_PADDING, BLIND_ROWS, WINDOW, LENGTHS, BLOCK_MASK}
+            features |= MASKS
         elif self.causal is not None and not self.causal_where_square:
             features.add(BLIND_ROWS)
         return features

@@ -242,7 +242,7 @@ def test_lengths_that_do_not_add_up_are_refused(lengths: Any, message: str) -> N
 
 def test_a_pool_of_pages_has_poison_wherever_no_key_lies() -> None:
     inputs = asking((PAGES,))
-    pool = inputs.pooled(inputs.k)
+    pool = inputs.held("k")[0]
     assert inputs.block_table is not None
     assert torch.equal(pool[inputs.block_table[1, 0]], inputs.k[1, :, :4])
     assert torch.equal(pool[inputs.block_table[0, 3], :, :1], inputs.k[0, :, 12:])
