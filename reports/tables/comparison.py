@@ -118,7 +118,9 @@ def platform_labels(runs: Sequence[Run], paths: Sequence[Path]) -> list[str]:
         level = run.platform["level"]
         # An emulated processor's level is its name.
         named = level == _NATIVE or run.platform.get("emulated")
-        labels.append(", ".join([run.platform["cpu"], *devices, *([] if named else [level])]))
+        cpu, machine = run.platform["cpu"], run.platform.get("machine", "")
+        processor = f"{machine} {cpu}" if run.platform.get("emulated") and machine not in cpu else cpu
+        labels.append(", ".join([processor, *devices, *([] if named else [level])]))
     for version in _VERSIONS:
         values = [run.platform.get(version) for run in runs]
         told = [f"{version} {value}" if value else "" for value in values]

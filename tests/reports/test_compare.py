@@ -186,6 +186,15 @@ def test_what_tells_platforms_of_one_processor_apart_is_in_their_labels(run: Mak
     ]
 
 
+def test_an_emulated_processor_is_named_with_its_architecture(run: MakeRun) -> None:
+    qemu = {"machine": "aarch64", "emulated": "QEMU", "level": "aarch64-max"}
+    runs = [run(platform=qemu | {"cpu": f"{name} (emulated processor)"}) for name in ("max", "aarch64")]
+    assert platform_labels(runs, [Path("a"), Path("b")]) == [
+        "aarch64 max (emulated processor)",
+        "aarch64 (emulated processor)",
+    ]
+
+
 def test_kernels_stand_with_the_users_first_then_the_named_then_the_composed_in_the_suites_order(
     run: MakeRun, record: Make
 ) -> None:

@@ -16,6 +16,7 @@ from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.reference import reference
 from tiebreak.programs.listing import claimed
 from tiebreak.reports.records import store
+from tiebreak.reports.records.order import kernel_places
 from tiebreak.reports.records.record import Record
 from tiebreak.reports.tables import marks
 
@@ -34,7 +35,9 @@ def pages(root: Path) -> Iterator[tuple[str, str]]:
         root: of the checkout.
     """
     records: dict[str, list[Record]] = {}
-    for record in store.read(root / _BASELINE).records:
+    baseline = store.read(root / _BASELINE)
+    places = kernel_places([baseline])
+    for record in sorted(baseline.records, key=lambda record: places[record.kernel]):
         records.setdefault(record.case, []).append(record)
     groups: dict[str, Sequence[Case | Snippet]] = {**GROUPS, GROUP: tuple(SNIPPETS.values())}
     yield "cases/index.md", _index(groups)
