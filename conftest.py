@@ -4,6 +4,7 @@ pyproject.toml loads the plug-ins: pytest refuses a conftest.py that does, where
 """
 
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -68,8 +69,16 @@ def _takes_seconds(item: pytest.Item) -> bool:
     return "pytester" in item.fixturenames or hasattr(item.module, "subprocess")
 
 
+@pytest.fixture(scope="session")
+def imported_once() -> None:
+    """What autograd imports with its first dO, sympy: pytester forgets what a run inside of a test imports."""
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
+
+
 @pytest.fixture
-def matrix(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
+def matrix(
+    imported_once: None, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., pytest.RunResult]:
     """Runs the matrix in a folder of its own, with these options of the command line.
 
     In this process, where torch has been imported, unless it is told to run `apart`.
