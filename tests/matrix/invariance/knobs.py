@@ -43,6 +43,7 @@ _PADDED = ((100, 1), (100, 28), (128, 64))  # keys, and how many padded ones beh
 _MORE_QUERIES = (1, 28)
 _MOST = 64  # of both
 _DECODED = (97, 128)  # keys that the last row sees: the second where a kernel takes no such first
+_DRAWN_ROWS = 4  # that are compared of a kernel that draws random bits: as many as a head has in other calls
 _PREFILL, _CHUNKS = 192, (64, 50)  # queries and keys; queries of a chunk
 _LONG = 8  # where rows are as many as keys, one in so many heads is drawn
 _SPLITS, _SPLIT_ROWS = (2, 3, 4, 8), (256, 1024, 4096)  # the first row that is long enough to be split is taken
@@ -280,17 +281,28 @@ def decode(session: Session) -> None:
 
 def _decode(session: Session, material: str, inputs: AttentionInputs) -> None:
     keys = inputs.k.shape[2]
-    for whole in _causal_or_not(session, inputs):
-        alone = [_of_rows(inputs, slice(keys - 1, keys), keys, causal=causal) for causal in (False, whole.causal)]
-        if not session.takes(whole, alone[0]):
+    # Random bits go by a row's place, so that two answers are two draws, and one row of a head tells little. Without a
+    # causal mask more rows see as many keys.
+    rows = range(keys - (_DRAWN_ROWS if session.draws else 1), keys)
+    last = slice(rows.start, rows.stop)
+    for whole in _causal_or_not(session, inputs)[-1 if session.draws else 0 :]:
+        alone = {causal: [_alone(inputs, row, causal=causal) for row in rows] for causal in (False, True)}
+        if not session.takes(whole, *alone[False]):
             continue
         answers = session.answers(whole)
-        last = [x[:, :, -1:] for x in answers[:_OF_ROWS]]
-        for single in alone if whole.causal and session.takes(alone[1]) else alone[:1]:
-            words = f"one query of {keys} keys{', causal' if single.causal else ''}"
-            session.compare(words, material, last, session.answers(single), single)
+        for causal in (False, True) if session.can(CAUSAL) and session.takes(*alone[True]) else (False,):
+            of_rows = [torch.cat(each, 2) for each in zip(*map(session.answers, alone[causal]), strict=False)]
+            words, some = f"one query of {keys} keys", _of_rows(inputs, last, keys, causal=False)
+            plain = [x[:, :, last] for x in answers[:_OF_ROWS]]
+            session.compare(f"{words}, causal" if causal else words, material, plain, of_rows, some)
         _control_of_rows(session, whole, answers[0], keys - 2)
         break
+
+
+def _alone(inputs: AttentionInputs, row: int, *, causal: bool) -> AttentionInputs:
+    """One query and all keys, with random bits of its own."""
+    single = _of_rows(inputs, slice(row, row + 1), inputs.k.shape[2], causal=causal)
+    return replace(single, noise_seed=inputs.noise_seed + row)
 
 
 def _control_of_rows(session: Session, whole: AttentionInputs, o: Tensor, row: int) -> None:
@@ -349,7 +361,7 @@ KNOBS = (
     Knob("split", "a row's keys in another number of splits", split, "vLLM PR 58131"),
     Knob("padding", "more padded keys, or more queries, behind the end", padding),
     Knob("memory", "q, k, v and dO in other strides, or at an address that is not aligned", memory, version=3),
-    Knob("decode", "one query alone, and as the last row of a prefill", decode, "vLLM issue 54035"),
+    Knob("decode", "one query alone, and as the last row of a prefill", decode, "vLLM issue 54035", version=3),
     Knob("chunks", "the queries of a prefill in chunks", chunks),
     Knob("repeat", f"the same call {_CALLS} times", repeat),
 )

@@ -18,7 +18,7 @@ from tiebreak.kernels.features import Feature
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
-from tiebreak.matrix.attribution import equal_bits
+from tiebreak.matrix.attribution import drawn, equal_bits
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.invariance.comparison import GRADIENTS, PARTS, Comparison, O
 from tiebreak.matrix.invariance.materials import MATERIALS, Material
@@ -101,6 +101,11 @@ class Session:
     def can(self, feature: Feature) -> bool:
         """Whether the kernel says that it takes a feature."""
         return feature in self.kernel.takes
+
+    @property
+    def draws(self) -> bool:
+        """Whether the kernel says that random bits enter its O."""
+        return self.kernel.declaration is not None and drawn(self.kernel.declaration)
 
     def o(self, inputs: AttentionInputs) -> Tensor:
         """O of a call, in fp32 on the host."""
