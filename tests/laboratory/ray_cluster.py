@@ -142,16 +142,23 @@ def connected(address: str | None, cpus: int | None = None) -> Iterator[Cluster]
         _check_answers(address)
     # Without "local" Ray would join whatever cluster was started here before.
     own: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False} if address is None else {}
+    token = "" if "RAY_AUTH_MODE" in os.environ else "; a cluster that asks for a token wants RAY_AUTH_MODE=token"
+    printing = ray._private.worker
+    printed, printing.print_to_stdstream = printing.print_to_stdstream, _unsaid
     try:
-        with warnings.catch_warnings(action="ignore"):  # that it does not answer is told once, below
-            ray.init(address or "local", **own, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        token = "" if "RAY_AUTH_MODE" in os.environ else "; a cluster that asks for a token wants RAY_AUTH_MODE=token"
-        raise UsageError(f"--on {address or 'ray'}: no connection: {first_line(error)}{token}") from None
-    try:
+        try:
+            with warnings.catch_warnings(action="ignore"):  # that it does not answer is told once, below
+                ray.init(address or "local", **own, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise UsageError(f"--on {address or 'ray'}: no connection: {first_line(error)}{token}") from None
         yield Cluster(ray)
     finally:
         ray.shutdown()
+        printing.print_to_stdstream = printed
+
+
+def _unsaid(data: object, ignore_prefix: bool) -> None:
+    """In the place of what prints the log of a node that died, with `log_to_driver` or without: its task says so."""
 
 
 def _check_answers(address: str) -> None:

@@ -1,5 +1,6 @@
 """A local Ray cluster of two nodes: the matrix on each, a sweep in which one dies; and what is no cluster."""
 
+import inspect
 import os
 import re
 import socket
@@ -107,6 +108,18 @@ def _sweep(local: Local, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = sweep.runs[-1]
     again = sweeping.run(tasks(parse(SWEEP), [one.place])[0])
     assert replace(again, seconds=0.0, platform={}) == replace(one, seconds=0.0, platform={})
+
+
+def test_the_log_of_a_node_that_died_is_not_printed(local: Local, capfd: pytest.CaptureFixture[str]) -> None:
+    from ray._private import worker
+
+    printing = worker.print_to_stdstream
+    data = {"lines": ["Raylet is terminated."], "pid": "raylet", "is_err": False}
+    assert "print_to_stdstream(" in inspect.getsource(worker.listen_error_messages)
+    with on_ray.connected(local.address):
+        worker.print_to_stdstream(data, ignore_prefix=False)
+    assert "Raylet is terminated" not in "".join(capfd.readouterr())
+    assert worker.print_to_stdstream is printing
 
 
 def test_kinds_are_told_apart_by_accelerator_and_labels() -> None:
