@@ -292,9 +292,14 @@ def _choice(key: str, value: str, known: Mapping[str, _Value]) -> _Value:
 
 def _renamed(plan: RoundingPlan, named: RoundingPlan) -> RoundingPlan:
     """The plan, called by the named one that it was made from and by what is otherwise."""
-    otherwise = {key: field for key, field in _FIELDS.items() if getattr(plan, field) != getattr(named, field)}
-    changes = [f",{key}={_text(key, getattr(plan, field))}" for key, field in otherwise.items()]
+    changes = [f",{key}={value}" for key, value in values_apart(named, plan).items()]
     return replace(plan, name="".join([named.name, *changes]))
+
+
+def values_apart(one: RoundingPlan, other: RoundingPlan) -> dict[str, str]:
+    """What another plan has, where it differs from one, as text has it: by key."""
+    differ = {key: field for key, field in _FIELDS.items() if getattr(one, field) != getattr(other, field)}
+    return {key: _text(key, getattr(other, field)) for key, field in differ.items()}
 
 
 def _text(key: str, value: object) -> str:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 from numpy.random import Generator, Philox
@@ -25,7 +26,7 @@ from tiebreak.matrix.candidates import candidates
 from tiebreak.matrix.identification.asking import Answer
 from tiebreak.matrix.identification.designed import DESIGNED
 from tiebreak.matrix.identification.identity import Identity, identify
-from tiebreak.matrix.identification.space import SLOW, changes, forward_alone, points_apart, text
+from tiebreak.matrix.identification.space import SLOW, changes, forward_alone, moves, points_apart, text
 from tiebreak.programs.resumable import add_options, read_parts, run_parts
 from tiebreak.reports.cli import INTERRUPTED, Parser, count
 
@@ -84,16 +85,19 @@ def _outcome(identity: Identity, truth: Declaration) -> str:
     truth = forward_alone(truth, BF16)
     if answer == truth:
         return FOUND
-    if all(_told(identity, answer, truth, point) for point in points_apart(answer, truth)):
+    if points_apart(answer, truth) <= _told(identity, answer, truth):
         return ALIKE
     return NEAR if all(_agree(answer, truth, seed) for seed in _SEEDS) else WRONG
 
 
-def _told(identity: Identity, answer: Declaration, truth: Declaration, point: str) -> bool:
-    """Whether what the truth has at a point is among what was said to be alike there."""
-    values = identity.alike.get(point, ())
-    alike = (other for change, other in changes(answer, BF16) if change.key == point and change.value in values)
-    return any(point not in points_apart(other, truth) for other in alike)
+def _told(identity: Identity, answer: Declaration, truth: Declaration) -> set[str]:
+    """The points at which the truth has what was said to be alike there."""
+    told: set[str] = set()
+    for change, other in chain(changes(answer, BF16), moves(answer, BF16)):
+        points = points_apart(answer, other)
+        if change.value in identity.alike.get(change.key, ()) and not points & points_apart(other, truth):
+            told |= points
+    return told
 
 
 def _agree(one: Declaration, other: Declaration, seed: int) -> bool:

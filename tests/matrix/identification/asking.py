@@ -50,6 +50,11 @@ class Answer:
         """The emulation's, with what plans share on this input."""
         return SharedEmulation(self.inputs)
 
+    @property
+    def tried(self) -> int:
+        """How many plans were held against it."""
+        return len(self._shares)
+
     def predicted(self, declaration: Declaration, arithmetic: Arithmetic | None = None) -> Tensor:
         """What a plan makes of the input."""
         _, _, queries, _ = self.inputs.q.shape

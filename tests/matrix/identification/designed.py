@@ -272,6 +272,12 @@ DESIGNED = (
         OWN,
         _normal(4, 16, 64, 128, size=1.5),
     ),
+    Designed(
+        "normal_96",
+        "formats of the scale and of the divisor: normal numbers, d = 96, whose root bf16 and fp16 round differently",
+        OWN,
+        _normal(4, 16, 64, 96, size=1.5),
+    ),
     Designed("own_scale", "the same: normal numbers, a scale of 0.3", OWN, _normal(4, 16, 64, _D, scale=0.3)),
     Designed(
         "many_equal_keys",

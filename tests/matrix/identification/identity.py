@@ -61,6 +61,8 @@ class Identity:
     bias: Mapping[str, Bias]  # by failure input
     asked: Mapping[str, tuple[str, str]]  # designed inputs by name: what each shows, and whose method it is
     refused: Mapping[str, str]  # inputs that it does not take, and why
+    tried: int = 0  # plans, held against one input each, up to the nearest
+    stopped: bool = False  # whether the search ended at its bound, and not where no change led on
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that JSON has."""
@@ -86,7 +88,8 @@ class Identity:
         inputs = f"{percent(self.share)} of bits on {counted(len(self.held_out), 'input')} that it was not chosen by"
         if self.plan is not None:
             return f"{self.kernel} follows {self.plan} ({inputs})"
-        return f"{self.kernel}: none known; nearest is {self.nearest} ({inputs})"
+        bound = f"; the search stopped at its bound, after {self.tried:,} trials of a plan" if self.stopped else ""
+        return f"{self.kernel}: none known; nearest is {self.nearest} ({inputs}){bound}"
 
     @property
     def explanation(self) -> Explanation:
@@ -140,7 +143,17 @@ def _identified(asked: Asked, seed: int, tell: Callable[[str], None]) -> Identit
     answers = list(asked.answers.values())
     eight_bits = [kernel.declaration for kernel in eight_bit_kernels() if kernel.declaration is not None]
     shown = [answer for answer in answers if answer.name not in OF_SUMS]
-    plan = Search(shown, fmt, [*on_device(asked.backend).values(), *eight_bits], tell).nearest()
+    search = Search(shown, fmt, [*on_device(asked.backend).values(), *eight_bits], tell)
+    nearest = search.nearest()
+    tried, stopped = search.tried, search.stopped
+    plan, alike = _settled(asked, answers, nearest, tell)
+    return replace(_identity(asked, answers, plan, alike, seed, tell), tried=tried, stopped=stopped)
+
+
+def _settled(
+    asked: Asked, answers: Sequence[Answer], plan: Declaration, tell: Callable[[str], None]
+) -> tuple[Declaration, Mapping[Change, Declaration]]:
+    """The plan that no change betters, the plainest of those that are like it, and what is."""
     rivals = Rivals(asked)
     for _ in range(_SWAPS):
         tell(f"holding {text(plan)} against its changes")
@@ -149,14 +162,14 @@ def _identified(asked: Asked, seed: int, tell: Callable[[str], None]) -> Identit
             break
         plan = better
     if _unexplained(answers, plan):  # what is like the nearest plan is not the kernel's either
-        return _identity(asked, answers, plan, {}, seed, tell)
+        return plan, {}
     alike = rivals.alike(plan)
     for _ in range(_SWAPS):
         plainest = min([plan, *alike.values()], key=plainness)
         if plainest == plan:
             break
         plan, alike = plainest, rivals.alike(plainest)
-    return _identity(asked, answers, plan, alike, seed, tell)
+    return plan, alike
 
 
 def _unexplained(answers: Sequence[Answer], plan: Declaration) -> dict[str, float]:

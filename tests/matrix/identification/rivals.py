@@ -1,6 +1,6 @@
 """Which plans nothing tells from the one found: every change of it, on inputs made until they part."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -8,12 +8,13 @@ from torch import Tensor
 
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.declarations import values_apart
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 from tiebreak.matrix.attribution import equal_bits
 from tiebreak.matrix.identification.asking import Answer, Asked
 from tiebreak.matrix.identification.designed import DESIGNED, LONG, OF_SUMS, Designed
-from tiebreak.matrix.identification.space import ALGORITHM, RULE, SLOW, TILE, Change, changes
+from tiebreak.matrix.identification.space import ALGORITHM, RULE, SLOW, TILE, Change, changes, moves
 
 _SEEDS = (1, 2)  # of further inputs, where the first of each kind do not part two plans
 # A coin gives 12 of 12 once in 4,096 times, and is 4.5 deviations ahead once in 300,000; a plan has a hundred rivals.
@@ -70,9 +71,18 @@ class Rivals:
         return None
 
     def alike(self, plan: Declaration) -> dict[Change, Declaration]:
-        """Changes that no input tells from the plan, or of which the kernel's bits do not say which it follows."""
+        """Changes that no input tells from the plan, or of which the kernel's bits do not say which it follows.
+
+        Two at once where they are like the plan together, and not each by itself.
+        """
+        alike = self._alike(plan, changes(plan, self.asked.fmt))
+        alone = {(point, value) for rival in alike.values() for point, value in _apart(plan, rival)}
+        pairs = ((change, rival) for change, rival in moves(plan, self.asked.fmt) if not _apart(plan, rival) <= alone)
+        return alike | self._alike(plan, pairs)
+
+    def _alike(self, plan: Declaration, rivals: Iterable[tuple[Change, Declaration]]) -> dict[Change, Declaration]:
         exact = all(answer.missed(plan) == 0.0 for answer in self._first(OF_SUMS))
-        duels = {change: (rival, *self.duel(plan, rival, change)) for change, rival in changes(plan, self.asked.fmt)}
+        duels = {change: (rival, *self.duel(plan, rival, change)) for change, rival in rivals}
         # Where the plan has all bits, one that the other lacks tells them apart; elsewhere it may be chance.
         return {
             change: rival
@@ -138,6 +148,10 @@ def _beats(ours: int, theirs: int) -> bool:
     """Whether that one has so many and the other so few is no chance: where bits are open, each is as likely."""
     ahead = ours - theirs
     return (not theirs and ours >= _ALL) or (ahead > 0 and ahead**2 >= _DEVIATIONS**2 * (ours + theirs))
+
+
+def _apart(plan: Declaration, rival: Declaration) -> set[tuple[str, str]]:
+    return set(values_apart(plan.plan, rival.plan).items())
 
 
 def left_open(answer: Answer, plan: Declaration) -> float:

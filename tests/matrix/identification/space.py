@@ -8,11 +8,12 @@ from itertools import permutations
 from typing import Any
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION, TILED, Algorithm
-from tiebreak.kernels.declarations import FORWARD, changed, parse_declaration, shortest, values_of
+from tiebreak.kernels.declarations import FORWARD, changed, parse_declaration, shortest, values_apart, values_of
 from tiebreak.kernels.flash import BLOCK, ONE_TILE, Block
 from tiebreak.kernels.formats import FP32, Format, Rounding
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.plans import FUSED, Cast, Exponential, RoundingPlan, SumOf
+from tiebreak.kernels.operands import folds_scale
+from tiebreak.kernels.plans import FUSED, PLANS, Cast, Exponential, RoundingPlan, SumOf
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.matrix.candidates import nameless
 
@@ -21,11 +22,13 @@ SINK = "sink"  # of inputs with a learned sink alone
 SLOW = "accumulator"  # tried last, and on few inputs: emulated, it takes ten times as long
 #: Keys of a tile; that of queries changes no row.
 TILES = (16, 32, 64, 128, 256, 512)
+_BLOCKS = (*(Block(size, size) for size in TILES), ONE_TILE)
 _ALGORITHMS: tuple[Algorithm, ...] = (STANDARD_ATTENTION, *TILED.values())
 _FORWARD = frozenset(FORWARD.values())
 _IN_A_ROW = (("qk", "s"), ("exp", "p_bar"), ("pv", "o_bar"))  # keys of casts that follow one another on one value
 _8_BITS = frozenset({"q8", "k8", "v8", "p8", "smooth_k"})
 _POSITIVE = ("scale", "divisor", "exp", "p_bar", "row_sum")
+_FP32 = Cast(FP32)
 _SAFE = SHIFT_RULES["safe"]
 
 
@@ -34,7 +37,7 @@ class Change:
     """One point of a plan, and what it is there."""
 
     key: str  # as --plan has it, or what it is that no field of a plan says
-    value: str
+    value: str  # the same; behind a comma, another point and what it is there
 
     def __str__(self) -> str:
         """As --plan has it, where it does."""
@@ -53,6 +56,10 @@ def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
     """
     algorithm, plan = declaration.algorithm, declaration.plan
     dead = {field.name for field in fields(plan)} - _FORWARD - {"name"} | algorithm.unused | {SINK}
+    if folds_scale(plan):
+        dead |= {"scale", "divisor"}
+    elif plan.divisor.narrows:
+        dead |= {"scale"}
     if not _clamps(plan):
         dead |= {"row_sum_of"} if plan.row_sum_of is SumOf.CLAMPED else set()
         dead |= {"offset"} if _range(plan, inputs) >= FP32.exponent_bits else set()  # a power of two is divided out
@@ -138,26 +145,51 @@ def _has_text(declaration: Declaration) -> bool:
     return True
 
 
-def moves(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
-    """Two changes at once, where one alone leads nowhere.
+def moves(declaration: Declaration, inputs: Format) -> Iterator[tuple[Change, Declaration]]:
+    """As `changes`, two at once, where one alone leads nowhere, or may look like the other.
 
-    One cast at another point, where it may look alike; one at the point before, and another in its place; base two,
-    contracted.
+    One cast at another point; one at the point before, and another in its place; of P, before or after l sums it; base
+    two, contracted.
     """
+    for other in _moves(declaration, inputs):
+        points = values_apart(declaration.plan, other.plan).items()
+        if len(points) < 2:  # what is put in its place does the same
+            continue
+        first, *others = points
+        yield Change(first[0], ",".join([first[1], *(f"{key}={value}" for key, value in others)])), other
+
+
+def _moves(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
     if not declaration.plan.contracted and not declaration.plan.exponential.base_two:
         with suppress(ValueError):  # two points exclude one another
             yield forward_alone(changed(changed(declaration, "base", "2"), "contract", "yes"), inputs)
-    keys = [key for key, field in FORWARD.items() if isinstance(getattr(declaration.plan, field), Cast) and key != "o"]
+    plan, rounded = declaration.plan, SumOf.ROUNDED
+    if "row_sum_of" not in declaration.algorithm.unused:
+        if plan.exp.narrows:
+            yield from _recast(declaration, inputs, {"exp": _FP32, "p_bar": plan.exp, "row_sum_of": rounded})
+        if plan.p_bar.narrows and plan.row_sum_of is rounded:
+            casts = {"exp": plan.p_bar, "p_bar": _FP32, "row_sum_of": SumOf.UNROUNDED}
+            yield from _recast(declaration, inputs, casts)
+    keys = [key for key, field in FORWARD.items() if isinstance(getattr(plan, field), Cast) and key != "o"]
     for key, other in permutations(keys, 2):
         cast = getattr(declaration.plan, FORWARD[key])
         if cast.narrows and FORWARD[other] not in declaration.algorithm.unused:
-            yield from _recast(declaration, inputs, {FORWARD[key]: Cast(FP32), FORWARD[other]: cast})
+            yield from _recast(declaration, inputs, {FORWARD[key]: _FP32, FORWARD[other]: cast})
     for first, second in _IN_A_ROW:
         cast = getattr(declaration.plan, FORWARD[second])
         if cast.narrows and FORWARD[first] not in declaration.algorithm.unused:
             for value in values_of(second, inputs):
                 with suppress(ValueError):
                     yield from _recast(changed(declaration, second, value), inputs, {FORWARD[first]: cast})
+
+
+def without_one(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
+    """It in fp32 at one of the points at which it is not, or without a shift rule, contraction or base of its own."""
+    plan, plain = declaration.plan, PLANS["fp32_inside"]
+    for field in _FORWARD - {"o", "accumulator"}:
+        if getattr(plan, field) != getattr(plain, field):
+            yield from _recast(declaration, inputs, {field: getattr(plain, field)})
+    yield forward_alone(replace(declaration, shift_rule=_SAFE), inputs)
 
 
 def _recast(declaration: Declaration, inputs: Format, casts: dict[str, Any]) -> Iterator[Declaration]:
@@ -168,11 +200,13 @@ def _recast(declaration: Declaration, inputs: Format, casts: dict[str, Any]) -> 
 
 def _all_changes(declaration: Declaration, inputs: Format) -> Iterator[tuple[Change, Declaration]]:
     plan = declaration.plan
+    tiled = declaration.algorithm.tiled
     for algorithm in _ALGORITHMS:
-        yield Change(ALGORITHM, algorithm.name), replace(declaration, algorithm=algorithm)
-    for size in TILES:
-        yield Change(TILE, str(size)), replace(declaration, block=Block(size, size))
-    yield Change(TILE, str(ONE_TILE)), replace(declaration, block=ONE_TILE)
+        for block in (declaration.block,) if tiled or not algorithm.tiled else _BLOCKS:
+            value = algorithm.name if tiled or not algorithm.tiled else f"{algorithm.name},{TILE}={block}"
+            yield Change(ALGORITHM, value), replace(declaration, algorithm=algorithm, block=block)
+    for block in _BLOCKS:
+        yield Change(TILE, str(block)), replace(declaration, block=block)
     for rule in SHIFT_RULES.values():
         yield Change(RULE, rule.name), replace(declaration, shift_rule=rule)
     for key, field in FORWARD.items():
