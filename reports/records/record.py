@@ -124,7 +124,9 @@ class Explanation:
     plans: tuple[str, ...]  # those that can't be told apart, the plainest first; where none explains it the nearest
     cells: Count  # that were compared
     share: Annotated[float, 0] | None = None  # of bits that agree with the first of the plans, mean over the cells
-    worst: Mapping[str, float] = field(default_factory=dict)  # cases that no plan explains, with the share, least first
+    worst: Mapping[str, float] = field(
+        default_factory=dict
+    )  # cases or shapes that it does not explain, with the share, least first
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ def explanation_text(explanation: Explanation) -> str:
     first, plans = explanation.plans[0] if explanation.plans else "none", explanation.plans
     if explanation.state == BEHAVES_LIKE:
         return f"behaves like {' or '.join(plans)} in {cells} (its random bits are its own)"
+    worst = [f"{case} {percent(share)}" for case, share in explanation.worst.items()]
+    named = ", ".join(worst[:_NAMED]) + (", ..." if len(worst) > _NAMED else "")
     agreed = f"{percent(explanation.share)} of bits in {cells}"
     if explanation.state == FOLLOWS:
-        return f"follows {first} ({agreed})"
+        return f"follows {first} ({agreed}{f', but not in {named}' if worst else ''})"
     if explanation.state == UNEXPLAINED:
-        worst = [f"{case} {percent(share)}" for case, share in explanation.worst.items()]
-        named = ", ".join(worst[:_NAMED]) + (", ..." if len(worst) > _NAMED else "")
         return f"unexplained: no known plan agrees; nearest is {first} with {agreed} ({named})"
     more = f" and {len(plans) - _PLANS} more" if len(plans) > _PLANS else ""
     return f"can't tell apart: {', '.join(plans[:_PLANS])}{more} on these cases ({agreed})"

@@ -25,6 +25,7 @@ from tiebreak.matrix.identification.designed import DESIGNED
 from tiebreak.matrix.identification.identity import UnidentifiedError, identify
 from tiebreak.matrix.identification.search import Search
 from tiebreak.matrix.identification.space import changes, forward_alone, text
+from tiebreak.reports.tables.plans import explanation_text
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +144,20 @@ def test_a_kernel_outside_of_the_space_has_no_plan(arithmetic: Arithmetic) -> No
     assert identity.plan is None
     assert "none known" in identity.headline
     assert identity.unexplained
+
+
+def test_a_plan_that_changes_with_the_shape_is_named_with_the_shape() -> None:
+    usual, of_many = (parse_declaration(plan) for plan in ("standard", "standard,p_bar=fp32"))
+
+    def compute(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
+        del gradients
+        return run_forward(of_many if inputs.q.numel() >= 2**18 else usual, inputs, arithmetic)
+
+    identity = identify(EMULATION, replace(composed("k", usual), compute=compute, declaration=None), BF16)
+    assert identity.plan == "standard"
+    assert {shape: other.plan for shape, other in identity.elsewhere.items()} == {"64 x 64 x 64": "standard,p_bar=fp32"}
+    assert identity.headline.endswith("its plan changes with the shape of the call")
+    assert "but not in 64 x 64 x 64" in explanation_text(identity.explanation)
 
 
 def test_a_kernel_that_is_not_deterministic_is_refused() -> None:

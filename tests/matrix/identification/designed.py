@@ -305,3 +305,10 @@ LONG = tuple(
     )
     for keys in (512, 1024)
 )
+#: Normal numbers in other shapes, in which a compiler may round elsewhere: by these no plan is chosen.
+SHAPES = tuple(
+    Designed(
+        f"{heads} x {rows} x {keys}", "heads x queries x keys of another shape", OWN, _normal(heads, rows, keys, _D)
+    )
+    for heads, rows, keys in ((1, 1, 128), (1, 16, 64), (64, 64, 64), (128, 1, 256), (8, 128, 512))
+)

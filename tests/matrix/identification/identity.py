@@ -14,10 +14,10 @@ from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel
 from tiebreak.kernels.roster import eight_bit_kernels
 from tiebreak.matrix.candidates import on_device
 from tiebreak.matrix.identification.asking import Answer, Asked, one_thread
-from tiebreak.matrix.identification.designed import DESIGNED, OF_SUMS
+from tiebreak.matrix.identification.designed import DESIGNED, OF_SUMS, SHAPES
 from tiebreak.matrix.identification.rivals import Rivals, left_open
 from tiebreak.matrix.identification.search import Search
-from tiebreak.matrix.identification.space import Change, named, plainness, text
+from tiebreak.matrix.identification.space import SLOW, Change, changes, named, plainness, text
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.trial import failed_trial
 from tiebreak.matrix.workbench import CaseBench
@@ -46,6 +46,14 @@ class Bias:
 
 
 @dataclass(frozen=True)
+class Elsewhere:
+    """A shape of calls in which the kernel does not follow its plan."""
+
+    share: float  # of bits that the plan has there
+    plan: str | None  # with one change, that it follows there; None: none is known
+
+
+@dataclass(frozen=True)
 class Identity:
     """What is known of a kernel's plan."""
 
@@ -61,6 +69,7 @@ class Identity:
     bias: Mapping[str, Bias]  # by failure input
     asked: Mapping[str, tuple[str, str]]  # designed inputs by name: what each shows, and whose method it is
     refused: Mapping[str, str]  # inputs that it does not take, and why
+    elsewhere: Mapping[str, Elsewhere]  # by heads x queries x keys, where the plan is another
     tried: int = 0  # plans, held against one input each, up to the nearest
     stopped: bool = False  # whether the search ended at its bound, and not where no change led on
 
@@ -78,6 +87,9 @@ class Identity:
                     yield f"  {what:27}{shares}"
         for point, values in self.alike.items():
             yield f"  not told apart: {point}={', '.join(values)}"
+        for shape, other in self.elsewhere.items():
+            name = other.plan or "no plan that is known"
+            yield f"  in {shape:24}{name}; the one above has {percent(other.share)} of bits"
         for name, bias in self.bias.items() if self.plan is not None else ():
             number = "not finite" if bias.mean is None else f"{bias.mean:+.3f} +- {bias.half_width:.3f} ulp"
             yield f"  on {name:24}{number}, {bias.verdict}"
@@ -87,7 +99,8 @@ class Identity:
         """One line."""
         inputs = f"{percent(self.share)} of bits on {counted(len(self.held_out), 'input')} that it was not chosen by"
         if self.plan is not None:
-            return f"{self.kernel} follows {self.plan} ({inputs})"
+            changes = "; its plan changes with the shape of the call" if self.elsewhere else ""
+            return f"{self.kernel} follows {self.plan} ({inputs}){changes}"
         bound = f"; the search stopped at its bound, after {self.tried:,} trials of a plan" if self.stopped else ""
         return f"{self.kernel}: none known; nearest is {self.nearest} ({inputs}){bound}"
 
@@ -95,7 +108,8 @@ class Identity:
     def explanation(self) -> Explanation:
         """As runs have it."""
         if self.plan is not None:
-            return Explanation(FOLLOWS, (self.plan,), len(self.held_out), self.share)
+            elsewhere = {shape: other.share for shape, other in self.elsewhere.items()}
+            return Explanation(FOLLOWS, (self.plan,), len(self.held_out), self.share, elsewhere)
         worst = dict(sorted({**self._short, **{name: 1 - share for name, share in self.unexplained.items()}}.items()))
         return Explanation(UNEXPLAINED, (self.nearest,), len(self.held_out), self.share, worst)
 
@@ -211,7 +225,23 @@ def _identity(
         bias=_biases(declaration, asked.fmt, seed) if follows else {},
         asked={each.name: (each.shows, each.method) for each in DESIGNED if each.name in asked.answers},
         refused=asked.refused | refused,
+        elsewhere=_elsewhere(asked, plan, tell) if follows else {},
     )
+
+
+def _elsewhere(asked: Asked, plan: Declaration, tell: Callable[[str], None]) -> dict[str, Elsewhere]:
+    """The shapes in which a kernel does not follow its plan, and what it follows there."""
+    others = {}
+    for designed in SHAPES:
+        tell(f"asking {designed.name}")
+        answer = asked.ask(designed.name, designed.make(asked.fmt))
+        if answer is None or answer.missed(plan) <= 1.0 - FOLLOWED:
+            continue
+        rivals = [rival for change, rival in changes(plan, asked.fmt) if change.key != SLOW]
+        nearest = min(rivals, key=answer.missed)
+        known = answer.missed(nearest) <= 1.0 - FOLLOWED
+        others[designed.name] = Elsewhere(1.0 - answer.missed(plan), text(nearest) if known else None)
+    return others
 
 
 def _binding(name: str) -> bool:
