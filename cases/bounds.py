@@ -196,6 +196,11 @@ class ErrorBounds:
             ds.add_(raw.abs(), alpha=2 * FP32.unit_roundoff)
         return ds
 
+    def of_slope(self, declaration: Declaration) -> Tensor | float:
+        """Bound on the error of a soft cap's slope 1 - (s / c)^2, which dS is multiplied by; 0 without one."""
+        cap = self.inputs.softcap
+        return (self.of_scores(declaration) * (2.0 / cap)).clamp(max=1.0) if cap else 0.0
+
     def of_probabilities(self, declaration: Declaration) -> Tensor:
         """Bound on |dP| for every P, fp64, (batch, heads, queries, keys)."""
         ref, plan = self.ref, declaration.plan.in_formats(self.inputs.formats)

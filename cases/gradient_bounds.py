@@ -124,7 +124,7 @@ class GradientErrorBounds:
         from_o = (self._factors[2] * self.forward.of(declaration)).sum(-1, keepdim=True) + self._delta_rounding
         from_p = (p_error * self._dp.abs() + ref.p * dp_error).sum(-1, keepdim=True)
         both = dp_error + from_o + from_p
-        relative = unit + self._of_slope(declaration)
+        relative = unit + self.forward.of_slope(declaration)
         ds_error = p_error * (self._centred + both) + ref.p * (both + relative * self._centred) + self._lost
         queries, keys = ref.p.shape[-2:]
 
@@ -154,11 +154,6 @@ class GradientErrorBounds:
         bound: Tensor = error.sum((0, 2, 3)) + inputs.formats.output.smallest_subnormal
         return bound.nan_to_num(nan=torch.inf)
 
-    def _of_slope(self, declaration: Declaration) -> Tensor | float:
-        """Bound on the error of a soft cap's slope 1 - (s / c)^2, which dS is multiplied by."""
-        cap = self.forward.inputs.softcap
-        return (self.forward.of_scores(declaration) * (2.0 / cap)).clamp(max=1.0) if cap else 0.0
-
     def _norms(self, declaration: Declaration, p_error: Tensor) -> tuple[float, float, float]:
         """Bounds on the Frobenius norms.
 
@@ -171,7 +166,7 @@ class GradientErrorBounds:
         inputs, ref, unit = self.forward.inputs, self.forward.ref, self._unit
         of_sink = self.forward.of_sink(declaration)
         row = p_error.square().sum(-1, keepdim=True) + of_sink**2  # squared error of l
-        relative = unit**2 + self._of_slope(declaration) ** 2
+        relative = unit**2 + self.forward.of_slope(declaration) ** 2
         o_error = (p_error.square() @ self.forward.values.square() + row * ref.o.square()).sqrt()
         o_error = o_error + 2 * inputs.formats.output.unit_roundoff * ref.o.abs()
         delta_error = (self._factors[2] * o_error).sum(-1, keepdim=True) + self._delta_rounding

@@ -452,7 +452,7 @@ class _Tape:
         assert self.output.lse is not None, "the forward pass must return its log-sum-exp"
         lse = self.output.lse[:, :, rows]
         shift = self._shift[:, :, rows] if self._unnormalised else lse
-        if self.plan.scaled_k.narrows and not self.operands.softcap and self.operands.bias is None:
+        if self.plan.scaled_k.narrows and self.operands.unchanged:
             s = self.operands.masked(
                 self.product(self.operands.q[:, :, rows], self._scaled_k[:, :, keys].mT), rows, keys
             )
@@ -515,9 +515,7 @@ class _Tape:
         ds = p * (self.dp(rows, keys) - (delta / self._l[:, :, rows] if self._unnormalised else delta))
         if self.plan.shift_attached:
             ds = self._through_maximum(ds, rows, keys, delta)
-        if self.operands.softcap:
-            ds = ds * self.operands.slope(rows, keys)
-        ds = self.arithmetic.cast(ds, self.plan.ds)
+        ds = self.arithmetic.cast(self.operands.of_products(ds, rows, keys), self.plan.ds)
         scaled = self.plan.scaled_ds
         return self.arithmetic.cast(ds * self.operands.scale, scaled) if scaled.narrows else ds
 

@@ -163,10 +163,17 @@ class Operands:
             return self.arithmetic.tanh(s * torch.tensor(self.scale / self.softcap).item())
         return self.arithmetic.cast(self.softcap * self.arithmetic.tanh(s / self.softcap), self.plan.s)
 
-    def slope(self, rows: slice, keys: slice) -> Tensor:
-        """The derivative of one tile's capped scores by what they were before: 1 - tanh^2."""
+    @property
+    def unchanged(self) -> bool:
+        """Whether scores are the products times alpha, and nothing else is made of these."""
+        return not self.softcap and self.bias is None
+
+    def of_products(self, ds: Tensor, rows: slice, keys: slice) -> Tensor:
+        """What dS of one tile is for the products that its scores are made of: of capped ones 1 - tanh^2 times it."""
+        if not self.softcap:
+            return ds
         s = self._scores(rows, keys)
-        return 1.0 - (s if folds_scale(self.plan) else s / self.softcap).square()
+        return ds * (1.0 - (s if folds_scale(self.plan) else s / self.softcap).square())
 
     def with_sink(self, s: Tensor, logit: float) -> Tensor:
         """Scores of some rows and, behind them, the sink as one more, where there is one.
