@@ -9,12 +9,12 @@ from tiebreak.reports.names import matching, none_named, split, unknown
 from tiebreak.reports.records.record import Run
 
 # Flag, named as pytest's own, and the field of a record that it filters by.
-_FILTERS = {"backend": "backend", "kernels": "kernel", "cases": "case"}
+FILTERS = {"backend": "backend", "kernels": "kernel", "cases": "case"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The filters of `show` and `compare`."""
-    for flag, field in _FILTERS.items():
+    for flag, field in FILTERS.items():
         parser.add_argument(f"--{flag}", metavar="NAMES", help=f"{field}s to show; a comma list, globs allowed")
 
 
@@ -25,7 +25,7 @@ def narrowed(runs: Sequence[Run], options: argparse.Namespace, only: str | None 
         UsageError: a name fits no record of any run.
     """
     records = chosen = [record for run in runs for record in run.records]
-    for flag, field in _FILTERS.items():
+    for flag, field in FILTERS.items():
         if (names := getattr(options, flag)) is not None:
             wanted = pick(flag, field, names, list(dict.fromkeys(getattr(record, field) for record in records)))
             chosen = [record for record in chosen if getattr(record, field) in wanted]

@@ -24,6 +24,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     files = [Path(each) for each in options.what if each.endswith((".json", ".json.gz")) or Path(each).is_file()]
     if not files:
+        if given := next((flag for flag in selection.FILTERS if getattr(options, flag) is not None), None):
+            raise UsageError(f"--{given}: it narrows what a file of records says; name one")
         print("\n\n".join("\n".join(_lines(rule)) for rule in _named(options.what)))
         return HELD
     if len(options.what) > 1:

@@ -91,6 +91,7 @@ def test_the_list_has_formula_and_source_of_every_rule(capsys: pytest.CaptureFix
     [
         (["flash_atention_3"], "unknown rule 'flash_atention_3': did you mean flash_attention_2 or flash_attention_3?"),
         (["missing.json"], "missing.json"),
+        (["vllm", "--cases", "random"], "--cases: it narrows what a file of records says; name one"),
         (["{unasked}"], "no rule was asked of its cells; run the matrix, or `tiebreak check`, with --rules"),
         (["{unasked}", "vllm"], "give one file of records alone"),
     ],
