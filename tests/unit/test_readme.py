@@ -20,6 +20,7 @@ from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.programs.pages import tie
@@ -157,6 +158,19 @@ def test_your_kernel_follows_the_plan_that_the_command_names(tmp_path: Path) -> 
     assert record.outcome == HELD, record.reasons
     fits = record.evidence["fits"]
     assert fits["flash@paper"].bits == max(fit.bits for fit in fits.values()) == 1.0
+
+
+def test_your_kernel_has_as_many_cells_as_the_readme_says(tmp_path: Path) -> None:
+    file = tmp_path / "my_attention.py"
+    file.write_text(snippet(README, YOURS), encoding="utf-8")
+    chosen, _ = cells(Selection(backends="cpu", kernel=(f"{file}:attention",)))
+    own = [cell for cell in chosen if cell.kernel.name == "attention"]
+    assert f"All {len(own)} cells" in prose(README)
+    # Fewer are tried: a case of what the kernel does not take is skipped.
+    failing = sum(isinstance(cell.experiment, Call) and cell.experiment.case.failure for cell in own)
+    shown = re.search(r"biased on \d+ of (\d+) failure inputs", README.read_text(encoding="utf-8"))
+    assert shown is not None
+    assert 0 <= failing - int(shown[1]) <= 1
 
 
 def test_the_decorator_of_the_page_is_read(tmp_path: Path) -> None:
