@@ -124,9 +124,7 @@ class Explanation:
     plans: tuple[str, ...]  # those that can't be told apart, the plainest first; where none explains it the nearest
     cells: Count  # that were compared
     share: Annotated[float, 0] | None = None  # of bits that agree with the first of the plans, mean over the cells
-    worst: Mapping[str, float] = field(
-        default_factory=dict
-    )  # cases or shapes that it does not explain, with the share, least first
+    worst: Mapping[str, float] = field(default_factory=dict)  # cases, or shapes, that it fails, with the share
 
 
 @dataclass(frozen=True)
@@ -276,11 +274,16 @@ EVIDENCE = ByName(
 DRAWN = frozenset({"trace", "histogram", "series"})  # evidence that is there to be drawn alone
 
 
+def record_id(backend: str, kernel: str, case: str, fmt: str) -> str:
+    """The name of a cell, and of its record: `backend-kernel-case-format`, as pytest shows it."""
+    return f"{backend}-{kernel}-{case}-{fmt}"
+
+
 @dataclass(frozen=True)
 class Record:
     """The result of one cell: backend x kernel x case x format."""
 
-    id: str
+    id: str  # as of record_id
     backend: str
     kernel: str
     case: str

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date
 
 from tiebreak.reports.records.order import grouped
-from tiebreak.reports.records.record import SKIPPED, Record, Run, outcome_of
+from tiebreak.reports.records.record import SKIPPED, Record, Run, outcome_of, record_id
 from tiebreak.reports.statement.folder import SUITE, Profile, Waiver, users_kernels, waived
 
 _OF_THE_MOMENT = frozenset({"fingerprint", "memory_gib", "cores"})  # what may differ between runs of one platform
@@ -94,7 +94,7 @@ def _missing(runs: Sequence[Run], profile: Profile) -> Iterator[str]:
     """Cells that must be there: of the suite's kernels, and of every other kernel that has a record."""
     there = {record.id for run in runs for record in run.records}
     for backend, kernel, case in _asked(runs, profile):
-        name = f"{backend}-{kernel}-{case}-{profile.format}"
+        name = record_id(backend, kernel, case, profile.format)
         if name not in there:
             yield f"missing: {name}, which profile {profile.name} asks for"
 

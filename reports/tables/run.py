@@ -7,7 +7,7 @@ from itertools import product
 
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records.order import grouped, kernel_places
-from tiebreak.reports.records.record import OUTCOMES, Record, Run
+from tiebreak.reports.records.record import OUTCOMES, Record, Run, record_id
 from tiebreak.reports.tables.grids import aside, broken, grid_text
 from tiebreak.reports.tables.marks import LEGEND, cell_text
 from tiebreak.reports.tables.plans import explanation_text
@@ -31,7 +31,7 @@ def _grids(
     cells |= {
         (kernel, case): "not run"
         for kernel, case in product(kernels, cases)
-        if f"{backend}-{kernel}-{case}-{fmt}" in not_run
+        if record_id(backend, kernel, case, fmt) in not_run
     }
     parts = []
     for start in range(0, len(kernels), columns):

@@ -11,7 +11,7 @@ from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.result import Result
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records.record import CaseRecord, ExperimentRecord
+from tiebreak.reports.records.record import CaseRecord, ExperimentRecord, record_id
 
 Pair = tuple[Backend, Kernel]
 
@@ -141,8 +141,8 @@ class Cell:
 
     @property
     def id(self) -> str:
-        """`backend-kernel-case-format`, as pytest shows it."""
-        return f"{self.backend.name}-{self.kernel.name}-{self.experiment.name}-{self.fmt.name}"
+        """As of its record."""
+        return record_id(self.backend.name, self.kernel.name, self.experiment.name, self.fmt.name)
 
 
 @dataclass(frozen=True)
