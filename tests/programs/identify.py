@@ -15,7 +15,7 @@ from tiebreak.matrix.identification.identity import Identity, UnidentifiedError,
 from tiebreak.matrix.raised import raised
 from tiebreak.matrix.selection import Selection, SelectionError, matching_backends
 from tiebreak.reports import terminal
-from tiebreak.reports.cli import FELL, HELD, Parser, count
+from tiebreak.reports.cli import FELL, HELD, USAGE, Parser, count
 from tiebreak.reports.errors import UsageError
 
 SCHEMA = 1  # of what --json writes
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     """The verb `identify`; see `tiebreak.reports.cli.main`.
 
     Returns:
-        0 if a plan is known of every kernel, 1 if none is of one, 2 on bad usage.
+        0 if a plan is known of every kernel, 1 if none is of one, 2 on bad usage, or where one can't be asked.
     """
     options = _parser().parse_args(arguments)
     backends = _backends(options)
@@ -49,7 +49,9 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         parts = {"schema": SCHEMA, "identities": [each.as_dict() for each in identities], "failures": failures}
         print(json.dumps(parts, indent=2, allow_nan=False))
-    return FELL if failures or any(identity.plan is None for identity in identities) else HELD
+    if failures:
+        return USAGE
+    return FELL if any(identity.plan is None for identity in identities) else HELD
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Find the rounding plan that a kernel follows, from its outputs on designed inputs: its algorithm"
         " and tiles, the format and mode of each rounding point, what stays open, and what such a plan does where"
         " rounding is known to fail.",
-        epilog="exit codes: 0 a plan is known, 1 none is, 2 bad usage",
+        epilog="exit codes: 0 a plan is known, 1 none is, 2 bad usage, or a kernel that can't be asked",
     )
     parser.add_argument("targets", nargs="+", metavar="TARGET", help=EXPECTED.removeprefix("expected "))
     parser.add_argument("--backend", default="cpu", metavar="NAME", help="where they run (default: cpu)")

@@ -135,7 +135,7 @@ def identify(
         tell: how far it is.
 
     Raises:
-        UnidentifiedError: it does not give the same bits twice, or takes too few of the inputs.
+        UnidentifiedError: it does not give the same bits twice, nothing finite, or takes too few of the inputs.
         Exception: whatever it raises on inputs that it should take.
     """
     asked = Asked(backend, kernel, fmt)
@@ -155,6 +155,8 @@ def _identified(asked: Asked, seed: int, tell: Callable[[str], None]) -> Identit
     if unsteady := next((name for name, answer in asked.answers.items() if not asked.repeats(answer)), None):
         raise UnidentifiedError(f"it is not deterministic: two calls on {unsteady} differ, and bits name no plan")
     answers = list(asked.answers.values())
+    if not any(answer.o.isfinite().any() for answer in answers):
+        raise UnidentifiedError(f"nothing that it returns is finite, of {counted(len(answers), 'input')} that are")
     eight_bits = [kernel.declaration for kernel in eight_bit_kernels() if kernel.declaration is not None]
     shown = [answer for answer in answers if answer.name not in OF_SUMS]
     search = Search(shown, fmt, [*on_device(asked.backend).values(), *eight_bits], tell)

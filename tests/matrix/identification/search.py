@@ -9,12 +9,14 @@ from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator
 from tiebreak.matrix.identification.asking import Answer
-from tiebreak.matrix.identification.space import SLOW, changes, forward_alone, moves, without_one
+from tiebreak.matrix.identification.space import SLOW, changes, forward_alone, hiding, moves, ruled, without_one
 
 _FEW = 3  # plans that lead on where the best one does not
 _LOST = 1e-3  # share of bits, on an input, below which a miss counts as none: fp32's order of summation
 # Plans held against one input, after which a search ends. Those of the study that were found took 9,000 at most.
 _MOST = 20_000
+_HIDDEN = 0.5  # share of the largest cost above which a plan shows nothing of the kernel's
+_RACE, _AHEAD = 4, 0.98  # inputs after which one of two changes at once must cost so much less than the plan
 _ENOUGH = 0.7  # cost at which nothing is left to find: one input is missed by as much as counts as none
 
 
@@ -29,24 +31,35 @@ class Search:
     costs: dict[Declaration, float] = field(default_factory=dict)  # of plans that were tried on all answers
     _shown: dict[str, list[float]] = field(default_factory=dict)  # by input: costs of plans there, their number
 
-    def cost(self, declaration: Declaration, least: float = math.inf) -> float:
+    def cost(self, declaration: Declaration, least: float = math.inf, than: Declaration | None = None) -> float:
         """How far a plan is from all bits: 0 is none; counted on until it is `least` or more.
 
         The sum over inputs of the logarithm of what it misses: an input that a plan explains wholly outweighs one that
         it explains better, so that points are found one by one, by the inputs that show them.
+
+        Args:
+            declaration: as `forward_alone` gives it.
+            least: from which on it does not matter how much more it is.
+            than: another, which it must be ahead of after a few inputs; where nothing shows, clearly so.
         """
         if declaration in self.costs:
             return self.costs[declaration]
-        cost = 0.0
-        for answer in sorted(self.answers, key=self._tells, reverse=True):
-            here = math.log1p(answer.missed(declaration) / _LOST)
+        cost = level = 0.0
+        for number, answer in enumerate(sorted(self.answers, key=self._tells, reverse=True)):
+            here = _cost(answer, declaration)
             shown = self._shown.setdefault(answer.name, [0.0, 0.0])
             shown[:] = shown[0] + here, shown[1] + 1.0
             cost += here
-            if cost >= least:
-                return cost
+            level += 0.0 if than is None or number >= _RACE else _cost(answer, than)
+            behind = cost > (_AHEAD * level if self._hidden(self.costs[than]) else level) if than is not None else False
+            if cost >= least or (number == _RACE - 1 and behind):
+                return math.inf
         self.costs[declaration] = cost
         return cost
+
+    def _hidden(self, cost: float) -> bool:
+        """Whether that is so much that the plan shows nothing of the kernel's."""
+        return cost > _HIDDEN * len(self.answers) * math.log1p(1.0 / _LOST)
 
     def _tells(self, answer: Answer) -> float:
         """What plans cost there on the average: an input that tells them apart settles most of them by itself."""
@@ -68,13 +81,15 @@ class Search:
         starts = [forward_alone(known, self.fmt) for known in self.known]
         self._try(starts, _FEW)
         self._cast_o(starts)
+        if self._hidden(self._best()[1]):
+            self._try(hiding(self.fmt), _FEW)
         for patience in (1, _FEW):
             self._climb(patience)
             self._add_up()
-        # A point that was taken for another stands in the way of the one that it is.
-        while self._best()[1] >= _ENOUGH and not self.stopped and self._replace_one():
-            self._climb(1)
-            self._add_up()
+            # A point that was taken for another stands in the way of the one that it is.
+            while self._best()[1] >= _ENOUGH and not self.stopped and self._replace_one():
+                self._climb(1)
+                self._add_up()
         return self._best()[0]
 
     def _cast_o(self, starts: Sequence[Declaration]) -> None:
@@ -93,7 +108,8 @@ class Search:
             self.tell(f"{len(expanded)} changes, {len(self.costs)} plans tried on all inputs")
             expanded.add(plan)
             others = chain(changes(plan, self.fmt), moves(plan, self.fmt))
-            self._try((other for change, other in others if change.key != SLOW), patience)
+            than = plan if self._hidden(self.costs[plan]) else None  # where nothing shows, a small gain is chance
+            self._try((other for change, other in others if change.key != SLOW), patience, than)
 
     def _add_up(self) -> None:
         """Try how devices add up."""
@@ -102,13 +118,18 @@ class Search:
             self._try((other for change, other in changes(plan, self.fmt) if change.key == SLOW), 1)
 
     def _replace_one(self) -> bool:
-        """Whether two changes at once make the best plan better: the first takes a point off it, or changes nothing."""
+        """Whether two changes at once make the best plan better.
+
+        The first takes a point off it, changes nothing, or gives it another shift rule or algorithm.
+        """
         plan, cost = self._best()
         level = (
             other for _, other in moves(plan, self.fmt) if self.cost(other, math.nextafter(cost, math.inf)) <= cost
         )
-        for first in chain(without_one(plan, self.fmt), level):
-            self._try(chain([first], (other for change, other in changes(first, self.fmt) if change.key != SLOW)), 1)
+        rules = (other for _, other in ruled(plan, self.fmt))
+        for first in chain(without_one(plan, self.fmt), level, rules):
+            others = (other for change, other in changes(first, self.fmt) if change.key != SLOW)
+            self._try(chain([first], others), 1, plan)
             if self._best()[1] < cost:
                 return True
             if self.stopped:
@@ -129,8 +150,12 @@ class Search:
         order = sorted(fast, key=self.costs.__getitem__)
         return next((declaration for declaration in order[:_FEW] if declaration not in expanded), None)
 
-    def _try(self, declarations: Iterable[Declaration], patience: int) -> None:
+    def _try(self, declarations: Iterable[Declaration], patience: int, than: Declaration | None = None) -> None:
         """Try plans, each until it is worse than the best, or the best few."""
         for declaration in declarations:
             order = sorted(self.costs.values())
-            self.cost(declaration, order[patience - 1] if len(order) >= patience else math.inf)
+            self.cost(declaration, order[patience - 1] if len(order) >= patience else math.inf, than)
+
+
+def _cost(answer: Answer, declaration: Declaration) -> float:
+    return math.log1p(answer.missed(declaration) / _LOST)

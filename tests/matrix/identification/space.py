@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import permutations
+from itertools import chain, permutations
 from typing import Any
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION, TILED, Algorithm
-from tiebreak.kernels.declarations import FORWARD, changed, parse_declaration, shortest, values_apart, values_of
+from tiebreak.kernels.declarations import FORWARD, INPUT, changed, parse_declaration, shortest, values_apart, values_of
 from tiebreak.kernels.flash import BLOCK, ONE_TILE, Block
 from tiebreak.kernels.formats import FP32, Format, Rounding
 from tiebreak.kernels.kernel import Declaration
@@ -183,10 +183,25 @@ def _moves(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
                     yield from _recast(changed(declaration, second, value), inputs, {FORWARD[first]: cast})
 
 
+def hiding(inputs: Format) -> Iterator[Declaration]:
+    """Every algorithm and shift rule, every cast of S, q scaled or not: where one is wrong, nothing else shows."""
+    casts = [value for value in values_of("s", inputs) if value.partition(":")[0] in (INPUT, FP32.name)]
+    for q in ("", ",q=input,base=2", ",q=fp16,base=2"):
+        for _, other in ruled(parse_declaration(f"flash@fused{q}"), inputs):
+            for value in casts:
+                yield forward_alone(changed(other, "s", value), inputs)
+
+
+def ruled(declaration: Declaration, inputs: Format) -> Iterator[tuple[Change, Declaration]]:
+    """It with every shift rule and algorithm, its own first."""
+    others = (each for each in changes(declaration, inputs) if each[0].key in (RULE, ALGORITHM))
+    return chain([(Change(RULE, declaration.shift_rule.name), declaration)], others)
+
+
 def without_one(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
     """It in fp32 at one of the points at which it is not, or without a shift rule, contraction or base of its own."""
     plan, plain = declaration.plan, PLANS["fp32_inside"]
-    for field in _FORWARD - {"o", "accumulator"}:
+    for field in sorted(_FORWARD - {"accumulator"}):
         if getattr(plan, field) != getattr(plain, field):
             yield from _recast(declaration, inputs, {field: getattr(plain, field)})
     yield forward_alone(replace(declaration, shift_rule=_SAFE), inputs)
