@@ -21,7 +21,7 @@ from tiebreak.kernels.kernel import Kernel, composed, run_forward
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 from tiebreak.matrix.candidates import candidates
 from tiebreak.matrix.identification.asking import Asked, one_thread
-from tiebreak.matrix.identification.designed import DESIGNED
+from tiebreak.matrix.identification.designed import DESIGNED, LONG, SHAPES
 from tiebreak.matrix.identification.identity import UnidentifiedError, identify
 from tiebreak.matrix.identification.search import Search
 from tiebreak.matrix.identification.space import changes, forward_alone, text
@@ -176,6 +176,13 @@ def test_a_kernel_that_takes_too_few_inputs_is_refused() -> None:
     kernel = replace(composed("k", parse_declaration("standard")), missing_requirement=lambda inputs: "d must be 7")
     with pytest.raises(UnidentifiedError, match="takes 0 inputs of 16: d must be 7"):
         identify(EMULATION, kernel, BF16)
+
+
+def test_every_designed_input_can_be_made_in_its_formats() -> None:
+    for designed in (*DESIGNED, *LONG, *SHAPES):
+        for fmt in designed.formats:
+            for seed in range(3):
+                assert designed.make(fmt, seed).q.isfinite().all(), (designed.name, fmt, seed)
 
 
 def test_every_change_of_a_plan_has_a_text_that_is_read_back() -> None:

@@ -21,6 +21,7 @@ _ROWS = _D // _PIECES
 _SCALE = 1.0 / math.sqrt(_D)
 _HIDDEN = -200.0  # a score of which fp32 has no probability, below a maximum of 0
 _GRID = 2.0**-18  # of scores that fp16 has to hold in three pieces
+_SMALLEST = -14  # exponent of a score of which fp16 has all bits in three pieces
 FPREV = "FPRev (arXiv 2411.00442)"
 HAWKEYE = "Hawkeye (arXiv 2603.20421)"
 MMA_SIM = "MMA-Sim (arXiv 2511.10909)"
@@ -127,7 +128,7 @@ def _tied_scores(rng: Generator, fmt: Format) -> AttentionInputs:
     scores = _drawn(rng, -8.0, 6.0, 4, _ROWS, _D)
     scores[:, ::3] = -scores[:, ::3].abs()
     bits = torch.where(torch.arange(_D) % 2 == 0, fmt.mantissa_bits, 10)
-    spacing = torch.exp2(scores.abs().log2().floor() - bits)
+    spacing = torch.exp2(scores.abs().log2().floor().clamp(min=_SMALLEST) - bits)
     scores = ((scores / spacing).floor() + 0.5) * spacing
     scores[:, ::3, 0] = 0.0
     return chosen(scores, _one_hot(4, _D, rng), fmt)
