@@ -156,7 +156,7 @@ def _notes(baseline: Run, run: Run, fresh: int, outside: int) -> Iterator[str]:
     for name in _SOFTWARE[:-1]:
         old, new = baseline.platform.get(name), run.platform.get(name)
         if old != new:
-            yield f"{name} {old} in the baseline, {new} in the new run"
+            yield f"{name} {old or 'not known'} in the baseline, {new or 'not known'} in the new run"
     before, after = (each.platform.get(_FINGERPRINT, {}) for each in (baseline, run))
     for backend in before.keys() & after.keys():
         for probe in sorted(before[backend].keys() & after[backend].keys()):

@@ -196,6 +196,17 @@ def test_the_balance_of_fp16_is_against_the_rounded_benchmark() -> None:
     assert [by_format[name].readings[0].number for name in ("bf16", "fp16")] == [1.0, 0.0]
 
 
+def test_aiters_tolerance_is_relative_to_the_output_and_5_percent_may_be_beyond_it() -> None:
+    """Of 2.0302 1 % and 0.01 are more than it is off from 2; of 2 they are less."""
+    exact = [2.0] * 20
+    for off, wrong, share in ((2.0302, 20, 0.0), (2.04, 1, 0.05), (2.04, 2, 0.1)):
+        out = [off] * wrong + exact[wrong:]
+        reading = RULES["aiter_check_all_close"].ask(of(out, exact, exact, exact)).readings[0]
+        close = torch.isclose(torch.tensor(exact), torch.tensor(out), rtol=1e-2, atol=1e-2)
+        assert reading.number == pytest.approx((~close).double().mean()) == share
+        assert reading.met is (share <= 0.05)
+
+
 def test_cambricons_reference_is_cast_to_the_format_of_the_output() -> None:
     exact = torch.full((1, 1, 1, 64), 1 + 2.0**-12, dtype=torch.float64)
     ones = torch.ones_like(exact)
