@@ -122,8 +122,11 @@ class Session:
             forward_alone: leave gradients out.
         """
         kernel, run = kernel or self.kernel, self.cell.backend.run
-        made = () if forward_alone or not kernel.has_backward else _gradients(run(kernel, inputs, gradients=True))
-        return tuple(x.detach().float() for x in (run(kernel, inputs, gradients=False).o, *made))
+        wanted = kernel.has_backward and not forward_alone
+        # With gradients to come others may compute O in another way; a composed kernel's backward pass is apart.
+        output = run(kernel, inputs, gradients=wanted and kernel.composed)
+        made = run(kernel, inputs, gradients=True) if wanted and not kernel.composed else output
+        return tuple(x.detach().float() for x in (output.o, *_gradients(made)))
 
     def placed(
         self, inputs: AttentionInputs, places: Places = CONTIGUOUS, *, gradients: bool = False
