@@ -25,6 +25,7 @@ from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
 
+ROOT = Path(__file__).parents[2]
 CASES = {case.name: case for case in SCRIPTED}
 WINDOW = Feature("window", "window of keys")  # stands for a feature that is added one day
 
@@ -106,3 +107,10 @@ def test_every_kernel_that_takes_a_feature_takes_a_known_one() -> None:
     words = set(FEATURES)
     assert len({feature.name for feature in words}) == len({feature.words for feature in words}) == len(words)
     assert all(kernel.takes <= words for kernel in _kernels())
+
+
+@pytest.mark.parametrize("word", ["block_mask", "descale"])  # one hides scores, the other has an arithmetic of its own
+def test_a_feature_costs_five_files(word: str) -> None:
+    rooms = ("kernels", "backends", "cases", "reports", "tests/matrix", "tests/programs")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*.py") if word in path.read_text("utf-8").lower()]
+    assert 0 < len(files) <= 5, files
