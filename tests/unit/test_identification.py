@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tiebreak.matrix.identification.designed import DESIGNED, LONG, SHAPES
 from tiebreak.matrix.identification.identity import UnidentifiedError, identify
 from tiebreak.matrix.identification.search import Search
 from tiebreak.matrix.identification.space import changes, forward_alone, text
+from tiebreak.programs.identify import main
 from tiebreak.reports.tables.plans import explanation_text
 
 
@@ -176,6 +178,25 @@ def test_a_kernel_that_takes_too_few_inputs_is_refused() -> None:
     kernel = replace(composed("k", parse_declaration("standard")), missing_requirement=lambda inputs: "d must be 7")
     with pytest.raises(UnidentifiedError, match="takes 0 inputs of 16: d must be 7"):
         identify(EMULATION, kernel, BF16)
+
+
+@pytest.mark.parametrize(
+    ("returned", "why"),
+    [
+        ("q * float('nan')", "nothing that it returns is finite"),
+        ("q[..., :-1]", "returned shape (1, 4, 21, 63), expected (1, 4, 21, 64)"),
+        ("q + torch.rand_like(q)", "not deterministic"),
+    ],
+)
+def test_a_kernel_that_cannot_be_asked_is_one_line_and_bad_usage(
+    returned: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "kernels.py"
+    file.write_text(f"import torch\n\n\ndef mine(q, k, v):\n    return {returned}\n")
+    assert main([f"{file}:mine"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tiebreak identify: mine: ")
+    assert why in line
 
 
 def test_every_designed_input_can_be_made_in_its_formats() -> None:
