@@ -125,7 +125,7 @@ class _HalvedOperand(EmulatedArithmetic):
 
 
 OUTSIDE = (_TruncatedSum(), _HalvedOperand())
-# Half a minute to two each, where TIEBREAK_SEARCH is set.
+# Half a minute to one each, where TIEBREAK_SEARCH is set.
 SLOWLY_OUTSIDE = (_ThroughFp16(), _PoorExponential(), _SmallIsZero(), _SplitSums(), _ClampedScores())
 ALL_OUTSIDE = (*OUTSIDE, *SLOWLY_OUTSIDE) if os.environ.get("TIEBREAK_SEARCH") else OUTSIDE
 
