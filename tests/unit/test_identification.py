@@ -75,6 +75,12 @@ def test_what_is_found_is_printed_as_plan_takes_it_and_predicts_other_inputs() -
     assert "p_bar" not in identity.alike
 
 
+def test_two_casts_that_trade_places_are_told_together() -> None:
+    identity = identify(EMULATION, composed("k", parse_declaration("standard,s=input,o_bar=input:up")), BF16)
+    assert identity.plan == "standard,s=input,o=input:up"
+    assert "input:up,o=input" in identity.alike["o_bar"]
+
+
 class _ThroughFp16(EmulatedArithmetic):
     """What is cast goes through fp16 on its way."""
 

@@ -13,7 +13,7 @@ from tiebreak.kernels.flash import BLOCK, ONE_TILE, Block
 from tiebreak.kernels.formats import FP32, Format, Rounding
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.operands import folds_scale
-from tiebreak.kernels.plans import FUSED, PLANS, Cast, Exponential, RoundingPlan, SumOf
+from tiebreak.kernels.plans import FUSED, OUTPUT, PLANS, Cast, Exponential, Follows, RoundingPlan, SumOf
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.matrix.candidates import nameless
 
@@ -29,6 +29,7 @@ _IN_A_ROW = (("qk", "s"), ("exp", "p_bar"), ("pv", "o_bar"))  # keys of casts th
 _8_BITS = frozenset({"q8", "k8", "v8", "p8", "smooth_k"})
 _POSITIVE = ("scale", "divisor", "exp", "p_bar", "row_sum")
 _FP32 = Cast(FP32)
+_MODES = tuple(mode for mode in Rounding if mode is not Rounding.STOCHASTIC)
 _SAFE = SHIFT_RULES["safe"]
 
 
@@ -148,8 +149,8 @@ def _has_text(declaration: Declaration) -> bool:
 def moves(declaration: Declaration, inputs: Format) -> Iterator[tuple[Change, Declaration]]:
     """As `changes`, two at once, where one alone leads nowhere, or may look like the other.
 
-    One cast at another point; one at the point before, and another in its place; of P, before or after l sums it; base
-    two, contracted.
+    One cast at another point; one at the point before, and another in its place; of P, before or after l sums it; of O,
+    before or after it is returned; base two, contracted.
     """
     for other in _moves(declaration, inputs):
         points = values_apart(declaration.plan, other.plan).items()
@@ -165,11 +166,17 @@ def _moves(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
             yield forward_alone(changed(changed(declaration, "base", "2"), "contract", "yes"), inputs)
     plan, rounded = declaration.plan, SumOf.ROUNDED
     if "row_sum_of" not in declaration.algorithm.unused:
-        if plan.exp.narrows:
-            yield from _recast(declaration, inputs, {"exp": _FP32, "p_bar": plan.exp, "row_sum_of": rounded})
+        for mode in _MODES if plan.exp.narrows else ():
+            cast = replace(plan.exp, rounding=mode)
+            yield from _recast(declaration, inputs, {"exp": _FP32, "p_bar": cast, "row_sum_of": rounded})
         if plan.p_bar.narrows and plan.row_sum_of is rounded:
             casts = {"exp": plan.p_bar, "p_bar": _FP32, "row_sum_of": SumOf.UNROUNDED}
             yield from _recast(declaration, inputs, casts)
+    if plan.o.rounding in _MODES and plan.o.rounding is not OUTPUT.rounding:
+        product = replace(plan.o, follows=Follows.OPERANDS)
+        yield from _recast(declaration, inputs, {"o_bar": product, "o": OUTPUT})
+    if plan.o_bar.follows is not None and not plan.o_bar.every:
+        yield from _recast(declaration, inputs, {"o_bar": _FP32, "o": replace(plan.o_bar, follows=Follows.OUTPUT)})
     keys = [key for key, field in FORWARD.items() if isinstance(getattr(plan, field), Cast) and key != "o"]
     for key, other in permutations(keys, 2):
         cast = getattr(declaration.plan, FORWARD[key])
