@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import socket
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -143,22 +144,32 @@ def connected(address: str | None, cpus: int | None = None) -> Iterator[Cluster]
     # Without "local" Ray would join whatever cluster was started here before.
     own: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False} if address is None else {}
     token = "" if "RAY_AUTH_MODE" in os.environ else "; a cluster that asks for a token wants RAY_AUTH_MODE=token"
-    printing = ray._private.worker
-    printed, printing.print_to_stdstream = printing.print_to_stdstream, _unsaid
-    try:
+    with _no_logs_of_nodes(sys.modules.get("ray._private.worker")):
         try:
-            with warnings.catch_warnings(action="ignore"):  # that it does not answer is told once, below
-                ray.init(address or "local", **own, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            raise UsageError(f"--on {address or 'ray'}: no connection: {first_line(error)}{token}") from None
-        yield Cluster(ray)
+            try:
+                with warnings.catch_warnings(action="ignore"):  # that it does not answer is told once, below
+                    ray.init(address or "local", **own, log_to_driver=False, logging_level=logging.ERROR)
+            except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+                raise UsageError(f"--on {address or 'ray'}: no connection: {first_line(error)}{token}") from None
+            yield Cluster(ray)
+        finally:
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def _no_logs_of_nodes(worker: Any) -> Iterator[None]:
+    """Leave out the log of a node that died, which Ray prints also without `log_to_driver`: the node's task says so.
+
+    Ray has no option for it. A version that prints it in another place prints it still.
+    """
+    printed = getattr(worker, "print_to_stdstream", None)
+    if printed is not None:
+        worker.print_to_stdstream = lambda data, ignore_prefix: None
+    try:
+        yield
     finally:
-        ray.shutdown()
-        printing.print_to_stdstream = printed
-
-
-def _unsaid(data: object, ignore_prefix: bool) -> None:
-    """In the place of what prints the log of a node that died, with `log_to_driver` or without: its task says so."""
+        if printed is not None:
+            worker.print_to_stdstream = printed
 
 
 def _check_answers(address: str) -> None:
