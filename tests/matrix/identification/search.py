@@ -122,7 +122,8 @@ class Search:
 
         The first takes a point off it, changes nothing, or gives it another shift rule or algorithm.
         """
-        plan, cost = self._best()
+        plan, (_, before) = self._fast()[0], self._best()
+        cost = self.costs[plan]
         level = (
             other for _, other in moves(plan, self.fmt) if self.cost(other, math.nextafter(cost, math.inf)) <= cost
         )
@@ -130,7 +131,7 @@ class Search:
         for first in chain(without_one(plan, self.fmt), level, rules):
             others = (other for change, other in changes(first, self.fmt) if change.key != SLOW)
             self._try(chain([first], others), 1, plan)
-            if self._best()[1] < cost:
+            if self._best()[1] < before:
                 return True
             if self.stopped:
                 break
@@ -146,9 +147,12 @@ class Search:
         """
         if self._best()[1] < _ENOUGH or self.stopped:
             return None
-        fast = [plan for plan in self.costs if plan.plan.accumulator is Accumulator.EXACT]
-        order = sorted(fast, key=self.costs.__getitem__)
-        return next((declaration for declaration in order[:_FEW] if declaration not in expanded), None)
+        return next((declaration for declaration in self._fast()[:_FEW] if declaration not in expanded), None)
+
+    def _fast(self) -> list[Declaration]:
+        """Plans without a device's sums, the best first."""
+        fast = (plan for plan in self.costs if plan.plan.accumulator is Accumulator.EXACT)
+        return sorted(fast, key=self.costs.__getitem__)
 
     def _try(self, declarations: Iterable[Declaration], patience: int, than: Declaration | None = None) -> None:
         """Try plans, each until it is worse than the best, or the best few."""
