@@ -58,9 +58,10 @@ def _put_autocast(before: tuple[bool, torch.dtype]) -> None:
 
 
 def _precisions() -> tuple[Any, ...]:
-    """Where torch, from 2.9 on, keeps how precise products in fp32 are, each on its own."""
+    """Where torch, from 2.9 on, keeps how precise products in fp32 are, each on its own; before, some are not there."""
     backends = torch.backends
-    return backends, backends.mkldnn, backends.mkldnn.matmul, backends.cuda.matmul, backends.cudnn  # type: ignore[attr-defined]
+    mkldnn, cuda = backends.mkldnn, backends.cuda.matmul
+    return backends, mkldnn, getattr(mkldnn, "matmul", None), cuda, backends.cudnn  # type: ignore[attr-defined]
 
 
 def _precision() -> tuple[str | None, ...]:

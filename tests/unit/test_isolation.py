@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -113,6 +114,14 @@ def test_a_kernel_that_changes_its_process_falls_and_takes_no_other_cell_with_it
     assert fell.outcome == FELL
     assert list(fell.answers) == ["contract"]
     assert fell.answers["contract"].why.endswith(f"ContractError: changed {name}")
+
+
+def test_a_torch_that_lacks_a_newer_switch_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.6 has no precision of oneDNN's products."""
+    monkeypatch.setattr(torch.backends, "mkldnn", SimpleNamespace())
+    with kept_state() as changed:
+        pass
+    assert changed == []
 
 
 def test_several_changes_are_all_named(tmp_path: Path) -> None:
