@@ -61,7 +61,7 @@ def _precisions() -> tuple[Any, ...]:
     """Where torch, from 2.9 on, keeps how precise products in fp32 are, each on its own; before, some are not there."""
     backends = torch.backends
     mkldnn, cuda = backends.mkldnn, backends.cuda.matmul
-    return backends, mkldnn, getattr(mkldnn, "matmul", None), cuda, backends.cudnn  # type: ignore[attr-defined]
+    return backends, mkldnn, getattr(mkldnn, "matmul", None), cuda, backends.cudnn
 
 
 def _precision() -> tuple[str | None, ...]:
