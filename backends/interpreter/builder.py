@@ -77,13 +77,11 @@ class FaithfulBuilder(InterpreterBuilder):
 
     def cast_impl(self, src: Handle, dst_type: tl.dtype) -> Handle:
         """To nearest, ties to even."""
-        return TensorHandle(converted(src.data, numpy_type(dst_type.scalar)), dst_type.scalar)
+        return _cast(src, dst_type)
 
     def create_fp_to_fp(self, src: Handle, dst_type: tl.dtype, rounding_mode: object) -> Handle:
         """Upstream rounds half up where the kernel rounds to even, and by cutting off elsewhere."""
-        toward_zero = rounding_mode == ir.ROUNDING_MODE.RTZ
-        to = numpy_type(dst_type.scalar)
-        return TensorHandle(converted(src.data, to, toward_zero=toward_zero), dst_type.scalar)
+        return _cast(src, dst_type, toward_zero=rounding_mode == ir.ROUNDING_MODE.RTZ)
 
     def create_bitcast(self, src: Handle, dst_type: tl.dtype) -> Handle:
         """The same bits."""
@@ -301,6 +299,13 @@ class FaithfulBuilder(InterpreterBuilder):
         """A card's own instructions."""
         first = next((line.strip() for line in asm.splitlines() if line.strip(" {}\t")), asm)
         raise UnfaithfulError(f"inline assembly can't be interpreted: {first}")
+
+
+def _cast(src: Handle, dst_type: tl.dtype, *, toward_zero: bool = False) -> Handle:
+    """Of what broadcasting has repeated, such as the number that a masked load puts everywhere, once."""
+    data = converted(compact(src.data), numpy_type(dst_type.scalar), toward_zero=toward_zero)
+    whole = data if data.shape == src.data.shape else np.broadcast_to(data, src.data.shape)
+    return TensorHandle(whole, dst_type.scalar)
 
 
 def _mask(mask: Handle) -> Array:

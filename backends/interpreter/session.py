@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as upstream
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
@@ -24,6 +25,7 @@ from tiebreak.backends.interpreter.errors import UnfaithfulError
 from tiebreak.backends.interpreter.memory import Memory, arguments_of
 from tiebreak.backends.interpreter.numbers import numpy_type
 from tiebreak.backends.interpreter.reductions import reducing, scan
+from tiebreak.backends.interpreter.types import meeting, sharing_shapes, sharing_types
 
 _SWITCH = "TRITON_INTERPRET"  # parts of Triton ask for it as they run
 _EXTRA = "triton.language.extra"  # where vendors' libraries are
@@ -103,6 +105,12 @@ class _Session:
         stack.callback(_drop_all_but, tl.tensor, own)  # upstream leaves what had been inherited
         stack.callback(scope.restore)
         stack.enter_context(patch.object(tl.dtype, "to_ir", _to_ir(tl.dtype.to_ir)))
+        for kind, name, shared in (
+            (tl.core.block_type, "__init__", sharing_types),
+            (tl.core.tensor, "__init__", sharing_shapes),
+            (TritonSemantic, "broadcast_impl_value", meeting),
+        ):
+            stack.enter_context(patch.object(kind, name, shared(getattr(kind, name))))
         stack.enter_context(patch.object(tl, "dot_scaled", _with_constants(tl.dot_scaled)))
         for name, member in list(vars(tl.tensor).items()):
             if isinstance(member, JITFunction):  # such as `x.sum(0)`; a compiler binds them itself
