@@ -1,18 +1,26 @@
 """Probes: what a device's arithmetic does, measured, not read off a data sheet. The answers are its fingerprint."""
 
 from collections.abc import Mapping
+from functools import cache
+from itertools import product
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.formats import BF16, Format, Rounding
+from tiebreak.kernels.formats import BF16, FP32, Format, Rounding
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 
 _SIZE = 64
 _LONG = 2048  # terms of a product that a library may split
 _AS_ATTENTION = {"heads": 8, "rows": 32, "columns": 64}  # as a framework's attention asks for P V
+_LARGE = 2.0**30  # swallows fewer than 64 ones in fp32
+_WINDOWS = (4, 8, 16, 32, 64)  # neighbours among which what meets what differs
+_TAILS = range(17, 35)  # how many bits below 1 a tail lies: bf16 lacks all of them, fp32 those beyond 23
+_TIP = 6  # bits below a tail
 _DETERMINISTIC = tuple(mode for mode in Rounding if mode is not Rounding.STOCHASTIC)
 
 
@@ -26,24 +34,21 @@ def fingerprint(arithmetic: Arithmetic, device: str, fmt: Format = BF16) -> Mapp
 
     Returns:
         `cast` and `matmul`: the mode in which a cast and a matrix product round, `none known` if no mode fits;
-        `matmul_sums_in`: whether the product's running sum is wider than `fmt`, and whether fp32 holds it rounded to
-        odd; `matmul_rounds_after` and `batched_matmul_rounds_after`: how many terms it adds before it puts their sum
-        into `fmt`, of 2,048, where a library splits long products; `matmul_subnormals`: kept or flushed; `exp_at_zero`:
-        the device's exp(0).
+        `matmul_sums_in`: whether the product's running sum is wider than `fmt`; `bf16_matmul_accumulator`: what adds up
+        a product of bf16, as plans call it; `matmul_rounds_after` and `batched_matmul_rounds_after`: how many terms it
+        adds before it puts their sum into `fmt`, of 2,048, where a library splits long products; `matmul_subnormals`:
+        kept or flushed; `exp_at_zero`: the device's exp(0).
     """
     values = _probe_values(fmt)
     cast = arithmetic.cast(values.to(device), Cast(fmt)).cpu()
-    # Each row's two terms add up to one probe value, exactly in fp32.
-    high = round_to(values, fmt, Rounding.TOWARD_ZERO)
-    pairs = torch.stack([high, values - high], -1)
-    product = dot(arithmetic, pairs, device, fmt)
     survived = dot(arithmetic, torch.full((1, 1), fmt.smallest_normal / 4), device, fmt).item() != 0.0
     return {
-        "cast": _mode_of(values, cast, fmt),
-        "matmul": _mode_of(values, product, fmt),
-        "matmul_sums_in": _sums_in(arithmetic, device, fmt),
-        "matmul_rounds_after": _in_words(_rounds_after(arithmetic, device, fmt, heads=1, rows=128, columns=128)),
-        "batched_matmul_rounds_after": _in_words(_rounds_after(arithmetic, device, fmt, **_AS_ATTENTION)),
+        "cast": _in_words(_mode_of(values, cast, fmt)),
+        "matmul": _in_words(_mode_of_products(arithmetic, device, fmt)),
+        "matmul_sums_in": "fp32 or wider" if _sums_wide(arithmetic, device, fmt) else fmt.name,
+        "bf16_matmul_accumulator": " or ".join(map(_word, accumulators_of(arithmetic, device))) or "none known",
+        "matmul_rounds_after": _terms(_rounds_after(arithmetic, device, fmt, heads=1, rows=128, columns=128)),
+        "batched_matmul_rounds_after": _terms(_rounds_after(arithmetic, device, fmt, **_AS_ATTENTION)),
         "matmul_subnormals": "kept" if survived else "flushed",
         "exp_at_zero": arithmetic.exp(torch.zeros(1, device=device), Exponential()).item(),
     }
@@ -60,21 +65,102 @@ def of_products(arithmetic: Arithmetic, device: str) -> tuple[str, ...]:
         Changes of a plan, as declarations have them, each with those before it: how products are added up, then after
         how many terms P V is rounded where it is in the inputs' format. None where there is nothing to say.
     """
-    changes = [f"accumulator={Accumulator.BFMMLA.name.lower()}"] if _sums_to_odd(arithmetic, device, BF16) else []
+    fitting = accumulators_of(arithmetic, device)
+    changes = [f"accumulator={_word(fitting[0])}"] if fitting and Accumulator.EXACT not in fitting else []
     if terms := _rounds_after(arithmetic, device, BF16, **_AS_ATTENTION):
         changes.append(f"o_bar=input/{terms}")
     return tuple(changes)
 
 
-def dot(arithmetic: Arithmetic, rows: Tensor, device: str, fmt: Format) -> Tensor:
-    """Row sums as the device's matrix product forms them: rows (m, k) times ones, padded with zeros to (m, 64).
+def accumulators_of(arithmetic: Arithmetic, device: str) -> tuple[Accumulator, ...]:
+    """The accumulators whose emulation has all bits of a device's products of bf16.
+
+    `masks` tell the order of terms; tails beside a tie of bf16, or beside 1 and -1, the width and the rounding of sums;
+    numbers at the edge of the normal ones what is flushed.
+
+    Args:
+        arithmetic: of the device.
+        device: torch's name of it.
+
+    Returns:
+        Several where these products don't tell them apart; none where no accumulator is known that does so, or the
+        device's cast is in no known mode.
+    """
+    mode = _mode_of_products(arithmetic, device, BF16)
+    if mode is None:
+        return ()
+    ours = [dot(arithmetic, rows, device, BF16, factor) for factor, rows in _sums().items()]
+    return tuple(each for each in Accumulator if all(map(torch.equal, ours, _emulated(each, mode))))
+
+
+@cache
+def _emulated(accumulator: Accumulator, mode: Rounding) -> list[Tensor]:
+    emulated = EmulatedArithmetic()
+    return [
+        emulated.matmul(rows, torch.full((_SIZE, 1), factor), Cast(BF16, mode), accumulator)[:, 0]
+        for factor, rows in _sums().items()
+    ]
+
+
+@cache
+def _sums() -> Mapping[float, Tensor]:
+    """Rows of 64 terms, by what all are multiplied by."""
+    smallest = BF16.smallest_normal
+    # Subnormal: a sum; a term before and after a normal one; a sum which another term makes normal again.
+    edge = torch.zeros(4, _SIZE)
+    edge[0, 0] = smallest / 4
+    edge[1:3, :2] = torch.tensor([[smallest, smallest / 2], [smallest / 2, smallest]])
+    edge[3, [0, 2, 4]] = torch.tensor([1.5 * smallest, -smallest, smallest])
+    tails = [_tails(beside) for beside in (-1.0, 2.0 ** -(BF16.mantissa_bits + 1))]
+    # The factor makes subnormal products of normal operands.
+    return {1.0: torch.cat([masks(_SIZE), *tails, edge]), 1.0 / _LARGE: edge * _LARGE}
+
+
+def masks(terms: int) -> Tensor:
+    """Rows whose sums show in which order their terms are added up.
+
+    A large number in place 0 and its negative in place j swallow every one that joins either of them before they meet:
+    what is left shows how many terms had met by then (Xie et al., "FPRev: revealing the order of floating-point
+    summation", 2024, arXiv 2411.00442).
+
+    Args:
+        terms: of a row, fewer than 67.
+
+    Returns:
+        (terms - 1, terms), j from 1 on.
+    """
+    rows = torch.ones(terms - 1, terms)
+    rows[:, 0] = _LARGE
+    rows[torch.arange(terms - 1), torch.arange(1, terms)] = -_LARGE
+    return rows
+
+
+def _tails(beside: float) -> Tensor:
+    """1, what stands beside it and a tail at drawn places among so many neighbours, for every size of a tail.
+
+    A tail is kept, lost, cut off, rounded down or leaves a mark in the last bit, depending on what it meets first (as
+    in Hawkeye, arXiv 2603.20421, and MMA-Sim, arXiv 2511.10909). The larger ones have a second, which tips their ties.
+    """
+    draw = np.random.Generator(np.random.Philox(1))
+    rows = np.zeros((len(_WINDOWS) * len(_TAILS), _SIZE), np.float32)
+    for row, (neighbours, bits) in zip(rows, product(_WINDOWS, _TAILS), strict=True):
+        tip = 2.0 ** -(bits + _TIP) if bits <= FP32.mantissa_bits + 1 else 0.0
+        first = neighbours * draw.integers(_SIZE // neighbours)
+        sign, other = draw.choice([1.0, -1.0], 2)
+        terms = [sign, sign * beside, other * 2.0**-bits, tip]
+        row[first + draw.permutation(neighbours)[: len(terms)]] = terms
+    return torch.from_numpy(rows)
+
+
+def dot(arithmetic: Arithmetic, rows: Tensor, device: str, fmt: Format, factor: float = 1.0) -> Tensor:
+    """Row sums as the device's matrix product forms them: rows (m, k) times a factor, padded with zeros to (m, 64).
 
     A single column, or a short row, may take another path through a library than the products of attention do.
     """
     shared = -(-rows.shape[1] // _SIZE) * _SIZE
     a = torch.zeros(max(rows.shape[0], _SIZE), shared)
     a[: rows.shape[0], : rows.shape[1]] = rows
-    b = torch.ones(shared, _SIZE)
+    b = torch.full((shared, _SIZE), factor)
     product = arithmetic.matmul(a.to(device), b.to(device), Cast(fmt), Accumulator.EXACT)
     return product.cpu()[: rows.shape[0], 0]
 
@@ -88,15 +174,15 @@ def _probe_values(fmt: Format) -> Tensor:
     return torch.cat([positive, -positive])
 
 
-def _mode_of(values: Tensor, rounded: Tensor, fmt: Format) -> str:
-    fitting = [mode.value for mode in _DETERMINISTIC if torch.equal(round_to(values, fmt, mode), rounded)]
-    return fitting[0] if fitting else "none known"
+def _mode_of(values: Tensor, rounded: Tensor, fmt: Format) -> Rounding | None:
+    return next((mode for mode in _DETERMINISTIC if torch.equal(round_to(values, fmt, mode), rounded)), None)
 
 
-def _sums_in(arithmetic: Arithmetic, device: str, fmt: Format) -> str:
-    if not _sums_wide(arithmetic, device, fmt):
-        return fmt.name
-    return "fp32, rounded to odd" if _sums_to_odd(arithmetic, device, fmt) else "fp32 or wider"
+def _mode_of_products(arithmetic: Arithmetic, device: str, fmt: Format) -> Rounding | None:
+    """Of rows of two terms, which add up to one probe value, exactly in fp32."""
+    values = _probe_values(fmt)
+    high = round_to(values, fmt, Rounding.TOWARD_ZERO)
+    return _mode_of(values, dot(arithmetic, torch.stack([high, values - high], -1), device, fmt), fmt)
 
 
 def _sums_wide(arithmetic: Arithmetic, device: str, fmt: Format) -> bool:
@@ -105,14 +191,6 @@ def _sums_wide(arithmetic: Arithmetic, device: str, fmt: Format) -> bool:
     row = torch.full((1, terms + 1), 1.0 / terms)
     row[0, 0] = 1.0
     return dot(arithmetic, row, device, fmt).item() >= 1.5
-
-
-def _sums_to_odd(arithmetic: Arithmetic, device: str, fmt: Format) -> bool:
-    """Whether a tail far below fp32's last bit tips a tie, and does so still when it has been taken off again."""
-    tie, tail = 1.0 + 2.0 ** -(fmt.mantissa_bits + 1), 2.0**-30
-    # Terms come in pairs, whose sums are exact.
-    rows = torch.tensor([[1.0, tie - 1.0, tail, 0.0, 0.0, 0.0], [1.0, tie - 1.0, tail, 0.0, -tail, 0.0]])
-    return bool((dot(arithmetic, rows, device, fmt) > tie).all())
 
 
 def _rounds_after(arithmetic: Arithmetic, device: str, fmt: Format, *, heads: int, rows: int, columns: int) -> int:
@@ -136,5 +214,13 @@ def _rounds_after(arithmetic: Arithmetic, device: str, fmt: Format, *, heads: in
     return int(places[lost[0]]) if len(lost) else 0
 
 
-def _in_words(terms: int) -> str:
+def _word(accumulator: Accumulator) -> str:
+    return accumulator.name.lower()
+
+
+def _in_words(mode: Rounding | None) -> str:
+    return mode.value if mode else "none known"
+
+
+def _terms(terms: int) -> str:
     return f"{terms} terms" if terms else "all terms"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.emulation.rounding import round_to
-from tiebreak.backends.probes import dot
+from tiebreak.backends.probes import dot, masks
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import BF16, FP32, Formats, ulp
 from tiebreak.kernels.inputs import AttentionInputs
@@ -18,7 +18,6 @@ from tiebreak.kernels.reference import reference
 
 _SIZE = 64  # of the products that are probed
 _TERMS = 32  # of the sum whose order is probed
-_LARGE = 2.0**30  # swallows fewer than 64 ones in fp32
 _P_HEADS = 16  # of either parity, with ties of P-bar
 _WIDEST = 60  # bits looked for in an accumulator: more than fp64 has
 
@@ -89,17 +88,10 @@ def _accumulator_bits(arithmetic: Arithmetic, device: str) -> int:
 def subtree_sizes(arithmetic: Arithmetic, device: str) -> tuple[int, ...]:
     """In which order the bf16 product adds up 32 terms.
 
-    A large number in place 0 and its negative in place j swallow every one that joins either of them before they meet:
-    what is left shows how many terms had met by then (Xie et al., "FPRev: revealing the order of floating-point
-    summation", 2024).
-
     Returns:
         For j = 1 to 31: terms of the smallest partial sum that holds terms 0 and j; 2 for all in an exact sum.
     """
-    rows = torch.ones(_TERMS - 1, _TERMS)
-    rows[:, 0] = _LARGE
-    rows[torch.arange(_TERMS - 1), torch.arange(1, _TERMS)] = -_LARGE
-    left = dot(arithmetic, rows, device, BF16)
+    left = dot(arithmetic, masks(_TERMS), device, BF16)
     return tuple(_TERMS - round(number) for number in left.tolist())
 
 

@@ -4,6 +4,7 @@ import enum
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -64,7 +65,7 @@ def tensor_core_matmul(a: Tensor, b: Tensor, addend: Tensor, core: TensorCore) -
         (..., m, n), fp32. A NaN's bits are not the hardware's.
     """
     (m, k), n = a.shape[-2:], b.shape[-1]
-    heads = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
+    heads = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     count = math.prod(heads)
     a, b = a.expand(*heads, m, k).reshape(count, m, k), b.expand(*heads, k, n).reshape(count, k, n)
     result = addend.expand(*heads, m, n).reshape(count, m, n).clone()

@@ -3,6 +3,7 @@
 A fused multiply-add of fp32 adds every product, to even. Subnormal operands and results are flushed.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,7 +57,7 @@ def _even(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _zeros(a: Tensor, b: Tensor) -> Tensor:
-    lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
+    lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return torch.zeros(*lead, a.shape[-2], b.shape[-1], device=a.device)
 
 
