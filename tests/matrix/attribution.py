@@ -8,12 +8,10 @@ from torch import Tensor
 
 from tiebreak.cases.errors import by_key_head, in_units
 from tiebreak.cases.verdicts import Interval, interval
-from tiebreak.kernels.kernel import Declaration, run_forward
-from tiebreak.kernels.reference import Reference
+from tiebreak.kernels.kernel import Declaration
 from tiebreak.matrix.candidates import nameless
 from tiebreak.matrix.workbench import SharedBatch
 
-_FIRST_HEADS = 32  # on which all candidates are tried
 _REACH = 0.02  # how far behind the best in its share of equal bits a candidate may be to be tried on all heads
 
 
@@ -45,14 +43,25 @@ def fits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaration]) -
     Returns:
         In the candidates' order; of one that is out of reach what some heads say.
     """
-    work = {name: nameless(batch.clipped(declaration)) for name, declaration in candidates.items()}
-    some = part(batch)
+    work = _work(batch, candidates)
+    some = batch.first_heads
     fitting = _tried(o, some, work.values())
     if some is not batch:
         best = max(fit.bits for fit in fitting.values())
         near = [plan for plan, fit in fitting.items() if fit.bits >= best - _REACH or drawn(plan)]
         fitting |= _tried(o, batch, near)
     return {name: fitting[plan] for name, plan in work.items()}
+
+
+def shares(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaration]) -> dict[str, float]:
+    """The share of bits alone that each candidate has of an output, on all heads. Arguments as for `fits`."""
+    ours = o.float()
+    return {name: equal_bits(ours, batch.predicted(plan)) for name, plan in _work(batch, candidates).items()}
+
+
+def _work(batch: SharedBatch, candidates: Mapping[str, Declaration]) -> dict[str, Declaration]:
+    """What candidates do with a batch, by their names: some do the same."""
+    return {name: nameless(batch.clipped(declaration)) for name, declaration in candidates.items()}
 
 
 def drawn(declaration: Declaration) -> bool:
@@ -65,19 +74,7 @@ def _tried(o: Tensor, batch: SharedBatch, declarations: Iterable[Declaration]) -
     ours, units = o[:entries, :heads].float(), batch.yardstick.units
     fitting = {}
     for declaration in dict.fromkeys(declarations):
-        theirs = run_forward(declaration, batch.inputs, batch.emulation.arithmetic).o
+        theirs = batch.predicted(declaration)
         samples = by_key_head(in_units(ours.double() - theirs.double(), units), batch.inputs.groups)
         fitting[declaration] = Fit(equal_bits(ours, theirs), interval(samples[torch.isfinite(samples)]))
     return fitting
-
-
-def part(batch: SharedBatch) -> SharedBatch:
-    """The first heads of a batch, from as many of its entries as there are; the whole of a small one."""
-    inputs, ref = batch.inputs, batch.ref
-    entries = min(inputs.q.shape[0], _FIRST_HEADS)
-    key_heads = max(1, -(-_FIRST_HEADS // (entries * inputs.groups)))
-    if entries == inputs.q.shape[0] and key_heads >= inputs.k.shape[1]:
-        return batch
-    own = slice(entries), slice(key_heads * inputs.groups)
-    part = inputs.part(slice(entries), heads=own[1], key_heads=slice(key_heads))
-    return SharedBatch(part, Reference(**{name: tensor[own] for name, tensor in vars(ref).items()}))

@@ -9,7 +9,7 @@ from tiebreak.kernels.backward_passes import BackwardPass, passes_after
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, run_backward
 from tiebreak.kernels.plans import DeltaSource
-from tiebreak.matrix.attribution import equal_bits, part
+from tiebreak.matrix.attribution import equal_bits
 from tiebreak.matrix.workbench import SharedBatch
 from tiebreak.reports.records.record import FOLLOWED_BACKWARD
 
@@ -51,7 +51,7 @@ def backward_held_to(
         batch: what it was given.
     """
     known = passes_after(forward)
-    few, whole = (_Emulation(each, forward, o, lse) for each in (part(batch), batch))
+    few, whole = (_Emulation(each, forward, o, lse) for each in (batch.first_heads, batch))
     ours = few.parts(runs[0])
     tried = {name: few.compared(ours, each) for name, each in known.items()}
     choice = _chosen(known, tried, few.shown_source(ours), forward)

@@ -6,7 +6,8 @@ there.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -14,12 +15,14 @@ from tiebreak.backends.backend import to_device
 from tiebreak.cases.case import Case
 from tiebreak.cases.errors import Errors
 from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.matrix.attribution import fits
+from tiebreak.matrix.attribution import shares
 from tiebreak.matrix.candidates import accepted, on_device
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.sampling import SequentialSampler
-from tiebreak.matrix.workbench import CaseBench, Workbench
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import CaseBench, SharedBatch, Workbench
 from tiebreak.reports.records.record import FOLLOWED
 
 _HEADS = 32  # of each probe: on as many, attribution tells the candidates of a cell apart
@@ -55,11 +58,11 @@ def plan_held_to(cell: Cell, sampler: SequentialSampler, case_bench: CaseBench, 
     if sample.prediction is not None:
         return HeldTo(sample.declaration.label, sample.declaration, (sample.errors, sample.prediction))
     known = accepted(on_device(cell.backend))
-    shares = {name: fit.bits for name, fit in sampler.fits.items() if name in known}
-    if not shares:
+    bits = {name: fit.bits for name, fit in sampler.fits.items() if name in known}
+    if not bits:
         return None
-    nearest = max(shares, key=shares.__getitem__)
-    plans = (nearest,) if shares[nearest] >= FOLLOWED else _overall(cell, bench)
+    nearest = max(bits, key=bits.__getitem__)
+    plans = (nearest,) if bits[nearest] >= FOLLOWED else _overall(cell, bench)
     ours = sample.draws[0].errors
     held = [
         HeldTo(plan if len(plans) == 1 else _LOOSEST, known[plan], (ours, case_bench.emulated(0, known[plan])[1]))
@@ -77,21 +80,21 @@ def _overall(cell: Cell, bench: Workbench) -> tuple[str, ...]:
     return bench.overall[key]
 
 
-def _nearest(shares: list[dict[str, float]], known: Mapping[str, Declaration]) -> tuple[str, ...]:
-    if not shares:
+def _nearest(probes: list[dict[str, float]], known: Mapping[str, Declaration]) -> tuple[str, ...]:
+    if not probes:
         return ()
-    mean = {name: sum(share[name] for share in shares) for name in shares[0]}
-    best = max(mean, key=mean.__getitem__)
-    if mean[best] >= _RANDOM * len(shares):
+    total = {name: sum(bits[name] for bits in probes) for name in probes[0]}
+    best = max(total, key=total.__getitem__)
+    if total[best] >= _RANDOM * len(probes):
         return (best,)
-    return tuple(name for name in mean if known[name].plan.stochastic)
+    return tuple(name for name in total if known[name].plan.stochastic)
 
 
 def _shares(cell: Cell, bench: Workbench, known: Mapping[str, Declaration]) -> Iterator[dict[str, float]]:
     """The share of bits that every known plan has of the kernel, one dictionary a probe that it runs on."""
     backend, kernel = cell.backend, cell.kernel
     for case in _PROBES:
-        batch = CaseBench(case, cell.fmt, replace(bench.settings, heads=_HEADS)).batch(0)
+        batch = _probed(case, cell.fmt, bench.settings.seed)
         if kernel.refusal(to_device(batch.inputs, backend.device)) is not None:
             continue
         try:
@@ -99,4 +102,10 @@ def _shares(cell: Cell, bench: Workbench, known: Mapping[str, Declaration]) -> I
         except Exception:  # the cell of that case says what it raised
             continue
         if torch.isfinite(o).any():
-            yield {name: fit.bits for name, fit in fits(o, batch, known).items()}
+            yield shares(o, batch, known)
+
+
+@lru_cache(maxsize=len(_PROBES))
+def _probed(case: Case, fmt: Format, seed: int) -> SharedBatch:
+    """What every kernel that follows no plan in its cell is asked about, and with it what the plans make of that."""
+    return CaseBench(case, fmt, Settings(seed=seed, heads=_HEADS)).batch(0)

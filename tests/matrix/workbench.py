@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
+from torch import Tensor
+
 from tiebreak.backends.backend import EMULATION, Backend
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.batch import Batch
@@ -12,10 +14,12 @@ from tiebreak.cases.errors import Errors, measure
 from tiebreak.kernels.flash import ALL, DELTA_ALONE, Block
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionOutput
-from tiebreak.kernels.kernel import Declaration, Kernel, composed
-from tiebreak.kernels.reference import reference
+from tiebreak.kernels.kernel import Declaration, Kernel, composed, run_forward
+from tiebreak.kernels.reference import Reference, reference
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.sharing import SharedArithmetic, SharedEmulation
+
+_FIRST_HEADS = 32  # on which all candidates are tried
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,25 @@ class SharedBatch(Batch):
     """A batch, and backends for it with what their kernels share."""
 
     _backends: dict[tuple[str, int], Backend] = field(default_factory=dict)
+    _predicted: dict[Declaration, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def first_heads(self) -> "SharedBatch":
+        """The first heads, from as many entries as there are; the whole of a small batch."""
+        inputs, ref = self.inputs, self.ref
+        entries = min(inputs.q.shape[0], _FIRST_HEADS)
+        key_heads = max(1, -(-_FIRST_HEADS // (entries * inputs.groups)))
+        if entries == inputs.q.shape[0] and key_heads >= inputs.k.shape[1]:
+            return self
+        own = slice(entries), slice(key_heads * inputs.groups)
+        part = inputs.part(slice(entries), heads=own[1], key_heads=slice(key_heads))
+        return SharedBatch(part, Reference(**{name: tensor[own] for name, tensor in vars(ref).items()}))
+
+    def predicted(self, declaration: Declaration) -> Tensor:
+        """O of a plan, which every kernel that declares none is compared with."""
+        if declaration not in self._predicted:
+            self._predicted[declaration] = run_forward(declaration, self.inputs, self.emulation.arithmetic).o
+        return self._predicted[declaration]
 
     @cached_property
     def emulation(self) -> Backend:
