@@ -192,7 +192,8 @@ def test_plans_are_tried_that_say_what_a_device_does_to_its_products() -> None:
     tried = on_device(replace(CPU, arithmetic=OnArm()))
     assert list(tried)[: len(candidates())] == list(candidates())
     eager, paper = "standard,qk=input,s=input,accumulator=bfmmla", "flash@paper,accumulator=bfmmla"
-    assert {eager, f"{eager},o_bar=input/512", paper} <= tried.keys()
+    of_pytorch = "flash@fused_fast_exp,accumulator=bfmmla"
+    assert {eager, f"{eager},o_bar=input/512", paper, of_pytorch} <= tried.keys()
     (case,) = (case for case in SCRIPTED if case.name == "faint_tail")
     batch = SharedBatch(inputs := case.make(1, 0, 32, BF16), reference(inputs))
     o = run_forward(tried[paper], inputs, EMULATION.arithmetic).o

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tiebreak.backends.backend import CPU
+from tiebreak.backends.probes import of_products
 from tiebreak.reports.records.record import CLAIM, FELL, FOLLOWS, PREDICTION, UNEXPLAINED, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
@@ -207,7 +209,6 @@ def test_what_nobody_has_said_of_a_kernel_is_tried_and_what_computes_is_judged(
         ("precise", "flash@fp32_inside"),  # as torch's composed implementation
         ("unfused", "flash@paper,tile=one"),
         ("fused", "flash@fused,tile=one"),
-        ("eager", "standard"),
     ],
 )
 def test_sound_kernel_is_told_its_plan(judge: MatrixRun, kernel: str, plan: str) -> None:
@@ -218,13 +219,23 @@ def test_sound_kernel_is_told_its_plan(judge: MatrixRun, kernel: str, plan: str)
     assert match.group(1, 2) == (kernel, plan)
 
 
+def _as_this_cpu_adds_up(plan: str) -> str:
+    return ",".join((plan, *of_products(CPU.arithmetic, CPU.device)[:1]))  # no product here is a long one
+
+
+def test_eager_attention_is_told_its_plan_and_what_adds_up_its_products(judge: MatrixRun) -> None:
+    match = FOLLOWED_TEXT.search(output(judge("eager")))
+    assert match is not None
+    assert match[2] == _as_this_cpu_adds_up("standard")
+
+
 def test_torchs_own_flash_kernel_follows_the_declared_one(judge: MatrixRun) -> None:
     result = judge("sdpa")
     assert result.ret == 0, output(result)
     match = FOLLOWED_TEXT.search(output(result))
     assert match is not None
     # Without vector instructions its exponential is exact at 0 and its plan is `fused`.
-    assert match[2] in ("flash@fused_fast_exp", "flash@fused")
+    assert match[2] in (_as_this_cpu_adds_up("flash@fused_fast_exp"), "flash@fused")
 
 
 @pytest.mark.parametrize(
