@@ -243,3 +243,18 @@ def test_in_which_order_terms_are_added() -> None:
         Accumulator.VDPBF16: [1.0 + ulp, 1.0],
         Accumulator.AMX: [1.0, 1.0],
     }
+
+
+@pytest.mark.parametrize(
+    ("factor", "addend", "total"),
+    [
+        (2.0**64, -FP32.largest, 2.0**104),
+        (2.0**-75, 2.0**-126 + 2.0**-149, 2.0**-126 + 2.0**-148),  # a tie, to even
+        (2.0**-63 + 2.0**-70, -(2.0**-126), 0.0),  # a subnormal sum
+    ],
+)
+def test_a_product_that_fp32_lacks_is_added_unrounded_and_what_is_subnormal_is_flushed(
+    factor: float, addend: float, total: float
+) -> None:
+    x = torch.tensor([[factor]])
+    assert add_dots(x, x, torch.tensor([[addend]])).item() == total
