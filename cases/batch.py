@@ -49,7 +49,7 @@ class Batch:
         NaN where V has one; Inf and -Inf in the place of both where a row sees no key.
         """
         hidden = self.inputs.hidden()
-        v = self.inputs.whole_v.double()
+        v = self.inputs.whole_v
         if hidden is None:
             least, largest = (self.inputs.expanded(of_keys(-2, keepdim=True)) for of_keys in (v.amin, v.amax))
         else:
@@ -58,7 +58,8 @@ class Batch:
             visible, wide = ~hidden[..., None], v[:, :, None]
             least = torch.where(visible, wide, torch.inf).amin(-2)
             largest = torch.where(visible, wide, -torch.inf).amax(-2)
-        # A sink has a V of 0.
+        # As large as O, and not as V, in fp64. A sink has a V of 0.
+        least, largest = least.double(), largest.double()
         return (least, largest) if self.inputs.sink is None else (least.clamp(max=0.0), largest.clamp(min=0.0))
 
     @cached_property
