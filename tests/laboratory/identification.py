@@ -53,6 +53,7 @@ class Part:
     outcome: str
     alike: dict[str, list[str]]  # points that were said not to be told apart
     seconds: float  # of a CPU
+    tried: int  # plans, held against one input each
 
 
 def drawn(number: int, seed: int, fmt: Format = BF16) -> Declaration:
@@ -75,7 +76,7 @@ def run_task(task: Task) -> Part:
     identity = identify(EMULATION, composed("kernel", truth), BF16)
     seconds = round(time.process_time() - started, 1)
     alike = {point: list(values) for point, values in identity.alike.items()}
-    return Part(task.plan, identity.nearest, _outcome(identity, truth), alike, seconds)
+    return Part(task.plan, identity.nearest, _outcome(identity, truth), alike, seconds, identity.tried)
 
 
 def _outcome(identity: Identity, truth: Declaration) -> str:

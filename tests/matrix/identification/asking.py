@@ -19,6 +19,7 @@ from tiebreak.matrix.trial import failed_trial
 from tiebreak.matrix.workbench import clipped
 
 _OWN = torch.get_num_threads()
+_FAR = 2.0**8  # ulps: what is further away is not the less like the kernel for it
 
 
 @contextmanager
@@ -43,7 +44,7 @@ class Answer:
     name: str  # of the input
     inputs: AttentionInputs
     o: Tensor
-    _shares: dict[Declaration, float] = field(default_factory=dict)
+    _misses: dict[Declaration, tuple[float, float]] = field(default_factory=dict)
 
     @cached_property
     def emulation(self) -> Arithmetic:
@@ -53,7 +54,7 @@ class Answer:
     @property
     def tried(self) -> int:
         """How many plans were held against it."""
-        return len(self._shares)
+        return len(self._misses)
 
     def predicted(self, declaration: Declaration, arithmetic: Arithmetic | None = None) -> Tensor:
         """What a plan makes of the input."""
@@ -63,10 +64,25 @@ class Answer:
 
     def missed(self, declaration: Declaration) -> float:
         """The share of elements of O in which a plan does not have the kernel's bits."""
+        return self._miss(declaration)[0]
+
+    def apart(self, declaration: Declaration) -> float:
+        """How far a plan's O is from the kernel's: the mean of log2(1 + ulps between them), none more than 2^8 ulps."""
+        return self._miss(declaration)[1]
+
+    def _miss(self, declaration: Declaration) -> tuple[float, float]:
         key = clipped(declaration, self.inputs.q.shape[2], self.inputs.k.shape[2])
-        if key not in self._shares:
-            self._shares[key] = 1.0 - equal_bits(self.o, self.predicted(key))
-        return self._shares[key]
+        if key not in self._misses:
+            prediction = self.predicted(key)
+            missed = 1.0 - equal_bits(self.o, prediction)
+            self._misses[key] = missed, self._bits_between(prediction) if missed else 0.0
+        return self._misses[key]
+
+    def _bits_between(self, prediction: Tensor) -> float:
+        ulp = torch.maximum(self.o.abs(), prediction.abs()) * 2.0**-self.inputs.formats.operands.mantissa_bits
+        ulps = ((self.o - prediction).abs() / ulp).clamp_(max=_FAR)
+        ulps.masked_fill_((self.o == prediction) | (self.o.isnan() & prediction.isnan()), 0.0)
+        return torch.log2(1.0 + ulps.nan_to_num_(_FAR)).mean().item()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Which plans nothing tells from the one found: every change of it, on inputs made until they part."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -63,12 +63,31 @@ class Rivals:
     _duels: dict[tuple[Declaration, Declaration], tuple[int, int]] = field(default_factory=dict)  # that were fought
 
     def better(self, plan: Declaration) -> Declaration | None:
-        """A change of the plan that has more of the kernel's bits where the two differ."""
+        """A change of the plan that has more of the kernel's bits where the two differ.
+
+        A device's sums have more where products are asked for too: elsewhere the order of fp32 sums may look like them.
+        """
+        if not self._adds_up(plan, exact := replace(plan, plan=replace(plan.plan, accumulator=Accumulator.EXACT))):
+            return exact
         for change, rival in changes(plan, self.asked.fmt):
+            if change.key == SLOW and not self._adds_up(rival, plan):
+                continue
             ours, theirs = self.duel(plan, rival, change)
-            if _beats(theirs, ours):
+            if _beats(theirs, ours) or (theirs and not ours and self._has_all(rival)):
                 return rival
         return None
+
+    def _adds_up(self, plan: Declaration, other: Declaration) -> bool:
+        """Whether a plan has all bits of inputs that are asked of sums, or more than another; or is it."""
+        if plan == other:
+            return True
+        sums = [answer for name, answer in self.asked.answers.items() if name in OF_SUMS]
+        misses = ((answer.missed(plan), answer.missed(other)) for answer in sums)
+        return all(ours == 0.0 or ours < theirs for ours, theirs in misses)
+
+    def _has_all(self, plan: Declaration) -> bool:
+        """Whether it has every bit of what was asked first; elsewhere one bit may be chance."""
+        return all(answer.missed(plan) == 0.0 for answer in self._first(OF_SUMS))
 
     def alike(self, plan: Declaration) -> dict[Change, Declaration]:
         """Changes that no input tells from the plan, or of which the kernel's bits do not say which it follows.
@@ -81,9 +100,8 @@ class Rivals:
         return alike | self._alike(plan, pairs)
 
     def _alike(self, plan: Declaration, rivals: Iterable[tuple[Change, Declaration]]) -> dict[Change, Declaration]:
-        exact = all(answer.missed(plan) == 0.0 for answer in self._first(OF_SUMS))
+        exact = self._has_all(plan)
         duels = {change: (rival, *self.duel(plan, rival, change)) for change, rival in rivals}
-        # Where the plan has all bits, one that the other lacks tells them apart; elsewhere it may be chance.
         return {
             change: rival
             for change, (rival, ours, theirs) in duels.items()

@@ -1,7 +1,7 @@
 """The search: from known plans, one change after the other, to the plan with most of the kernel's bits."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -9,13 +9,26 @@ from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator
 from tiebreak.matrix.identification.asking import Answer
-from tiebreak.matrix.identification.space import SLOW, changes, forward_alone, hiding, moves, ruled, without_one
+from tiebreak.matrix.identification.space import (
+    SLOW,
+    changes,
+    forward_alone,
+    hidden_by,
+    hiding,
+    moves,
+    ruled,
+    scaled,
+    without_one,
+)
 
 _FEW = 3  # plans that lead on where the best one does not
 _LOST = 1e-3  # share of bits, on an input, below which a miss counts as none: fp32's order of summation
-# Plans held against one input, after which a search ends: twice what the longest took that found a drawn plan, 10,368.
+# Plans held against one input, after which a search ends: some are found after 10,000.
 _MOST = 20_000
-_HIDDEN = 0.5  # share of the largest cost above which a plan shows nothing of the kernel's
+# Cost of a bit that lies between a plan's O and the kernel's: where nothing is known there are 1.5 a number, and they
+# weigh as much as the share of numbers that differ, which alone does not show that a plan comes nearer.
+_OF_A_BIT = math.log1p(1.0 / _LOST) / 1.5
+_HIDDEN = 0.5  # share of the largest cost of shares above which a plan shows nothing of the kernel's
 _RACE, _AHEAD = 4, 0.98  # inputs after which one of two changes at once must cost so much less than the plan
 _ENOUGH = 0.7  # cost at which nothing is left to find: one input is missed by as much as counts as none
 
@@ -35,7 +48,8 @@ class Search:
         """How far a plan is from all bits: 0 is none; counted on until it is `least` or more.
 
         The sum over inputs of the logarithm of what it misses: an input that a plan explains wholly outweighs one that
-        it explains better, so that points are found one by one, by the inputs that show them.
+        it explains better, so that points are found one by one, by the inputs that show them. And of how far it is from
+        what it misses: where one point hides another, that one shows nothing but nearness.
 
         Args:
             declaration: as `forward_alone` gives it.
@@ -51,14 +65,15 @@ class Search:
             shown[:] = shown[0] + here, shown[1] + 1.0
             cost += here
             level += 0.0 if than is None or number >= _RACE else _cost(answer, than)
-            behind = cost > (_AHEAD * level if self._hidden(self.costs[than]) else level) if than is not None else False
+            behind = cost > (_AHEAD * level if self._hidden(than) else level) if than is not None else False
             if cost >= least or (number == _RACE - 1 and behind):
                 return math.inf
         self.costs[declaration] = cost
         return cost
 
-    def _hidden(self, cost: float) -> bool:
-        """Whether that is so much that the plan shows nothing of the kernel's."""
+    def _hidden(self, declaration: Declaration) -> bool:
+        """Whether a plan misses so much that it shows nothing of the kernel's."""
+        cost = sum(_share_cost(answer, declaration) for answer in self.answers)
         return cost > _HIDDEN * len(self.answers) * math.log1p(1.0 / _LOST)
 
     def _tells(self, answer: Answer) -> float:
@@ -81,8 +96,10 @@ class Search:
         starts = [forward_alone(known, self.fmt) for known in self.known]
         self._try(starts, _FEW)
         self._cast_o(starts)
-        if self._hidden(self._best()[1]):
+        if self._hidden(self._best()[0]):
             self._try(hiding(self.fmt), _FEW)
+            self._climb(1)
+            self._uncover(starts)
         for patience in (1, _FEW):
             self._climb(patience)
             self._add_up()
@@ -91,6 +108,16 @@ class Search:
                 self._climb(1)
                 self._add_up()
         return self._best()[0]
+
+    def _uncover(self, starts: Sequence[Declaration]) -> None:
+        """Try more that may hide the rest, until something shows."""
+        plan, before = self._best()
+        for group in hidden_by(plan, self.fmt, starts):
+            if not self._hidden(self._best()[0]) or self.stopped:
+                break
+            self._try(group, 1, plan)
+            if self._best()[1] < before:
+                self._climb(1)
 
     def _cast_o(self, starts: Sequence[Declaration]) -> None:
         """Try how O is cast, and then all with that cast: it hides from every input what else a plan has right."""
@@ -108,7 +135,7 @@ class Search:
             self.tell(f"{len(expanded)} changes, {len(self.costs)} plans tried on all inputs")
             expanded.add(plan)
             others = chain(changes(plan, self.fmt), moves(plan, self.fmt))
-            than = plan if self._hidden(self.costs[plan]) else None  # where nothing shows, a small gain is chance
+            than = plan if self._hidden(plan) else None  # where nothing shows, a small gain is chance
             self._try((other for change, other in others if change.key != SLOW), patience, than)
 
     def _add_up(self) -> None:
@@ -128,14 +155,18 @@ class Search:
             other for _, other in moves(plan, self.fmt) if self.cost(other, math.nextafter(cost, math.inf)) <= cost
         )
         rules = (other for _, other in ruled(plan, self.fmt))
-        for first in chain(without_one(plan, self.fmt), level, rules):
-            others = (other for change, other in changes(first, self.fmt) if change.key != SLOW)
-            self._try(chain([first], others), 1, plan)
+        firsts = chain(without_one(plan, self.fmt), level, rules)
+        for group in chain([scaled(plan, self.fmt)], map(self._with_changes, firsts)):
+            self._try(group, 1, plan)
             if self._best()[1] < before:
                 return True
             if self.stopped:
                 break
         return False
+
+    def _with_changes(self, plan: Declaration) -> Iterator[Declaration]:
+        yield plan
+        yield from (other for change, other in changes(plan, self.fmt) if change.key != SLOW)
 
     def _best(self) -> tuple[Declaration, float]:
         return min(self.costs.items(), key=lambda tried: tried[1])
@@ -161,5 +192,9 @@ class Search:
             self.cost(declaration, order[patience - 1] if len(order) >= patience else math.inf, than)
 
 
-def _cost(answer: Answer, declaration: Declaration) -> float:
+def _share_cost(answer: Answer, declaration: Declaration) -> float:
     return math.log1p(answer.missed(declaration) / _LOST)
+
+
+def _cost(answer: Answer, declaration: Declaration) -> float:
+    return _share_cost(answer, declaration) + _OF_A_BIT * answer.apart(declaration)

@@ -1,6 +1,6 @@
 """The space of plans: what one change makes of a declaration, from what declarations as text may say."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -10,7 +10,7 @@ from typing import Any
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION, TILED, Algorithm
 from tiebreak.kernels.declarations import FORWARD, INPUT, changed, parse_declaration, shortest, values_apart, values_of
 from tiebreak.kernels.flash import BLOCK, ONE_TILE, Block
-from tiebreak.kernels.formats import FP32, Format, Rounding
+from tiebreak.kernels.formats import FP16, FP32, TF32, Format, Rounding
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.operands import folds_scale
 from tiebreak.kernels.plans import FUSED, OUTPUT, PLANS, Cast, Exponential, Follows, RoundingPlan, SumOf
@@ -62,7 +62,7 @@ def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
     elif plan.divisor.narrows:
         dead |= {"scale"}
     if not _clamps(plan):
-        dead |= {"row_sum_of"} if plan.row_sum_of is SumOf.CLAMPED else set()
+        dead |= {"row_sum_of"} if plan.row_sum_of is SumOf.CLAMPED or _cast_before(plan, inputs) else set()
         dead |= {"offset"} if _range(plan, inputs) >= FP32.exponent_bits else set()  # a power of two is divided out
     plan = replace(plan, **{field: getattr(FUSED, field) for field in dead})
     sided: dict[str, Any] = {field: _sided(getattr(plan, field)) for field in _POSITIVE}
@@ -78,7 +78,17 @@ def _clamps(plan: RoundingPlan) -> bool:
 
 def _range(plan: RoundingPlan, inputs: Format) -> int:
     """Bits of the exponent that P-bar has."""
-    return (inputs if plan.p_bar.follows is not None else plan.p_bar.fmt).exponent_bits
+    return _fmt(plan.p_bar, inputs).exponent_bits
+
+
+def _fmt(cast: Cast, inputs: Format) -> Format:
+    return inputs if cast.follows is not None else cast.fmt
+
+
+def _cast_before(plan: RoundingPlan, inputs: Format) -> bool:
+    """Whether P is cast so that P-bar's cast changes nothing: l sums the same from before and after it."""
+    before, after = _fmt(plan.exp, inputs), _fmt(plan.p_bar, inputs)
+    return before.exponent_bits <= after.exponent_bits and before.mantissa_bits <= after.mantissa_bits
 
 
 def _sided(cast: Cast) -> Cast:
@@ -150,7 +160,7 @@ def moves(declaration: Declaration, inputs: Format) -> Iterator[tuple[Change, De
     """As `changes`, two at once, where one alone leads nowhere, or may look like the other.
 
     One cast at another point; one at the point before, and another in its place; of P, before or after l sums it; of O,
-    before or after it is returned; base two, contracted.
+    before or after it is returned; base two, contracted; a narrower range of P-bar, an offset.
     """
     for other in _moves(declaration, inputs):
         points = values_apart(declaration.plan, other.plan).items()
@@ -177,6 +187,7 @@ def _moves(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
         yield from _recast(declaration, inputs, {"o_bar": product, "o": OUTPUT})
     if plan.o_bar.follows is not None and not plan.o_bar.every:
         yield from _recast(declaration, inputs, {"o_bar": _FP32, "o": replace(plan.o_bar, follows=Follows.OUTPUT)})
+    yield from _ranged(declaration, inputs)
     keys = [key for key, field in FORWARD.items() if isinstance(getattr(plan, field), Cast) and key != "o"]
     for key, other in permutations(keys, 2):
         cast = getattr(declaration.plan, FORWARD[key])
@@ -190,13 +201,53 @@ def _moves(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
                     yield from _recast(changed(declaration, second, value), inputs, {FORWARD[first]: cast})
 
 
+def _ranged(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
+    """P-bar in fp16 in place of tf32: it has as many bits, and where there is an offset the range too."""
+    cast = declaration.plan.p_bar
+    for offset in values_of("offset", inputs) if cast.fmt == TF32 else ():
+        with suppress(ValueError):  # two points exclude one another
+            yield from _recast(changed(declaration, "offset", offset), inputs, {"p_bar": replace(cast, fmt=FP16)})
+
+
 def hiding(inputs: Format) -> Iterator[Declaration]:
     """Every algorithm and shift rule, every cast of S, q scaled or not: where one is wrong, nothing else shows."""
-    casts = [value for value in values_of("s", inputs) if value.partition(":")[0] in (INPUT, FP32.name)]
-    for q in ("", ",q=input,base=2", ",q=fp16,base=2"):
-        for _, other in ruled(parse_declaration(f"flash@fused{q}"), inputs):
-            for value in casts:
-                yield forward_alone(changed(other, "s", value), inputs)
+    starts = [parse_declaration(f"flash@fused{q}") for q in ("", ",q=input,base=2", ",q=fp16,base=2")]
+    return _cast_at("s", (other for start in starts for _, other in ruled(start, inputs)), inputs)
+
+
+def hidden_by(
+    declaration: Declaration, inputs: Format, known: Iterable[Declaration]
+) -> Iterator[Iterator[Declaration]]:
+    """Group after group of what may be wrong at once so that nothing else shows.
+
+    Casts of q and of S; of S and of S - m, with every algorithm and shift rule; known plans with each of these.
+
+    Args:
+        declaration: that shows nothing of a kernel's.
+        inputs: format of the call.
+        known: plans.
+    """
+    yield _cast_at("s", _cast_at("q", [declaration], inputs), inputs)
+    yield _cast_at("shifted", _cast_at("s", (other for _, other in ruled(declaration, inputs)), inputs), inputs)
+    yield (forward_alone(other, inputs) for plan in known for _, other in ruled(plan, inputs))
+
+
+def scaled(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
+    """Every cast of q, and of the scale or the divisor: only where the scale is inexact do they show, and together."""
+    for q in values_of("q", inputs):
+        for key in ("scale", "divisor"):
+            for value in values_of(key, inputs):
+                with suppress(ValueError):  # two points exclude one another
+                    yield forward_alone(changed(changed(declaration, "q", q), key, value), inputs)
+
+
+def _cast_at(key: str, declarations: Iterable[Declaration], inputs: Format) -> Iterator[Declaration]:
+    """Each with every cast to the inputs' format at a point, and none."""
+    casts = [value for value in values_of(key, inputs) if value.partition(":")[0] in (INPUT, FP32.name)]
+    for declaration in declarations:
+        for value in casts:
+            with suppress(ValueError):  # two points exclude one another
+                yield forward_alone(changed(declaration, key, value), inputs)
 
 
 def ruled(declaration: Declaration, inputs: Format) -> Iterator[tuple[Change, Declaration]]:
