@@ -1,12 +1,14 @@
 """Kernels of users in the matrix: sound ones pass and are told which plan they follow, each kind of slip is caught."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 import pytest
 
 from tiebreak.backends.backend import CPU
 from tiebreak.backends.probes import of_products
+from tiebreak.matrix import workbench
 from tiebreak.reports.records.record import CLAIM, FELL, FOLLOWS, PREDICTION, UNEXPLAINED, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
@@ -153,6 +155,14 @@ PRECISE = ("--plan", "fp32_inside")  # of `precise`: to find it takes longer tha
 TELLING = "tied_maxima[k=2],sink_tie,single_maximum_sink,ties_across_blocks,overshooting_shift,random,random_causal,"
 TELLING += "inexact_ties[r=6],tied_p_bar"
 FOLLOWED_TEXT = re.compile(r"cpu-(\w+): follows (\S+) \((99\.[5-9]\d|100\.00) % of bits in 9 cells\)")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_cases() -> Iterator[None]:
+    """Inputs of a case, and what the candidates make of them, for all kernels of this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workbench, "CaseBench", lru_cache(maxsize=9)(workbench.CaseBench))
+        yield
 
 
 @pytest.fixture
