@@ -42,8 +42,9 @@ class Accumulator(enum.Enum):
     """How the products of a matrix product, or the terms of a row sum, are added up to one fp32 value."""
 
     EXACT = "exact"  # in fp64, rounded once to fp32
-    # Matrix products as tensor cores add them up; row sums, which they do not do, in fp32 as a balanced tree. Operands
-    # count as bf16 (Volta's as fp16, those of fp8 as e4m3), which their subnormals alone tell from another format.
+    # Matrix products alone; row sums are in fp32, as a balanced tree. Operands of tensor cores count as bf16 (Volta's
+    # as fp16, those of fp8 as e4m3), which their subnormals alone tell from another format.
+    SEQUENTIAL = "fp32, term after term"  # a chain of fused multiply-adds, as code for CPUs is compiled
     VOLTA = "tensor core of Volta"
     AMPERE = "tensor core of Turing, Ampere or Ada"
     HOPPER = "tensor core of Hopper or Blackwell"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.emulation.arm import arm_bf16_matmul
+from tiebreak.backends.emulation.chains import sequential_matmul
 from tiebreak.backends.emulation.targets import core_of
 from tiebreak.backends.emulation.tensor_cores import tensor_core_matmul
 from tiebreak.backends.emulation.x86 import amx_matmul, vdpbf16_matmul
@@ -57,6 +58,7 @@ def _tensor_core(target: str, operands: str) -> Accumulation:
 
 ACCUMULATIONS: Mapping[Accumulator, Accumulation] = {
     Accumulator.EXACT: Accumulation(_exact_matmul, _exact_total),
+    Accumulator.SEQUENTIAL: Accumulation(sequential_matmul, _pairwise_total),
     Accumulator.VOLTA: _tensor_core("sm_70", "fp16"),
     Accumulator.AMPERE: _tensor_core("sm_80", "bf16"),
     Accumulator.HOPPER: _tensor_core("sm_90", "bf16"),

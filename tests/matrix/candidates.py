@@ -23,7 +23,6 @@ _PLAIN = (
     "flash@fused_p_bar_o_away",
     "lazy@fused",
 )
-_OF_PYTORCH = "flash@fused_fast_exp"  # on CPUs: its products are of the library that adds up eager attention's
 _UNTILED = ("standard", "standard,s=input", "standard,qk=input,s=input", "flash@fp32_inside")
 # Triton kernels that fold the scale and log2(e) into q; PyTorch's MultiheadAttention and timm; MLX; flax, whose softmax
 # is in the inputs' format, divides q by a rounded sqrt(d).
@@ -74,7 +73,7 @@ def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
     Args:
         products: what those of a device do in 16 bits, as `tiebreak.backends.probes.of_products` has it.
     """
-    more = (_OF_PYTORCH, *_MORE, *_EIGHT_BITS, *DEFAULT_ROSTER)
+    more = ("flash@fused_fast_exp", *_MORE, *_EIGHT_BITS, *DEFAULT_ROSTER)
     texts = dict.fromkeys((*_PLAIN, *_UNTILED, *_SCALED_FIRST, *_WRITTEN_OUT, *_SPLIT, *more))
     texts |= dict.fromkeys(f"{text},base=2" for text in (*_PLAIN, *_UNTILED))
     declarations: dict[str, Declaration] = {}
@@ -89,8 +88,8 @@ def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
             for block in blocks[text.startswith(FLASH_ATTENTION_1.name) :] if tiled else ():
                 declarations[f"{text},tile={block}"] = replace(declaration, block=block, tile_named=True)
     changes = [",".join(products[:count]) for count in range(1, len(products) + 1)]
-    for text in (*_PLAIN, *_UNTILED, *_SCALED_FIRST, *_WRITTEN_OUT, _OF_PYTORCH):
-        if text == _OF_PYTORCH or _multiplies_in_16_bits(declarations[text]):
+    for text in (*_PLAIN, *_UNTILED, *_SCALED_FIRST, *_WRITTEN_OUT):
+        if _multiplies_in_16_bits(declarations[text]):
             # What is cut into tiles has no long products.
             own = changes if "tile=one" in text or not declarations[text].algorithm.tiled else changes[:1]
             declarations |= {f"{text},{change}": parse_declaration(f"{text},{change}") for change in own}

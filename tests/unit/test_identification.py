@@ -82,8 +82,9 @@ def _asked(kernel: Kernel) -> Asked:
     return asked
 
 
-def test_sums_of_a_device_are_named() -> None:
-    plan = "flash@fused,accumulator=ampere,tile=64"
+@pytest.mark.parametrize("accumulator", ["sequential", "ampere"])
+def test_sums_of_a_device_are_named(accumulator: str) -> None:
+    plan = f"flash@fused,accumulator={accumulator},tile=64"
     rivals = Rivals(_asked(composed("k", parse_declaration(plan))))
     better = rivals.better(forward_alone(parse_declaration("flash@fused,tile=64"), BF16))
     assert better == forward_alone(parse_declaration(plan), BF16)
@@ -217,7 +218,7 @@ def test_a_kernel_that_is_not_deterministic_is_refused() -> None:
 
 def test_a_kernel_that_takes_too_few_inputs_is_refused() -> None:
     kernel = replace(composed("k", parse_declaration("standard")), missing_requirement=lambda inputs: "d must be 7")
-    with pytest.raises(UnidentifiedError, match="takes 0 inputs of 16: d must be 7"):
+    with pytest.raises(UnidentifiedError, match="takes 0 inputs of 17: d must be 7"):
         identify(EMULATION, kernel, BF16)
 
 

@@ -100,6 +100,7 @@ def test_tensor_core_plans_differ_in_their_accumulator_alone() -> None:
     assert len(cores) == 14
     assert {plan.accumulator for plan in cores.values()} == set(Accumulator) - {
         Accumulator.EXACT,
+        Accumulator.SEQUENTIAL,
         Accumulator.VDPBF16,
         Accumulator.AMX,
     }

@@ -204,6 +204,16 @@ def _faint_tails(rng: Generator, fmt: Format) -> AttentionInputs:
     return chosen(scores, v, fmt)
 
 
+def _swallowed(rng: Generator, fmt: Format) -> AttentionInputs:
+    """Equal keys, some of them hidden; in each column of V two numbers that cancel, and 62 that either swallows."""
+    hidden = torch.from_numpy(rng.uniform(size=(2, _ROWS, _D)) < rng.uniform(0.0, 0.3, (2, _ROWS, 1)))
+    v = torch.full((2, _D, _D), 2.0**-10)
+    for head in range(2):
+        for column in range(_D):
+            v[head, torch.from_numpy(rng.choice(_D, 2, replace=False)), column] = torch.tensor([2.0**15, -(2.0**15)])
+    return chosen(torch.where(hidden, _HIDDEN, 0.0), v, fmt)
+
+
 def _deep(rng: Generator, fmt: Format) -> AttentionInputs:
     """Ties of P-bar of 2^-80 to 2^-110, made visible by a V of 2^100."""
     exponents = torch.from_numpy(rng.integers(-110, -80, (4, _ROWS, _D)))
@@ -262,6 +272,14 @@ DESIGNED = (
         "how products are added up: a term of 2^-17 to 2^-34 of the others tips a tie, is cut off, or leaves a mark",
         MMA_SIM,
         _faint_tails,
+        fine=True,
+        sums=True,
+    ),
+    Designed(
+        "swallowed",
+        "in which order products are added up: large numbers that cancel swallow what meets one of them before",
+        FPREV,
+        _swallowed,
         fine=True,
         sums=True,
     ),

@@ -65,43 +65,40 @@ class Rivals:
     def better(self, plan: Declaration) -> Declaration | None:
         """A change of the plan that has more of the kernel's bits where the two differ.
 
-        A device's sums have more where products are asked for too: elsewhere the order of fp32 sums may look like them.
+        A device's sums have all bits where products are asked for: elsewhere the order of fp32 sums may look like them.
         """
-        if not self._adds_up(plan, exact := replace(plan, plan=replace(plan.plan, accumulator=Accumulator.EXACT))):
-            return exact
-        for change, rival in changes(plan, self.asked.fmt):
-            if change.key == SLOW and not self._adds_up(rival, plan):
-                continue
+        if plan.plan.accumulator is not Accumulator.EXACT and not self._adds_up(plan):
+            return replace(plan, plan=replace(plan.plan, accumulator=Accumulator.EXACT))
+        for change, rival in self._changes(plan):
             ours, theirs = self.duel(plan, rival, change)
-            if _beats(theirs, ours) or (theirs and not ours and self._has_all(rival)):
+            if _beats(theirs, ours):
                 return rival
         return None
 
-    def _adds_up(self, plan: Declaration, other: Declaration) -> bool:
-        """Whether a plan has all bits of inputs that are asked of sums, or more than another; or is it."""
-        if plan == other:
-            return True
-        sums = [answer for name, answer in self.asked.answers.items() if name in OF_SUMS]
-        misses = ((answer.missed(plan), answer.missed(other)) for answer in sums)
-        return all(ours == 0.0 or ours < theirs for ours, theirs in misses)
+    def _changes(self, plan: Declaration) -> Iterator[tuple[Change, Declaration]]:
+        """Those that its answers about sums don't rule out."""
+        for change, rival in changes(plan, self.asked.fmt):
+            if change.key != SLOW or rival.plan.accumulator is Accumulator.EXACT or self._adds_up(rival):
+                yield change, rival
 
-    def _has_all(self, plan: Declaration) -> bool:
-        """Whether it has every bit of what was asked first; elsewhere one bit may be chance."""
-        return all(answer.missed(plan) == 0.0 for answer in self._first(OF_SUMS))
+    def _adds_up(self, plan: Declaration) -> bool:
+        """Whether a plan has all bits of what was asked of sums."""
+        return all(answer.missed(plan) == 0.0 for name, answer in self.asked.answers.items() if name in OF_SUMS)
 
     def alike(self, plan: Declaration) -> dict[Change, Declaration]:
         """Changes that no input tells from the plan, or of which the kernel's bits do not say which it follows.
 
         Two at once where they are like the plan together, and not each by itself.
         """
-        alike = self._alike(plan, changes(plan, self.asked.fmt))
+        alike = self._alike(plan, self._changes(plan))
         alone = {(point, value) for rival in alike.values() for point, value in _apart(plan, rival)}
         pairs = ((change, rival) for change, rival in moves(plan, self.asked.fmt) if not _apart(plan, rival) <= alone)
         return alike | self._alike(plan, pairs)
 
     def _alike(self, plan: Declaration, rivals: Iterable[tuple[Change, Declaration]]) -> dict[Change, Declaration]:
-        exact = self._has_all(plan)
+        exact = all(answer.missed(plan) == 0.0 for answer in self._first(OF_SUMS))
         duels = {change: (rival, *self.duel(plan, rival, change)) for change, rival in rivals}
+        # Where the plan has all bits, one that the other lacks tells them apart; elsewhere it may be chance.
         return {
             change: rival
             for change, (rival, ours, theirs) in duels.items()

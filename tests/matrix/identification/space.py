@@ -228,7 +228,8 @@ def hidden_by(
         known: plans.
     """
     yield _cast_at("s", _cast_at("q", [declaration], inputs), inputs)
-    yield _cast_at("shifted", _cast_at("s", (other for _, other in ruled(declaration, inputs)), inputs), inputs)
+    flash = replace(declaration, algorithm=FLASH_ATTENTION)  # which alone has every shift rule
+    yield _cast_at("shifted", _cast_at("s", (other for _, other in ruled(flash, inputs)), inputs), inputs)
     yield (forward_alone(other, inputs) for plan in known for _, other in ruled(plan, inputs))
 
 
