@@ -204,6 +204,19 @@ def test_a_plan_that_changes_with_the_shape_is_named_with_the_shape() -> None:
     assert "but not in 64 x 64 x 64" in explanation_text(identity.explanation)
 
 
+def test_a_plan_whose_tiles_go_by_the_head_dimension_is_named_with_them() -> None:
+    usual, of_wide = (parse_declaration(f"flash@fused,tile={tile}") for tile in (64, 16))
+
+    def compute(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
+        del gradients
+        return run_forward(of_wide if inputs.q.shape[-1] > 64 else usual, inputs, arithmetic)
+
+    identity = identify(EMULATION, replace(composed("k", usual), compute=compute, declaration=None), BF16)
+    assert identity.plan == "flash@fused,tile=64"
+    assert {other.plan for other in identity.elsewhere.values()} == {"flash@fused,tile=16"}
+    assert "8 x 64 x 256, d = 128" in identity.elsewhere
+
+
 def test_a_kernel_that_is_not_deterministic_is_refused() -> None:
     def compute(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool, calls: list[int]) -> AttentionOutput:
         del gradients

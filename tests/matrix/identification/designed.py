@@ -16,7 +16,8 @@ from torch import Tensor
 from tiebreak.kernels.formats import BF16, FP16, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 
-_D, _PIECES = 64, 3  # bf16 numbers that add up to an fp32 number
+HEAD_DIMENSION = _D = 64  # of most inputs
+_PIECES = 3  # bf16 numbers that add up to an fp32 number
 _ROWS = _D // _PIECES
 _SCALE = 1.0 / math.sqrt(_D)
 _HIDDEN = -200.0  # a score of which fp32 has no probability, below a maximum of 0
@@ -287,15 +288,15 @@ DESIGNED = (
     Designed("normal", "everything at once: normal numbers, 128 keys", OWN, _normal(4, 16, 128, _D, size=1.5)),
     Designed(
         "normal_128",
-        "roundings of the scale and of q: normal numbers, d = 128, whose root is inexact",
+        "roundings of the scale and of q: normal numbers, d = 128, whose root is inexact; few keys, for tiles go by d",
         OWN,
-        _normal(4, 16, 64, 128, size=1.5),
+        _normal(4, 16, 16, 128, size=1.5),
     ),
     Designed(
         "normal_96",
         "formats of the scale and of the divisor: normal numbers, d = 96, whose root bf16 and fp16 round differently",
         OWN,
-        _normal(4, 16, 64, 96, size=1.5),
+        _normal(4, 16, 16, 96, size=1.5),
     ),
     Designed("own_scale", "the same: normal numbers, a scale of 0.3", OWN, _normal(4, 16, 64, _D, scale=0.3)),
     Designed(
@@ -327,7 +328,17 @@ LONG = tuple(
 #: Normal numbers in other shapes, in which a compiler may round elsewhere: by these no plan is chosen.
 SHAPES = tuple(
     Designed(
-        f"{heads} x {rows} x {keys}", "heads x queries x keys of another shape", OWN, _normal(heads, rows, keys, _D)
+        f"{heads} x {rows} x {keys}" + ("" if d == HEAD_DIMENSION else f", d = {d}"),
+        "heads x queries x keys of another shape",
+        OWN,
+        _normal(heads, rows, keys, d),
     )
-    for heads, rows, keys in ((1, 1, 128), (1, 16, 64), (64, 64, 64), (128, 1, 256), (8, 128, 512))
+    for heads, rows, keys, d in (
+        (1, 1, 128, 64),
+        (1, 16, 64, 64),
+        (64, 64, 64, 64),
+        (128, 1, 256, 64),
+        (8, 128, 512, 64),
+        (8, 64, 256, 128),
+    )
 )

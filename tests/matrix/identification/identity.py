@@ -14,10 +14,10 @@ from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel
 from tiebreak.kernels.roster import eight_bit_kernels
 from tiebreak.matrix.candidates import on_device
 from tiebreak.matrix.identification.asking import Answer, Asked, one_thread
-from tiebreak.matrix.identification.designed import DESIGNED, OF_SUMS, SHAPES
+from tiebreak.matrix.identification.designed import DESIGNED, HEAD_DIMENSION, OF_SUMS, SHAPES
 from tiebreak.matrix.identification.rivals import Rivals, left_open
 from tiebreak.matrix.identification.search import Search
-from tiebreak.matrix.identification.space import SLOW, Change, changes, named, plainness, text
+from tiebreak.matrix.identification.space import SLOW, TILE, Change, changes, named, plainness, text
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.trial import failed_trial
 from tiebreak.matrix.workbench import CaseBench
@@ -69,7 +69,7 @@ class Identity:
     bias: Mapping[str, Bias]  # by failure input
     asked: Mapping[str, tuple[str, str]]  # designed inputs by name: what each shows, and whose method it is
     refused: Mapping[str, str]  # inputs that it does not take, and why
-    elsewhere: Mapping[str, Elsewhere]  # by heads x queries x keys, where the plan is another
+    elsewhere: Mapping[str, Elsewhere]  # by heads x queries x keys, or case, where the plan is another
     tried: int = 0  # plans, held against one input each, up to the nearest
     stopped: bool = False  # whether the search ended at its bound, and not where no change led on
 
@@ -207,7 +207,7 @@ def _identity(
 ) -> Identity:
     declaration = named(plan)
     tell("running inputs that it was not chosen by")
-    held_out, refused = _held_out(asked, declaration, seed)
+    held_out, refused, tiles = _held_out(asked, plan, seed)
     unexplained = _unexplained(answers, plan)
     follows = not unexplained and bool(held_out) and min(held_out.values()) >= FOLLOWED
     points: dict[str, list[str]] = {}
@@ -227,7 +227,7 @@ def _identity(
         bias=_biases(declaration, asked.fmt, seed) if follows else {},
         asked={each.name: (each.shows, each.method) for each in DESIGNED if each.name in asked.answers},
         refused=asked.refused | refused,
-        elsewhere=_elsewhere(asked, plan, tell) if follows else {},
+        elsewhere=tiles | _elsewhere(asked, plan, tell) if follows else {},
     )
 
 
@@ -239,11 +239,15 @@ def _elsewhere(asked: Asked, plan: Declaration, tell: Callable[[str], None]) -> 
         answer = asked.ask(designed.name, designed.make(asked.fmt))
         if answer is None or answer.missed(plan) <= 1.0 - FOLLOWED:
             continue
-        rivals = [rival for change, rival in changes(plan, asked.fmt) if change.key != SLOW]
-        nearest = min(rivals, key=answer.missed)
-        known = answer.missed(nearest) <= 1.0 - FOLLOWED
-        others[designed.name] = Elsewhere(1.0 - answer.missed(plan), text(nearest) if known else None)
+        others[designed.name] = _other(answer, plan, [each for each in changes(plan, asked.fmt) if each[0].key != SLOW])
     return others
+
+
+def _other(answer: Answer, plan: Declaration, rivals: Sequence[tuple[Change, Declaration]]) -> Elsewhere:
+    """What a kernel follows where it does not follow its plan: the nearest of its changes, or none."""
+    nearest = min((rival for _, rival in rivals), key=answer.missed, default=plan)
+    known = answer.missed(nearest) <= 1.0 - FOLLOWED
+    return Elsewhere(1.0 - answer.missed(plan), text(nearest) if known else None)
 
 
 def _binding(name: str) -> bool:
@@ -254,9 +258,15 @@ def _any_tile(points: Mapping[str, Sequence[str]]) -> bool:
     return len(points.get("tile", ())) > 4
 
 
-def _held_out(asked: Asked, plan: Declaration, seed: int) -> tuple[dict[str, float], dict[str, str]]:
-    """The share of bits that the plan has of cases, and why the kernel does not run on others."""
-    shares, refused = {}, {}
+def _held_out(
+    asked: Asked, plan: Declaration, seed: int
+) -> tuple[dict[str, float], dict[str, str], dict[str, Elsewhere]]:
+    """The share of bits that the plan has of cases, why the kernel does not run on others, and where tiles are others.
+
+    Kernels choose their tiles by the head dimension: with another, another tile is no other plan.
+    """
+    shares, refused, elsewhere = {}, {}, {}
+    tiles = [each for each in changes(plan, asked.fmt) if each[0].key == TILE]
     for case in _HELD_OUT:
         batch = CaseBench(case, asked.fmt, Settings(seed, _HEADS)).batch(0)
         why = asked.kernel.refusal(to_device(batch.inputs, asked.backend.device))
@@ -265,11 +275,15 @@ def _held_out(asked: Asked, plan: Declaration, seed: int) -> tuple[dict[str, flo
             if why is None:
                 answer = Answer(case.name, batch.inputs, asked.run(batch.inputs))
                 shares[case.name] = 1.0 - answer.missed(plan)
+                other = _other(answer, plan, tiles) if shares[case.name] < FOLLOWED else None
+                if batch.inputs.q.shape[-1] != HEAD_DIMENSION and other is not None and other.plan is not None:
+                    elsewhere[case.name] = other
+                    del shares[case.name]
         except CannotRunError as error:
             why = str(error)
         if why is not None:
             refused[case.name] = why
-    return shares, refused
+    return shares, refused, elsewhere
 
 
 def _biases(plan: Declaration, fmt: Format, seed: int) -> dict[str, Bias]:
