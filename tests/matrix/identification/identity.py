@@ -275,10 +275,11 @@ def _held_out(
             if why is None:
                 answer = Answer(case.name, batch.inputs, asked.run(batch.inputs))
                 shares[case.name] = 1.0 - answer.missed(plan)
-                other = _other(answer, plan, tiles) if shares[case.name] < FOLLOWED else None
-                if batch.inputs.q.shape[-1] != HEAD_DIMENSION and other is not None and other.plan is not None:
-                    elsewhere[case.name] = other
-                    del shares[case.name]
+                if shares[case.name] < FOLLOWED and batch.inputs.q.shape[-1] != HEAD_DIMENSION:
+                    other = _other(answer, plan, tiles)
+                    if other.plan is not None:
+                        elsewhere[case.name] = other
+                        del shares[case.name]
         except CannotRunError as error:
             why = str(error)
         if why is not None:

@@ -65,8 +65,9 @@ class Search:
             shown[:] = shown[0] + here, shown[1] + 1.0
             cost += here
             level += 0.0 if than is None or number >= _RACE else _cost(answer, than)
-            behind = cost > (_AHEAD * level if self._hidden(than) else level) if than is not None else False
-            if cost >= least or (number == _RACE - 1 and behind):
+            if cost >= least:
+                return math.inf
+            if than is not None and number == _RACE - 1 and cost > (_AHEAD if self._hidden(than) else 1.0) * level:
                 return math.inf
         self.costs[declaration] = cost
         return cost
