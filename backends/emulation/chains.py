@@ -44,8 +44,8 @@ class Terms:
         return cls(a.unsqueeze(-1).unbind(-2), b.unsqueeze(-3).unbind(-2), _grain(a, b), flushes)
 
     @classmethod
-    def flushed(cls, a: Tensor, b: Tensor) -> "Terms":
-        """With an even number of terms, a zero's products change nothing; operands and sums are flushed."""
+    def in_pairs(cls, a: Tensor, b: Tensor) -> "Terms":
+        """With an even number of terms (a zero's products change nothing), operands and sums flushed."""
         if a.shape[-1] % 2:
             a, b = torch.nn.functional.pad(a, (0, 1)), torch.nn.functional.pad(b, (0, 0, 0, 1))
         return cls.of(flushed(a), flushed(b), flushes=True)

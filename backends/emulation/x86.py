@@ -27,7 +27,7 @@ def vdpbf16_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def add_dots(a: Tensor, b: Tensor, addend: Tensor) -> Tensor:
     """As `vdpbf16_matmul`, added to fp32 numbers of the product's shape, as an instruction does."""
-    terms, total = Terms.flushed(a, b), flushed(addend)
+    terms, total = Terms.in_pairs(a, b), flushed(addend)
     for k in range(0, len(terms.columns), 2):
         total = terms.added(terms.added(total, k + 1), k)
     return total
@@ -38,7 +38,7 @@ def amx_matmul(a: Tensor, b: Tensor) -> Tensor:
 
     As the document has it: no AMX has run here.
     """
-    terms, total = Terms.flushed(a, b), zeros(a, b)
+    terms, total = Terms.in_pairs(a, b), zeros(a, b)
     count = len(terms.columns)
     for start in range(0, count, _OF_A_TILE):
         even, odd = torch.zeros_like(total), torch.zeros_like(total)
