@@ -18,7 +18,7 @@ from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.declarations import parse_declaration, shortest
 from tiebreak.kernels.formats import BF16, FP16, Rounding, parse_format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.kernel import Kernel, composed, run_forward
+from tiebreak.kernels.kernel import Declaration, Kernel, composed, run_forward
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 from tiebreak.matrix.candidates import candidates
 from tiebreak.matrix.identification import search
@@ -27,7 +27,7 @@ from tiebreak.matrix.identification.designed import DESIGNED, LONG, SHAPES
 from tiebreak.matrix.identification.identity import UnidentifiedError, identify
 from tiebreak.matrix.identification.rivals import Rivals
 from tiebreak.matrix.identification.search import Search
-from tiebreak.matrix.identification.space import changes, forward_alone, text
+from tiebreak.matrix.identification.space import changes, forward_alone, hidden_by, scaled, text
 from tiebreak.programs.identify import main
 from tiebreak.reports.tables.plans import explanation_text
 
@@ -259,6 +259,21 @@ def test_every_designed_input_can_be_made_in_its_formats() -> None:
         for fmt in designed.formats:
             for seed in range(3):
                 assert designed.make(fmt, seed).q.isfinite().all(), (designed.name, fmt, seed)
+
+
+def _plan(text: str) -> Declaration:
+    return forward_alone(parse_declaration(text), BF16)
+
+
+def test_points_that_hide_one_another_are_tried_together() -> None:
+    """Of the plans that SLOW_PLANS has, what leads to each."""
+    hidden = _plan("flash_1@fused,q=fp16,s=input:zero,base=2,tile=32")
+    groups = [set(group) for group in hidden_by(hidden, BF16, [_plan("flash@all_bf16,shifted=input,tile=32")])]
+    assert _plan("flash_1@fused,q=input:zero,s=input,base=2,tile=32") in groups[0]
+    assert _plan("dithered@fused,q=fp16,s=input,shifted=input:down,base=2,tile=32") in groups[1]
+    assert _plan("dithered@all_bf16,shifted=input,tile=32") in groups[2]
+    of_scale = set(scaled(_plan("fixed_offset@fp32_inside,tile=32"), BF16))
+    assert _plan("fixed_offset@fp32_inside,divisor=fp16:zero,q=fp16:zero,tile=32") in of_scale
 
 
 def test_every_change_of_a_plan_has_a_text_that_is_read_back() -> None:
