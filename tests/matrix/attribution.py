@@ -23,10 +23,14 @@ class Fit:
     difference: Interval  # of bias, in ulps, paired head by head
 
 
+def same_bits(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Which elements agree to the bit, NaN counting as equal to NaN."""
+    return (ours == theirs) | (ours.isnan() & theirs.isnan())
+
+
 def equal_bits(ours: Tensor, theirs: Tensor) -> float:
-    """Share of elements that agree to the bit, NaN counting as equal to NaN."""
-    same = (ours == theirs) | (torch.isnan(ours) & torch.isnan(theirs))
-    return same.double().mean().item()
+    """Share of elements that agree to the bit."""
+    return same_bits(ours, theirs).double().mean().item()
 
 
 def fits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaration]) -> dict[str, Fit]:

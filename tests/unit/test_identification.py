@@ -110,6 +110,19 @@ def test_sums_that_products_do_not_show_are_no_devices() -> None:
     assert better == forward_alone(parse_declaration(plan), BF16)
 
 
+def test_a_row_counts_once_however_many_of_its_elements_a_plan_has() -> None:
+    plan, rival = _plan("standard"), _plan("standard,p_bar=fp32")
+    normal = next(designed for designed in DESIGNED if designed.name == "normal")
+    asked = Asked(EMULATION, composed("k", plan), BF16)
+    changed = asked.ask(normal.name, normal.make(BF16))
+    assert changed is not None
+    row, other = (0, 0, 0), changed.predicted(rival)
+    assert int((changed.o[row] != other[row]).sum()) > 12
+    changed.o[row] = other[row]
+    change = next(change for change, each in changes(plan, BF16) if each == rival)
+    assert Rivals(asked).duel(plan, rival, change) == (changed.rows_missed(rival), 1)
+
+
 def test_two_casts_that_trade_places_are_told_together() -> None:
     identity = identify(EMULATION, composed("k", parse_declaration("standard,s=input,o_bar=input:up")), BF16)
     assert identity.plan == "standard,s=input,o=input:up"

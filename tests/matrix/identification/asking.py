@@ -13,7 +13,7 @@ from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel, run_forward
-from tiebreak.matrix.attribution import equal_bits
+from tiebreak.matrix.attribution import equal_bits, same_bits
 from tiebreak.matrix.sharing import SharedEmulation
 from tiebreak.matrix.trial import failed_trial
 from tiebreak.matrix.workbench import clipped
@@ -37,6 +37,15 @@ def one_thread() -> AbstractContextManager[None]:
     return _threads(1)
 
 
+@dataclass(frozen=True)
+class _Miss:
+    """What of one answer a plan does not have."""
+
+    share: float  # of elements
+    rows: int
+    bits_between: float
+
+
 @dataclass(frozen=True, eq=False)
 class Answer:
     """What the kernel made of one input."""
@@ -44,7 +53,7 @@ class Answer:
     name: str  # of the input
     inputs: AttentionInputs
     o: Tensor
-    _misses: dict[Declaration, tuple[float, float]] = field(default_factory=dict)
+    _misses: dict[Declaration, _Miss] = field(default_factory=dict)
 
     @cached_property
     def emulation(self) -> Arithmetic:
@@ -64,24 +73,30 @@ class Answer:
 
     def missed(self, declaration: Declaration) -> float:
         """The share of elements of O in which a plan does not have the kernel's bits."""
-        return self._miss(declaration)[0]
+        return self._miss(declaration).share
+
+    def rows_missed(self, declaration: Declaration) -> int:
+        """How many rows of O have such an element."""
+        return self._miss(declaration).rows
 
     def apart(self, declaration: Declaration) -> float:
         """How far a plan's O is from the kernel's: the mean of log2(1 + ulps between them), none more than 2^8 ulps."""
-        return self._miss(declaration)[1]
+        return self._miss(declaration).bits_between
 
-    def _miss(self, declaration: Declaration) -> tuple[float, float]:
+    def _miss(self, declaration: Declaration) -> _Miss:
         key = clipped(declaration, self.inputs.q.shape[2], self.inputs.k.shape[2])
         if key not in self._misses:
             prediction = self.predicted(key)
-            missed = 1.0 - equal_bits(self.o, prediction)
-            self._misses[key] = missed, self._bits_between(prediction) if missed else 0.0
+            missed = ~same_bits(self.o, prediction)
+            rows = int(missed.any(-1).sum())
+            between = self._bits_between(prediction) if rows else 0.0
+            self._misses[key] = _Miss(missed.double().mean().item(), rows, between)
         return self._misses[key]
 
     def _bits_between(self, prediction: Tensor) -> float:
         ulp = torch.maximum(self.o.abs(), prediction.abs()) * 2.0**-self.inputs.formats.operands.mantissa_bits
         ulps = ((self.o - prediction).abs() / ulp).clamp_(max=_FAR)
-        ulps.masked_fill_((self.o == prediction) | (self.o.isnan() & prediction.isnan()), 0.0)
+        ulps.masked_fill_(same_bits(self.o, prediction), 0.0)
         return torch.log2(1.0 + ulps.nan_to_num_(_FAR)).mean().item()
 
 

@@ -11,14 +11,14 @@ from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.declarations import values_apart
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
-from tiebreak.matrix.attribution import equal_bits
+from tiebreak.matrix.attribution import equal_bits, same_bits
 from tiebreak.matrix.identification.asking import Answer, Asked
 from tiebreak.matrix.identification.designed import DESIGNED, LONG, OF_SUMS, Designed
 from tiebreak.matrix.identification.space import ALGORITHM, RULE, SLOW, TILE, Change, changes, moves
 
 _SEEDS = (1, 2)  # of further inputs, where the first of each kind do not part two plans
 # A coin gives 12 of 12 once in 4,096 times, and is 4.5 deviations ahead once in 300,000; a plan has a hundred rivals.
-_ALL = 12  # elements in which two plans differ that settle which of them a kernel follows, if it has all of them
+_ALL = 12  # rows in which two plans differ that settle which of them a kernel follows, if it has all of them
 _DEVIATIONS = 4.5  # by which the one followed must be ahead of a fair coin's share of them, if it has not
 
 
@@ -106,7 +106,7 @@ class Rivals:
         }
 
     def duel(self, plan: Declaration, rival: Declaration, change: Change) -> tuple[int, int]:
-        """Elements that differ in which the kernel has the one's bits, and the other's, until that is settled."""
+        """Rows that differ in which the kernel has the one's bits, and the other's, until that is settled."""
         if (plan, rival) not in self._duels:
             ours = theirs = 0
             for answer in self._inputs(change):
@@ -118,12 +118,16 @@ class Rivals:
         return self._duels[plan, rival]
 
     def _on(self, answer: Answer, plan: Declaration, rival: Declaration) -> tuple[int, int]:
-        """Of one input, the elements in which they differ that the kernel has as the one, and as the other."""
+        """Of one input, the rows in which they differ where the kernel has more bits of the one, and of the other.
+
+        A row is one event: its elements come of one P and one l, and chance that gives a plan one gives it others.
+        """
         if answer.missed(plan) == 0.0:  # it has them all, and the other none of those in which it differs
-            return round(answer.missed(rival) * answer.o.numel()), 0
+            return answer.rows_missed(rival), 0
         one, other = self._prediction(answer, plan), answer.predicted(rival)
-        differ = (one != other) & ~(one.isnan() & other.isnan())
-        return int((differ & _same(answer.o, one)).sum()), int((differ & _same(answer.o, other)).sum())
+        differ = ~same_bits(one, other)
+        ours, theirs = ((differ & same_bits(answer.o, each)).sum(-1) for each in (one, other))
+        return int((ours > theirs).sum()), int((theirs > ours).sum())
 
     def _prediction(self, answer: Answer, plan: Declaration) -> Tensor:
         """Kept: one plan has a hundred rivals."""
@@ -153,10 +157,6 @@ class Rivals:
             answer = self.asked.ask(name, designed.make(self.asked.fmt, seed))
             if answer is not None:
                 yield answer
-
-
-def _same(o: Tensor, prediction: Tensor) -> Tensor:
-    return (o == prediction) | (o.isnan() & prediction.isnan())
 
 
 def _beats(ours: int, theirs: int) -> bool:

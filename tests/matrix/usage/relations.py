@@ -19,6 +19,7 @@ from torch import Tensor
 from tiebreak.kernels.formats import Format, ulp
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import reference, reference_gradients
+from tiebreak.matrix.attribution import equal_bits
 
 #: O, dQ, dK and dV, as far as they are known, (batch, heads, N, d) in fp32 on the host.
 Answers = Mapping[str, Tensor]
@@ -69,8 +70,7 @@ def differences(ours: Answers, plain: Answers, exact: Answers, fmt: Format) -> l
 
 
 def _difference(name: str, ours: Tensor, plain: Tensor, exact: Tensor, fmt: Format) -> Difference:
-    same = (ours == plain) | (ours.isnan() & plain.isnan())
-    share = 1.0 - same.double().mean().item()
+    share = 1.0 - equal_bits(ours, plain)
     if share == 0.0:
         return Difference(name, 0.0, 0.0, 0, 1.0)
     finite = torch.isfinite(plain)
