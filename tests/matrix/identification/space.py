@@ -62,8 +62,11 @@ def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
     elif plan.divisor.narrows:
         dead |= {"scale"}
     if not _clamps(plan):
-        dead |= {"row_sum_of"} if plan.row_sum_of is SumOf.CLAMPED or _cast_before(plan, inputs) else set()
+        same = plan.row_sum_of is SumOf.CLAMPED or _fits(plan.exp, plan.p_bar, inputs)
+        dead |= {"row_sum_of"} if same else set()  # l sums the same from before and after P's cast
         dead |= {"offset"} if _range(plan, inputs) >= FP32.exponent_bits else set()  # a power of two is divided out
+    if "row_sum_of" in algorithm.unused and all(_fits(plan.o_bar, o, inputs) for o in (plan.o, FUSED.o)):
+        dead |= {"o"}  # P is normalised before P V: nothing is left between the two casts
     plan = replace(plan, **{field: getattr(FUSED, field) for field in dead})
     sided: dict[str, Any] = {field: _sided(getattr(plan, field)) for field in _POSITIVE}
     plan = replace(plan, **sided)
@@ -85,9 +88,9 @@ def _fmt(cast: Cast, inputs: Format) -> Format:
     return inputs if cast.follows is not None else cast.fmt
 
 
-def _cast_before(plan: RoundingPlan, inputs: Format) -> bool:
-    """Whether P is cast so that P-bar's cast changes nothing: l sums the same from before and after it."""
-    before, after = _fmt(plan.exp, inputs), _fmt(plan.p_bar, inputs)
+def _fits(first: Cast, then: Cast, inputs: Format) -> bool:
+    """Whether a second cast leaves what the first has cast as it is."""
+    before, after = _fmt(first, inputs), _fmt(then, inputs)
     return before.exponent_bits <= after.exponent_bits and before.mantissa_bits <= after.mantissa_bits
 
 
