@@ -27,7 +27,7 @@ from tiebreak.matrix.identification.designed import DESIGNED, LONG, SHAPES
 from tiebreak.matrix.identification.identity import UnidentifiedError, identify
 from tiebreak.matrix.identification.rivals import Rivals
 from tiebreak.matrix.identification.search import Search
-from tiebreak.matrix.identification.space import changes, forward_alone, hidden_by, moves, scaled, text
+from tiebreak.matrix.identification.space import added_up, changes, forward_alone, hidden_by, moves, scaled, text
 from tiebreak.programs.identify import main
 from tiebreak.reports.tables.plans import explanation_text
 
@@ -279,16 +279,29 @@ def _plan(text: str) -> Declaration:
     return forward_alone(parse_declaration(text), BF16)
 
 
-@pytest.mark.parametrize("plan", ["standard,o_bar=input", "standard,o_bar=input/16", "flash_1@paper,tile=16"])
-def test_a_cast_of_o_after_that_of_an_o_bar_that_is_normalised_is_no_point(plan: str) -> None:
-    usual, other = parse_declaration(plan), parse_declaration(plan.replace(",", ",o=input:up,", 1))
-    assert forward_alone(other, BF16) == forward_alone(usual, BF16)
-    for designed in DESIGNED:
+@pytest.mark.parametrize(
+    ("plan", "plainer"),
+    [
+        ("standard,o_bar=input,o=input:up", "standard,o_bar=input"),  # P is normalised: nothing is left between the two
+        ("standard,o_bar=input/16,o=input:up", "standard,o_bar=input/16"),
+        ("flash_1@paper,o=input:up,tile=16", "flash_1@paper,tile=16"),
+        ("lazy@paper,tile=one", "flash@paper,tile=one"),  # no tile comes after another
+    ],
+)
+def test_what_no_output_shows_is_no_point(plan: str, plainer: str) -> None:
+    assert _plan(plan) == _plan(plainer)
+    for designed in (*DESIGNED, *LONG):
         inputs = designed.make(BF16)
-        o, ours = (run_forward(each, inputs, EmulatedArithmetic()).o for each in (usual, other))
-        assert torch.equal(o.nan_to_num(), ours.nan_to_num()), designed.name
-    for kept in ("standard,o=input:up", "flash@paper,o=input:up", "standard,o_bar=fp16,o=input:up"):
-        assert forward_alone(parse_declaration(kept), BF16).plan.o.rounding.name == "UP"
+        o, plain = (run_forward(parse_declaration(each), inputs, EmulatedArithmetic()).o for each in (plan, plainer))
+        assert torch.equal(o.nan_to_num(), plain.nan_to_num()), designed.name
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["standard,o=input:up", "flash@paper,o=input:up,tile=64", "standard,o_bar=fp16,o=input:up", "lazy@paper,tile=64"],
+)
+def test_what_outputs_show_is_a_point(plan: str) -> None:
+    assert text(_plan(plan)) == plan
 
 
 def test_points_that_hide_one_another_are_tried_together() -> None:
@@ -303,6 +316,8 @@ def test_points_that_hide_one_another_are_tried_together() -> None:
     assert in_fp16 in {other for _, other in moves(in_tf32, BF16)}
     of_scale = set(scaled(_plan("fixed_offset@fp32_inside,tile=32"), BF16))
     assert _plan("fixed_offset@fp32_inside,divisor=fp16:zero,q=fp16:zero,tile=32") in of_scale
+    assert _plan("fixed_offset@fp32_inside,divisor=fp16:up,s=input:zero,tile=32") in of_scale
+    assert _plan("split@paper,tile=32") in set(added_up(_plan("flash@fused,pv=input,tile=128"), BF16))
 
 
 def test_every_change_of_a_plan_has_a_text_that_is_read_back() -> None:

@@ -11,6 +11,7 @@ from tiebreak.kernels.plans import Accumulator
 from tiebreak.matrix.identification.asking import Answer
 from tiebreak.matrix.identification.space import (
     SLOW,
+    added_up,
     changes,
     forward_alone,
     hidden_by,
@@ -157,7 +158,7 @@ class Search:
         )
         rules = (other for _, other in ruled(plan, self.fmt))
         firsts = chain(without_one(plan, self.fmt), level, rules)
-        for group in chain([scaled(plan, self.fmt)], map(self._with_changes, firsts)):
+        for group in chain([added_up(plan, self.fmt), scaled(plan, self.fmt)], map(self._with_changes, firsts)):
             self._try(group, 1, plan)
             if self._best()[1] < before:
                 return True

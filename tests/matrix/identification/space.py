@@ -71,6 +71,8 @@ def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
     sided: dict[str, Any] = {field: _sided(getattr(plan, field)) for field in _POSITIVE}
     plan = replace(plan, **sided)
     rule = declaration.shift_rule if algorithm is FLASH_ATTENTION else _SAFE
+    if rule.lag and declaration.block.keys == ONE_TILE.keys:
+        rule = _SAFE  # it lags behind an earlier tile, and there is none
     block = Block(declaration.block.keys, declaration.block.keys) if algorithm.tiled else BLOCK
     return nameless(Declaration(algorithm, plan, rule, block, tile_named=algorithm.tiled))
 
@@ -237,12 +239,23 @@ def hidden_by(
 
 
 def scaled(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
-    """Every cast of q, and of the scale or the divisor: only where the scale is inexact do they show, and together."""
-    for q in values_of("q", inputs):
-        for key in ("scale", "divisor"):
-            for value in values_of(key, inputs):
-                with suppress(ValueError):  # two points exclude one another
-                    yield forward_alone(changed(changed(declaration, "q", q), key, value), inputs)
+    """Every cast of q or S, and of the scale or the divisor: only where the scale is inexact do they show, together."""
+    for key in ("scale", "divisor"):
+        for value in values_of(key, inputs):
+            with suppress(ValueError):  # two points exclude one another
+                plain = declaration if key == "divisor" else changed(declaration, "divisor", FP32.name)
+                other = changed(plain, key, value)
+                yield from (each for change, each in changes(other, inputs) if change.key in ("q", "s"))
+
+
+def added_up(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
+    """Every algorithm and tile, and every cast of P V or O-bar: which sums are cast depends on the tiles."""
+    plain = replace(declaration, plan=replace(declaration.plan, pv=_FP32, o_bar=_FP32))
+    algorithms = (other for change, other in changes(plain, inputs) if change.key == ALGORITHM)
+    for algorithm in chain([plain], algorithms):
+        tiles = (other for change, other in changes(algorithm, inputs) if change.key == TILE)
+        for other in chain([algorithm], tiles):
+            yield from (each for change, each in changes(other, inputs) if change.key in ("pv", "o_bar"))
 
 
 def _cast_at(key: str, declarations: Iterable[Declaration], inputs: Format) -> Iterator[Declaration]:
