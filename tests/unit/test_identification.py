@@ -285,6 +285,9 @@ def _plan(text: str) -> Declaration:
         ("standard,o_bar=input,o=input:up", "standard,o_bar=input"),  # P is normalised: nothing is left between the two
         ("standard,o_bar=input/16,o=input:up", "standard,o_bar=input/16"),
         ("flash_1@paper,o=input:up,tile=16", "flash_1@paper,tile=16"),
+        ("standard,o_bar=input:up", "standard,o=input:up"),
+        ("flash_1@paper,tile=one", "flash_1@fused,tile=one"),
+        ("split@paper,tile=one", "split@fused,tile=one"),
         ("lazy@paper,tile=one", "flash@paper,tile=one"),  # no tile comes after another
     ],
 )
@@ -298,7 +301,14 @@ def test_what_no_output_shows_is_no_point(plan: str, plainer: str) -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    ["standard,o=input:up", "flash@paper,o=input:up,tile=64", "standard,o_bar=fp16,o=input:up", "lazy@paper,tile=64"],
+    [
+        "standard,o=input:up",
+        "standard,o_bar=fp16,o=input:up",
+        "flash@paper,o=input:up,tile=one",
+        "split@paper,o=input:up,tile=64",
+        "split@fused_fast_exp,o_bar=input,tile=one",
+        "lazy@paper,tile=64",
+    ],
 )
 def test_what_outputs_show_is_a_point(plan: str) -> None:
     assert text(_plan(plan)) == plan

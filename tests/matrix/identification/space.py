@@ -7,7 +7,7 @@ from functools import cache
 from itertools import chain, permutations
 from typing import Any
 
-from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION, TILED, Algorithm
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION, STANDARD_ATTENTION, TILED, Algorithm
 from tiebreak.kernels.declarations import FORWARD, INPUT, changed, parse_declaration, shortest, values_apart, values_of
 from tiebreak.kernels.flash import BLOCK, ONE_TILE, Block
 from tiebreak.kernels.formats import FP16, FP32, TF32, Format, Rounding
@@ -65,16 +65,29 @@ def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
         same = plan.row_sum_of is SumOf.CLAMPED or _fits(plan.exp, plan.p_bar, inputs)
         dead |= {"row_sum_of"} if same else set()  # l sums the same from before and after P's cast
         dead |= {"offset"} if _range(plan, inputs) >= FP32.exponent_bits else set()  # a power of two is divided out
-    if "row_sum_of" in algorithm.unused and all(_fits(plan.o_bar, o, inputs) for o in (plan.o, FUSED.o)):
-        dead |= {"o"}  # P is normalised before P V: nothing is left between the two casts
     plan = replace(plan, **{field: getattr(FUSED, field) for field in dead})
     sided: dict[str, Any] = {field: _sided(getattr(plan, field)) for field in _POSITIVE}
-    plan = replace(plan, **sided)
+    plan = _cast_once(declaration, replace(plan, **sided), inputs)
     rule = declaration.shift_rule if algorithm is FLASH_ATTENTION else _SAFE
     if rule.lag and declaration.block.keys == ONE_TILE.keys:
         rule = _SAFE  # it lags behind an earlier tile, and there is none
     block = Block(declaration.block.keys, declaration.block.keys) if algorithm.tiled else BLOCK
     return nameless(Declaration(algorithm, plan, rule, block, tile_named=algorithm.tiled))
+
+
+def _cast_once(declaration: Declaration, plan: RoundingPlan, inputs: Format) -> RoundingPlan:
+    """A plan that casts O once where no step lies between O-bar's cast and O's: what they cast is normalised."""
+    one_tile = declaration.block.keys == ONE_TILE.keys
+    weighed = not one_tile or plan.exponential.correction  # a fast exponential's weight of one split is not 1
+    normalised = "row_sum_of" in declaration.algorithm.unused
+    if not normalised and (declaration.algorithm is not SPLIT_ATTENTION or weighed):
+        return plan
+    if not all(_fits(plan.o_bar, o, inputs) for o in (plan.o, FUSED.o)):
+        return plan
+    once = one_tile or not declaration.algorithm.tiled
+    if once and plan.o_bar.follows is not None and not plan.o_bar.every:
+        return replace(plan, o_bar=_FP32, o=replace(plan.o_bar, follows=Follows.OUTPUT))
+    return replace(plan, o=FUSED.o)
 
 
 def _clamps(plan: RoundingPlan) -> bool:
@@ -295,6 +308,14 @@ def _all_changes(declaration: Declaration, inputs: Format) -> Iterator[tuple[Cha
         for block in (declaration.block,) if tiled or not algorithm.tiled else _BLOCKS:
             value = algorithm.name if tiled or not algorithm.tiled else f"{algorithm.name},{TILE}={block}"
             yield Change(ALGORITHM, value), replace(declaration, algorithm=algorithm, block=block)
+    # Lagging alone is as little to be seen as the algorithm is: both at once.
+    for rule in (rule for rule in SHIFT_RULES.values() if rule.lag and declaration.algorithm is not FLASH_ATTENTION):
+        for block in (declaration.block,) if tiled else _BLOCKS:
+            value = rule.name if tiled else f"{rule.name},{TILE}={block}"
+            yield (
+                Change(ALGORITHM, value),
+                replace(declaration, algorithm=FLASH_ATTENTION, shift_rule=rule, block=block),
+            )
     for block in _BLOCKS:
         yield Change(TILE, str(block)), replace(declaration, block=block)
     for rule in SHIFT_RULES.values():
