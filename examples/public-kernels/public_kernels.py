@@ -122,7 +122,7 @@ def vllm_prefix_prefill(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale:
     file = source(f"{_VLLM}prefix_prefill", current_platform=_PLATFORM)
     batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
     before = keys - queries
-    (key_pages, table), (value_pages, _) = _paged(k[:, :before]), _paged(v[:, :before])
+    (key_pages, table), (value_pages, _) = _paged(k), _paged(v)  # tiles of the prefix read on into the chunk's pages
     wide = 16 // q.element_size()  # keys lie in memory in pieces of 16 bytes
     key_cache = key_pages.view(*key_pages.shape[:3], -1, wide).permute(0, 2, 3, 1, 4).contiguous()
     value_cache = value_pages.permute(0, 2, 3, 1).contiguous()
