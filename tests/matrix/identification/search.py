@@ -147,9 +147,9 @@ class Search:
             self._try((other for change, other in changes(plan, self.fmt) if change.key == SLOW), 1)
 
     def _replace_one(self) -> bool:
-        """Whether two changes at once make the best plan better.
+        """Whether two changes at once, or more that only show together, make the best plan better.
 
-        The first takes a point off it, changes nothing, or gives it another shift rule or algorithm.
+        Of two the first takes a point off it, changes nothing, or gives it another shift rule or algorithm.
         """
         plan, (_, before) = self._fast()[0], self._best()
         cost = self.costs[plan]
