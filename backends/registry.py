@@ -8,6 +8,9 @@ from tiebreak.backends.cuda import CUDA
 from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.backends.interpreter.assumptions import CARDS
 
-__all__ = ["BACKENDS", "CARDS"]
+__all__ = ["BACKENDS", "CARDS", "COMMONLY"]
 
 BACKENDS: Mapping[str, Backend] = {backend.name: backend for backend in (EMULATION, CPU, INTERPRETER, CUDA, ASCEND)}
+#: What people call a backend: for whoever names it so.
+COMMONLY = {"gpu": "cuda", "nvidia": "cuda", "amd": "cuda", "rocm": "cuda", "hip": "cuda", "npu": "ascend",
+            "triton": "interpreter", "emulator": "emulation"}  # fmt: skip

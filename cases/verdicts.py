@@ -9,6 +9,7 @@ from torch import Tensor
 
 MARGIN_ULPS = 0.05  # a bias within this of 0 is none; a tie broken always one way costs 1/(2k) ulp, five times this
 CONFIDENCE = 0.999  # of a cell's verdict, over all looks at its data
+_STEP, _MOST_HEADS = 16, 2**20  # of the numbers of heads that a run may be told to draw
 LOOKS = 4  # a cell may look at its data this often: at n, 2n, 4n and 8n heads
 
 
@@ -70,6 +71,16 @@ def interval(samples: Tensor) -> Interval:
         return Interval(samples.mean().item() if count else math.nan, math.inf)
     error = samples.std().item() / math.sqrt(count)
     return Interval(samples.mean().item(), quantile(count) * error)
+
+
+def heads_to_tell(bias: Interval, heads: int) -> int:
+    """How many heads to draw at first, so that all looks together tell what those drawn so far do not: about.
+
+    The half width falls as 1 / sqrt(heads), and has to reach the margin. At least twice as many as this time.
+    """
+    distance = abs(abs(bias.mean) - MARGIN_ULPS)
+    needed = heads / 2 ** (LOOKS - 1) * max(2.0, (bias.half_width / distance) ** 2 if distance else math.inf)
+    return _STEP * math.ceil(needed / _STEP) if needed < _MOST_HEADS else _MOST_HEADS  # NaN is not less
 
 
 def judge(bias: Interval, margin: float = MARGIN_ULPS) -> Verdict:

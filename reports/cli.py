@@ -5,6 +5,7 @@ import contextlib
 import gc
 import io
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,17 @@ def positive(text: str) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that complains in one line."""
+    """An argument parser that complains in one line, and gives an option the negative number that stands behind it."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, which takes -5s for an option."""
+        words: list[str] = []
+        for word in sys.argv[1:] if args is None else args:
+            if words and words[-1].startswith("--") and "=" not in words[-1] and re.match(r"-\d", word):
+                words[-1] += f"={word}"
+            else:
+                words.append(word)
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         """End with exit code 2."""

@@ -4,7 +4,9 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from textwrap import shorten
+from typing import Annotated, Any
 
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records.decode import decoder
@@ -12,12 +14,15 @@ from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import (
     BIASED,
     CRASHED,
+    FELL,
     FOLLOWED_BACKWARD,
+    INCONCLUSIVE,
     NO_TIME,
     NONFINITE,
     PREDICTION,
     SKIPPED,
     TIMED_OUT,
+    UNBIASED,
     UNDECIDED,
     UNEXPLAINED,
     VERDICTS,
@@ -36,9 +41,16 @@ from tiebreak.reports.tables.rules import answers_of
 from tiebreak.reports.tables.run import counted
 
 SCHEMA = 1  # of the JSON: verdict.schema.json, beside this file
+# What there is to say of a kernel, the worst first. With one of the first three its run falls, whoever claims what.
+DID_NOT_RUN, WRONG, NOT_TOLD, TIED, FAIR = "did not run", "wrong", "not told", "biased where O itself ties", "fair"
+SEVERITIES = (DID_NOT_RUN, WRONG, NOT_TOLD, BIASED, TIED, FAIR)
+FAILING = SEVERITIES[:3]
+NOT_ASKED = "no failure input was run, nothing is known of its bias"
+SeverityName = Annotated[str, frozenset(SEVERITIES)]
 _LISTED = 8  # cases of a list that are named; the table has them all
 _WIDTH = 11
 _TIED, _OWN = "where O itself ties", "by its own rounding"  # whose doing a bias is
+_BRIEF = 100  # characters of a reason, in a line of many
 _SOFTWARE = ("python", "torch", "numpy", "triton", "cpu", "level")  # of a platform, what a verdict says of it
 
 
@@ -65,10 +77,12 @@ class FallenCell:
 class Verdict:
     """What a run says of one kernel on one backend."""
 
+    headline: str  # the worst that there is to say, in one line; a word in capitals where `ok` is False
+    severity: SeverityName | None  # of it; None: no failure input was run, so nothing is known of a bias
     kernel: str
     backend: str  # with what was assumed of a device that was not there
     formats: tuple[str, ...]  # of q, k, v and O
-    ok: bool  # nothing fell, all was run that a budget had room for; a bias that nobody has claimed away falls nothing
+    ok: bool  # as the exit code: enough ran, and nothing fell; a bias that nobody has claimed away falls nothing
     complete: bool  # False: the run was interrupted
     inputs: Count  # failure inputs, on which rounding is known to fail, that were run
     biased: Count  # of them: the mean error of O is not 0, beyond the margin, at 99.9 % confidence
@@ -89,30 +103,6 @@ class Verdict:
     command: str = ""  # runs all of it again
 
     @property
-    def headline(self) -> str:
-        """On how many failure inputs it is biased, or worse."""
-        name = f"{self.kernel} on {self.backend}, {', '.join(self.formats)}: "
-        if self.left or not self.complete:
-            done, why = sum(self.cells.values()), "in its budget" if self.complete else "done"
-            name += f"{'' if self.complete else 'INCOMPLETE, '}{done} of {counted(done + self.left, 'cell')} {why}: "
-        if not self.inputs:
-            return f"{name}no failure input was run, nothing is known of its bias"
-        words = ((self.biased, "biased"), (self.nonfinite, "NaN or Inf"))
-        failing = [f"{word} on {number}" for number, word in words if number]
-        known = " and ".join(failing) or f"unbiased on {self.inputs - self.unknown}"
-        unknown = f", {self.unknown} not known" if self.unknown else ""
-        return f"{name}{known} of {counted(self.inputs, 'failure input')}{unknown}{self._doing}"
-
-    @property
-    def _doing(self) -> str:
-        """Whose doing the bias is."""
-        if not self.biased or self.tied is None:
-            return ""
-        if self.tied in (0, self.biased):
-            return f", {_OWN if self.tied == 0 else _TIED}"
-        return f": {self.tied} {_TIED}, {self.biased - self.tied} {_OWN}"
-
-    @property
     def text(self) -> str:
         """A headline, and a line for each finding."""
         return "\n".join([self.headline, *(f"  {finding.name:{_WIDTH}} {finding.text}" for finding in self.findings)])
@@ -123,7 +113,7 @@ class Verdict:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that JSON has."""
-        return {"headline": self.headline, **asdict(self)}
+        return asdict(self)
 
 
 def as_json(verdicts: Sequence[Verdict]) -> str:
@@ -135,8 +125,7 @@ def as_json(verdicts: Sequence[Verdict]) -> str:
 
 def from_json(text: str) -> list[Verdict]:
     """The verdicts that `as_json` wrote."""
-    parts = json.loads(text)["verdicts"]
-    return [decoder(Verdict)({name: value for name, value in part.items() if name != "headline"}) for part in parts]
+    return list(map(decoder(Verdict), json.loads(text)["verdicts"]))
 
 
 def verdicts(run: Run, command: str = "", failures: Sequence[str] = ()) -> list[Verdict]:
@@ -162,27 +151,29 @@ class _Kernel:
 
     def verdict(self, command: str, failures: Sequence[str]) -> Verdict:
         """What there is to say of it."""
-        run, asked = self.run, [record for record in self._failure_inputs if record.outcome != SKIPPED]
+        run, asked = self.run, self._asked
         fell = tuple(
             FallenCell(record.id, record.outcome, record.reasons, runnable(record.command))
             for record in self.records
             if record.fails
         )
-        ran = any(record.outcome != SKIPPED for record in self.records)
-        beginning = f"{self.backend}-{self.kernel}-"
-        explained, tied = self._explanation, [record.tied for record in self._failing(BIASED)]
+        explained, cells = self._explanation, Counter(record.outcome for record in self._begun)
+        extent, fallen = self._extent(sum(cells.values())), self._fallen(failures)
         return Verdict(
+            headline=f"{self.kernel} on {run.backend_text(self.backend)}, {', '.join(self._formats)}: "
+            f"{extent}{fallen}{self._statement}",
+            severity=self._severity,
             kernel=self.kernel,
             backend=run.backend_text(self.backend),
-            formats=tuple(dict.fromkeys(record.format for record in self.records)),
-            ok=run.complete and ran and not fell and not failures,
+            formats=self._formats,
+            ok=self._enough and self._severity != DID_NOT_RUN and not fell and not failures,
             complete=run.complete,
             inputs=len(asked),
             biased=len(self._failing(BIASED)),
             nonfinite=len(self._failing(NONFINITE)),
             # What crashed, or has too few heads, is no sign of health.
             unknown=sum(record.verdict in (None, UNDECIDED) for record in asked),
-            tied=None if None in tied else sum(map(bool, tied)),
+            tied=self._tied,
             findings=tuple(self._findings()),
             fell=fell,
             failures=tuple(failures),
@@ -190,14 +181,138 @@ class _Kernel:
             declared=self._declared or None,
             in_training=self._contained,
             share=explained.share if explained is not None else self._agreed,
-            cells=dict(Counter(record.outcome for record in self.records if record.skipped != NO_TIME)),
-            left=sum(name.startswith(beginning) for name in (*run.not_run, *run.running)) + len(self._left_out),
+            cells=dict(cells),
+            left=self._left,
             seed=self.records[0].seed,
             versions={name: str(run.platform[name]) for name in _SOFTWARE if run.platform.get(name)},
             command=command,
         )
 
+    @cached_property
+    def _severity(self) -> str | None:
+        if all(record.shown is None and record.outcome != FELL for record in self.records):
+            return DID_NOT_RUN
+        if self._wrong:
+            return WRONG
+        if self._untold:
+            return NOT_TOLD
+        if biased := len(self._failing(BIASED)):
+            return TIED if self._tied == biased and not self._failing(NONFINITE) else BIASED
+        if self._failing(NONFINITE):  # as a case claims of its kind
+            return BIASED
+        told = all(record.verdict == UNBIASED for record in self._asked)
+        return None if not self._asked else FAIR if told else NOT_TOLD
+
+    @property
+    def _statement(self) -> str:
+        """The worst that there is to say of it."""
+        if self._severity == DID_NOT_RUN:
+            return self._never_ran()
+        if cells := self._wrong or self._untold:
+            worst = max(cells, key=lambda record: len(self._unmet(record)))  # the first of equals
+            inputs = counted(sum(record.outcome != SKIPPED for record in self.records), "input")
+            word = "WRONG" if self._wrong else "NOT TOLD"
+            return f"{word} on {len(cells)} of {inputs} ({worst.case}: {self._brief(worst)})"
+        if not self._asked:
+            return NOT_ASKED
+        words = {verdict: len(self._failing(verdict)) for verdict in (BIASED, NONFINITE, UNBIASED)}
+        said = [f"{'NaN or Inf' if verdict == NONFINITE else verdict} on {number}" for verdict, number in words.items()
+                if number and (verdict != UNBIASED or number == sum(words.values()))]  # fmt: skip
+        unknown = len(self._asked) - sum(words.values())
+        told = f"{' and '.join(said) or 'unbiased on 0'} of {counted(len(self._asked), 'failure input')}"
+        return f"{told}{f', {unknown} not known' if unknown else ''}{self._doing(words[BIASED])}"
+
+    def _never_ran(self) -> str:
+        """Why there is no result at all."""
+        reasons = Counter("; ".join(record.reasons) for record in self.records)
+        ended = Counter("; ".join(record.reasons) for record in self.records if record.outcome != SKIPPED)
+        word = "never ran" if ended else "INCOMPLETE, no cell ran"
+        return f"{word}: {(ended or reasons).most_common(1)[0][0]}"
+
+    def _doing(self, biased: int) -> str:
+        """Whose doing the bias is."""
+        if not biased or self._tied is None:
+            return ""
+        if self._tied in (0, biased):
+            return f", {_OWN if self._tied == 0 else _TIED}"
+        return f": {self._tied} {_TIED}, {biased - self._tied} {_OWN}"
+
+    def _extent(self, done: int) -> str:
+        """How much of the work was not done, where some was left."""
+        if not self._left or not done:
+            return ""
+        word, why = "" if self._enough else "INCOMPLETE, ", "in its budget" if self.run.complete else "done"
+        return f"{word}{done} of {counted(done + self._left, 'cell')} {why}: "
+
+    def _fallen(self, failures: Sequence[str]) -> str:
+        """That the run fell, where it did for another reason than the worst that there is to say."""
+        fell = [record for record in self.records if record.fails]
+        if self._severity in FAILING or not (fell or failures):
+            return ""
+        checks = dict.fromkeys(name for record in fell for name in self._unmet(record))
+        why = f"by {', '.join(checks)} on {counted(len(fell), 'input')}" if fell else f"({_first_clause(failures[0])})"
+        return f"FELL {why}, "
+
+    @property
+    def _wrong(self) -> list[Record]:
+        """Cells in which it computes something else than attention, or nothing."""
+        wrong = {name for name, check in self.run.checks.items() if check.wrong}
+        return [record for record in self.records if record.fails and wrong & set(self._unmet(record))]
+
+    @property
+    def _untold(self) -> list[Record]:
+        return [record for record in self.records if record.fails and record.outcome == INCONCLUSIVE]
+
+    @staticmethod
+    def _unmet(record: Record) -> list[str]:
+        """Checks that it does not meet; where it meets none, those that are not told."""
+        unmet = [name for name, answer in record.answers.items() if answer.met is False]
+        return unmet or [name for name, answer in record.answers.items() if answer.met is None]
+
+    def _brief(self, record: Record) -> str:
+        """What is wrong in a cell: the error of O where that is large, and the first clause of a reason."""
+        clause = _first_clause(record.answers[self._unmet(record)[-1]].why)
+        if record.shown is None or record.verdict == UNBIASED:
+            return clause
+        unit = self.run.measures[record.shown.kind].unit if record.shown.kind in self.run.measures else ""
+        return f"{' '.join(filter(None, (_number(record), unit)))}, {clause}"
+
+    @property
+    def _formats(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(record.format for record in self.records))
+
+    @property
+    def _asked(self) -> list[Record]:
+        return [record for record in self._failure_inputs if record.outcome != SKIPPED]
+
+    @property
+    def _begun(self) -> list[Record]:
+        return [record for record in self.records if record.skipped != NO_TIME]
+
+    @property
+    def _tied(self) -> int | None:
+        """Of the inputs on which it is biased: those where O itself ties; None: not looked at."""
+        tied = [record.tied for record in self._failing(BIASED)]
+        return None if None in tied else sum(map(bool, tied))
+
+    @property
+    def _left(self) -> int:
+        """Cells that were not done."""
+        beginning = f"{self.backend}-{self.kernel}-"
+        return sum(name.startswith(beginning) for name in (*self.run.not_run, *self.run.running)) + len(self._left_out)
+
+    @property
+    def _enough(self) -> bool:
+        """Whether all was run that a verdict needs."""
+        return self.run.complete and not any(self.run.cases[record.case].needed for record in self._left_out)
+
     def _findings(self) -> Iterator[Finding]:
+        news = self._severity in (BIASED, TIED)
+        ended = [record for record in self.records if record.outcome in (CRASHED, TIMED_OUT)]  # no result, and no pass
+        if self._severity != DID_NOT_RUN and (fell := self._fell()):
+            yield Finding("fell", fell)
+        if self._severity != DID_NOT_RUN and ended:
+            yield _of_cells("ended", ended)
         if in_training := "; ".join(filter(None, (self._in_gradients(), self._in_runs()))):
             yield Finding("in training", in_training)
         listed = {
@@ -207,15 +322,13 @@ class _Kernel:
             "elsewhere": self._elsewhere,
         }
         texts: dict[str, Callable[[], str]] = {
-            "fix": self._fix,
-            "fell": self._fell,
+            "fix": self._fix if news else str,
             "checks": self._checks,
             "rounding": self._rounding,
             "backward": self._backward,
             "rules": self._rules,
             "skipped": self._skipped,
         }
-        ended = [record for record in self.records if record.outcome in (CRASHED, TIMED_OUT)]  # no result, and no pass
         yield from (_of_cells(name, records) for name, records in listed.items() if records)
         yield from (
             Finding(record.case, text, (record.case,)) for record in self.records if (text := finding_text(record))
@@ -223,8 +336,6 @@ class _Kernel:
         yield from (Finding(name, text) for name, tell in texts.items() if (text := tell()))
         if left_out := [record.case for record in self._left_out]:
             yield Finding("left out", first_few(left_out, _LISTED), tuple(left_out))
-        if ended:
-            yield _of_cells("ended", ended)
 
     @property
     def _left_out(self) -> list[Record]:
@@ -248,10 +359,6 @@ class _Kernel:
         """Whether the shift that it follows is a fix for ties, and where that fails."""
         judged = [record for record in self._failure_inputs if record.verdict is not None]
         failing = [record for record in judged if record.verdict in (BIASED, NONFINITE)]
-        if not judged:
-            return ""
-        if not failing:
-            return "none needed on these inputs"
         plans = self._plans()
         if not plans:
             declared = self._declared
@@ -409,7 +516,12 @@ class _Kernel:
     def _skipped(self) -> str:
         skipped = (record.skipped for record in self.records if record.outcome == SKIPPED)
         reasons = Counter(why for why in skipped if why != NO_TIME)
-        return "; ".join(f"{counted(number, 'cell')}: {why}" for why, number in reasons.items())
+        texts = [f"{counted(number, 'cell')}: {why}" for why, number in reasons.items()]
+        return shorten("; ".join(texts), _BRIEF, placeholder=" ...")
+
+
+def _first_clause(reason: str) -> str:
+    return shorten(reason.partition("; ")[0], _BRIEF, placeholder=" ...")
 
 
 def _of_cells(name: str, records: Sequence[Record]) -> Finding:

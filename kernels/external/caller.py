@@ -1,9 +1,11 @@
 """How a kernel that someone else wrote is called: arranged as it needs it, in a process that stays as it was."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import CodeType
 from typing import Any
 
 import torch
@@ -31,6 +33,13 @@ class Caller:
 
     function: Callable[..., Any]
     convention: Convention
+
+    @property
+    def code(self) -> CodeType | None:
+        """Of the function: where it stands; None: it is not written in Python."""
+        function = inspect.unwrap(self.function)
+        code: CodeType | None = getattr(function, "__code__", None)
+        return code or getattr(type(function).__call__, "__code__", None)
 
     @cached_property
     def needs(self) -> Needs:

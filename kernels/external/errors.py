@@ -1,12 +1,15 @@
-"""What goes wrong with a kernel that someone else wrote."""
+"""What goes wrong with a kernel that someone else wrote, and where."""
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+# Where code stands that is not a user's: Python's own, other packages', and what calls a kernel here.
+_NOT_THEIRS = ("<frozen", str(Path(__file__).parent), *sysconfig.get_paths().values())
 
 
 class LoadError(ValueError):
-    """The kernel can't be found, imported or called as it is; one line, and the traceback of its own code if any."""
-
-    def __init__(self, message: str, own_traceback: str = "") -> None:
-        super().__init__(message)
-        self.own_traceback = own_traceback
+    """The kernel can't be found, imported or called as it is; one line."""
 
 
 class ContractError(Exception):
@@ -15,3 +18,18 @@ class ContractError(Exception):
 
 class ShapeError(ContractError):
     """What it returned does not have the shape of O."""
+
+
+def place_of(error: BaseException, file: str | None = None) -> str:
+    """Where something was raised, behind a space: ` (k.py, line 3)`; empty where no line is known.
+
+    Args:
+        error: what was raised.
+        file: the deepest line of this file, or where there is none the deepest of all; None: the deepest line that is
+            neither installed nor the suite's.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == file]
+    outside = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    chosen = (outside if file is None else own or frames)[-1:]
+    return "".join(f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in chosen)

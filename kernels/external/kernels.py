@@ -57,7 +57,7 @@ def external_kernels(target: KernelTarget) -> list[UserKernel]:
     try:
         return [_kernel(replace(target, target=name), place, words, plan) for name, place, words in _places(target)]
     except LoadError as error:
-        raise LoadError(f"--kernel {target.target}: {error}", error.own_traceback) from error
+        raise LoadError(f"--kernel {target.target}: {error}") from error
 
 
 def external_kernel(target: str, plan: str | None = None, flags: Sequence[str] = ()) -> Kernel:

@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import os
 import sys
-import traceback
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from tiebreak.kernels.external.adapters import adapter, is_adapter
-from tiebreak.kernels.external.errors import LoadError
+from tiebreak.kernels.external.errors import LoadError, place_of
 
 EXPECTED = "expected path/to/file.py:function, package.module:function or the name of an adapter"
 
@@ -36,7 +35,7 @@ def load(target: str) -> Callable[..., Any]:
     if not separator and target.endswith(".py"):
         place, name = target, ""
     if not place or (separator and not name):
-        raise LoadError(EXPECTED)
+        raise LoadError(f"a folder: name a file in it, {EXPECTED}" if Path(target).is_dir() else EXPECTED)
     module = _imported(place)
     return _only(module, place) if not name else _attribute(module, place, name)
 
@@ -49,14 +48,8 @@ def _imported(place: str) -> ModuleType:
     except (Exception, SystemExit) as error:  # whatever the module raises while it is imported
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         asks = "; it asks for a GPU while it is imported (docs/triton.md says what to do)" if "CUDA" in reason else ""
-        raise LoadError(f"cannot import {place}: {reason}{asks}", _own_traceback(error)) from error
-
-
-def _own_traceback(error: BaseException) -> str:
-    """The traceback from the imported code on, without the suite's and the import system's frames."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
-    return "".join(traceback.format_list(own) + traceback.format_exception_only(error))
+        at = "" if isinstance(error, SyntaxError) else place_of(error)
+        raise LoadError(f"cannot import {place}: {reason}{at}{asks}") from error
 
 
 def _attribute(module: ModuleType, place: str, name: str) -> Callable[..., Any]:

@@ -46,7 +46,7 @@ class ScriptCall:
             function = load(target)
             caller = Caller(function, convention(function, decorator_options(function)))
         except LoadError as error:
-            raise LoadError(f"--kernel {target}: {error}", error.own_traceback) from error
+            raise LoadError(f"--kernel {target}: {error}") from error
         place, _, name = (target, "", "") if target.endswith(".py") else target.rpartition(":")
         if is_adapter(target):
             place, name = function.__module__, function.__name__

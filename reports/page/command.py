@@ -1,5 +1,6 @@
 """`tiebreak page FILE... -o DIR`: one HTML file that needs no network, to look at runs, audits and sweeps."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -7,6 +8,7 @@ from types import MappingProxyType
 
 from tiebreak.reports.audit.record import Audits
 from tiebreak.reports.cli import HELD, Parser
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.page import tables as page_tables
 from tiebreak.reports.page.data import page_data
 from tiebreak.reports.page.document import document
@@ -21,6 +23,7 @@ from tiebreak.reports.sweeps.tables import sweep_figures
 from tiebreak.reports.tables import run as tables
 from tiebreak.reports.tables.comparison import distinct, platform_labels
 from tiebreak.reports.tables.training import training_legend
+from tiebreak.reports.verdict import SEVERITIES, verdicts
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("page.js", "page_map.js", "page_about.js")
@@ -54,6 +57,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder for index.html")
     options = parser.parse_args(arguments)
+    if options.output.is_file() or options.output.suffix == ".html":
+        raise UsageError(f"-o {options.output}: name a folder; the page is index.html in it")
     by_file, audited, swept = files.read_all(options.files)
     runs = list(by_file.values())
     labels = platform_labels(runs, list(by_file))
@@ -103,8 +108,18 @@ def page(
             *sections,
             *cells,
         ]
-    heading = "<h1>tiebreak: does this kernel round fairly?</h1>"
-    return document("tiebreak", style, "\n".join([heading, *filter(None, sections)]), script if runs else "")
+    heading = ["<h1>tiebreak: does this kernel round fairly?</h1>", *map(_answer, runs)]
+    return document("tiebreak", style, "\n".join([*heading, *filter(None, sections)]), script if runs else "")
+
+
+def _answer(run: Run) -> str:
+    """The answer to the page's title: verdicts on kernels of one's own, or of how many kernels which is so."""
+    judged = verdicts(run)
+    if run.own:
+        return page_tables.lines("\n".join(verdict.headline for verdict in judged))
+    severities = Counter(verdict.severity for verdict in judged if verdict.inputs)
+    numbers = ", ".join(f"{severities[name]} {name}" for name in SEVERITIES if severities[name])
+    return page_tables.lines(f"Of {tables.counted(severities.total(), 'kernel')}: {numbers}.") if numbers else ""
 
 
 def _mechanism(runs: Sequence[Run]) -> str:

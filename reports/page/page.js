@@ -80,6 +80,7 @@ function tint(record) {
   const step = STEPS.filter((edge) => Math.abs(record.tone) >= edge).length;
   return step ? `${record.tone < 0 ? "toward" : "away"}-${step}` : "";
 }
+const passes = (record) => ["held", "measured", "skipped"].includes(record.outcome) || Boolean(record.excused);
 const mark = (record) => (record.excused ? "excused" : record.outcome);
 const classes = (record) => `${tint(record)} ${mark(record)}`.trim();
 
@@ -148,6 +149,7 @@ function fillTable(chosen) {
   const all = cells.reduce((sum, cell) => sum + cell.records.filter(Boolean).length, 0);
   if (view.sort?.number) for (const one of found) one.measured = measuresOf(one);
   if (view.sort) found.sort(compare);
+  else found.sort((a, b) => passes(a) - passes(b)); // those that fell first, the others as they come
   const shown = found.slice(0, view.limit);
   for (const one of shown) one.measured ??= measuresOf(one);
   document.querySelector("#cells tbody").replaceChildren(...shown.map(rowOf));

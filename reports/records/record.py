@@ -155,6 +155,7 @@ class CheckRecord:
 
     about: str  # one line
     judges: bool = False  # whether it is about the cell's rounding: what is held has met such a one
+    wrong: bool = False  # whether a kernel that does not meet it computes something else than attention, or nothing
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ class CaseRecord:
     family: str | None = None  # what varies between cases that belong together
     at: float | None = None  # where the case stands in its family
     failure: bool = False  # whether it is an input on which rounding is known to fail
+    needed: bool = False  # whether a verdict on a kernel of one's own says little without it
     group: str = ""  # what the cases that stand beside it are about; empty: not told
     backward: bool = False  # whether the backward pass is run and measured too
     figure: SeriesFigure | None = None  # of its readings
@@ -451,6 +453,11 @@ class Run:
         """The number of the measure that a record's kind of experiment is known by; None where there is none."""
         kind = self.experiments.get(record.experiment)
         return None if kind is None or kind.headline is None else record.number(kind.headline)
+
+    @property
+    def own(self) -> bool:
+        """Whether a kernel of one's own was run."""
+        return bool(self.options.get("kernel"))
 
     @property
     def pooled(self) -> frozenset[str]:

@@ -20,6 +20,7 @@ from tiebreak.defects.power import (
     left,
     main,
     order,
+    ordered,
     report,
     sound_cells,
     twin_rows,
@@ -135,7 +136,7 @@ def test_a_budget_has_the_cases_first_that_catch_most_for_their_cost() -> None:
         "random",
         "padded",
     ]
-    assert ORDER_FILE.read_text(encoding="utf-8").split() == order(read_rows(CAUGHT, CaughtRow))
+    assert ORDER_FILE.read_text(encoding="utf-8") == ordered(read_rows(CAUGHT, CaughtRow))
 
 
 def test_every_defect_is_named_within_a_minute_and_the_page_says_so() -> None:

@@ -98,6 +98,12 @@ def _order() -> Mapping[str, int]:
     return {name: place for place, name in enumerate(ORDER_FILE.read_text(encoding="utf-8").split())}
 
 
+@functools.cache
+def needed() -> frozenset[str]:
+    """The cases without which a verdict on a kernel says little: those above the order's empty line."""
+    return frozenset(ORDER_FILE.read_text(encoding="utf-8").partition("\n\n")[0].split())
+
+
 def rank(cell: Cell) -> tuple[int, float]:
     """Where a budget has a cell: the least first; behind those of the order the cheapest."""
     order = _order()

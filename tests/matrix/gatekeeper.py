@@ -73,7 +73,7 @@ class Gatekeeper:
         """Judge the run; the collector has put it together before."""
         run = self.collector.run
         if run is not None:
-            self._summarise(step_summary.of_run(run, self.collector.judged(run)))
+            self._summarise(step_summary.of_run(run, [verdict.text for verdict in self.collector.verdicts(run)]))
             self._annotate(run, None)
         if self.path is None or session.config.getoption("collectonly"):
             return

@@ -63,8 +63,11 @@ class Option:
         """The words that give it a value; none for a value that says nothing."""
         if value is None or value is False or value == []:
             return []
-        values = value if isinstance(value, list) else [value]
-        return [self.flag] if value is True else [word for each in values for word in (self.flag, str(each))]
+        if value is True:
+            return [self.flag]
+        values = map(str, value if isinstance(value, list) else [value])
+        pairs = ((f"{self.flag}={each}",) if each.startswith("-") else (self.flag, each) for each in values)
+        return [word for pair in pairs for word in pair]
 
 
 def _own_kernel(cell: Cell) -> bool:

@@ -59,10 +59,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         group.addoption(option.flag, **option.parsing)
 
 
-def _refuse(message: str, own_traceback: str = "") -> NoReturn:
-    """End with one line and exit code 2, before any work; below it the traceback of a user's own code, if any."""
-    line = " ".join(message.split())
-    pytest.exit(f"{line}\n{own_traceback}" if own_traceback else line, returncode=_USAGE)
+def _refuse(message: str) -> NoReturn:
+    """End with one line and exit code 2, before any work."""
+    pytest.exit(" ".join(message.split()), returncode=_USAGE)
 
 
 def _positive(config: pytest.Config, option: str) -> int:
@@ -173,7 +172,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if on_controller:
             check_usable(chosen)
     except SelectionError as error:
-        _refuse(str(error), error.own_traceback)
+        _refuse(str(error))
     for backend in backends_of(chosen):
         backend.set_up()
     named = {cell.id: cell for cell in chosen}

@@ -1,7 +1,10 @@
 """What a kernel raised, in one line."""
 
-import traceback
 from pathlib import Path
+
+from tiebreak.kernels.external.errors import ContractError, place_of
+from tiebreak.kernels.external.kernels import UserKernel
+from tiebreak.kernels.kernel import Kernel
 
 
 def first_line(error: Exception) -> str:
@@ -9,12 +12,13 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0]
 
 
-def raised(error: Exception) -> str:
-    """What was raised, and the line of code that raised it."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return noted(
-        f"{type(error).__name__}: {first_line(error)} ({Path(frame.filename).name}, line {frame.lineno})", error
-    )
+def raised(error: Exception, kernel: Kernel) -> str:
+    """What was raised, and the deepest line of the kernel's own file that did; of a broken contract, the kernel's."""
+    code = kernel.caller.code if isinstance(kernel, UserKernel) else None
+    at = place_of(error, code.co_filename if code else "")
+    if code and isinstance(error, ContractError):
+        at = f" ({Path(code.co_filename).name}, line {code.co_firstlineno})"
+    return noted(f"{type(error).__name__}: {first_line(error)}{at}", error)
 
 
 def noted(text: str, error: Exception) -> str:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.junitxml import xml_key
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.platform import describe
-from tiebreak.matrix import options, watch
+from tiebreak.matrix import budget, options, watch
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.checks.gradients import CHECK as GRADIENTS
 from tiebreak.matrix.experiment import Cell
@@ -27,10 +28,11 @@ from tiebreak.matrix.recording import crashed_record
 from tiebreak.matrix.scheduling import CaseScheduling, cell_id
 from tiebreak.matrix.settings import Settings
 from tiebreak.reports.gate.expected import Excuses
+from tiebreak.reports.names import first_few
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records import store
 from tiebreak.reports.tables import run as tables
-from tiebreak.reports.verdict import verdicts
+from tiebreak.reports.verdict import Verdict, verdicts
 
 _USAGE = 2
 _WORKER_DIED = re.compile(r"worker '(\w+)' crashed while running")  # xdist's words; which worker is chance
@@ -220,13 +222,16 @@ class RecordCollector:
         declared = [self.expected[name].kernel.declaration for name in self.records]
         run = self._as_run(complete=set(self.records) >= self.collected and not session.shouldstop)
         self.run = replace(run, explanations=explanations, plans=plans(filter(None, declared), explanations))
+        if (xml := self.config.stash.get(xml_key, None)) is not None:
+            for verdict in self.verdicts(self.run):
+                xml.add_global_property("tiebreak.verdict", verdict.headline)
         try:
             self.file.write(self.run)
         except store.UnwritableFolderError as error:
             self.failure = str(error)
             session.exitstatus = _USAGE
             return
-        self.fallen += self._hidden(session)
+        self.fallen += [*self._left_out(), *self._hidden(session)]
         if self.fallen and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -239,6 +244,13 @@ class RecordCollector:
         asked = {record.kernel for record, cell in ran if cell.experiment.described().backward}
         given = {record.kernel for record, _ in ran if GRADIENTS.name in record.answers}
         return [f"fell: {name} gave no gradients, and --backward own asks for them" for name in sorted(asked - given)]
+
+    def _left_out(self) -> list[str]:
+        """What a verdict needs, and what the budget had no room for."""
+        needed = [record.case for record in self.records.values() if record.skipped == records.NO_TIME]
+        needed = [case for case in dict.fromkeys(needed) if case in budget.needed()]
+        advice = "raise --budget, or name fewer with --cases"
+        return [f"fell: too little was run for a verdict, without {first_few(needed, 8)}; {advice}"] if needed else []
 
     def _hidden(self, session: pytest.Session) -> list[str]:
         """What a record says and the session would pass over, as with a plug-in that runs again what failed."""
@@ -281,15 +293,14 @@ class RecordCollector:
             self.expected,
         )
 
-    def judged(self, run: records.Run) -> list[str]:
-        """The verdicts on kernels of one's own, if there are any."""
-        own = any(self.expected[record.id].kernel.external for record in run.records)
-        return [verdict.text for verdict in verdicts(run)] if own else []
+    def verdicts(self, run: records.Run) -> list[Verdict]:
+        """What there is to say of the kernels, if one's own are among them."""
+        return verdicts(run, failures=self.fallen) if run.own else []
 
     def report(self, run: records.Run, width: int | None) -> list[str]:
         """What the run came to: the verdict on kernels of one's own, the tables, every cell that fell, the counts."""
         parts = (tables.tables(run, width), tables.fallen(run.records), tables.summary(run))
-        return list(filter(None, [*self.judged(run), *parts]))
+        return list(filter(None, [*(verdict.text for verdict in self.verdicts(run)), *parts]))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """The report, and what fails the session though no single cell fell."""
@@ -318,9 +329,11 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
         run,
         measures={name: measure for name, measure in measures().items() if name in measured},
         checks={
-            name: records.CheckRecord(check.about, check.judges) for name, check in checks().items() if name in asked
+            name: records.CheckRecord(check.about, check.judges, check.wrong)
+            for name, check in checks().items()
+            if name in asked
         },
-        cases={name: experiment.described() for name, experiment in cases.items()},
+        cases={name: replace(each.described(), needed=name in budget.needed()) for name, each in cases.items()},
         experiments={name: kind.described for name, kind in kinds().items() if name in ran},
     )
 

@@ -55,6 +55,7 @@ class Result:
     held_to: str | None = None  # the plan that the errors of O are compared with; None: no such comparison
     backward_held_to: str | None = None  # the backward pass that those of dQ, dK and dV are compared with; None: none
     repeatable: bool | None = None  # whether a second run gave the same bits; None: not run twice
+    failure: bool = False  # whether it is of an input on which rounding is known to fail
     contract: bool = False  # whether the kernel is held to the contract of users' kernels (and kept it, having ended)
     leaks: str | None = None  # what every call of a user's kernel left behind, in words
     bound_of: str | None = None  # name of the plan whose bounds the errors are shares of

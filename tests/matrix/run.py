@@ -9,7 +9,7 @@ from tiebreak.matrix.checks import ask_all, checks
 from tiebreak.matrix.checks.contract import CHECK as CONTRACT
 from tiebreak.matrix.checks.contract import broken
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.raised import first_line, noted, raised
+from tiebreak.matrix.raised import first_line, raised
 from tiebreak.matrix.recording import blank_record, result_record, skipped_record
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records.record import RUNS, Answer, Record, outcome_of
@@ -35,11 +35,9 @@ def run_cell(cell: Cell, bench: Workbench) -> Record:
     except CannotRunError as error:
         return skipped_record(cell, settings, first_line(error))
     except ContractError as error:
-        return _without_result(
-            cell, bench, {CONTRACT.name: broken(noted(f"{type(error).__name__}: {first_line(error)}", error))}
-        )
+        return _without_result(cell, bench, {CONTRACT.name: broken(raised(error, cell.kernel))})
     except Exception as error:  # the kernel is not ours: whatever it raises belongs into its record
-        return _without_result(cell, bench, {RUNS: Answer(False, checks()[RUNS].about, raised(error))})
+        return _without_result(cell, bench, {RUNS: Answer(False, checks()[RUNS].about, raised(error, cell.kernel))})
     answers = ask_all(result)
     return result_record(cell, settings, result, outcome_of(answers, judging()), answers)
 

@@ -9,7 +9,7 @@ from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import Case
 from tiebreak.cases.claims import UNBIASED, Claim, claim, no_worse, predicted
 from tiebreak.cases.errors import Errors, difference, merge
-from tiebreak.cases.verdicts import LOOKS, Verdict, judge
+from tiebreak.cases.verdicts import LOOKS, Verdict, heads_to_tell, judge
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.flash import BLOCK
 from tiebreak.kernels.inputs import AttentionOutput
@@ -234,7 +234,7 @@ class SequentialSampler:
         if self._out_of_time:
             return f"time for {self.sample.heads} heads and no more: raise --cell-timeout"
         if not self.exhausted:
-            return "raise --heads"
+            return f"--heads {heads_to_tell(self.sample.errors.bias, self.sample.heads)} would do, about"
         if self.sample.cancelled:
             return "every element of O has cancelled: no kernel's bias shows on this input"
         return "the case has no more: capture more sequences a batch"

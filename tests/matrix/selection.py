@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tiebreak.backends.backend import Backend
-from tiebreak.backends.registry import BACKENDS
+from tiebreak.backends.registry import BACKENDS, COMMONLY
 from tiebreak.cases.added_features import ADDED, added_features
 from tiebreak.cases.case import JOINED
 from tiebreak.kernels.external import KernelTarget, LoadError, distinct_names, external_kernels
@@ -24,10 +24,6 @@ _EXTERNAL_BACKEND = "cpu"  # where a user's kernel runs unless --backend says ot
 
 class SelectionError(ValueError):
     """A name on the command line that stands for nothing; one line with the flag and the names it takes."""
-
-    def __init__(self, message: str, own_traceback: str = "") -> None:
-        super().__init__(message)
-        self.own_traceback = own_traceback  # of a user's code that can't be imported
 
 
 @dataclass(frozen=True)
@@ -200,7 +196,7 @@ def _external(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
     devices = [backend for backend in backends if not backend.predicts]
     if not devices:
         known = ", ".join(backend.name for backend in BACKENDS.values() if not backend.predicts)
-        raise SelectionError(f"--kernel runs on a device, not in the emulation: give --backend one of {known}")
+        raise SelectionError(f"a kernel of your own runs on a device, not in the emulation: --backend {known}")
     try:
         kernels = distinct_names(
             [
@@ -210,7 +206,7 @@ def _external(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
             ]
         )
     except LoadError as error:
-        raise SelectionError(str(error), error.own_traceback) from error
+        raise SelectionError(str(error)) from error
     return [(backend, kernel) for backend in devices for kernel in kernels]
 
 
@@ -255,6 +251,8 @@ def _pick(flag: str, kind: str, names: str | None, known: Mapping[str, _T]) -> l
     for name in split(names):
         matches = matching(name, known)
         if not matches:
+            if COMMONLY.get(name) in known:
+                raise SelectionError(f"{flag}: {kind} {name!r} is called {COMMONLY[name]}; all: {', '.join(known)}")
             raise SelectionError(f"{flag}: {unknown(kind, name, known, listed)}")
         chosen.update({match: known[match] for match in matches})
     if not chosen:

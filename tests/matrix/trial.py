@@ -1,6 +1,7 @@
 """A small call that shows whether a kernel can do what nobody has said of it."""
 
 from tiebreak.backends.backend import Backend
+from tiebreak.backends.interpreter.errors import OutOfBoundsError
 from tiebreak.kernels.external.errors import ContractError, ShapeError
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel
@@ -38,7 +39,7 @@ def _failure(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str |
     """None, or how a call failed."""
     try:
         backend.run(kernel, inputs, gradients=False)
-    except CannotRunError:
+    except (CannotRunError, OutOfBoundsError):  # who reads past an argument has not refused: the call is to fall
         return None
     except ContractError as error:
         per_key_head = isinstance(error, ShapeError) and inputs.groups > 1  # one head of O for each of K's
@@ -46,5 +47,5 @@ def _failure(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str |
     except Exception as error:  # whatever the kernel raises
         if backend.poisoned():
             raise
-        return f"raised {raised(error)}"
+        return f"raised {raised(error, kernel)}"
     return None

@@ -51,14 +51,20 @@ def main(arguments: Sequence[str]) -> int:
         0 if nothing fell, 1 if something fell or is inconclusive, 2 on bad usage, 130 after Ctrl-C.
     """
     options = _parsed(arguments)
-    if options.workers == _AUTO and forked.possible():
+    if forked.possible():
         with tempfile.TemporaryDirectory(prefix="tiebreak-") as folder:
-            word = Path(folder) / "watch"
-            code = forked.in_a_fork(lambda: _check(options, _Teller(sys.stderr, word)))
+            word, loaded = Path(folder) / "watch", Path(folder) / "loaded"
+            spared = word if options.workers == _AUTO else None
+            code = forked.in_a_fork(lambda: _check(options, _Teller(sys.stderr, spared, loaded)))
             if code is not None:
                 return code
+            if not loaded.exists():
+                print(f"tiebreak check: {' '.join(options.targets)}: it ended the process as it was imported, without"
+                      " a word", file=sys.stderr)  # fmt: skip
+                return USAGE
             why = timed_out(word) or "the process has ended, or its device is beyond use"
         print(f"tiebreak check: {why}; once more with workers, to tell which cells are to blame", file=sys.stderr)
+        options.workers = _AUTO
     code = _check(options, _Teller(sys.stderr))
     assert code is not None
     return code
@@ -100,6 +106,8 @@ def judged(arguments: Sequence[str]) -> list[Verdict]:
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     options = _parser().parse_args(arguments)
     refuse_twice(arguments)
+    if options.json not in (None, _STDOUT) and not Path(options.json).parent.is_dir():
+        raise UsageError(f"--json {options.json}: there is no folder {Path(options.json).parent}")
     options.command = shlex.join(["tiebreak", "check", *arguments])
     return options
 
@@ -161,6 +169,8 @@ def _run(words: list[str], teller: "_Teller") -> tuple[int, str]:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             code = pytest.main(words, plugins=[teller])
+    except KeyboardInterrupt:  # before there was a session: as the kernel's file was imported
+        code, teller.interrupted = INTERRUPTED, True
     finally:
         teller.close()
         if kept is not None:
@@ -169,8 +179,8 @@ def _run(words: list[str], teller: "_Teller") -> tuple[int, str]:
 
 
 def _refusal(printed: str) -> str:
-    """What pytest was told to exit with."""
-    return printed.partition(_EXIT)[2].strip() or printed.strip()
+    """What pytest was told to exit with, as who has named targets without a flag reads it."""
+    return (printed.partition(_EXIT)[2].strip() or printed.strip()).removeprefix("--kernel ")
 
 
 def _report(run: Run, teller: "_Teller") -> str:
@@ -184,15 +194,16 @@ def _report(run: Run, teller: "_Teller") -> str:
 class _Teller:
     """Says on a stream how far the run is: a plug-in of the pytest that runs in silence."""
 
-    def __init__(self, stream: TextIO, word: Path | None = None) -> None:
+    def __init__(self, stream: TextIO, word: Path | None = None, loaded: Path | None = None) -> None:
         """Begin.
 
         Args:
             stream: to say it on.
             word: where this process, which may be ended, leaves word if a cell takes too long; None: it must go on.
+            loaded: a file to make when all kernels have been imported; None: nobody looks.
         """
         self.stream, self.began, self.told_at = stream, time.monotonic(), 0.0
-        self.word, self.alone = word, False
+        self.word, self.loaded, self.alone = word, loaded, False
         self.collector: RecordCollector | None = None
         self.gate: Gatekeeper | None = None
         self.interrupted = False
@@ -221,7 +232,9 @@ class _Teller:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Let a cell that takes too long end a process that can be spared."""
+        """Say that the kernels' files are imported, and let a cell that takes too long end a process to spare."""
+        if self.loaded is not None:
+            self.loaded.touch()
         if self.alone:
             config.stash[WATCH] = replace(config.stash[WATCH], file=self.word)
 

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
             except UnidentifiedError as error:
                 failures[kernel.name] = str(error)
             except Exception as error:  # whatever the kernel raises
-                failures[kernel.name] = f"it raised {raised(error)}"
+                failures[kernel.name] = f"it raised {raised(error, kernel)}"
             else:
                 identities.append(identity)
                 if not options.json:

@@ -293,7 +293,7 @@ class TestLooks:
     def test_the_remedy_is_not_to_raise_what_cannot_help(self, tmp_path: Path) -> None:
         layer = normal((10, 4, 1, 2), keys=8)
         case = only_case(tmp_path, layer)
-        assert sampled(case, composed_kernel("flash@paper"), 1).remedy == "raise --heads"
+        assert sampled(case, composed_kernel("flash@paper"), 1).remedy.endswith("would do, about")
         assert sampled(case, composed_kernel("flash@paper"), 256).remedy.startswith("the case has no more")
         opposed = layer | {"k": torch.zeros_like(layer["k"]), "v": torch.ones_like(layer["v"])}
         opposed["v"][:, :, ::2] = -1.015625

@@ -1,13 +1,16 @@
 """`tiebreak check`, and `pytest --kernel` in a repository that has tests of its own."""
 
+import argparse
 import importlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -25,18 +28,25 @@ from tiebreak.reports.records.record import (
     BEHAVES_LIKE,
     BIASED,
     CRASHED,
+    FELL,
     FOLLOWS,
+    IN_TIME,
+    INCONCLUSIVE,
     NO_TIME,
     NONFINITE,
     PREDICTION,
+    RUNS,
     SKIPPED,
+    TIMED_OUT,
     UNBIASED,
     UNDECIDED,
     UNEXPLAINED,
     Answer,
     CaseRecord,
+    CheckRecord,
     ExperimentRecord,
     Explanation,
+    MeasureRecord,
     PlanRecord,
     Record,
     Run,
@@ -96,11 +106,11 @@ def test_why_a_run_fell_is_told_though_no_cell_did(folder: Path, capsys: pytest.
     ("words", "line"),
     [
         (("mine.py:attention", "-n", "many"), "tiebreak check: argument -n/--workers: many: expected a number"),
-        (("absent.py:f",), "tiebreak check: --kernel absent.py:f: cannot import absent.py: no such file: absent.py"),
+        (("absent.py:f",), "tiebreak check: absent.py:f: cannot import absent.py: no such file: absent.py"),
         (("mine.py:attention", "--cases", "no"), "tiebreak check: --cases: unknown case 'no': did you mean no_tail"),
         (("mine.py:attention", "--budget", "0s"), "tiebreak check: --budget 0s: expected a time of a second or more"),
         (("mine.py:attention", "--budget", "9", "--baseline", "b.json"), "tiebreak check: --budget leaves out other"),
-        (("mine.py:attention", "--declare", "x=1"), "tiebreak check: --kernel mine.py:attention: --declare: "),
+        (("mine.py:attention", "--declare", "x=1"), "tiebreak check: mine.py:attention: --declare: "),
     ],
 )  # fmt: skip
 def test_bad_usage_is_one_line_and_exit_code_2(
@@ -156,15 +166,38 @@ def test_a_kernel_that_holds_the_one_process_is_run_again_with_workers(folder: P
     assert line.endswith("; once more with workers, to tell which cells are to blame")
 
 
-def test_a_kernel_that_ends_the_one_process_is_run_again_with_workers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("imported", "code", "message"),
+    [
+        (
+            True,
+            7,
+            "the process has ended, or its device is beyond use; once more with workers, to tell which cells are",
+        ),
+        (False, 2, "mine.py:attention: it ended the process as it was imported, without a word"),
+    ],
+)
+def test_what_ends_the_one_process_is_told_from_what_ends_it_as_it_is_imported(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    imported: bool,
+    code: int,
+    message: str,
 ) -> None:
+    def gone(options: argparse.Namespace, teller: Any) -> int | None:
+        if teller.loaded is None:
+            return 7
+        if imported:
+            teller.pytest_configure(SimpleNamespace(stash={}))
+        return None
+
     monkeypatch.setattr(forked, "possible", lambda: True)
-    monkeypatch.setattr(forked, "in_a_fork", lambda work: None)
-    monkeypatch.setattr(check, "_check", lambda options, teller: 7)
-    assert check.main(["mine.py:attention"]) == 7
+    monkeypatch.setattr(forked, "in_a_fork", lambda work: work())
+    monkeypatch.setattr(check, "_check", gone)
+    assert check.main(["mine.py:attention"]) == code
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("tiebreak check: the process has ended, or its device is beyond use; once more with workers")
+    assert line.startswith(f"tiebreak check: {message}")
 
 
 def test_what_falls_falls_though_nobody_reads_on(folder: Path) -> None:
@@ -219,6 +252,8 @@ def record(case: str, verdict: str | None, bias: float | None) -> Record:
     )  # fmt: skip
 
 
+FAILING_WORDS = ("never ran", "WRONG", "NOT TOLD", "INCOMPLETE", "FELL")
+ULPS = {"bias": MeasureRecord("mean error", "ulp")}
 EXPERIMENTS = {
     "call": ExperimentRecord("one call", agreement="equal_bits", carried="carried"),
     "run": ExperimentRecord("a training run", pooled=True),
@@ -251,7 +286,7 @@ def test_a_fix_is_told_by_the_plan_and_by_where_it_fails(
     records = (
         record("tie", verdict, 0.23),
         record("large", NONFINITE, None),
-        replace(record("crashing", None, 0.0), outcome=CRASHED, shown=None),
+        replace(record("crashing", None, 0.0), outcome=CRASHED, shown=None, excused="a known bug"),
         record("control", BIASED, 0.1),
     )
     cases = {cell.case: CaseRecord("", failure=cell.case != "control") for cell in records}
@@ -263,6 +298,7 @@ def test_a_fix_is_told_by_the_plan_and_by_where_it_fails(
     assert summary.unknown == 1
     text = summary.text
     assert f"fix         {fix}" in text
+    assert summary.severity == BIASED
     assert "NaN         large NaN" in text
     assert "elsewhere   control +0.10" in text
     assert "ended       crashing crash" in text
@@ -364,28 +400,90 @@ def test_what_training_takes_of_a_bias_stands_below_the_headline(
     assert ("autograd has no gradients of what it returns" in verdict.text) == message.endswith("no backward pass")
 
 
-def test_an_interrupted_check_says_so_in_its_headline() -> None:
-    records = (record("tie", BIASED, 0.23), record("other", UNBIASED, 0.0))
-    cases = {cell.case: CaseRecord("", failure=True) for cell in records}
-    run = Run({}, {}, records=records, cases=cases, complete=False, not_run=("cpu-mine-a-bf16", "cpu-its-a-bf16"),
-              running=("cpu-mine-b-bf16",))  # fmt: skip
-    (verdict,) = verdicts(run)
-    assert verdict.headline == "mine on cpu, bf16: INCOMPLETE, 2 of 4 cells done: biased on 1 of 2 failure inputs"
-    assert not verdict.ok
-    (whole,) = verdicts(replace(run, complete=True))
-    assert whole.ok
-    (fell,) = verdicts(replace(run, complete=True), failures=["the gate"])
-    assert (fell.ok, fell.failures) == (False, ("the gate",))
-
-
 def test_a_budget_names_what_it_left_out_and_fails_nothing() -> None:
-    records = (record("tie", BIASED, 0.23), replace(record("late", None, 0.0), outcome=SKIPPED, skipped=NO_TIME))
-    run = Run({}, {}, records=records, cases={cell.case: CaseRecord("", failure=True) for cell in records})
-    (judged,) = verdicts(run)
-    assert judged.headline == "mine on cpu, bf16: 1 of 2 cells in its budget: biased on 1 of 1 failure input"
+    (judged,) = verdicts(Run({}, {}, records=(RAN, LATE), cases={"tie": CaseRecord(""), "late": CaseRecord("")}))
     (left_out,) = [finding for finding in judged.findings if finding.name in ("left out", "skipped")]
     assert (left_out.name, left_out.cases, judged.left, judged.ok) == ("left out", ("late",), 1, True)
+
+
+RAN = record("tie", BIASED, 0.23)
+LATE = replace(record("late", None, 0.0), outcome=SKIPPED, skipped=NO_TIME)
+CHECKS = {RUNS: CheckRecord("", wrong=True), "bound": CheckRecord("", wrong=True), "claim": CheckRecord("")}
+NOT_MET = Answer(False, "asked", "4 times the bound; and more")
+ENDS: Mapping[str, tuple[list[Record], dict[str, Any], list[str], str]] = {
+    "fair": ([record("tie", UNBIASED, 0.0)], {}, [], "unbiased on 1 of 1 failure input"),
+    "biased": ([RAN], {}, [], "biased on 1 of 1 failure input"),
+    "tied": ([replace(RAN, tied=True)], {}, [], "biased on 1 of 1 failure input, where O itself ties"),
+    "no failure input": ([replace(RAN, case="random")], {}, [], "no failure input was run, nothing is known of its"),
+    "claimed otherwise": ([replace(RAN, outcome=FELL, answers={"claim": NOT_MET})], {}, [],
+                          "FELL by claim on 1 input, biased on 1 of 1 failure input"),
+    "wrong": ([replace(RAN, outcome=FELL, answers={"claim": NOT_MET, "bound": NOT_MET}),
+               record("other", UNBIASED, 0.0)], {}, [], "WRONG on 1 of 2 inputs (tie: +0.23 ulp, 4 times the bound)"),
+    "excused": ([replace(RAN, outcome=FELL, answers={"bound": NOT_MET}, excused="known")], {}, [], "biased on 1 of 1"),
+    "wrong in one cell, crashed in another": (
+        [replace(RAN, outcome=CRASHED, shown=None, verdict=None, answers={RUNS: Answer(False, "", "KeyError: 'x'")}),
+         record("other", UNBIASED, 0.0)], {}, [], "WRONG on 1 of 2 inputs (tie: KeyError: 'x')"),
+    "crashed": ([replace(RAN, outcome=CRASHED, shown=None, verdict=None, answers={RUNS: NOT_MET})], {}, [],
+                "never ran: 4 times the bound"),
+    "timed out": ([replace(RAN, outcome=TIMED_OUT, shown=None, verdict=None, answers={IN_TIME: NOT_MET})], {}, [],
+                  "never ran: 4 times the bound"),
+    "too few heads": ([replace(record("tie", UNDECIDED, 0.04), outcome=INCONCLUSIVE,
+                               answers={"decided": Answer(None, "", "8 heads do not tell; --heads 64 would do")})],
+                      {}, [], "NOT TOLD on 1 of 1 input (tie: +0.04 ulp, 8 heads do not tell)"),
+    "skipped": ([replace(RAN, outcome=SKIPPED, skipped="no GPU", shown=None)], {}, [],
+                "INCOMPLETE, no cell ran: no GPU"),
+    "interrupted": ([RAN], {"complete": False, "not_run": ("cpu-mine-a-bf16",)}, [],
+                    "INCOMPLETE, 1 of 2 cells done: biased on 1 of 1"),
+    "a budget for too little": ([RAN, replace(LATE, case="needed")], {}, [],
+                                "INCOMPLETE, 1 of 2 cells in its budget: biased on 1 of 1"),
+    "a budget for enough": ([RAN, LATE], {}, [],
+                            "1 of 2 cells in its budget: biased on 1 of 1"),
+    "gate": ([RAN], {}, ["gate FELL: 1 cell compared"], "FELL (gate FELL: 1 cell compared), biased on 1 of 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("records", "how", "failures", "message"), ENDS.values(), ids=ENDS)
+def test_the_first_line_says_what_the_exit_code_does_however_a_run_ends(
+    records: list[Record], how: dict[str, Any], failures: list[str], message: str
+) -> None:
+    cases = {each.case: CaseRecord("", failure=each.case != "random", needed=each.case == "needed") for each in records}
+    run = Run({}, {}, records=tuple(records), cases=cases, checks=CHECKS, measures=ULPS, **how)
+    (judged,) = verdicts(run, failures=failures)
+    assert judged.headline.removeprefix("mine on cpu, bf16: ").startswith(message)
+    assert judged.ok is not any(word in judged.headline for word in FAILING_WORDS)
+    fails = any(each.fails for each in records) or how or failures or judged.severity == "did not run"
+    assert judged.ok is not bool(fails or "INCOMPLETE" in message)
     validated(verdict.as_json([judged]))
+
+
+SOURCES = {
+    "sound": ("", (), 0, "biased on 1 of 1 failure input"),
+    "no scale": ("scale = 1.0; ", (), 1, "WRONG on 1 of 1 input (tied_maxima[k=2]: "),
+    "raises": ("q = torch.sofmax(q); ", (), 1, "never ran: AttributeError: module 'torch' has no attribute 'sofmax'"),
+    "gives nothing": ("return; ", (), 1, "WRONG on 1 of 1 input (tied_maxima[k=2]: ContractError: returned NoneType"),
+    "ends itself": ("import sys; sys.exit(3); ", (), 1, "WRONG on 1 of 1 input (tied_maxima[k=2]: ContractError: "),
+    "takes no such input": ("raise NotImplementedError('not on a CPU'); ", (), 1,
+                            "INCOMPLETE, no cell ran: NotImplementedError: not on a CPU"),
+    "claimed fair": ("", ("--fair",), 1, "FELL by claim on 1 input, biased on 1 of 1"),
+    "few heads": ("", ("--heads", "2", "--plan", "fair"), 1, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("first", "options", "code", "message"), SOURCES.values(), ids=SOURCES)
+def test_the_exit_code_says_what_the_first_line_does(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    first: str,
+    options: tuple[str, ...],
+    code: int,
+    message: str,
+) -> None:
+    (folder / "mine.py").write_text(KERNEL.replace("    p = ", f"    {first}p = "))
+    heads = () if "--heads" in options else ("--heads", "64")
+    assert check.main(["mine.py:attention", "--cases", "tied_maxima[k=2]", "-n", "0", *heads, *options]) == code
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].removeprefix("attention on cpu, bf16: ").startswith(message)
+    assert any(word in printed[0] for word in FAILING_WORDS) is bool(code)
 
 
 def validated(text: str) -> Any:
@@ -404,7 +502,8 @@ def test_what_falls_is_exit_code_1_and_json_is_the_verdict_and_nothing_else(
     (plain,) = validated(text)["verdicts"]
     (again,) = verdict.from_json(text)
     assert plain["headline"] == again.headline
-    assert (again.headline, again.tied) == (f"{BIASED_ON_ONE}, by its own rounding", 0)
+    fell = "FELL by claim on 1 input, biased on 1 of 1 failure input, by its own rounding"
+    assert (again.headline, again.severity, again.tied) == (f"attention on cpu, bf16: {fell}", BIASED, 0)
     assert again.in_training == UNBIASED
     assert (again.ok, again.seed, again.cells) == (False, 1, {"fell": 1, "held": 1, "skipped": 1})
     assert [(cell.cell, cell.outcome) for cell in again.fell] == [("cpu-attention-tied_maxima[k=2]-bf16", "fell")]

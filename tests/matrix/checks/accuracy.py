@@ -21,5 +21,9 @@ def _ask(result: Result) -> Answer | None:
 
 
 CHECK = Check(
-    "accuracy", "the errors of O are no larger than those of the plan that it declares, or follows", _ask, judges=True
+    "accuracy",
+    "the errors of O are no larger than those of the plan that it declares, or follows",
+    _ask,
+    judges=True,
+    wrong=True,
 )

@@ -15,5 +15,9 @@ def _ask(result: Result) -> Answer | None:
 
 
 CHECK = Check(
-    "bound", "the largest error of O is within its plan's rounding-error bound", _ask, term="forward error analysis"
+    "bound",
+    "the largest error of O is within its plan's rounding-error bound",
+    _ask,
+    wrong=True,
+    term="forward error analysis",
 )

@@ -23,5 +23,6 @@ CHECK = Check(
     "contract",
     "a user's kernel returns what it must and leaves inputs and process as they were",
     _ask,
+    wrong=True,
     term="interface contract, no side effects",
 )

@@ -19,4 +19,4 @@ def _ask(result: Result) -> Answer | None:
     return Answer(finite == steps, _ASKED, why)
 
 
-CHECK = Check("loss", "the loss of a training run stays a number", _ask)
+CHECK = Check("loss", "the loss of a training run stays a number", _ask, wrong=True)

@@ -13,5 +13,9 @@ def _ask(result: Result) -> Answer | None:
 
 
 CHECK = Check(
-    "range", "O, a weighted mean, lies within the range of the V that its row sees", _ask, term="convex combination"
+    "range",
+    "O, a weighted mean, lies within the range of the V that its row sees",
+    _ask,
+    wrong=True,
+    term="convex combination",
 )

@@ -17,5 +17,6 @@ CHECK = Check(
     "usage",
     "the same numbers have the same answer in other strides, after other calls and beside what is not to be read",
     _ask,
+    wrong=True,
     term="metamorphic relation",
 )

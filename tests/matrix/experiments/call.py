@@ -194,6 +194,7 @@ class Call(Experiment):
             held_to=held_to.plan if held_to else None,
             backward_held_to=backward.name if backward else None,
             repeatable=repeated.same,
+            failure=self.case.failure,
             contract=cell.kernel.external,
             leaks=repeated.leaks,
             bound_of=sample.declaration.plan.name,
