@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.external.call import Call, Started
+from tiebreak.kernels.external.clock import CLOCK
 from tiebreak.kernels.external.conventions import ALWAYS, Convention
 from tiebreak.kernels.external.dummies import Arranged, Needs
 from tiebreak.kernels.external.errors import ContractError
@@ -141,6 +142,7 @@ class Caller:
         with (
             torch.set_grad_enabled(gradients and self.convention.options.backward == AUTOGRAD),
             kept_state() as changed,
+            CLOCK.running(),
         ):
             try:
                 yield changed

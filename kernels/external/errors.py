@@ -4,8 +4,9 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-# Where code stands that is not a user's: Python's own, other packages', and what calls a kernel here.
-_NOT_THEIRS = ("<frozen", str(Path(__file__).parent), *sysconfig.get_paths().values())
+# Where code stands that is not a user's: Python's own, other packages', and the suite's.
+_SUITE = (str(Path(__file__).parents[2] / name) for name in ("kernels", "backends", "cases", "reports", "tests"))
+_NOT_THEIRS = ("<", *_SUITE, *sysconfig.get_paths().values())
 
 
 class LoadError(ValueError):
@@ -20,6 +21,11 @@ class ShapeError(ContractError):
     """What it returned does not have the shape of O."""
 
 
+def is_users(file: str) -> bool:
+    """Whether code in a file is neither installed nor the suite's."""
+    return not file.startswith(_NOT_THEIRS)
+
+
 def place_of(error: BaseException, file: str | None = None) -> str:
     """Where something was raised, behind a space: ` (k.py, line 3)`; empty where no line is known.
 
@@ -30,6 +36,6 @@ def place_of(error: BaseException, file: str | None = None) -> str:
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == file]
-    outside = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    outside = [frame for frame in frames if is_users(frame.filename)]
     chosen = (outside if file is None else own or frames)[-1:]
     return "".join(f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in chosen)

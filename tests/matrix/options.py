@@ -237,7 +237,8 @@ OPTIONS = (
     ),
     Option(
         "cell-timeout",
-        "seconds that a cell may take before its process is ended, with -n (default: 60 for a cell of your own,"
+        "seconds of CPU time that the kernel of a cell may take before its process is ended, with -n, and ten times"
+        " that by the clock (default: 60 for a cell of your own,"
         " 600 for a training run of it; 15 times that in the interpreter); a look at more heads for which the time is"
         " too short is left out",
         metavar="S",

@@ -137,7 +137,7 @@ class RecordCollector:
                 self.records[name] = records.from_dict(json.loads(str(carried[0])))
             else:
                 self.records[name] = self.excuses.excuse(self._without_record(name, report))
-            in_time = self.records[name].outcome != records.TIMED_OUT
+            in_time = records.IN_TIME not in self.records[name].answers
             if in_time or not carried:  # a cell that was given up took no time
                 self._note_time(self.records[name].kernel, in_time=in_time)
                 if (reason := self.records[name].excused) is not None:
@@ -177,7 +177,9 @@ class RecordCollector:
             return crashed_record(cell, self.settings, why, in_time=not why.startswith("Failed: Timeout"))
         self.deaths[cell.kernel.name] += 1
         late = watch.timed_out(self._watches / died[1])
-        return crashed_record(cell, self.settings, late or _DIED, in_time=late is None)
+        if late is None:
+            return crashed_record(cell, self.settings, _DIED)
+        return crashed_record(cell, self.settings, late.why, in_time=False, own=late.own)
 
     def _note_time(self, kernel: str, *, in_time: bool) -> None:
         """Let workers know of a kernel whose cells time out, and of one whose cells do so no more."""

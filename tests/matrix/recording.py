@@ -13,6 +13,7 @@ from tiebreak.matrix.settings import Settings
 from tiebreak.reports.records.record import (
     CRASHED,
     IN_TIME,
+    INCONCLUSIVE,
     RUNS,
     SKIPPED,
     TIMED_OUT,
@@ -49,10 +50,10 @@ def blank_record(cell: Cell, settings: Settings, outcome: str, answers: Mapping[
     )
 
 
-def crashed_record(cell: Cell, settings: Settings, why: str, *, in_time: bool = True) -> Record:
-    """The record of a cell that did not run to its end, or not in its time."""
-    check, outcome = (RUNS, CRASHED) if in_time else (IN_TIME, TIMED_OUT)
-    return blank_record(cell, settings, outcome, {check: Answer(False, checks()[check].about, why)})
+def crashed_record(cell: Cell, settings: Settings, why: str, *, in_time: bool = True, own: bool = True) -> Record:
+    """The record of a cell that did not run to its end, or not in its time: which tells nothing of a kernel's own."""
+    check, outcome = (RUNS, CRASHED) if in_time else (IN_TIME, TIMED_OUT if own else INCONCLUSIVE)
+    return blank_record(cell, settings, outcome, {check: Answer(False if own else None, checks()[check].about, why)})
 
 
 def skipped_record(cell: Cell, settings: Settings, why: str) -> Record:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from time import monotonic
+from time import process_time
 
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import Case
@@ -161,14 +161,14 @@ class SequentialSampler:
 
         A look draws as many heads as all before it did, and takes as long. Where the time is too short it is left out.
         """
-        began, limit = monotonic(), time_limit(self._cell, self._bench.settings.cell_timeout)
+        began, limit = process_time(), time_limit(self._cell, self._bench.settings.cell_timeout)
         for look in range(LOOKS):
             for index in range(2**look // 2, 2**look):
                 if self._bench.has(index):
                     self._draw(index)
             if self.sample.settled or self.exhausted:
                 break
-            self._out_of_time = limit is not None and _SHARE * (monotonic() - began) > limit
+            self._out_of_time = limit is not None and _SHARE * (process_time() - began) > limit
             if self._out_of_time:
                 break
         return self.sample

@@ -4,11 +4,13 @@ import faulthandler
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tiebreak.kernels.external.clock import CLOCK
+from tiebreak.kernels.external.errors import is_users
 from tiebreak.matrix.budget import WITHOUT, Budget
 from tiebreak.matrix.experiment import Cell, time_limit
 
@@ -17,7 +19,10 @@ _LEFT = 0.1  # of its time limit, for each cell of a hurried kernel
 _LATE = "late.json"  # beside the words of the workers
 _FILE, _DEADLY = "tiebreak_watch", "tiebreak_deadly"  # of a worker's input
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (.+)')
+_STACK = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)
 _TIMEOUT = re.compile(r"Timeout \((\d+):(\d+):([\d.]+)\)")
+_WALL = 10  # times the limit of CPU time: what sleeps, or waits for ever, ends then
+_CALLS = str(Path("external", "call.py"))  # the module that calls a user's function
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Watch:
     """How one worker watches its cells."""
 
     file: Path | None  # where it leaves word before it ends itself; None: it is the only process, and never does
-    seconds: float | None  # that a cell may take, whatever it is; None: as its experiment says
+    seconds: float | None  # of CPU time that a cell's kernel may take, whatever it is; None: as its experiment says
     deadly: frozenset[str]  # kernels that have ended processes: each of their cells is the last of its process
     budget: Budget = WITHOUT  # of the whole run
 
@@ -42,25 +47,30 @@ class Watch:
 
     @contextmanager
     def over(self, cell: Cell) -> Iterator[None]:
-        """End the process if a cell takes too long. By a thread in C: a kernel may hold Python's lock for ever.
+        """End the process if a cell's kernel takes too much CPU time, or the cell ten times as long by the clock.
+
+        By a signal, and a thread in C: a kernel may hold Python's lock for ever.
 
         Raises:
             BudgetSpentError: it is not begun, or is ended, since the budget is spent.
         """
-        limit = self.budget.limit(self.limit(cell))
-        if self.file is None or limit is None:
+        limit = self.limit(cell)
+        wall = self.budget.limit(None if limit is None else _WALL * limit)
+        if self.file is None or wall is None:
             with self.budget.over():
                 yield
             return
         with self.budget.over(), self.file.open("w") as word:
-            faulthandler.dump_traceback_later(limit, exit=True, file=word)
+            print(limit, file=word, flush=True)
+            faulthandler.dump_traceback_later(wall, exit=True, file=word)
             try:
-                yield
+                with nullcontext() if limit is None else CLOCK.limited(limit, word):
+                    yield
             finally:
                 faulthandler.cancel_dump_traceback_later()
 
     def limit(self, cell: Cell) -> float | None:
-        """Seconds that a cell may take now; None: as many as it needs."""
+        """Seconds of CPU time that the kernel of a cell may take now; None: as many as it needs."""
         limit = time_limit(cell, self.seconds)
         if limit is None or self.seconds is not None or self._late(cell).ever < _HURRIED:
             return limit
@@ -100,16 +110,29 @@ def watched(file: Path, deadly: Collection[str]) -> dict[str, Any]:
     return {_FILE: str(file), _DEADLY: sorted(deadly)}
 
 
-def timed_out(file: Path) -> str | None:
-    """Where a worker was when its time was over, in one line; None if that is not what ended it."""
+class TimedOut(NamedTuple):
+    """What ended a process whose time was over."""
+
+    why: str  # in one line, with the line of code that it was in: the user's, where any of it was
+    own: bool  # whether the user's code was running, and not the suite's
+
+
+def timed_out(file: Path) -> TimedOut | None:
+    """Where a worker was when its time was over; None if that is not what ended it."""
     try:
         text = file.read_text(errors="replace")
     except OSError:
         return None
-    limit = _TIMEOUT.match(text)
-    if limit is None:
+    stacks = _STACK.split(text)[1:]
+    if not stacks:
         return None
-    hours, minutes, seconds = map(float, limit.groups())
-    frame = _FRAME.search(text.rpartition("Thread 0x")[2])  # the last thread is the one that ran the cell
-    at = f"; it was in {frame[3]} ({Path(frame[1]).name}, line {frame[2]})" if frame else ""
-    return f"no result after {3600 * hours + 60 * minutes + seconds:g} s{at}"
+    # Of a signal's dump the current thread; of the clock's the last: it is the one that ran the cell.
+    frames: list[tuple[str, str, str]] = _FRAME.findall(stacks[-1])
+    clock = _TIMEOUT.search(text)
+    named = next((frame for frame in frames if is_users(frame[0])), frames[0] if frames else None)
+    at = f"; it was in {named[2]} ({Path(named[0]).name}, line {named[1]})" if named else ""
+    if clock is None:
+        return TimedOut(f"no result after {float(text.split()[0]):g} s of CPU time{at}", True)
+    hours, minutes, seconds = map(float, clock.groups())
+    own = any(file.endswith(_CALLS) for file, _, _ in frames)
+    return TimedOut(f"no result after {3600 * hours + 60 * minutes + seconds:g} s{at}", own)

@@ -62,7 +62,8 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"tiebreak check: {' '.join(options.targets)}: it ended the process as it was imported, without"
                       " a word", file=sys.stderr)  # fmt: skip
                 return USAGE
-            why = timed_out(word) or "the process has ended, or its device is beyond use"
+            late = timed_out(word)
+            why = late.why if late else "the process has ended, or its device is beyond use"
         print(f"tiebreak check: {why}; once more with workers, to tell which cells are to blame", file=sys.stderr)
         options.workers = _AUTO
     code = _check(options, _Teller(sys.stderr))

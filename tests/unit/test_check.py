@@ -162,7 +162,7 @@ def test_a_kernel_that_holds_the_one_process_is_run_again_with_workers(folder: P
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "2 cells: 2 held" in ran.stdout
     (line,) = ran.stderr.splitlines()
-    assert line.startswith("tiebreak check: no result after 2 s; it was in ")
+    assert line.startswith("tiebreak check: no result after 2 s of CPU time; it was in attention (mine.py, line ")
     assert line.endswith("; once more with workers, to tell which cells are to blame")
 
 

@@ -44,7 +44,7 @@ def test_a_look_is_left_out_for_which_the_time_is_too_short(
 ) -> None:
     """Each look takes ten seconds by this clock; three times the time so far is what the next one may come to."""
     clock = itertools.count(0.0, 10.0)
-    monkeypatch.setattr(sampling, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(sampling, "process_time", lambda: next(clock))
     record = run_cell(CELL, Workbench(Settings(heads=16, cell_timeout=seconds)))
     assert record.heads == looked_at
     assert record.verdict == UNDECIDED

@@ -1,13 +1,16 @@
 """A kernel that hangs, dies or talks without end: told apart, each in its own cell, and every other cell runs."""
 
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tiebreak.backends.backend import CPU
 from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.external.clock import Clock
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix import watch
@@ -17,7 +20,7 @@ from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.watch import Watch, timed_out
 from tiebreak.reports.gate.expected import Excuses
-from tiebreak.reports.records.record import CRASHED, HELD, TIMED_OUT, Run
+from tiebreak.reports.records.record import CRASHED, HELD, INCONCLUSIVE, TIMED_OUT, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]
@@ -52,7 +55,15 @@ Thread 0x00007fab36bff6c0 (most recent call first):
 
 Thread 0x00007fab37fe4b80 (most recent call first):
   File "/my/attention.py", line 8 in hang
-  File "/lib/calling.py", line 159 in _one
+  File "/lib/kernels/external/call.py", line 159 in _one
+"""
+SPENT = """60.0
+Thread 0x00007fab36bff6c0 (most recent call first):
+  File "/lib/gateway.py", line 534 in read
+
+Current thread 0x00007fab37fe4b80 (most recent call first):
+  File "{torch}/functional.py", line 5 in softmax
+  File "/my/attention.py", line 9 in spins
 """
 
 
@@ -66,6 +77,7 @@ def test_a_kernel_that_hangs_or_dies_has_its_own_outcome_and_every_cell_its_reco
     matrix: MatrixRun, kept: Kept, mine: str
 ) -> None:
     cases = (*CASES, "--plan", "fp32_inside")
+    Path("mine.py").write_text(f"from tiebreak.matrix import watch\nwatch._WALL = 1{KERNEL}")  # sleeping takes no CPU
     assert matrix("--kernel", mine, *cases, "--cell-timeout", "4", "-n", "1").ret == 1
     records = {record.case: record for record in kept().records}
     assert {case: record.outcome for case, record in records.items()} == {
@@ -74,7 +86,7 @@ def test_a_kernel_that_hangs_or_dies_has_its_own_outcome_and_every_cell_its_reco
         "random_causal": CRASHED,
     }
     assert records["random_odd"].met("in_time") is False
-    assert "no result after 4 s; it was in mine (mine.py, line 8)" in records["random_odd"].reasons[0]
+    assert "no result after 4 s; it was in mine (mine.py, line 9)" in records["random_odd"].reasons[0]
     assert "its process died" in records["random_causal"].reasons[0]
 
 
@@ -158,10 +170,45 @@ def test_no_other_cell_comes_after_one_of_a_deadly_kernel_in_its_process(
 def test_where_a_kernel_was_is_read_off_the_thread_that_ran_it(tmp_path: Path) -> None:
     file = tmp_path / "gw0"
     assert timed_out(file) is None
-    file.write_text("")
+    file.write_text("60.0\n")
     assert timed_out(file) is None
     file.write_text(DUMP)
-    assert timed_out(file) == "no result after 62.5 s; it was in hang (attention.py, line 8)"
+    assert timed_out(file) == ("no result after 62.5 s; it was in hang (attention.py, line 8)", True)
+    file.write_text(DUMP.replace("call.py", "workbench.py"))
+    assert timed_out(file) == ("no result after 62.5 s; it was in hang (attention.py, line 8)", False)
+    file.write_text(SPENT.format(torch=Path(torch.__file__).parent))
+    assert timed_out(file) == ("no result after 60 s of CPU time; it was in spins (attention.py, line 9)", True)
+
+
+def test_time_that_passes_in_the_suites_own_code_is_not_told_of_the_kernel(pytester: pytest.Pytester) -> None:
+    cell = Cell(CPU, composed_kernel("flash@paper"), Call(SCRIPTED[0]), BF16)
+    config = pytester.parseconfig("-p", "tiebreak.matrix.plugin")
+    collector = RecordCollector(config, [cell], Settings(1, 16), {}, Excuses(()))
+    (collector._watches / "gw0").write_text(DUMP.replace("call.py", "workbench.py"))
+    collector._take(died(cell, "gw0"))
+    (record,) = collector.records.values()
+    assert (record.outcome, record.met("in_time")) == (INCONCLUSIVE, None)
+    assert collector.late[cell.kernel.name].in_a_row == 1, "all the same it may hang in each of its cells"
+    collector.pytest_unconfigure()
+
+
+def test_the_clock_counts_the_cpu_time_of_calls_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = iter([7.5])  # of the timer, when it is stopped
+    seen: list[float] = []
+
+    def setitimer(which: int, seconds: float) -> tuple[float, float]:
+        seen.append(seconds)
+        return 0.0 if seconds else next(left), 0.0
+
+    monkeypatch.setattr(signal, "setitimer", setitimer)
+    clock = Clock()
+    with clock.running():
+        assert seen == [], "without a limit"
+    with (tmp_path / "word").open("w") as file, clock.limited(10.0, file):
+        with clock.running(), clock.running():
+            assert seen == [10.0]
+        assert (seen, clock.left) == ([10.0, 0.0], 7.5)
+    assert clock.left is None
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "soon"])
