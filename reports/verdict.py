@@ -309,6 +309,8 @@ class _Kernel:
     def _findings(self) -> Iterator[Finding]:
         news = self._severity in (BIASED, TIED)
         ended = [record for record in self.records if record.outcome in (CRASHED, TIMED_OUT)]  # no result, and no pass
+        if slip := self._slip():
+            yield Finding("looks like", slip)
         if self._severity != DID_NOT_RUN and (fell := self._fell()):
             yield Finding("fell", fell)
         if self._severity != DID_NOT_RUN and ended:
@@ -401,6 +403,17 @@ class _Kernel:
         numbers = (record.number(measures.get(record.experiment) or "") for record in self._predicted)
         shares = [share for share in numbers if share is not None]
         return sum(shares) / len(shares) if shares else None
+
+    def _slip(self) -> str:
+        """The usual mistake that explains the wrong outputs of most cells, then of most bits."""
+        found: dict[str, list[float]] = {}
+        for record in self.records:
+            for about, share in record.evidence.get("slips", {}).items():
+                found.setdefault(about, []).append(share)
+        if not found:
+            return ""
+        about, shares = max(found.items(), key=lambda pair: (len(pair[1]), sum(pair[1])))
+        return f"{about} ({percent(sum(shares) / len(shares))} of bits in {counted(len(shares), 'cell')})"
 
     def _fell(self) -> str:
         """Checks that were not met, with where."""

@@ -267,6 +267,7 @@ EVIDENCE = ByName(
         "fits": Mapping[str, FitRecord],  # of a kernel that declares nothing, by known plan
         IDENTITY: Explanation,  # of a kernel that declares nothing: what the search for its plan came to
         "changes": Mapping[str, ChangeRecord],  # of a call compared with itself, by what was changed and put in
+        "slips": Mapping[str, float],  # of a wrong kernel: mistakes that explain its O, and their share of bits
         "controls": Mapping[str, float],  # what had to change O there, and the share of its elements that it did
         "backward": Mapping[str, Mapping[str, float]],  # of a user's kernel, by backward pass: bits of dq, dk and dv
         "rules": Mapping[str, RuleAnswer],  # acceptance rules in public use, by name, with --rules

@@ -1,5 +1,6 @@
 """Planted defects fall where docs/power.md says and by the checks it names, and their sound twins pass there."""
 
+import re
 from functools import lru_cache
 
 import pytest
@@ -8,17 +9,19 @@ from tiebreak.backends.backend import CPU
 from tiebreak.cases.gpt2.snippets import TWO_LAYERS
 from tiebreak.defects.declared import honest
 from tiebreak.defects.planted import DEFECTS, USERS, Defect, on, twin
-from tiebreak.defects.power import CASES, CaughtRow, PlantedCell, run_one
+from tiebreak.defects.power import CASES, EXPERIMENTS, CaughtRow, PlantedCell, run_one
 from tiebreak.defects.power import CAUGHT as TABLE
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.experiments.training import TrainingRun
+from tiebreak.matrix.record_collector import described
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.programs.pages.tables import read_rows
-from tiebreak.reports.records.record import FELL, HELD, PREDICTION, Record
+from tiebreak.reports.records.record import FELL, HELD, PREDICTION, Record, Run
+from tiebreak.reports.verdict import verdicts
 
 _HEADS = 16  # of users' kernels in which nothing is to fall
 
@@ -26,6 +29,19 @@ _HEADS = 16  # of users' kernels in which nothing is to fall
 ROWS = {row.defect: row for row in read_rows(TABLE, CaughtRow)}
 CAUGHT = sorted((name for name, row in ROWS.items() if row.case), key=lambda name: ROWS[name].case)
 MISSED = [name for name, row in ROWS.items() if not row.case]
+#: Defects that are usual mistakes, as verdicts name them.
+SLIPS = {
+    "descale_of_k": "V is multiplied by K's factors",
+    "causal_strict": "the causal mask hides a row's own key",
+    "causal_skipped": "the mask is not applied",
+    "causal_upper_left": "the causal mask is aligned to the upper left",
+    "heads_tiled": "query head h reads key head h mod the number of key heads",
+    "scale_ignored": "the scale that is given is not taken",
+    "sink_twice": "the sink is counted twice",
+    "sink_dropped": "the sink is left out",
+    "scaled_twice": "scores are scaled twice",
+    "last_tile_filled_up": "keys of 0 are counted past the end, up to a multiple of 64",
+}
 TWIN_CELLS = sorted({(ROWS[name].case, DEFECTS[name].fmt.name, DEFECTS[name].twin) for name in CAUGHT})
 
 
@@ -58,6 +74,12 @@ def test_a_caught_defect_falls_by_the_checks_of_its_case(name: str) -> None:
     assert record.outcome == FELL, record
     assert record.reasons
     assert unmet == set(row.checks.split())
+    cell = Cell(on(DEFECTS[name].arithmetic), DEFECTS[name].kernel, EXPERIMENTS[row.case], BF16)
+    (verdict,) = verdicts(described(Run({}, {}, (record,)), {record.id: cell}))
+    assert verdict.ok is False
+    assert re.search("WRONG on 1 of 1 input|FELL by .* on 1 input", verdict.headline)
+    named = [finding.text.partition(" (")[0] for finding in verdict.findings if finding.name == "looks like"]
+    assert named == ([SLIPS[name]] if name in SLIPS else [])
 
 
 @pytest.mark.parametrize(("case", "fmt", "name"), TWIN_CELLS)

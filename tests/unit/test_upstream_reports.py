@@ -53,6 +53,8 @@ def run(name: str, path: str, more: Mapping[str, str] = WITHOUT_AVX2) -> subproc
     script = FOLDER / name / REPORTS[name]["script"]
     environment = {**os.environ, **more, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, env=environment)
+    if "pack_vnni2 is only supported" in done.stderr:
+        pytest.skip("PyTorch packs for this CPU's AMX whatever ATEN_CPU_CAPABILITY says")
     assert done.returncode in (0, 1), done.stderr
     assert not done.stderr.startswith("Traceback"), done.stderr
     return done

@@ -232,8 +232,9 @@ def test_sound_kernel_is_told_its_plan(judge: MatrixRun, kernel: str, plan: str)
 def test_eager_attention_is_told_its_plan_and_what_adds_up_its_products(judge: MatrixRun) -> None:
     match = FOLLOWED_TEXT.search(output(judge("eager")))
     assert match is not None
-    # No product here is a long one.
-    assert match[2] == ",".join(("standard", *of_products(CPU.arithmetic, CPU.device)[:1]))
+    # No product here is a long one; AMX' sums of so few terms have the bits of exact ones.
+    exact, device = "standard", ",".join(("standard", *of_products(CPU.arithmetic, CPU.device)[:1]))
+    assert match[2] == (exact if "amx" in device else device)
 
 
 def test_torchs_own_flash_kernel_follows_the_declared_one(judge: MatrixRun) -> None:

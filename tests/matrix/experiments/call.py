@@ -16,7 +16,7 @@ from tiebreak.cases.batch import Batch
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import JOINED, Case
 from tiebreak.cases.claims import bias_text, of_tied_outputs, predicted
-from tiebreak.cases.errors import difference, merge, signed_error_ulps
+from tiebreak.cases.errors import Errors, difference, merge, signed_error_ulps
 from tiebreak.cases.gradients import contains_bias
 from tiebreak.cases.measures import Measure, Observed, Value, call_measures
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
@@ -34,8 +34,9 @@ from tiebreak.matrix.held_to import HeldTo, plan_held_to
 from tiebreak.matrix.repetition import Repetition, repetition
 from tiebreak.matrix.result import Claimed, Predicted, Result
 from tiebreak.matrix.sampling import Sample, SequentialSampler
+from tiebreak.matrix.slip_attribution import slip_bits
 from tiebreak.matrix.trial import failed_trial
-from tiebreak.matrix.workbench import CaseBench, Workbench
+from tiebreak.matrix.workbench import CaseBench, SharedBatch, Workbench
 from tiebreak.reports.records import record as records
 
 _BINS, _REACH_ULPS = 64, 2.0  # of the histogram of signed errors
@@ -202,6 +203,7 @@ class Call(Experiment):
             remedy=sampler.remedy,
             digest=digest(outputs[0]),
             evidence=_fits(sampler)
+            | _slips(cell, outputs[0], batches[0], errors)
             | ({"backward": backward.bits} if backward else {})
             | ({"rules": acceptance.said(outputs[0], case_bench)} if bench.settings.rules else {})
             | (_drawings(cell, outputs[0], batches[0]) if self.case.traced else {}),
@@ -289,6 +291,14 @@ def _fits(sampler: SequentialSampler) -> dict[str, Any]:
         for name, fit in sampler.fits.items()
     }
     return {"fits": fits} if fits else {}
+
+
+def _slips(cell: Cell, output: AttentionOutput, batch: SharedBatch, errors: Errors) -> dict[str, Any]:
+    """Of a user's kernel whose O no rounding explains: the usual mistakes that do."""
+    if not cell.kernel.external or (errors.error_over_bound <= 1.0 and not errors.nonfinite):
+        return {}
+    found = slip_bits(output.o, batch, cell.backend)
+    return {"slips": found} if found else {}
 
 
 def _drawings(cell: Cell, output: AttentionOutput, batch: Batch) -> dict[str, Any]:

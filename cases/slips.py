@@ -1,0 +1,112 @@
+"""Usual mistakes in attention kernels, as changes of the inputs: what a wrong kernel has computed exactly."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tiebreak.kernels.inputs import AttentionInputs
+
+_TILES = (16, 32, 64, 128)  # numbers of keys that kernels work in
+
+
+@dataclass(frozen=True)
+class Slip:
+    """One mistake."""
+
+    about: str  # what is wrong, as a clause
+    inputs: AttentionInputs  # on which sound attention computes what it does
+    turned: bool = False  # whether heads and rows have changed places, in O too
+
+    def seen(self, o: Tensor) -> Tensor:
+        """O as such attention has it, (batch, heads, queries, d)."""
+        return o.transpose(1, 2) if self.turned else o
+
+
+def slips(inputs: AttentionInputs) -> Iterator[Slip]:
+    """Every mistake that changes what is computed of some inputs."""
+    for about, factor in _SCALES.items():
+        yield Slip(about, replace(inputs, softmax_scale=inputs.scale * factor(inputs.scale)))
+    yield from _of_masks(inputs)
+    yield from _of_keys(inputs)
+    if inputs.groups > 1 and inputs.k.shape[1] > 1 and not inputs.rescaled:
+        heads = torch.arange(inputs.q.shape[1]) % inputs.k.shape[1]
+        k, v = inputs.k[:, heads], inputs.v[:, heads]
+        yield Slip("query head h reads key head h mod the number of key heads", replace(inputs, k=k, v=v))
+    if inputs.sink is not None:
+        yield Slip("the sink is counted twice", replace(inputs, sink=inputs.sink + math.log(2)))
+        yield Slip("the sink is left out", replace(inputs, sink=None))
+    if inputs.softmax_scale is not None:
+        yield Slip("the scale that is given is not taken", replace(inputs, softmax_scale=None))
+    if inputs.rescaled:
+        yield Slip("V is multiplied by K's factors", replace(inputs, v_descale=inputs.k_descale))
+    if _plain(inputs) and inputs.groups == 1 and inputs.q.shape == inputs.k.shape and not inputs.causal:
+        q, k, v, do = (x.transpose(1, 2).contiguous() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
+        yield Slip("heads and rows are taken for each other", replace(inputs, q=q, k=k, v=v, do=do), turned=True)
+
+
+_SCALES: dict[str, Callable[[float], float]] = {
+    "scores are not scaled": lambda scale: 1 / scale,
+    "scores are scaled twice": lambda scale: scale,
+    "exp2 is taken of scores that log2 e is missing from": lambda _: math.log(2),
+}
+
+
+def _plain(inputs: AttentionInputs) -> bool:
+    """Whether nothing but q, k, v and a causal mask is asked for."""
+    return len(inputs.asks()) <= int(inputs.causal) + (inputs.groups > 1) and inputs.softcap == 0.0
+
+
+def _of_masks(inputs: AttentionInputs) -> Iterator[Slip]:
+    hidden = inputs.hidden()
+    if hidden is None or inputs.lengths is not None:
+        return
+    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+    none = torch.zeros(1, 1, queries, keys, dtype=torch.bool)
+    yield Slip("the mask is not applied", _masked(inputs, none))
+    yield Slip("the mask is inverted", _masked(inputs, ~hidden | none))
+    if not inputs.causal:
+        return
+    rest = _others(inputs, none)
+    ahead = none.logical_not()
+    for about, diagonal in {
+        "the causal mask is aligned to the upper left": 1,
+        "the causal mask hides a row's own key": keys - queries,
+        "the causal mask shows a row the key behind its own": keys - queries + 2,
+    }.items():
+        if diagonal != keys - queries + 1:
+            yield Slip(about, _masked(inputs, ahead.triu(diagonal) | rest))
+    yield Slip("the causal mask is not applied", _masked(inputs, rest))
+
+
+def _others(inputs: AttentionInputs, none: Tensor) -> Tensor:
+    """What masks other than the causal one hide."""
+    hidden = replace(inputs, causal=False).hidden()
+    return none if hidden is None else hidden | none
+
+
+def _masked(inputs: AttentionInputs, hidden: Tensor) -> AttentionInputs:
+    """Inputs with one mask in the place of all."""
+    return replace(inputs, causal=False, window=(None, None), key_padding=None, block_mask=~hidden, block_size=(1, 1))
+
+
+def _of_keys(inputs: AttentionInputs) -> Iterator[Slip]:
+    """Keys that are left out at the end, or counted past it."""
+    keys = inputs.k.shape[2]
+    if not _plain(inputs) or inputs.causal:
+        return
+    for tile in _TILES:
+        if keys % tile and keys > tile:
+            most = keys - keys % tile
+            yield Slip(
+                f"the last {keys % tile} keys are left out, beyond a multiple of {tile}",
+                replace(inputs, k=inputs.k[:, :, :most], v=inputs.v[:, :, :most]),
+            )
+        if keys % tile:
+            empty = (0, 0, 0, tile - keys % tile)
+            k, v = (torch.nn.functional.pad(x, empty) for x in (inputs.k, inputs.v))
+            yield Slip(f"keys of 0 are counted past the end, up to a multiple of {tile}", replace(inputs, k=k, v=v))
+    if keys > 1:
+        yield Slip("the last key is left out", replace(inputs, k=inputs.k[:, :, :-1], v=inputs.v[:, :, :-1]))
