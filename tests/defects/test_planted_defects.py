@@ -86,6 +86,7 @@ def test_a_caught_defect_falls_by_the_checks_of_its_case(name: str) -> None:
 def test_its_sound_twin_passes(case: str, fmt: str, name: str) -> None:
     record = _run(name, case, fmt, _HEADS if name in USERS else 256)
     assert record.passes, record.reasons
+    assert "slips" not in record.evidence
 
 
 @pytest.mark.parametrize("name", MISSED)
