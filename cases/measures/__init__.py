@@ -32,6 +32,7 @@ class Measure:
     unit: str = ""  # ulp; empty: a plain number
     worse: Literal["more", "less", "farther"] | None = None  # which way it is worse; farther: from 0; None: neither
     limit: float | None = None  # how much worse it may get, in its unit, beyond the intervals of both numbers
+    margin: float | None = None  # within this of 0 it is none: the verdict is on it; None: there is no verdict on it
     share: float = 0.0  # of itself, that it may get worse by; both have to be passed
     per: str | None = None  # the measure that it is held as a share of
     portable: bool = False  # whether it is held between platforms too

@@ -3,6 +3,7 @@
 from typing import Any
 
 from tiebreak.cases.measures import CallMeasure
+from tiebreak.cases.verdicts import MARGIN_ULPS
 
 
 def _of_errors(name: str, about: str, **described: Any) -> CallMeasure:
@@ -17,6 +18,7 @@ MEASURES = (
         unit="ulp",
         worse="farther",
         limit=0.02,
+        margin=MARGIN_ULPS,
         column=True,
         term="systematic rounding error",
     ),

@@ -7,10 +7,10 @@ from pathlib import Path
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, Parser
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.gate import gate, step_summary
+from tiebreak.reports.gate import expected, gate, step_summary
 from tiebreak.reports.gate.limits import Limits, limits
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import Run
+from tiebreak.reports.records.record import IMPLIED, Run
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -48,7 +48,8 @@ def main(arguments: Sequence[str]) -> int:
 def _judge(baseline: Run, run: Run, allowed: Limits, options: argparse.Namespace) -> bool:
     """Compare, and tell the terminal and GitHub; whether the gate held."""
     try:
-        outcome = gate.gate(baseline, run, allowed, across=options.across)
+        entries = expected.read(None, Path.cwd(), {**baseline.checks, **run.checks, **dict.fromkeys(IMPLIED)})
+        outcome = gate.gate(baseline, run, allowed, across=options.across, expected=entries)
     except UsageError as error:
         if not options.update_baseline:
             raise UsageError(f"{options.baseline}: {error}") from error

@@ -22,6 +22,7 @@ from tiebreak.reports.names import matching
 from tiebreak.reports.records.record import SKIPPED, Record, Run
 
 _FIELDS = ("cells", "check", "reason")
+PLAN = "plan"  # in the place of a check: the gate accepts another declared plan than the baseline's
 _EXPIRES = "expires"  # a field that need not be there
 
 
@@ -108,7 +109,7 @@ def _entry(plain: Any, where: str, checks: Collection[str]) -> Expected:
     for name in _FIELDS:
         if not isinstance(plain[name], str) or not plain[name].strip():
             raise UsageError(f"{where}.{name}: expected some text")
-    if plain["check"] not in checks:
+    if plain["check"] not in (*checks, PLAN):
         raise UsageError(f"{where}.check: unknown check {plain['check']!r}: known are {', '.join(checks)}")
     expires = plain.get(_EXPIRES)
     if expires is not None and (not isinstance(expires, date) or isinstance(expires, datetime)):
@@ -159,7 +160,7 @@ class Excuses:
         """
         ran = [record for record in records if record.outcome != SKIPPED]
         lines = []
-        for entry in self.entries:
+        for entry in (entry for entry in self.entries if entry.check != PLAN):  # which the gate knows of
             mine = [record for record in ran if (entry.concerns(record.id) if whole else entry.cells == record.id)]
             # What crashed was asked nothing else.
             mine = [record for record in mine if record.shown is not None or entry.check in record.answers]

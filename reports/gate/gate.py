@@ -1,18 +1,23 @@
 """The gate: whether a run is worse than a baseline. A missing number, a skip or a cell that is gone never passes.
 
 What counts as worse: a verdict or an outcome further from `unbiased` and `held`; a measure worse by more than its
-limit, beyond both intervals; a number that is gone; a check that is no longer met or no longer asked; a cell that
-vanished, turned into a skip or has another version of its case.
+limit, beyond both intervals; a number that is gone, or whose interval does not tell; a check that is no longer met or
+no longer asked; another declared plan; a cell that vanished, turned into a skip or has other inputs.
+
+The baseline rules: limits and descriptions are its own. What the new run says of itself is recomputed where its numbers
+tell, and the same bits have to come with the same numbers.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.gate.consistency import check_described, contradictions, same_bits
+from tiebreak.reports.gate.expected import PLAN, Expected
 from tiebreak.reports.gate.limits import Limits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import (
@@ -28,8 +33,10 @@ from tiebreak.reports.records.record import (
     MORE,
     PASSING,
     PREDICTION,
+    REPLACED,
     SKIPPED,
     TIMED_OUT,
+    UNBIASED,
     VERDICTS,
     Answer,
     Estimate,
@@ -39,7 +46,6 @@ from tiebreak.reports.records.record import (
     Run,
     Value,
     number_of,
-    outcome_of,
 )
 from tiebreak.reports.tables.rerun import runnable
 from tiebreak.reports.tables.run import counted
@@ -54,6 +60,8 @@ _CAPACITY = ("cores", "memory_gib")
 _ULP = "ulp"  # the unit of measures that say nothing where the sum cancels
 _Judgement = tuple[bool, str]  # whether it is worse, and what changed
 _FINGERPRINT = "fingerprint"  # follows from platform and software, so a change of it is told, not refused
+_INPUTS = ("backend", "kernel", "case", "format", "experiment", "case_version", "seed")  # of a cell: else it is another
+_WIDER = 2.0  # times the baseline's: what a cell with the same noise may have that was settled on fewer heads
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,7 @@ class Outcome:
     compared: int  # cells that both runs have
     changes: tuple[Change, ...]
     notes: tuple[str, ...]  # what a reader should know; no reason to fall
+    complete: bool = True  # whether the new run came to its end
 
     @property
     def worse(self) -> list[Change]:
@@ -85,8 +94,8 @@ class Outcome:
 
     @property
     def held(self) -> bool:
-        """Whether the gate held; with nothing compared it does not."""
-        return self.compared > 0 and not self.worse
+        """Whether the gate held; with nothing compared, or of a run that was interrupted, it does not."""
+        return self.compared > 0 and self.complete and not self.worse
 
 
 def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mapping[str, Any], *, across: bool) -> None:
@@ -115,7 +124,9 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def gate(baseline: Run, run: Run, limits: Limits, *, across: bool = False) -> Outcome:
+def gate(
+    baseline: Run, run: Run, limits: Limits, *, across: bool = False, expected: Sequence[Expected] = ()
+) -> Outcome:
     """Compare a run with a baseline, cell by cell.
 
     Args:
@@ -123,33 +134,76 @@ def gate(baseline: Run, run: Run, limits: Limits, *, across: bool = False) -> Ou
         run: what is judged.
         limits: how much worse a cell may get.
         across: compare outcomes, verdicts, answers and estimates alone, as between platforms.
+        expected: entries that accept another declared plan; those for checks say nothing here.
 
     Raises:
-        UsageError: the two can't be compared; see `check_comparable`.
+        UsageError: the two can't be compared (see `check_comparable`), they describe a name differently, or an entry
+            accepts a change of plan that there is not.
     """
     check_comparable(baseline, run.platform, run.options, across=across)
-    described = {**baseline.measures, **run.measures}
-    held_to = {name: limits.of(name, measure) for name, measure in described.items() if measure.worse is not None}
+    check_described(baseline, run)
+    measures, checks = {**run.measures, **baseline.measures}, {**run.checks, **baseline.checks}
+    known = replace(run, measures=measures, checks=checks)
+    held_to = {name: limits.of(name, measure) for name, measure in known.measures.items() if measure.worse is not None}
     old, new = ({record.id: record for record in each.records} for each in (baseline, run))
     changes: list[Change] = []
-    for name in sorted(old.keys() & new.keys()):
-        changes += [Change(new[name], *each) for each in _compare(old[name], new[name], held_to, across)]
+    compared = sorted(old.keys() & new.keys())
+    for name in compared:
+        found = list(_compare(old[name], new[name], held_to, across))
+        if not any(worse for worse, _ in found):
+            found += [(True, text) for text in same_bits(old[name], new[name], baseline)]
+        changes += [Change(new[name], *each) for each in found]
+    plans, notes = _plans([(old[name], new[name]) for name in compared], expected, across=across)
+    changes += plans
     gone = [old[name] for name in sorted(old.keys() - new.keys())]
     asked = [record for record in gone if _asked_for(record, run.narrowing)]
     changes += [Change(record, True, "vanished: the new run lacks it") for record in asked]
     fresh = [new[name] for name in sorted(new.keys() - old.keys())]
     changes += [Change(record, True, f"not in the baseline, and {record.outcome}") for record in fresh if record.fails]
     worse = {change.record.id for change in changes if change.worse}
-    changes += [Change(record, *each) for name, record in new.items() if name not in worse
-                for each in _contradiction(record, run)]  # fmt: skip
-    compared = old.keys() & new.keys()
+    changes += [Change(record, True, f"{text}: was the file edited?") for name, record in new.items()
+                if name not in worse for text in contradictions(record, known)]  # fmt: skip
     first = sum(old[name].outcome == SKIPPED != new[name].outcome for name in compared)
-    notes = [*_notes(baseline, run, len(fresh) + first, len(gone) - len(asked))]
+    notes += _notes(baseline, run, len(fresh) + first, len(gone) - len(asked))
     notes += [] if compared else ["no cell is in both"]
     changed = sum(old[name].digest != new[name].digest for name in compared)
     if changed:
         notes.append(f"{counted(changed, 'cell')} with other bits than in the baseline")
-    return Outcome(len(compared), tuple(changes), tuple(notes))
+    return Outcome(len(compared), tuple(changes), tuple(notes), _ended(run))
+
+
+def _ended(run: Run) -> bool:
+    """Whether a run came to its end, with nothing left to do."""
+    return run.complete and not run.not_run and not run.running
+
+
+def _plans(
+    pairs: Collection[tuple[Record, Record]], expected: Sequence[Expected], *, across: bool
+) -> tuple[list[Change], list[str]]:
+    """Cells whose kernel declares another plan than it did, and what to note of those that are accepted.
+
+    Across platforms a vendor's kernel may have another plan, and then its bias counts: told, and worse where it is
+    biased, or where that is not known.
+
+    Raises:
+        UsageError: an entry accepts what there is not.
+    """
+    changed = [(old, new) for old, new in pairs if old.plan != new.plan and not old.outcome == SKIPPED != new.outcome]
+    entries = [entry for entry in expected if entry.check == PLAN]
+    for entry in entries:
+        if any(entry.concerns(new.id) for _, new in pairs) and not any(entry.concerns(new.id) for _, new in changed):
+            raise UsageError(f"{entry.where}: no plan of {entry.cells} has changed: remove the entry")
+    worse: list[Change] = []
+    notes: dict[str, int] = {}
+    for old, new in changed:
+        text = f"declares {new.plan or 'no plan'}, {old.plan or 'no plan'} in the baseline"
+        accepted = next((entry.reason for entry in entries if entry.concerns(new.id)), None)
+        if accepted is None and not (across and new.verdict in (UNBIASED, None)):
+            worse.append(Change(new, True, text))
+        else:
+            told = f"{new.backend}-{new.kernel} {text}" + (f": accepted: {accepted}" if accepted else "")
+            notes[told] = notes.get(told, 0) + 1
+    return worse, [f"{told} ({counted(number, 'cell')})" for told, number in notes.items()]
 
 
 def _notes(baseline: Run, run: Run, fresh: int, outside: int) -> Iterator[str]:
@@ -167,15 +221,8 @@ def _notes(baseline: Run, run: Run, fresh: int, outside: int) -> Iterator[str]:
         yield f"{counted(fresh, 'cell')} not in the baseline, or skipped there; --update-baseline adds what is new"
     if outside:
         yield f"{counted(outside, 'cell')} of the baseline NOT compared: outside {_words(run.narrowing)}"
-    if not run.complete:
-        yield "the new run was interrupted"
-
-
-def _contradiction(record: Record, run: Run) -> Iterator[_Judgement]:
-    """A pass whose answers are none: of a file that was edited, or mangled."""
-    comes_to = outcome_of(record.answers, [name for name, check in run.checks.items() if check.judges])
-    if record.outcome in PASSING and comes_to not in PASSING:
-        yield True, f"says {record.outcome}, and its answers come to {comes_to}: was the file edited?"
+    if not _ended(run):
+        yield "the new run was interrupted: it does not hold"
 
 
 def _asked_for(record: Record, narrowing: Collection[Narrowing]) -> bool:
@@ -188,8 +235,8 @@ def _words(narrowing: Collection[Narrowing]) -> str:
 
 
 def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], across: bool) -> Iterator[_Judgement]:
-    if old.case_version != new.case_version:
-        yield True, f"not comparable: version {new.case_version} of the case, not {old.case_version}"
+    if other := list(_other_inputs(old, new)):
+        yield True, f"not comparable: {', '.join(other)}"
         return
     outcome = list(_outcome(old, new))
     yield from outcome
@@ -203,19 +250,30 @@ def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], acr
         if answer is None or answer.met is True or answer.why not in reasons:
             yield from _answer(name, asked, answer, replanned=across and old.plan != new.plan)
     # Of another platform's arithmetic, such as subnormals that it flushes, or plan the emulation knows what follows.
-    foretold = across and new.met(PREDICTION) is True
-    if not foretold:
-        yield from _verdict(old.verdict, new.verdict)
-    lost = [text for name in old.measures for text in _lost(name, old.measures[name], new.measures.get(name))]
+    foretold = across and old.plan == new.plan and old.met(PREDICTION) is True and new.met(PREDICTION) is True
+    yield from _verdicts(old, new, foretold=foretold)
+    lost = [name for name in old.measures if name not in new.measures]
+    lost += [text for name, value in new.measures.items() for text in _lost(name, old.measures.get(name), value)]
     if lost:
         yield True, f"NaN or missing: {', '.join(lost)}; a number in the baseline"
     # A case without a verdict cancels: its errors in ulps are of any size.
     judged = old.verdict is not None or new.verdict is not None
     for name, measure in held_to.items():
         # What has no interval depends on single bits, which are a platform's own.
-        comparable = not across or (not foretold and isinstance(old.measures.get(name), Estimate))
+        comparable = not across or isinstance(old.measures.get(name), Estimate)
         if measure.portable or (comparable and (judged or measure.unit != _ULP)):
-            yield from _measure(name, measure, old, new)
+            yield from _measure(name, measure, old, new, foretold=foretold and not measure.portable)
+
+
+def _other_inputs(old: Record, new: Record) -> Iterator[str]:
+    for field in _INPUTS:
+        before, after = getattr(old, field), getattr(new, field)
+        if before != after:
+            yield f"{field} {after}, {before} in the baseline"
+    few, many = sorted((old.heads, new.heads))
+    drawn = few and many % few == 0 and (many // few).bit_count() == 1  # a look draws as many again
+    if few != many and not drawn and old.shown is not None and new.shown is not None:
+        yield f"{new.heads} heads, {old.heads} in the baseline"
 
 
 def _lost(name: str, old: Value, new: Value) -> Iterator[str]:
@@ -257,21 +315,30 @@ def _answer(name: str, old: Answer, new: Answer | None, *, replanned: bool) -> I
         yield False, f"{name} is met now: {new.asked}"
 
 
-def _verdict(old: str | None, new: str | None) -> Iterator[_Judgement]:
-    if old == new or old is None:
-        return
-    worse = new is None or VERDICTS.index(new) > VERDICTS.index(old)
-    yield worse, f"verdict {new or 'none'}, {old} in the baseline"
+def _verdicts(old: Record, new: Record, *, foretold: bool) -> Iterator[_Judgement]:
+    """On the bias, and on whether gradients contain it; of what is foretold only that there is one."""
+    measured = old.shown is not None and new.in_training is not None
+    contained = old.in_training or (UNBIASED if measured else None)
+    for what, before, after in (("", old.verdict, new.verdict), ("in training ", contained, new.in_training)):
+        if before is not None and before != after and not (foretold and after is not None):
+            worse = after is None or VERDICTS.index(after) > VERDICTS.index(before)
+            yield worse, f"{what}verdict {after or 'none'}, {before} in the baseline"
+    kinds = [record.shown.kind for record in (old, new) if record.shown is not None]
+    if not foretold and len(set(kinds)) > 1 and kinds[1] in REPLACED:
+        yield True, f"shows {kinds[1]}, {kinds[0]} in the baseline"
 
 
-def _measure(name: str, measure: MeasureRecord, old: Record, new: Record) -> Iterator[_Judgement]:
+def _measure(name: str, measure: MeasureRecord, old: Record, new: Record, *, foretold: bool) -> Iterator[_Judgement]:
     """Whether a measure got worse, or better, by more than its limits; a number that is missing `_compare` has told."""
     before, after = old.number(name), new.number(name)
     if before is None or after is None or measure.limit is None:
         return
     was, now = _badness(measure, before) / _whole(measure, old), _badness(measure, after) / _whole(measure, new)
-    widths = sum(_half_width(record.measures[name]) / _whole(measure, record) for record in (old, new))
-    if abs(now - was) - widths > measure.limit and abs(now - was) > measure.share * min(abs(was), abs(now)):
+    narrow, wide = (_half_width(record.measures[name]) / _whole(measure, record) for record in (old, new))
+    if math.inf > wide > max(measure.limit, _WIDER * narrow):
+        yield True, f"{name} {_text(new.measures[name])} not told, {_text(old.measures[name])} in the baseline"
+    by, share = abs(now - was), measure.share * min(abs(was), abs(now))
+    if not foretold and by - narrow - wide > measure.limit and by > share:
         texts = [_text(record.measures[name]) + _of_whole(measure, record) for record in (new, old)]
         unit = f" {measure.unit}" if measure.unit else ""
         yield now > was, f"{name} {texts[0]}{unit}, {texts[1]} in the baseline"

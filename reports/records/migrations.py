@@ -52,13 +52,16 @@ def upgrade(plain: dict[str, Any], schema: int) -> None:
 _CALL, _TRAINING = "call", "training"
 # What the gate of schema 3 held measures to.
 _MEASURES: dict[str, dict[str, Any]] = {
-    "bias": {"about": "mean signed error of O", "unit": "ulp", "worse": "farther", "limit": 0.02, "column": True},
-    "rms_ulps": {"about": "root mean square error of O", "unit": "ulp", "column": True},
+    "bias": {"about": "mean signed error of O", "unit": "ulp", "worse": "farther", "limit": 0.02, "margin": 0.05,
+             "column": True},
+    "rms_ulps": {"about": "root mean square error of O", "unit": "ulp", "worse": "more", "column": True},
     "max_ulps": {"about": "largest error of O", "unit": "ulp", "worse": "more", "limit": 1.0, "share": 0.1,
                  "column": True},
-    "error_over_bound": {"about": "largest error as a share of the plan's rounding-error bound"},
+    "error_over_bound": {"about": "largest error as a share of the plan's rounding-error bound",
+                         "worse": "more"},
     "gain": {"about": "sum |O| / sum |reference|", "column": True},
-    "delta_bias": {"about": "mean of delta_lp - delta_hp, relative to mean |delta_hp|", "column": True},
+    "delta_bias": {"about": "mean of delta_lp - delta_hp, relative to mean |delta_hp|", "worse": "farther",
+                   "column": True},
     "left_out": {"about": "elements whose reference is 0"},
     "nonfinite": {"about": "elements that are NaN or Inf where the reference is finite", "worse": "more", "limit": 0.0,
                   "per": "elements", "portable": True, "column": True},
@@ -225,11 +228,12 @@ def _to_7(plain: dict[str, Any]) -> None:
     plain["narrowing"] = [
         {"given": [f"--{name} {words[name]}"], "field": field, "names": split(words[name])}
         for name, field in _NARROWING.items()
-        if name in words
+        if name in words and not (name == "kernels" and "kernel" in words)
     ]
-    if "captured" in words and "cases" not in words:  # they ran alone
-        names = list(dict.fromkeys(str(record.get("case")) for record in _records(plain)))
-        plain["narrowing"] += [{"given": [f"--captured {words['captured']}"], "field": "case", "names": names}]
+    own = {"kernel": "kernel"} | ({} if "cases" in words else {"captured": "case"})  # they ran alone, or beside others
+    for name, field in ((name, field) for name, field in own.items() if name in words):
+        names = list(dict.fromkeys(str(record.get(field)) for record in _records(plain)))
+        plain["narrowing"] += [{"given": [f"--{name} {words[name]}"], "field": field, "names": names}]
     plain["plans"] = {}
     if isinstance(explained := plain.get("explanations"), dict):
         plain["explanations"] = {name: _explanation(text) for name, text in explained.items()}
@@ -248,7 +252,7 @@ def _to_7(plain: dict[str, Any]) -> None:
 
 
 _NEW_OF_EXPERIMENTS: dict[str, dict[str, Any]] = {
-    _CALL: {"largest": "max_ulps", "agreement": "equal_bits"},
+    _CALL: {"largest": "max_ulps", "agreement": "equal_bits", "carried": "delta_bias_in_dq"},
     _TRAINING: {"pooled": True},
 }
 _FIGURES: dict[str, dict[str, Any]] = {

@@ -143,6 +143,7 @@ class MeasureRecord:
     unit: str = ""  # ulp; empty: a plain number
     worse: Annotated[str, frozenset(WORSE)] | None = None  # None: neither way is
     limit: Annotated[float, 0] | None = None  # how much worse it may get; None: the gate looks at its being there alone
+    margin: Annotated[float, 0] | None = None  # within this of 0 it is none: the verdict is on it; None: there is none
     share: Annotated[float, 0] = 0.0  # of itself, that it may get worse by; both have to be passed
     per: str | None = None  # the measure that it is a share of
     portable: bool = False  # whether the gate holds it between platforms too
@@ -406,7 +407,30 @@ def outcome_of(answers: Mapping[str, Answer], judging: Collection[str]) -> str:
     return HELD if answers.keys() & set(judging) else MEASURED
 
 
-NARROWED = frozenset({"backend", "kernel", "case", "format", "experiment"})  # fields that options narrow a run by
+def verdict_of(record: "Record", measures: Mapping[str, MeasureRecord]) -> str | None:
+    """The verdict that a record's own interval comes to; see `tiebreak.cases.verdicts.judge`.
+
+    Args:
+        record: of a cell with a result.
+        measures: what its measures are; one with a margin is the bias that a verdict is on.
+
+    Returns:
+        None where it has no such measure.
+    """
+    if record.number(NONFINITE):
+        return NONFINITE
+    for name, measure in measures.items():
+        bias = record.measures.get(name)
+        if measure.margin is not None and isinstance(bias, Estimate):
+            if bias.mean is None or bias.half_width is None:
+                return UNDECIDED
+            low, high, margin = bias.mean - bias.half_width, bias.mean + bias.half_width, measure.margin
+            inside = low >= -margin and high <= margin
+            return BIASED if low > margin or high < -margin else UNBIASED if inside else UNDECIDED
+    return None
+
+
+NARROWED = frozenset({"id", "backend", "kernel", "case", "format", "experiment"})  # fields that options narrow a run by
 
 
 @dataclass(frozen=True)
@@ -420,7 +444,7 @@ class Narrowing:
     def leaves_in(self, record: Record) -> bool:
         """Whether a record is of a cell that was asked for."""
         value: str = getattr(record, self.field)
-        return any(matching(name, [value]) for name in self.names)
+        return value in self.names or any(matching(name, [value]) for name in self.names)
 
 
 @dataclass(frozen=True)

@@ -92,10 +92,13 @@ class Gatekeeper:
             self._fall(session, _USAGE)
 
     def _judge(self, session: pytest.Session, path: Path, baseline: Run, run: Run) -> None:
+        entries = self.collector.excuses.entries
         try:
-            outcome = gate.gate(baseline, run, self.limits, across=self.across)
+            outcome = gate.gate(baseline, run, self.limits, across=self.across, expected=entries)
         except UsageError as error:
-            self.lines.append(f"{path}: {error}")  # of a baseline that is about to be replaced
+            if not self.update:
+                raise UsageError(f"--baseline {path}: {error}") from error
+            self.lines.append(f"not compared: {error}")
             return
         self.lines.append(gate.report(outcome, path))
         self._summarise(step_summary.of_gate(outcome, path))

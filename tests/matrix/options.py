@@ -1,6 +1,6 @@
 """The options of the matrix, said once: how they are parsed and refused, kept, forwarded, and given again."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +65,14 @@ class Option:
             return []
         if value is True:
             return [self.flag]
-        values = map(str, value if isinstance(value, list) else [value])
+        values = map(str, _listed(value))
         pairs = ((f"{self.flag}={each}",) if each.startswith("-") else (self.flag, each) for each in values)
         return [word for pair in pairs for word in pair]
+
+
+def _listed(value: Any) -> list[Any]:
+    """The values of an option, which may take one or several."""
+    return value if isinstance(value, list) else [value] if value else []
 
 
 def _own_kernel(cell: Cell) -> bool:
@@ -330,22 +335,34 @@ def is_whole_of_subject(value_of: Values) -> bool:
     return not any(option.narrows and not option.subject for option in given(value_of))
 
 
-def narrowing(value_of: Values, cells: Iterable[Cell]) -> tuple[Narrowing, ...]:
-    """By which fields of a record the options leave cells out of a run, and which values of them they leave in."""
+_PYTEST = {"-k": "keyword", "-m": "markexpr", "--deselect": "deselect"}  # pytest's own options that leave cells out
+
+
+def narrowing(value_of: Values, cells: Iterable[Cell], collected: Collection[str]) -> tuple[Narrowing, ...]:
+    """By which fields of a record the options leave cells out of a run, and which values of them they leave in.
+
+    Args:
+        value_of: the options; pytest's own among them.
+        cells: that the options of the matrix leave in.
+        collected: ids of those that pytest left of them; empty: that is not known yet.
+    """
     named = [option for option in OPTIONS if option.words(value_of(option.dest))]
     by_field: dict[str, list[Option]] = {}
     for option in named:
         for field in option.narrows:
             by_field.setdefault(field, []).append(option)
     cells = list(cells)
-    return tuple(
+    ids = tuple(cell.id for cell in cells if cell.id in collected)
+    given = [f"{flag} {word}" for flag, name in _PYTEST.items() for word in _listed(value_of(name))]
+    by_pytest = [Narrowing(tuple(given) or ("what pytest was given",), "id", ids)] if 0 < len(ids) < len(cells) else []
+    return (*by_pytest, *(
         Narrowing(
             given=tuple(" ".join(option.words(value_of(option.dest))) for option in options),
             field=field,
             names=tuple(dict.fromkeys(name for option in options for name in _left_in(option, field, value_of, cells))),
         )
         for field, options in by_field.items()
-    )
+    ))  # fmt: skip
 
 
 _FIELDS: Mapping[str, Callable[[Cell], str]] = {

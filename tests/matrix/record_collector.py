@@ -87,7 +87,7 @@ class RecordCollector:
 
     def narrowing(self) -> tuple[records.Narrowing, ...]:
         """What they leave out."""
-        return options.narrowing(self.config.getoption, self.expected.values())
+        return options.narrowing(self.config.getoption, self.expected.values(), self.collected)
 
     def platform(self) -> dict[str, Any]:
         """This machine, with the devices that cells run on."""

@@ -34,7 +34,7 @@ def slip_bits(o: Tensor, batch: SharedBatch, backend: Backend) -> dict[str, floa
     ours, known = o[:entries, :heads].float(), accepted(on_device(backend))
     if _share_of_bound(ours, some) <= 1.0:
         return {}
-    found = {}
+    found: dict[str, float] = {}
     for slip in slips(some.inputs):
         wrong, seen = SharedBatch(slip.inputs, reference(slip.inputs)), slip.seen(ours)
         emptied = _blind(slip.inputs) & ~_blind(some.inputs)

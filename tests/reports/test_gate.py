@@ -11,7 +11,17 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.gate import gate, update
 from tiebreak.reports.gate.limits import Limits, limits
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import CLAIM, PREDICTION, Answer, Estimate, MeasureRecord, Narrowing, Record, Run
+from tiebreak.reports.records.record import (
+    CLAIM,
+    PREDICTION,
+    Answer,
+    Estimate,
+    MeasureRecord,
+    Narrowing,
+    Record,
+    Run,
+    Shown,
+)
 from tiebreak.reports.tables.rerun import runnable
 
 Keep = Callable[[Run, str], Path]
@@ -20,6 +30,9 @@ MakeRun = Callable[..., Run]
 
 BIASED = {"verdict": "biased", "measures": {"bias": Estimate(0.2, 0.01)}}
 NAN: dict[str, Any] = {"bias": Estimate(None, None), "nonfinite": 5}
+NARROW = {"measures": {"bias": Estimate(0.01, 0.001)}}
+COUNTED = {"verdict": None, "measures": {"nonfinite": 0}}
+SHOWN = Shown("bias", None, verdict="unbiased")
 TWICE = "the same bits twice"
 
 
@@ -44,22 +57,40 @@ def judge(
         ({}, {"verdict": "inconclusive"}, "verdict inconclusive, unbiased in the baseline"),
         ({}, {"verdict": None}, "verdict none, unbiased in the baseline"),
         ({"verdict": "biased"}, {"verdict": "nonfinite"}, "verdict nonfinite, biased in the baseline"),
-        ({}, {"measures": {"bias": Estimate(0.0701, 0.02)}}, "bias +0.0701 ±0.0200 ulp, +0.0100 ±0.0200"),
-        ({}, {"measures": {"bias": Estimate(-0.0701, 0.02)}}, "bias -0.0701 ±0.0200 ulp, +0.0100 ±0.0200"),
+        (NARROW, {"measures": {"bias": Estimate(0.0321, 0.001)}}, "bias +0.0321 ±0.0010 ulp, +0.0100 ±0.0010"),
+        (NARROW, {"measures": {"bias": Estimate(-0.0321, 0.001)}}, "bias -0.0321 ±0.0010 ulp, +0.0100 ±0.0010"),
+        (
+            BIASED,
+            {"verdict": "biased", "measures": {"bias": Estimate(5.0, 4.9)}},
+            "bias +5.0000 ±4.9000 not told, +0.2",
+        ),
+        (NARROW, {"measures": {"bias": Estimate(0.01, 0.021)}}, "bias +0.0100 ±0.0210 not told, +0.0100 ±0.0010 in"),
         ({}, {"measures": {"max_ulps": 2.6}}, "max_ulps 2.6 ulp, 1.5 in the baseline"),
         ({"measures": {"max_ulps": 50.0}}, {"measures": {"max_ulps": 55.1}}, "max_ulps 55.1 ulp, 50 in the"),
         ({}, {"answers": {"repeatable": Answer(False, TWICE, "they differ")}}, "repeatable no longer met: they differ"),
         ({}, {"answers": {"repeatable": Answer(None, TWICE)}}, f"repeatable no longer met: {TWICE}"),
         ({}, {"answers": {"repeatable": None}}, f"repeatable no longer asked: {TWICE}, in the baseline"),
-        ({}, {"measures": {"nonfinite": 1}}, "nonfinite 1 of 65536 elements, 0 of 65536 elements in the baseline"),
+        (
+            COUNTED,
+            {"measures": {"nonfinite": 1}, "verdict": None, "shown": SHOWN},
+            "nonfinite 1 of 65536 elements, 0 of 65536 elements in the baseline",
+        ),
         ({"measures": {"nonfinite": 5}}, {"measures": {"nonfinite": 6}}, "nonfinite 6 of 65536 elements, 5 of 65536"),
         (
             {"measures": {"nonfinite": 5}},
             {"measures": {"nonfinite": 5, "elements": 512}},
             "nonfinite 5 of 512 elements",
         ),
-        ({}, {"measures": {"bias": Estimate(None, None)}}, "NaN or missing: bias, interval of bias; a number"),
-        ({}, {"measures": {"bias": Estimate(0.01, None)}}, "NaN or missing: interval of bias; a number"),
+        (
+            {},
+            {"verdict": "unbiased", "measures": {"bias": Estimate(None, None)}, "shown": SHOWN},
+            "NaN or missing: bias, interval of bias; a number",
+        ),
+        (
+            {},
+            {"verdict": "unbiased", "measures": {"bias": Estimate(0.01, None)}},
+            "NaN or missing: interval of bias; a number",
+        ),
         ({}, {"measures": {"max_ulps": None, "gain": None}}, "NaN or missing: max_ulps, gain; a number"),
         ({}, {"measures": {"dq_relative_error": None}}, "NaN or missing: dq_relative_error; a number"),
         ({}, {"measures": {"delta_bias": 1e-5}}, "NaN or missing: interval of delta_bias; a number"),
@@ -75,7 +106,7 @@ def judge(
         ({}, {"answers": {CLAIM: Answer(None, "unbiased", "few heads", "us")}}, "claim no longer met: few heads"),
         ({}, {"answers": {PREDICTION: None}}, "prediction no longer asked: what flash@paper predicts"),
         ({}, {"answers": {PREDICTION: Answer(False, "what it predicts", "off")}}, "prediction no longer met: off"),
-        ({}, {"case_version": 2}, "not comparable: version 2 of the case, not 1"),
+        ({}, {"case_version": 2}, "not comparable: case_version 2, 1 in the baseline"),
     ],
 )
 def test_what_makes_the_gate_fall(run: MakeRun, record: Make, old: Any, new: Any, message: str) -> None:
@@ -102,7 +133,7 @@ def test_a_pass_without_a_result_falls(run: MakeRun, record: Make) -> None:
     "new",
     [
         {},
-        {"measures": {"bias": Estimate(0.0699, 0.02)}},
+        {"measures": {"bias": Estimate(0.0299, 0.02)}},
         {"measures": {"max_ulps": 2.4}},
         {"digest": "q"},
         {"measures": {"bias": Estimate(-0.01, 0.02)}},
@@ -133,12 +164,19 @@ def test_a_case_that_cancels_has_no_bias_to_speak_of(run: MakeRun, record: Make)
         (BIASED, {}, ["verdict unbiased, biased in the baseline", "bias +0.0100 ±0.0200 ulp, +0.2000 ±0.0100"]),
         ({"measures": {"max_ulps": 9.0}}, {}, ["max_ulps 1.5 ulp, 9 in the baseline"]),
         ({"answers": {"repeatable": Answer(False, TWICE, "no")}}, {}, [f"repeatable is met now: {TWICE}"]),
-        ({"measures": {"nonfinite": 5}}, {}, ["nonfinite 0 of 65536 elements, 5 of 65536 elements in the baseline"]),
+        (
+            {"measures": {"nonfinite": 5}},
+            {},
+            [
+                "verdict unbiased, nonfinite in the baseline",
+                "nonfinite 0 of 65536 elements, 5 of 65536 elements in the",
+            ],
+        ),
         ({"outcome": "fell"}, {}, ["held, fell in the baseline"]),
     ],
 )
 def test_improvements_are_listed(run: MakeRun, record: Make, old: Any, new: Any, messages: list[str]) -> None:
-    comparison = judge(run, record(**old), record(**new))
+    comparison = judge(run, record(**old), record(**{"digest": "other bits", **new}))
     assert all(not worse for worse, _ in comparison)
     assert all(text.startswith(start) for (_, text), start in zip(comparison, messages, strict=True))
 
@@ -147,7 +185,8 @@ def test_a_training_run_is_held_to_its_claims_and_its_numbers(run: MakeRun, trai
     good = trained()
     assert judge(run, good, trained(value=5e-3, digest="0")) == []
     assert judge(run, good, trained(value=None)) == [
-        (True, "NaN or missing: delta_error_mean; a number in the baseline")
+        (True, "shows nonfinite, delta_error_mean in the baseline"),
+        (True, "NaN or missing: delta_error_mean; a number in the baseline"),
     ]
     missed = replace(good.answers[CLAIM], met=False, why="it errs")
     assert judge(run, good, trained(answers={CLAIM: missed})) == [(True, "claim no longer met: it errs")]
@@ -159,7 +198,7 @@ def test_a_skip_is_no_pass(run: MakeRun, record: Make, skip: Make) -> None:
     assert judge(run, record(outcome="fell"), skip())[0][0]
     assert judge(run, skip(outcome="crashed"), skip())[0][0]
     assert judge(run, skip(), record(outcome="fell"))[0] == (True, "fell, skipped in the baseline")
-    assert judge(run, skip(), record(measures=BIASED["measures"], verdict="biased", outcome="measured")) == []
+    assert judge(run, skip(), record(**BIASED)) == []
     assert judge(run, skip(), skip()) == []
 
 
@@ -223,9 +262,9 @@ def test_across_compares_all_but_bits(run: MakeRun, record: Make, skip: Make) ->
     assert judge(run, record(), record(digest="q", measures={"max_ulps": 9.0}), across=True) == []
     assert judge(run, record(), record(**BIASED), across=True) == [], "that is what its plan predicts there"
     plain = partial(record, answers={PREDICTION: None})
-    near, far = (Estimate(mean, 0.02) for mean in (0.06, 0.08))
-    assert judge(run, plain(), plain(measures={"bias": near}), across=True) == []
-    assert judge(run, plain(), plain(measures={"bias": far}), across=True)[0][1].startswith("bias +0.08")
+    near, far = (Estimate(mean, 0.001) for mean in (0.03, 0.033))
+    assert judge(run, plain(**NARROW), plain(measures={"bias": near}), across=True) == []
+    assert judge(run, plain(**NARROW), plain(measures={"bias": far}), across=True)[0][1].startswith("bias +0.033")
     assert judge(run, plain(), plain(verdict="biased"), across=True)[0][1].startswith("verdict biased")
     assert judge(run, record(), record(answers={"repeatable": Answer(False, TWICE)}), across=True)[0][0]
     assert judge(run, record(), record(outcome="fell"), across=True)[0][0]
@@ -238,8 +277,14 @@ def test_across_a_kernel_may_declare_another_plan_with_a_claim_of_its_own(run: M
     other = {
         "plan": "flash@fused_fast_exp", "answers": {CLAIM: Answer(True, "biased away from zero", source="us")}, **BIASED
     }  # fmt: skip
-    assert judge(run, record(), record(**other), across=True) == []
-    assert judge(run, record(), record(**other))[0][0], "on one platform a changed plan is a changed kernel"
+    changed = [text for _, text in judge(run, record(), record(**other), across=True)]
+    assert changed[-1] == "declares flash@fused_fast_exp, flash@paper in the baseline"
+    assert changed[0] == "verdict biased, unbiased in the baseline", "the new plan foretells a bias that there was not"
+    sound = {**other, "verdict": "unbiased", "measures": {}}
+    held = gate(run(record()), run(record(**sound)), Limits(), across=True)
+    assert held.held
+    assert "cpu-flash@paper declares flash@fused_fast_exp, flash@paper in the baseline (1 cell)" in held.notes
+    assert judge(run, record(), record(**sound))[0][0], "on one platform a changed plan is a changed kernel"
     unmet = {**other, "answers": {CLAIM: Answer(False, "biased away from zero", "no", "us")}}
     assert judge(run, record(), record(**unmet), across=True)[0][0]
 
@@ -391,14 +436,14 @@ def test_a_baseline_of_an_older_schema_holds_a_new_run(record: Make) -> None:
 
 def test_what_an_older_baseline_blames_on_no_check_may_be_gone(run: MakeRun, record: Make) -> None:
     whole = record(outcome="fell", answers={"outcome": Answer(False, "the outcome", "some reason")})
-    assert judge(run, whole, record()) == [(False, "held, fell in the baseline")]
+    assert judge(run, whole, record(digest="other bits")) == [(False, "held, fell in the baseline")]
 
 
 def test_limits_are_used(run: MakeRun, record: Make, tmp_path: Path) -> None:
-    new = record(measures={"bias": Estimate(0.3, 0.02), "max_ulps": 9.0})
-    assert judge(run, record(), new, fail=limits("bias:1,max_ulps:10", tmp_path)) == []
-    assert len(judge(run, record(), new, fail=limits("bias:1,max_ulps:10,max_ulps_share:0", tmp_path))) == 0
-    assert len(judge(run, record(), new, fail=limits("bias:0.1,max_ulps:7", tmp_path))) == 2
+    old, new = record(**BIASED), record(measures={"bias": Estimate(0.5, 0.02), "max_ulps": 9.0})
+    assert judge(run, old, new, fail=limits("bias:1,max_ulps:10", tmp_path)) == []
+    assert len(judge(run, old, new, fail=limits("bias:1,max_ulps:10,max_ulps_share:0", tmp_path))) == 0
+    assert len(judge(run, old, new, fail=limits("bias:0.1,max_ulps:7", tmp_path))) == 2
 
 
 def test_the_command_falls_with_exit_code_1_and_the_way_to_rerun(
@@ -418,7 +463,7 @@ def test_the_command_falls_with_exit_code_1_and_the_way_to_rerun(
 def test_the_command_uses_the_limits(
     run: MakeRun, record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old, new = keep(run(record()), "old"), keep(run(record(measures={"bias": Estimate(0.2, 0.01)})), "new")
+    old, new = keep(run(record(**BIASED)), "old"), keep(run(record(measures={"bias": Estimate(0.5, 0.01)})), "new")
     assert main(["gate", str(old), str(new)]) == 1
     assert main(["gate", str(old), str(new), "--fail", "bias:0.5"]) == 0
     assert main(["gate", str(old), str(new), "--fail", "bais:0.5"]) == 2

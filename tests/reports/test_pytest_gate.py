@@ -107,15 +107,61 @@ def test_the_gate_works_without_workers(matrix: Matrix, baseline: Path, change: 
     assert matrix("--baseline", str(baseline), "--fail", "max_ulps:1000").ret == 0
 
 
-def test_a_cell_that_the_run_leaves_out_by_another_way_than_the_options_vanished(
-    matrix: Matrix, baseline: Path
+NARROWED = {
+    "-k": (["-k", "random"], "outside -k random*"),
+    "--deselect": (["--deselect", f"tests/matrix/test_cells.py::test_cell[{IDS[0]}]"], "outside --deselect *"),
+    "--cases": (["--cases", "random"], "outside *--cases random*"),
+}
+
+
+@pytest.mark.parametrize(("way", "workers"), [("-k", 1), *((way, 0) for way in (*NARROWED, "PYTEST_ADDOPTS"))])
+def test_a_narrowed_run_compares_its_own_cells_and_updates_nothing(
+    way: str, workers: int, matrix: Matrix, baseline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fell = matrix("--baseline", str(baseline), "-k", "random")
-    assert fell.ret == 1
-    fell.stdout.fnmatch_lines(["worse   *tied_maxima*: vanished*"])
-    narrowed = matrix("--baseline", str(baseline), cells=(*QUICK, "--cases", "random"))
-    assert narrowed.ret == 0
-    narrowed.stdout.fnmatch_lines(["note    1 cell of the baseline NOT compared: outside *--cases random*"])
+    """By pytest's own options as by the matrix'."""
+    words, told = NARROWED["-k" if way == "PYTEST_ADDOPTS" else way]
+    if way == "PYTEST_ADDOPTS":
+        monkeypatch.setenv("PYTEST_ADDOPTS", " ".join(words))
+        words = []
+    cells = QUICK if way == "--cases" else (*QUICK, *CASES)
+    before = baseline.read_bytes()
+    held = matrix("--baseline", str(baseline), *words, cells=cells, workers=workers)
+    assert held.ret == 0
+    held.stdout.fnmatch_lines(["gate held: 1 cell compared*", f"note    1 cell of the baseline NOT compared: {told}"])
+    refused = matrix("--baseline", str(baseline), "--update-baseline", *words, cells=cells, workers=workers)
+    assert refused.ret == 2
+    text = refused.stderr if way == "--cases" else refused.stdout
+    lie = told.replace("outside ", "outside this run's *")
+    text.fnmatch_lines([f"*base.json: not updated: 1 of its cells lie {lie}; run all of them, or delete*"])
+    assert baseline.read_bytes() == before
+
+
+def test_node_ids_narrow_too(pytester: pytest.Pytester, baseline: Path) -> None:
+    node, before = f"{MATRIX}::test_cell[{IDS[1]}]", baseline.read_bytes()
+    words = ["-p", "no:cacheprovider", *QUICK, *CASES, "--baseline", str(baseline)]
+    held = pytester.runpytest_inprocess(node, *words, no_reraise_ctrlc=True)
+    assert held.ret == 0
+    held.stdout.fnmatch_lines(["gate held: 1 cell compared*", "note    1 cell of * outside what pytest was given*"])
+    assert pytester.runpytest_inprocess(node, *words, "--update-baseline", no_reraise_ctrlc=True).ret == 2
+    assert baseline.read_bytes() == before
+
+
+@pytest.mark.parametrize(("stop", "workers"), [("-x", 0), ("--maxfail=1", 1)])
+def test_a_run_that_stopped_falls_and_updates_nothing(
+    stop: str, workers: int, matrix: Matrix, pytester: pytest.Pytester
+) -> None:
+    pytester.makepyfile(mine=KERNEL.format(body="pass"))
+    cells = ["--kernel", "mine.py:attention", "--cases", "random,random_causal", "--heads", "16", "--out", "out"]
+    assert matrix("--baseline", "base.json", "--update-baseline", cells=cells).ret == 0
+    before = Path("base.json").read_bytes()
+    pytester.makepyfile(mine=KERNEL.format(body="if not causal: raise ValueError('no')"))
+    fell = matrix("--baseline", "base.json", stop, cells=cells, workers=workers)
+    assert fell.ret != 0
+    fell.stdout.fnmatch_lines(["gate FELL: 1 cell compared*", "note    the new run was interrupted: it does not hold"])
+    refused = matrix("--baseline", "base.json", "--update-baseline", stop, cells=cells, workers=workers)
+    assert refused.ret == 2
+    refused.stdout.fnmatch_lines(["base.json: not updated: the run was interrupted"])
+    assert Path("base.json").read_bytes() == before
 
 
 def test_a_run_without_cells_does_not_pass_the_gate(matrix: Matrix, baseline: Path) -> None:

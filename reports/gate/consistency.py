@@ -1,0 +1,104 @@
+"""What a new run says of itself, held to what its own numbers and the baseline's descriptions say."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.records.record import BIASED, NONFINITE, REPLACED, SKIPPED, Record, Run, outcome_of, verdict_of
+from tiebreak.reports.tables.run import counted
+
+#: Fields that say something in words, or how it is drawn: nothing is decided by them.
+WORDS = frozenset(
+    {"about", "source", "unclaimed", "label", "group", "figure", "legend", "column"}  # of a description
+    | {"command", "excused", "skipped", "why"}  # of a record
+)
+_OF_OUTPUT = frozenset({"heads", "outcome", "verdict", "tied", "shown.kind", "shown.number", "shown.verdict"})
+_CLOSE = 1e-4  # as a share: another order of summation changed up to 3e-5 of a mean, between two makes of processor
+_NOISE = 1e-6  # what fp32 sums leave of a number that should be 0
+
+
+def check_described(baseline: Run, run: Run) -> None:
+    """Refuse a run that describes what it has otherwise than the baseline: what is held would be another thing.
+
+    Raises:
+        UsageError: it does, or it was narrowed by nothing, or to nothing; names the field.
+    """
+    for each in run.narrowing:
+        if not each.given or not each.names:
+            raise UsageError(f"narrowing: {each.field}: the new run does not say by what it was narrowed, and to what")
+    for table in ("measures", "checks", "experiments", "cases", "plans"):
+        old, new = getattr(baseline, table), getattr(run, table)
+        # A file of an older schema may name what it does not describe.
+        for name in sorted(name for name in old.keys() & new.keys() if getattr(old[name], "about", name)):
+            for field, before, after in _differing(old[name], new[name]):
+                raise UsageError(
+                    f"{table}.{name}{field}: {before} in the baseline, {after} in the new run: the limits and"
+                    " descriptions of a baseline hold; --update-baseline takes the new ones"
+                )
+
+
+def _differing(old: Any, new: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """What two values do not share, but for words: where, and both; of what has names, by the first one's."""
+    if is_dataclass(old) and is_dataclass(new):
+        names = [each.name for each in fields(old) if each.name not in WORDS]
+        for name in names:
+            yield from _differing(getattr(old, name), getattr(new, name, None), f"{at}.{name}")
+    elif isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in old:
+            yield from _differing(old[name], new.get(name), f"{at}.{name}")
+    elif isinstance(old, (tuple, list)) and isinstance(new, (tuple, list)) and len(old) == len(new):
+        for place, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from _differing(before, after, f"{at}[{place}]")
+    elif isinstance(old, float) and isinstance(new, (float, int)):
+        if not math.isclose(old, new, rel_tol=_CLOSE, abs_tol=_NOISE):
+            yield at, old, new
+    elif old != new:
+        yield at, old, new
+
+
+def contradictions(record: Record, run: Run) -> Iterator[str]:
+    """What a record says of itself, and its own numbers and answers don't: of a file that was edited, or mangled.
+
+    Args:
+        record: of the new run.
+        run: the new run, with the descriptions that are in force.
+    """
+    if outside := [each for each in run.narrowing if not each.leaves_in(record)]:
+        yield f"the run has it, and left it out by {' '.join(outside[0].given)}"
+    if (record.skipped is not None) is not (record.outcome == SKIPPED):
+        yield f"says {record.outcome}, and why it was skipped: {record.skipped or 'nothing'}"
+    comes_to = outcome_of(record.answers, [name for name, check in run.checks.items() if check.judges])
+    if record.outcome not in (SKIPPED, comes_to):
+        yield f"says {record.outcome}, and its answers come to {comes_to}"
+    verdict, shown = verdict_of(record, run.measures), record.shown
+    if verdict is not None and record.verdict not in (None, verdict):
+        yield f"says {record.verdict}, and its interval comes to {verdict}"
+    if record.verdict not in (None, BIASED) and (record.tied, record.in_training) != (None, None):
+        yield f"says {record.verdict}, and where its bias comes from or goes to"
+    if (shown is not None) is not bool(record.measures):
+        yield f"shows {'something' if shown else 'nothing'}, and has {counted(len(record.measures), 'measure')}"
+    elif shown is None or shown.kind in REPLACED:
+        if shown is not None and (shown.kind == NONFINITE) is not (record.verdict == NONFINITE) and record.verdict:
+            yield f"shows {shown.kind}, and says {record.verdict}"
+    elif [*_differing(shown.number, record.number(shown.kind))] or record.verdict not in (None, shown.verdict):
+        yield f"shows {shown.number} {shown.verdict or ''}, and has {record.number(shown.kind)} {record.verdict or ''}"
+
+
+def same_bits(old: Record, new: Record, baseline: Run) -> Iterator[str]:
+    """Where two records have the same bits and not the same numbers.
+
+    A digest is of the bits of the first look, so it tells where no other was needed. A backward pass may add up in
+    another order each time: of a case that has one the numbers of O alone are compared.
+    """
+    looks = (str(record.heads) == str(baseline.options.get("heads")) for record in (old, new))
+    if old.digest != new.digest or old.plan != new.plan or not any(looks):
+        return
+    kind = baseline.experiments[old.experiment]
+    of_output = {f"measures.{name}" for name in (kind.headline, kind.largest, kind.agreement)} | _OF_OUTPUT
+    backward = baseline.cases[old.case].backward
+    found = [each for each in _differing(old, new) if not backward or ".".join(each[0].split(".")[1:3]) in of_output]
+    for field, before, after in found[:1]:
+        more = f", and {len(found) - 1} more" if found[1:] else ""
+        yield f"the same bits, and {field[1:]} {after}, {before} in the baseline{more}"

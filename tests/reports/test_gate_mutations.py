@@ -1,0 +1,236 @@
+"""No single edit of a run talks the gate round: any one leaf of its file is changed, and the gate does not pass.
+
+The leaves are walked: a field that records get is edited without a word here.
+"""
+
+import copy
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.gate.consistency import WORDS
+from tiebreak.reports.gate.gate import gate
+from tiebreak.reports.gate.limits import Limits
+from tiebreak.reports.records import store
+from tiebreak.reports.records.record import (
+    PREDICTION,
+    Answer,
+    ChangeRecord,
+    Estimate,
+    Explanation,
+    FitRecord,
+    Narrowing,
+    PlanRecord,
+    Record,
+    Run,
+)
+
+Make = Callable[..., Record]
+Step = str | int
+_GONE = object()
+EXAMPLES = int(os.environ.get("TIEBREAK_FUZZ", "3"))
+
+#: Paths of leaves that may be edited, and why that does not matter.
+FREE = {
+    "run": "a name that tells runs apart",
+    "seconds*": "how long cells took: nothing is held to it",
+    "unavailable*": "why a backend could not run: its cells are missing all the same",
+    "platform.*": "software, cores and what probes found: told as notes; of what decides numbers a change is refused",
+    "options.*": "what was typed: what came of it is in the records; another seed or number of heads is refused",
+    "narrowing[[]*.given*": "words of a note",
+    "narrowing[[][0-9]]": "without it the run asks for more cells",
+    "explanations*": "made of the records' evidence, for the report: the records are judged",
+    "plans": "which rule a plan has, for the report; another one is refused",
+    "plans.flash@paper": "the same",
+    **{f"*.{word}": "words, or how something is drawn: nothing is decided by them" for word in WORDS},
+    "*.figure.*": "how something is drawn",
+    "records*.digest": "other bits, told as a note: a sound kernel may have them",
+    "records*.evidence.series*": "drawn, and no baseline keeps it",
+    "records*.evidence": "a baseline does not keep what is drawn",
+}
+#: The same of a record whose bits its digest does not tell: what got better, or no worse than its limit, may be so.
+UNTOLD = {
+    "records*.measures.*": "a number that is no worse by more than its limit, or that has none",
+    "records*.heads": "half or twice the heads: its interval says what that tells",
+    "records*.tied": "whether O itself ties where it is biased: words of a verdict",
+    "records*.in_training": "no worse",
+    "records*.shown.spec": "how a number is written in tables",
+    "records*.shown.unit": "the same",
+    "records*.shown.verdict": "beside a number that is no bias of O",
+    "records*.shown.number": "of what has none: tables write NaN",
+    "records*.evidence.*": "what answers were drawn from: the answers are compared",
+    "records*.answers.[!c]*.asked": "of a check that is no claim and is met: a kernel may be held to another plan",
+}
+#: The same between platforms.
+ACROSS = {
+    "records*.plan": "a vendor's kernel may have another plan there: told as a note, where it is not biased",
+    "records*.in_training": "what both plans foretell",
+    "records*.verdict": "what the declared plan foretells, and its interval comes to",
+}
+
+
+def leaves(value: Any, at: tuple[Step, ...] = ()) -> Iterator[tuple[Step, ...]]:
+    """The path of every leaf, and of everything that can be taken out."""
+    if isinstance(value, (dict, list)):
+        for step, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(part, (*at, step))
+    if at:
+        yield at
+
+
+def found(plain: Any, path: tuple[Step, ...]) -> Any:
+    for step in path:
+        plain = plain[step]
+    return plain
+
+
+def name_of(path: tuple[Step, ...]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)[1:]
+
+
+def edits(value: Any, others: list[Any], chance: Random) -> list[Any]:
+    """Other values for a leaf, by its type; `others` are those of its kind elsewhere in the file."""
+    swapped = [chance.choice(others)] if others else []
+    if isinstance(value, bool):
+        return [not value, None, _GONE]
+    if isinstance(value, (int, float)):
+        sizes = [-value, 0, value + 1, value * 2, value * 1e6, value / 3, None, "NaN"]
+        return [chance.choice(sizes), *swapped, _GONE]
+    if isinstance(value, str):
+        return [chance.choice([f"{value}x", "", value[:-1], None]), *swapped, _GONE]
+    if value is None:
+        return [chance.choice([0.0, "x", True, 1]), *swapped]
+    return [_GONE, type(value)()]
+
+
+def alike(plain: Any, path: tuple[Step, ...]) -> list[Any]:
+    """What stands at the same place in other records."""
+    if path[0] != "records" or len(path) < 3:
+        return []
+    values = []
+    for record in plain["records"]:
+        try:
+            values.append(found(record, path[2:]))
+        except (KeyError, IndexError, TypeError):
+            continue
+    return [value for value in values if value != found(plain, path)]
+
+
+def edited(plain: dict[str, Any], path: tuple[Step, ...], value: Any) -> dict[str, Any]:
+    made = copy.copy(plain)
+    at: Any = made
+    for step in path[:-1]:
+        at[step] = copy.copy(at[step])
+        at = at[step]
+    if value is _GONE:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = value
+    return made
+
+
+def parsed(plain: Mapping[str, Any]) -> Run:
+    return store.parse(json.dumps(plain).encode(), Path("new.json"))
+
+
+def passes(baseline: Run, new: Run, plain: Mapping[str, Any], *, across: bool) -> bool:
+    """Whether the gate holds an edited run; one that reads as the unedited is no edit."""
+    try:
+        run = parsed(plain)
+        return run != new and gate(baseline, run, Limits(), across=across).held
+    except (store.UnreadableRecordsError, UsageError):
+        return False
+
+
+@pytest.fixture
+def judged(record: Make, fallen: Make, skip: Make, trained: Make, run: Callable[..., Run], tmp_path: Path) -> Run:
+    """A run with a bit of everything that records have."""
+    biased = record(case="tied", measures={"bias": Estimate(0.23, 0.01), "rounded_bias": Estimate(0.2, 0.01)},
+                    tied=True, in_training="biased", answers={"extra": Answer(True, "more")})  # fmt: skip
+    change = ChangeRecord(0.1, Estimate(0.0, 0.01), Estimate(0.0, 0.01), Estimate(0.0, 0.01), "unbiased")
+    fits = {"fits": {"flash@fused": FitRecord(0.0, 0.01, 0.99)}, "changes": {"batch": change}}
+    undeclared = record("mine", plan=None, answers={PREDICTION: None}, evidence=fits)
+    nan = fallen("mine", "huge", measures={"bias": Estimate(None, None), "nonfinite": 7})
+    untold = record("mine", "odd", measures={"bias": Estimate(0.04, 0.03)}, heads=2048)
+    made = (record(), biased, undeclared, nan, untold, skip("mine", "causal"), skip("mine", "late", "crashed"),
+               trained())  # fmt: skip
+    records = tuple(sorted(made, key=lambda each: each.id))
+    explained = {"cpu-mine": Explanation("follows", ("flash@fused",), 3, 0.99)}
+    narrowing = (Narrowing(("--dtype bf16",), "format", ("bf16",)),
+                 Narrowing(("--cases *",), "case", tuple({each.case for each in records})))  # fmt: skip
+    return run(*records, explanations=explained, narrowing=narrowing, unavailable={"cuda": "no GPU"},
+               plans={"flash@paper": PlanRecord("safe")})  # fmt: skip
+
+
+def survivors(baseline: Run, new: Run, chance: Random, *, across: bool) -> Iterator[tuple[str, Any]]:
+    """Edits of one leaf with which the gate holds."""
+    plain = json.loads(json.dumps(asdict(new)))
+    assert gate(baseline, parsed(plain), Limits(), across=across).held, "unedited it holds"
+    for path in leaves(plain):
+        value = found(plain, path)
+        for other in edits(value, alike(plain, path), chance):
+            if passes(baseline, new, edited(plain, path, other), across=across):
+                yield name_of(path), "gone" if other is _GONE else other
+
+
+def allowed(baseline: Run, name: str, value: Any, lists: Sequence[Mapping[str, str]]) -> bool:
+    """Whether a list has a leaf; a number only where it is one, and no worse by more than its limit."""
+    if (path := re.fullmatch(r"records\[(\d+)\]\.measures\.(\w+)(\.\w+)?", name)) is None:
+        return any(fnmatchcase(name, pattern) for each in lists for pattern in each)
+    measure = baseline.measures[path[2]]
+    before = baseline.records[int(path[1])].measures[path[2]]
+    if UNTOLD not in lists or not isinstance(value, (int, float)):
+        return False
+    # What has no interval depends on single bits, which are a platform's own.
+    of_the_platform = ACROSS in lists and not isinstance(before, Estimate) and not measure.portable
+    if measure.limit is None or of_the_platform:
+        return True
+    if isinstance(before, Estimate):
+        if before.half_width is None:
+            return True
+        return path[3] == ".half_width" and value <= max(measure.limit, 2 * before.half_width)
+    return value - (before or 0.0) <= max(measure.limit, measure.share * (before or 0.0))
+
+
+@settings(
+    max_examples=EXAMPLES,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(seed=st.integers(0, 2**32))
+@pytest.mark.parametrize("new_bits", [False, True])
+@pytest.mark.parametrize("across", [False, True])
+def test_no_edit_of_one_leaf_passes(judged: Run, record: Make, across: bool, new_bits: bool, seed: int) -> None:
+    left = record(case="left")
+    baseline = replace(judged, records=(*judged.records, left), cases={**judged.cases, "left": judged.cases["tied"]})
+    new = judged
+    if new_bits:
+        new = replace(
+            new, records=tuple(replace(each, digest=each.digest and each.digest[::-1]) for each in new.records)
+        )
+    untold = [f"records[{place}]" for place, each in enumerate(new.records) if str(each.heads) != new.options["heads"]]
+    for name, value in survivors(baseline, new, Random(seed), across=across):
+        lists = [FREE, *([ACROSS] if across else []), *([UNTOLD] if new_bits or name.startswith(tuple(untold)) else [])]
+        assert allowed(judged, name, value, lists), f"{name} = {value!r} passes"
+
+
+@pytest.mark.parametrize("lists", [FREE, UNTOLD, ACROSS])
+def test_the_lists_have_no_more_than_they_need(lists: Mapping[str, str], judged: Run) -> None:
+    """Of every entry some leaf of the file is; a name that is gone goes from here too."""
+    names = [name_of(path) for path in leaves(json.loads(json.dumps(asdict(judged))))]
+    words = {f"*.{word}" for word in WORDS}
+    assert [pattern for pattern in lists.keys() - words if not any(fnmatchcase(name, pattern) for name in names)] == []
