@@ -32,8 +32,3 @@ def test_a_column_of_gradients_is_what_a_run_gives() -> None:
 def test_one_line_agrees_with_this_suite_on_every_input_and_kernel(case: str) -> None:
     for kernel, column in script.columns(case).items():
         assert column["this suite"].endswith("B") is column["`signed_mean`"].startswith("**"), kernel
-
-
-def test_the_readme_has_a_part_of_the_page() -> None:
-    readme = script.README.read_text(encoding="utf-8")
-    assert renewed(readme, script.FROM_THE_PAGE, script.in_readme()) == readme

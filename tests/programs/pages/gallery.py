@@ -1,7 +1,7 @@
 """The gallery: what this suite found on every machine that it has run on, from the records in reports/platforms/.
 
     python -m tiebreak.programs.pages.gallery add MACHINE FILE...    # keep records of `make platforms`, in compact form
-    python -m tiebreak.programs.pages.gallery                        # renew docs/platforms.md and README.md
+    python -m tiebreak.programs.pages.gallery                        # renew docs/platforms.md
 
 `tiebreak page` makes the page of all of them. Not a line is written by hand.
 """
@@ -24,7 +24,7 @@ from tiebreak.reports.tables.marks import shown_text
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "reports" / "platforms"
-PAGE, README = ROOT / "docs" / "platforms.md", ROOT / "README.md"
+PAGE = ROOT / "docs" / "platforms.md"
 SOURCE = "reports/platforms"
 NATIVE = "native"
 _DIGITS = 5  # significant ones of a measure: verdicts and digests stand beside them
@@ -47,8 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (store.UnreadableRecordsError, ValueError) as error:
             parser.error(str(error))
     runs = kept()
-    for page, lines in ((PAGE, whole(runs)), (README, brief(runs))):
-        renew(page, SOURCE, lines)
+    renew(PAGE, SOURCE, whole(runs))
     return 0
 
 
@@ -101,16 +100,6 @@ def kept() -> dict[str, dict[str, Run]]:
     ):
         runs.setdefault(path.parent.name, {})[path.name.removesuffix(".json.gz")] = store.read(path)
     return runs
-
-
-def brief(runs: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
-    """The table of the README."""
-    rows = []
-    for levels in runs.values():
-        first = next(iter(levels.values()))
-        apart = compare(list(levels.values()), list(levels)).counts[Agreement.DISAGREE]
-        rows.append((_processor(first), str(len(levels)), f"{len(first.records):,}", str(apart)))
-    return table(("[ran on](docs/platforms.md#gallery)", "levels", "cells", "differ between levels"), rows)
 
 
 def whole(runs: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What acceptance rules in public use see: tables of docs/rules.md, and the README's, which is a part of them.
+"""What acceptance rules in public use see: tables of docs/rules.md.
 
     python -m tiebreak.programs.pages.rules                     # all, into the page
     python -m tiebreak.programs.pages.rules 'random'            # one: sources, a case, gradients of one
@@ -21,14 +21,12 @@ from tiebreak.kernels.kernel import Declaration
 from tiebreak.matrix.acceptance import compared, recorded
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import CaseBench
-from tiebreak.programs.pages.tables import Tables, renew, renew_tables, table
+from tiebreak.programs.pages.tables import Tables, renew_tables, table
 from tiebreak.reports.records.record import RuleAnswer, Shown
 from tiebreak.reports.tables.marks import shown_text
 from tiebreak.reports.tables.rules import share_text
 
 PAGE = Path(__file__).parents[3] / "docs" / "rules.md"
-README = PAGE.parents[1] / "README.md"
-FROM_THE_PAGE = "docs/rules.md"  # what the README's table is made from
 SEED, HEADS, FEWER_HEADS = 1, 1024, 256  # the fewer are those of gradients
 CASES = ("tied_maxima[k=2]", "sink_tie", "random")
 KERNELS: Mapping[str, Declaration] = {
@@ -38,7 +36,6 @@ KERNELS: Mapping[str, Declaration] = {
     **{name: parse_declaration(name) for name in ("fair", "standard")},
     "sdpa_flash": parse_declaration("flash@fused_fast_exp,tile=32x512"),
 }
-_KNOWN = ("flash_attention_2", "flash_attention_3", "ascend_l2", "msprobe_balance", "signed_mean")  # in the README
 _WITH_GRADIENTS = ("flash@fused", "stabilized@fused", "fair", "sdpa_flash")  # whose plans say how gradients are made
 
 
@@ -98,15 +95,6 @@ def columns(source: str) -> dict[str, dict[str, str]]:
     return {kernel.strip("`"): {row[0]: row[place + 1] for row in rows} for place, kernel in enumerate(kernels)}
 
 
-def in_readme() -> Iterator[str]:
-    """The disease and its cure on every case, by the rules that most people know."""
-    each = [columns(case)[kernel] for kernel in ("flash@paper", "stabilized@paper") for case in CASES]
-    tied, *others = (f"`{case}`" for case in CASES)
-    head = ("rule", f"`flash@paper` on {tied}", *others, f"the fix on {tied}", *others)
-    rows = ([name, *(column[name] for column in each)] for name in ("this suite", *(f"`{name}`" for name in _KNOWN)))
-    yield from table(head, rows)
-
-
 TABLES: Tables = {
     "sources": sources,
     **{name: partial(of_case, name) for name in CASES},
@@ -115,6 +103,4 @@ TABLES: Tables = {
 
 
 if __name__ == "__main__":
-    code = renew_tables(PAGE, TABLES)
-    renew(README, FROM_THE_PAGE, in_readme())
-    sys.exit(code)
+    sys.exit(renew_tables(PAGE, TABLES))
