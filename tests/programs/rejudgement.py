@@ -242,6 +242,14 @@ def sample(records: list[Record], size: int, seed: int) -> list[Record]:
     return sorted(chosen, key=lambda record: (record.case, record.id))
 
 
+def could_run(record: Record, bench: Workbench) -> bool:
+    """Whether a cell of the emulation, which has no result, can be run anywhere."""
+    if record.backend != EMULATION.name or record.case not in _CASES:
+        return False
+    cell = Cell(EMULATION, composed_kernel(record.kernel), Call(_CASES[record.case]), parse_format(record.format))
+    return cell.experiment.refusal(cell, bench) is None
+
+
 def recomputed(record: Record, heads: int, bench: Workbench | None = None) -> Iterator[str]:
     """Where the emulation does not come to what a record says, a line each.
 

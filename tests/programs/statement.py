@@ -4,6 +4,7 @@ import argparse
 import itertools
 import os
 import re
+import shlex
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from tiebreak.backends.backend import EMULATION
+from tiebreak.backends.registry import BACKENDS
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.memory import keep_memory
 from tiebreak.matrix.run import judging
@@ -26,7 +28,7 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate import expected
 from tiebreak.reports.names import unknown
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import Record, Run
+from tiebreak.reports.records.record import PASSING, SKIPPED, Record, Run
 from tiebreak.reports.statement import findings as statement_findings
 from tiebreak.reports.statement import folder as statements
 from tiebreak.reports.statement import summary as statement_summary
@@ -34,6 +36,7 @@ from tiebreak.reports.statement.folder import FILE, SUMMARIES, OtherVersionError
 from tiebreak.reports.tables.run import counted
 
 _COPY = re.compile(r"records-[0-9]+\.json")  # name of a copy of a file of records
+_RAN = 0.9  # of the cells handed in, which have to have run: of the matrix on a CPU 98 % do
 _SAMPLE = 20  # records that the emulation is run for again, by default
 
 
@@ -154,8 +157,28 @@ def write(
 def _of_records(named: Mapping[str, Run], asked: Profile) -> Iterator[str]:
     """What is wrong with the records, whoever hands them in."""
     yield from statement_findings.of_runs(named, asked, judging())
+    for name, run in named.items():
+        for record in run.records:
+            yield from (f"{name}: {record.id}: {text}" for text in _of_identity(record))
+    records = [record for run in named.values() for record in run.records]
+    ran = sum(record.outcome != SKIPPED for record in records)
+    if ran < _RAN * len(records):
+        yield f"{ran} of {counted(len(records), 'cell')} ran; profile {asked.name} asks for {_RAN:.0%} of them"
     if statement_findings.nothing_of(list(named.values()), asked):
         yield f"no record of a cell that profile {asked.name} asks for"
+
+
+def _of_identity(record: Record) -> Iterator[str]:
+    """What a record says of itself that does not go together."""
+    if record.backend not in BACKENDS:
+        yield f"backend: {unknown('backend', record.backend, BACKENDS, '')}"
+    if record.shown is not None and record.heads < 1:
+        yield f"heads: {record.heads}, and there is a result"
+    if record.excused is not None and record.outcome in PASSING:
+        yield "excused: and nothing fell"
+    words = shlex.split(record.command)
+    if words[:1] != ["pytest"] or shlex.join(words) != record.command:
+        yield "command: not one that runs the cell again"
 
 
 def _refuse(findings: Iterator[str]) -> None:
@@ -304,6 +327,9 @@ class Verification:
                 yield from (f"{name}: {record.id}: {text}" for text in rejudging.contradictions(record))
         chosen = rejudging.sample(records, self.size, self.seed)
         bench = Workbench(Settings(asked.seed, asked.heads))
+        for record in records:
+            if record.seed == asked.seed and record.outcome == SKIPPED and rejudging.could_run(record, bench):
+                yield f"{record.id}: skipped ({record.skipped}), and the emulation can run it"
         for record in chosen:
             if record.seed == asked.seed:
                 yield from (f"{record.id}: {text}" for text in rejudging.recomputed(record, asked.heads, bench))

@@ -32,7 +32,7 @@ from tiebreak.programs import rejudgement as rejudging
 from tiebreak.programs import statement as program
 from tiebreak.reports.cli import main
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import Answer, Estimate, Record, Run, Shown
+from tiebreak.reports.records.record import SKIPPED, Answer, Estimate, Record, Run, Shown
 from tiebreak.reports.statement import folder as statements
 
 CASES = ("tied_maxima[k=2]", "no_tail")
@@ -118,6 +118,12 @@ def forge(folder: Path, change: Callable[[Run], Run]) -> None:
     made = statements.derive([run], [path.read_bytes()], [path.name], asked, statements.read(folder).waivers)
     for name, content in program._texts(made, [run], asked).items():
         (folder / name).write_bytes(content)
+
+
+def left_out(record: Record) -> Record:
+    """As if it had been skipped."""
+    return replace(record, outcome=SKIPPED, skipped="no device", shown=None, verdict=None, tied=None, in_training=None,
+                   measures={}, answers={}, evidence={}, digest=None, heads=0)  # fmt: skip
 
 
 def changing(name: str, change: Callable[[Record], Record]) -> Callable[[Run], Run]:
@@ -233,7 +239,31 @@ FORGED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
         lambda run: replace(run, records=tuple(record for record in run.records if record.id != VENDORS)),
         f"missing: {VENDORS}, which profile small asks for",
     ),
-    "format": (changing(VENDORS, lambda cell: replace(cell, format="bf17")), "format: bf17: no kernel is run in it"),
+    "format": (
+        changing(VENDORS, lambda cell: replace(cell, format="bf17", id=cell.id.replace("bf16", "bf17"))),
+        "format: bf17: no kernel is run in it",
+    ),
+    "backend": (
+        changing(VENDORS, lambda cell: replace(cell, backend="zzz", id=cell.id.replace("cpu-", "zzz-"))),
+        "backend: unknown backend 'zzz'",
+    ),
+    "nothing ran": (
+        lambda run: replace(run, records=tuple(map(left_out, run.records))),
+        "0 of 10 cells ran; profile small asks for 90% of them",
+    ),
+    "a cell of the emulation that did not run": (
+        changing(OURS, left_out),
+        f"{OURS}: skipped (no device), and the emulation can run it",
+    ),
+    "no heads": (changing(DEVICE, lambda cell: replace(cell, heads=0)), f"{DEVICE}: heads: 0, and there is a result"),
+    "another command": (
+        changing(DEVICE, lambda cell: replace(cell, command="rm -rf /")),
+        f"{DEVICE}: command: not one that runs the cell again",
+    ),
+    "an excuse for nothing": (
+        changing(DEVICE, lambda cell: replace(cell, excused="known")),
+        f"{DEVICE}: excused: and nothing fell",
+    ),
     "garbage for a plan": (
         changing(VENDORS, lambda cell: replace(cell, plan="x")),
         f"{VENDORS}: plan: unknown plan 'x'",
