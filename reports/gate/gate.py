@@ -252,7 +252,8 @@ def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], acr
     # Of another platform's arithmetic, such as subnormals that it flushes, or plan the emulation knows what follows.
     foretold = across and old.plan == new.plan and old.met(PREDICTION) is True and new.met(PREDICTION) is True
     yield from _verdicts(old, new, foretold=foretold)
-    lost = [text for name in old.measures for text in _lost(name, old.measures[name], new.measures.get(name))]
+    lost = [name for name in old.measures if name not in new.measures]
+    lost += [text for name, value in new.measures.items() for text in _lost(name, old.measures.get(name), value)]
     if lost:
         yield True, f"NaN or missing: {', '.join(lost)}; a number in the baseline"
     # A case without a verdict cancels: its errors in ulps are of any size.

@@ -14,12 +14,12 @@ from tiebreak.reports.page.figures import Figure, figures, mechanism
 from tiebreak.reports.page.findings import findings
 from tiebreak.reports.page.mechanism import drawing
 from tiebreak.reports.page.svg import draw
-from tiebreak.reports.records import files, store
+from tiebreak.reports.records import files, selection, store
 from tiebreak.reports.records.record import Run
 from tiebreak.reports.sweeps.store import Sweep
 from tiebreak.reports.sweeps.tables import sweep_figures
 from tiebreak.reports.tables import run as tables
-from tiebreak.reports.tables.comparison import distinct, platform_labels
+from tiebreak.reports.tables.comparison import distinct, matched, platform_labels
 from tiebreak.reports.tables.training import training_legend
 
 _HERE = Path(__file__).parent
@@ -53,9 +53,10 @@ def main(arguments: Sequence[str]) -> int:
         "files", type=Path, nargs="+", metavar="FILE", help="records of runs, audits, folders of sweeps"
     )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder for index.html")
+    selection.add_match(parser)
     options = parser.parse_args(arguments)
     by_file, audited, swept = files.read_all(options.files)
-    runs = list(by_file.values())
+    runs = matched(list(by_file.values())) if options.match and by_file else list(by_file.values())
     labels = platform_labels(runs, list(by_file))
     path = options.output / "index.html"
     compilers = distinct([f"Triton {audits.triton}" for audits in audited.values()], list(audited))

@@ -18,6 +18,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{flag}", metavar="NAMES", help=f"{field}s to show; a comma list, globs allowed")
 
 
+def add_match(parser: argparse.ArgumentParser) -> None:
+    """What `compare` and `page` take cells of two files for the same by; see `tiebreak.reports.tables.comparison`."""
+    parser.add_argument(
+        "--match", choices=("kernel",), help="one kernel of each file stands beside the others', as old and new"
+    )
+
+
 def narrowed(runs: Sequence[Run], options: argparse.Namespace, only: str | None = None) -> list[Run]:
     """The runs, each with those records alone that the filters select; `only` is an outcome.
 

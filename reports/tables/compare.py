@@ -13,7 +13,7 @@ from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import PASSING, REPLACED, Estimate, Record, Run
 from tiebreak.reports.tables import grids, marks
 from tiebreak.reports.tables import run as tables
-from tiebreak.reports.tables.comparison import Agreement, Comparison, Row, compare, platform_labels
+from tiebreak.reports.tables.comparison import Agreement, Comparison, Row, compare, matched, platform_labels
 
 DIFFERING = frozenset(Agreement) - {Agreement.BITS}  # the rows that are shown unless others are asked for
 _COLUMN = 26  # characters of a platform's column
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         help="show these rows alone; " + ", ".join(f"{each.option}: {each.words}" for each in Agreement),
     )
     selection.add_options(parser)
+    selection.add_match(parser)
     options = parser.parse_args(arguments)
     if options.all and options.only:
         raise UsageError("--all and --only exclude one another: give one of them")
@@ -44,7 +45,8 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError("one file alone has nothing to compare with; name two or more")
     runs = store.read_all(options.files)
     labels = platform_labels(runs, options.files)
-    comparison = compare(selection.narrowed(runs, options), labels)
+    chosen = selection.narrowed(runs, options)
+    comparison = compare(matched(chosen) if options.match else chosen, labels)
     terminal.show(_platforms(runs, options.files, labels, options.format))
     terminal.show(render(comparison, options.format, _shown(options)))
     return HELD

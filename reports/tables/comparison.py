@@ -3,11 +3,12 @@
 import enum
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.order import case_places, kernel_places
-from tiebreak.reports.records.record import HELD, PASSING, SKIPPED, Record, Run
+from tiebreak.reports.records.record import HELD, PASSING, SKIPPED, Record, Run, record_id
 
 _NATIVE = "native"  # the level that a processor has by itself
 _DEVICES = ("gpu", "npu")  # of a platform
@@ -79,6 +80,36 @@ def compare(runs: Sequence[Run], labels: Sequence[str]) -> Comparison:
     order = sorted(known.values(), key=lambda cell: (cell.backend, cell.format, place[cell.case], kernels[cell.kernel]))
     rows = (_row([run.get(cell.id) for run in by_id], heads, largest.get(cell.experiment)) for cell in order)
     return Comparison(tuple(labels), tuple(rows))
+
+
+def matched(runs: Sequence[Run]) -> list[Run]:
+    """The runs, with one name for the one kernel of each that not all of them have: an old one and a new one.
+
+    Raises:
+        UsageError: a run has none of its own, or several; names them.
+    """
+    kernels = [list(dict.fromkeys(record.kernel for record in run.records)) for run in runs]
+    shared = set(kernels[0]).intersection(*kernels)
+    own = [[name for name in names if name not in shared] for names in kernels]
+    if not any(own):
+        return list(runs)
+    for number, names in enumerate(own, start=1):
+        if len(names) != 1:
+            found = ", ".join(names) or "none"
+            raise UsageError(f"--match kernel: file {number} has {found}; expected one kernel of its own in each file")
+    common = " -> ".join(name for (name,) in own)
+    return [_renamed(run, name, common) for run, (name,) in zip(runs, own, strict=True)]
+
+
+def _renamed(run: Run, kernel: str, name: str) -> Run:
+    """A run with another name for one of its kernels."""
+    records = (
+        replace(each, kernel=name, id=record_id(each.backend, name, each.case, each.format))
+        if each.kernel == kernel
+        else each
+        for each in run.records
+    )
+    return replace(run, records=tuple(records))
 
 
 def _row(records: Sequence[Record | None], heads: Sequence[str], largest: str | None) -> Row:
