@@ -95,8 +95,8 @@ def matched(runs: Sequence[Run]) -> list[Run]:
         return list(runs)
     for number, names in enumerate(own, start=1):
         if len(names) != 1:
-            found = ", ".join(names) if names else "none that not all files have"
-            raise UsageError(f"--match kernel: file {number} has {found}; expected one kernel; --kernels picks")
+            found = ", ".join(names) or "none"
+            raise UsageError(f"--match kernel: file {number} has {found}; expected one kernel of its own in each file")
     common = " -> ".join(name for (name,) in own)
     return [_renamed(run, name, common) for run, (name,) in zip(runs, own, strict=True)]
 

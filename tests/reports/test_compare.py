@@ -226,3 +226,32 @@ def test_the_same_run_twice_is_refused(keep: Keep, run: MakeRun, capsys: pytest.
     path = keep(run(), "a")
     assert main(["compare", str(path), str(path)]) == 2
     assert "run: the same run as in" in capsys.readouterr().err
+
+
+def test_an_old_kernel_stands_beside_a_new_one(
+    run: MakeRun, record: Make, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each file's own kernel; one that both have stays what it is."""
+    suite = record("flash@fused")
+    old = keep(run(record("mine"), suite), "old")
+    new = keep(run(record("yours", measures={"bias": Estimate(0.2, 0.01)}), suite), "new")
+    assert main(["compare", str(old), str(new), "--all"]) == 0
+    assert "3 cells on 2 platforms: 1 agree to the bit, 2 missing or skipped somewhere" in capsys.readouterr().out
+    assert main(["compare", str(old), str(new), "--all", "--match", "kernel"]) == 0
+    out = capsys.readouterr().out
+    assert "2 cells on 2 platforms: 1 agree to the bit, 1 disagree in verdict or outcome" in out
+    assert "! mine -> yours random" in out
+    assert main(["page", str(old), str(new), "--match", "kernel", "-o", str(tmp_path)]) == 0
+    assert "mine -&gt; yours" in (tmp_path / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("verb", ["compare", "page"])
+def test_kernels_of_which_it_is_not_clear_which_is_which_are_refused(
+    verb: str, run: MakeRun, record: Make, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = keep(run(record("mine")), "old"), keep(run(record("yours"), record("theirs")), "new")
+    words = [] if verb == "compare" else ["-o", str(tmp_path)]
+    assert main([verb, str(old), str(new), "--match", "kernel", *words]) == 2
+    message = "--match kernel: file 2 has theirs, yours; expected one kernel of its own in each file"
+    assert capsys.readouterr().err == f"tiebreak {verb}: {message}\n"
+    assert main(["compare", str(old), str(new), "--match", "kernel", "--kernels", "mine,theirs"]) == 0

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from tiebreak.cases.verdicts import MARGIN_ULPS, Interval
+from tiebreak.cases.verdicts import judge as judge_interval
 from tiebreak.reports.cli import main
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.gate.expected import PLAN, Expected
 from tiebreak.reports.gate.gate import gate, update
 from tiebreak.reports.gate.limits import Limits, limits
 from tiebreak.reports.records import store
@@ -21,6 +24,7 @@ from tiebreak.reports.records.record import (
     Record,
     Run,
     Shown,
+    verdict_of,
 )
 from tiebreak.reports.tables.rerun import runnable
 
@@ -532,3 +536,39 @@ def test_github_gets_the_findings(
     assert text.count("- worse:") == 20
     assert "- and 10 more" in text
     assert "&lt;b>" in text
+
+
+def test_another_declared_plan_is_worse_until_it_is_accepted(run: MakeRun, record: Make) -> None:
+    """On one platform wherever it is; between platforms where the kernel is not unbiased (see above)."""
+    old, new = run(record(), record(case="b")), run(record(plan=None, digest="q"), record(case="b"))
+    worse = gate(old, new, Limits()).worse
+    assert [change.text for change in worse] == ["declares no plan, flash@paper in the baseline"]
+    entry = Expected("cpu-flash@paper-random-*", PLAN, "we undeclare it", "pyproject.toml: expected[0]")
+    accepted = gate(old, new, Limits(), expected=[entry])
+    assert accepted.held
+    told = "cpu-flash@paper declares no plan, flash@paper in the baseline: accepted: we undeclare it (1 cell)"
+    assert told in accepted.notes
+    with pytest.raises(UsageError, match=r"expected\[0\]: no plan of cpu-flash@paper-random-\* has changed: remove"):
+        gate(old, old, Limits(), expected=[entry])
+
+
+def test_the_command_reads_which_plans_are_accepted(
+    run: MakeRun, record: Make, keep: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = keep(run(record()), "old"), keep(run(record(plan=None, digest="q")), "new")
+    monkeypatch.chdir(tmp_path)
+    assert main(["gate", str(old), str(new)]) == 1
+    (tmp_path / "pyproject.toml").write_text(
+        '[[tool.tiebreak.expected]]\ncells = "cpu-*"\ncheck = "plan"\nreason = "undeclared"\n'
+        '[[tool.tiebreak.expected]]\ncells = "cpu-*"\ncheck = "of_no_cell_here"\nreason = "another file\'s"\n'
+    )
+    assert main(["gate", str(old), str(new)]) == 0
+    assert main(["gate", str(old), str(old)]) == 2
+
+
+def test_a_verdict_is_recomputed_as_the_suite_judges(record: Make) -> None:
+    described = {"bias": MeasureRecord("a bias", margin=MARGIN_ULPS)}
+    for mean in (-0.2, -0.05, -0.01, 0.0, 0.01, 0.05, 0.2, 5.0):
+        for width in (0.0, 0.01, 0.04, 0.05, 0.3, 1e9):
+            made = record(measures={"bias": Estimate(mean, width)})
+            assert verdict_of(made, described) == judge_interval(Interval(mean, width)).value
