@@ -297,7 +297,14 @@ class RecordCollector:
 
     def verdicts(self, run: records.Run) -> list[Verdict]:
         """What there is to say of the kernels, if one's own are among them."""
-        return verdicts(run, failures=self.fallen) if run.own else []
+        return verdicts(run, failures=self.failures) if run.own else []
+
+    @property
+    def failures(self) -> list[str]:
+        """What fails the session though no single cell fell: by itself, by the gate, by records that can't be kept."""
+        gate = self.config.pluginmanager.get_plugin("tiebreak-gatekeeper")
+        lines = gate.lines if gate is not None and gate.fell else ()
+        return [*self.fallen, *lines, *([self.failure] if self.failure else [])]
 
     def report(self, run: records.Run, width: int | None) -> list[str]:
         """What the run came to: the verdict on kernels of one's own, the tables, every cell that fell, the counts."""

@@ -219,8 +219,7 @@ class _Teller:
     def failures(self) -> list[str]:
         """What made the run fall though no cell did."""
         assert self.collector is not None
-        gate = self.gate.lines if self.gate is not None and self.gate.fell else ()
-        return [*self.collector.fallen, *gate, *([self.collector.failure] if self.collector.failure else [])]
+        return self.collector.failures
 
     @pytest.hookimpl(wrapper=True)
     def pytest_xdist_auto_num_workers(self, config: pytest.Config) -> Generator[None, int | None, int | None]:

@@ -100,6 +100,12 @@ def test_why_a_run_fell_is_told_though_no_cell_did(folder: Path, capsys: pytest.
     (folder / "mine.py").write_text(KERNEL.replace(".to(q.dtype)", ".to(q.dtype) * torch.nan"))
     assert check.main([*ran, "--baseline", "out/base.json"]) == 1
     assert "gate FELL" in capsys.readouterr().out
+    base = json.loads((folder / "out" / "base.json").read_text())
+    base["records"][0]["measures"]["bias"]["mean"] = base["records"][0]["measures"]["max_ulps"] = 1e-9
+    (folder / "base.json").write_text(json.dumps(base))
+    (folder / "mine.py").write_text(KERNEL)
+    assert check.main([*ran, "--baseline", "base.json"]) == 1
+    assert ": FELL (gate FELL: 1 cell compared with base.json" in capsys.readouterr().out.splitlines()[0]
 
 
 @pytest.mark.parametrize(
