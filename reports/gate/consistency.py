@@ -6,12 +6,23 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.records.record import BIASED, NONFINITE, REPLACED, SKIPPED, Record, Run, outcome_of, verdict_of
+from tiebreak.reports.records.record import (
+    BIASED,
+    NONFINITE,
+    REPLACED,
+    SKIPPED,
+    Record,
+    Run,
+    Shown,
+    outcome_of,
+    verdict_of,
+)
 from tiebreak.reports.tables.run import counted
 
 #: Fields that say something in words, or how it is drawn: nothing is decided by them.
 WORDS = frozenset(
     {"about", "source", "unclaimed", "label", "group", "figure", "legend", "column"}  # of a description
+    | {"wrong", "needed"}  # the same, for verdicts alone
     | {"command", "excused", "skipped", "why"}  # of a record
 )
 _OF_OUTPUT = frozenset({"heads", "outcome", "verdict", "tied", "shown.kind", "shown.number", "shown.verdict"})
@@ -82,8 +93,14 @@ def contradictions(record: Record, run: Run) -> Iterator[str]:
     elif shown is None or shown.kind in REPLACED:
         if shown is not None and (shown.kind == NONFINITE) is not (record.verdict == NONFINITE) and record.verdict:
             yield f"shows {shown.kind}, and says {record.verdict}"
-    elif [*_differing(shown.number, record.number(shown.kind))] or record.verdict not in (None, shown.verdict):
+    elif [*_differing(shown.number, _as_shown(record, shown))] or record.verdict not in (None, shown.verdict):
         yield f"shows {shown.number} {shown.verdict or ''}, and has {record.number(shown.kind)} {record.verdict or ''}"
+
+
+def _as_shown(record: Record, shown: Shown) -> float | None:
+    """The number of the measure that is shown, in percent where that is its unit."""
+    number = record.number(shown.kind)
+    return 100 * number if number is not None and shown.unit == "%" else number
 
 
 def same_bits(old: Record, new: Record, baseline: Run) -> Iterator[str]:

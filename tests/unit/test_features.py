@@ -113,4 +113,5 @@ def test_every_kernel_that_takes_a_feature_takes_a_known_one() -> None:
 def test_a_feature_costs_five_files(word: str) -> None:
     rooms = ("kernels", "backends", "cases", "reports", "tests/matrix", "tests/programs")
     files = [path for room in rooms for path in (ROOT / room).rglob("*.py") if word in path.read_text("utf-8").lower()]
+    files = [path for path in files if path.name != "slips.py"]  # mistakes about features, which none needs to have
     assert 0 < len(files) <= 5, files
