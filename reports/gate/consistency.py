@@ -15,6 +15,7 @@ from tiebreak.reports.records.record import (
     Run,
     Shown,
     outcome_of,
+    record_id,
     verdict_of,
 )
 from tiebreak.reports.tables.run import counted
@@ -78,6 +79,8 @@ def contradictions(record: Record, run: Run) -> Iterator[str]:
     """
     if outside := [each for each in run.narrowing if not each.leaves_in(record)]:
         yield f"the run has it, and left it out by {' '.join(outside[0].given)}"
+    if record.id != (named := record_id(record.backend, record.kernel, record.case, record.format)):
+        yield f"says that it is of {named}"
     if (record.skipped is not None) is not (record.outcome == SKIPPED):
         yield f"says {record.outcome}, and why it was skipped: {record.skipped or 'nothing'}"
     comes_to = outcome_of(record.answers, [name for name, check in run.checks.items() if check.judges])

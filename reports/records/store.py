@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from tiebreak.reports.records.decode import FieldError, decoder
 from tiebreak.reports.records.migrations import upgrade
-from tiebreak.reports.records.record import SCHEMA, Record, Run, record_id
+from tiebreak.reports.records.record import SCHEMA, Record, Run
 
 _GZIP = b"\x1f\x8b"  # what a file begins with that gzip has compressed
 MAX_BYTES = 128 * 2**20  # 5,000 cells take about 8 MiB: what is larger is no file of records
@@ -88,8 +88,7 @@ def read(path: Path) -> Run:
 
     Raises:
         UnreadableRecordsError: no regular file, too large, no JSON, a newer schema, a field that is missing, unknown or
-            of the wrong kind, two records of one cell, a record
-            whose id is not that of its cell, something in a record that the file does not describe.
+            of the wrong kind, two records of one cell, something in a record that the file does not describe.
     """
     return parse(content_of(path), path)
 
@@ -234,8 +233,6 @@ def _check(run: Run, path: Path) -> None:
         if record.id in seen:
             raise UnreadableRecordsError(one_line(f"{path}: records[{number}].id: a second record of {record.id}"))
         seen.add(record.id)
-        if record.id != (named := record_id(record.backend, record.kernel, record.case, record.format)):
-            raise UnreadableRecordsError(one_line(f"{path}: records[{number}].id: {record.id}, and it is of {named}"))
         _check_described(run, record, f"{path}: records[{number}]")
 
 

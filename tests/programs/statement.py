@@ -28,7 +28,7 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate import expected
 from tiebreak.reports.names import unknown
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import PASSING, SKIPPED, Record, Run
+from tiebreak.reports.records.record import PASSING, SKIPPED, Record, Run, record_id
 from tiebreak.reports.statement import findings as statement_findings
 from tiebreak.reports.statement import folder as statements
 from tiebreak.reports.statement import summary as statement_summary
@@ -170,6 +170,8 @@ def _of_records(named: Mapping[str, Run], asked: Profile) -> Iterator[str]:
 
 def _of_identity(record: Record) -> Iterator[str]:
     """What a record says of itself that does not go together."""
+    if record.id != record_id(record.backend, record.kernel, record.case, record.format):
+        yield "id: not that of its backend, kernel, case and format"
     if record.backend not in BACKENDS:
         yield f"backend: {unknown('backend', record.backend, BACKENDS, '')}"
     if record.shown is not None and record.heads < 1:
