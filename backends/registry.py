@@ -11,6 +11,6 @@ from tiebreak.backends.interpreter.assumptions import CARDS
 __all__ = ["BACKENDS", "CARDS", "COMMONLY"]
 
 BACKENDS: Mapping[str, Backend] = {backend.name: backend for backend in (EMULATION, CPU, INTERPRETER, CUDA, ASCEND)}
-#: What people call a backend: for whoever names it so.
+#: What people also call a backend.
 COMMONLY = {"gpu": "cuda", "nvidia": "cuda", "amd": "cuda", "rocm": "cuda", "hip": "cuda", "npu": "ascend",
             "triton": "interpreter", "emulator": "emulation"}  # fmt: skip

@@ -41,7 +41,7 @@ from tiebreak.reports.tables.rules import answers_of
 from tiebreak.reports.tables.run import counted
 
 SCHEMA = 1  # of the JSON: verdict.schema.json, beside this file
-# What there is to say of a kernel, the worst first. With one of the first three its run falls, whoever claims what.
+# What there is to say of a kernel, the worst first. A run falls with any of the first three.
 DID_NOT_RUN, WRONG, NOT_TOLD, TIED, FAIR = "did not run", "wrong", "not told", "biased where O itself ties", "fair"
 SEVERITIES = (DID_NOT_RUN, WRONG, NOT_TOLD, BIASED, TIED, FAIR)
 FAILING = SEVERITIES[:3]
