@@ -25,16 +25,17 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.vendor import through_autograd
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.invariance import KnobTurned
-from tiebreak.matrix.invariance import comparison
-from tiebreak.matrix.invariance.comparison import GRADIENTS
-from tiebreak.matrix.invariance.knobs import KNOBS
-from tiebreak.matrix.invariance.materials import MATERIALS
-from tiebreak.matrix.invariance.session import Session
+from tiebreak.matrix.experiments.questions import Invariance
+from tiebreak.matrix.questions import answers
+from tiebreak.matrix.questions.answers import PARTS
+from tiebreak.matrix.questions.invariance import QUESTIONS
+from tiebreak.matrix.questions.materials import MATERIALS
+from tiebreak.matrix.questions.placements import fused, misaligned, transposed
+from tiebreak.matrix.questions.session import Session
+from tiebreak.matrix.questions.without_bias import WithoutBias
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.usage.placements import fused, misaligned, transposed
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records.record import (
     BIASED,
@@ -51,7 +52,7 @@ from tiebreak.reports.records.record import (
 from tiebreak.reports.tables.changes import worst
 from tiebreak.reports.verdict import verdicts
 
-KNOB = {knob.word: knob for knob in KNOBS}
+QUESTION = {each.name.removeprefix("invariance[").removesuffix("]"): each for each in QUESTIONS}
 
 
 def users(function: Callable[..., Any], **options: Any) -> UserKernel:
@@ -59,7 +60,11 @@ def users(function: Callable[..., Any], **options: Any) -> UserKernel:
 
 
 def run(kernel: Kernel, knob: str, backend: Backend = CPU, fmt: Format = BF16, heads: int = 128) -> Record:
-    return run_cell(Cell(backend, kernel, KnobTurned(KNOB[knob]), fmt), Workbench(Settings(seed=1, heads=heads)))
+    return run_cell(Cell(backend, kernel, Invariance(QUESTION[knob]), fmt), Workbench(Settings(seed=1, heads=heads)))
+
+
+def session(kernel: Kernel, knob: str) -> Session[WithoutBias]:
+    return Session(Cell(CPU, kernel, Invariance(QUESTION[knob]), BF16), seed=1, heads=32, found=WithoutBias(False))
 
 
 def splitting(partial: torch.dtype = torch.float32, heeds: bool = True, shortest: int = 1) -> Callable[..., Tensor]:
@@ -81,7 +86,7 @@ def splitting(partial: torch.dtype = torch.float32, heeds: bool = True, shortest
 
 
 def test_the_words_that_a_kernel_may_declare_are_the_knobs() -> None:
-    assert tuple(KNOB) == INVARIANT
+    assert set(INVARIANT) <= set(QUESTION)
     with pytest.raises(LoadError, match="invariant 'spin': known are batch, split"):
         KernelOptions(invariant="spin")
 
@@ -99,7 +104,7 @@ def test_partial_outputs_in_sixteen_bits_are_a_bias_that_splitting_makes(backend
     """The same tie that one split breaks toward zero becomes exact where each half is rounded on its own."""
     sound = run(backend.kernel("split@fused"), "split", backend, fmt)
     assert (sound.outcome, sound.shown and sound.shown.verdict) == (MEASURED, UNBIASED)
-    of_o = [change.bits for name, change in sound.evidence["changes"].items() if not name.endswith(GRADIENTS)]
+    of_o = [change.bits for name, change in sound.evidence["changes"].items() if not name.endswith(PARTS[1:])]
     assert 0.0 < max(of_o) < 0.05
     assert (sound.number("control_bits") or 0.0) > 0.5
     cast = run(backend.kernel("split@paper"), "split", backend, fmt)
@@ -269,9 +274,9 @@ def test_views_reach_a_vendors_backward_pass_as_they_lie(placing: Callable[[Tens
         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
     kernel = Kernel("vendors", partial(through_autograd, call), None)
-    session = Session(Cell(CPU, kernel, KnobTurned(KNOB["memory"]), BF16), seed=1, heads=32)
-    inputs = session.draw("normal numbers", normal_numbers, Shape(queries=8, keys=8))
-    assert len(session.placed(inputs, Places.all(placing), gradients=True)) == 3
+    asked = session(kernel, "memory")
+    inputs = asked.draw("normal numbers", normal_numbers, Shape(queries=8, keys=8))
+    assert tuple(asked.place(inputs, Places.all(placing)).answers()) == PARTS
 
 
 def test_a_view_that_a_backward_pass_refuses_leaves_o_compared() -> None:
@@ -288,7 +293,7 @@ def test_a_view_that_a_backward_pass_refuses_leaves_o_compared() -> None:
     assert "transposed, normal numbers, dQ" not in compared
 
 
-def test_exact_answers_are_computed_once_for_all_kernels_and_only_those_asked_for(
+def test_exact_answers_are_computed_once_for_all_changes_and_gradients_where_there_are_any(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counted = {"reference": 0, "reference_gradients": 0}
@@ -301,17 +306,14 @@ def test_exact_answers_are_computed_once_for_all_kernels_and_only_those_asked_fo
         return counter
 
     for name in counted:
-        monkeypatch.setattr(comparison, name, counting(name, getattr(comparison, name)))
-    for state in (comparison._reference, comparison._gradients, comparison._errors):
-        state.cache_clear()
-    comparison._shared.clear()
-    calls = len(MATERIALS)
-    expected = {"reference": calls, "reference_gradients": 0}
-    flash, standard = CPU.kernel("flash@fused"), CPU.kernel("standard")
-    for kernel in (replace(flash, has_backward=False), flash, standard):
-        KNOB["decode"].turn(Session(Cell(CPU, kernel, KnobTurned(KNOB["decode"]), BF16), seed=1, heads=32))
-        assert counted == expected
-        expected = {"reference": 2 * calls, "reference_gradients": calls}
+        monkeypatch.setattr(answers, name, counting(name, getattr(answers, name)))
+    flash, calls = CPU.kernel("flash@fused"), len(MATERIALS)
+    for kernel, gradients in ((replace(flash, has_backward=False), 0), (flash, calls)):
+        counted |= dict.fromkeys(counted, 0)
+        for state in (answers._reference, answers._gradients, answers.units):
+            state.cache_clear()
+        QUESTION["decode"].ask(session(kernel, "decode"))
+        assert counted == {"reference": calls, "reference_gradients": gradients}
 
 
 def test_the_verdict_has_a_line_for_each_knob() -> None:

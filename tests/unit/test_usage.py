@@ -25,14 +25,14 @@ from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.sdpa import sdpa_math
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.usage import KIND, Usage
+from tiebreak.matrix.experiments.questions import USAGE, Usage
+from tiebreak.matrix.questions.log_sum_exp import judge_lse
+from tiebreak.matrix.questions.placements import before_nan, expanded, fused, transposed, within_nan
+from tiebreak.matrix.questions.usage import QUESTIONS
+from tiebreak.matrix.questions.within_error import difference
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.usage.log_sum_exp import judge_lse
-from tiebreak.matrix.usage.placements import before_nan, expanded, fused, transposed, within_nan
-from tiebreak.matrix.usage.questions import QUESTIONS
-from tiebreak.matrix.usage.relations import differences
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records.record import FELL, MEASURED, SKIPPED, Record
 
@@ -138,7 +138,7 @@ def test_every_cell_has_what_its_kind_describes() -> None:
     for name in ("strided_views", "hidden_nan"):
         record = run(users(only(SDPBackend.MATH)), name)
         assert record.measures
-        assert record.measures.keys() <= KIND.measures().keys()
+        assert record.measures.keys() <= USAGE.measures().keys()
 
 
 @pytest.mark.parametrize("place", [transposed, fused, within_nan, before_nan])
@@ -167,11 +167,10 @@ def test_one_wrong_head_of_many_is_harm_and_another_order_of_summation_is_none()
     plain, other = exact.bfloat16().float(), (exact * (1 + 1e-4)).bfloat16().float()
     wrong = plain.clone()
     wrong[1, 3] = plain[0, 0]
-    (harmless,), (harmful,) = (differences({"O": ours}, {"O": plain}, {"O": exact}, BF16) for ours in (other, wrong))
+    harmless, harmful = (difference("O", plain, ours, exact, BF16) for ours in (other, wrong))
     assert harmless.harmless
     assert 0 < harmless.share < 0.1
     assert not harmful.harmless
-    assert differences({"O": plain}, {"O": plain}, {"O": exact}, BF16) == []
 
 
 LSE: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {  # by name: from scores, declared, what is wrong
@@ -199,8 +198,8 @@ def test_a_log_sum_exp_is_held_to_base_sign_scale_and_shape(name: str) -> None:
     inputs = AttentionInputs(q, k, v, q, Formats.of(BF16))
     make, declared, wrong = LSE[name]
     judged = judge_lse(make(reference(inputs).s).float(), inputs, declared)
-    assert bool(judged.relation.why) == bool(wrong)
-    assert wrong in judged.relation.why
+    assert bool(judged.why) == bool(wrong)
+    assert wrong in judged.why
 
 
 @pytest.mark.parametrize("returned", [None, torch.zeros(2, 3, 5, 40), torch.zeros(1), "weights"])
@@ -212,7 +211,7 @@ def test_what_is_no_log_sum_exp_is_none_where_none_is_declared(returned: object)
 
 def test_a_devices_own_kernels_are_asked_where_the_question_is_named() -> None:
     with pytest.raises(SelectionError, match="asked of users' kernels, which --kernel names"):
-        cells(Selection(backends="emulation,cpu", experiments=KIND.name))
+        cells(Selection(backends="emulation,cpu", experiments=USAGE.name))
     named, _ = cells(Selection(backends="emulation,cpu", cases=",".join(NAMES)))
     assert {cell.kernel.name for cell in named} == {kernel.name for kernel in CPU.vendor_kernels()}
     outcomes = {cell.id: run_cell(cell, Workbench(Settings())).outcome for cell in named}

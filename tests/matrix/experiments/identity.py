@@ -45,11 +45,6 @@ class Identification(Experiment):
         """As `Experiment.cost`: two dozen calls, and a search through a thousand plans."""
         return 20.0 + 2.0 * backend.call_steps
 
-    def refusal(self, cell: Cell, bench: Workbench) -> str | None:
-        """As `Experiment.refusal`: asking it tells."""
-        del cell, bench
-        return None
-
     def run(self, cell: Cell, bench: Workbench) -> Result:
         """As `Experiment.run`."""
         try:

@@ -1,9 +1,6 @@
-"""Questions about how a kernel is used: the same numbers, called in another way, must have the same answer.
+"""Questions about how a kernel is used: the same numbers, called in another way, must have the same answer."""
 
-The field calls them metamorphic relations: no reference is needed to see that they do not hold.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
@@ -16,10 +13,12 @@ from tiebreak.kernels.external.call import FULL, Call, Places
 from tiebreak.kernels.features import HIDDEN_NAN
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.matrix.usage.log_sum_exp import judge_lse
-from tiebreak.matrix.usage.placements import before_nan, expanded, fused, transposed, within_nan
-from tiebreak.matrix.usage.relations import Answers
-from tiebreak.matrix.usage.session import BATCH, CallShape, Cut, Session, visible_keys
+from tiebreak.matrix.questions import session as sessions
+from tiebreak.matrix.questions.answers import Answers, Cut, O
+from tiebreak.matrix.questions.log_sum_exp import judge_lse
+from tiebreak.matrix.questions.placements import before_nan, expanded, fused, transposed, within_nan
+from tiebreak.matrix.questions.session import CallShape
+from tiebreak.matrix.questions.within_error import BATCH, WithinError
 
 GROUP = "the same numbers, called in another way"
 _LARGE = 2.0**20  # times q below any 16-bit format's largest number but fp16's, and far above what a weak mask hides
@@ -27,41 +26,41 @@ _LARGE_FP16 = 2.0**6
 _SQUARE = 64  # queries and keys of a call with a mask, or more
 _BATCHES, _HEADS = 60, 5  # more than 2^8 in all, and a power of two in neither
 _HIDDEN = 12  # keys at the end that padding hides
-
-
-@dataclass(frozen=True)
-class Question:
-    """One question."""
-
-    name: str  # of its cells
-    about: str  # one line
-    ask: Callable[[Session], None]  # takes down what is so
-    source: str = "this suite"
-    version: int = 1  # raised when the calls change: records of other versions are not comparable
+Session = sessions.Session[WithinError]
+Question = sessions.Question[WithinError]
 
 
 def strided_views(session: Session) -> None:
     """Transposed views, slices of a fused buffer, dO of one expanded number."""
-    _not_of_contiguous(session)
+    if session.options.contiguous:
+        raise CannotRunError("declares contiguous=true: it is given no views")
     inputs, plain = session.inputs(), session.plain
     views = {
         "transposed views": Places.all(transposed),
         "slices of a fused qkv buffer": Places.all(fused),
         "k alone transposed": Places(k=transposed),
     }
-    session.same_in(views, plain, inputs)
-    if session.has_gradients:
+    _same_in(session, views, plain, inputs)
+    if session.has_gradients and session.found.asked:
         ones = replace(inputs, do=torch.ones_like(inputs.do))
-        session.same_in({"dO of stride 0": Places(do=expanded)}, session.answers(ones), ones)
+        _same_in(session, {"dO of stride 0": Places(do=expanded)}, session.answers(ones), ones)
 
 
 def past_the_end(session: Session) -> None:
     """NaN in the storage behind the last head, key and column."""
     inputs, plain = session.inputs(), session.plain
     views = {"NaN behind the last element": Places.all(before_nan)}
-    if not session.kernel.caller.convention.options.contiguous:
+    if not session.options.contiguous:
         views["NaN behind every head's last key, and behind d"] = Places.all(within_nan)
-    session.same_in(views, plain, inputs)
+    _same_in(session, views, plain, inputs)
+
+
+def _same_in(session: Session, views: dict[str, Places], plain: Answers, inputs: AttentionInputs) -> None:
+    """Compare where the arguments lie elsewhere, in every place that is not refused."""
+    for words, places in views.items():
+        answers = session.lying(inputs, places)
+        if answers:
+            session.found.compare(words, plain, answers, inputs)
 
 
 def many_heads(session: Session) -> None:
@@ -70,16 +69,9 @@ def many_heads(session: Session) -> None:
     some = replace(whole, **{name: getattr(whole, name)[-BATCH:] for name in ("q", "k", "v", "do")})
     # With dummies a row may be an entry of the batch of its own.
     whole, some = session.arranged(whole), session.arranged(some)
-
-    def cut(answers: Answers) -> Answers:
-        return {name: tensor[-len(some.q) :] for name, tensor in answers.items()}
-
-    session.same("the last of 300 heads", session.answers(whole), session.answers(some), some, cut=cut)
-
-
-def _not_of_contiguous(session: Session) -> None:
-    if session.kernel.caller.convention.options.contiguous:
-        raise CannotRunError("declares contiguous=true: it is given no views")
+    last = Cut(batch=slice(-len(some.q), None))
+    answers = session.answers(whole)
+    session.found.compare("the last of 300 heads", session.answers(some), answers, some, last)
 
 
 @dataclass(frozen=True)
@@ -97,65 +89,53 @@ class _Masked:
         return not self.inputs.causal
 
     def with_keys(self, k: Tensor, v: Tensor) -> AttentionInputs:
-        """With other K and V at those keys."""
+        """Return the call with other K and V at those keys."""
         all_k, all_v = self.inputs.k.clone(), self.inputs.v.clone()
         all_k[:, :, self.at], all_v[:, :, self.at] = k, v
         return replace(self.inputs, k=all_k, v=all_v)
 
 
 def _masked(session: Session) -> Iterator[_Masked]:
-    """The calls that the kernel takes.
-
-    Raises:
-        CannotRunError: none; why not.
-    """
-    refusals, calls = [], (_padded, _causal, _windowed)
-    for make in calls:
+    """Yield the calls that the kernel takes."""
+    for make in (_padded, _causal, _windowed):
         masked = make(session)
-        refusal = session.refusal(masked.inputs)
-        if refusal is None and session.arranged(masked.inputs) is masked.inputs:
+        if session.takes(masked.inputs):
             yield masked
-        else:
-            refusals.append(refusal or "it is given dummy keys")
-    if len(refusals) == len(calls):
-        raise CannotRunError("; ".join(refusals))
 
 
 def _square(session: Session) -> CallShape:
-    """As many queries as keys, and as many as the kernel needs."""
-    step = session.kernel.caller.convention.options.multiple_of
+    """Return a shape of as many queries as keys, and as many as the kernel needs."""
+    step = session.options.multiple_of
     size = -(-_SQUARE // step) * step
     return CallShape(size, size, session.shape.d)
 
 
 def _padded(session: Session) -> _Masked:
-    inputs = session.draw(_square(session))
+    inputs = session.draw_small(_square(session))
     batch, _, keys, _ = inputs.k.shape
-    takes_part = torch.ones(batch, keys, dtype=torch.bool)
-    takes_part[:, -_HIDDEN:] = False
-    cut = visible_keys(slice(0, keys - _HIDDEN), slice(None))
-    return _Masked("padded keys", replace(inputs, key_padding=takes_part), slice(keys - _HIDDEN, keys), cut)
+    takes_part = (torch.arange(keys) < keys - _HIDDEN).repeat(batch, 1)
+    inputs, hidden = replace(inputs, key_padding=takes_part), slice(keys - _HIDDEN, keys)
+    return _Masked("padded keys", inputs, hidden, Cut(keys=slice(0, hidden.start)))
 
 
 def _causal(session: Session) -> _Masked:
     """The last key is seen by the last row alone, whose dO is 0: it adds 0 to all gradients."""
-    inputs = session.draw(replace(_square(session), causal=True))
+    inputs = session.draw_small(replace(_square(session), causal=True))
     do = inputs.do.clone()
     do[:, :, -1] = 0.0
     before = slice(0, inputs.k.shape[2] - 1)
     last = slice(before.stop, before.stop + 1)
-    return _Masked("keys ahead of a causal row", replace(inputs, do=do), last, visible_keys(before, before))
+    return _Masked("keys ahead of a causal row", replace(inputs, do=do), last, Cut(rows=before, keys=before))
 
 
 def _windowed(session: Session) -> _Masked:
     """Half as many rows as keys, whose windows leave the first keys out."""
     square = _square(session)
-    inputs = session.draw(replace(square, queries=square.queries // 2))
+    inputs = session.draw_small(replace(square, queries=square.queries // 2))
     keys = inputs.k.shape[2]
-    seen = keys // 4, keys
-    cut = visible_keys(slice(*seen), slice(None))
-    first = replace(inputs, window=(keys - inputs.q.shape[2] - seen[0], 0))
-    return _Masked("keys outside of all windows", first, slice(0, seen[0]), cut)
+    unseen = slice(0, keys // 4)
+    first = replace(inputs, window=(keys - inputs.q.shape[2] - unseen.stop, 0))
+    return _Masked("keys outside of all windows", first, unseen, Cut(keys=slice(unseen.stop, keys)))
 
 
 def hidden_keys(session: Session) -> None:
@@ -167,27 +147,26 @@ def hidden_keys(session: Session) -> None:
     for masked in _masked(session):
         plain, inputs = session.answers(masked.inputs), masked.inputs
         k, v = (large, large) if masked.padded else (-inputs.k[:, :, masked.at], -inputs.v[:, :, masked.at])
-        asked = f"{f'{large:.0f}' if masked.padded else 'other numbers'} in {masked.words}"
-        session.same(asked, session.answers(masked.with_keys(k, v)), plain, inputs, cut=masked.cut)
+        words = f"{f'{large:.0f}' if masked.padded else 'other numbers'} in {masked.words}"
+        session.found.compare(words, plain, session.answers(masked.with_keys(k, v)), inputs, masked.cut)
 
 
 def hidden_nan(session: Session) -> None:
     """NaN and Inf there, asked of kernels that say that they take it: 0 times NaN is NaN, and most compute it."""
-    worst = 0.0
+    measures = session.found.measures
     for masked in _masked(session):
         plain = session.answers(masked.inputs)
         # The row that sees a NaN has NaN gradients, and so have all keys that it sees: of a causal mask O alone tells,
         # and V's NaN is multiplied by a P of 0 in every tile that has it.
         for number in (torch.nan, torch.inf):
-            full, cut = torch.tensor(number), masked.cut
+            full = torch.tensor(number)
             v = full if masked.padded else masked.inputs.v[:, :, masked.at]
             answers = session.answers(masked.with_keys(full, v))
-            judged = answers if masked.padded else {"O": answers["O"]}
-            lost = [(~torch.isfinite(tensor)).double().mean().item() for tensor in cut(judged).values()]
-            worst = max(worst, *lost)
+            judged = answers if masked.padded else {O: answers[O]}
+            lost = [(~torch.isfinite(x)).double().mean().item() for x in masked.cut(judged).values()]
+            measures["nan_let_in"] = max(measures.get("nan_let_in", 0.0), *lost)
             if HIDDEN_NAN in session.kernel.takes:
-                session.same(f"{number} in {masked.words}", judged, plain, masked.inputs, cut=cut)
-    session.measures["nan_let_in"] = worst
+                session.found.compare(f"{number} in {masked.words}", plain, judged, masked.inputs, masked.cut)
 
 
 @dataclass(frozen=True)
@@ -206,26 +185,27 @@ class _MaskInPlace(Call):
 def other_mask(session: Session) -> None:
     """After a call with another mask of the same shape, against one that has as many keys again, all hidden."""
     shape, first = _square(session), _padded(session).inputs
-    refusal = session.refusal(first)
-    if refusal is not None:
-        raise CannotRunError(refusal)
+    if not session.takes(first):
+        return
     batch, _, keys, _ = first.k.shape
     seen = slice(0, keys - 2 * _HIDDEN)
     takes_part = torch.arange(keys).expand(batch, -1) < seen.stop
     inputs = replace(first, key_padding=takes_part)
-    more = session.draw(replace(shape, queries=2 * keys, keys=2 * keys), 1)
+    more = session.draw_small(replace(shape, queries=2 * keys, keys=2 * keys), 1)
     more.do.zero_()
     for name in ("q", "k", "v", "do"):
         getattr(more, name)[:, :, :keys] = getattr(inputs, name)
-    longer = replace(more, key_padding=pad(takes_part, (0, keys)))
-    cut = visible_keys(seen, slice(0, keys))
-    masks: dict[int, Tensor] = {}
-    plain = session.answers(longer)
+    plain = session.answers(replace(more, key_padding=pad(takes_part, (0, keys))))
     session.answers(first)
-    session.same("another mask of the same shape", session.answers(inputs), plain, inputs, cut=cut)
-    calls = [_MaskInPlace(**vars(session.call(each)), masks=masks) for each in (first, inputs)]
-    answers = [session.answers_of(call, session.placed(call)) for call in calls]
-    session.same("a mask rewritten in place", answers[1], plain, inputs, cut=cut)
+    cut = Cut(rows=slice(0, keys), keys=seen)
+    session.found.compare("another mask of the same shape", plain, session.answers(inputs), inputs, cut)
+    masks: dict[int, Tensor] = {}
+    for each in (first, inputs):
+        call = session.call(each)
+        if isinstance(call, Call):  # a device's own kernel makes its mask itself
+            answers = session.place(each, call=_MaskInPlace(**vars(call), masks=masks)).answers()
+    if masks:
+        session.found.compare("a mask rewritten in place", plain, answers, inputs, cut)
 
 
 def interleaved(session: Session) -> None:
@@ -234,37 +214,35 @@ def interleaved(session: Session) -> None:
     plain, again = ([session.answers(inputs) for inputs in both] for _ in range(2))
     orders = list(permutations(range(2))) if session.has_gradients else [(0, 1)]
     for order in orders:
-        calls = [session.call(inputs) for inputs in both]
-        placed = [session.placed(call) for call in calls]
-        outputs = [call.forward(where) for call, where in zip(calls, placed, strict=True)]
-        gradients = {i: session.backward(calls[i], placed[i], outputs[i]) for i in order}
+        calls = [session.place(inputs) for inputs in both]
+        outputs = [call.forward() for call in calls]
+        gradients = {i: calls[i].backward(outputs[i]) for i in order}
         for i, words in enumerate(("the first", "the second")):
-            turn = ("first" if order[0] == i else "last") if session.has_gradients else ""
-            asked = f"{words} of two calls in turn{turn and f', backward {turn}'}"
-            ours = session.collected(calls[i], outputs[i], gradients[i])
-            session.same(asked, ours, plain[i], both[i], again=again[i])
+            turn = f", backward {'first' if order[0] == i else 'last'}" if session.has_gradients else ""
+            answers = calls[i].collected(outputs[i], gradients[i])
+            session.found.compare(f"{words} of two calls in turn{turn}", plain[i], answers, both[i], again=again[i])
 
 
 def rewritten_in_place(session: Session) -> None:
     """A second call with other numbers at the same addresses."""
     both = [session.inputs(index) for index in range(2)]
-    calls = [session.call(inputs) for inputs in both]
-    placed = [session.placed(call) for call in calls]
+    first, second = map(session.place, both)
     plain, again = (session.answers(both[1]) for _ in range(2))
-    session.answers_of(calls[0], placed[0])
+    first.answers()
     with torch.no_grad():
-        for there, new in zip((*placed[0].arguments, placed[0].do), (*placed[1].arguments, placed[1].do), strict=True):
-            there.copy_(new)
-    ours = session.answers_of(calls[1], placed[0])
-    session.same("q, k, v and dO rewritten in place", ours, plain, both[1], again=again)
+        there, new = ((*each.placed.arguments, each.placed.do) for each in (first, second))
+        for x, other in zip(there, new, strict=True):
+            x.copy_(other)
+    answers = replace(second, placed=first.placed).answers()
+    session.found.compare("q, k, v and dO rewritten in place", plain, answers, both[1], again=again)
 
 
 def third_call(session: Session) -> None:
     """The first call of a shape against the third: either may be the wrong one."""
-    inputs = session.inputs()
+    inputs, first = session.inputs(), session.plain
     _, third = (session.answers(inputs) for _ in range(2))
-    session.same("the third call against the first", third, session.plain, inputs)
-    session.same("the first call against the third", session.plain, third, inputs)
+    session.found.compare("the third call against the first", first, third, inputs)
+    session.found.compare("the first call against the third", third, first, inputs)
 
 
 def scaled_do(session: Session) -> None:
@@ -277,23 +255,21 @@ def scaled_do(session: Session) -> None:
     for exponent in (power, -power):
         factor = 2.0**exponent
         answers = session.answers(replace(inputs, do=inputs.do * factor))
-        ours = {name: tensor if name == "O" else tensor / factor for name, tensor in answers.items()}
-        session.same(f"dO times 2^{exponent}", ours, plain, inputs)
+        ours = {part: x if part == O else x / factor for part, x in answers.items()}
+        session.found.compare(f"dO times 2^{exponent}", plain, ours, inputs)
 
 
 def log_sum_exp(session: Session) -> None:
     """The log-sum-exp that it returns beside O, in base e or two."""
-    options = session.kernel.caller.convention.options
-    if len(options.layout) < len(FULL):
+    if len(session.options.layout) < len(FULL):
         raise CannotRunError("is called for every sequence: its log-sum-exp is not looked at")
     inputs = session.inputs()
-    call = session.call(inputs)
-    returned = call.returned(call.placed(gradients=False))
+    returned = session.place(inputs, gradients=False).returned()
     second = returned[1] if isinstance(returned, (tuple, list)) and len(returned) > 1 else None
-    judged = judge_lse(second, inputs, options.lse)
-    session.relations.append(judged.relation)
-    session.measures |= judged.measures
-    session.unit = judged.unit
+    judged = judge_lse(second, inputs, session.options.lse)
+    session.found.asked[judged.asked] = judged.why
+    session.found.measures |= judged.measures
+    session.found.unit = judged.unit
 
 
 QUESTIONS = (

@@ -11,7 +11,6 @@ from tiebreak.kernels.external.options import BINARY, NATURAL
 from tiebreak.kernels.formats import FP32, ulp
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.matrix.result import Relation
 
 _LN2 = math.log(2.0)
 #: Of the sum: a fast exponential (PyTorch's on a CPU is 2^-14 small at 0), and its rounding in fp32.
@@ -26,7 +25,8 @@ _NONE = {"lse_ulps": math.nan, "lse_error_over_bound": math.nan}
 class JudgedLse:
     """What was returned beside O."""
 
-    relation: Relation  # whether it is what it must be
+    asked: str  # what it must be
+    why: str  # what it is instead; empty: it is as it must
     measures: Mapping[str, float]
     unit: str = ""  # in which base it is
 
@@ -95,9 +95,7 @@ def judge_lse(returned: object, inputs: AttentionInputs, declared: str) -> Judge
         received = "returns O alone" if returned is None else f"returns {shape} beside O"
         if not declared:
             raise CannotRunError(f"{received}, no log-sum-exp")
-        return JudgedLse(
-            Relation(asked, f"{received}, expected a log-sum-exp of shape {(batch, heads, queries)}"), _NONE
-        )
+        return JudgedLse(asked, f"{received}, expected a log-sum-exp of shape {(batch, heads, queries)}", _NONE)
     rows = _Rows.of(inputs)
     bases = {NATURAL: rows.natural, BINARY: rows.natural / _LN2}
     errors = {base: (lse - exact).abs() / exact.abs() * rows.natural.abs() for base, exact in bases.items()}
@@ -108,7 +106,7 @@ def judge_lse(returned: object, inputs: AttentionInputs, declared: str) -> Judge
         "lse_error_over_bound": shares[base],
     }
     why = "" if shares[base] <= 1.0 else _what_is_wrong(lse, rows, shares, base, inputs)
-    return JudgedLse(Relation(f"{asked} in base {base}" if not declared else asked, why), measures, f"ulp, base {base}")
+    return JudgedLse(f"{asked} in base {base}" if not declared else asked, why, measures, f"ulp, base {base}")
 
 
 def _what_is_wrong(lse: Tensor, rows: _Rows, shares: Mapping[str, float], base: str, inputs: AttentionInputs) -> str:
