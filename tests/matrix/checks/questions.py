@@ -1,28 +1,19 @@
 """Whether the calls of a question agree: to the size of their errors, or without a bias."""
 
-from collections.abc import Callable
-
 from tiebreak.matrix.checks import Check
-from tiebreak.matrix.result import Result
-from tiebreak.reports.records.record import Answer
-
-
-def _answered(check: str) -> Callable[[Result], Answer | None]:
-    """Return what gives the answer that the question's own comparison has."""
-    return lambda result: result.agreement.get(check)
-
+from tiebreak.matrix.questions import within_error, without_bias
 
 USAGE = Check(
-    "usage",
+    within_error.KIND,
     "the same numbers have the same answer in other strides, after other calls and beside what is not to be read",
-    _answered("usage"),
+    lambda result: result.agreement.get(within_error.KIND),
     wrong=True,
     term="metamorphic relation",
 )
 INVARIANCE = Check(
-    "invariance",
+    without_bias.KIND,
     "a call that is changed in what should not matter has the same bits, or others without a bias",
-    _answered("invariance"),
+    lambda result: result.agreement.get(without_bias.KIND),
     judges=True,
     term="batch invariance",
 )

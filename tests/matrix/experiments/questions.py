@@ -1,12 +1,11 @@
 """One question: a kernel called in several ways, on ever more heads until it is known whether the answers agree."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 from tiebreak.backends.backend import Backend
-from tiebreak.cases.measures import Measure
 from tiebreak.cases.verdicts import LOOKS
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.options import split_words
@@ -59,15 +58,14 @@ class _Asked(Experiment, Generic[_Found]):
                 raise CannotRunError("; ".join(session.refused))
             if session.found.settled:
                 break
-        answer = session.found.answer
-        return replace(session.found.result, agreement={} if answer is None else {self.kind: answer})
+        return session.found.result
 
 
 @dataclass(frozen=True)
 class Usage(_Asked[WithinError]):
     """A question of how a kernel is used: small calls on normal numbers."""
 
-    kind: ClassVar[str] = "usage"
+    kind: ClassVar[str] = within_error.KIND
     group_name: ClassVar[str] = usage.GROUP
 
     @property
@@ -100,7 +98,7 @@ class Usage(_Asked[WithinError]):
 class Invariance(_Asked[WithoutBias]):
     """A question of what a change of a call does, on a run's heads."""
 
-    kind: ClassVar[str] = "invariance"
+    kind: ClassVar[str] = without_bias.KIND
     group_name: ClassVar[str] = invariance.GROUP
 
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
@@ -118,28 +116,7 @@ class Invariance(_Asked[WithoutBias]):
         return WithoutBias(self.name in {f"{self.kind}[{word}]" for word in split_words(declared)})
 
 
-@dataclass(frozen=True)
-class _Questions(Kind):
-    """All of a table."""
-
-    experiments: Sequence[Experiment] = ()
-    measured: Sequence[Measure] = ()
-    advice: str = ""
-
-    def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
-        """As `Kind.offered`."""
-        return () if captured is not None and not cases_named else self.experiments
-
-    def measures(self) -> Mapping[str, Measure]:
-        """As `Kind.measures`."""
-        return {measure.name: measure for measure in self.measured}
-
-    def hint(self) -> str:
-        """As `Kind.hint`."""
-        return self.advice
-
-
-USAGE = _Questions(
+USAGE = Kind(
     Usage.kind,
     records.ExperimentRecord(
         "a user's kernel called in other ways, on the same numbers",
@@ -152,7 +129,7 @@ USAGE = _Questions(
     advice=f"{usage.QUESTIONS[0].name} and its like are asked of users' kernels, which --kernel names, and of a"
     " device's own where --cases names the question",
 )
-INVARIANCE = _Questions(
+INVARIANCE = Kind(
     Invariance.kind,
     records.ExperimentRecord(
         "a call compared with itself under one change",

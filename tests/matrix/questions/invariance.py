@@ -4,7 +4,7 @@ A control is a second change that must change O, by what it does to the numbers.
 nothing, and that bits are the same says nothing. Each question's docstring ends with its control, and why that tells.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from tiebreak.kernels.features import CAUSAL
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel, composed
-from tiebreak.matrix.attribution import equal_bits
+from tiebreak.matrix.attribution import drawn, equal_bits
 from tiebreak.matrix.questions import session as sessions
 from tiebreak.matrix.questions.answers import DQ, OF_QUERIES, Answers, Cut, O, joined
 from tiebreak.matrix.questions.materials import cancelling
@@ -46,10 +46,10 @@ Session = sessions.Session[WithoutBias]
 Question = sessions.Question[WithoutBias]
 
 
-def _of_rows(inputs: AttentionInputs, rows: slice, keys: int, *, causal: bool) -> AttentionInputs:
-    """Return the call of some queries, and the first keys."""
+def _of_rows(inputs: AttentionInputs, rows: slice, keys: int, **other: Any) -> AttentionInputs:
+    """Return the call of some queries, and the first keys, and whatever else is another."""
     q, do, k, v = inputs.q[:, :, rows], inputs.do[:, :, rows], inputs.k[:, :, :keys], inputs.v[:, :, :keys]
-    return replace(inputs, q=q, k=k, v=v, do=do, causal=causal)
+    return replace(inputs, q=q, k=k, v=v, do=do, **other)
 
 
 def _negated(x: Tensor, at: slice, dimension: int) -> Tensor:
@@ -81,7 +81,7 @@ def batch(session: Session) -> None:
         alone = joined((session.run(inputs.part(slice(at, at + 1))) for at in range(first.stop)), 0)
         # Two sequences or more there are always, and the last is a neighbour of the others.
         negated = replace(inputs, v=_negated(inputs.v, slice(-1, None), 0))
-        together, others = session.run(inputs), session.run_forward(negated)
+        together, others = session.run(inputs), session.run(negated, gradients=False)
         session.found.compare(f"among {number - 1} others, {material}", alone, together, inputs, Cut(first))
         session.found.control("V of a neighbour negated", together[O][-1:], others[O][-1:])
         rest = Cut(slice(0, -1))
@@ -94,7 +94,7 @@ def batch(session: Session) -> None:
             beside[f"packed before one of {queries} queries"] = _packed(inputs, more)
         for words, changed in beside.items():
             if session.takes(changed):
-                answer = session.run_forward(changed)
+                answer = session.run(changed, gradients=False)
                 answer = answer if changed.lengths is None else {O: _unpacked(answer[O], inputs.q.shape)}
                 cut = Cut(first, rows=slice(0, rows))
                 session.found.compare(f"{words}, {material}", alone, answer, inputs, cut)
@@ -150,7 +150,7 @@ def _long_enough(session: Session, in_splits: Callable[[int, int], Kernel]) -> i
     """Return the keys of the shortest rows that the kernel splits as it is told; if it splits none the fewest."""
     for keys in _SPLIT_ROWS:
         inputs = session.draw("cancelling", cancelling, Shape(keys=keys), share=_LONG)
-        whole, parts = (session.run_forward(inputs, in_splits(number, keys))[O] for number in (1, _SPLITS[-1]))
+        whole, parts = (session.run(inputs, in_splits(number, keys), gradients=False)[O] for number in (1, _SPLITS[-1]))
         if keys == _SPLIT_ROWS[-1] or not torch.equal(whole, parts):
             break
     session.found.control(f"{_SPLITS[-1]} splits of {keys} keys whose V cancels", whole, parts)
@@ -189,16 +189,16 @@ def padding(session: Session) -> None:
             if session.takes(inputs, padded):
                 answer, words = session.run(padded), f"{more} padded behind {keys} keys, {material}"
                 session.found.compare(words, session.run(inputs), answer, inputs, Cut(keys=slice(0, keys)))
-                session.found.control("the padded keys seen", answer[O], session.run_forward(seen)[O])
+                session.found.control("the padded keys seen", answer[O], session.run(seen, gradients=False)[O])
     for more in _MORE_QUERIES:
         for material, inputs in session.materials(Shape(keys=_KEYS)):
             longer, rows = _with_more(inputs, "q do", more, session), inputs.q.shape[2]
             if session.takes(inputs, longer):
-                plain, answer, added = session.run_forward(inputs), session.run_forward(longer), slice(rows, None)
+                plain, answer = (session.run(each, gradients=False) for each in (inputs, longer))
                 words, cut = f"{more} more queries, {material}", Cut(rows=slice(0, rows))
                 session.found.compare(words, plain, answer, inputs, cut)
-                other = session.run_forward(replace(longer, q=_negated(longer.q, added, 2)))
-                session.found.control("other queries behind the end", answer[O][:, :, added], other[O][:, :, added])
+                other = session.run(replace(longer, q=_negated(longer.q, slice(rows, None), 2)), gradients=False)
+                session.found.control("other queries behind the end", answer[O][:, :, rows:], other[O][:, :, rows:])
 
 
 def memory(session: Session) -> None:
@@ -246,9 +246,23 @@ def _paged(inputs: AttentionInputs) -> tuple[AttentionInputs, AttentionInputs]:
     return in_order, replace(in_order, block_table=table.numel() - 1 - table)
 
 
-def _causal_or_not(session: Session, whole: AttentionInputs) -> list[AttentionInputs]:
+def _prefills(session: Session, inputs: AttentionInputs) -> list[AttentionInputs]:
     """Return a call in which queries come after one another; without a causal mask where the kernel takes none."""
-    return [replace(whole, causal=causal) for causal in (True, False) if not causal or session.can(CAUSAL)]
+    return [replace(inputs, causal=causal) for causal in (True, False) if not causal or CAUSAL in session.kernel.takes]
+
+
+def _in_pieces(
+    session: Session, whole: AttentionInputs, pieces: Mapping[str, Sequence[AttentionInputs]], cut: Cut
+) -> bool:
+    """Compare a prefill with its queries in pieces, in all ways that the kernel takes; return whether it takes any."""
+    taken = {words: calls for words, calls in pieces.items() if session.takes(whole, *calls)}
+    if taken:
+        answer, at = session.run(whole), slice(-2, -1)
+        for words, calls in taken.items():
+            session.found.compare(words, answer, joined(map(session.run, calls), 2, OF_QUERIES), whole, cut)
+        other = session.run(replace(whole, q=_negated(whole.q, at, 2)), gradients=False)
+        session.found.control("another query in a row of the prefill", answer[O][:, :, at], other[O][:, :, at])
+    return bool(taken)
 
 
 def decode(session: Session) -> None:
@@ -256,43 +270,25 @@ def decode(session: Session) -> None:
 
     Control: another q in the row before the last, whose P is another.
     """
-    for keys in _DECODED:
-        for material, inputs in session.materials(Shape(queries=keys, keys=keys), share=1):
-            _decode(session, material, inputs)
-        if session.found.comparisons:
-            break
-
-
-def _decode(session: Session, material: str, inputs: AttentionInputs) -> None:
-    keys = inputs.k.shape[2]
     # Random bits go by a row's place, so that two answers are two draws, and one row of a head tells little. Without a
     # causal mask more rows see as many keys.
-    rows = _DRAWN_ROWS if session.draws else 1
-    for whole in _causal_or_not(session, inputs)[-1 if session.draws else 0 :]:
-        alone = {causal: _alone(inputs, rows, causal=causal) for causal in (False, True)}
-        if not session.takes(whole, *alone[False]):
-            continue
-        answer = session.run(whole)
-        for causal in (False, True) if session.can(CAUSAL) and session.takes(*alone[True]) else (False,):
-            of_rows = joined(map(session.run, alone[causal]), 2, OF_QUERIES)
-            words = f"one query of {keys} keys{', causal' if causal else ''}, {material}"
-            session.found.compare(words, answer, of_rows, whole, Cut(rows=slice(-rows, None)))
-        _control_of_rows(session, whole, answer[O], keys - 2)
-        break
-
-
-def _alone(inputs: AttentionInputs, rows: int, *, causal: bool) -> list[AttentionInputs]:
-    """Return calls of each of the last queries and all keys, with random bits of their own."""
-    keys = inputs.k.shape[2]
-    singles = {row: _of_rows(inputs, slice(row, row + 1), keys, causal=causal) for row in range(keys - rows, keys)}
-    return [replace(single, noise_seed=inputs.noise_seed + row) for row, single in singles.items()]
-
-
-def _control_of_rows(session: Session, whole: AttentionInputs, o: Tensor, row: int) -> None:
-    """Put another q in one row of a call."""
-    at = slice(row, row + 1)
-    other = session.run_forward(replace(whole, q=_negated(whole.q, at, 2)))[O]
-    session.found.control("another query in a row of the prefill", o[:, :, at], other[:, :, at])
+    declaration = session.kernel.declaration
+    draws = declaration is not None and drawn(declaration)
+    rows = _DRAWN_ROWS if draws else 1
+    for keys in _DECODED:
+        for material, inputs in session.materials(Shape(queries=keys, keys=keys), share=1):
+            pieces = {
+                f"one query of {keys} keys{', causal' if prefill.causal else ''}, {material}": [
+                    _of_rows(prefill, slice(row, row + 1), keys, noise_seed=inputs.noise_seed + row)
+                    for row in range(keys - rows, keys)
+                ]
+                for prefill in reversed(_prefills(session, inputs))
+            }
+            for whole in _prefills(session, inputs)[-1 if draws else 0 :]:
+                if _in_pieces(session, whole, pieces, Cut(rows=slice(-rows, None))):
+                    break
+        if session.found.comparisons:
+            break
 
 
 def chunks(session: Session) -> None:
@@ -302,19 +298,15 @@ def chunks(session: Session) -> None:
     """
     seeing = Cut(rows=slice(_PREFILL // 4, None))  # a maximum, if there is one: the few keys before it may cancel
     for material, inputs in session.materials(Shape(queries=_PREFILL, keys=_PREFILL), share=_LONG):
-        for whole in _causal_or_not(session, inputs):
-            answer: Answers = {}
-            for size in _CHUNKS:
-                rows = [slice(start, min(start + size, _PREFILL)) for start in range(0, _PREFILL, size)]
-                causal = whole.causal
-                parts = [_of_rows(whole, each, each.stop if causal else _PREFILL, causal=causal) for each in rows]
-                if not session.takes(whole, *parts):
-                    continue
-                answer = answer or session.run(whole)
-                chunked, words = joined(map(session.run, parts), 2, OF_QUERIES), f"in chunks of {size} queries"
-                session.found.compare(f"{words}, {material}", answer, chunked, whole, seeing)
-            if answer:
-                _control_of_rows(session, whole, answer[O], _PREFILL - 2)
+        for whole in _prefills(session, inputs):
+            pieces = {
+                f"in chunks of {size} queries, {material}": [
+                    _of_rows(whole, slice(start, start + size), start + size if whole.causal else _PREFILL)
+                    for start in range(0, _PREFILL, size)
+                ]
+                for size in _CHUNKS
+            }
+            if _in_pieces(session, whole, pieces, seeing):
                 break
 
 
@@ -331,7 +323,7 @@ def repeat(session: Session) -> None:
             again = session.run(inputs)
             least = {part: _less_alike(x, least[part], again[part]) for part, x in plain.items()}
         session.found.compare(f"{_CALLS} calls, {material}", plain, least, inputs)
-        session.found.control("V negated", plain[O], session.run_forward(replace(inputs, v=-inputs.v))[O])
+        session.found.control("V negated", plain[O], session.run(replace(inputs, v=-inputs.v), gradients=False)[O])
 
 
 def _less_alike(plain: Tensor, kept: Tensor, other: Tensor) -> Tensor:

@@ -16,20 +16,17 @@ from tiebreak.cases.case import HEADS_PER_BATCH, Draw, Shape
 from tiebreak.kernels.external.call import CONTIGUOUS, Call, Made, Placed, Places
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.options import KernelOptions
-from tiebreak.kernels.features import Feature
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import CannotRunError, Kernel
-from tiebreak.matrix.attribution import drawn
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.questions.answers import Answers, O, named
+from tiebreak.matrix.questions.answers import Answers, named
 from tiebreak.matrix.questions.materials import MATERIALS, Material
 from tiebreak.matrix.questions.within_error import BATCH, HEADS, WithinError
 from tiebreak.matrix.questions.without_bias import WithoutBias
 from tiebreak.matrix.trial import failed_trial
 
 SHARE = 2  # of the heads of a batch, 1 in so many, where each is called dozens of times
-_FEW = 16  # queries and keys where there are many heads
 _DO = 4.0  # of this size P dP leaves fp16 where dO is a thousand times as large
 _Found = TypeVar("_Found", WithinError, WithoutBias)
 
@@ -177,15 +174,6 @@ class Session(Generic[_Found]):
         """Of a user's kernel; the defaults of any other."""
         return self.kernel.caller.convention.options if isinstance(self.kernel, UserKernel) else KernelOptions()
 
-    @property
-    def draws(self) -> bool:
-        """Whether the kernel says that random bits enter its O."""
-        return self.kernel.declaration is not None and drawn(self.kernel.declaration)
-
-    def can(self, feature: Feature) -> bool:
-        """Whether the kernel says that it takes a feature."""
-        return feature in self.kernel.takes
-
     def takes(self, *calls: AttentionInputs) -> bool:
         """Whether the kernel can make some calls as they are, without dummies; if not, the reason is kept."""
         return all(map(self._takes, calls))
@@ -223,23 +211,20 @@ class Session(Generic[_Found]):
         for name, material in MATERIALS.items():
             yield name, self.draw(name, material, shape, share)
 
-    def run(self, inputs: AttentionInputs, kernel: Kernel | None = None) -> Answers:
+    def run(self, inputs: AttentionInputs, kernel: Kernel | None = None, *, gradients: bool = True) -> Answers:
         """Return the answer of a call, as any cell runs a kernel.
 
         Args:
             inputs: of the call.
             kernel: another one than the cell's.
+            gradients: whether they are wanted, if the kernel has a backward pass.
         """
         kernel, run = kernel or self.kernel, self.cell.backend.run
+        gradients = gradients and kernel.has_backward
         # With gradients to come others may compute O in another way; a composed kernel's backward pass is apart.
-        output = run(kernel, inputs, gradients=kernel.has_backward and kernel.composed)
-        apart = kernel.has_backward and not kernel.composed
-        gradients: Made = _gradients(run(kernel, inputs, gradients=True) if apart else output)
-        return named(x.detach().float() for x in (output.o, *gradients))
-
-    def run_forward(self, inputs: AttentionInputs, kernel: Kernel | None = None) -> Answers:
-        """Return O alone; arguments as for `run`."""
-        return {O: self.cell.backend.run(kernel or self.kernel, inputs, gradients=False).o.detach().float()}
+        output = run(kernel, inputs, gradients=gradients and kernel.composed)
+        made: AttentionOutput = output if kernel.composed or not gradients else run(kernel, inputs, gradients=True)
+        return named(x.detach().float() for x in (output.o, *_gradients(made)))
 
     # Small calls on normal numbers.
 
@@ -295,13 +280,6 @@ class Session(Generic[_Found]):
     def inputs(self, index: int = 0) -> AttentionInputs:
         """Return normal numbers in the first shape; of index 0 those of `plain`."""
         return self.arranged(self.draw_small(self.shape, index))
-
-    def inputs_of(self, batch: int, heads: int) -> AttentionInputs:
-        """Return the same with another number of heads, and fewer keys, without dummies."""
-        shape = self.shape
-        if not self.options.multiple_of > 1:
-            shape = replace(shape, queries=min(shape.queries, _FEW), keys=_FEW)
-        return self.draw_small(shape, 0, batch, heads)
 
     def arranged(self, inputs: AttentionInputs) -> AttentionInputs:
         """Return inputs with the dummies that the kernel needs, as if they were part of the call."""

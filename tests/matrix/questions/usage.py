@@ -25,6 +25,7 @@ _LARGE = 2.0**20  # times q below any 16-bit format's largest number but fp16's,
 _LARGE_FP16 = 2.0**6
 _SQUARE = 64  # queries and keys of a call with a mask, or more
 _BATCHES, _HEADS = 60, 5  # more than 2^8 in all, and a power of two in neither
+_FEW = 16  # queries and keys of such a call
 _HIDDEN = 12  # keys at the end that padding hides
 Session = sessions.Session[WithinError]
 Question = sessions.Question[WithinError]
@@ -65,42 +66,16 @@ def _same_in(session: Session, views: dict[str, Places], plain: Answers, inputs:
 
 def many_heads(session: Session) -> None:
     """More heads than 7 or 8 bits count, each compared with itself in a small call."""
-    whole = session.inputs_of(_BATCHES, _HEADS)
+    shape = session.shape
+    if session.options.multiple_of == 1:
+        shape = replace(shape, queries=min(shape.queries, _FEW), keys=_FEW)
+    whole = session.draw_small(shape, 0, _BATCHES, _HEADS)
     some = replace(whole, **{name: getattr(whole, name)[-BATCH:] for name in ("q", "k", "v", "do")})
     # With dummies a row may be an entry of the batch of its own.
     whole, some = session.arranged(whole), session.arranged(some)
     last = Cut(batch=slice(-len(some.q), None))
     answers = session.answers(whole)
     session.found.compare("the last of 300 heads", session.answers(some), answers, some, last)
-
-
-@dataclass(frozen=True)
-class _Masked:
-    """A call with a mask that hides some keys, from all rows or from some."""
-
-    words: str  # such keys
-    inputs: AttentionInputs
-    at: slice  # those keys
-    cut: Cut  # what they must not change
-
-    @property
-    def padded(self) -> bool:
-        """Whether no row sees them."""
-        return not self.inputs.causal
-
-    def with_keys(self, k: Tensor, v: Tensor) -> AttentionInputs:
-        """Return the call with other K and V at those keys."""
-        all_k, all_v = self.inputs.k.clone(), self.inputs.v.clone()
-        all_k[:, :, self.at], all_v[:, :, self.at] = k, v
-        return replace(self.inputs, k=all_k, v=all_v)
-
-
-def _masked(session: Session) -> Iterator[_Masked]:
-    """Yield the calls that the kernel takes."""
-    for make in (_padded, _causal, _windowed):
-        masked = make(session)
-        if session.takes(masked.inputs):
-            yield masked
 
 
 def _square(session: Session) -> CallShape:
@@ -110,63 +85,71 @@ def _square(session: Session) -> CallShape:
     return CallShape(size, size, session.shape.d)
 
 
-def _padded(session: Session) -> _Masked:
+def _padded(session: Session, hidden: int = _HIDDEN) -> AttentionInputs:
+    """Return a call whose last keys are padding."""
     inputs = session.draw_small(_square(session))
     batch, _, keys, _ = inputs.k.shape
-    takes_part = (torch.arange(keys) < keys - _HIDDEN).repeat(batch, 1)
-    inputs, hidden = replace(inputs, key_padding=takes_part), slice(keys - _HIDDEN, keys)
-    return _Masked("padded keys", inputs, hidden, Cut(keys=slice(0, hidden.start)))
+    return replace(inputs, key_padding=(torch.arange(keys) < keys - hidden).repeat(batch, 1))
 
 
-def _causal(session: Session) -> _Masked:
-    """The last key is seen by the last row alone, whose dO is 0: it adds 0 to all gradients."""
-    inputs = session.draw_small(replace(_square(session), causal=True))
-    do = inputs.do.clone()
-    do[:, :, -1] = 0.0
-    before = slice(0, inputs.k.shape[2] - 1)
-    last = slice(before.stop, before.stop + 1)
-    return _Masked("keys ahead of a causal row", replace(inputs, do=do), last, Cut(rows=before, keys=before))
+def _masked(session: Session) -> Iterator[tuple[str, AttentionInputs, slice, Cut]]:
+    """Yield calls that the kernel takes, with keys that a mask hides: in words, where, and what they must not change.
+
+    The last key of a causal mask is seen by the last row alone, whose dO is 0: it adds 0 to all gradients. Windows of
+    half as many rows as keys leave the first keys out.
+    """
+    shape = _square(session)
+    keys, unseen, before = shape.keys, shape.keys // 4, slice(0, shape.keys - 1)
+    causal = session.draw_small(replace(shape, causal=True))
+    causal = replace(causal, do=causal.do.clone())
+    causal.do[:, :, -1] = 0.0
+    windowed = session.draw_small(replace(shape, queries=shape.queries // 2))
+    windowed = replace(windowed, window=(keys - windowed.q.shape[2] - unseen, 0))
+    calls = {
+        "padded keys": (_padded(session), slice(keys - _HIDDEN, keys), Cut(keys=slice(0, keys - _HIDDEN))),
+        "keys ahead of a causal row": (causal, slice(keys - 1, keys), Cut(rows=before, keys=before)),
+        "keys outside of all windows": (windowed, slice(0, unseen), Cut(keys=slice(unseen, keys))),
+    }
+    for words, (inputs, at, cut) in calls.items():
+        if session.takes(inputs):
+            yield words, inputs, at, cut
 
 
-def _windowed(session: Session) -> _Masked:
-    """Half as many rows as keys, whose windows leave the first keys out."""
-    square = _square(session)
-    inputs = session.draw_small(replace(square, queries=square.queries // 2))
-    keys = inputs.k.shape[2]
-    unseen = slice(0, keys // 4)
-    first = replace(inputs, window=(keys - inputs.q.shape[2] - unseen.stop, 0))
-    return _Masked("keys outside of all windows", first, unseen, Cut(keys=slice(unseen.stop, keys)))
+def _with_keys(inputs: AttentionInputs, at: slice, k: Tensor, v: Tensor) -> AttentionInputs:
+    """Return the call with other K and V at some keys."""
+    all_k, all_v = inputs.k.clone(), inputs.v.clone()
+    all_k[:, :, at], all_v[:, :, at] = k, v
+    return replace(inputs, k=all_k, v=all_v)
 
 
 def hidden_keys(session: Session) -> None:
-    """Other K and V where a mask hides them: large ones in padding, which holds anything, else the same negated.
+    """Other K and V where a mask hides them: large ones where no row sees them, else the same negated.
 
     A key ahead of a causal row is another row's own: a kernel in 8 bits may share a scale with it.
     """
     large = torch.tensor(_LARGE if session.fmt.largest > _LARGE**2 else _LARGE_FP16)
-    for masked in _masked(session):
-        plain, inputs = session.answers(masked.inputs), masked.inputs
-        k, v = (large, large) if masked.padded else (-inputs.k[:, :, masked.at], -inputs.v[:, :, masked.at])
-        words = f"{f'{large:.0f}' if masked.padded else 'other numbers'} in {masked.words}"
-        session.found.compare(words, plain, session.answers(masked.with_keys(k, v)), inputs, masked.cut)
+    for words, inputs, at, cut in _masked(session):
+        k, v = (-inputs.k[:, :, at], -inputs.v[:, :, at]) if inputs.causal else (large, large)
+        plain, answer = session.answers(inputs), session.answers(_with_keys(inputs, at, k, v))
+        number = "other numbers" if inputs.causal else f"{large:.0f}"
+        session.found.compare(f"{number} in {words}", plain, answer, inputs, cut)
 
 
 def hidden_nan(session: Session) -> None:
     """NaN and Inf there, asked of kernels that say that they take it: 0 times NaN is NaN, and most compute it."""
     measures = session.found.measures
-    for masked in _masked(session):
-        plain = session.answers(masked.inputs)
+    for words, inputs, at, cut in _masked(session):
+        plain = session.answers(inputs)
         # The row that sees a NaN has NaN gradients, and so have all keys that it sees: of a causal mask O alone tells,
         # and V's NaN is multiplied by a P of 0 in every tile that has it.
         for number in (torch.nan, torch.inf):
             full = torch.tensor(number)
-            v = full if masked.padded else masked.inputs.v[:, :, masked.at]
-            answers = session.answers(masked.with_keys(full, v))
-            judged = answers if masked.padded else {O: answers[O]}
-            lost = [(~torch.isfinite(x)).double().mean().item() for x in masked.cut(judged).values()]
+            answer = session.answers(_with_keys(inputs, at, full, inputs.v[:, :, at] if inputs.causal else full))
+            answer = {O: answer[O]} if inputs.causal else answer
+            lost = [(~torch.isfinite(x)).double().mean().item() for x in cut(answer).values()]
             measures["nan_let_in"] = max(measures.get("nan_let_in", 0.0), *lost)
             if HIDDEN_NAN in session.kernel.takes:
-                session.found.compare(f"{number} in {masked.words}", plain, judged, masked.inputs, masked.cut)
+                session.found.compare(f"{number} in {words}", plain, answer, inputs, cut)
 
 
 @dataclass(frozen=True)
@@ -184,13 +167,11 @@ class _MaskInPlace(Call):
 
 def other_mask(session: Session) -> None:
     """After a call with another mask of the same shape, against one that has as many keys again, all hidden."""
-    shape, first = _square(session), _padded(session).inputs
+    shape, first, inputs = _square(session), _padded(session), _padded(session, 2 * _HIDDEN)
     if not session.takes(first):
         return
-    batch, _, keys, _ = first.k.shape
-    seen = slice(0, keys - 2 * _HIDDEN)
-    takes_part = torch.arange(keys).expand(batch, -1) < seen.stop
-    inputs = replace(first, key_padding=takes_part)
+    keys, seen, takes_part = shape.keys, slice(0, shape.keys - 2 * _HIDDEN), inputs.key_padding
+    assert takes_part is not None
     more = session.draw_small(replace(shape, queries=2 * keys, keys=2 * keys), 1)
     more.do.zero_()
     for name in ("q", "k", "v", "do"):

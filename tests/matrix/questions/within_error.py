@@ -10,7 +10,6 @@ questions, with a limit of 2, blamed none of nine sound kernels in 18,000 cells 
 all answers had equal bits, the others a ratio of 1.08 at most. What reads wrong numbers comes to a hundred and more.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +23,7 @@ from tiebreak.matrix.questions.answers import WHOLE, Answers, Cut, O, exact
 from tiebreak.matrix.result import Result
 from tiebreak.reports.records.record import Answer, Shown
 
+KIND = "usage"  # of experiment, and the name of its check
 WORSE = 4.0
 BATCH, HEADS = 2, 4  # of a call
 MEASURES = (
@@ -90,22 +90,16 @@ class WithinError:
                 where they are added up by atomics, two calls agree by chance.
         """
         repeats = again is not None and torch.equal(again[O], plain[O])
-        differing = list(_differences(cut(plain), cut(other), inputs, cut, self.fmt))
+        plain, other = cut(plain), cut(other)
+        differing = [
+            difference(part, x, other[part], cut({part: exact(inputs, part)})[part], self.fmt)
+            for part, x in plain.items()
+            if part in other and equal_bits(other[part], x) < 1.0
+        ]
         wrong = [each for each in differing if (repeats and each.what == O) or not each.harmless]
         self.differences += differing
         others = f" ({', '.join(each.what for each in wrong[1:])} too)" if wrong[1:] else ""
         self.asked[words] = f"{words}: {wrong[0].text}{others}" if wrong else ""
-
-    @property
-    def result(self) -> Result:
-        """What the cell measures, what tables show first."""
-        measures = self.measures or {
-            "other_bits": max((each.share for each in self.differences), default=0.0),
-            "difference_ulps": max((each.ulps for each in self.differences), default=0.0),
-            "error_ratio": max((each.worse for each in self.differences), default=1.0),
-        }
-        name = next(iter(measures))
-        return Result(measures, Shown.of(name, measures[name], self.unit, spec=".2g"), heads=BATCH * HEADS)
 
     @property
     def nothing(self) -> bool:
@@ -118,20 +112,22 @@ class WithinError:
         return True
 
     @property
-    def answer(self) -> Answer | None:
-        """Whether all is as it must be; None where nothing was asked."""
-        why = [text for text in self.asked.values() if text]
+    def result(self) -> Result:
+        """What the cell measures, what tables show first, and whether all is as it must be, if anything must."""
+        measures = self.measures or {
+            "other_bits": max((each.share for each in self.differences), default=0.0),
+            "difference_ulps": max((each.ulps for each in self.differences), default=0.0),
+            "error_ratio": max((each.worse for each in self.differences), default=1.0),
+        }
+        name, why = next(iter(measures)), [text for text in self.asked.values() if text]
         more = f"; and {len(why) - 1} more" if len(why) > 1 else ""
-        return Answer(not why, "; ".join(self.asked), f"{why[0]}{more}" if why else "") if self.asked else None
-
-
-def _differences(
-    plain: Answers, other: Answers, inputs: AttentionInputs, cut: Cut, fmt: Format
-) -> Iterator[Difference]:
-    """Yield what differs, of the parts that both answers have."""
-    for part in plain:
-        if part in other and equal_bits(other[part], plain[part]) < 1.0:
-            yield difference(part, plain[part], other[part], cut({part: exact(inputs, part)})[part], fmt)
+        answer = Answer(not why, "; ".join(self.asked), f"{why[0]}{more}" if why else "")
+        return Result(
+            measures=measures,
+            shown=Shown.of(name, measures[name], self.unit, spec=".2g"),
+            agreement={KIND: answer} if self.asked else {},
+            heads=BATCH * HEADS,
+        )
 
 
 def difference(part: str, plain: Tensor, other: Tensor, exact: Tensor, fmt: Format) -> Difference:

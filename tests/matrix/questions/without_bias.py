@@ -5,7 +5,6 @@ biases; its samples are heads, paired. Beyond the margin of every other verdict 
 change has made.
 """
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,10 +20,10 @@ from tiebreak.matrix.attribution import equal_bits
 from tiebreak.matrix.questions.answers import OF_QUERIES, WHOLE, Answers, Cut, O, exact, units
 from tiebreak.matrix.questions.within_error import WORSE
 from tiebreak.matrix.result import Result
-from tiebreak.reports.records.record import Answer, ChangeRecord, Estimate, Shown
+from tiebreak.reports.records.record import BIASED, UNBIASED, Answer, ChangeRecord, Estimate, Shown
 from tiebreak.reports.tables.changes import changes_text, worst
 
-_REMEDY = "raise --heads"
+KIND = "invariance"  # of experiment, and the name of its check
 _ROUNDED_ONCE = 1.0 / 12  # mean squared error in ulps^2 of what is rounded once: no sound side is held to less
 _DIFFERING, _DIFFERENCE = "differing_bits", "mean_difference"
 _ASKED, _DECLARED = "no bias that comes of the change", "the same bits, as the kernel declares"
@@ -52,40 +51,15 @@ MEASURES = (
 )
 
 
-class Effect(enum.Enum):
-    """What a change does to an answer."""
-
-    NONE = enum.auto()  # the same bits
-    UNBIASED = enum.auto()  # other bits, without bias
-    UNKNOWN = enum.auto()  # other bits, and too few heads to tell
-    BIASED = enum.auto()  # other bits, with bias
-    HARMFUL = enum.auto()  # larger errors than another way of rounding explains, or NaN and Inf
-
-
-_EFFECTS = {Verdict.BIASED: Effect.BIASED, Verdict.UNBIASED: Effect.UNBIASED}
-
-
-@dataclass(frozen=True)
-class Errors:
-    """One side's errors against the fp64 reference."""
-
-    head_bias: Tensor  # mean signed error in ulps, fp64, (heads,)
-    head_square: Tensor  # mean squared error in ulps^2, (heads,)
-
-    @property
-    def bias(self) -> Interval:
-        """Mean signed error in ulps."""
-        return interval(self.head_bias[torch.isfinite(self.head_bias)])
-
-    def and_of(self, others: "Errors") -> "Errors":
-        """Return those of more heads too."""
-        return Errors(torch.cat([self.head_bias, others.head_bias]), torch.cat([self.head_square, others.head_square]))
-
-
 @lru_cache(maxsize=4)  # several changes are compared with one answer
-def _errors(answer: Tensor, truth: Tensor, unit: Tensor, groups: int) -> Errors:
+def _errors(answer: Tensor, truth: Tensor, unit: Tensor, groups: int) -> Tensor:
+    """Return mean signed errors in ulps and mean squared ones, fp64, (2, heads)."""
     error = in_units(answer.double() - truth, unit)
-    return Errors(by_key_head(error, groups), by_key_head(error.square(), groups))
+    return torch.stack([by_key_head(error, groups), by_key_head(error.square(), groups)])
+
+
+def _mean(of_heads: Tensor) -> Interval:
+    return interval(of_heads[torch.isfinite(of_heads)])
 
 
 @dataclass(frozen=True)
@@ -93,61 +67,43 @@ class Comparison:
     """One part of both answers on all heads drawn so far."""
 
     same: tuple[float, ...]  # share of elements that have the same bits, batch by batch
-    before: Errors  # of the plain call
-    after: Errors  # of the changed one
     lost: int  # elements that are finite in one answer alone
+    before: Tensor  # errors of the plain call, (2, heads)
+    after: Tensor  # of the changed one
 
     def and_of(self, others: "Comparison") -> "Comparison":
         """Return both answers on more heads."""
-        sides = self.before.and_of(others.before), self.after.and_of(others.after)
-        return Comparison((*self.same, *others.same), *sides, lost=self.lost + others.lost)
-
-    @property
-    def heads(self) -> int:
-        """Drawn so far."""
-        return len(self.before.head_bias)
-
-    @property
-    def share(self) -> float:
-        """Of elements with other bits."""
-        return 1.0 - sum(self.same) / len(self.same)
+        sides = torch.cat([self.before, others.before], 1), torch.cat([self.after, others.after], 1)
+        return Comparison((*self.same, *others.same), self.lost + others.lost, *sides)
 
     @property
     def difference(self) -> Interval:
         """Signed mean of the changed answer less the plain one, in ulps; + is away from zero."""
-        apart = self.after.head_bias - self.before.head_bias
-        return interval(apart[torch.isfinite(apart)])
+        return _mean(self.after[0] - self.before[0])
 
     @property
-    def growth(self) -> float:
-        """Mean squared error of the worse side over that of the other."""
-        squares = [side.head_square.nanmean().item() for side in (self.before, self.after)]
-        return max(squares) / max(min(squares), _ROUNDED_ONCE)
-
-    @property
-    def effect(self) -> Effect:
-        """What the change does, as far as the data tell."""
-        if self.share == 0.0:
-            return Effect.NONE
-        verdict = judge(self.difference)
-        if self.lost or (self.growth > WORSE and verdict is not Verdict.BIASED):
-            return Effect.HARMFUL
-        return _EFFECTS.get(verdict, Effect.UNKNOWN)
+    def biases(self) -> tuple[Interval, Interval]:
+        """Mean signed error in ulps of the plain answer and of the changed one."""
+        return _mean(self.before[0]), _mean(self.after[0])
 
     @property
     def record(self) -> ChangeRecord:
         """As a record has it."""
+        share, verdict = 1.0 - sum(self.same) / len(self.same), judge(self.difference)
+        squares = [side[1].nanmean().item() for side in (self.before, self.after)]
+        growth = max(squares) / max(min(squares), _ROUNDED_ONCE)
+        grown = share > 0.0 and not self.lost and growth > WORSE and verdict is not Verdict.BIASED
         difference, before, after = (
-            Estimate.of(each.mean, each.half_width) for each in (self.difference, self.before.bias, self.after.bias)
+            Estimate.of(each.mean, each.half_width) for each in (self.difference, *self.biases)
         )
         return ChangeRecord(
-            self.share,
+            share,
             difference,
             before,
             after,
-            verdict=judge(self.difference).value if self.share else None,
+            verdict=verdict.value if share else None,
             lost=self.lost,
-            growth=self.growth if self.effect is Effect.HARMFUL and not self.lost else None,
+            growth=growth if grown else None,
         )
 
 
@@ -176,7 +132,7 @@ class WithoutBias:
             before, same = _errors(plain[part], truth, unit, groups), equal_bits(plain[part], other[part])
             after = before if same == 1.0 else _errors(other[part], truth, unit, groups)
             lost = int((torch.isfinite(plain[part]) != torch.isfinite(other[part])).sum())
-            compared, name = Comparison((same,), before, after, lost), words if part == O else f"{words}, {part}"
+            compared, name = Comparison((same,), lost, before, after), words if part == O else f"{words}, {part}"
             self.comparisons[name] = self.comparisons[name].and_of(compared) if name in self.comparisons else compared
 
     def control(self, words: str, before: Tensor, after: Tensor) -> None:
@@ -189,36 +145,9 @@ class WithoutBias:
         return {name: each.record for name, each in self.comparisons.items()}
 
     @property
-    def _worst(self) -> Comparison:
-        return self.comparisons[worst(self.changes)]
-
-    @property
-    def result(self) -> Result:
-        """What the cell measures; it shows the farthest mean, or the share, 0, where no bit differs."""
-        at = self._worst
-        shown = Shown.of(_DIFFERENCE, at.difference.mean, verdict=at.record.verdict, spec="+.3f")
-        return Result(
-            measures={
-                _DIFFERING: max(each.share for each in self.comparisons.values()),
-                _DIFFERENCE: at.difference,
-                "bias_before": at.before.bias,
-                "bias_after": at.after.bias,
-                "control_bits": min(self.controls.values()),
-            },
-            shown=Shown.of(_DIFFERING, 0.0, spec=".0f") if at.effect is Effect.NONE else shown,
-            heads=at.heads,
-            remedy=_REMEDY,
-            evidence={"changes": self.changes, "controls": self.controls},
-        )
-
-    @property
     def nothing(self) -> bool:
         """Whether no answers have been compared."""
         return not self.comparisons
-
-    @property
-    def _effects(self) -> frozenset[Effect]:
-        return frozenset(each.effect for each in self.comparisons.values())
 
     @property
     def _dead(self) -> list[str]:
@@ -228,17 +157,49 @@ class WithoutBias:
     @property
     def settled(self) -> bool:
         """Whether more heads would tell nothing more."""
-        return bool(self._dead) or Effect.UNKNOWN not in self._effects
+        return bool(self._dead) or not any(map(_unknown, self.changes.values()))
 
     @property
-    def answer(self) -> Answer | None:
-        """Whether all is as it must be; None where other bits have no bias: nobody has said that there are none."""
-        asked, differs = _DECLARED if self.declared else _ASKED, self._effects != {Effect.NONE}
-        if self._effects & {Effect.BIASED, Effect.HARMFUL} or (self.declared and differs):
-            return Answer(False, asked, changes_text(self.changes))
+    def result(self) -> Result:
+        """What the cell measures; it shows the farthest mean, or the share, 0, where no bit differs."""
+        changes = self.changes
+        name = worst(changes)
+        at, change = self.comparisons[name], changes[name]
+        shown = Shown.of(_DIFFERENCE, at.difference.mean, verdict=change.verdict, spec="+.3f")
+        before, after = at.biases
+        heads = at.before.shape[1]
+        answer = self._answer(changes, heads)
+        return Result(
+            measures={
+                _DIFFERING: max(each.bits for each in changes.values()),
+                _DIFFERENCE: at.difference,
+                "bias_before": before,
+                "bias_after": after,
+                "control_bits": min(self.controls.values()),
+            },
+            shown=shown if change.bits else Shown.of(_DIFFERING, 0.0, spec=".0f"),
+            agreement={} if answer is None else {KIND: answer},
+            heads=heads,
+            evidence={"changes": changes, "controls": self.controls},
+        )
+
+    def _answer(self, changes: Mapping[str, ChangeRecord], heads: int) -> Answer | None:
+        """Return whether all is as it must be; None where other bits have no bias: nobody has said there are none."""
+        asked, differs = _DECLARED if self.declared else _ASKED, any(each.bits for each in changes.values())
+        if any(map(_wrong, changes.values())) or (self.declared and differs):
+            return Answer(False, asked, changes_text(changes))
         if self._dead:
             return Answer(None, asked, f"the knob did nothing: no bit changed by {', '.join(self._dead)}")
-        if Effect.UNKNOWN in self._effects:
-            why = f"{self._worst.heads} heads do not settle it: {changes_text(self.changes)}; {_REMEDY}"
-            return Answer(None, asked, why)
+        if not self.settled:
+            return Answer(None, asked, f"{heads} heads do not settle it: {changes_text(changes)}; raise --heads")
         return None if differs else Answer(True, asked)
+
+
+def _wrong(change: ChangeRecord) -> bool:
+    """Tell a bias, larger errors than another way of rounding explains, NaN and Inf."""
+    return change.verdict == BIASED or change.lost > 0 or change.growth is not None
+
+
+def _unknown(change: ChangeRecord) -> bool:
+    """Tell other bits of which too few heads say whether they have a bias."""
+    return change.verdict not in (None, UNBIASED) and not _wrong(change)
