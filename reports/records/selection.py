@@ -2,7 +2,8 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import matching, none_named, split, unknown
