@@ -267,7 +267,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     if config.getoption("dist") != "load":
         return None
     by_rank = budget.rank if config.getoption("budget") is not None else None
-    collector: RecordCollector = config.pluginmanager.get_plugin("tiebreak-collector")
+    collector = config.pluginmanager.get_plugin("tiebreak-collector")
+    assert isinstance(collector, RecordCollector)
     return CaseScheduling(config, log, config.stash[_cells], by_rank, collector.another_try)
 
 
