@@ -128,9 +128,6 @@ def test_a_file_that_is_no_file_of_records(content: str, message: str, tmp_path:
         (["platform", "cpu"], ..., "platform.cpu: Expected `str`, got `null`"),
         (["platform", "fingerprint"], [], "platform.fingerprint: Expected `object`, got `array`"),
         (["platform", "fingerprint"], {"cpu": {"a": []}}, "platform.fingerprint.cpu.a: Expected `int | float | str`"),
-        (["platform", "extra"], [1, {"deep": float("1e999")}], "not JSON"),
-        (["complete"], "yes", "complete: Expected `bool`, got `str`"),
-        (["records"], {}, "records: Expected `array`, got `object`"),
         (["records", 0], None, "records[0]: Expected `object`, got `null`"),
         (["records", 0, "verdict"], "fine", "records[0].verdict: Expected `str` matching regex '^(unbiased|"),
         (["records", 0, "outcome"], "held\n", "records[0].outcome: Expected `str` matching regex '^(held|"),
@@ -138,19 +135,14 @@ def test_a_file_that_is_no_file_of_records(content: str, message: str, tmp_path:
         (["records", 0, "colour"], "red", "records[0]: Object contains unknown field `colour`"),
         (["records", 0, "heads"], -1, "records[0].heads: Expected `int` >= 0"),
         (["records", 0, "heads"], 2**70, "records[0].heads: Expected `int` <= 9223372036854775807"),
-        (["records", 0, "heads"], True, "records[0].heads: Expected `int`, got `bool`"),
-        (["not_run"], ["a", 1], "not_run[1]: Expected `str`, got `int`"),
         (["records", 0, "measures", "bias", "mean"], "0", "records[0].measures.bias.mean: Expected `float | null`, go"),
         (["records", 0, "measures", "bias", "half_width"], -0.1, "records[0].measures.bias.half_width: Expected `floa"),
-        (["records", 0, "measures", "gain"], [], "records[0].measures.gain: Expected `int | float | object | null`, g"),
         (["records", 0, "measures", "gain"], 10**400, "records[0].measures.gain: Expected `int` <= 922337203685477580"),
         (["records", 0, "measures", "a.b[0]"], {"mean": "x"}, "records[0].measures.a.b[0]"),
-        (["records", 0, "answers", "claim", "met"], "yes", "records[0].answers.claim.met: Expected `bool | null`, got"),
         (["records", 0, "answers", "claim", "asked"], ..., "records[0].answers.claim: Object missing required field `"),
         (["records", 0, "evidence"], {"trace": {"error": [0]}}, "records[0]: evidence.trace: Object missing required "),
         (["records", 0, "evidence"], {"fits": {"x": 1}}, "records[0]: evidence.fits.x: Expected `object`, got `int`"),
         (["measures", "bias", "worse"], "up", "measures.bias.worse: Expected `str` matching regex '^(more|less|farthe"),
-        (["measures", "bias", "limit"], -1, "measures.bias.limit: Expected `float` >= 0.0"),
         (["measures", "bias"], ..., "records[0]: bias: not described in measures"),
         (["checks", "claim"], ..., "records[0]: claim: not described in checks"),
         (["cases"], {}, "records[0]: random: not described in cases"),
@@ -249,22 +241,14 @@ MARK = "\ufffe"
 def mutate(content: bytes, chance: random.Random) -> bytes:
     """One to three mutations of bytes or of the tree."""
     for _ in range(chance.randint(1, 3)):
-        content = chance.choice((flip, cut, splice, graft, graft, graft))(content, chance)
+        content = chance.choice((scratch, graft, graft))(content, chance)
     return content
 
 
-def flip(content: bytes, chance: random.Random) -> bytes:
-    at = chance.randrange(len(content) + 1)
-    return content[:at] + chance.randbytes(1) + content[at + chance.randint(0, 1) :]
-
-
-def cut(content: bytes, chance: random.Random) -> bytes:
-    return content[: chance.randrange(len(content) + 1)]
-
-
-def splice(content: bytes, chance: random.Random) -> bytes:
-    start, end, at = (chance.randrange(len(content) + 1) for _ in range(3))
-    return content[:at] + content[start : min(end, start + 80)] + content[at:]
+def scratch(content: bytes, chance: random.Random) -> bytes:
+    """Put bytes of elsewhere where others were, or cut the end off."""
+    start, at, end = sorted(chance.randrange(len(content) + 1) for _ in range(3))
+    return content[:at] + (content[start : start + 80] + content[end:] if chance.random() < 0.7 else b"")
 
 
 def graft(content: bytes, chance: random.Random) -> bytes:
@@ -288,7 +272,7 @@ def graft(content: bytes, chance: random.Random) -> bytes:
 
 
 # Not hypothesis' examples: of a mutation's seed it can draw and shrink nothing, and that takes as long as the reading.
-@pytest.mark.parametrize("thousand", range(5))
+@pytest.mark.parametrize("thousand", range(3))
 def test_the_reader_raises_nothing_but_its_own_error(
     thousand: int, telling: Run, validator: jsonschema.Draft202012Validator
 ) -> None:
