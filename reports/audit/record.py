@@ -31,7 +31,7 @@ class Audit(Data, frozen=True, omit_defaults=False):
 
     @classmethod
     def skip(cls, target: str, kernel: str, reason: str) -> "Audit":
-        """The record of a kernel that was not compiled."""
+        """Make the audit of a kernel that was not compiled."""
         nothing: dict[str, Any] = {name: () for name, kind in get_type_hints(cls).items() if kind == tuple[str, ...]}
         return cls(target=target, kernel=kernel, skipped=reason, mode="", fused=0, separate=0, **nothing)
 
@@ -51,7 +51,7 @@ class Audits(FileData, frozen=True):
 
     @property
     def kernels(self) -> list[str]:
-        """Names of the kernels, each once."""
+        """Return the names of the kernels, each once."""
         return list(dict.fromkeys(audit.kernel for audit in self.audits))
 
     def check(self) -> None:
@@ -91,12 +91,12 @@ def write(audits: Audits, path: Path) -> None:
 
 
 def as_json(audits: Audits) -> str:
-    """The content of a file of audits."""
+    """Return the content of a file of audits."""
     return encode(audits, indent=1) + "\n"
 
 
 def differences(expected: Sequence[Audit], compiled: Sequence[Audit]) -> list[str]:
-    """Where audits are not what was expected, a line each: instructions, kernels that one side skipped or lacks."""
+    """List where audits are not what was expected, a line each: instructions, kernels that one side lacks."""
     old, new = ({audit.id: audit for audit in side} for side in (expected, compiled))
     lines = [f"{name}: expected, but not compiled" for name in old if name not in new]
     for name, audit in new.items():
@@ -119,7 +119,7 @@ def _changes(old: Audit, new: Audit) -> list[str]:
 
 
 def kinds(value: str | tuple[str, ...]) -> tuple[str, ...]:
-    """A field as tables and messages show it: its kinds, or that there is none."""
+    """Return a field as tables and messages show it: its kinds, or that there is none."""
     return (value,) if isinstance(value, str) else value or ("none",)
 
 

@@ -32,7 +32,7 @@ def _has_audits(content: bytes) -> bool:
 
 
 def read_all(paths: Sequence[Path]) -> tuple[dict[Path, Run], dict[Path, Audits], dict[Path, Sweep]]:
-    """The runs, the audits and the sweeps in several files, by file, in the order they come in.
+    """Read the runs, the audits and the sweeps in several files, by file, in the order they come in.
 
     Raises:
         UnreadableRecordsError: as `read`; or two of the files hold the same.

@@ -54,6 +54,7 @@ FOLLOWED_BACKWARD = 0.85
 MORE, LESS, FARTHER = "more", "less", "farther"  # which way a measure is worse; farther: from 0
 WORSE = (MORE, LESS, FARTHER)
 
+Platform = Annotated[Mapping[str, Any], Meta(extra_json_schema={"required": ["cpu", "level"]})]
 Spec = Annotated[str, Meta(pattern=r"^\+?\.[0-6][efg](?!\n)$")]
 OutcomeName = Annotated[str, one_of(OUTCOMES)]
 VerdictName = Annotated[str, one_of(VERDICTS)]
@@ -67,18 +68,18 @@ class Estimate(Data, frozen=True):
 
     @classmethod
     def of(cls, mean: float, half_width: float) -> "Estimate":
-        """NaN and Inf become None."""
+        """Make an estimate; NaN and Inf become None."""
         return cls(finite(mean), finite(half_width))
 
 
 class FitRecord(Estimate, frozen=True):
     """What a known plan has in common with a kernel that declares none: its bias less the plan's, and equal bits."""
 
-    bits: Size | None = None  # share of elements of O that agree to the bit; older files don't tell
+    bits: Size | None = None  # share of elements of O that agree to the bit
 
     @classmethod
     def measured(cls, bits: float, mean: float, half_width: float) -> "FitRecord":
-        """NaN and Inf become None."""
+        """Make a fit; NaN and Inf become None."""
         return cls(finite(mean), finite(half_width), finite(bits))
 
 
@@ -87,12 +88,12 @@ Value = Estimate | Number | None  # of a measure
 
 
 def finite(number: float) -> float | None:
-    """The number, or None if it is NaN or infinite."""
+    """Return the number, or None if it is NaN or infinite."""
     return number if math.isfinite(number) else None
 
 
 def number_of(value: Value) -> float | None:
-    """The number of a value: of an estimate its mean."""
+    """Return the number of a value: of an estimate its mean."""
     return value.mean if isinstance(value, Estimate) else value
 
 
@@ -116,7 +117,7 @@ class Shown(Data, frozen=True):
 
     @classmethod
     def of(cls, measure: str, number: float, unit: str = "", verdict: str | None = None, spec: str = "+.2f") -> "Shown":
-        """The number of a measure; where it is NaN or infinite, that."""
+        """Show the number of a measure; where it is NaN or infinite, that."""
         return cls(measure, number, unit, verdict, spec) if math.isfinite(number) else cls(NONFINITE)
 
 
@@ -268,7 +269,7 @@ DRAWN = frozenset({"trace", "histogram", "series"})  # evidence that is there to
 
 
 def record_id(backend: str, kernel: str, case: str, fmt: str) -> str:
-    """The name of a cell, and of its record: `backend-kernel-case-format`, as pytest shows it."""
+    """Return the name of a cell, and of its record: `backend-kernel-case-format`, as pytest shows it."""
     return f"{backend}-{kernel}-{case}-{fmt}"
 
 
@@ -305,17 +306,17 @@ class Record(Data, frozen=True):
 
     @property
     def passes(self) -> bool:
-        """Whether it does not fail a run: a skip is no pass, and fails none."""
+        """Tell whether it passes, or is excused; a skip is no pass."""
         return self.outcome in PASSING or self.excused is not None
 
     @property
     def fails(self) -> bool:
-        """Whether it makes a run fall: neither a pass, nor excused, nor skipped."""
+        """Tell whether it makes a run fall: neither a pass, nor excused, nor skipped."""
         return not self.passes and self.outcome != SKIPPED
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it did not hold, or was not run."""
+        """Return why it did not hold, or was not run."""
         if self.skipped is not None:
             return (self.skipped,)
         fell = tuple(answer.why for answer in self.answers.values() if answer.met is False)
@@ -323,21 +324,21 @@ class Record(Data, frozen=True):
 
     @property
     def shrank(self) -> bool:
-        """Whether the output has lost its size, so that a bias in ulps would tell nothing."""
+        """Tell whether the output has lost its size, so that a bias in ulps would mean nothing."""
         return self.shown is not None and self.shown.kind == SHRUNK
 
     def number(self, name: str) -> float | None:
-        """The number of a measure; None where there is none."""
+        """Return the number of a measure; None where there is none."""
         return number_of(self.measures.get(name))
 
     def met(self, check: str) -> bool | None:
-        """Whether a check was asked and met; None: not asked, or the data do not tell."""
+        """Tell whether a check was met; None: not asked, or the data do not tell."""
         answer = self.answers.get(check)
         return None if answer is None else answer.met
 
 
 def outcome_of(answers: Mapping[str, Answer], judging: Collection[str]) -> str:
-    """What became of a cell that was not skipped.
+    """Return the outcome of a cell that was not skipped.
 
     Args:
         answers: to all checks that were asked of it.
@@ -360,7 +361,7 @@ def outcome_of(answers: Mapping[str, Answer], judging: Collection[str]) -> str:
 
 
 def verdict_of(record: "Record", measures: Mapping[str, MeasureRecord]) -> str | None:
-    """The verdict that a record's own interval comes to; see `tiebreak.cases.verdicts.judge`.
+    """Return the verdict that a record's own interval comes to; see `tiebreak.cases.verdicts.judge`.
 
     Args:
         record: of a cell with a result.
@@ -393,7 +394,7 @@ class Narrowing(Data, frozen=True):
     names: tuple[str, ...]  # left in; globs are allowed
 
     def leaves_in(self, record: Record) -> bool:
-        """Whether a record is of a cell that was asked for."""
+        """Tell whether a record is of a cell that was asked for."""
         value: str = getattr(record, self.field)
         return value in self.names or any(matching(name, [value]) for name in self.names)
 
@@ -401,7 +402,7 @@ class Narrowing(Data, frozen=True):
 class Run(FileData, frozen=True):
     """All records of one run, with what is needed to run it again."""
 
-    platform: Mapping[str, Any]  # tiebreak.backends.platform
+    platform: Platform  # tiebreak.backends.platform
     options: Mapping[str, Any]  # of the command line
     records: tuple[Record, ...]  # one a cell
     measures: Mapping[str, MeasureRecord] = {}  # those that the records have
@@ -420,23 +421,23 @@ class Run(FileData, frozen=True):
     run: str | None = None  # tells this run from every other; None in a baseline
 
     def backend_text(self, backend: str) -> str:
-        """A backend's name, with what was assumed of a device that was not there."""
+        """Return a backend's name, with what was assumed of a device that was not there."""
         assumed = self.platform.get("assumed", {})
         return f"{backend} {assumed[backend]}" if backend in assumed else backend
 
     def headline(self, record: Record) -> float | None:
-        """The number of the measure that a record's kind of experiment is known by; None where there is none."""
+        """Return the number that a record's kind of experiment is known by; None where there is none."""
         kind = self.experiments.get(record.experiment)
         return None if kind is None or kind.headline is None else record.number(kind.headline)
 
     @property
     def own(self) -> bool:
-        """Whether a kernel of one's own was run."""
+        """Tell whether a user's own kernel was run."""
         return bool(self.options.get("kernel"))
 
     @property
     def pooled(self) -> frozenset[str]:
-        """Kinds of experiment of which tables put all seeds of a kernel in one place."""
+        """Return the kinds of experiment of which tables put all seeds of a kernel in one place."""
         return frozenset(name for name, kind in self.experiments.items() if kind.pooled)
 
     def check(self) -> None:

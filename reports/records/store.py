@@ -134,14 +134,14 @@ def refuse_repeated(run: Run, path: Path, earlier: Iterable[tuple[Path, Run]]) -
 
 
 def _same(run: Run, other: Run) -> bool:
-    """Whether two files hold one run. Without the names that tell runs apart, the times of the cells do."""
+    """Tell whether two files hold one run; without names that tell runs apart, the times of the cells do."""
     if run.run is not None or other.run is not None:
         return run.run == other.run
     return run == other
 
 
 def content_of(path: Path) -> bytes:
-    """The bytes of a file.
+    """Return the bytes of a file, unpacked if gzip has compressed it.
 
     Raises:
         UnreadableRecordsError: no regular file, too large.
@@ -191,6 +191,7 @@ def decoded(content: bytes, path: Path, kind: type[_D]) -> _D:
 
 
 def _check_schema(parts: dict[str, msgspec.Raw], kind: type[Data]) -> None:
+    """Refuse a file that another command reads, or of another schema, by its top level alone."""
     for name, other in _OTHERS.items():
         if name in parts and name not in kind.__struct_fields__:
             raise FieldError(other)
@@ -202,7 +203,7 @@ def _check_schema(parts: dict[str, msgspec.Raw], kind: type[Data]) -> None:
 
 
 def one_line(text: str) -> str:
-    """Control characters, which a file may carry in its names, spelled out."""
+    """Return a text with its control characters, which a file may have in names, spelled out."""
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
