@@ -84,16 +84,16 @@ suite: $(FULL)
 lint: $(STAMP)  ## ruff: rules and format; mypy --strict
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy -n auto .typing/tiebreak conftest.py tests --exclude '^tests/(matrix|programs|laboratory|defects)/'
+	$(PY) -m mypy -n auto .typing/tiebreak conftest.py tests --exclude '^tests/(matrix|programs|laboratory|defects|studies)/'
 
 docs: $(FULL)  ## the documentation as a site: out/docs/site/index.html
-	$(PY) -m tiebreak.programs.pages.site $(ARGS)
+	$(PY) -m tiebreak.studies.site $(ARGS)
 
 # False alarms of the default matrix; which planted defects it catches; bounds of the training runs.
-alarms := tiebreak.programs.alarms --seeds $(SEEDS)
-power  := tiebreak.defects.power
-bounds := tiebreak.programs.spread --seeds $(SEEDS) --write
-identify := tiebreak.laboratory.identification
+alarms := tiebreak.studies.alarms --seeds $(SEEDS)
+power  := tiebreak.studies.power
+bounds := tiebreak.studies.spread --seeds $(SEEDS) --write
+identify := tiebreak.studies.identification
 STUDY  ?= alarms power bounds
 studies: $(STAMP)  ## what takes hours, and resumes: STUDY=alarms, power, bounds or identify, over SEEDS seeds
 	$(foreach study,$(STUDY),$(PY) -m $($(study)) $(ARGS) &&) true

@@ -24,9 +24,9 @@ from tiebreak.cases.gpt2.bounds import (
     write_spreads,
 )
 from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS
-from tiebreak.programs import spread as program
-from tiebreak.programs.pages.tables import renewed
 from tiebreak.programs.resumable import read_parts
+from tiebreak.studies import spread as program
+from tiebreak.studies.pages import renewed
 
 ABOVE = BoundRule(("flash@train",), "row_max_rise", "a test", "above", "fair@train")
 BELOW = BoundRule(("fair@train",), "row_max_rise", "a test", "below", "flash@train")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.programs.alarms import Seed, at_most, kept, main, summary
+from tiebreak.studies.alarms import Seed, at_most, kept, main, summary
 
 CASE = ("--backend", "emulation", "--cases", "no_tail", "--workers", "1")
 

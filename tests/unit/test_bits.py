@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.programs.pages import bits
-from tiebreak.programs.pages.tables import read_rows, renewed
 from tiebreak.reports.records import store
+from tiebreak.studies import bits
+from tiebreak.studies.pages import read_rows, renewed
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,8 +5,8 @@ import pytest
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.reference import reference
-from tiebreak.programs.pages import eight_bits as script
-from tiebreak.programs.pages.tables import renewed
+from tiebreak.studies import eight_bits as script
+from tiebreak.studies.pages import renewed
 
 
 @pytest.fixture(scope="module")

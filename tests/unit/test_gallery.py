@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.programs.pages import gallery
-from tiebreak.programs.pages.tables import renewed
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import CaseRecord, Estimate, ExperimentRecord, MeasureRecord, Record, Run, Shown
+from tiebreak.studies import gallery
+from tiebreak.studies.pages import renewed
 
 ROOT = Path(__file__).parents[2]
 

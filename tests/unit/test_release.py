@@ -61,7 +61,7 @@ def test_the_sdist_has_every_tracked_file_but_what_only_a_clone_uses() -> None:
     grafted = tuple(f"{words[1]}/" for words in lines if words[:1] == ["graft"])
     included = {name for words in lines if words[:1] == ["include"] for name in words[1:]}
     assert [name for name in included if not (CHECKOUT / name).exists()] == []
-    itself = {"pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", ".gitignore"}
+    itself = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in", ".gitignore"}
     packages = ("kernels/", "backends/", "cases/", "reports/")
     left = set(listed.stdout.split()) - included - itself
     assert [name for name in left if not name.startswith((*grafted, *packages, ".typing/"))] == []

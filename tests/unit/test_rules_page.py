@@ -2,8 +2,8 @@
 
 import pytest
 
-from tiebreak.programs.pages import rules as script
-from tiebreak.programs.pages.tables import renewed
+from tiebreak.studies import rules as script
+from tiebreak.studies.pages import renewed
 
 PAGE = script.PAGE.read_text(encoding="utf-8")
 

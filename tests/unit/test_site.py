@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.programs.pages import site as build
+from tiebreak.studies import site as build
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "docs" / "site"
@@ -17,7 +17,7 @@ SITE = ROOT / "docs" / "site"
 
 @pytest.mark.skipif(find_spec("zensical") is None, reason="zensical is not installed: pip install -e '.[docs]'")
 def test_site_is_built_and_no_link_leads_nowhere(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tiebreak.programs.pages.site", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "tiebreak.studies.site", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, done.stdout.splitlines()) == (0, [f"docs: {tmp_path}/site/index.html"]), done.stderr
     cases = "".join(path.read_text(encoding="utf-8") for path in (tmp_path / "site" / "cases").glob("*.html"))

@@ -5,9 +5,9 @@ import pytest
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import Rounding
 from tiebreak.kernels.vendor_plans import VENDOR_PLANS
-from tiebreak.programs.pages import vendors as script
-from tiebreak.programs.pages.tables import renewed
 from tiebreak.reports import cli
+from tiebreak.studies import vendors as script
+from tiebreak.studies.pages import renewed
 
 PAGE = script.PAGE.read_text(encoding="utf-8")
 

@@ -15,9 +15,9 @@ from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.kernels.triton.roster import DECLARATIONS
 from tiebreak.matrix.experiments import kinds
-from tiebreak.programs.pages.tables import renewed
-from tiebreak.programs.pages.words import TABLES
 from tiebreak.reports.records.record import OUTCOMES, VERDICTS
+from tiebreak.studies.pages import renewed
+from tiebreak.studies.words import TABLES
 
 WORDS = (Path(__file__).parents[2] / "docs" / "words.md").read_text(encoding="utf-8")
 NAME = re.compile(r'<a id="(plan|rule|measure|check|outcome)-([^"]+)"></a>`([^`]+)`')  # a row may have several
@@ -86,7 +86,7 @@ def test_every_rule_of_the_default_roster_has_a_row() -> None:
 
 @pytest.mark.parametrize("source", TABLES)
 def test_rows_of_measures_and_checks_are_what_their_descriptions_make(source: str) -> None:
-    advice = "python -m tiebreak.programs.pages.words renews it"
+    advice = "python -m tiebreak.studies.words renews it"
     assert renewed(WORDS, source, TABLES[source]()) == WORDS, advice
 
 

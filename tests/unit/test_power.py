@@ -4,9 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.defects import budget, power
 from tiebreak.defects.planted import DEFECTS
-from tiebreak.defects.power import (
+from tiebreak.matrix.budget import ORDER_FILE
+from tiebreak.programs import resumable
+from tiebreak.programs.resumable import read_parts
+from tiebreak.studies import budget, power
+from tiebreak.studies.pages import read_rows, renewed
+from tiebreak.studies.power import (
     CAUGHT,
     TWINS,
     Caught,
@@ -26,10 +30,6 @@ from tiebreak.defects.power import (
     twin_rows,
     twin_tasks,
 )
-from tiebreak.matrix.budget import ORDER_FILE
-from tiebreak.programs import resumable
-from tiebreak.programs.pages.tables import read_rows, renewed
-from tiebreak.programs.resumable import read_parts
 
 FELL_AT_16 = Part(1, 16, None, {"scaled_twice random bf16": ["fell", "64", "bound"]}, 1.0)
 FELL_SOONER = Part(1, 16, None, {"scaled_twice padded bf16": ["fell", "16", "bound", "range"]}, 1.0)

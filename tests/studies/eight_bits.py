@@ -1,7 +1,7 @@
 """Attention in 8 bits, emulated: tables of docs/fewer-bits.md.
 
-    python -m tiebreak.programs.pages.eight_bits            # all four, into the page
-    python -m tiebreak.programs.pages.eight_bits stale      # one: stale, sink, fix or scales
+    python -m tiebreak.studies.eight_bits            # all four, into the page
+    python -m tiebreak.studies.eight_bits stale      # one: stale, sink, fix or scales
 
 Everything is emulated, and so the same on every machine.
 """
@@ -23,9 +23,9 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import run_forward
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.reference import reference
-from tiebreak.programs.pages.tables import Tables, renew_tables, table
+from tiebreak.studies.pages import Tables, renew_tables, table
 
-PAGE = Path(__file__).parents[3] / "docs" / "fewer-bits.md"
+PAGE = Path(__file__).parents[2] / "docs" / "fewer-bits.md"
 ARITHMETIC = EmulatedArithmetic()
 SEED, HEADS = 1, 256
 _SATURATING = Cast(FP8_E4M3, saturates=True)

@@ -1,7 +1,7 @@
 """The gallery: what this suite found on every machine that it has run on, from the records in reports/platforms/.
 
-    python -m tiebreak.programs.pages.gallery add MACHINE FILE...    # keep records of `make platforms`, in compact form
-    python -m tiebreak.programs.pages.gallery                        # renew docs/platforms.md
+    python -m tiebreak.studies.gallery add MACHINE FILE...    # keep records of `make platforms`, in compact form
+    python -m tiebreak.studies.gallery                        # renew docs/platforms.md
 
 `tiebreak page` makes the page of all of them. Not a line is written by hand.
 """
@@ -16,13 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tiebreak.programs.pages.tables import renew, table
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import OUTCOMES, Estimate, Record, Run, Value
 from tiebreak.reports.tables.comparison import Agreement, compare
 from tiebreak.reports.tables.marks import shown_text
+from tiebreak.studies.pages import renew, table
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "reports" / "platforms"
 PAGE = ROOT / "docs" / "platforms.md"
 SOURCE = "reports/platforms"

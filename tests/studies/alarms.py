@@ -1,4 +1,4 @@
-"""`python -m tiebreak.programs.alarms`: how often the default matrix raises a false alarm, over many seeds.
+"""`python -m tiebreak.studies.alarms`: how often the default matrix raises a false alarm, over many seeds.
 
 Everything that runs here is the suite's own: its kernels on its emulation and on this CPU. So each cell that does not
 pass is a false alarm, or a claim that does not hold. The result of every seed is a line in a file; a run that is
@@ -110,7 +110,7 @@ def summary(seeds: Iterable[Seed]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="python -m tiebreak.programs.alarms",
+        prog="python -m tiebreak.studies.alarms",
         description="Count false alarms of the default matrix over many seeds. Resumes where it was stopped.",
     )
     parser.add_argument("--seeds", type=positive, default=100, metavar="N", help="how many (default: 100)")

@@ -1,6 +1,6 @@
 """What vendors' kernels round, by their sources, and what that does on the failure inputs: tables of docs/vendors.md.
 
-    python -m tiebreak.programs.pages.vendors
+    python -m tiebreak.studies.vendors
 
 Everything is emulated, and so the same on every machine.
 """
@@ -18,10 +18,10 @@ from tiebreak.kernels.vendor_plans import VENDOR_PLANS
 from tiebreak.matrix.experiments.call import shown
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import CaseBench
-from tiebreak.programs.pages.tables import Tables, renew_tables, table
 from tiebreak.reports.tables.marks import shown_text
+from tiebreak.studies.pages import Tables, renew_tables, table
 
-PAGE = Path(__file__).parents[3] / "docs" / "vendors.md"
+PAGE = Path(__file__).parents[2] / "docs" / "vendors.md"
 SETTINGS = Settings(seed=1, heads=256)
 _BESIDE = ("no_tail", "random")  # exact ties, and none
 CASES = {

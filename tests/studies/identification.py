@@ -1,4 +1,4 @@
-"""`python -m tiebreak.laboratory.identification`: how often `tiebreak identify` finds a plan that is known.
+"""`python -m tiebreak.studies.identification`: how often `tiebreak identify` finds a plan that is known.
 
 Every kernel of the suite under a name that says nothing, and plans drawn from the space with a seed: a known plan with
 up to four changes. Each is a line in a file; a run that is stopped goes on where it was.
@@ -121,7 +121,7 @@ def tasks(plans: int, seed: int) -> Iterator[Task]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the file lacks, and print how it came out."""
-    parser = Parser(prog="python -m tiebreak.laboratory.identification", description=__doc__)
+    parser = Parser(prog="python -m tiebreak.studies.identification", description=__doc__)
     parser.add_argument("--plans", type=partial(count, least=0), default=100, metavar="N", help="drawn (default: 100)")
     parser.add_argument("--seed", type=count, default=1, metavar="N", help="of the plans that are drawn (default: 1)")
     add_options(parser, "identification.jsonl", "plan")

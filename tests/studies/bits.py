@@ -1,7 +1,7 @@
 """Bias against the number of bits: the scripted cases with P-bar, V and O in fewer and in more bits, emulated.
 
-    python -m tiebreak.programs.pages.bits run  # docs/bits.csv: every format, case, rule and plan
-    python -m tiebreak.programs.pages.bits      # from it, the tables of docs/fewer-bits.md and docs/figures/bits.svg
+    python -m tiebreak.studies.bits run  # docs/bits.csv: every format, case, rule and plan
+    python -m tiebreak.studies.bits      # from it, the tables of docs/fewer-bits.md and docs/figures/bits.svg
 
 q, k and dO are in fp32, so the scores are those of the case whatever the format. V is drawn in fp32 and rounded to the
 format. P-bar, O and, where the plan has it narrow, O-bar are in the format.
@@ -26,13 +26,13 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.experiments.call import shown
-from tiebreak.programs.pages.tables import read_rows, renew, table, write_rows
 from tiebreak.reports.page.figures import Figure, Series
 from tiebreak.reports.page.svg import as_file, draw
 from tiebreak.reports.records.record import NONFINITE
 from tiebreak.reports.tables.marks import shown_text
+from tiebreak.studies.pages import read_rows, renew, table, write_rows
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 TABLE, PAGE, PICTURE = DOCS / "bits.csv", DOCS / "fewer-bits.md", DOCS / "figures" / "bits.svg"
 MANTISSAS = tuple(f"E8M{bits}" for bits in range(10, 1, -1))  # E8M7 is bf16, E8M10 tf32
 OTHERS = ("fp16", "fp8_e4m3", "fp8_e5m2")

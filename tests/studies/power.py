@@ -1,4 +1,4 @@
-"""`python -m tiebreak.defects.power`: which planted defects the suite catches, with how few heads, and whom it blames.
+"""`python -m tiebreak.studies.power`: which planted defects the suite catches, with how few heads, and whom it blames.
 
 Every defect goes through all scripted cases with ever more heads until one of them catches it. Then every sound twin
 goes, at many seeds, through the cases that caught its defects. Each part of the run is a line in a file; a run that is
@@ -34,12 +34,12 @@ from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.usage.questions import QUESTIONS
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.programs.alarms import at_most
-from tiebreak.programs.pages.tables import renew, table, write_rows
 from tiebreak.programs.resumable import add_options, read_parts, run_parts
 from tiebreak.reports.cli import INTERRUPTED, Parser, count
 from tiebreak.reports.records.record import CRASHED, FELL, HELD, MEASURED, SKIPPED, Record
 from tiebreak.reports.tables.run import counted
+from tiebreak.studies.alarms import at_most
+from tiebreak.studies.pages import renew, table, write_rows
 
 PAGE = CHECKOUT / "docs" / "power.md"
 SOURCE = "make studies STUDY=power"
@@ -315,7 +315,7 @@ def _below(parts: Iterable[Part], heads: int) -> list[Part]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="python -m tiebreak.defects.power",
+        prog="python -m tiebreak.studies.power",
         description="Say which planted defects the suite catches, and whether it blames sound kernels. Resumes.",
     )
     parser.add_argument("--seeds", type=count, default=200, metavar="N", help="of the sound twins (default: 200)")

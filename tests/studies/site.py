@@ -1,4 +1,4 @@
-"""Build the documentation as a site of HTML files: `make docs`, or python -m tiebreak.programs.pages.site.
+"""Build the documentation as a site of HTML files: `make docs`, or python -m tiebreak.studies.site.
 
 The Markdown files are written for a reader of the repository, and their links hold there. Here they are laid out as the
 site wants them, with their links turned, beside the pages that are made: cases, gallery, API. Zensical renders them. A
@@ -17,9 +17,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 
-from tiebreak.programs.pages import case_pages
+from tiebreak.studies import case_pages
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 HERE = ROOT / "docs" / "site"
 #: Pages of the site whose text stands outside of docs/, or in a folder of its own.
 ELSEWHERE = {

@@ -1,7 +1,7 @@
 """What acceptance rules in public use see: tables of docs/rules.md.
 
-    python -m tiebreak.programs.pages.rules                     # all, into the page
-    python -m tiebreak.programs.pages.rules 'random'            # one: sources, a case, gradients of one
+    python -m tiebreak.studies.rules                     # all, into the page
+    python -m tiebreak.studies.rules 'random'            # one: sources, a case, gradients of one
 
 Everything is emulated, and so the same on every machine.
 """
@@ -21,12 +21,12 @@ from tiebreak.kernels.kernel import Declaration
 from tiebreak.matrix.acceptance import compared, recorded
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import CaseBench
-from tiebreak.programs.pages.tables import Tables, renew_tables, table
 from tiebreak.reports.records.record import RuleAnswer, Shown
 from tiebreak.reports.tables.marks import shown_text
 from tiebreak.reports.tables.rules import share_text
+from tiebreak.studies.pages import Tables, renew_tables, table
 
-PAGE = Path(__file__).parents[3] / "docs" / "rules.md"
+PAGE = Path(__file__).parents[2] / "docs" / "rules.md"
 SEED, HEADS, FEWER_HEADS = 1, 1024, 256  # the fewer are those of gradients
 CASES = ("tied_maxima[k=2]", "sink_tie", "random")
 KERNELS: Mapping[str, Declaration] = {

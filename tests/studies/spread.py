@@ -1,4 +1,4 @@
-"""`python -m tiebreak.programs.spread`: run the snippets at many seeds, and renew the bounds that rest on the runs.
+"""`python -m tiebreak.studies.spread`: run the snippets at many seeds, and renew the bounds that rest on the runs.
 
 Every run is a line in a file, and a program that is stopped goes on where it was. A seed is done with all variants of
 a default run before the next begins, so that at any stop all have been run equally often; the others follow.
@@ -29,10 +29,10 @@ from tiebreak.cases.gpt2.bounds import (
 from tiebreak.cases.gpt2.snippets import SNIPPETS, Snippet, run_snippet
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.matrix.memory import keep_memory
-from tiebreak.programs.pages.tables import renew, table
 from tiebreak.programs.resumable import add_options, read_parts, run_parts
 from tiebreak.reports.cli import INTERRUPTED, Parser, count
 from tiebreak.reports.tables.run import counted
+from tiebreak.studies.pages import renew, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 SOURCE = "cases/gpt2/spread.csv"
@@ -167,7 +167,7 @@ def alarms(lines: Iterable[Line], spreads: Mapping[Ran, Spread]) -> tuple[int, l
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="python -m tiebreak.programs.spread",
+        prog="python -m tiebreak.studies.spread",
         description="Run the training snippets at many seeds. Resumes where it was stopped.",
     )
     parser.add_argument("--seeds", type=count, default=200, metavar="N", help="from 1; 0: run none (default: 200)")

@@ -1,4 +1,4 @@
-"""`python -m tiebreak.programs.pages.words` renews the rows of docs/words.md that describe measures and checks."""
+"""`python -m tiebreak.studies.words` renews the rows of docs/words.md that describe measures and checks."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -7,9 +7,9 @@ from pathlib import Path
 from tiebreak.cases.measures import Measure
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiments import kinds
-from tiebreak.programs.pages.tables import Tables, renew_tables, table
+from tiebreak.studies.pages import Tables, renew_tables, table
 
-PAGE = Path(__file__).parents[3] / "docs" / "words.md"
+PAGE = Path(__file__).parents[2] / "docs" / "words.md"
 
 
 def of_measures() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`python -m tiebreak.defects.budget`: after how long a run with a budget names each planted defect.
+"""`python -m tiebreak.studies.budget`: after how long a run with a budget names each planted defect.
 
 The cases come in the order that `--budget` has them in, on one core, until the kernel falls in one. Seconds are of CPU
 time: what else the machine does is not counted. A run that is stopped goes on where it was.
@@ -18,18 +18,18 @@ import torch
 
 from tiebreak.backends.provenance import commit
 from tiebreak.defects.planted import DEFECTS
-from tiebreak.defects.power import CAUGHT, EXPERIMENTS, PAGE, CaughtRow, PlantedCell, linked, run_one
 from tiebreak.matrix.budget import ORDER_FILE
 from tiebreak.matrix.memory import keep_memory
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.programs.pages.tables import read_rows, renew, table, write_rows
 from tiebreak.programs.resumable import add_options, read_parts, run_parts
 from tiebreak.reports.cli import INTERRUPTED, Parser
 from tiebreak.reports.records.record import CRASHED, FELL
 from tiebreak.reports.tables.run import counted
+from tiebreak.studies.pages import read_rows, renew, table, write_rows
+from tiebreak.studies.power import CAUGHT, EXPERIMENTS, PAGE, CaughtRow, PlantedCell, linked, run_one
 
-SOURCE = "python -m tiebreak.defects.budget"
+SOURCE = "make studies STUDY=budget"
 NAMED = Path(__file__).with_name("named.csv")
 _WORST = 20
 _SECONDS = 6.0  # of a defect, about: for the first word on how long it takes
@@ -102,7 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0, 2 for bad usage, 130 after Ctrl-C.
     """
-    parser = Parser(prog=SOURCE, description="Say after how long a budget names each planted defect. Resumes.")
+    parser = Parser(
+        prog="python -m tiebreak.studies.budget",
+        description="Say after how long a budget names each planted defect. Resumes.",
+    )
     add_options(parser, "named.jsonl", "defect")
     options = parser.parse_args(arguments)
     try:
