@@ -1,196 +1,119 @@
-"""Build the documentation as a site of HTML files: `make docs`, or python -m tiebreak.studies.site.
+"""Lays out what `make docs` renders: the repository as a reader finds it, and a page for each group of cases.
 
-The Markdown files are written for a reader of the repository, and their links hold there. Here they are laid out as the
-site wants them, with their links turned, beside the pages that are made: cases, gallery, API. Zensical renders them. A
-link that leads nowhere is an error, in the Markdown and in what has been rendered. Nothing is fetched from the network.
+Links hold as they are written, for every file has its place of the repository. docs/site/mkdocs.yml names the pages.
 """
 
-import argparse
-import importlib.util
-import posixpath
+import math
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
-from html.parser import HTMLParser
+from collections.abc import Iterator, Sequence
+from html import escape
 from pathlib import Path
-from urllib.parse import unquote
 
-from tiebreak.studies import case_pages
+import torch
+from torch import Tensor
 
-ROOT = Path(__file__).parents[2]
-HERE = ROOT / "docs" / "site"
-#: Pages of the site whose text stands outside of docs/, or in a folder of its own.
-ELSEWHERE = {
-    "index.md": "README.md",
-    "contributing.md": "CONTRIBUTING.md",
-    "changelog.md": "CHANGELOG.md",
-    "example.md": "examples/my-kernel/README.md",
-    **{
-        f"{page.parent.name}.md": page.relative_to(ROOT).as_posix()
-        for page in sorted((ROOT / "docs" / "reports").glob("*/README.md"))
-    },
-}
-#: Modules that code outside of the suite names, by what a reader wants with them.
-API = {
-    "A kernel": ("tiebreak", "tiebreak.kernels.kernel", "tiebreak.kernels.inputs", "tiebreak.kernels.features"),
-    "Rounding": (
-        "tiebreak.kernels.formats",
-        "tiebreak.kernels.plans",
-        "tiebreak.kernels.shift_rules",
-        "tiebreak.kernels.reference",
-    ),
-    "Cases": ("tiebreak.cases.case", "tiebreak.cases.claims", "tiebreak.cases.errors", "tiebreak.cases.verdicts"),
-    "Backends": ("tiebreak.backends.backend",),
-    "Experiments": ("tiebreak.matrix.experiment", "tiebreak.matrix.result"),
-    "Records": ("tiebreak.reports.records.record", "tiebreak.reports.records.store", "tiebreak.reports.gate.gate"),
-}
-_LINK = re.compile(r"""(\]\(|<img src=")([^)\s"]+)(\)|")""")  # of Markdown, and a picture of a width of its own
-_FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+from tiebreak.backends.provenance import CHECKOUT
+from tiebreak.cases.case import Case
+from tiebreak.cases.gpt2.snippets import GROUP, SNIPPETS, Snippet
+from tiebreak.cases.scripted import GROUPS
+from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.reference import reference
+from tiebreak.programs.listing import described
+from tiebreak.reports.page.figures import Figure, Series
+from tiebreak.reports.page.svg import draw
+from tiebreak.reports.records import store
+from tiebreak.reports.records.order import kernel_places
+from tiebreak.reports.records.record import Record
+from tiebreak.reports.tables.marks import plain_text
+
+_COPIED = ("backends", "cases", "docs", "examples", "kernels", "reports", "tests", "*.md", "action.yml")
+_BASELINE = CHECKOUT / "reports" / "baselines" / "emulation.json"
+_SEED, _HEADS = 1, 16  # what is drawn is the first head of the baseline's own input
+_KEYS = 512  # of a picture, at most
 
 
-def main() -> int:
-    """Lay out, render, check; the exit code is 1 where a link leads nowhere, 2 where the site can't be built."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "docs", help="folder (default: out/docs)")
-    folder: Path = parser.parse_args().out
-    if importlib.util.find_spec("zensical") is None:
-        print("docs: zensical is not installed; `make docs` installs it", file=sys.stderr)
-        return 2
-    settings = folder / "mkdocs.yml"
-    if folder.exists() and any(folder.iterdir()) and not settings.exists():
-        print(f"docs: {folder} has other things in it; name a folder of its own", file=sys.stderr)
-        return 2
-    lay_out(folder)
-    command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "-f", str(settings)]
-    rendered = subprocess.run(command, capture_output=True, text=True, check=False)
-    if rendered.returncode != 0:
-        print(rendered.stdout + rendered.stderr, file=sys.stderr)
-        return 2
-    site = folder / "site"
-    broken = list(broken_links(site))
-    print("\n".join([*broken, f"docs: {site / 'index.html'}"]))
-    return 1 if broken else 0
-
-
-def lay_out(folder: Path) -> None:
-    """Write the sources of the site.
-
-    Args:
-        folder: for them; the pages of an earlier site go.
-    """
+def main(arguments: Sequence[str]) -> int:
+    """Lay the site out in a folder, in the place of what is there."""
+    folder = Path(arguments[0])
     shutil.rmtree(folder / "pages", ignore_errors=True)
-    pages = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
-    pages |= {place: (ROOT / source).read_text(encoding="utf-8") for place, source in ELSEWHERE.items()}
-    pages |= {"api.md": _api()} | dict(case_pages.pages(ROOT))
-    for place, text in pages.items():
-        _write(folder / "pages" / place, outside_of_code(text, place))
-    for target in sorted({file for place, text in pages.items() for file in _files(text, place)}):
-        (folder / "pages" / _place(target)).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / target, folder / "pages" / _place(target))
-    for name in ("site.css", "iframe-worker.js"):
-        shutil.copy(HERE / name, folder / "pages")
-    settings = (HERE / "mkdocs.yml").read_text(encoding="utf-8")
-    _write(folder / "mkdocs.yml", settings.replace("ROOT/", f"{ROOT.as_posix()}/"))
+    for path in (path for name in _COPIED for path in CHECKOUT.glob(name)):
+        if path.is_dir():
+            shutil.copytree(path, folder / "pages" / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, folder / "pages")
+    (folder / "pages" / "docs" / "cases").mkdir()
+    for name, text in case_pages():
+        (folder / "pages" / "docs" / "cases" / name).write_text(text, encoding="utf-8")
+    settings = (CHECKOUT / "docs" / "site" / "mkdocs.yml").read_text(encoding="utf-8")
+    (folder / "mkdocs.yml").write_text(settings.replace("ROOT/", f"{CHECKOUT.as_posix()}/"), encoding="utf-8")
+    return 0
 
 
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+def case_pages() -> Iterator[tuple[str, str]]:
+    """Yield the pages of the cases: their names and their Markdown, an index first."""
+    baseline = store.read(_BASELINE)
+    places = kernel_places([baseline])
+    records: dict[str, list[Record]] = {}
+    for record in sorted(baseline.records, key=lambda record: places[record.kernel]):
+        records.setdefault(record.case, []).append(record)
+    groups: dict[str, Sequence[Case | Snippet]] = {**GROUPS, GROUP: tuple(SNIPPETS.values())}
+    index = ["# Cases", "Inputs of attention, each made from a seed, with claims about what rounding does to it."]
+    for about, group in groups.items():
+        page = f"{_slug(about)}.md"
+        links = " ".join(f"[`{case.name}`]({page}#{_slug(case.name)})" for case in group)
+        index.append(f"## [{_title(about)}]({page})\n\n{links}")
+        sections = (_section(case, records.get(case.name, [])) for case in group)
+        yield page, "\n\n".join([f"# {_title(about)}", *sections]) + "\n"
+    yield "index.md", "\n\n".join(index) + "\n"
 
 
-def outside_of_code(text: str, place: str) -> str:
-    """A page with its links turned; blocks of code stay as they are."""
-
-    def turn(link: re.Match[str]) -> str:
-        return link[1] + _turned(link[2], place) + link[3]
-
-    return "".join(part if part.startswith("```") else _LINK.sub(turn, part) for part in _FENCE.split(text))
-
-
-def _local(link: str) -> bool:
-    return "://" not in link and not link.startswith(("#", "mailto:"))
-
-
-def _source_of(link: str, place: str) -> str:
-    """The file of the repository that a link of a page names."""
-    here = posixpath.dirname(ELSEWHERE.get(place, f"docs/{place}"))
-    return posixpath.normpath(posixpath.join(here, link.partition("#")[0]))
+def _section(case: Case | Snippet, records: Sequence[Record]) -> str:
+    """Return what `tiebreak list cases` says of a case, its input, and what the emulated kernels make of it."""
+    parts = [f"## `{case.name}` {{ #{_slug(case.name)} }}", "\n".join(["```text", *described(case), "```"])]
+    if isinstance(case, Case):
+        parts += _pictures(case)
+    shown = [(record.kernel, plain_text(record)) for record in records if record.shown is not None]
+    if shown:
+        cells = " ".join(
+            f'<span class="cell"><code>{escape(name)}</code> {escape(text)}</span>' for name, text in shown
+        )
+        parts += ["Emulated, in bf16, from the committed baseline:", f'<p class="cells">{cells}</p>']
+    return "\n\n".join(parts)
 
 
-def _place(source: str) -> str:
-    """Where in the site a file of the repository stands."""
-    places = {of: place for place, of in ELSEWHERE.items()}
-    return places.get(source, source.removeprefix("docs/"))
+def _pictures(case: Case) -> Iterator[str]:
+    """Yield the scores of the last row of the first head, and the largest column of V, by key."""
+    inputs = case.make(_SEED, 0, _HEADS, BF16)
+    s, hidden, v = reference(inputs).s, inputs.hidden(), inputs.expanded_v()[0, 0].double()
+    seen = ~(torch.zeros_like(s, dtype=torch.bool) if hidden is None else hidden.expand_as(s))[0, 0, -1]
+    column = v[:, int(v.nan_to_num(0, 0, 0).abs().sum(0).argmax())]
+    for values, label in ((s[0, 0, -1], "scores S of one row"), (column, "one column of V")):
+        yield draw(_figure(f"{label} of {case.name}", label, values[:_KEYS], seen[:_KEYS]))
 
 
-def _turned(link: str, place: str) -> str:
-    if not _local(link):
-        return link
-    _, mark, anchor = link.partition("#")
-    return posixpath.relpath(_place(_source_of(link, place)), posixpath.dirname(place) or ".") + mark + anchor
+def _figure(title: str, label: str, values: Tensor, seen: Tensor) -> Figure:
+    """Return stems from zero, by key; dots on the largest: of the scores the row's maxima."""
+    finite = [
+        (float(key), value)
+        for key, (value, is_seen) in enumerate(zip(values.tolist(), seen.tolist(), strict=True))
+        if is_seen and math.isfinite(value)
+    ]
+    largest = max((value for _, value in finite), default=0.0)
+    stems = tuple((key, min(0.0, value), max(0.0, value)) for key, value in finite)
+    maxima = tuple((key, value) for key, value in finite if value == largest)
+    line = ((0.0, 0.0), (float(len(values)), 0.0))
+    return Figure(title, "", "key", label, (Series(label, line, marked=maxima, bars=stems),))
 
 
-def _files(text: str, place: str) -> Iterator[str]:
-    """The files of the repository that a page links to and that are no pages themselves."""
-    for _, link, _ in _LINK.findall(_FENCE.sub("", text)):
-        source = _source_of(link, place)
-        if _local(link) and not source.endswith(".md") and (ROOT / source).is_file():
-            yield source
+def _title(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
-def _api() -> str:
-    parts = ["# API", "What code outside of the suite names: types, arguments, units and errors."]
-    for about, modules in API.items():
-        parts += [f"## {about}", *(f"::: {module}" for module in modules)]
-    return "\n\n".join(parts) + "\n"
-
-
-class _Page(HTMLParser):
-    """The anchors of a page, and where its links and pictures lead."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.anchors: set[str] = set()
-        self.links: list[str] = []
-        self.loaded: list[str] = []  # what a browser fetches to show the page
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Keep ids, and the links of elements that have any."""
-        values = dict(attrs)
-        self.anchors |= {name for key in ("id", "name") if (name := values.get(key))}
-        if link := values.get("src" if tag in {"img", "script"} else "href"):
-            self.links.append(link)
-            if tag in {"img", "script"} or values.get("rel") in {"stylesheet", "icon", "preload"}:
-                self.loaded.append(link)
-
-
-def broken_links(site: Path) -> Iterator[str]:
-    """The links within a rendered site that lead nowhere, and what it would fetch from the network.
-
-    Args:
-        site: its folder.
-
-    Yields:
-        A line for each, with the page.
-    """
-    pages = {path: _Page(path.read_text(encoding="utf-8")) for path in sorted(site.resolve().rglob("*.html"))}
-    for path, page in pages.items():
-        where = path.relative_to(site.resolve())
-        yield from (f"{where}: {link} is fetched from the network" for link in page.loaded if "//" in link)
-        for link in dict.fromkeys(page.links):
-            # The page for what is not there is served at any address, with links from the root of the site.
-            if path.name == "404.html" or "://" in link or link.startswith(("mailto:", "data:", "javascript:")):
-                continue
-            target, _, anchor = link.partition("#")
-            goal = path.parent / unquote(target) if target else path
-            if not goal.exists():
-                yield f"{where}: {link} leads nowhere"
-            elif anchor and (other := pages.get(goal.resolve())) and unquote(anchor) not in other.anchors:
-                yield f"{where}: {link} has no such anchor"
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

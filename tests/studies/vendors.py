@@ -1,14 +1,7 @@
-"""What vendors' kernels round, by their sources, and what that does on the failure inputs: tables of docs/vendors.md.
+"""What vendors' kernels round, by their sources, and what it does on the failure inputs, emulated: docs/vendors.md."""
 
-    python -m tiebreak.studies.vendors
-
-Everything is emulated, and so the same on every machine.
-"""
-
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import Verdict, judge
@@ -19,9 +12,8 @@ from tiebreak.matrix.experiments.call import shown
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import CaseBench
 from tiebreak.reports.tables.marks import shown_text
-from tiebreak.studies.pages import Tables, renew_tables, table
+from tiebreak.studies.pages import PageTable, table
 
-PAGE = Path(__file__).parents[2] / "docs" / "vendors.md"
 SETTINGS = Settings(seed=1, heads=256)
 _BESIDE = ("no_tail", "random")  # exact ties, and none
 CASES = {
@@ -32,7 +24,7 @@ CASES = {
 
 
 def columns() -> dict[str, list[str]]:
-    """The vendors whose plans differ in more than tiles, by plan without them."""
+    """Return the vendors whose plans differ in more than tiles, by plan without them."""
     alike: dict[str, list[str]] = {}
     for name, known in VENDOR_PLANS.items():
         alike.setdefault(known.plan.partition(",tile=")[0], []).append(name)
@@ -40,7 +32,7 @@ def columns() -> dict[str, list[str]]:
 
 
 def row(case: str) -> list[str]:
-    """What each plan's output is like on one failure input."""
+    """Return what each plan's output is like on one failure input."""
     bench, texts = CaseBench(replace(CASES[case], gradients=False), BF16, SETTINGS), []
     for plan in columns():
         errors = bench.emulated(0, parse_declaration(plan))[1]
@@ -51,7 +43,7 @@ def row(case: str) -> list[str]:
 
 
 def sources() -> Iterator[str]:
-    """The plans and where they stand."""
+    """Yield the plans and where they stand."""
     rows = (
         (f"`{known.name}`: {known.kernel}", f"`{known.plan}`", f"{known.source} ({known.version}); {known.note}")
         for known in VENDOR_PLANS.values()
@@ -60,11 +52,8 @@ def sources() -> Iterator[str]:
 
 
 def biases() -> Iterator[str]:
-    """Failure inputs, and two beside them, by plan."""
+    """Yield failure inputs, and two beside them, by plan."""
     yield from table(("input", *(f"`{plan}`" for plan in columns())), map(row, CASES))
 
 
-TABLES: Tables = {"sources": sources, "failure inputs": biases}
-
-if __name__ == "__main__":
-    sys.exit(renew_tables(PAGE, TABLES))
+TABLES = [PageTable("vendors.md", "sources", sources), PageTable("vendors.md", "failure inputs", biases)]

@@ -1,19 +1,15 @@
-"""`python -m tiebreak.studies.words` renews the rows of docs/words.md that describe measures and checks."""
+"""The rows of docs/words.md that describe measures and checks."""
 
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from tiebreak.cases.measures import Measure
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiments import kinds
-from tiebreak.studies.pages import Tables, renew_tables, table
-
-PAGE = Path(__file__).parents[2] / "docs" / "words.md"
+from tiebreak.studies.pages import PageTable, table
 
 
 def of_measures() -> Iterator[str]:
-    """A table of measures for every kind of experiment."""
+    """Yield a table of measures for every kind of experiment."""
     for name, kind in kinds().items():
         yield from (f"### Measures of {name}", "", f"{_capital(kind.described.about)}.", "")
         rows = (_row("measure", each.name, _about(each), each.term) for each in kind.measures().values())
@@ -22,14 +18,14 @@ def of_measures() -> Iterator[str]:
 
 
 def of_checks() -> Iterator[str]:
-    """The table of checks, and which of them are about a cell's rounding."""
+    """Yield the table of checks, and which of them are about a cell's rounding."""
     rows = (_row("check", check.name, f"{_capital(check.about)}.", check.term) for check in checks().values())
     yield from table(("check", "what has to hold", "the field's term"), rows, right=False)
     judging = " and ".join(f"`{name}`" for name, check in checks().items() if check.judges)
     yield from ("", f"{judging} are about the cell's rounding. The others hold for any kernel that is not broken.")
 
 
-TABLES: Tables = {"measures": of_measures, "checks": of_checks}
+TABLES = [PageTable("words.md", "measures", of_measures), PageTable("words.md", "checks", of_checks)]
 
 
 def _about(measure: Measure) -> str:
@@ -43,9 +39,5 @@ def _row(kind: str, name: str, about: str, term: str) -> Sequence[str]:
 
 
 def _capital(text: str) -> str:
-    """A sentence from what is told in a line; a symbol keeps its letter."""
+    """Return a sentence from what is told in a line; a symbol keeps its letter."""
     return text[0].upper() + text[1:] if text.partition(" ")[0].isalpha() else text
-
-
-if __name__ == "__main__":
-    sys.exit(renew_tables(PAGE, TABLES))

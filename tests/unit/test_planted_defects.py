@@ -20,7 +20,7 @@ from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records.record import FELL, HELD, PREDICTION, Record, Run
 from tiebreak.reports.verdict import verdicts
 from tiebreak.studies.pages import read_rows
-from tiebreak.studies.power import CASES, EXPERIMENTS, CaughtRow, PlantedCell, run_one
+from tiebreak.studies.power import CASES, EXPERIMENTS, CaughtRow, run_one
 from tiebreak.studies.power import CAUGHT as TABLE
 
 _HEADS = 16  # of users' kernels in which nothing is to fall
@@ -53,7 +53,7 @@ def _bench(case: str, fmt: str, heads: int) -> Workbench:
 
 
 def _run(kernel: str, case: str, fmt: str = BF16.name, heads: int = _HEADS) -> Record:
-    return run_one(PlantedCell(kernel, case, fmt), _bench(case, fmt, heads))
+    return run_one(kernel, case, fmt, _bench(case, fmt, heads))
 
 
 def test_there_are_forty_defects_and_the_data_have_them_all() -> None:

@@ -16,8 +16,6 @@ from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.kernels.triton.roster import DECLARATIONS
 from tiebreak.matrix.experiments import kinds
 from tiebreak.reports.records.record import OUTCOMES, VERDICTS
-from tiebreak.studies.pages import renewed
-from tiebreak.studies.words import TABLES
 
 WORDS = (Path(__file__).parents[2] / "docs" / "words.md").read_text(encoding="utf-8")
 NAME = re.compile(r'<a id="(plan|rule|measure|check|outcome)-([^"]+)"></a>`([^`]+)`')  # a row may have several
@@ -82,12 +80,6 @@ def test_every_rule_of_the_default_roster_has_a_row() -> None:
     kernels = [composed_kernel(name) for name in DEFAULT_ROSTER]
     rules = {kernel.declaration.shift_rule.name for kernel in kernels if kernel.declaration is not None}
     assert rules <= set(rows("rule"))
-
-
-@pytest.mark.parametrize("source", TABLES)
-def test_rows_of_measures_and_checks_are_what_their_descriptions_make(source: str) -> None:
-    advice = "python -m tiebreak.studies.words renews it"
-    assert renewed(WORDS, source, TABLES[source]()) == WORDS, advice
 
 
 def test_every_measure_of_a_training_claim_is_one_of_them() -> None:
