@@ -1,24 +1,13 @@
-"""`python -m tiebreak.programs.pages.words` renews the rows of docs/words.md that describe measures and checks."""
+"""`python -m tiebreak.programs.pages.words` renews the rows of docs/words.md that describe checks."""
 
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tiebreak.cases.measures import Measure
 from tiebreak.matrix.checks import checks
-from tiebreak.matrix.experiments import kinds
 from tiebreak.programs.pages.tables import Tables, renew_tables, table
 
 PAGE = Path(__file__).parents[3] / "docs" / "words.md"
-
-
-def of_measures() -> Iterator[str]:
-    """A table of measures for every kind of experiment."""
-    for name, kind in kinds().items():
-        yield from (f"### Measures of {name}", "", f"{_capital(kind.described.about)}.", "")
-        rows = (_row("measure", each.name, _about(each), each.term) for each in kind.measures().values())
-        yield from table(("measure", "in one sentence", "the field's term"), rows, right=False)
-        yield ""
 
 
 def of_checks() -> Iterator[str]:
@@ -29,13 +18,7 @@ def of_checks() -> Iterator[str]:
     yield from ("", f"{judging} are about the cell's rounding. The others hold for any kernel that is not broken.")
 
 
-TABLES: Tables = {"measures": of_measures, "checks": of_checks}
-
-
-def _about(measure: Measure) -> str:
-    units = f"{measure.unit.removesuffix('s')}s"
-    unit = f" In {units}." if measure.unit and units not in measure.about else ""
-    return f"{_capital(measure.about)}.{unit}"
+TABLES: Tables = {"checks": of_checks}
 
 
 def _row(kind: str, name: str, about: str, term: str) -> Sequence[str]:
