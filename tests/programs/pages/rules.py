@@ -1,18 +1,17 @@
-"""What acceptance rules in public use see: tables of docs/rules.md.
+"""What acceptance rules in public use see: the table of docs/rules.md.
 
-    python -m tiebreak.programs.pages.rules                     # all, into the page
-    python -m tiebreak.programs.pages.rules 'random'            # one: sources, a case, gradients of one
+    python -m tiebreak.programs.pages.rules
 
 Everything is emulated, and so the same on every machine.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tiebreak.cases.acceptance import OF_GRADIENTS, RULES, answers
+from tiebreak.cases.acceptance import OF_GRADIENTS, answers
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import judge
 from tiebreak.kernels.declarations import parse_declaration
@@ -27,8 +26,8 @@ from tiebreak.reports.tables.marks import shown_text
 from tiebreak.reports.tables.rules import share_text
 
 PAGE = Path(__file__).parents[3] / "docs" / "rules.md"
-SEED, HEADS, FEWER_HEADS = 1, 1024, 256  # the fewer are those of gradients
-CASES = ("tied_maxima[k=2]", "sink_tie", "random")
+SEED, HEADS = 1, 1024
+CASE = "tied_maxima[k=2]"
 KERNELS: Mapping[str, Declaration] = {
     **{
         name: parse_declaration(name) for name in ("flash@paper", "stabilized@paper", "flash@fused", "stabilized@fused")
@@ -36,16 +35,15 @@ KERNELS: Mapping[str, Declaration] = {
     **{name: parse_declaration(name) for name in ("fair", "standard")},
     "sdpa_flash": parse_declaration("flash@fused_fast_exp,tile=32x512"),
 }
-_WITH_GRADIENTS = ("flash@fused", "stabilized@fused", "fair", "sdpa_flash")  # whose plans say how gradients are made
 
 
-def column(bench: CaseBench, kernel: str, gradients: bool = False) -> dict[str, str]:
-    """What this suite says of a kernel, and every rule on the same heads: of O, or of its gradients."""
+def column(bench: CaseBench, kernel: str) -> dict[str, str]:
+    """What this suite says of a kernel's O, and every rule on the same heads."""
     output, errors = bench.emulated(0, KERNELS[kernel])
     shown = Shown.of("bias", errors.bias.mean, verdict=judge(errors.bias).value)
     said = {name: recorded(answer) for name, answer in answers(*compared(output, bench))}
     return {"this suite": shown_text(shown)} | {
-        f"`{name}`": _text(answer) for name, answer in said.items() if name.endswith(OF_GRADIENTS) is gradients
+        f"`{name}`": _text(answer) for name, answer in said.items() if not name.endswith(OF_GRADIENTS)
     }
 
 
@@ -54,36 +52,18 @@ def _text(answer: RuleAnswer) -> str:
     return text if answer.passed is not False else f"**{text}**"
 
 
-def _table(bench: CaseBench, kernels: Sequence[str], gradients: bool = False) -> Iterator[str]:
-    columns = [column(bench, kernel, gradients) for kernel in kernels]
-    rows = ([rule, *(each[rule] for each in columns)] for rule in columns[0])
-    yield from table(("rule", *(f"`{name}`" for name in kernels)), rows)
-
-
-def bench_of(name: str, heads: int, gradients: bool = False) -> CaseBench:
-    """A case's heads, with a backward pass or without."""
+def bench_of(name: str, heads: int) -> CaseBench:
+    """A case's heads, without a backward pass."""
     case = next(case for case in SCRIPTED if case.name == name)
-    return CaseBench(replace(case, gradients=gradients), BF16, Settings(SEED, heads))
+    return CaseBench(replace(case, gradients=False), BF16, Settings(SEED, heads))
 
 
 def of_case(name: str) -> Iterator[str]:
     """What each rule says of each kernel's O on one case."""
-    yield from _table(bench_of(name, HEADS), tuple(KERNELS))
-
-
-def of_gradients(name: str) -> Iterator[str]:
-    """What rules say of gradients."""
-    yield from _table(bench_of(name, FEWER_HEADS, gradients=True), _WITH_GRADIENTS, gradients=True)
-
-
-def sources() -> Iterator[str]:
-    """The rules, their formulas and their sources."""
-    rows = (
-        (f"`{rule.name}`", f"{rule.formula}{f'; {rule.note}' if rule.note else ''}".replace("|", "\\|"), rule.source,
-         rule.version)
-        for rule in RULES.values()
-    )  # fmt: skip
-    yield from table(("rule", "formula", "source", "version"), rows, right=False)
+    bench = bench_of(name, HEADS)
+    columns = [column(bench, kernel) for kernel in KERNELS]
+    rows = ([rule, *(each[rule] for each in columns)] for rule in columns[0])
+    yield from table(("rule", *(f"`{name}`" for name in KERNELS)), rows)
 
 
 def columns(source: str) -> dict[str, dict[str, str]]:
@@ -95,11 +75,7 @@ def columns(source: str) -> dict[str, dict[str, str]]:
     return {kernel.strip("`"): {row[0]: row[place + 1] for row in rows} for place, kernel in enumerate(kernels)}
 
 
-TABLES: Tables = {
-    "sources": sources,
-    **{name: partial(of_case, name) for name in CASES},
-    **{f"gradients of {name}": partial(of_gradients, name) for name in ("random", "tied_maxima[k=2]")},
-}
+TABLES: Tables = {CASE: partial(of_case, CASE)}
 
 
 if __name__ == "__main__":
