@@ -1,7 +1,7 @@
 """Bias against the number of bits: the scripted cases with P-bar, V and O in fewer and in more bits, emulated.
 
     python -m tiebreak.programs.pages.bits run  # docs/bits.csv: every format, case, rule and plan
-    python -m tiebreak.programs.pages.bits      # from it, the tables of docs/fewer-bits.md and docs/figures/bits.svg
+    python -m tiebreak.programs.pages.bits      # from it, docs/figures/bits.svg
 
 q, k and dO are in fp32, so the scores are those of the case whatever the format. V is drawn in fp32 and rounded to the
 format. P-bar, O and, where the plan has it narrow, O-bar are in the format.
@@ -25,22 +25,19 @@ from tiebreak.kernels.formats import FP32, Format, Formats, parse_format
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
-from tiebreak.matrix.experiments.call import shown
-from tiebreak.programs.pages.tables import read_rows, renew, table, write_rows
+from tiebreak.programs.pages.tables import read_rows, write_rows
 from tiebreak.reports.page.figures import Figure, Series
 from tiebreak.reports.page.svg import as_file, draw
 from tiebreak.reports.records.record import NONFINITE
-from tiebreak.reports.tables.marks import shown_text
 
 DOCS = Path(__file__).parents[3] / "docs"
-TABLE, PAGE, PICTURE = DOCS / "bits.csv", DOCS / "fewer-bits.md", DOCS / "figures" / "bits.svg"
+TABLE, PICTURE = DOCS / "bits.csv", DOCS / "figures" / "bits.svg"
 MANTISSAS = tuple(f"E8M{bits}" for bits in range(10, 1, -1))  # E8M7 is bf16, E8M10 tf32
 OTHERS = ("fp16", "fp8_e4m3", "fp8_e5m2")
 CASES = ("tied_maxima[k=2]", "sink_tie", "no_tail", "single_maximum", "single_maximum_sink", "repeated_zero")
 # `lazy_4` lags as `lazy` does, by half as much: nothing lags in these cases.
 RULES = tuple("flash" if rule == "safe" else rule for rule in SHIFT_RULES if rule != "lazy_4")
 KERNELS = (*(f"{rule}@paper" for rule in RULES), "flash@fused", "stabilized@fused", "fair", "standard")
-SHOWN = ("flash@paper", "stabilized@paper", "dithered@paper", "flash@fused", "stabilized@fused", "fair")
 DRAWN = ("flash@paper", "stabilized@paper", "flash@fused", "fair")
 SEED, HEADS = 1, 256
 _DIGITS = 5
@@ -63,15 +60,13 @@ class Row:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run everything, or renew what is made from the table."""
+    """Run everything, or draw the picture from the table."""
     if arguments not in ([], ["run"]):
         print((__doc__ or "").strip(), file=sys.stderr)
         return 2
     if arguments:
         write_rows(TABLE, Row, rows((*MANTISSAS, *OTHERS), CASES))
-    kept = read_rows(TABLE, Row)
-    renew(PAGE, TABLE.name, tables(kept))
-    PICTURE.write_text(picture(kept), encoding="utf-8")
+    PICTURE.write_text(picture(read_rows(TABLE, Row)), encoding="utf-8")
     return 0
 
 
@@ -115,19 +110,6 @@ def _row(fmt: str, case: str, kernel: str, batch: Batch) -> Row:
     )
     bias, half_width, gain, delta, delta_half_width, coherence = (float(f"{number:.{_DIGITS}g}") for number in numbers)
     return Row(fmt, case, kernel, bias, half_width, verdict, gain, delta, delta_half_width, coherence)
-
-
-def tables(rows: Sequence[Row]) -> Iterator[str]:
-    """What the page shows: the first case."""
-    shown_in = {(row.format, row.case, row.kernel): _shown(row) for row in rows}
-    yield from table(
-        (f"`{CASES[0]}`", *(f"`{kernel}`" for kernel in SHOWN)),
-        ((fmt, *(shown_in[fmt, CASES[0], kernel] for kernel in SHOWN)) for fmt in (*MANTISSAS, *OTHERS)),
-    )
-
-
-def _shown(row: Row) -> str:
-    return shown_text(shown(float(row.verdict == NONFINITE), row.gain, row.bias, row.verdict))
 
 
 def picture(rows: Sequence[Row]) -> str:
