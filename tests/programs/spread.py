@@ -121,7 +121,7 @@ def _asked(snippet: Snippet, variant: str) -> set[str]:
 
 
 def tables(spreads: Mapping[Ran, Spread]) -> Iterator[str]:
-    """A row for each variant: lowest to highest over the seeds, emulated; l from unrounded / rounded P-bar."""
+    """A row for each variant of several snippets: lowest to highest over the seeds; l from unrounded / rounded P-bar."""
     snippets = [snippet for snippet in SNIPPETS.values() if not snippet.own_claims]  # whose numbers have a spread
 
     def cell(snippet: Snippet, variant: str) -> str:
@@ -133,7 +133,7 @@ def tables(spreads: Mapping[Ran, Spread]) -> Iterator[str]:
     rows = []
     for variant in dict.fromkeys(name.removesuffix(_ROUNDED) for name in VARIANTS):
         cells = [cell(snippet, variant) for snippet in snippets]
-        if any(cells):
+        if sum(map(bool, cells)) > 1:
             rows.append((f"`{variant}`", *cells))
     return table(("variant", *(snippet.label for snippet in snippets)), rows, right=False)
 
