@@ -121,7 +121,7 @@ def _asked(snippet: Snippet, variant: str) -> set[str]:
 
 
 def tables(spreads: Mapping[Ran, Spread]) -> Iterator[str]:
-    """A row for each variant of several snippets: lowest to highest over the seeds; l from unrounded / rounded P-bar."""
+    """A row for each variant of several snippets: lowest to highest over seeds; l from unrounded / rounded P-bar."""
     snippets = [snippet for snippet in SNIPPETS.values() if not snippet.own_claims]  # whose numbers have a spread
 
     def cell(snippet: Snippet, variant: str) -> str:
