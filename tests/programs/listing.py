@@ -70,7 +70,7 @@ def plans(arguments: Sequence[str]) -> int:
                 name: _of_rule(rule) for name, rule in SHIFT_RULES.items()
             },
         },
-        "docs/words.md has each in a sentence. What a plan has can be changed: flash@fused,s=bf16,base=2,tile=64.",
+        "docs/words.md explains rounding points, and what of a plan can be changed: flash@fused,s=bf16,base=2,tile=64.",
     )
     return HELD
 

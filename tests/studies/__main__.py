@@ -4,13 +4,11 @@ import sys
 from collections.abc import Sequence
 
 from tiebreak.reports.cli import FELL, HELD, Parser
-from tiebreak.studies import bits, budget, eight_bits, gallery, power, rules, spread, vendors, words
+from tiebreak.studies import budget, eight_bits, gallery, power, rules, spread, words
 from tiebreak.studies.pages import PageTable
 
 TABLES: Sequence[PageTable] = [
-    table
-    for maker in (bits, budget, eight_bits, gallery, power, rules, spread, vendors, words)
-    for table in maker.TABLES
+    table for maker in (budget, eight_bits, gallery, power, rules, spread, words) for table in maker.TABLES
 ]
 
 

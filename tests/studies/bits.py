@@ -1,8 +1,8 @@
 """`python -m tiebreak.studies.bits`: Measure the bias against the number of bits, emulated.
 
-The scripted cases with P-bar, V and O in fewer and in more bits, into docs/bits.csv, from which docs/fewer-bits.md has
-its table and its figure. q, k and dO are in fp32, so the scores are those of the case whatever the format. V is drawn
-in fp32 and rounded to the format. P-bar, O and, where the plan has it narrow, O-bar are in the format.
+The scripted cases with P-bar, V and O in fewer and in more bits, into docs/bits.csv and docs/figures/bits.svg. q, k and
+dO are in fp32, so the scores are those of the case whatever the format. V is drawn in fp32 and rounded to the format.
+P-bar, O and, where the plan has it narrow, O-bar are in the format.
 """
 
 import math
@@ -23,12 +23,10 @@ from tiebreak.cases.verdicts import judge
 from tiebreak.kernels.formats import FP32, Format, Formats, parse_format
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
-from tiebreak.matrix.experiments.call import shown
 from tiebreak.reports.page.figures import Figure, Series
 from tiebreak.reports.page.svg import as_file, draw
 from tiebreak.reports.records.record import NONFINITE
-from tiebreak.reports.tables.marks import shown_text
-from tiebreak.studies.pages import DOCS, PageTable, measured_at, read_rows, table, write_rows
+from tiebreak.studies.pages import DOCS, read_rows, write_rows
 from tiebreak.studies.study import Study
 
 CSV, PICTURE = DOCS / "bits.csv", DOCS / "figures" / "bits.svg"
@@ -38,7 +36,6 @@ CASES = ("tied_maxima[k=2]", "sink_tie", "no_tail", "single_maximum", "single_ma
 # `lazy_4` lags as `lazy` does, by half as much: nothing lags in these cases.
 RULES = tuple("flash" if rule == "safe" else rule for rule in SHIFT_RULES if rule != "lazy_4")
 KERNELS = (*(f"{rule}@paper" for rule in RULES), "flash@fused", "stabilized@fused", "fair", "standard")
-SHOWN = ("flash@paper", "stabilized@paper", "dithered@paper", "flash@fused", "stabilized@fused", "fair")
 DRAWN = ("flash@paper", "stabilized@paper", "flash@fused", "fair")
 SEED, HEADS = 1, 256
 
@@ -106,18 +103,6 @@ def _batch(name: str, fmt: Format) -> Batch:
     return Batch(inputs, reference(inputs))
 
 
-def of_first_case() -> Iterator[str]:
-    """Yield the page's table: the first case of the frozen file."""
-    texts = {(row.format, row.kernel): _text(row) for row in read_rows(CSV, Row) if row.case == CASES[0]}
-    lines = ((fmt, *(texts[fmt, kernel] for kernel in SHOWN)) for fmt in FORMATS)
-    yield from table((f"`{CASES[0]}`", *(f"`{kernel}`" for kernel in SHOWN)), lines)
-    yield from ("", f"Measured at {measured_at(CSV)}.")
-
-
-def _text(row: Row) -> str:
-    return shown_text(shown(float(row.verdict == NONFINITE), row.gain, row.bias, row.verdict))
-
-
 def picture(rows: Sequence[Row]) -> str:
     """Return bias against mantissa bits, as an SVG file."""
     series = []
@@ -139,16 +124,12 @@ def picture(rows: Sequence[Row]) -> str:
     return as_file(draw(figure))
 
 
-TABLES = [PageTable("fewer-bits.md", "bits.csv", of_first_case)]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure all, freeze the rows, renew the page and its figure; return 0, 2 for bad usage, 130 after Ctrl-C."""
+    """Measure all, freeze the rows, draw the figure; return 0, 2 for bad usage, 130 after Ctrl-C."""
     options = STUDY.parser(__doc__).parse_args(arguments)
     results = STUDY.results((Task(*each) for each in product(FORMATS, CASES)), options)
     write_rows(CSV, [Row(**row) for each in results.values() for row in each.rows])
     PICTURE.write_text(picture(read_rows(CSV, Row)), encoding="utf-8")
-    TABLES[0].renew()
     return 0
 
 

@@ -17,12 +17,11 @@ from tiebreak.matrix.budget import ORDER_FILE
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records.record import CRASHED, FELL
-from tiebreak.studies.pages import PageTable, measured_at, read_rows, table, write_rows
-from tiebreak.studies.power import CAUGHT, EXPERIMENTS, CaughtRow, linked, run_one
+from tiebreak.studies.pages import PageTable, measured_at, read_rows, write_rows
+from tiebreak.studies.power import EXPERIMENTS, run_one
 from tiebreak.studies.study import Study
 
 NAMED = Path(__file__).with_name("named.csv")
-_WORST = 20
 
 
 @dataclass(frozen=True)
@@ -55,27 +54,17 @@ def run_until_named(task: Planted) -> NamedRow:
 STUDY = Study("budget", run_until_named, Planted, NamedRow, seconds=6.0)
 
 
-def report(rows: Sequence[NamedRow], caught: Sequence[CaughtRow]) -> Iterator[str]:
-    """Yield what the page says: the share that is named, and the defects that fall by most checks."""
+def report() -> Iterator[str]:
+    """Yield what the page says of the frozen rows."""
+    rows = read_rows(NAMED, NamedRow)
     seconds = [row.seconds for row in rows if row.case]
     yield (
         f"{len(seconds)} of {len(rows)} fall within {math.ceil(max(seconds))} CPU seconds of one core, half within"
-        f" {median(seconds):.1f}. The {_WORST} that fall by most checks:"
+        f" {median(seconds):.1f} ([`named.csv`](../tests/studies/named.csv), measured at {measured_at(NAMED)})."
     )
-    yield ""
-    by_name = {row.defect: row for row in rows}
-    worst = sorted(caught, key=lambda row: -len(row.checks.split()))[:_WORST]
-    chosen = (by_name[row.defect] for row in worst)
-    lines = ((linked(row.defect), f"`{row.case}`", str(row.cells), f"{row.seconds:.1f}") for row in chosen)
-    yield from table(("defect", "falls first in", "cells run", "CPU seconds"), lines, right=False)
 
 
-def _frozen() -> Iterator[str]:
-    yield from report(read_rows(NAMED, NamedRow), read_rows(CAUGHT, CaughtRow))
-    yield from ("", f"Measured at {measured_at(NAMED)}.")
-
-
-TABLES = [PageTable("power.md", "make studies STUDY=budget", _frozen)]
+TABLES = [PageTable("power.md", "make studies STUDY=budget", report)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

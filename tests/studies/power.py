@@ -185,30 +185,25 @@ def twin_rows(results: Mapping[Cells, Outcomes]) -> list[TwinRow]:
 
 
 def report(defects: Sequence[CaughtRow], twins: Sequence[TwinRow]) -> Iterator[str]:
-    """Yield the tables of the page: what is caught, why the others are missed, and the sound twins."""
-    found, missed = ([row for row in defects if bool(row.case) is there] for there in (True, False))
+    """Yield what the page says: what each check catches, what is missed, how often sound twins are blamed."""
+    found = [row for row in defects if row.case]
     yield from [f"{len(found)} of {len(defects)} defects are caught.", ""]
-    rows = ((linked(row.defect), f"`{row.case}`", row.checks, str(row.heads)) for row in found)
-    yield from table(("defect", "first case", "checks not met", "heads"), rows, right=False)
-    reasons: dict[str, list[str]] = {}
-    for row in missed:
-        reasons.setdefault(DEFECTS[row.defect].missed or "not known", []).append(linked(row.defect))
-    yield ""
-    yield from table(("missed", "why"), ((", ".join(names), why) for why, names in reasons.items()), right=False)
-    yield ""
-    heads = ("sound twin", "heads", "cases", "seeds", "cells", "blamed", "inconclusive", "blamed at most, 95 %")
-    yield from table(heads, map(_twin, twins))
-
-
-def linked(defect: str) -> str:
-    """Return the name of a defect, as a link to what it stands for."""
-    return f"[`{defect}`]({DEFECTS[defect].stands_for})"
-
-
-def _twin(row: TwinRow) -> Sequence[str]:
-    bound = f"one in {1 / at_most(row.blamed, row.cells):,.0f}" if row.cells else "-"
-    name, *numbers = vars(row).values()
-    return (f"`{name}`", *map(str, numbers), bound)
+    alone = Counter(row.checks for row in found)
+    of_check = Counter(name for row in found for name in row.checks.split())
+    rows = ((f"`{name}`", str(number), str(alone[name])) for name, number in of_check.most_common())
+    yield from table(("check", "defects that it catches", "that it alone catches"), rows)
+    for missed in (DEFECTS[row.defect] for row in defects if not row.case):
+        yield from ("", f"[`{missed.name}`]({missed.stands_for}) is missed: {missed.missed or 'why is not known'}.")
+    if twins:
+        most, fewest = (choose(twins, key=lambda row: row.cells) for choose in (max, min))
+        blamed, undecided, ran = (sum(getattr(row, name) for row in twins) for name in ("blamed", "undecided", "cells"))
+        yield ""
+        yield (
+            f"{blamed} of {ran:,} cells of {len(twins)} sound twins are blamed, {undecided} are inconclusive"
+            " ([`twins.csv`](../tests/studies/twins.csv)). At 95 % confidence, at most one cell in"
+            f" {1 / at_most(most.blamed, most.cells):,.0f} of `{most.twin}` is blamed, and one in"
+            f" {1 / at_most(fewest.blamed, fewest.cells):,.0f} of `{fewest.twin}`, the twin with the fewest cells."
+        )
 
 
 def _frozen() -> Iterator[str]:

@@ -107,7 +107,7 @@ def _current(runs: Runs) -> Runs:
 
 
 def ranges(spreads: Mapping[Ran, Spread]) -> Iterator[str]:
-    """Yield a row a variant: lowest to highest over the seeds, emulated; l from unrounded / rounded P-bar."""
+    """Yield a row a variant of several snippets: lowest to highest over seeds; l from unrounded / rounded P-bar."""
     snippets = [snippet for snippet in SNIPPETS.values() if not snippet.own_claims]  # whose numbers have a spread
 
     def cell(snippet: Snippet, variant: str) -> str:
@@ -116,9 +116,12 @@ def ranges(spreads: Mapping[Ran, Spread]) -> Iterator[str]:
         texts = dict.fromkeys(_range(spreads[run]) if run in spreads else "-" for run in runs)
         return "" if list(texts) == ["-"] else " / ".join(texts)
 
-    variants = dict.fromkeys(name.removesuffix(_ROUNDED) for name in VARIANTS)
-    rows = ((f"`{variant}`", *(cell(snippet, variant) for snippet in snippets)) for variant in variants)
-    return table(("variant", *(snippet.label for snippet in snippets)), filter(lambda row: any(row[1:]), rows), False)
+    rows = []
+    for variant in dict.fromkeys(name.removesuffix(_ROUNDED) for name in VARIANTS):
+        cells = [cell(snippet, variant) for snippet in snippets]
+        if sum(map(bool, cells)) > 1:
+            rows.append((f"`{variant}`", *cells))
+    return table(("variant", *(snippet.label for snippet in snippets)), rows, right=False)
 
 
 def _range(spread: Spread) -> str:

@@ -1,4 +1,4 @@
-"""Plans of vendors' kernels: the emulation takes them, and `tiebreak list vendors` says them."""
+"""Plans of vendors' kernels: the emulation takes them, `tiebreak list vendors` says them."""
 
 import pytest
 
