@@ -9,8 +9,9 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from tiebreak.backends.provenance import CHECKOUT
 from tiebreak.reports.cli import HELD, Parser

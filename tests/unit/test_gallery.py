@@ -1,10 +1,10 @@
 """The gallery's page is what its records make, and the records say what a whole run said."""
 
 import gzip
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import CaseRecord, Estimate, ExperimentRecord, MeasureRecord, Record, Run, Shown
