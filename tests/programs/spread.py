@@ -133,7 +133,7 @@ def tables(spreads: Mapping[Ran, Spread]) -> Iterator[str]:
     rows = []
     for variant in dict.fromkeys(name.removesuffix(_ROUNDED) for name in VARIANTS):
         cells = [cell(snippet, variant) for snippet in snippets]
-        if sum(map(bool, cells)) > 1:
+        if sum(map(bool, cells)) > 2:
             rows.append((f"`{variant}`", *cells))
     return table(("variant", *(snippet.label for snippet in snippets)), rows, right=False)
 
