@@ -1,4 +1,4 @@
-"""docs/words.md names every check, outcome and verdict; each plan, shift rule and measure that it names exists."""
+"""docs/words.md names every outcome and verdict; each plan, shift rule, measure and check that it names exists."""
 
 import re
 from pathlib import Path
@@ -35,8 +35,8 @@ def test_measures_are_some_that_there_are() -> None:
     assert named("Measures") <= {name for kind in kinds().values() for name in kind.measures()}
 
 
-def test_every_check_has_a_row_and_no_other() -> None:
-    assert named("Checks") == set(checks())
+def test_checks_are_some_that_there_are() -> None:
+    assert named("Checks") <= set(checks())
 
 
 def test_every_measure_of_a_training_claim_is_one_of_them() -> None:
