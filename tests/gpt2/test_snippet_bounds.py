@@ -25,7 +25,6 @@ from tiebreak.cases.gpt2.bounds import (
 )
 from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS
 from tiebreak.programs import spread as program
-from tiebreak.programs.pages.tables import renewed
 from tiebreak.programs.resumable import read_parts
 
 ABOVE = BoundRule(("flash@train",), "row_max_rise", "a test", "above", "fair@train")
@@ -129,12 +128,6 @@ def test_no_run_that_the_data_have_is_beyond_a_bound() -> None:
         if not all(claim.held({ran.measure: value}) for value in (found.lowest, found.highest))
     ]
     assert beyond == []
-
-
-def test_the_page_has_what_the_data_say() -> None:
-    text = program.PAGE.read_text(encoding="utf-8")
-    assert renewed(text, program.SOURCE, program.tables(SPREADS)) == text, "make studies STUDY=bounds SEEDS=0 renews it"
-    assert "| `fair@train` | -0.000125 to 9.08e-05 / -2.99e-05 to 3.22e-05 |" in text
 
 
 def test_what_a_stop_cut_short_is_left_out_and_run_again(tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
 Every run is a line in a file, and a program that is stopped goes on where it was. A seed is done with all variants of
 a default run before the next begins, so that at any stop all have been run equally often; the others follow.
 
-`--write` puts n, mean and sd into cases/gpt2/spread.csv, from which `tiebreak.cases.gpt2.bounds` derives the bounds,
-and the table into docs/training.md.
+`--write` puts n, mean and sd into cases/gpt2/spread.csv, from which `tiebreak.cases.gpt2.bounds` derives the bounds.
 """
 
 import argparse
@@ -12,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import torch
 
@@ -29,14 +27,10 @@ from tiebreak.cases.gpt2.bounds import (
 from tiebreak.cases.gpt2.snippets import SNIPPETS, Snippet, run_snippet
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.matrix.memory import keep_memory
-from tiebreak.programs.pages.tables import renew, table
 from tiebreak.programs.resumable import add_options, read_parts, run_parts
 from tiebreak.reports.cli import INTERRUPTED, Parser, count
 from tiebreak.reports.tables.run import counted
 
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
-SOURCE = "cases/gpt2/spread.csv"
-_ROUNDED = "_l_rounded"  # behind the name of a variant
 _WORKER_GIB = 1.0
 _BACKENDS = {backend.name: backend for backend in (EMULATION, CPU)}
 _STEP_SECONDS = 0.03  # about, until runs have told
@@ -120,29 +114,6 @@ def _asked(snippet: Snippet, variant: str) -> set[str]:
     return own | {each.measure for each in snippet.rules if variant in (*each.variants, each.against)}
 
 
-def tables(spreads: Mapping[Ran, Spread]) -> Iterator[str]:
-    """A row for each variant of several snippets: lowest to highest over seeds; l from unrounded / rounded P-bar."""
-    snippets = [snippet for snippet in SNIPPETS.values() if not snippet.own_claims]  # whose numbers have a spread
-
-    def cell(snippet: Snippet, variant: str) -> str:
-        names = (variant, f"{variant}{_ROUNDED}")
-        runs = [Ran(snippet.name, snippet.version, "emulation", name, snippet.headline) for name in names]
-        texts = dict.fromkeys(_range(spreads[run]) if run in spreads else "-" for run in runs)
-        return "" if list(texts) == ["-"] else " / ".join(texts)
-
-    rows = []
-    for variant in dict.fromkeys(name.removesuffix(_ROUNDED) for name in VARIANTS):
-        cells = [cell(snippet, variant) for snippet in snippets]
-        if sum(map(bool, cells)) > 2:
-            rows.append((f"`{variant}`", *cells))
-    return table(("variant", *(snippet.label for snippet in snippets)), rows, right=False)
-
-
-def _range(spread: Spread) -> str:
-    low, high = (f"{value:.3g}" for value in (spread.lowest, spread.highest))
-    return low if low == high else f"{low} to {high}"
-
-
 def alarms(lines: Iterable[Line], spreads: Mapping[Ran, Spread]) -> tuple[int, list[str]]:
     """How many runs claims speak of, and those that would have fallen at the bounds that follow from `spreads`."""
     claims = {
@@ -172,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seeds", type=count, default=200, metavar="N", help="from 1; 0: run none (default: 200)")
     add_options(parser, "snippets.jsonl", "run")
-    parser.add_argument("--write", action="store_true", help="renew the bounds and the tables of the page")
+    parser.add_argument("--write", action="store_true", help="renew the bounds")
     return parser
 
 
@@ -197,8 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     if options.write:
         write_spreads(spreads(lines))
-        renew(PAGE, SOURCE, tables(read_spreads()))
-        print(f"{FILE} and {PAGE} are renewed")
+        print(f"{FILE} is renewed")
     count, fallen = alarms(lines, read_spreads())
     print("\n".join([f"{count} runs that claims speak of, {len(fallen)} beyond a bound", *fallen]))
     return int(bool(fallen))

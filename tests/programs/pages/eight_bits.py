@@ -178,7 +178,7 @@ def scales(heads: int = 8, keys: int = 512, queries: int = 64, d: int = 64) -> I
     yield from table(("plan", *(each.about for each in _INPUTS)), rows())
 
 
-TABLES: Tables = {"sink": sink, "fix": fix, "scales": scales}
+TABLES: Tables = {"fix": fix, "scales": scales}
 
 
 if __name__ == "__main__":
