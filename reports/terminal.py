@@ -16,11 +16,6 @@ def width() -> int:
     return shutil.get_terminal_size((120, 24)).columns
 
 
-def limit(tablefmt: str) -> int | None:
-    """Columns that a table may take: those of the terminal; None, no limit, in a format for elsewhere."""
-    return width() if tablefmt == "simple" else None
-
-
 def coloured() -> bool:
     """Whether to colour: only a terminal that can, and unless NO_COLOR is set (https://no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

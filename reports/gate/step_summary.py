@@ -9,6 +9,7 @@ from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import Run
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables import run as tables
+from tiebreak.reports.tables.grids import Grid
 
 _MOST = 20  # lines of a list: the page is for a glance, the log has them all
 
@@ -32,7 +33,8 @@ def of_run(run: Run, verdicts: Sequence[str] = ()) -> str:
     note = [] if run.complete else ["The run was interrupted: these are the cells that were done."]
     title = f"### tiebreak: {tables.counts(run.records)}"
     judged = [f"```text\n{verdict.replace('```', '')}\n```" for verdict in verdicts]
-    return "\n\n".join([title, *judged, *note, grids.grid_text(rows, ["backend", "cells"], "github"), *_listed(lines)])
+    table = grids.text([*note, Grid(["backend", "cells"], rows), *_listed(lines)], "github")
+    return "\n\n".join([title, *judged, table])
 
 
 def of_gate(outcome: Outcome, baseline: Path) -> str:
@@ -42,11 +44,10 @@ def of_gate(outcome: Outcome, baseline: Path) -> str:
     lines = [f"- worse: {change.record.id}: {change.text}" for change in outcome.worse]
     lines += [f"- better: {change.record.id}: {change.text}" for change in outcome.better]
     lines += [f"- note: {note}" for note in outcome.notes]
-    return "\n\n".join([title, *_listed(lines)])
+    return "\n\n".join([title, grids.text(_listed(lines), "github")]).rstrip()
 
 
 def _listed(lines: list[str]) -> list[str]:
     """A Markdown list of one paragraph, cut short."""
     more = [f"- and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
-    shown = "\n".join([*lines[:_MOST], *more])
-    return [grids.aside(shown, "github")] if shown else []
+    return ["\n".join([*lines[:_MOST], *more])] if lines else []

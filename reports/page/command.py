@@ -12,10 +12,10 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.page import tables as page_tables
 from tiebreak.reports.page.data import page_data
 from tiebreak.reports.page.document import document
-from tiebreak.reports.page.figures import Figure, figures, mechanism
+from tiebreak.reports.page.figures import figures, mechanism
 from tiebreak.reports.page.findings import findings
 from tiebreak.reports.page.mechanism import drawing
-from tiebreak.reports.page.svg import draw
+from tiebreak.reports.page.svg import Figure, draw
 from tiebreak.reports.records import files, selection, store
 from tiebreak.reports.records.record import Run
 from tiebreak.reports.sweeps.store import Sweep

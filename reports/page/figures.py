@@ -4,8 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
+from pathlib import Path
 
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.page.mechanism import Side
+from tiebreak.reports.page.svg import Figure, Series, as_file, draw
+from tiebreak.reports.records import store
 from tiebreak.reports.records.order import cases_of, grouped
 from tiebreak.reports.records.record import (
     CaseRecord,
@@ -16,32 +20,13 @@ from tiebreak.reports.records.record import (
     SeriesRecord,
     TraceRecord,
 )
+from tiebreak.reports.tables.training import TrainingGrid
 
 _EACH = 2  # kernels of each kind in a figure: more lines than four can't be told apart
+_ROUNDED = "_l_rounded"  # ends the names of kernels that sum l from rounded P-bar
+_SHIFT = 0.17  # by which the two sums of l stand apart in a row of height 1
+_SUMS = ("l from P̄ before its cast", "l from rounded P̄", "the device's or a user's own")
 _WELL_KNOWN = ("flash@paper", "stabilized@paper")  # the paper's own, which come first where they were run
-
-
-@dataclass(frozen=True)
-class Series:
-    """One line of a figure."""
-
-    label: str
-    points: tuple[tuple[float, float], ...]
-    marked: tuple[tuple[float, float], ...] = ()  # drawn as dots on the line
-    dashed: bool = False  # a theory, not a measurement
-    bars: tuple[tuple[float, float, float], ...] = ()  # x, and from where to where an interval goes
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One figure."""
-
-    title: str
-    note: str  # what to see in it
-    x_label: str
-    y_label: str
-    series: tuple[Series, ...]
-    x_ticks: tuple[tuple[float, str], ...] = ()  # places and labels; none: even steps
 
 
 def figures(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
@@ -255,4 +240,43 @@ def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
         y_label="bias of O, ulps",
         series=(*series, theory),
         x_ticks=tuple((math.log2(k), f"{k:g}") for k in maxima),
+    )
+
+
+def save_training(grids: Sequence[TrainingGrid], path: Path) -> None:
+    """Draw training runs over seeds: a figure a backend and snippet, a row a kernel, a mark for every seed.
+
+    Kernels that differ in the sum of l alone share a row.
+
+    Raises:
+        UsageError: a path that does not end in .svg.
+        UnwritableFolderError: the file can't be written.
+    """
+    if path.suffix != ".svg":
+        raise UsageError(f"--figure {path}: figures are SVG files: name one that ends in .svg")
+    drawn = (_seeds(grid, case) for grid in grids for case in grid.cases)
+    store.write_text(as_file(*(draw(figure) for figure in drawn if figure.rows)), path)
+
+
+def _seeds(grid: TrainingGrid, case: str) -> Figure:
+    """Draw one snippet: the kernels that have a number there."""
+    values = {kernel: own for kernel in grid.kernels if (own := grid.values(kernel, case))}
+    rows = list(dict.fromkeys(kernel.removesuffix(_ROUNDED) for kernel in values))
+    marks: dict[str, list[tuple[float, float]]] = {label: [] for label in _SUMS}
+    before, rounded, users = marks.values()
+    for kernel, own in values.items():
+        row = -float(rows.index(kernel.removesuffix(_ROUNDED)))
+        if "@train" not in kernel:
+            users += [(value, row) for value in own]
+        elif kernel.endswith(_ROUNDED):
+            rounded += [(value, row - _SHIFT) for value in own]
+        else:
+            before += [(value, row + _SHIFT) for value in own]
+    return Figure(
+        title=f"{grid.backend}, {grid.heading(case)}",
+        note="",
+        x_label=grid.headline(case) or "",
+        y_label="kernel",
+        series=tuple(Series(label, (), tuple(points)) for label, points in marks.items() if points),
+        rows=tuple(row.removesuffix("@train") for row in rows),
     )

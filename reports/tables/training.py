@@ -16,7 +16,7 @@ from tiebreak.reports.records.record import (
     Record,
     Run,
 )
-from tiebreak.reports.tables.grids import aside, broken, grid_text
+from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.marks import EXCUSED, mark_of, marked, plain_text
 
 _UNKNOWN = CaseRecord(about="")
@@ -94,23 +94,18 @@ def training_grids(runs: Sequence[Run]) -> list[TrainingGrid]:
     ]
 
 
-def training_tables(runs: Sequence[Run], tablefmt: str = "simple") -> str:
-    """Tables of the runs' training runs, one a backend, with their legend; empty without any."""
-    parts = []
-    for grid in training_grids(runs):
-        seeds = sorted({record.seed for records in grid.cells.values() for record in records})
-        named = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
-        parts += [aside(f"{grid.kind}, {grid.backend}, {named}", tablefmt), _table(grid, tablefmt)]
-    if parts:
-        parts.append(aside(training_legend(runs), tablefmt))
-    return "\n\n".join(parts)
+def training_tables(runs: Sequence[Run]) -> list[Part]:
+    """Return tables of the runs' training runs, one a backend, with their legend; none without any."""
+    grids: list[Part] = [_table(grid) for grid in training_grids(runs)]
+    return [*grids, training_legend(runs)] if grids else []
 
 
-def _table(grid: TrainingGrid, tablefmt: str) -> str:
-    headings = [grid.heading(case) for case in grid.cases]
-    headers = ["kernel", *(map(broken, headings) if tablefmt == "simple" else headings), "paper"]
+def _table(grid: TrainingGrid) -> Grid:
+    seeds = sorted({record.seed for records in grid.cells.values() for record in records})
+    named = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
+    headers = ["kernel", *map(grid.heading, grid.cases), "paper"]
     rows = [[kernel, *(grid.text(kernel, case) for case in grid.cases), grid.paper(kernel)] for kernel in grid.kernels]
-    return grid_text(rows, headers, tablefmt)
+    return Grid(headers, rows, f"{grid.kind}, {grid.backend}, {named}")
 
 
 def training_legend(runs: Sequence[Run]) -> str:

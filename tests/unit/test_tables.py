@@ -29,9 +29,11 @@ from tiebreak.reports.records.record import (
     Run,
     Shown,
 )
+from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.marks import LEGEND, cell_text, shown_text
 from tiebreak.reports.tables.rerun import runnable
-from tiebreak.reports.tables.run import fallen, summary, tables
+from tiebreak.reports.tables.run import fallen, summary
+from tiebreak.reports.tables.run import tables as tables_of
 
 SHOWN = Shown("bias", 0.23)
 
@@ -50,6 +52,10 @@ def record(
 def a_run(*records: Record, legends: dict[str, str] | None = None) -> Run:
     experiments = {name: ExperimentRecord(name, legend) for name, legend in (legends or {}).items()}
     return Run({}, {}, records, experiments=experiments)
+
+
+def tables(run: Run, width: int | None = 120) -> str:
+    return grids.text(tables_of(run), width=width)
 
 
 @pytest.mark.parametrize(

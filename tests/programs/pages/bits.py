@@ -27,8 +27,7 @@ from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.experiments.call import shown
 from tiebreak.programs.pages.tables import read_rows, renew, table, write_rows
-from tiebreak.reports.page.figures import Figure, Series
-from tiebreak.reports.page.svg import as_file, draw
+from tiebreak.reports.page.svg import Figure, Series, as_file, draw
 from tiebreak.reports.records.record import NONFINITE
 from tiebreak.reports.tables.marks import shown_text
 
