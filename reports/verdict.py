@@ -103,6 +103,11 @@ class Verdict:
     command: str = ""  # runs all of it again
 
     @property
+    def statement(self) -> str:
+        """The headline without the names that it begins with."""
+        return self.headline.removeprefix(_names(self.kernel, self.backend, self.formats))
+
+    @property
     def text(self) -> str:
         """A headline, and a line for each finding."""
         return "\n".join([self.headline, *(f"  {finding.name:{_WIDTH}} {finding.text}" for finding in self.findings)])
@@ -160,7 +165,7 @@ class _Kernel:
         explained, cells = self._explanation, Counter(record.outcome for record in self._begun)
         extent, fallen = self._extent(sum(cells.values())), self._fallen(failures)
         return Verdict(
-            headline=f"{self.kernel} on {run.backend_text(self.backend)}, {', '.join(self._formats)}: "
+            headline=f"{_names(self.kernel, run.backend_text(self.backend), self._formats)}"
             f"{extent}{fallen}{self._statement}",
             severity=self._severity,
             kernel=self.kernel,
@@ -271,7 +276,8 @@ class _Kernel:
 
     def _brief(self, record: Record) -> str:
         """What is wrong in a cell: the error of O where that is large, and the first clause of a reason."""
-        clause = _first_clause(record.answers[self._unmet(record)[-1]].why)
+        unmet = self._unmet(record)
+        clause = _first_clause(record.answers[unmet[-1]].why if unmet else record.outcome)
         if record.shown is None or record.verdict == UNBIASED:
             return clause
         unit = self.run.measures[record.shown.kind].unit if record.shown.kind in self.run.measures else ""
@@ -531,6 +537,10 @@ class _Kernel:
         reasons = Counter(why for why in skipped if why != NO_TIME)
         texts = [f"{counted(number, 'cell')}: {why}" for why, number in reasons.items()]
         return shorten("; ".join(texts), _BRIEF, placeholder=" ...")
+
+
+def _names(kernel: str, backend: str, formats: Sequence[str]) -> str:
+    return f"{kernel} on {backend}, {', '.join(formats)}: "
 
 
 def _first_clause(reason: str) -> str:

@@ -73,8 +73,8 @@ def _text(x: float, y: float, text: str, colour: str = _INK, anchor: str = "midd
 
 
 def _heading(y: float, number: str, *lines: str) -> Iterator[str]:
-    yield dot(40, y - 8, _INK, 20)
-    yield _text(40, y, number, "#ffffff")
+    yield tag("circle", cx=40, cy=y - 8, r=19, fill="none", stroke=_INK, stroke_width=2)
+    yield _text(40, y, number)
     for at, line in enumerate(lines):
         yield words(74, y + 30 * at, line, fill=_INK, font_size=25)
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import product
 
 from tiebreak.reports.names import first_few
@@ -49,19 +49,23 @@ def _grid(run: Run, records: Sequence[Record], places: Mapping[str, int]) -> Gri
     return Grid(["case", *kernels], rows, f"{run.backend_text(backend)}, {fmt}")
 
 
-def fallen(records: Sequence[Record]) -> str:
-    """Every cell that does not pass: what fell, why, and the command that reruns it; then what is excused."""
-    lines = []
+def fallen(records: Sequence[Record], command: Callable[[str], str] = runnable) -> list[str]:
+    """Return an entry for every cell that does not pass: what fell, why, and how to rerun it; then what is excused.
+
+    Args:
+        records: of a run.
+        command: makes of a record's command what the reader is told to run.
+    """
+    entries = []
     for alike in grouped((record for record in records if record.fails), _likeness).values():
         first = alike[0]
-        lines.append(f"{first.outcome} {first_few([record.id for record in alike], _NAMED)}")
-        lines += [f"    {reason}" for reason in first.reasons]
+        lines = [f"{first.outcome} {first_few([record.id for record in alike], _NAMED)}", *first.reasons]
         if any(record.reasons != first.reasons for record in alike):
-            lines.append(f"    so all {len(alike)}, with other numbers")
-        lines.append(f"    rerun{' the first' if len(alike) > 1 else ''}: {runnable(first.command)}")
-    lines += [f"excused {record.id}: {record.excused} ({'; '.join(record.reasons)})"
-              for record in records if record.excused is not None]  # fmt: skip
-    return "\n".join(lines)
+            lines.append(f"so all {len(alike)}, with other numbers")
+        lines.append(f"rerun{' the first' if len(alike) > 1 else ''}: {command(first.command)}")
+        entries.append("\n    ".join(lines))
+    return entries + [f"excused {record.id}: {record.excused} ({'; '.join(record.reasons)})"
+                      for record in records if record.excused is not None]  # fmt: skip
 
 
 def _likeness(record: Record) -> Hashable:

@@ -125,7 +125,7 @@ def _kernels(options: argparse.Namespace, what: str, known: Sequence[str]) -> Co
 
 def _run_parts(run: Run, tablefmt: str) -> list[Part]:
     """Return the tables of a run; for the terminal also the counts and what fell."""
-    also = [tables.summary(run), tables.fallen(run.records)] if tablefmt == "simple" else []
+    also = [tables.summary(run), "\n".join(tables.fallen(run.records))] if tablefmt == "simple" else []
     return [*tables.tables(run), *also]
 
 

@@ -309,7 +309,11 @@ class RecordCollector:
 
     def report(self, run: records.Run, width: int | None) -> list[str]:
         """What the run came to: the verdict on kernels of one's own, the tables, every cell that fell, the counts."""
-        parts = (grids.text(tables.tables(run), width=width), tables.fallen(run.records), tables.summary(run))
+        parts = (
+            grids.text(tables.tables(run), width=width),
+            "\n".join(tables.fallen(run.records)),
+            tables.summary(run),
+        )
         return list(filter(None, [*(verdict.text for verdict in self.verdicts(run)), *parts]))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

@@ -17,6 +17,7 @@ from tiebreak.reports.page.svg import draw, ticks
 from tiebreak.reports.records.record import (
     Answer,
     CaseRecord,
+    CheckRecord,
     Estimate,
     ExperimentRecord,
     HistogramRecord,
@@ -84,16 +85,24 @@ def test_the_page_is_one_file_that_asks_for_nothing(telling: Run) -> None:
     assert html.count("<script") == 2
 
 
-def test_it_opens_with_findings_and_folds_those_beyond_a_digest(run: MakeRun, record: Make, fallen: Make) -> None:
-    few = page([run(record("`a`", "<b>"))], ["here"], [])
-    assert few.index('id="findings"') < few.index('id="platforms"') < few.index('id="map"')
-    assert "<li>Fair, unbiased on every input: <code>&#x27;a&#x27;</code> on cpu (1 input).</li>" in few
-    assert "<summary>" not in few[: few.index('id="platforms"')]
-    many = page([run(fallen(), unavailable={f"device_{number}": "no" for number in range(9)})], ["here"], [])
-    opened, folded = many[: many.index('id="platforms"')].split("<summary>")
+def test_it_answers_its_title_then_says_what_fell_then_the_findings(run: MakeRun, record: Make, fallen: Make) -> None:
+    wrong = {"checks": {"bound": CheckRecord("within its bound", wrong=True)}}
+    bad = record("mine", outcome="fell", answers={"bound": Answer(False, "within", "<5 times>")})
+    html = page([run(bad, options={"kernel": "x.py:mine"}, **wrong)], ["here"], [])
+    body = html[html.index("<h1>") :]
+    first, fell, findings_ = body.index("WRONG on 1 of 1"), body.index("What fell"), body.index('id="findings"')
+    assert first < fell < findings_ < body.index('id="platforms"') < body.index('id="map"')
+    assert "<b>fell cpu-mine-random-bf16</b><div>    &lt;5 times&gt;</div><code>    rerun: pytest " in body
+    held = page([run(record())], ["here"], [])
+    assert "What fell" not in held
+
+
+def test_what_is_beyond_a_digest_is_folded(run: MakeRun, fallen: Make) -> None:
+    html = page([run(*(fallen(case=f"case_{number}") for number in range(12)))], ["here"], [])
+    opened, folded = html[html.index("What fell") :].split("<summary>", 1)
     assert opened.count("<li>") == 8
-    assert folded.startswith(f"{folded.count('<li>')} more</summary>")
-    assert "<code>device_8</code>" in folded
+    assert folded.startswith("4 more</summary>")
+    assert "case_11" in folded
 
 
 def test_a_platform_has_what_it_takes_to_run_it_again(run: MakeRun, record: Make) -> None:

@@ -1,6 +1,7 @@
 """What the terminal shows of a run."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -30,10 +31,10 @@ from tiebreak.reports.records.record import (
     Shown,
 )
 from tiebreak.reports.tables import grids
+from tiebreak.reports.tables import run as run_tables
 from tiebreak.reports.tables.marks import LEGEND, cell_text, shown_text
 from tiebreak.reports.tables.rerun import runnable
-from tiebreak.reports.tables.run import fallen, summary
-from tiebreak.reports.tables.run import tables as tables_of
+from tiebreak.reports.tables.run import summary
 
 SHOWN = Shown("bias", 0.23)
 
@@ -54,8 +55,12 @@ def a_run(*records: Record, legends: dict[str, str] | None = None) -> Run:
     return Run({}, {}, records, experiments=experiments)
 
 
+def fallen(records: Sequence[Record]) -> str:
+    return "\n".join(run_tables.fallen(records))
+
+
 def tables(run: Run, width: int | None = 120) -> str:
-    return grids.text(tables_of(run), width=width)
+    return grids.text(run_tables.tables(run), width=width)
 
 
 @pytest.mark.parametrize(
