@@ -40,6 +40,8 @@ SLIPS = {
     "sink_twice": "the sink is counted twice",
     "sink_dropped": "the sink is left out",
     "scaled_twice": "scores are scaled twice",
+    "soft_cap_not_planned": "the soft cap is not applied",
+    "soft_cap_without_division": "the tanh is of scores that are not divided by the cap",
     "last_tile_filled_up": "keys of 0 are counted past the end, up to a multiple of 64",
 }
 TWIN_CELLS = sorted({(ROWS[name].case, DEFECTS[name].fmt.name, DEFECTS[name].twin) for name in CAUGHT})

@@ -141,11 +141,11 @@ def test_gradients_that_are_asked_for_must_be_there(
     assert (line in capsys.readouterr().out) == bool(code)
 
 
-@pytest.mark.parametrize(("cases", "alone"), [("random,no_tail", True), ("*", False)])
-def test_few_cheap_cells_take_no_workers(pytester: pytest.Pytester, cases: str, alone: bool) -> None:
+@pytest.mark.parametrize(("cases", "workers", "alone"), [("random,no_tail", 2, True), ("*", 8, False)])
+def test_few_cheap_cells_take_no_workers(pytester: pytest.Pytester, cases: str, workers: int, alone: bool) -> None:
     (pytester.path / "mine.py").write_text(KERNEL)
     config = pytester.parseconfig("-p", "tiebreak.matrix.plugin", "--kernel", "mine.py:attention", "--cases", cases)
-    assert faster_alone(config, 2) is alone
+    assert faster_alone(config, workers) is alone
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there it always has workers")
