@@ -149,13 +149,6 @@ def test_cases_stand_group_after_group_and_those_of_none_last(run: MakeRun, reco
     assert [row.record.case for row in compare([old, ours], ["x", "y"]).rows] == order
 
 
-def test_every_platform_is_shown_however_narrow_the_terminal(run: MakeRun, record: Make) -> None:
-    runs = [run(record(digest=str(number))) for number in range(5)]
-    text = grids.text(parts(compare(runs, [f"platform-{number}" for number in range(5)])), width=40)
-    assert all(f"platform-{number}" in text for number in range(5))
-    assert max(map(len, text.split("What tiebreak show")[0].splitlines()[2:])) <= 60
-
-
 @pytest.mark.parametrize(
     ("levels", "names", "expected"),
     [

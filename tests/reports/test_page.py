@@ -134,15 +134,6 @@ def test_the_data_have_every_cell_once_and_what_platforms_say_alike_once(telling
     assert sum(isinstance(cell, list) for cell in second) == 1
 
 
-def test_what_platforms_say_alike_leads_to_the_first_that_says_it(run: MakeRun, record: Make) -> None:
-    other = record(
-        measures={"rms_ulps": 0.35 + 1e-12}, digest=record().digest
-    )  # the same to all the digits that the page has
-    runs = [run(cell, run=str(number)) for number, cell in enumerate((record(), other, other, record()))]
-    (row,) = data_of(page(runs, list("abcd"), []))["rows"]
-    assert row[-1][1:] == [0, 0, 0]
-
-
 def test_cases_stand_in_the_order_of_the_file_and_a_measure_is_a_column_if_it_says_so(
     run: MakeRun, record: Make
 ) -> None:

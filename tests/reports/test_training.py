@@ -33,11 +33,6 @@ def test_seeds_are_shown_from_the_lowest_to_the_highest(run: MakeRun, trained: M
     assert rows(text) == {"flash@train": ["-2.0e-03 to +3.0e-03 ·", "fails"]}
 
 
-def test_seeds_that_read_the_same_are_shown_once(run: MakeRun, trained: Make) -> None:
-    text = table(run(trained()), run(trained(seed=2)))
-    assert rows(text) == {"flash@train": ["+2.0e-03 ·", "fails"]}
-
-
 @pytest.mark.parametrize(
     ("fields", "shown"),
     [
