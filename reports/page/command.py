@@ -104,8 +104,8 @@ def page(
         heading = f'<h2 class="sweep">Sweep {escape(label)}: how often training diverged</h2>'
         sections.append(_drawn(sweep_figures(sweep, label), f"{heading}\n{html(sweep_tables(sweep))}"))
     if runs:
-        data = f'<script type="application/json" id="data">{page_data(runs, labels)}</script>'
-        sections += [_CELLS, _words(runs), _DIALOG, data, f"<script>{script}</script>"]
+        data = f'<script type="application/gzip" id="data">{page_data(runs, labels)}</script>'
+        sections += [_CELLS, _words(runs), _DIALOG, data, f'<script type="module">{script}</script>']
     return document("tiebreak", style, "\n".join(filter(None, sections)), script)
 
 

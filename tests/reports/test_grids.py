@@ -5,10 +5,10 @@ import io
 
 import pytest
 
-from tiebreak.reports.tables.grids import Grid, csv_text, html, of_dicts, text
+from tiebreak.reports.tables.grids import Grid, Part, csv_text, html, of_dicts, text
 
 GRID = Grid(["case", "flash@all_bf16", "<b>|x_y"], [["a_b", "one\ntwo", None], ["c", "+0.23 B", "<i>"]], "cpu & more")
-PARTS = [GRID, "a <note>\nof two lines", ""]
+PARTS: tuple[Part, ...] = (GRID, "a <note>\nof two lines", "")
 
 
 def test_a_terminal_has_names_broken_in_headings_and_lines_of_a_cell_joined() -> None:

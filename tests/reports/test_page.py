@@ -1,5 +1,7 @@
 """The page and its figures without a browser; see test_page_browser.py for the rest."""
 
+import base64
+import gzip
 import json
 import re
 from collections.abc import Callable
@@ -49,9 +51,9 @@ class Tags(HTMLParser):
 
 
 def data_of(html: str) -> dict[str, Any]:
-    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    match = re.search(r'<script type="application/gzip" id="data">(.*?)</script>', html)
     assert match
-    parsed: dict[str, Any] = json.loads(match.group(1))
+    parsed: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(match[1])))
     return parsed
 
 
@@ -118,7 +120,7 @@ def test_strings_of_records_are_escaped(run: MakeRun, record: Make) -> None:
     assert tags.count("script") == 2
     assert "img" not in tags
     assert "<img" not in html
-    assert EVIL in data_of(html)["strings"]
+    assert EVIL in {cell["kernel"] for cell in data_of(html)["cells"]}
 
 
 def test_the_data_have_every_cell_once_and_what_platforms_say_alike_once(telling: Run) -> None:
@@ -126,12 +128,11 @@ def test_the_data_have_every_cell_once_and_what_platforms_say_alike_once(telling
         replace(record, digest="f" * 16) if record.case == "no_tail" else record for record in telling.records[:-1]
     ]
     data = data_of(page([telling, replace(telling, records=tuple(other))], ["a", "b"], []))
-    assert len(data["rows"]) == len(telling.records)
-    assert len(data["strings"]) == len(set(data["strings"]))
-    second = [row[-1][1] for row in data["rows"]]
+    assert len(data["cells"]) == len(telling.records)
+    second = [cell["records"][1] for cell in data["cells"]]
     assert second.count(None) == 1
     assert second.count(0) == len(telling.records) - 2
-    assert sum(isinstance(cell, list) for cell in second) == 1
+    assert sum(isinstance(told, dict) for told in second) == 1
 
 
 def test_cases_stand_in_the_order_of_the_file_and_a_measure_is_a_column_if_it_says_so(
@@ -145,8 +146,10 @@ def test_cases_stand_in_the_order_of_the_file_and_a_measure_is_a_column_if_it_sa
     cells = [record(case=case, experiment="swing", measures={"wobble": 0.25}) for case in ("z", "a")]
     html = page([run(*cells, **described)], ["a"], [])
     data = data_of(html)
-    assert [case[:4] for case in data["cases"]] == [["z", "about z", "", "swings"], ["a", "about a", "", "swings"]]
-    columns = {name for name, _, _, column in data["measures"] if column}
+    assert [(case["name"], case["about"], case["group"]) for case in data["cases"]] == [
+        ("z", "about z", "swings"), ("a", "about a", "swings")
+    ]  # fmt: skip
+    columns = {measure["name"] for measure in data["measures"] if measure["column"]}
     assert "wobble" in columns
     assert "rms_ulps" in columns  # what tables show
     assert "error_over_bound" not in columns
