@@ -1,7 +1,6 @@
 """Audits as tables, one a kernel with a row a target: the same for the verb `audit`, for `show` and for the page."""
 
 from collections.abc import Iterator
-from dataclasses import fields
 
 from tiebreak.reports.audit.record import Audit, Audits, kinds
 from tiebreak.reports.records.order import grouped
@@ -53,7 +52,7 @@ def _cells(audit: Audit) -> Iterator[str]:
 
 def csv_grid(audits: Audits) -> Grid:
     """Return a row an audit; what has none of a kind is empty."""
-    names = [field.name for field in fields(Audit)]
+    names = list(Audit.__struct_fields__)
     rows = []
     for audit in audits.audits:
         values = {name: getattr(audit, name) for name in names}

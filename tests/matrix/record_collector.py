@@ -1,19 +1,18 @@
 """The way of the records: collected on the controller as tests report, written when the session ends, anyhow."""
 
 import functools
-import json
 import re
 import shutil
 import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Mapping
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from _pytest.junitxml import xml_key
+from msgspec.structs import replace
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.platform import describe
@@ -31,6 +30,7 @@ from tiebreak.reports.gate.expected import Excuses
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records import store
+from tiebreak.reports.records.decode import decode
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables import run as tables
 from tiebreak.reports.verdict import Verdict, verdicts
@@ -136,7 +136,7 @@ class RecordCollector:
             self.run_again.add(name)
         if name not in self.records and (carried or report.failed):
             if carried:
-                self.records[name] = self._with_first_try(records.from_dict(json.loads(str(carried[0]))))
+                self.records[name] = self._with_first_try(decode(str(carried[0]), records.Record))
             else:
                 self.records[name] = self.excuses.excuse(self._without_record(name, report))
             in_time = records.IN_TIME not in self.records[name].answers
@@ -380,9 +380,7 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
 def measures() -> dict[str, records.MeasureRecord]:
     """Every measure of every kind of experiment, for the file of records."""
     return {
-        name: records.MeasureRecord(
-            **{each.name: getattr(measure, each.name) for each in fields(records.MeasureRecord)}
-        )
+        name: records.MeasureRecord(*(getattr(measure, each) for each in records.MeasureRecord.__struct_fields__))
         for kind in kinds().values()
         for name, measure in kind.measures().items()
     }

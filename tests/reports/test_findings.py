@@ -1,9 +1,9 @@
 """The findings of a page: each sentence is a verdict's, or what records of several platforms come to side by side."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from tiebreak.reports.page.findings import findings
 from tiebreak.reports.records.order import cases_of

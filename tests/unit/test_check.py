@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from msgspec.structs import replace
 
 import tiebreak
 from tiebreak.matrix.plugin import faster_alone
@@ -52,7 +52,8 @@ from tiebreak.reports.records.record import (
     Run,
     Shown,
 )
-from tiebreak.reports.verdict import Verdict, verdicts
+from tiebreak.reports.schemas import schema_of
+from tiebreak.reports.verdict import verdicts
 
 KERNEL = """
 import torch
@@ -494,9 +495,7 @@ def test_the_exit_code_says_what_the_first_line_does(
 
 def validated(text: str) -> Any:
     plain = json.loads(text)
-    schema = json.loads(Path(verdict.__file__).with_name("verdict.schema.json").read_text(encoding="utf-8"))
-    assert schema["$defs"]["verdict"]["properties"].keys() == {"headline", *(each.name for each in fields(Verdict))}
-    jsonschema.Draft202012Validator(schema).validate(plain)
+    jsonschema.Draft202012Validator(schema_of("verdicts")).validate(plain)
     return plain
 
 

@@ -1,10 +1,10 @@
 """The gallery's page is what its records make, and the records say what a whole run said."""
 
 import gzip
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tiebreak.programs.pages import gallery
 from tiebreak.programs.pages.tables import renewed

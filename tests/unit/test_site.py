@@ -48,7 +48,7 @@ def test_every_page_has_its_place_in_the_menu() -> None:
         ("index.md", "CONTRIBUTING.md", "contributing.md"),
         ("words.md", "../README.md#start", "index.md#start"),
         ("words.md", "ci.md", "ci.md"),
-        ("ci.md", "../reports/records/schema.json", "reports/records/schema.json"),
+        ("ci.md", "../reports/records/store.py", "reports/records/store.py"),
         ("example.md", "../../docs/ci.md", "ci.md"),
         ("words.md", "#outcomes", "#outcomes"),
         ("words.md", "https://arxiv.org/abs/2510.04212", "https://arxiv.org/abs/2510.04212"),

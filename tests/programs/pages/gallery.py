@@ -13,8 +13,9 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from tiebreak.programs.pages.tables import renew, table
 from tiebreak.reports.records import store
