@@ -10,7 +10,7 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.page.mechanism import Side
 from tiebreak.reports.page.svg import Figure, Series, as_file, draw
 from tiebreak.reports.records import store
-from tiebreak.reports.records.order import cases_of, grouped
+from tiebreak.reports.records.order import cases_of
 from tiebreak.reports.records.record import (
     CaseRecord,
     HistogramRecord,
@@ -51,86 +51,60 @@ def _scripted(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
 class _Trained:
     """A training run to draw."""
 
-    record: Record
+    kernel: str
+    case: str
+    backend: str
     platform: int  # its number on the page
     size: float  # |headline|
-    steps: tuple[tuple[int, float | None], ...]  # readings by step
-
-    @property
-    def place(self) -> str:
-        """Where it ran."""
-        return f"{self.record.backend}, platform {self.platform}"
+    line: tuple[tuple[float, float], ...]  # readings by step, added up where the figure asks for it
 
 
 def _trained(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
-    """Of every file, whatever its kernels are called: those that err most, and those that err least."""
+    """Return a figure a series that the files want drawn: of every file, whatever its kernels are called."""
     cases = cases_of(runs)
     wanted = dict.fromkeys(about.figure for about in cases.values() if about.figure is not None)
-    chosen = [(figure, trained) for figure in wanted if (trained := _runs_of(figure, runs, cases))]
-    return [_readings(*each, labels) for each in chosen]
+    chosen = {figure: _worst_and_best(_runs_of(figure, runs, cases)) for figure in wanted}
+    return [_readings(figure, trained, labels) for figure, trained in chosen.items() if trained]
 
 
 def _runs_of(figure: SeriesFigure, runs: Sequence[Run], cases: Mapping[str, CaseRecord]) -> list[_Trained]:
-    """The training runs to draw: of the first case that has this figure, the worst and the best."""
-    shown = {name: about for name, about in cases.items() if about.figure == figure}
-    by_case = grouped(
-        (
-            _Trained(record, number, abs(size), steps)
-            for number, run in enumerate(runs, start=1)
-            for record in run.records
-            if record.case in shown
-            and (steps := _series(record, figure.series))
-            and (size := record.number(shown[record.case].headline or "")) is not None
-        ),
-        lambda run: run.record.case,
-    )
-    if not by_case:
-        return []
-    case = min(by_case, key=lambda case: shown[case].label or case)
+    """Return the training runs of the first case that has this figure."""
+    found = []
+    for number, run in enumerate(runs, start=1):
+        for record in run.records:
+            about, series = cases.get(record.case), record.evidence.get("series")
+            if about is None or about.figure != figure or not isinstance(series, SeriesRecord):
+                continue
+            size, values = record.number(about.headline or ""), series.values.get(figure.series, ())
+            heights = accumulate(value or 0.0 for value in values) if figure.summed else values
+            line = tuple((float(step), y) for step, y in zip(series.steps, heights, strict=False) if y is not None)
+            if size is not None and line:
+                found.append(_Trained(record.kernel, record.case, record.backend, number, abs(size), line))
+    first = min((trained.case for trained in found), key=lambda case: cases[case].label or case, default="")
+    return [trained for trained in found if trained.case == first]
+
+
+def _worst_and_best(trained: Sequence[_Trained]) -> list[_Trained]:
+    """Return those that err most and those that err least, without those that lie on top of each other."""
     worst: dict[str, _Trained] = {}  # of each kernel, wherever it ran: other kernels tell more than other platforms
-    for trained in sorted(by_case[case], key=lambda run: -run.size):
-        worst.setdefault(trained.record.kernel, trained)
-    alike = {trained.steps: trained for trained in reversed(worst.values())}
-    different = [trained for trained in worst.values() if alike[trained.steps] is trained]
+    for each in sorted(trained, key=lambda run: -run.size):
+        worst.setdefault(each.kernel, each)
+    different = list({each.line: each for each in reversed(worst.values())}.values())[::-1]
     return different if len(different) <= 2 * _EACH else [*different[:_EACH], *different[-_EACH:]]
 
 
-def _named(chosen: Sequence[_Trained]) -> list[str]:
-    """Labels of lines: the kernel, and where it ran if they ran in several places."""
-    several = len({run.place for run in chosen}) > 1
-    return [f"{run.record.kernel} ({run.place})" if several else run.record.kernel for run in chosen]
-
-
-def _from_where(note: str, chosen: Sequence[_Trained], labels: Sequence[str]) -> str:
-    """The note, and which platforms it is from."""
-    numbers = sorted({run.platform for run in chosen})
-    if len(numbers) == 1:
-        return f"{note} From {labels[numbers[0] - 1]}."
-    return f"{note} {'; '.join(f'Platform {number}: {labels[number - 1]}' for number in numbers)}."
-
-
-def _series(record: Record, name: str) -> tuple[tuple[int, float | None], ...]:
-    """A series of a training run with its steps; none where it was not kept."""
-    series = record.evidence.get("series")
-    if not isinstance(series, SeriesRecord):
-        return ()
-    return tuple(zip(series.steps, series.values.get(name, ()), strict=False))
-
-
 def _readings(figure: SeriesFigure, chosen: Sequence[_Trained], labels: Sequence[str]) -> Figure:
-    series = []
-    for name, trained in zip(_named(chosen), chosen, strict=True):
-        values = [value for _, value in trained.steps]
-        heights = list(accumulate(value or 0.0 for value in values)) if figure.summed else values
-        points = zip((step for step, _ in trained.steps), heights, strict=True)
-        series.append(Series(name, tuple((float(step), height) for step, height in points if height is not None)))
-    return Figure(
-        title=figure.title,
-        note=_from_where(figure.note, chosen, labels),
-        x_label="step",
-        y_label=figure.y_label,
-        series=tuple(series),
+    """Draw training runs; where they ran in several places, each is labelled with its own."""
+    numbers = sorted({each.platform for each in chosen})
+    several = len({(each.backend, each.platform) for each in chosen}) > 1
+    where = f"From {labels[numbers[0] - 1]}"
+    if len(numbers) > 1:
+        where = "; ".join(f"Platform {number}: {labels[number - 1]}" for number in numbers)
+    series = tuple(
+        Series(f"{each.kernel} ({each.backend}, platform {each.platform})" if several else each.kernel, each.line)
+        for each in chosen
     )
+    return Figure(figure.title, f"{figure.note} {where}.", "step", figure.y_label, series)
 
 
 def mechanism(runs: Sequence[Run]) -> tuple[Side, Side] | None:
