@@ -131,7 +131,7 @@ def from_json(text: str) -> list[Verdict]:
 
 
 def verdicts(run: Run, command: str = "", failures: Sequence[str] = ()) -> list[Verdict]:
-    """What a run says of its kernels, in the order of their first records.
+    """Return what a run says of its kernels, in the order of their first records.
 
     Args:
         run: its records.
@@ -181,7 +181,7 @@ class _Kernel:
         self.severity = self._severity()
 
     def verdict(self, command: str, failures: Sequence[str]) -> Verdict:
-        """What there is to say of it."""
+        """Return what there is to say of it."""
         run, explained = self.run, self.explanation
         cells = Counter(record.outcome for record in self.records if record.skipped != NO_TIME)
         named = _names(self.name, self.backend, self.formats)
@@ -228,7 +228,7 @@ class _Kernel:
         return None if not self.asked else FAIR if told else NOT_TOLD
 
     def _statement(self) -> str:
-        """The worst that there is to say of it."""
+        """Return the worst that there is to say of it."""
         if self.severity == DID_NOT_RUN:
             return self._never_ran()
         if cells := self.wrong or self.untold:
@@ -246,14 +246,14 @@ class _Kernel:
         return f"{told}{f', {unknown} not known' if unknown else ''}{self._doing()}"
 
     def _never_ran(self) -> str:
-        """Why there is no result at all."""
+        """Return why there is no result at all."""
         reasons = Counter("; ".join(record.reasons) for record in self.records)
         ended = Counter("; ".join(record.reasons) for record in self.records if record.outcome != SKIPPED)
         word = "never ran" if ended else "INCOMPLETE, no cell ran"
         return f"{word}: {(ended or reasons).most_common(1)[0][0]}"
 
     def _doing(self) -> str:
-        """Whose doing the bias is."""
+        """Return whose doing the bias is."""
         biased, tied = len(self.biased), self.tied
         if not biased or tied is None:
             return ""
@@ -262,14 +262,14 @@ class _Kernel:
         return f": {tied} {_TIED}, {biased - tied} {_OWN}"
 
     def _extent(self, done: int) -> str:
-        """How much of the work was not done, where some was left."""
+        """Return how much of the work was not done, where some was left."""
         if not self.left or not done:
             return ""
         word, why = "" if self.enough else "INCOMPLETE, ", "in its budget" if self.run.complete else "done"
         return f"{word}{done} of {counted(done + self.left, 'cell')} {why}: "
 
     def _fallen(self, failures: Sequence[str]) -> str:
-        """That the run fell, where it did for another reason than the worst that there is to say."""
+        """Return that the run fell, where it did for another reason than the worst that there is to say."""
         if self.severity in FAILING or not (self.fell or failures):
             return ""
         checks = dict.fromkeys(name for record in self.fell for name in _unmet(record))
@@ -277,7 +277,7 @@ class _Kernel:
         return f"FELL {by if self.fell else f'({_first_clause(failures[0])})'}, "
 
     def _brief(self, record: Record) -> str:
-        """What is wrong in a cell: the error of O where that is large, and the first clause of a reason."""
+        """Return what is wrong in a cell: the error of O where that is large, and the first clause of a reason."""
         unmet = _unmet(record)
         clause = _first_clause(record.answers[unmet[-1]].why if unmet else record.outcome)
         if record.shown is None or record.verdict == UNBIASED:
@@ -311,7 +311,7 @@ class _Kernel:
             yield Finding("left out", first_few(left_out, _LISTED), left_out)
 
     def _fix(self) -> str:
-        """Whether the shift that it follows is a fix for ties, and where that fails."""
+        """Return whether the shift that it follows is a fix for ties, and where that fails."""
         failing = len(self.biased) + len(self.nonfinite)
         plans, declared = self._plans(), self.declared
         if not plans:
@@ -325,7 +325,7 @@ class _Kernel:
         return f"partial: {' or '.join(rules)}; fails on the {counted(failing, 'input')} above, holds on {held}"
 
     def _plans(self) -> list[PlanRecord]:
-        """What it may follow: by its bits, or as it declares where that predicts it."""
+        """Return what it may follow: by its bits, or as it declares where that predicts it."""
         explained, names = self.explanation, list[str]()
         if self.declared and all(record.met(PREDICTION) for record in self.predicted):
             names = [self.declared]
@@ -334,7 +334,7 @@ class _Kernel:
         return [self.run.plans[name] for name in names if name in self.run.plans]
 
     def _slip(self) -> str:
-        """The usual mistake that explains the wrong outputs of most cells, then of most bits."""
+        """Return the usual mistake that explains the wrong outputs of most cells, then of most bits."""
         found: dict[str, list[float]] = {}
         for record in self.records:
             for about, share in record.evidence.get("slips", {}).items():
@@ -362,7 +362,7 @@ class _Kernel:
         return f"met wherever asked: {', '.join(held)} cells" if held else ""
 
     def _in_gradients(self) -> str:
-        """Whether its gradients contain the bias of O, on the inputs where it is biased."""
+        """Return whether its gradients contain the bias of O, on the inputs where it is biased."""
         measured = [record for record in self.biased if record.in_training is not None]
         contained = [record for record in measured if record.in_training == BIASED]
         if contained:
@@ -376,7 +376,7 @@ class _Kernel:
         return self._unmeasured() if self.biased else ""
 
     def _unmeasured(self) -> str:
-        """Why nothing is known of its gradients where it is biased."""
+        """Return why nothing is known of its gradients where it is biased."""
         ran = self.ran_backward
         if not ran:
             return "not measured: no input was run backward"
@@ -386,16 +386,16 @@ class _Kernel:
         return f"not measured: {'its backward pass gave no gradients' if failed else 'it has no backward pass'}"
 
     def _carried(self, record: Record) -> float | None:
-        """How much of a bias of O its gradients contain, as a share."""
+        """Return how much of a bias of O its gradients contain, as a share."""
         return self._number(record, "carried")
 
     def _number(self, record: Record, role: str) -> float | None:
-        """The number of the measure that has a role in a record's kind of experiment, such as `carried`."""
+        """Return the number of the measure that has a role in a record's kind of experiment, such as `carried`."""
         name: str | None = getattr(self.run.experiments.get(record.experiment), role, None)
         return record.number(name) if name else None
 
     def _in_runs(self) -> str:
-        """Whether short training runs drift as with kernels whose bias training feels."""
+        """Return whether short training runs drift as with kernels whose bias training feels."""
         pooled = [record for record in self.records if record.experiment in self.run.pooled]
         ran = [record for record in pooled if record.in_training is not None]
         if not ran:
@@ -418,7 +418,7 @@ class _Kernel:
         return f"declares {self.declared}; as predicted in {met} of {len(self.predicted)} cells{bits}"
 
     def _backward(self) -> str:
-        """Which known backward pass its gradients come from."""
+        """Return which known backward pass its gradients come from."""
         cells = [record.evidence["backward"] for record in self.records if record.evidence.get("backward")]
         if not cells:
             ran = self.ran_backward
@@ -433,7 +433,7 @@ class _Kernel:
         return f"unexplained: nearest is {nearest} with {agreed}"
 
     def _rules(self) -> str:
-        """Which acceptance rules in public use it passes."""
+        """Return which acceptance rules in public use it passes."""
         told = [(record.case, name, answer) for record in self.records for name, answer in answers_of(record).items()]
         failed = grouped(((name, case) for case, name, answer in told if answer.passed is False), lambda pair: pair[0])
         passed = {name for _, name, answer in told if answer.passed} - failed.keys()
@@ -478,5 +478,5 @@ def _of_cells(named: Mapping[str, Sequence[Record]]) -> Iterator[Finding]:
 
 
 def _bare(record: Record) -> str:
-    """What tables show without the verdict, which its line says."""
+    """Return what tables show without the verdict, which its line says."""
     return plain_text(record) if record.shown is None else shown_text(replace(record.shown, verdict=None))

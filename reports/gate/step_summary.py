@@ -26,7 +26,7 @@ def append(text: str) -> None:
 
 
 def of_run(run: Run, verdicts: Sequence[str] = ()) -> str:
-    """A run in short: the verdicts, cells by backend and outcome, then what did not hold."""
+    """Return a run in short: the verdicts, cells by backend and outcome, then what did not hold."""
     backends = grouped(run.records, lambda record: record.backend)
     rows = [[backend, tables.counts(records)] for backend, records in backends.items()]
     lines = [f"- {record.outcome} {record.id}: {'; '.join(record.reasons)}" for record in run.records if record.fails]
@@ -38,7 +38,7 @@ def of_run(run: Run, verdicts: Sequence[str] = ()) -> str:
 
 
 def of_gate(outcome: Outcome, baseline: Path) -> str:
-    """What the gate found, in short."""
+    """Return what the gate found, in short."""
     word = "held" if outcome.held else "fell"
     title = f"### tiebreak: the gate {word} ({outcome.compared} cells compared with {baseline})"
     lines = [f"- worse: {change.record.id}: {change.text}" for change in outcome.worse]
@@ -48,6 +48,6 @@ def of_gate(outcome: Outcome, baseline: Path) -> str:
 
 
 def _listed(lines: list[str]) -> list[str]:
-    """A Markdown list of one paragraph, cut short."""
+    """Return a Markdown list of one paragraph, cut short."""
     more = [f"- and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
     return ["\n".join([*lines[:_MOST], *more])] if lines else []

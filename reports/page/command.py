@@ -80,7 +80,7 @@ def page(
     audits: Mapping[str, Audits] = MappingProxyType({}),
     sweeps: Mapping[str, Sweep] = MappingProxyType({}),
 ) -> str:
-    """The page as HTML. Every string of the records is escaped or is data that the script shows as text.
+    """Return the page as HTML. Every string of the records is escaped or is data that the script shows as text.
 
     Args:
         runs: what to show.
@@ -146,7 +146,7 @@ def _folded(items: Sequence[str], kind: str) -> str:
 
 
 def _mechanism(runs: Sequence[Run]) -> str:
-    """The picture of what goes wrong, with the runs' own errors in it."""
+    """Return the picture of what goes wrong, with the runs' own errors in it."""
     sides = mechanism(runs)
     return "" if sides is None else f'<figure class="mechanism">{drawing(*sides)}</figure>'
 
@@ -158,7 +158,7 @@ def _findings(sentences: Sequence[str]) -> str:
 
 
 def _marked(line: str) -> str:
-    """A sentence with what stands between backticks as code."""
+    """Return a sentence with what stands between backticks as code."""
     parts = map(escape, line.split("`"))
     return "".join(f"<code>{part}</code>" if number % 2 else part for number, part in enumerate(parts))
 
@@ -232,7 +232,7 @@ def _key() -> str:
 
 
 def _drawn(drawn: Sequence[Figure], head: str) -> str:
-    """Figures below something."""
+    """Return figures below a heading."""
     parts = [
         f"<figure>\n<figcaption><b>{escape(each.title)}</b>. {escape(each.note)}</figcaption>\n{draw(each)}\n</figure>"
         for each in drawn

@@ -30,7 +30,7 @@ _WELL_KNOWN = ("flash@paper", "stabilized@paper")  # the paper's own, which come
 
 
 def figures(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
-    """The figures that the runs have data for, five at most.
+    """Return the figures that the runs have data for, five at most.
 
     The kernels are the paper's own, then the most biased of those whose P-bar reaches 1, where ties break, and the
     least biased of the others, under emulation, where the trace is known. They come from the first run that traced any.
@@ -108,7 +108,7 @@ def _readings(figure: SeriesFigure, chosen: Sequence[_Trained], labels: Sequence
 
 
 def mechanism(runs: Sequence[Run]) -> tuple[Side, Side] | None:
-    """A kernel whose ties are broken to one side and one whose are not, each with its errors; None where none has any.
+    """Return a kernel whose ties are broken to one side and one whose are not, with their errors; None: there are none.
 
     Both are of the first run that has them, by the order in which `figures` chooses kernels.
     """
@@ -129,7 +129,7 @@ def _sides(run: Run, records: Sequence[Record]) -> list[Side]:
 
 
 def _traced(run: Run) -> tuple[list[Record], list[Record]]:
-    """The kernels to draw: those whose P-bar reaches 1, where ties break, and the others."""
+    """Return the kernels to draw: those whose P-bar reaches 1, where ties break, and the others."""
     traced = [
         (record, trace) for record in run.records if isinstance(trace := record.evidence.get("trace"), TraceRecord)
     ]
@@ -141,7 +141,7 @@ def _traced(run: Run) -> tuple[list[Record], list[Record]]:
 
 
 def _different(traced: Sequence[tuple[Record, TraceRecord]]) -> list[Record]:
-    """The first few that don't lie on top of each other: kernels that share a plan share their trace."""
+    """Return the first few that don't lie on top of each other: kernels that share a plan share their trace."""
     last = {trace: record for record, trace in reversed(traced)}
     return [record for record, trace in traced if last[trace] is record][:_EACH]
 

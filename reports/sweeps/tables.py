@@ -63,12 +63,12 @@ class Group:
 
 
 def variant(kernel: str, stabiliser: str) -> str:
-    """What a column is called."""
+    """Return what a column is called."""
     return kernel if stabiliser == NO_STABILISER else f"{kernel} + {stabiliser}"
 
 
 def groups(sweep: Sweep) -> list[Group]:
-    """The sweep's runs by all but their seed, in the order of its settings; without those of which none is done."""
+    """Return a sweep's runs by all but their seed, in the order of its settings; those of which any is done."""
     by_place: dict[tuple[str, float, str], list[SweepRun]] = {}
     for place in sweep.settings.places():
         by_place.setdefault((place.format, place.rate, variant(place.kernel, place.stabiliser)), [])
@@ -98,7 +98,7 @@ def sweep_tables(sweep: Sweep) -> list[Part]:
 
 
 def legend(sweep: Sweep) -> str:
-    """How many runs there are, what diverged means, how runs diverged, and which rates are apart."""
+    """Return how many runs there are, what diverged means, how runs diverged, and which rates are apart."""
     ways = Counter((variant(run.kernel, run.stabiliser), run.diverged) for run in sweep.runs if run.diverged)
     counts = "; ".join(f"{name}: {count} by {way}" for (name, way), count in sorted(ways.items())) or "none"
     left = f", {len(sweep.left)} to run" if sweep.left else ""
@@ -111,7 +111,7 @@ def legend(sweep: Sweep) -> str:
 
 
 def _apart(sweep: Sweep) -> list[str]:
-    """Pairs that differ in one thing and whose intervals do not overlap, the other of each by what it differs in."""
+    """Return pairs that differ in one thing and whose intervals do not overlap, the other by what it differs in."""
     pairs = []
     for group, other in combinations(groups(sweep), 2):
         differing = [text for text, own in zip(other.names, group.names, strict=True) if text != own]
@@ -140,7 +140,7 @@ def csv_grid(sweep: Sweep) -> Grid:
 
 
 def as_json(sweep: Sweep) -> str:
-    """The settings and every run."""
+    """Return the settings and every run."""
     return encode(sweep, indent=1) + "\n"
 
 

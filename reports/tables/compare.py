@@ -83,7 +83,7 @@ def summary(comparison: Comparison) -> str:
 
 
 def cell_texts(row: Row) -> list[str]:
-    """One text a platform: letter of the bits (or what makes the inputs others), what is shown, the largest error."""
+    """Return a text a platform: letter of the bits (or what makes the inputs others), what is shown, largest error."""
     keys = row.inputs if row.agreement is Agreement.NOT_COMPARABLE else row.letters
     return [f"{key} {_text(record, row.largest)}".strip() for key, record in zip(keys, row.records, strict=True)]
 

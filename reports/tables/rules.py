@@ -26,19 +26,19 @@ def rules_tables(run: Run) -> list[Part]:
 
 
 def answers_of(record: Record) -> dict[str, RuleAnswer]:
-    """What rules said of a record; empty where none was asked."""
+    """Return what rules said of a record; empty where none was asked."""
     return dict(record.evidence.get("rules", {}))
 
 
 def _rows(records: Sequence[Record]) -> Iterator[list[str]]:
-    """The rows of records of one case: a rule's name, and what it says of each."""
+    """Yield the rows of records of one case: a rule's name, and what it says of each."""
     yield ["tiebreak", *map(plain_text, records)]
     for name in dict.fromkeys(name for record in records for name in answers_of(record)):
         yield [name, *(_text(answers_of(record).get(name)) for record in records)]
 
 
 def _lacking(records: Sequence[Record]) -> list[str]:
-    """What rules need that could not tell, a line each."""
+    """Return what rules need that could not tell, a line each."""
     told = ((name, answer.needs) for record in records for name, answer in answers_of(record).items() if answer.needs)
     return [f"{name} needs {needs}" for name, needs in dict.fromkeys(told)]
 
@@ -50,14 +50,14 @@ def _text(answer: RuleAnswer | None) -> str:
 
 
 def rules_text(answers: Mapping[str, RuleAnswer]) -> str:
-    """What the rules said of one record, in a line."""
+    """Return what the rules said of one record, in a line."""
     told = [answer.passed for answer in answers.values() if answer.passed is not None]
     failed = ", ".join(name for name, answer in answers.items() if answer.passed is False)
     return f"passes {sum(told)} of {len(told)} acceptance rules{f'; turned down by {failed}' if failed else ''}"
 
 
 def share_text(answer: RuleAnswer) -> str:
-    """The largest number that a rule looks at, as a share of its limit."""
+    """Return the largest number that a rule looks at, as a share of its limit."""
     if answer.passed is None:
         return "needs"
     share = max(map(_share, answer.readings.values()))

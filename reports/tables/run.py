@@ -76,12 +76,12 @@ def _likeness(record: Record) -> Hashable:
 
 
 def counted(number: int, word: str) -> str:
-    """The number with its noun: 1 cell, 2,000 cells."""
+    """Return the number with its noun: 1 cell, 2,000 cells."""
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def counts(records: Sequence[Record]) -> str:
-    """How many cells there are of each outcome."""
+    """Return how many cells there are of each outcome."""
     outcomes = Counter(record.outcome for record in records if record.excused is None)
     parts = [f"{outcomes[name]} {name.replace('_', ' ')}" for name in OUTCOMES if outcomes[name]]
     if excused := sum(record.excused is not None for record in records):
@@ -90,7 +90,7 @@ def counts(records: Sequence[Record]) -> str:
 
 
 def summary(run: Run) -> str:
-    """Counts by outcome, reasons of skips, and the plans that undeclared kernels follow."""
+    """Return counts by outcome, reasons of skips, and the plans that undeclared kernels follow."""
     lines = [counts(run.records)]
     skipped = (record for record in run.records if record.skipped is not None)
     skips = Counter(f"{record.backend}-{record.kernel}: {record.skipped}" for record in skipped)

@@ -117,7 +117,7 @@ def _of_audits(audits: Audits, options: argparse.Namespace) -> Audits:
 
 
 def _kernels(options: argparse.Namespace, what: str, known: Sequence[str]) -> Collection[str]:
-    """The kernels that are shown of what no other filter narrows."""
+    """Return the kernels that are shown of what no other filter narrows."""
     for flag in ("backend", "cases", "only"):
         if getattr(options, flag) is not None:
             raise UsageError(f"--{flag}: {options.files[0]} is {what}; --kernels alone narrows it")

@@ -43,7 +43,7 @@ class TrainingGrid:
         return sorted(dict.fromkeys(case for _, case in self.cells), key=lambda case: self.heading(case).split(":"))
 
     def headline(self, case: str) -> str | None:
-        """The measure that is shown of a case."""
+        """Return the measure that is shown of a case."""
         return self.described.get(case, _UNKNOWN).headline
 
     def heading(self, case: str) -> str:
@@ -52,12 +52,12 @@ class TrainingGrid:
         return case if about.label is None else f"{about.label}: {about.headline}"
 
     def paper(self, kernel: str) -> str:
-        """What the paper says of training with a kernel; empty where it says nothing."""
+        """Return what the paper says of training with a kernel; empty where it says nothing."""
         ran = [record for (name, _), records in self.cells.items() if name == kernel for record in records]
         return next((str(record.evidence["paper"]) for record in ran if "paper" in record.evidence), "")
 
     def values(self, kernel: str, case: str) -> list[float]:
-        """The headline of every seed that has a number, lowest first."""
+        """Return the headline of every seed that has a number, lowest first."""
         numbers = (self._value(record) for record in self.cells.get((kernel, case), []))
         return sorted(value for value in numbers if value is not None)
 
@@ -66,7 +66,7 @@ class TrainingGrid:
         return None if headline is None else record.number(headline)
 
     def text(self, kernel: str, case: str) -> str:
-        """One place of the table: the headline, lowest to highest, with the mark of the worst of it."""
+        """Return one place of the table: the headline, lowest to highest, with the mark of the worst of it."""
         records = self.cells.get((kernel, case), [])
         if not records:
             return ""
@@ -109,7 +109,7 @@ def _table(grid: TrainingGrid) -> Grid:
 
 
 def training_legend(runs: Sequence[Run]) -> str:
-    """What the rows and columns of the tables stand for."""
+    """Return what the rows and columns of the tables stand for."""
     legends = [kind.legend for run in runs for kind in run.experiments.values() if kind.pooled]
     lines = list(dict.fromkeys(legend for legend in legends if legend))
     for grid in training_grids(runs):

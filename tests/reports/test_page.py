@@ -17,6 +17,7 @@ from tiebreak.reports.page.command import page
 from tiebreak.reports.page.figures import figures
 from tiebreak.reports.page.svg import draw, ticks
 from tiebreak.reports.records.record import (
+    SHRUNK,
     Answer,
     CaseRecord,
     CheckRecord,
@@ -133,6 +134,15 @@ def test_the_data_have_every_cell_once_and_what_platforms_say_alike_once(telling
     assert second.count(None) == 1
     assert second.count(0) == len(telling.records) - 2
     assert sum(isinstance(told, dict) for told in second) == 1
+
+
+def test_what_cancels_or_shrank_has_no_colour(run: MakeRun, record: Make) -> None:
+    far = {"bias": Estimate(-113.0, 0.01)}
+    shrunk = record(case="shrunk", measures=far, verdict="biased", shown=Shown(SHRUNK, 0.28))
+    cells = [shrunk, record(case="sum", measures=far, verdict=None), record(case="far", measures=far, verdict="biased")]
+    data = data_of(page([run(*cells)], ["here"], []))
+    tones = {data["cases"][cell["place"]]["name"]: cell["records"][0]["tone"] for cell in data["cells"]}
+    assert tones == {"shrunk": None, "sum": None, "far": -113.0}
 
 
 def test_cases_stand_in_the_order_of_the_file_and_a_measure_is_a_column_if_it_says_so(

@@ -17,7 +17,6 @@ from tiebreak.reports.audit.record import Audit, Audits
 from tiebreak.reports.page.command import page
 from tiebreak.reports.page.figures import figures
 from tiebreak.reports.records.record import (
-    SHRUNK,
     Answer,
     CaseRecord,
     Estimate,
@@ -278,25 +277,6 @@ def test_one_map_has_every_cell_with_the_marks_of_the_terminal(browser: Browser,
         "flash@paper on emulation, tied_maxima[k=2]: +0.23 B ·, biased, held"
     )
     assert browser.ask(f"{cell('sdpa', 'huge')}.ariaLabel").endswith("NaN or Inf where the reference is finite, fell")
-
-
-def test_what_cancels_or_shrank_has_no_colour(
-    browser: Browser, run: Callable[..., Run], record: Callable[..., Record], tmp_path: Path
-) -> None:
-    far = {"bias": Estimate(-113.0, 0.01)}
-    shrunk = record(case="shrunk", measures=far, verdict="biased", shown=Shown(SHRUNK, 0.28))
-    cells = [
-        shrunk,
-        record(case="cancels", measures=far, verdict=None),
-        record(case="dark", measures=far, verdict="biased"),
-    ]
-    browser.open(written(tmp_path, [run(*cells)]), 1600)
-    white = "rgba(0, 0, 0, 0)"
-    tints = {case: browser.ask(f"getComputedStyle({cell('flash@paper', case)}).backgroundColor")
-             for case in ("shrunk", "cancels", "dark")}  # fmt: skip
-    assert tints["shrunk"] == tints["cancels"] == white
-    assert tints["dark"] != white
-    assert browser.ask(f"{cell('flash@paper', 'shrunk')}.textContent") == "x0.28 ·"
 
 
 @pytest.fixture
