@@ -22,10 +22,10 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.programs.pages import tie
 from tiebreak.reports import cli
 from tiebreak.reports.page import mechanism
 from tiebreak.reports.records.record import CLAIM, HELD, PREDICTION
+from tiebreak.studies import tie
 
 ROOT = Path(__file__).parents[2]
 README, EXTENDING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"

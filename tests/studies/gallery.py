@@ -1,12 +1,8 @@
-"""The gallery: what this suite found on every machine that it has run on, from the records in reports/platforms/.
+"""`python -m tiebreak.studies.gallery MACHINE FILE...`: keep records of `make platforms`, for docs/platforms.md.
 
-    python -m tiebreak.programs.pages.gallery add MACHINE FILE...    # keep records of `make platforms`, in compact form
-    python -m tiebreak.programs.pages.gallery                        # renew docs/platforms.md
-
-`tiebreak page` makes the page of all of them. Not a line is written by hand.
+The records of every machine are in reports/platforms/, in compact form; `tiebreak page` makes the page of all of them.
 """
 
-import argparse
 import gzip
 import itertools
 import re
@@ -17,94 +13,85 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from tiebreak.programs.pages.tables import renew, table
+from tiebreak.backends.provenance import CHECKOUT
+from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import OUTCOMES, Estimate, Record, Run, Value
 from tiebreak.reports.tables.comparison import Agreement, compare
 from tiebreak.reports.tables.marks import shown_text
+from tiebreak.studies.pages import PageTable, table
 
-ROOT = Path(__file__).parents[3]
-FOLDER = ROOT / "reports" / "platforms"
-PAGE = ROOT / "docs" / "platforms.md"
-SOURCE = "reports/platforms"
+FOLDER = CHECKOUT / "reports" / "platforms"
 NATIVE = "native"
 _DIGITS = 5  # significant ones of a measure: verdicts and digests stand beside them
-_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Keep records, or renew the page; 2 where a name or a file can't be used."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    verbs = parser.add_subparsers(dest="verb")
-    add = verbs.add_parser("add", help="keep records in compact form, and renew the page")
-    add.add_argument("machine", help="its folder: small letters, digits and dashes")
-    add.add_argument("files", nargs="+", type=Path, metavar="FILE", help="records, a file for each level")
+    """Keep records and renew the page; end with 2 where a name or a file can't be used."""
+    parser = Parser(prog="python -m tiebreak.studies.gallery", description="Keep the records of a machine.")
+    parser.add_argument("machine", help="its folder: small letters, digits and dashes")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="records, a file for each level")
     options = parser.parse_args(arguments)
-    if options.verb == "add":
-        if not _NAME.fullmatch(options.machine):
-            parser.error(f"{options.machine}: a name is of small letters, digits and dashes")
-        try:
-            _keep(options.machine, store.read_all(options.files))
-        except (store.UnreadableRecordsError, ValueError) as error:
-            parser.error(str(error))
-    runs = kept()
-    renew(PAGE, SOURCE, whole(runs))
-    return 0
+    try:
+        _keep(options.machine, store.read_all(options.files))
+    except (store.UnreadableRecordsError, ValueError) as error:
+        parser.error(str(error))
+    TABLES[0].renew()
+    return HELD
 
 
 def _keep(machine: str, runs: Sequence[Run]) -> None:
-    levels = [str(run.platform["level"]) for run in runs]
-    for level, run in zip(levels, runs, strict=True):
-        if levels.count(level) > 1:
-            raise ValueError(f"{machine}: two runs at level {level}")
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", machine):
+        raise ValueError(f"{machine}: a name is of small letters, digits and dashes")
+    by_level = {str(run.platform["level"]): run for run in runs}
+    if len(by_level) < len(runs):
+        raise ValueError(f"{machine}: two runs are of the same level")
+    for level, run in by_level.items():
         if not run.complete:
             raise ValueError(f"{machine}: the run at level {level} was interrupted")
         if str(run.platform.get("commit", "")).endswith("-dirty"):
             raise ValueError(f"{machine}: the run at level {level} is of a checkout with changes; commit them first")
     (FOLDER / machine).mkdir(parents=True, exist_ok=True)
-    for level, run in zip(levels, runs, strict=True):
+    for level, run in by_level.items():
         text = store.as_text(compact(run)).encode()
         (FOLDER / machine / f"{level}.json.gz").write_bytes(gzip.compress(text, 9, mtime=0))
 
 
 def compact(run: Run) -> Run:
-    """A run as the gallery keeps it: what tables and comparisons read, numbers to five digits, nothing to be drawn."""
+    """Return what tables and comparisons read of a run: numbers to five digits, nothing to be drawn."""
     names = {name for name, about in run.measures.items() if about.column}
     names |= {case.headline for case in run.cases.values() if case.headline}
-    return replace(
-        run,
-        records=tuple(_compact(record, names) for record in run.records),
-        measures={name: about for name, about in run.measures.items() if name in names},
-        seconds={},
+    records = tuple(
+        replace(
+            each, measures={name: _short(value) for name, value in each.measures.items() if name in names}, evidence={}
+        )
+        for each in run.records
     )
-
-
-def _compact(record: Record, names: set[str]) -> Record:
-    measures = {name: _short(value) for name, value in record.measures.items() if name in names}
-    return replace(record, measures=measures, evidence={})
+    kept = {name: about for name, about in run.measures.items() if name in names}
+    return replace(run, records=records, measures=kept, seconds={})
 
 
 def _short(value: Value) -> Value:
     if isinstance(value, Estimate):
-        mean, half_width = (
-            None if number is None else float(f"{number:.{_DIGITS}g}") for number in (value.mean, value.half_width)
-        )
-        return replace(value, mean=mean, half_width=half_width)
-    return None if value is None else float(f"{value:.{_DIGITS}g}")
+        return replace(value, mean=_rounded(value.mean), half_width=_rounded(value.half_width))
+    return _rounded(value)
+
+
+def _rounded(number: float | None) -> float | None:
+    return None if number is None else float(f"{number:.{_DIGITS}g}")
 
 
 def kept() -> dict[str, dict[str, Run]]:
-    """The runs by machine and level, the native level first."""
+    """Return the runs by machine and level, the native level first."""
     runs: dict[str, dict[str, Run]] = {}
-    for path in sorted(
-        FOLDER.glob("*/*.json.gz"), key=lambda path: (path.parent, path.name != f"{NATIVE}.json.gz", path)
-    ):
+    paths = FOLDER.glob("*/*.json.gz")
+    for path in sorted(paths, key=lambda path: (path.parent, path.name != f"{NATIVE}.json.gz", path)):
         runs.setdefault(path.parent.name, {})[path.name.removesuffix(".json.gz")] = store.read(path)
     return runs
 
 
 def whole(runs: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
-    """The tables of docs/platforms.md."""
+    """Yield the tables of docs/platforms.md."""
     for machine, levels in runs.items():
         first = next(iter(levels.values()))
         torch, commit = first.platform["torch"], str(first.platform["commit"])[:7]
@@ -117,7 +104,7 @@ def whole(runs: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
 
 
 def _processor(run: Run) -> str:
-    """The name, and the widest of the instruction sets that matter here; levels name emulated ones."""
+    """Return a processor's name, and the widest of the instruction sets that matter here."""
     if run.platform.get("emulated"):
         return f"{run.platform['machine']}, *emulated processor*"
     features = run.platform.get("cpu_features", ())
@@ -145,7 +132,7 @@ def _machine(levels: Mapping[str, Run]) -> Iterator[str]:
 
 
 def _agreement(runs: Mapping[str, Run]) -> Iterator[str]:
-    """How many cells agree, and the first of those that do not and show the same."""
+    """Yield how many cells agree, and the first of those that do not and show the same."""
     compared = compare(list(runs.values()), list(runs))
     counts = compared.counts
     shared = sum(counts[kind] for kind in (Agreement.BITS, Agreement.VERDICT, Agreement.DISAGREE))
@@ -171,6 +158,8 @@ def _agreement(runs: Mapping[str, Run]) -> Iterator[str]:
 def _shown(record: Record | None) -> str:
     return (shown_text(record.shown) if record.shown else record.outcome) if record else "missing"
 
+
+TABLES = [PageTable("platforms.md", "reports/platforms", lambda: whole(kept()))]
 
 if __name__ == "__main__":
     sys.exit(main())
