@@ -65,11 +65,11 @@ class Answer:
         """How many plans were held against it."""
         return len(self._misses)
 
-    def predicted(self, declaration: Declaration, arithmetic: Arithmetic | None = None) -> Tensor:
+    def predicted(self, declaration: Declaration) -> Tensor:
         """What a plan makes of the input."""
         _, _, queries, _ = self.inputs.q.shape
         declaration = clipped(declaration, queries, self.inputs.k.shape[2])
-        return run_forward(declaration, self.inputs, arithmetic or self.emulation).o
+        return run_forward(declaration, self.inputs, self.emulation).o
 
     def missed(self, declaration: Declaration) -> float:
         """The share of elements of O in which a plan does not have the kernel's bits."""
@@ -111,23 +111,27 @@ class Asked:
     refused: dict[str, str] = field(default_factory=dict)  # inputs that it does not take, and why
 
     def ask(self, name: str, inputs: AttentionInputs) -> Answer | None:
+        """As `answer`, remembered: the kernel is asked once."""
+        unasked = name not in self.answers and name not in self.refused
+        if unasked and (answer := self.answer(name, inputs)) is not None:
+            self.answers[name] = answer
+        return self.answers.get(name)
+
+    def answer(self, name: str, inputs: AttentionInputs) -> Answer | None:
         """Its answer; None where it does not take such inputs.
 
         Raises:
             Exception: whatever it raises on inputs that it should take.
         """
-        if name in self.answers or name in self.refused:
-            return self.answers.get(name)
         why = self.kernel.refusal(to_device(inputs, self.backend.device))
         why = why or failed_trial(self.backend, self.kernel, inputs)
-        if why is None:
-            try:
-                self.answers[name] = Answer(name, inputs, self.run(inputs))
-            except CannotRunError as error:
-                why = str(error)
-        if why is not None:
-            self.refused[name] = why
-        return self.answers.get(name)
+        try:
+            if why is None:
+                return Answer(name, inputs, self.run(inputs))
+        except CannotRunError as error:
+            why = str(error)
+        self.refused[name] = why
+        return None
 
     def run(self, inputs: AttentionInputs) -> Tensor:
         """One call, with as many threads as the process had."""

@@ -315,6 +315,8 @@ DESIGNED = (
 )
 #: Names of what is asked of sums alone: in fp32 their order shows in it, of which most plans say nothing.
 OF_SUMS = frozenset(designed.name for designed in DESIGNED if designed.sums)
+#: Names of those that a plan has to explain, but for what it leaves open.
+BINDING = frozenset(designed.name for designed in DESIGNED if not designed.fine)
 #: Long rows, for tiles that all others have whole.
 LONG = tuple(
     Designed(
