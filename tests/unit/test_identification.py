@@ -20,7 +20,7 @@ from tiebreak.kernels.kernel import Declaration, Kernel, composed, run_forward
 from tiebreak.kernels.plans import Accumulator, Cast
 from tiebreak.matrix.candidates import candidates
 from tiebreak.matrix.identification import search
-from tiebreak.matrix.identification.asking import Asked, one_thread
+from tiebreak.matrix.identification.asking import Asked, threads
 from tiebreak.matrix.identification.designed import DESIGNED, LONG, SHAPES
 from tiebreak.matrix.identification.identity import Identity, UnidentifiedError, identify
 from tiebreak.matrix.identification.rivals import Rivals
@@ -42,8 +42,8 @@ from tiebreak.reports.tables.plans import explanation_text
 
 
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    with one_thread():
+def one_thread() -> Iterator[None]:
+    with threads(1):
         yield
 
 

@@ -1,7 +1,7 @@
 """A kernel that is asked: its outputs on designed inputs, and what plans make of them."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,23 +18,18 @@ from tiebreak.matrix.sharing import SharedEmulation
 from tiebreak.matrix.trial import failed_trial
 from tiebreak.matrix.workbench import clipped
 
-_OWN = torch.get_num_threads()
 _FAR = 2.0**8  # ulps: what is further away is not the less like the kernel for it
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
+def threads(number: int) -> Iterator[None]:
+    """Within, torch has so many threads; of small tensors, more than one would wait for one another."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def one_thread() -> AbstractContextManager[None]:
-    """Within, torch has one thread: tensors are too small for more, which would wait for one another."""
-    return _threads(1)
 
 
 @dataclass(frozen=True)
@@ -107,6 +102,7 @@ class Asked:
     backend: Backend
     kernel: Kernel
     fmt: Format  # of q, k and v
+    threads: int = field(default_factory=torch.get_num_threads)  # that it runs with
     answers: dict[str, Answer] = field(default_factory=dict)  # by the name of the input
     refused: dict[str, str] = field(default_factory=dict)  # inputs that it does not take, and why
 
@@ -134,8 +130,8 @@ class Asked:
         return None
 
     def run(self, inputs: AttentionInputs) -> Tensor:
-        """One call, with as many threads as the process had."""
-        with _threads(_OWN):
+        """One call, with as many threads as the process had at first."""
+        with threads(self.threads):
             return self.backend.run(self.kernel, inputs, gradients=False).o.float()
 
     def repeats(self, answer: Answer) -> bool:

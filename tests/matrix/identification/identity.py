@@ -13,7 +13,7 @@ from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.roster import eight_bit_kernels
 from tiebreak.matrix.candidates import on_device
-from tiebreak.matrix.identification.asking import Answer, Asked, one_thread
+from tiebreak.matrix.identification.asking import Answer, Asked, threads
 from tiebreak.matrix.identification.designed import BINDING, DESIGNED, HEAD_DIMENSION, OF_SUMS, SHAPES
 from tiebreak.matrix.identification.rivals import Rivals
 from tiebreak.matrix.identification.search import Search
@@ -140,7 +140,7 @@ def identify(
         Exception: whatever it raises on inputs that it should take.
     """
     asked = Asked(backend, kernel, fmt)
-    with one_thread():
+    with threads(1):
         answers = _answers(asked, tell)
         shown = [answer for answer in answers if answer.name not in OF_SUMS]
         eight_bits = [kernel.declaration for kernel in eight_bit_kernels() if kernel.declaration is not None]

@@ -105,11 +105,11 @@ class Search:
     def nearest(self) -> Declaration:
         """The plan with the least cost: from the best known one, as long as a group of plans near it leads on."""
         starts = [forward_alone(known, self.fmt) for known in self.known]
-        self._try(starts)
+        self._try(starts, _FEW)
         self._cast_o(starts)
         if self._hidden(self._best):
-            self._try(combined(map(parse_declaration, _STARTS), self.fmt, _RULES, {"s"}, usual=True))
-        while not self._ended and any(self._leads_on(group, than) for group, than in self._groups(starts)):
+            self._try(combined(map(parse_declaration, _STARTS), self.fmt, _RULES, {"s"}, usual=True), _FEW)
+        while not self._ended and self._improves(starts):
             self.tell(f"{len(self.costs)} plans tried on all inputs")
         return self._best
 
@@ -117,42 +117,55 @@ class Search:
         """Try how O is cast, and then all with that cast: it hides from every input what else a plan has right."""
         plan = self._best
         if self._cost_of_best >= _ENOUGH:
-            self._try(other for _, other in changes(plan, self.fmt, {"o"}))
+            self._try((other for _, other in changes(plan, self.fmt, {"o"})), _FEW)
             cast = self._best.plan.o
             if cast != plan.plan.o:
-                self._try(replace(start, plan=replace(start.plan, o=cast)) for start in starts)
+                self._try((replace(start, plan=replace(start.plan, o=cast)) for start in starts), _FEW)
 
-    def _leads_on(self, group: Iterable[Declaration], than: Declaration | None) -> bool:
-        """Whether a plan of a group is better than all before it."""
-        if self._ended:
-            return False
-        before = self._cost_of_best
-        self._try(group, than)
-        return self._cost_of_best < before
-
-    def _groups(self, starts: Sequence[Declaration]) -> Iterator[tuple[Iterable[Declaration], Declaration | None]]:
-        """Plans near the best one, group after group, and which plan each must be clearly ahead of, if there is one.
+    def _improves(self, starts: Sequence[Declaration]) -> bool:
+        """Whether a better plan is near the best one, or near the next best, by the first group that has one.
 
         One change; how devices add up; what together alone shows, where nothing shows; two changes at once, of which
         the first takes a point off, changes nothing, or gives it another shift rule or algorithm.
 
         Of a plan with a device's sums the points are those of a plan without them, which takes a tenth of the time.
         """
-        fmt, (plan, *runners_up) = self.fmt, self._quick(_FEW)
-        hidden = self._hidden(plan)
-        for near in (plan, *runners_up):
+        if self._expands(1):
+            return True
+        fmt, plan = self.fmt, self._quick[0]
+        sums = (other for _, other in changes(plan, fmt, {SLOW}))
+        flash = replace(plan, algorithm=FLASH_ATTENTION)  # which alone has every shift rule
+        hidden = [
+            combined([plan], fmt, {"q"}, {"s"}, usual=True),
+            combined([flash], fmt, _RULES, {"s"}, {"shifted"}, usual=True),
+            combined(starts, fmt, _RULES),
+        ]
+        together = [
+            combined([without(plan, fmt, "pv", "o_bar")], fmt, {ALGORITHM}, {TILE}, {"pv", "o_bar"}),
+            combined([plan], fmt, {"divisor"}, {"scale"}, {"q", "s"}),
+        ]
+        firsts = chain(without_one(plan, fmt), self._level(plan), combined([plan], fmt, _RULES))
+        pairs = (combined([first], fmt, QUICK) for first in firsts)
+        groups = chain(hidden if self._hidden(plan) else (), together, pairs)
+        return self._leads_on(sums, 1) or any(self._leads_on(group, 1, plan) for group in groups) or self._expands(_FEW)
+
+    def _expands(self, patience: int) -> bool:
+        """Whether one change of the best few plans leads on."""
+        done: set[Declaration] = set()
+        while left := [plan for plan in self._quick if plan not in done]:
+            done.add(left[0])
             # Where nothing shows, a small gain is chance.
-            yield self._near(near), near if self._hidden(near) else None
-        yield (other for _, other in changes(plan, fmt, {SLOW})), None
-        if hidden:
-            yield combined([plan], fmt, {"q"}, {"s"}, usual=True), plan
-            flash = replace(plan, algorithm=FLASH_ATTENTION)  # which alone has every shift rule
-            yield combined([flash], fmt, _RULES, {"s"}, {"shifted"}, usual=True), plan
-            yield combined(starts, fmt, _RULES), plan
-        yield combined([without(plan, fmt, "pv", "o_bar")], fmt, {ALGORITHM}, {TILE}, {"pv", "o_bar"}), plan
-        yield combined([plan], fmt, {"divisor"}, {"scale"}, {"q", "s"}), plan
-        for first in chain(without_one(plan, fmt), self._level(plan), combined([plan], fmt, _RULES)):
-            yield combined([first], fmt, QUICK), plan
+            if self._leads_on(self._near(left[0]), patience, left[0] if self._hidden(left[0]) else None):
+                return True
+        return False
+
+    def _leads_on(self, group: Iterable[Declaration], patience: int, than: Declaration | None = None) -> bool:
+        """Whether a plan of a group is better than all before it."""
+        if self._ended:
+            return False
+        before = self._cost_of_best
+        self._try(group, patience, than)
+        return self._cost_of_best < before
 
     def _near(self, plan: Declaration) -> Iterator[Declaration]:
         """What one change makes of a plan, or one move."""
@@ -173,16 +186,17 @@ class Search:
     def _cost_of_best(self) -> float:
         return min(self.costs.values())
 
-    def _quick(self, number: int) -> list[Declaration]:
-        """The best plans without a device's sums."""
+    @property
+    def _quick(self) -> list[Declaration]:
+        """The best few plans without a device's sums."""
         quick = (plan for plan in self.costs if plan.plan.accumulator is Accumulator.EXACT)
-        return sorted(quick, key=self.costs.__getitem__)[:number]
+        return sorted(quick, key=self.costs.__getitem__)[:_FEW]
 
-    def _try(self, declarations: Iterable[Declaration], than: Declaration | None = None) -> None:
-        """Try plans, each until it is worse than the best few."""
-        for declaration in declarations:
+    def _try(self, plans: Iterable[Declaration], patience: int, than: Declaration | None = None) -> None:
+        """Try plans, each until it is worse than the best, or the best few."""
+        for plan in plans:
             order = sorted(self.costs.values())
-            self.cost(declaration, order[_FEW - 1] if len(order) >= _FEW else math.inf, than)
+            self.cost(plan, order[patience - 1] if len(order) >= patience else math.inf, than)
 
 
 def _share_cost(answer: Answer, declaration: Declaration) -> float:
