@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION

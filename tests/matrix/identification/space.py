@@ -127,19 +127,6 @@ def named(declaration: Declaration) -> Declaration:
     return shortest(replace(declaration, shift_rule=rule))
 
 
-def points_apart(one: Declaration, other: Declaration) -> set[str]:
-    """The keys of what two declarations differ in, as changes have them."""
-    apart = {key for key, field in FORWARD.items() if getattr(one.plan, field) != getattr(other.plan, field)}
-    if one.plan.exponential.correction != other.plan.exponential.correction:
-        apart.add(FAST)
-    pairs = {
-        ALGORITHM: (one.algorithm.name, other.algorithm.name),
-        RULE: (one.shift_rule, other.shift_rule),
-        TILE: (one.block.keys, other.block.keys),
-    }
-    return apart | {key for key, (ours, theirs) in pairs.items() if ours != theirs}
-
-
 def plainness(declaration: Declaration) -> tuple[int, bool, bool, int]:
     """Of two that nothing tells apart, the plainer one has the smaller."""
     label, usual = text(declaration), (FLASH_ATTENTION, STANDARD_ATTENTION)
