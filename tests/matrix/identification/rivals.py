@@ -61,7 +61,7 @@ class Rivals:
         return alike | self._alike(plan, pairs)
 
     def _alike(self, plan: Declaration, rivals: Iterable[tuple[Change, Declaration]]) -> dict[Change, Declaration]:
-        exact = all(answer.missed(plan) == 0.0 for answer in self._first(OF_SUMS))
+        exact = all(answer.missed(plan) == 0.0 for answer in self._first)
         duels = {change: (rival, *self.duel(plan, rival, change)) for change, rival in rivals}
         # Where the plan has all bits, one that the other lacks tells them apart; elsewhere it may be chance.
         return {
@@ -105,15 +105,17 @@ class Rivals:
         """Those that were asked first, then others like them."""
         if change.key == SLOW:
             yield from (answer for name, answer in self.asked.answers.items() if name in OF_SUMS)
-        yield from self._first(OF_SUMS)
+        yield from self._first
         for designed in LONG if change.key in (TILE, RULE, ALGORITHM) else ():
             yield from self._asked(designed, 0)
         for seed in _SEEDS if change.key != SLOW else ():
             for designed in DESIGNED:
                 yield from self._asked(designed, seed) if designed.name not in OF_SUMS else ()
 
-    def _first(self, hidden: frozenset[str]) -> list[Answer]:
-        names = {designed.name for designed in DESIGNED} - hidden
+    @property
+    def _first(self) -> list[Answer]:
+        """What was asked first, but for sums."""
+        names = {designed.name for designed in DESIGNED} - OF_SUMS
         return [answer for name, answer in self.asked.answers.items() if name in names]
 
     def _asked(self, designed: Designed, seed: int) -> Iterator[Answer]:
