@@ -1,6 +1,7 @@
 """Declarations as text: `flash@fused,s=input,base=2,tile=64`, the way tables print them and --plan takes them."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
@@ -113,8 +114,10 @@ def shortest(declaration: Declaration) -> Declaration:
     Raises:
         ValueError: no text names it.
     """
-    heads = [STANDARD.name] if not declaration.algorithm.tiled else _heads(declaration)
-    texts = [_from(_named(head), declaration) for head in heads]
+    rule, algorithm = declaration.shift_rule.name, declaration.algorithm
+    name = algorithm.name if rule == "safe" or algorithm is not FLASH_ATTENTION else rule
+    heads = _heads(name) if algorithm.tiled else (_named(STANDARD.name),)
+    texts = [_from(head, declaration) for head in heads]
     fitting = [named for named in texts if named is not None]
     if not fitting:
         raise ValueError("no text names this plan")
@@ -122,24 +125,15 @@ def shortest(declaration: Declaration) -> Declaration:
     return min(fitting, key=lambda named: (named.plan.name.count(","), named.plan.name.split(",")[0] in single_changes))
 
 
-def _heads(declaration: Declaration) -> list[str]:
-    rule, algorithm = declaration.shift_rule.name, declaration.algorithm
-    name = algorithm.name if rule == "safe" or algorithm is not FLASH_ATTENTION else rule
-    return [f"{name}@{plan}" for plan in PLANS if plan != STANDARD.name and f"{name}@{plan}" in _composable()]
-
-
 @cache
-def _composable() -> frozenset[str]:
-    """Names of kernels that are a rule, or an algorithm, and a plan that it makes something of."""
-    return frozenset(f"{rule}@{plan}" for rule in rule_names() for plan in PLANS if _is_named(f"{rule}@{plan}"))
-
-
-def _is_named(head: str) -> bool:
-    try:
-        composed_kernel(head)
-    except ValueError:
-        return False
-    return True
+def _heads(name: str) -> tuple[Declaration, ...]:
+    """A rule, or an algorithm, at every plan that it makes something of."""
+    heads = []
+    for plan in PLANS:
+        with suppress(ValueError):
+            composed_kernel(f"{name}@{plan}")
+            heads.append(_named(f"{name}@{plan}"))
+    return tuple(heads)
 
 
 def _from(named: Declaration, declaration: Declaration) -> Declaration | None:

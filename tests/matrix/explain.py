@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from msgspec import structs
 
@@ -14,8 +15,9 @@ from tiebreak.kernels.flash import ONE_TILE
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator, Cast
-from tiebreak.matrix.attribution import drawn
+from tiebreak.matrix.attribution import RANDOM, drawn
 from tiebreak.matrix.candidates import nameless
+from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import (
     AMBIGUOUS,
     BEHAVES_LIKE,
@@ -30,7 +32,6 @@ from tiebreak.reports.records.record import (
 )
 
 EQUAL = 1e-3  # difference of shares, in every cell, up to which plans are not told apart
-_RANDOM = 0.9  # a kernel of which no plan has more bits may have random bits of its own
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,12 @@ class Standing:
     """What one plan has in common with a kernel, over its cells."""
 
     plan: str  # as --plan takes it
-    bits: Mapping[str, float]  # by case, the share of elements of O that agree to the bit
-    behaves: bool  # whether its bias is the kernel's in every cell
-    distance: float  # mean |difference of bias| in ulps
+    fits: Mapping[str, FitRecord]  # by case
+
+    @cached_property
+    def bits(self) -> Mapping[str, float]:
+        """By case, the share of elements of O that agree to the bit."""
+        return {case: fit.bits or 0.0 for case, fit in self.fits.items()}
 
     @property
     def mean(self) -> float:
@@ -51,6 +55,28 @@ class Standing:
     def followed(self) -> bool:
         """Whether enough bits agree in every cell."""
         return min(self.bits.values()) >= FOLLOWED
+
+    @property
+    def behaves(self) -> bool:
+        """Whether the bias is the kernel's in every cell, within the margin, as far as the heads of one batch tell.
+
+        Two random streams leave it open by 0.04 ulp at 256 heads; a plan of another bias is 0.2 ulp away.
+        """
+        intervals = [(fit.mean, fit.half_width) for fit in self.fits.values()]
+        return all(
+            mean is not None and half is not None and abs(mean) <= MARGIN_ULPS and half <= 2 * MARGIN_ULPS
+            for mean, half in intervals
+        )
+
+    @property
+    def distance(self) -> float:
+        """Mean |difference of bias| in ulps."""
+        distances = [math.inf if fit.mean is None else abs(fit.mean) for fit in self.fits.values()]
+        return sum(distances) / len(distances)
+
+    def equals(self, best: "Standing") -> bool:
+        """Whether nothing tells it from the best."""
+        return self.followed and all(abs(share - self.bits[case]) <= EQUAL for case, share in best.bits.items())
 
 
 def explain(records: Iterable[Record]) -> dict[str, Explanation]:
@@ -69,11 +95,9 @@ def explain(records: Iterable[Record]) -> dict[str, Explanation]:
     the exponential's base or a device's products are all that they differ in, the plainest of them speaks for all: the
     base alone moves two elements in a million.
     """
-    kernels: dict[str, list[Record]] = {}
-    for record in records:
-        if _fits(record) or IDENTITY in record.evidence:
-            kernels.setdefault(f"{record.backend}-{record.kernel}", []).append(record)
-    return {name: _searched(theirs) for name, theirs in kernels.items()}
+    told = (record for record in records if _fits(record) or IDENTITY in record.evidence)
+    kernels = grouped(told, lambda record: f"{record.backend}-{record.kernel}")
+    return {name: _explained(own) for name, own in kernels.items()}
 
 
 def plans(declared: Iterable[Declaration], explanations: Mapping[str, Explanation]) -> dict[str, PlanRecord]:
@@ -93,27 +117,27 @@ def _fits(record: Record) -> Mapping[str, FitRecord]:
     return fits
 
 
-def _searched(records: Sequence[Record]) -> Explanation:
+def _explained(records: Sequence[Record]) -> Explanation:
     """What a search came to, or else the known plan with most bits."""
     searched: Explanation | None = next(
         (record.evidence[IDENTITY] for record in records if IDENTITY in record.evidence), None
     )
     compared = [record for record in records if _fits(record)]
-    if searched is None or (searched.state != FOLLOWS and compared):
-        nearest = _explanation(compared)
-        return nearest if searched is None or nearest.state == BEHAVES_LIKE else searched
-    return searched
+    if searched is not None and (searched.state == FOLLOWS or not compared):
+        return searched
+    nearest = _nearest_known(compared)
+    return nearest if searched is None or nearest.state == BEHAVES_LIKE else searched
 
 
-def _explanation(records: Sequence[Record]) -> Explanation:
+def _nearest_known(records: Sequence[Record]) -> Explanation:
     plans = [plan for plan in _fits(records[0]) if all(plan in _fits(record) for record in records)]
-    standings = [_standing(plan, records) for plan in plans]
+    standings = [Standing(plan, {record.case: _fits(record)[plan] for record in records}) for plan in plans]
     best = max(standings, key=lambda standing: (standing.followed, standing.mean))
     if best.followed:
-        equal = _families(standing for standing in standings if _equal(standing, best))
+        equal = _families(standing for standing in standings if standing.equals(best))
         return _of(AMBIGUOUS if len(equal) > 1 else FOLLOWS, equal)
     alike = [standing for standing in standings if standing.behaves and drawn(parse_declaration(standing.plan))]
-    if best.mean <= _RANDOM and alike:
+    if best.mean <= RANDOM and alike:
         return _of(BEHAVES_LIKE, _families(sorted(alike, key=lambda standing: standing.distance)))
     worst = sorted((share, case) for case, share in best.bits.items() if share < FOLLOWED)
     return structs.replace(_of(UNEXPLAINED, [best]), worst={case: share for share, case in worst})
@@ -122,10 +146,6 @@ def _explanation(records: Sequence[Record]) -> Explanation:
 def _of(state: str, standings: Sequence[Standing]) -> Explanation:
     first = standings[0]
     return Explanation(state, tuple(standing.plan for standing in standings), len(first.bits), first.mean)
-
-
-def _equal(standing: Standing, best: Standing) -> bool:
-    return standing.followed and all(abs(share - standing.bits[case]) <= EQUAL for case, share in best.bits.items())
 
 
 def _families(standings: Iterable[Standing]) -> list[Standing]:
@@ -151,24 +171,3 @@ def _family(plan: str) -> Declaration:
     if declaration.algorithm is SPLIT_ATTENTION:
         declaration = replace(declaration, algorithm=FLASH_ATTENTION)
     return replace(declaration, plan=rounding, shift_rule=rule, block=ONE_TILE)
-
-
-def _standing(plan: str, records: Sequence[Record]) -> Standing:
-    fits = [_fits(record)[plan] for record in records]
-    distances = [math.inf if fit.mean is None else abs(fit.mean) for fit in fits]
-    return Standing(
-        plan,
-        {record.case: _fits(record)[plan].bits or 0.0 for record in records},
-        behaves=all(_behaves(fit) for fit in fits),
-        distance=sum(distances) / len(distances),
-    )
-
-
-def _behaves(fit: FitRecord) -> bool:
-    """Whether the difference of bias lies within the margin, as far as the heads of one batch tell.
-
-    Two random streams leave it open by 0.04 ulp at 256 heads; a plan of another bias is 0.2 ulp away.
-    """
-    if fit.mean is None or fit.half_width is None:
-        return False
-    return abs(fit.mean) <= MARGIN_ULPS and fit.half_width <= 2 * MARGIN_ULPS

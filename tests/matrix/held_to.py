@@ -11,25 +11,24 @@ from functools import lru_cache
 
 import torch
 
-from tiebreak.backends.backend import to_device
 from tiebreak.cases.case import Case
 from tiebreak.cases.errors import Errors
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.matrix.attribution import shares
+from tiebreak.matrix.attribution import RANDOM, shares
 from tiebreak.matrix.candidates import accepted, on_device
 from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.identification.asking import Asked
 from tiebreak.matrix.sampling import SequentialSampler
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import CaseBench, SharedBatch, Workbench
 from tiebreak.reports.records.record import FOLLOWED
 
 _HEADS = 32  # of each probe: on as many, attribution tells the candidates of a cell apart
-#: Share of equal bits below which a kernel may cast O with random bits of its own, with which no emulation agrees. It
-#: is then held to the largest errors of such plans: their mean square is two to three times that of a cast to nearest.
-_RANDOM = 0.9
-_LOOSEST = "the loosest plan of random bits"  # which of them such a kernel is held to, as reports name it
+#: What a kernel is held to that may have random bits of its own, as reports name it: the mean square of its errors is
+#: two to three times that of a cast to nearest.
+_LOOSEST = "the loosest plan of random bits"
 _PROBES: tuple[Case, ...] = tuple(case for case in SCRIPTED if case.normal)[:3]
 
 
@@ -72,37 +71,33 @@ def plan_held_to(cell: Cell, sampler: SequentialSampler, case_bench: CaseBench, 
 
 
 def _overall(cell: Cell, bench: Workbench) -> tuple[str, ...]:
-    """The accepted plan with the most bits of a kernel on normal numbers; none where it runs on none of the probes."""
+    """The accepted plan with the most bits of a kernel on normal numbers; where it may have random bits, all that do.
+
+    None where it runs on none of the probes.
+    """
     key = (cell.backend.name, cell.kernel.name, cell.fmt.name)
     if key not in bench.overall:
         known = accepted(on_device(cell.backend))
-        bench.overall[key] = _nearest(list(_shares(cell, bench, known)), known)
+        probes = list(_shares(cell, bench, known))
+        total = {name: sum(bits[name] for bits in probes) for name in known}
+        best = max(total, key=total.__getitem__)
+        near = total[best] >= RANDOM * len(probes)
+        plans = (best,) if near else tuple(name for name in total if known[name].plan.stochastic)
+        bench.overall[key] = plans if probes else ()
     return bench.overall[key]
-
-
-def _nearest(probes: list[dict[str, float]], known: Mapping[str, Declaration]) -> tuple[str, ...]:
-    if not probes:
-        return ()
-    total = {name: sum(bits[name] for bits in probes) for name in probes[0]}
-    best = max(total, key=total.__getitem__)
-    if total[best] >= _RANDOM * len(probes):
-        return (best,)
-    return tuple(name for name in total if known[name].plan.stochastic)
 
 
 def _shares(cell: Cell, bench: Workbench, known: Mapping[str, Declaration]) -> Iterator[dict[str, float]]:
     """The share of bits that every known plan has of the kernel, one dictionary a probe that it runs on."""
-    backend, kernel = cell.backend, cell.kernel
+    asked = Asked(cell.backend, cell.kernel, cell.fmt)
     for case in _PROBES:
         batch = _probed(case, cell.fmt, bench.settings.seed)
-        if kernel.refusal(to_device(batch.inputs, backend.device)) is not None:
-            continue
         try:
-            o = backend.run(kernel, batch.inputs, gradients=False).o
+            answer = asked.answer(case.name, batch.inputs)
         except Exception:  # the cell of that case says what it raised
             continue
-        if torch.isfinite(o).any():
-            yield shares(o, batch, known)
+        if answer is not None and torch.isfinite(answer.o).any():
+            yield shares(answer.o, batch, known)
 
 
 @lru_cache(maxsize=len(_PROBES))

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from tiebreak.backends.backend import Backend
 from tiebreak.kernels.external.errors import LoadError
@@ -34,8 +35,9 @@ def main(arguments: Sequence[str]) -> int:
     failures: dict[str, str] = {}
     for backend in backends:
         for kernel in _kernels(options):
+            tell = partial(_progress, kernel.name)
             try:
-                identity = identify(backend, kernel, _FORMATS[options.dtype], options.seed, _Teller(kernel.name))
+                identity = identify(backend, kernel, _FORMATS[options.dtype], options.seed, tell)
             except UnidentifiedError as error:
                 failures[kernel.name] = str(error)
             except Exception as error:  # whatever the kernel raises
@@ -106,15 +108,8 @@ def _report(identity: Identity) -> list[str]:
     return [*identity.lines(), "inputs:", *asked, *refused]
 
 
-class _Teller:
-    """Says on a terminal how far it is."""
-
-    def __init__(self, kernel: str) -> None:
-        """Begin with a kernel."""
-        self.kernel = kernel
-
-    def __call__(self, line: str) -> None:
-        """Say it, in the place of what was said before."""
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r{self.kernel}: {line:80.80}\r")
-            sys.stderr.flush()
+def _progress(kernel: str, line: str) -> None:
+    """Say on a terminal how far it is, in the place of what was said before."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{kernel}: {line:80.80}\r")
+        sys.stderr.flush()

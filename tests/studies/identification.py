@@ -14,7 +14,7 @@ import torch
 from numpy.random import Generator, Philox
 
 from tiebreak.backends.backend import EMULATION
-from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.declarations import FORWARD, parse_declaration
 from tiebreak.kernels.formats import BF16, FP32, Format
 from tiebreak.kernels.kernel import Declaration, composed
 from tiebreak.kernels.plans import Accumulator
@@ -23,7 +23,7 @@ from tiebreak.matrix.candidates import candidates
 from tiebreak.matrix.identification.asking import Answer
 from tiebreak.matrix.identification.designed import DESIGNED
 from tiebreak.matrix.identification.identity import Identity, identify
-from tiebreak.matrix.identification.space import SLOW, changes, forward_alone, moves, points_apart, text
+from tiebreak.matrix.identification.space import ALGORITHM, FAST, RULE, SLOW, TILE, changes, forward_alone, moves, text
 from tiebreak.reports.cli import count
 from tiebreak.studies.study import Study
 
@@ -81,17 +81,30 @@ def _outcome(identity: Identity, truth: Declaration) -> str:
     truth = forward_alone(truth, BF16)
     if answer == truth:
         return FOUND
-    if points_apart(answer, truth) <= _told(identity, answer, truth):
+    if _points_apart(answer, truth) <= _told(identity, answer, truth):
         return ALIKE
     return NEAR if all(_agree(answer, truth, seed) for seed in _SEEDS) else WRONG
+
+
+def _points_apart(one: Declaration, other: Declaration) -> set[str]:
+    """The keys of what two declarations differ in, as changes have them."""
+    apart = {key for key, field in FORWARD.items() if getattr(one.plan, field) != getattr(other.plan, field)}
+    if one.plan.exponential.correction != other.plan.exponential.correction:
+        apart.add(FAST)
+    pairs = {
+        ALGORITHM: (one.algorithm.name, other.algorithm.name),
+        RULE: (one.shift_rule, other.shift_rule),
+        TILE: (one.block.keys, other.block.keys),
+    }
+    return apart | {key for key, (ours, theirs) in pairs.items() if ours != theirs}
 
 
 def _told(identity: Identity, answer: Declaration, truth: Declaration) -> set[str]:
     """Return the points at which the truth has what was said to be alike there."""
     told: set[str] = set()
     for change, other in chain(changes(answer, BF16), moves(answer, BF16)):
-        points = points_apart(answer, other)
-        if change.value in identity.alike.get(change.key, ()) and not points & points_apart(other, truth):
+        points = _points_apart(answer, other)
+        if change.value in identity.alike.get(change.key, ()) and not points & _points_apart(other, truth):
             told |= points
     return told
 

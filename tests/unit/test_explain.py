@@ -1,7 +1,8 @@
 """Which plan an undeclared kernel follows."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -51,9 +52,34 @@ def only(*records: Record) -> Explanation:
     return explanation
 
 
-def test_the_plan_whose_bits_agree_in_all_cells_is_named() -> None:
-    explanation = only(record("a", paper=1.0, fused=0.5), record("b", paper=0.9996, fused=1.0))
-    assert explanation_text(explanation) == "follows paper (99.98 % of bits in 2 cells)"
+UNKNOWN = "unexplained: no known plan agrees; nearest is paper with"
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        ({"paper": (1.0, 0.9996), "fused": (0.5, 1.0)}, "follows paper (99.98 % of bits in 2 cells)"),
+        ({"paper": (0.999999,)}, "follows paper (99.99 % of bits in 1 cell)"),  # not quite all
+        (
+            {"paper": (1, 0.9, 0.7, 0.97, 0.8, 1)},
+            f"{UNKNOWN} 89.50 % of bits in 6 cells (c 70.00 %, e 80.00 %, b 90.00 %, ...)",
+        ),
+        # One that agrees everywhere goes before one that agrees better, but not everywhere.
+        ({"paper": (0.985,) * 3, "fused": (0.97, 1.0, 1.0)}, "follows paper (98.50 % of bits in 3 cells)"),
+        (
+            {"paper": (0.9999, 0.9999), "fused": (0.9999, 0.9998), "standard": (0.998, 1.0)},
+            "can't tell apart: paper, fused on these cases (99.99 % of bits in 2 cells)",
+        ),
+        # One cell tells them apart.
+        ({"paper": (0.9999, 0.9999), "fused": (0.9999, 0.9985)}, "follows paper (99.99 % of bits in 2 cells)"),
+    ],
+)
+def test_the_plan_whose_bits_agree_in_all_cells_is_named(cells: dict[str, Sequence[float]], expected: str) -> None:
+    shares = zip(*cells.values(), strict=True)
+    records = [
+        record(case, **dict(zip(cells, each, strict=True))) for case, each in zip("abcdef", shares, strict=False)
+    ]
+    assert explanation_text(only(*records)) == expected
 
 
 def test_what_a_search_came_to_is_the_answer_unless_random_bits_leave_it_without_one() -> None:
@@ -68,43 +94,9 @@ def test_what_a_search_came_to_is_the_answer_unless_random_bits_leave_it_without
     assert only(record("a", fair=0.6), searched(none)).state == BEHAVES_LIKE
 
 
-def test_a_single_cell_and_a_share_that_is_not_quite_all() -> None:
-    assert explanation_text(only(record("a", paper=0.999999))) == "follows paper (99.99 % of bits in 1 cell)"
-
-
-def test_one_cell_below_makes_it_unexplained_and_the_worst_are_named() -> None:
-    explanation = only(
-        *(record(case, paper=bits) for case, bits in zip("abcdef", (1, 0.9, 0.7, 0.97, 0.8, 1), strict=True))
-    )
-    assert explanation_text(explanation) == (
-        "unexplained: no known plan agrees; nearest is paper with 89.50 % of bits in 6 cells"
-        " (c 70.00 %, e 80.00 %, b 90.00 %, ...)"
-    )
-
-
-def test_a_plan_that_agrees_everywhere_goes_before_one_that_agrees_better_but_not_everywhere() -> None:
-    explanation = only(
-        record("a", paper=0.985, fused=0.97), record("b", paper=0.985, fused=1.0), record("c", paper=0.985, fused=1.0)
-    )
-    assert explanation.plans[0] == "paper"
-    assert FOLLOWED < 0.985
-
-
 def test_the_bias_alone_names_no_plan() -> None:
     near, far = fit(0.97, 0.0, 0.001), fit(0.9993, 0.03, 0.001)
     assert only(compared("a", {"fp32_inside": near, "flash@fused,tile=64": far})).plans == ("flash@fused,tile=64",)
-
-
-def test_plans_that_agree_alike_are_all_named() -> None:
-    explanation = only(
-        record("a", paper=0.9999, fused=0.9999, standard=0.998), record("b", paper=0.9999, fused=0.9998, standard=1.0)
-    )
-    assert explanation_text(explanation) == "can't tell apart: paper, fused on these cases (99.99 % of bits in 2 cells)"
-
-
-def test_one_cell_that_differs_tells_them_apart() -> None:
-    explanation = only(record("a", paper=0.9999, fused=0.9999), record("b", paper=0.9999, fused=0.9985))
-    assert explanation_text(explanation).startswith("follows paper (")
 
 
 def test_tiles_that_no_case_tells_apart_are_one_plan_and_so_are_bases() -> None:
@@ -200,14 +192,20 @@ def test_a_named_tile_is_the_only_one() -> None:
     assert len(tilings(parse_declaration("standard"))) == 1
 
 
+@cache
+def batch(case: str) -> SharedBatch:
+    """Inputs of a case, and what the candidates make of them, for all tests."""
+    inputs = next(each for each in SCRIPTED if each.name == case).make(1, 0, 32, BF16)
+    return SharedBatch(inputs, reference(inputs))
+
+
 @pytest.mark.parametrize("plan", ["flash@fused_contracted", "flash@fused", "flash@fused,base=2"])
 def test_a_contracted_kernel_is_told_from_one_that_rounds_first(plan: str) -> None:
     fits_by_case = {}
-    for case in (case for case in SCRIPTED if case.name in ("inexact_ties[r=6]", "sink_tie", "tied_p_bar")):
-        inputs = case.make(1, 0, 32, BF16)
-        o = run_forward(parse_declaration(plan), inputs, EMULATION.arithmetic).o
-        shares = fits(o, SharedBatch(inputs, reference(inputs)), candidates())
-        fits_by_case[case.name] = {name: FitRecord.measured(fit.bits, 0.0, 0.01) for name, fit in shares.items()}
+    for case in ("inexact_ties[r=6]", "sink_tie", "tied_p_bar"):
+        o = run_forward(parse_declaration(plan), batch(case).inputs, EMULATION.arithmetic).o
+        shares = fits(o, batch(case), candidates())
+        fits_by_case[case] = {name: FitRecord.measured(fit.bits, 0.0, 0.01) for name, fit in shares.items()}
     explanation = only(*(compared(case, each) for case, each in fits_by_case.items()))
     assert explanation_text(explanation) == f"follows {plan.removesuffix(',base=2')} (100.00 % of bits in 3 cells)"
     other = "flash@fused" if plan == "flash@fused_contracted" else "flash@fused_contracted"
@@ -241,8 +239,8 @@ def folded(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 )
 def test_a_kernel_that_scales_q_first_is_known(kernel: Callable[..., Tensor], plan: str) -> None:
     """In PyTorch's own bf16, with a scale that is no power of two."""
-    inputs = next(case for case in SCRIPTED if case.name == "random_odd").make(1, 0, 32, BF16)
+    inputs = batch("random_odd").inputs
     o = kernel(*(x.bfloat16() for x in (inputs.q, inputs.k, inputs.v)), inputs.scale)
-    found = fits(o, SharedBatch(inputs, reference(inputs)), candidates())
+    found = fits(o, batch("random_odd"), candidates())
     assert found[plan].bits > 0.995
     assert {text.partition(",tile")[0] for text, fit in found.items() if fit.bits >= FOLLOWED} == {plan}

@@ -1,8 +1,6 @@
 """Naming a kernel's plan from its outputs."""
 
-import math
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,44 +14,46 @@ from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.declarations import parse_declaration, shortest
-from tiebreak.kernels.formats import BF16, FP16, Rounding, parse_format
+from tiebreak.kernels.formats import BF16, Rounding, parse_format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel, composed, run_forward
-from tiebreak.kernels.plans import Accumulator, Cast, Exponential
+from tiebreak.kernels.plans import Accumulator, Cast
 from tiebreak.matrix.candidates import candidates
 from tiebreak.matrix.identification import search
-from tiebreak.matrix.identification.asking import Asked, one_thread
+from tiebreak.matrix.identification.asking import Asked, threads
 from tiebreak.matrix.identification.designed import DESIGNED, LONG, SHAPES
-from tiebreak.matrix.identification.identity import UnidentifiedError, identify
+from tiebreak.matrix.identification.identity import Identity, UnidentifiedError, identify
 from tiebreak.matrix.identification.rivals import Rivals
 from tiebreak.matrix.identification.search import Search
-from tiebreak.matrix.identification.space import added_up, changes, forward_alone, hidden_by, moves, scaled, text
+from tiebreak.matrix.identification.space import (
+    ALGORITHM,
+    RULE,
+    TILE,
+    Change,
+    changes,
+    combined,
+    forward_alone,
+    moves,
+    plainness,
+    text,
+)
 from tiebreak.programs.identify import main
 from tiebreak.reports.tables.plans import explanation_text
 
 
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    with one_thread():
+def one_thread() -> Iterator[None]:
+    with threads(1):
         yield
 
 
-PLANS = (
-    "standard,divisor=input:up,s=input:zero,l=input",  # found by two changes at once
-    "dithered@fused,pv=fp16:away,o=input:zero,tile=one",  # O's cast hides the rest
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "standard,divisor=input:up,s=input:zero,l=input",  # found by two changes at once
+        "dithered@fused,pv=fp16:away,o=input:zero,tile=one",  # O's cast hides the rest
+    ],
 )
-# Half a minute to one each, where TIEBREAK_SEARCH is set.
-SLOW_PLANS = (
-    "flash@all_bf16,s=input:zero,shifted=input:down,tile=16",  # nothing but nearness shows the cast of S - m
-    "flash_1@all_bf16,q=input:zero,p_bar=input:up,l=fp16,base=2,tile=32",  # casts of q and of S at once
-    "fixed_offset@fp32_inside,divisor=fp16:zero,q=fp16:zero,l=fp16:away,tile=128",  # of q and of the divisor
-    "lazy@fused_fp8_offset,qk=input,p_bar=fp16:up,o=input:zero,tile=64",  # fp16 has no range without the offset
-    "dithered@all_bf16,scale=fp16:zero,shifted=input,l_from=rounded,tile=32",  # a known plan, another shift rule
-)
-SEARCH = bool(os.environ.get("TIEBREAK_SEARCH"))
-
-
-@pytest.mark.parametrize("plan", (*PLANS, *SLOW_PLANS) if SEARCH else PLANS)
 def test_the_search_comes_to_the_plan_of_a_kernel_that_says_nothing(plan: str) -> None:
     truth = parse_declaration(plan)
     answers = list(_asked(composed("k", truth)).answers.values())
@@ -63,16 +63,38 @@ def test_the_search_comes_to_the_plan_of_a_kernel_that_says_nothing(plan: str) -
     assert forward_alone(truth, BF16) == nearest, text(nearest)
 
 
-def test_what_is_found_is_printed_as_plan_takes_it_and_predicts_other_inputs() -> None:
-    identity = identify(EMULATION, composed("k", parse_declaration("flash@paper,l=input,tile=64")), BF16)
+def _by_shape(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
+    """A kernel whose tiles go by the head dimension, and its P by the number of elements."""
+    del gradients
+    plan = "flash@paper,l=input,tile=16" if inputs.q.shape[-1] > 64 else "flash@paper,l=input,tile=64"
+    plan = "flash@paper,p_bar=fp32,l=input,tile=64" if inputs.q.numel() >= 2**18 else plan
+    return run_forward(parse_declaration(plan), inputs, arithmetic)
+
+
+@pytest.fixture(scope="module")
+def identity() -> Identity:
+    kernel = replace(composed("k", parse_declaration("standard")), compute=_by_shape, declaration=None)
+    return identify(EMULATION, kernel, BF16)
+
+
+def test_what_is_found_is_printed_as_plan_takes_it_and_predicts_other_inputs(identity: Identity) -> None:
     assert identity.plan is not None
-    assert forward_alone(parse_declaration(identity.plan), BF16) == forward_alone(
-        parse_declaration("flash@paper,l=input,tile=64"), BF16
-    )
+    assert _plan(identity.plan) == _plan("flash@paper,l=input,tile=64")
     assert identity.share == 1.0
     assert identity.bias["tied_maxima[k=2]"].verdict == "biased"
     assert "tile" not in identity.alike
     assert "p_bar" not in identity.alike
+
+
+def test_a_plan_that_changes_with_the_shape_is_named_with_the_shape(identity: Identity) -> None:
+    others = {shape: _plan(other.plan) for shape, other in identity.elsewhere.items() if other.plan is not None}
+    tiles, of_many = _plan("flash@paper,l=input,tile=16"), _plan("flash@paper,p_bar=fp32,l=input,tile=64")
+    assert others.keys() == identity.elsewhere.keys()
+    assert others.pop("64 x 64 x 64") == of_many
+    assert "8 x 64 x 256, d = 128" in others
+    assert set(others.values()) == {tiles}
+    assert identity.headline.endswith("its plan changes with the shape of the call")
+    assert "but not in " in explanation_text(identity.explanation)
 
 
 def _asked(kernel: Kernel) -> Asked:
@@ -124,31 +146,10 @@ def test_a_row_counts_once_however_many_of_its_elements_a_plan_has() -> None:
 
 
 def test_two_casts_that_trade_places_are_told_together() -> None:
-    plan = "flash@fused,l_from=rounded,tile=one"
-    identity = identify(EMULATION, composed("k", parse_declaration(plan)), BF16)
-    assert identity.plan == "flash@fused,exp=input,tile=one"
-    assert "fp32,l_from=rounded" in identity.alike["exp"]
-
-
-class _ThroughFp16(EmulatedArithmetic):
-    """What is cast goes through fp16 on its way."""
-
-    def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
-        return super().cast(super().cast(x, Cast(FP16)) if cast.narrows else x, cast, random)
-
-
-class _PoorExponential(EmulatedArithmetic):
-    """An exponential of 12 bits."""
-
-    def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
-        return super().exp(x, exponential) * (1.0 + 2.0**-12 * torch.sin(x * 57.0))
-
-
-class _SmallIsZero(EmulatedArithmetic):
-    """An exponential that is 0 below 2^-9."""
-
-    def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
-        return super().exp(x, exponential).where(x > -9.0 * math.log(2.0), torch.zeros(()))
+    kernel, plainer = _plan("flash@fused,l_from=rounded,tile=one"), _plan("flash@fused,exp=input,tile=one")
+    alike = Rivals(_asked(composed("k", kernel))).alike(plainer)
+    assert alike[Change("exp", "fp32,l_from=rounded")] == kernel
+    assert plainness(plainer) < plainness(kernel)
 
 
 class _TruncatedSum(EmulatedArithmetic):
@@ -156,32 +157,6 @@ class _TruncatedSum(EmulatedArithmetic):
 
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
         return round_to(super().row_sum(x, accumulator), parse_format("E8M9"), Rounding.TOWARD_ZERO)
-
-
-class _SplitSums(EmulatedArithmetic):
-    """A product is rounded to bf16 after every 16 terms, as no accumulator and no point of plain `fused` has it."""
-
-    def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-        return super().matmul(a, b, Cast(BF16, every=16), accumulator)
-
-
-class _ClampedScores(EmulatedArithmetic):
-    """No exponential's argument is below -3."""
-
-    def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
-        return super().exp(x.clamp(min=-3.0), exponential)
-
-
-class _HalvedOperand(EmulatedArithmetic):
-    """K and V lose their last two bits."""
-
-    def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-        return super().matmul(a, round_to(b, parse_format("E8M5")), cast, accumulator)
-
-
-OUTSIDE = (_TruncatedSum(),)
-SLOWLY_OUTSIDE = (_HalvedOperand(), _ThroughFp16(), _PoorExponential(), _SmallIsZero(), _SplitSums(), _ClampedScores())
-ALL_OUTSIDE = (*OUTSIDE, *SLOWLY_OUTSIDE) if SEARCH else OUTSIDE
 
 
 def _on(arithmetic: Arithmetic, plan: str) -> Kernel:
@@ -194,41 +169,12 @@ def _on(arithmetic: Arithmetic, plan: str) -> Kernel:
     return replace(composed("k", declaration), compute=compute, declaration=None, composed=False)
 
 
-@pytest.mark.parametrize("arithmetic", ALL_OUTSIDE, ids=lambda arithmetic: type(arithmetic).__name__)
-def test_a_kernel_outside_of_the_space_has_no_plan(arithmetic: Arithmetic, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not SEARCH:
-        monkeypatch.setattr(search, "_MOST", 1_000)
-    identity = identify(EMULATION, _on(arithmetic, "flash@fused,tile=64"), BF16)
+def test_a_kernel_outside_of_the_space_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_MOST", 500)
+    identity = identify(EMULATION, _on(_TruncatedSum(), "flash@fused,tile=64"), BF16)
     assert identity.plan is None
     assert "none known" in identity.headline
     assert identity.unexplained
-
-
-def test_a_plan_that_changes_with_the_shape_is_named_with_the_shape() -> None:
-    usual, of_many = (parse_declaration(plan) for plan in ("standard", "standard,p_bar=fp32"))
-
-    def compute(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-        del gradients
-        return run_forward(of_many if inputs.q.numel() >= 2**18 else usual, inputs, arithmetic)
-
-    identity = identify(EMULATION, replace(composed("k", usual), compute=compute, declaration=None), BF16)
-    assert identity.plan == "standard"
-    assert {shape: other.plan for shape, other in identity.elsewhere.items()} == {"64 x 64 x 64": "standard,p_bar=fp32"}
-    assert identity.headline.endswith("its plan changes with the shape of the call")
-    assert "but not in 64 x 64 x 64" in explanation_text(identity.explanation)
-
-
-def test_a_plan_whose_tiles_go_by_the_head_dimension_is_named_with_them() -> None:
-    usual, of_wide = (parse_declaration(f"flash@fused,tile={tile}") for tile in (64, 16))
-
-    def compute(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-        del gradients
-        return run_forward(of_wide if inputs.q.shape[-1] > 64 else usual, inputs, arithmetic)
-
-    identity = identify(EMULATION, replace(composed("k", usual), compute=compute, declaration=None), BF16)
-    assert identity.plan == "flash@fused,tile=64"
-    assert {other.plan for other in identity.elsewhere.values()} == {"flash@fused,tile=16"}
-    assert "8 x 64 x 256, d = 128" in identity.elsewhere
 
 
 def test_a_kernel_that_is_not_deterministic_is_refused() -> None:
@@ -314,20 +260,37 @@ def test_what_outputs_show_is_a_point(plan: str) -> None:
     assert text(_plan(plan)) == plan
 
 
-def test_points_that_hide_one_another_are_tried_together() -> None:
-    """Of the plans that SLOW_PLANS has, what leads to each."""
-    hidden = _plan("flash_1@fused,q=fp16,s=input:zero,base=2,tile=32")
-    groups = [set(group) for group in hidden_by(hidden, BF16, [_plan("flash@all_bf16,shifted=input,tile=32")])]
-    assert _plan("flash_1@fused,q=input:zero,s=input,base=2,tile=32") in groups[0]
-    assert _plan("dithered@fused,q=fp16,s=input,shifted=input:down,base=2,tile=32") in groups[1]
-    assert _plan("dithered@all_bf16,shifted=input,tile=32") in groups[2]
+@pytest.mark.parametrize(
+    ("plan", "stages", "found"),
+    [
+        (
+            "flash_1@fused,q=fp16,s=input:zero,base=2,tile=32",
+            ({"q"}, {"s"}),
+            "flash_1@fused,q=input:zero,s=input,base=2,tile=32",
+        ),
+        (
+            "flash@fused,q=fp16,s=input:zero,base=2,tile=32",
+            ({RULE, ALGORITHM}, {"s"}, {"shifted"}),
+            "dithered@fused,q=fp16,s=input,shifted=input:down,base=2,tile=32",
+        ),
+        ("flash@all_bf16,shifted=input,tile=32", ({RULE, ALGORITHM},), "dithered@all_bf16,shifted=input,tile=32"),
+        ("flash@fused,tile=128", ({ALGORITHM}, {TILE}, {"pv", "o_bar"}), "split@paper,tile=32"),
+    ],
+)
+def test_points_that_hide_one_another_are_tried_together(plan: str, stages: Sequence[set[str]], found: str) -> None:
+    assert _plan(found) in set(combined([_plan(plan)], BF16, *stages, usual=True))
+
+
+def test_the_scale_is_cast_together_with_q_or_s() -> None:
+    plans = set(combined([_plan("fixed_offset@fp32_inside,tile=32")], BF16, {"divisor"}, {"scale"}, {"q", "s"}))
+    assert _plan("fixed_offset@fp32_inside,divisor=fp16:zero,q=fp16:zero,tile=32") in plans
+    assert _plan("fixed_offset@fp32_inside,divisor=fp16:up,s=input:zero,tile=32") in plans
+
+
+def test_a_range_and_an_offset_are_moved_together() -> None:
     in_tf32 = _plan("lazy@fused_fp8_offset,p_bar=tf32:up,tile=64")
     in_fp16 = _plan("lazy@fused_fp8_offset,p_bar=fp16:up,tile=64")  # it has no range without the offset
     assert in_fp16 in {other for _, other in moves(in_tf32, BF16)}
-    of_scale = set(scaled(_plan("fixed_offset@fp32_inside,tile=32"), BF16))
-    assert _plan("fixed_offset@fp32_inside,divisor=fp16:zero,q=fp16:zero,tile=32") in of_scale
-    assert _plan("fixed_offset@fp32_inside,divisor=fp16:up,s=input:zero,tile=32") in of_scale
-    assert _plan("split@paper,tile=32") in set(added_up(_plan("flash@fused,pv=input,tile=128"), BF16))
 
 
 def test_every_change_of_a_plan_has_a_text_that_is_read_back() -> None:

@@ -28,13 +28,14 @@ from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.roster import roster_labels
 from tiebreak.matrix import acceptance
+from tiebreak.matrix.attribution import slip_bits
 from tiebreak.matrix.backward_attribution import BackwardHeldTo, backward_held_to
+from tiebreak.matrix.candidates import accepted, on_device
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext, UnusableExperimentError
 from tiebreak.matrix.held_to import HeldTo, plan_held_to
 from tiebreak.matrix.repetition import Repetition, repetition
 from tiebreak.matrix.result import Claimed, Predicted, Result
 from tiebreak.matrix.sampling import Sample, SequentialSampler
-from tiebreak.matrix.slip_attribution import slip_bits
 from tiebreak.matrix.trial import failed_trial
 from tiebreak.matrix.workbench import CaseBench, SharedBatch, Workbench
 from tiebreak.reports.records import record as records
@@ -299,7 +300,7 @@ def _slips(cell: Cell, output: AttentionOutput, batch: SharedBatch, errors: Erro
     """Of a user's kernel whose O no rounding explains: the usual mistakes that do."""
     if not cell.kernel.external or (errors.error_over_bound <= 1.0 and not errors.nonfinite):
         return {}
-    found = slip_bits(output.o, batch, cell.backend)
+    found = slip_bits(output.o, batch, accepted(on_device(cell.backend)))
     return {"slips": found} if found else {}
 
 

@@ -1,7 +1,7 @@
 """A kernel that is asked: its outputs on designed inputs, and what plans make of them."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,23 +18,18 @@ from tiebreak.matrix.sharing import SharedEmulation
 from tiebreak.matrix.trial import failed_trial
 from tiebreak.matrix.workbench import clipped
 
-_OWN = torch.get_num_threads()
 _FAR = 2.0**8  # ulps: what is further away is not the less like the kernel for it
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
+def threads(number: int) -> Iterator[None]:
+    """Within, torch has so many threads; of small tensors, more than one would wait for one another."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def one_thread() -> AbstractContextManager[None]:
-    """Within, torch has one thread: tensors are too small for more, which would wait for one another."""
-    return _threads(1)
 
 
 @dataclass(frozen=True)
@@ -65,11 +60,11 @@ class Answer:
         """How many plans were held against it."""
         return len(self._misses)
 
-    def predicted(self, declaration: Declaration, arithmetic: Arithmetic | None = None) -> Tensor:
+    def predicted(self, declaration: Declaration) -> Tensor:
         """What a plan makes of the input."""
         _, _, queries, _ = self.inputs.q.shape
         declaration = clipped(declaration, queries, self.inputs.k.shape[2])
-        return run_forward(declaration, self.inputs, arithmetic or self.emulation).o
+        return run_forward(declaration, self.inputs, self.emulation).o
 
     def missed(self, declaration: Declaration) -> float:
         """The share of elements of O in which a plan does not have the kernel's bits."""
@@ -107,31 +102,36 @@ class Asked:
     backend: Backend
     kernel: Kernel
     fmt: Format  # of q, k and v
+    threads: int = field(default_factory=torch.get_num_threads)  # that it runs with
     answers: dict[str, Answer] = field(default_factory=dict)  # by the name of the input
     refused: dict[str, str] = field(default_factory=dict)  # inputs that it does not take, and why
 
     def ask(self, name: str, inputs: AttentionInputs) -> Answer | None:
+        """As `answer`, remembered: the kernel is asked once."""
+        unasked = name not in self.answers and name not in self.refused
+        if unasked and (answer := self.answer(name, inputs)) is not None:
+            self.answers[name] = answer
+        return self.answers.get(name)
+
+    def answer(self, name: str, inputs: AttentionInputs) -> Answer | None:
         """Its answer; None where it does not take such inputs.
 
         Raises:
             Exception: whatever it raises on inputs that it should take.
         """
-        if name in self.answers or name in self.refused:
-            return self.answers.get(name)
         why = self.kernel.refusal(to_device(inputs, self.backend.device))
         why = why or failed_trial(self.backend, self.kernel, inputs)
-        if why is None:
-            try:
-                self.answers[name] = Answer(name, inputs, self.run(inputs))
-            except CannotRunError as error:
-                why = str(error)
-        if why is not None:
-            self.refused[name] = why
-        return self.answers.get(name)
+        try:
+            if why is None:
+                return Answer(name, inputs, self.run(inputs))
+        except CannotRunError as error:
+            why = str(error)
+        self.refused[name] = why
+        return None
 
     def run(self, inputs: AttentionInputs) -> Tensor:
-        """One call, with as many threads as the process had."""
-        with _threads(_OWN):
+        """One call, with as many threads as the process had at first."""
+        with threads(self.threads):
             return self.backend.run(self.kernel, inputs, gradients=False).o.float()
 
     def repeats(self, answer: Answer) -> bool:

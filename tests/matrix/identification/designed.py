@@ -36,9 +36,9 @@ class Designed:
     """One input, of which there are as many as there are seeds."""
 
     name: str  # how the report calls it
-    shows: str  # what of a plan, in words
-    method: str  # whose
     recipe: Make  # makes one
+    shows: str  # what of a plan, in words
+    method: str = OWN  # whose
     formats: tuple[Format, ...] = (BF16, FP16)  # that can hold it
     fine: bool = False  # whether fp32's last bits show: it tells plans apart, and no plan has to explain all of it
     sums: bool = False  # whether it shows how products are added up, to be asked of that alone
@@ -241,97 +241,87 @@ def _normal(heads: int, rows: int, keys: int, d: int, scale: float | None = None
 DESIGNED = (
     Designed(
         "equal_keys",
-        "how O is cast, and O-bar or P / l before it: 1 to 16 equal keys, whose V adds up to ties",
-        OWN,
         _equal_keys,
+        "how O is cast, and O-bar or P / l before it: 1 to 16 equal keys, whose V adds up to ties",
     ),
-    Designed("probabilities", "casts on the way to P: V shows each key's", OWN, _probabilities),
-    Designed("tied_scores", "modes of the casts of Q K^T, S and S - m: every score is a tie", HAWKEYE, _tied_scores),
+    Designed("probabilities", _probabilities, "casts on the way to P: V shows each key's"),
+    Designed("tied_scores", _tied_scores, "modes of the casts of Q K^T, S and S - m: every score is a tie", HAWKEYE),
     Designed(
         "tied_probabilities",
+        _tied_probabilities,
         "modes of P's casts: each is a tie, or next to it",
         HAWKEYE,
-        _tied_probabilities,
         fine=True,
     ),
-    Designed("long_sums", "l, and which P it sums: V shows 1 / l", OWN, _long_sums),
+    Designed("long_sums", _long_sums, "l, and which P it sums: V shows 1 / l"),
     Designed(
-        "repeated_maxima",
-        "the shift rule: maxima repeat or nearly do, are positive, 0 and negative",
-        OWN,
-        _repeated_maxima,
+        "repeated_maxima", _repeated_maxima, "the shift rule: maxima repeat or nearly do, are positive, 0 and negative"
     ),
     Designed(
         "large_maxima",
-        "contraction, by ties that the last bit of P breaks where S times a constant is inexact; S beyond fp16",
-        OWN,
         _large_maxima,
+        "contraction, by ties that the last bit of P breaks where S times a constant is inexact; S beyond fp16",
         fine=True,
     ),
     Designed(
         "faint_tails",
+        _faint_tails,
         "how products are added up: a term of 2^-17 to 2^-34 of the others tips a tie, is cut off, or leaves a mark",
         MMA_SIM,
-        _faint_tails,
         fine=True,
         sums=True,
     ),
     Designed(
         "swallowed",
+        _swallowed,
         "in which order products are added up: large numbers that cancel swallow what meets one of them before",
         FPREV,
-        _swallowed,
         fine=True,
         sums=True,
     ),
-    Designed("deep", "the exponential's base: arguments of -60 to -80, at ties of P", OWN, _deep, (BF16,), fine=True),
-    Designed("normal", "everything at once: normal numbers, 128 keys", OWN, _normal(4, 16, 128, _D, size=1.5)),
+    Designed(
+        "deep", _deep, "the exponential's base: arguments of -60 to -80, at ties of P", formats=(BF16,), fine=True
+    ),
+    Designed("normal", _normal(4, 16, 128, _D, size=1.5), "everything at once: normal numbers, 128 keys"),
     Designed(
         "normal_128",
-        "roundings of the scale and of q: normal numbers, d = 128, whose root is inexact; few keys, for tiles go by d",
-        OWN,
         _normal(4, 16, 16, 128, size=1.5),
+        "roundings of the scale and of q: normal numbers, d = 128, whose root is inexact; few keys, for tiles go by d",
     ),
     Designed(
         "normal_96",
-        "formats of the scale and of the divisor: normal numbers, d = 96, whose root bf16 and fp16 round differently",
-        OWN,
         _normal(4, 16, 16, 96, size=1.5),
+        "formats of the scale and of the divisor: normal numbers, d = 96, whose root bf16 and fp16 round differently",
     ),
-    Designed("own_scale", "the same: normal numbers, a scale of 0.3", OWN, _normal(4, 16, 64, _D, scale=0.3)),
+    Designed("own_scale", _normal(4, 16, 64, _D, scale=0.3), "the same: normal numbers, a scale of 0.3"),
     Designed(
         "many_equal_keys",
-        "formats of l and of O-bar, and where they are added up: 65 to 255 equal keys",
-        OWN,
         _many_equal_keys,
+        "formats of l and of O-bar, and where they are added up: 65 to 255 equal keys",
     ),
     Designed(
         "rising",
+        _rising((1.0, 5.0)),
         "tiles, and what is rescaled between them: the maximum rises or falls over 256 keys, by 1 to 5",
         FPREV,
-        _rising((1.0, 5.0)),
     ),
-    Designed("steep", "the same where a lazy rescaling follows: by 6 to 20", FPREV, _rising((6.0, 20.0))),
+    Designed("steep", _rising((6.0, 20.0)), "the same where a lazy rescaling follows: by 6 to 20", FPREV),
 )
 #: Names of what is asked of sums alone: in fp32 their order shows in it, of which most plans say nothing.
 OF_SUMS = frozenset(designed.name for designed in DESIGNED if designed.sums)
+#: Names of those that a plan has to explain, but for what it leaves open.
+BINDING = frozenset(designed.name for designed in DESIGNED if not designed.fine)
 #: Long rows, for tiles that all others have whole.
 LONG = tuple(
-    Designed(
-        f"rising[{keys}]",
-        f"tiles of {keys // 2} keys: as `rising`, over {keys} keys",
-        FPREV,
-        _rising((2.0, 6.0), keys, 1),
-    )
+    Designed(f"rising[{keys}]", _rising((2.0, 6.0), keys, 1), f"tiles of {keys // 2} keys, over {keys} keys", FPREV)
     for keys in (512, 1024)
 )
 #: Normal numbers in other shapes, in which a compiler may round elsewhere: by these no plan is chosen.
 SHAPES = tuple(
     Designed(
         f"{heads} x {rows} x {keys}" + ("" if d == HEAD_DIMENSION else f", d = {d}"),
-        "heads x queries x keys of another shape",
-        OWN,
         _normal(heads, rows, keys, d),
+        "heads x queries x keys of another shape",
     )
     for heads, rows, keys, d in (
         (1, 1, 128, 64),

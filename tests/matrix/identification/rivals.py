@@ -3,15 +3,12 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
-from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
-from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.declarations import values_apart
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.plans import Accumulator, Cast, Exponential
-from tiebreak.matrix.attribution import equal_bits, same_bits
+from tiebreak.kernels.plans import Accumulator
+from tiebreak.matrix.attribution import same_bits
 from tiebreak.matrix.identification.asking import Answer, Asked
 from tiebreak.matrix.identification.designed import DESIGNED, LONG, OF_SUMS, Designed
 from tiebreak.matrix.identification.space import ALGORITHM, RULE, SLOW, TILE, Change, changes, moves
@@ -20,38 +17,6 @@ _SEEDS = (1, 2)  # of further inputs, where the first of each kind do not part t
 # A coin gives 12 of 12 once in 4,096 times, and is 4.5 deviations ahead once in 300,000; a plan has a hundred rivals.
 _ALL = 12  # rows in which two plans differ that settle which of them a kernel follows, if it has all of them
 _DEVIATIONS = 4.5  # by which the one followed must be ahead of a fair coin's share of them, if it has not
-
-
-class LooseArithmetic(EmulatedArithmetic):
-    """The emulation's with all that a plan leaves open: sums in fp32, in torch's order, and exp's last bit."""
-
-    def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-        """In fp32 where the plan says nothing of its sums."""
-        if accumulator is not Accumulator.EXACT or cast.every:
-            return super().matmul(a, b, cast, accumulator)
-        return self.cast(a @ b, cast)
-
-    def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
-        """Off by one in the last bit, up or down, in a third of the results."""
-        return _nudged(super().exp(x, exponential))
-
-    def exp_of_fma(self, x: Tensor, factor: float, addend: Tensor, exponential: Exponential) -> Tensor:
-        """As `exp`."""
-        return _nudged(super().exp_of_fma(x, factor, addend, exponential))
-
-    def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
-        """In fp32."""
-        return x.sum(-1, keepdim=True)
-
-
-def _nudged(p: Tensor) -> Tensor:
-    """Not of 0, 1 and what is not finite, which every exponential has."""
-    bits = p.contiguous().view(torch.int32)
-    step = (bits % 6 == 0).int() - (bits % 6 == 1).int()
-    return torch.where((p > 0) & (p != 1.0) & p.isfinite(), bits + step, bits).view(torch.float32)
-
-
-LOOSE: Arithmetic = LooseArithmetic()
 
 
 @dataclass(frozen=True)
@@ -96,7 +61,7 @@ class Rivals:
         return alike | self._alike(plan, pairs)
 
     def _alike(self, plan: Declaration, rivals: Iterable[tuple[Change, Declaration]]) -> dict[Change, Declaration]:
-        exact = all(answer.missed(plan) == 0.0 for answer in self._first(OF_SUMS))
+        exact = all(answer.missed(plan) == 0.0 for answer in self._first)
         duels = {change: (rival, *self.duel(plan, rival, change)) for change, rival in rivals}
         # Where the plan has all bits, one that the other lacks tells them apart; elsewhere it may be chance.
         return {
@@ -140,15 +105,17 @@ class Rivals:
         """Those that were asked first, then others like them."""
         if change.key == SLOW:
             yield from (answer for name, answer in self.asked.answers.items() if name in OF_SUMS)
-        yield from self._first(OF_SUMS)
+        yield from self._first
         for designed in LONG if change.key in (TILE, RULE, ALGORITHM) else ():
             yield from self._asked(designed, 0)
         for seed in _SEEDS if change.key != SLOW else ():
             for designed in DESIGNED:
                 yield from self._asked(designed, seed) if designed.name not in OF_SUMS else ()
 
-    def _first(self, hidden: frozenset[str]) -> list[Answer]:
-        names = {designed.name for designed in DESIGNED} - hidden
+    @property
+    def _first(self) -> list[Answer]:
+        """What was asked first, but for sums."""
+        names = {designed.name for designed in DESIGNED} - OF_SUMS
         return [answer for name, answer in self.asked.answers.items() if name in names]
 
     def _asked(self, designed: Designed, seed: int) -> Iterator[Answer]:
@@ -167,8 +134,3 @@ def _beats(ours: int, theirs: int) -> bool:
 
 def _apart(plan: Declaration, rival: Declaration) -> set[tuple[str, str]]:
     return set(values_apart(plan.plan, rival.plan).items())
-
-
-def left_open(answer: Answer, plan: Declaration) -> float:
-    """The share of an answer's bits that a plan leaves open, by emulation."""
-    return 1.0 - equal_bits(answer.predicted(plan, LOOSE), answer.predicted(plan))

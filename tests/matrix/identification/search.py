@@ -5,20 +5,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+from tiebreak.kernels.algorithms import FLASH_ATTENTION
+from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator
 from tiebreak.matrix.identification.asking import Answer
 from tiebreak.matrix.identification.space import (
+    ALGORITHM,
+    QUICK,
+    RULE,
     SLOW,
-    added_up,
+    TILE,
     changes,
+    combined,
     forward_alone,
-    hidden_by,
-    hiding,
     moves,
-    ruled,
-    scaled,
+    without,
     without_one,
 )
 
@@ -31,6 +34,8 @@ _MOST = 20_000
 _OF_A_BIT = math.log1p(1.0 / _LOST) / 1.5
 _HIDDEN = 0.5  # share of the largest cost of shares above which a plan shows nothing of the kernel's
 _RACE, _AHEAD = 4, 0.98  # inputs after which one of two changes at once must cost so much less than the plan
+_RULES = frozenset({RULE, ALGORITHM})
+_STARTS = tuple(f"flash@fused{q}" for q in ("", ",q=input,base=2", ",q=fp16,base=2"))  # where nothing shows
 _ENOUGH = 0.7  # cost at which nothing is left to find: one input is missed by as much as counts as none
 
 
@@ -60,7 +65,7 @@ class Search:
         if declaration in self.costs:
             return self.costs[declaration]
         cost = level = 0.0
-        for number, answer in enumerate(sorted(self.answers, key=self._tells, reverse=True)):
+        for number, answer in enumerate(sorted(self.answers, key=self._mean_cost, reverse=True)):
             here = _cost(answer, declaration)
             shown = self._shown.setdefault(answer.name, [0.0, 0.0])
             shown[:] = shown[0] + here, shown[1] + 1.0
@@ -78,7 +83,7 @@ class Search:
         cost = sum(_share_cost(answer, declaration) for answer in self.answers)
         return cost > _HIDDEN * len(self.answers) * math.log1p(1.0 / _LOST)
 
-    def _tells(self, answer: Answer) -> float:
+    def _mean_cost(self, answer: Answer) -> float:
         """What plans cost there on the average: an input that tells them apart settles most of them by itself."""
         total, number = self._shown.get(answer.name, (math.inf, 1.0))
         return total / number
@@ -91,107 +96,107 @@ class Search:
     @property
     def stopped(self) -> bool:
         """Whether it ended at its bound, and not where no change led on."""
-        return self.tried >= _MOST and self._best()[1] >= _ENOUGH
+        return self.tried >= _MOST and self._cost_of_best >= _ENOUGH
+
+    @property
+    def _ended(self) -> bool:
+        return self._cost_of_best < _ENOUGH or self.stopped
 
     def nearest(self) -> Declaration:
-        """The plan with the least cost that one change after the other leads to: of the best, then of the best few."""
+        """The plan with the least cost: from the best known one, as long as a group of plans near it leads on."""
         starts = [forward_alone(known, self.fmt) for known in self.known]
         self._try(starts, _FEW)
         self._cast_o(starts)
-        if self._hidden(self._best()[0]):
-            self._try(hiding(self.fmt), _FEW)
-            self._climb(1)
-            self._uncover(starts)
-        for patience in (1, _FEW):
-            self._climb(patience)
-            self._add_up()
-            # A point that was taken for another stands in the way of the one that it is.
-            while self._best()[1] >= _ENOUGH and not self.stopped and self._replace_one():
-                self._climb(1)
-                self._add_up()
-        return self._best()[0]
-
-    def _uncover(self, starts: Sequence[Declaration]) -> None:
-        """Try more that may hide the rest, until something shows."""
-        plan, before = self._best()
-        for group in hidden_by(plan, self.fmt, starts):
-            if not self._hidden(self._best()[0]) or self.stopped:
-                break
-            self._try(group, 1, plan)
-            if self._best()[1] < before:
-                self._climb(1)
+        if self._hidden(self._best):
+            self._try(combined(map(parse_declaration, _STARTS), self.fmt, _RULES, {"s"}, usual=True), _FEW)
+        while not self._ended and self._improves(starts):
+            self.tell(f"{len(self.costs)} plans tried on all inputs")
+        return self._best
 
     def _cast_o(self, starts: Sequence[Declaration]) -> None:
         """Try how O is cast, and then all with that cast: it hides from every input what else a plan has right."""
-        plan, cost = self._best()
-        if cost >= _ENOUGH:
-            self._try((other for change, other in changes(plan, self.fmt) if change.key == "o"), _FEW)
-            cast = self._best()[0].plan.o
+        plan = self._best
+        if self._cost_of_best >= _ENOUGH:
+            self._try((other for _, other in changes(plan, self.fmt, {"o"})), _FEW)
+            cast = self._best.plan.o
             if cast != plan.plan.o:
                 self._try((replace(start, plan=replace(start.plan, o=cast)) for start in starts), _FEW)
 
-    def _climb(self, patience: int) -> None:
-        """From change to change, as long as one of the best few plans leads on."""
-        expanded: set[Declaration] = set()
-        while (plan := self._next(expanded)) is not None:
-            self.tell(f"{len(expanded)} changes, {len(self.costs)} plans tried on all inputs")
-            expanded.add(plan)
-            others = chain(changes(plan, self.fmt), moves(plan, self.fmt))
-            than = plan if self._hidden(plan) else None  # where nothing shows, a small gain is chance
-            self._try((other for change, other in others if change.key != SLOW), patience, than)
+    def _improves(self, starts: Sequence[Declaration]) -> bool:
+        """Whether a better plan is near the best one, or near the next best, by the first group that has one.
 
-    def _add_up(self) -> None:
-        """Try how devices add up."""
-        plan, cost = self._best()
-        if cost >= _ENOUGH:
-            self._try((other for change, other in changes(plan, self.fmt) if change.key == SLOW), 1)
+        One change; how devices add up; what together alone shows, where nothing shows; two changes at once, of which
+        the first takes a point off, changes nothing, or gives it another shift rule or algorithm.
 
-    def _replace_one(self) -> bool:
-        """Whether two changes at once, or more that only show together, make the best plan better.
-
-        Of two the first takes a point off it, changes nothing, or gives it another shift rule or algorithm.
+        Of a plan with a device's sums the points are those of a plan without them, which takes a tenth of the time.
         """
-        plan, (_, before) = self._fast()[0], self._best()
-        cost = self.costs[plan]
-        level = (
-            other for _, other in moves(plan, self.fmt) if self.cost(other, math.nextafter(cost, math.inf)) <= cost
-        )
-        rules = (other for _, other in ruled(plan, self.fmt))
-        firsts = chain(without_one(plan, self.fmt), level, rules)
-        for group in chain([added_up(plan, self.fmt), scaled(plan, self.fmt)], map(self._with_changes, firsts)):
-            self._try(group, 1, plan)
-            if self._best()[1] < before:
+        if self._expands(1):
+            return True
+        fmt, plan = self.fmt, self._quick[0]
+        sums = (other for _, other in changes(plan, fmt, {SLOW}))
+        flash = replace(plan, algorithm=FLASH_ATTENTION)  # which alone has every shift rule
+        hidden = [
+            combined([plan], fmt, {"q"}, {"s"}, usual=True),
+            combined([flash], fmt, _RULES, {"s"}, {"shifted"}, usual=True),
+            combined(starts, fmt, _RULES),
+        ]
+        together = [
+            combined([without(plan, fmt, "pv", "o_bar")], fmt, {ALGORITHM}, {TILE}, {"pv", "o_bar"}),
+            combined([plan], fmt, {"divisor"}, {"scale"}, {"q", "s"}),
+        ]
+        firsts = chain(without_one(plan, fmt), self._level(plan), combined([plan], fmt, _RULES))
+        pairs = (combined([first], fmt, QUICK) for first in firsts)
+        groups = chain(hidden if self._hidden(plan) else (), together, pairs)
+        return self._leads_on(sums, 1) or any(self._leads_on(group, 1, plan) for group in groups) or self._expands(_FEW)
+
+    def _expands(self, patience: int) -> bool:
+        """Whether one change of the best few plans leads on."""
+        done: set[Declaration] = set()
+        while left := [plan for plan in self._quick if plan not in done]:
+            done.add(left[0])
+            # Where nothing shows, a small gain is chance.
+            if self._leads_on(self._near(left[0]), patience, left[0] if self._hidden(left[0]) else None):
                 return True
-            if self.stopped:
-                break
         return False
 
-    def _with_changes(self, plan: Declaration) -> Iterator[Declaration]:
-        yield plan
-        yield from (other for change, other in changes(plan, self.fmt) if change.key != SLOW)
+    def _leads_on(self, group: Iterable[Declaration], patience: int, than: Declaration | None = None) -> bool:
+        """Whether a plan of a group is better than all before it."""
+        if self._ended:
+            return False
+        before = self._cost_of_best
+        self._try(group, patience, than)
+        return self._cost_of_best < before
 
-    def _best(self) -> tuple[Declaration, float]:
-        return min(self.costs.items(), key=lambda tried: tried[1])
+    def _near(self, plan: Declaration) -> Iterator[Declaration]:
+        """What one change makes of a plan, or one move."""
+        return (other for _, other in chain(changes(plan, self.fmt, QUICK), moves(plan, self.fmt)))
 
-    def _next(self, expanded: set[Declaration]) -> Declaration | None:
-        """The best plan whose changes have not been tried, unless all bits are there, or the best few led nowhere.
+    def _level(self, plan: Declaration) -> Iterator[Declaration]:
+        """Moves that cost nothing."""
+        cost = self.costs[plan]
+        for _, other in moves(plan, self.fmt):
+            if self.cost(other, math.nextafter(cost, math.inf)) <= cost:
+                yield other
 
-        Not one with a device's sums: its points are those of a plan without them, which takes a tenth of the time.
-        """
-        if self._best()[1] < _ENOUGH or self.stopped:
-            return None
-        return next((declaration for declaration in self._fast()[:_FEW] if declaration not in expanded), None)
+    @property
+    def _best(self) -> Declaration:
+        return min(self.costs, key=self.costs.__getitem__)
 
-    def _fast(self) -> list[Declaration]:
-        """Plans without a device's sums, the best first."""
-        fast = (plan for plan in self.costs if plan.plan.accumulator is Accumulator.EXACT)
-        return sorted(fast, key=self.costs.__getitem__)
+    @property
+    def _cost_of_best(self) -> float:
+        return min(self.costs.values())
 
-    def _try(self, declarations: Iterable[Declaration], patience: int, than: Declaration | None = None) -> None:
+    @property
+    def _quick(self) -> list[Declaration]:
+        """The best few plans without a device's sums."""
+        quick = (plan for plan in self.costs if plan.plan.accumulator is Accumulator.EXACT)
+        return sorted(quick, key=self.costs.__getitem__)[:_FEW]
+
+    def _try(self, plans: Iterable[Declaration], patience: int, than: Declaration | None = None) -> None:
         """Try plans, each until it is worse than the best, or the best few."""
-        for declaration in declarations:
+        for plan in plans:
             order = sorted(self.costs.values())
-            self.cost(declaration, order[patience - 1] if len(order) >= patience else math.inf, than)
+            self.cost(plan, order[patience - 1] if len(order) >= patience else math.inf, than)
 
 
 def _share_cost(answer: Answer, declaration: Declaration) -> float:

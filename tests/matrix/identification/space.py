@@ -1,10 +1,10 @@
 """The space of plans: what one change makes of a declaration, from what declarations as text may say."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import chain, permutations
+from itertools import permutations
 from typing import Any
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION, STANDARD_ATTENTION, TILED, Algorithm
@@ -20,6 +20,8 @@ from tiebreak.matrix.candidates import nameless
 TILE, RULE, ALGORITHM, FAST = "tile", "rule", "algorithm", "exponential"  # changes that are no field of a plan
 SINK = "sink"  # of inputs with a learned sink alone
 SLOW = "accumulator"  # tried last, and on few inputs: emulated, it takes ten times as long
+KEYS = (ALGORITHM, TILE, RULE, *FORWARD, FAST)
+QUICK = frozenset(KEYS) - {SLOW}
 #: Keys of a tile; that of queries changes no row.
 TILES = (16, 32, 64, 128, 256, 512)
 _BLOCKS = (*(Block(size, size) for size in TILES), ONE_TILE)
@@ -125,19 +127,6 @@ def named(declaration: Declaration) -> Declaration:
     return shortest(replace(declaration, shift_rule=rule))
 
 
-def points_apart(one: Declaration, other: Declaration) -> set[str]:
-    """The keys of what two declarations differ in, as changes have them."""
-    apart = {key for key, field in FORWARD.items() if getattr(one.plan, field) != getattr(other.plan, field)}
-    if one.plan.exponential.correction != other.plan.exponential.correction:
-        apart.add(FAST)
-    pairs = {
-        ALGORITHM: (one.algorithm.name, other.algorithm.name),
-        RULE: (one.shift_rule, other.shift_rule),
-        TILE: (one.block.keys, other.block.keys),
-    }
-    return apart | {key for key, (ours, theirs) in pairs.items() if ours != theirs}
-
-
 def plainness(declaration: Declaration) -> tuple[int, bool, bool, int]:
     """Of two that nothing tells apart, the plainer one has the smaller."""
     label, usual = text(declaration), (FLASH_ATTENTION, STANDARD_ATTENTION)
@@ -149,19 +138,23 @@ def _same_rule(declaration: Declaration, rule: ShiftRule) -> bool:
     return nameless(replace(declaration, shift_rule=rule)).shift_rule == nameless(declaration).shift_rule
 
 
-def changes(declaration: Declaration, inputs: Format) -> Iterator[tuple[Change, Declaration]]:
+def changes(
+    declaration: Declaration, inputs: Format, keys: Collection[str] = KEYS
+) -> Iterator[tuple[Change, Declaration]]:
     """Every declaration that differs in one point, each once.
 
     Args:
         declaration: as `forward_alone` gives it.
         inputs: format of the call.
+        keys: of the points.
     """
     seen = {forward_alone(declaration, inputs)}
-    for change, other in _all_changes(declaration, inputs):
-        plain = forward_alone(other, inputs)
-        if plain not in seen and (not plain.plan.exponential.correction or _has_text(plain)):
-            seen.add(plain)
-            yield change, plain
+    for key in KEYS:
+        for value, other in _with_another(key, declaration, inputs) if key in keys else ():
+            plain = forward_alone(other, inputs)
+            if plain not in seen and (not plain.plan.exponential.correction or _has_text(plain)):
+                seen.add(plain)
+                yield Change(key, value), plain
 
 
 @cache
@@ -174,165 +167,122 @@ def _has_text(declaration: Declaration) -> bool:
     return True
 
 
-def moves(declaration: Declaration, inputs: Format) -> Iterator[tuple[Change, Declaration]]:
-    """As `changes`, two at once, where one alone leads nowhere, or may look like the other.
-
-    One cast at another point; one at the point before, and another in its place; of P, before or after l sums it; of O,
-    before or after it is returned; base two, contracted; a narrower range of P-bar, an offset.
-    """
-    for other in _moves(declaration, inputs):
-        points = values_apart(declaration.plan, other.plan).items()
-        if len(points) < 2:  # what is put in its place does the same
-            continue
-        first, *others = points
-        yield Change(first[0], ",".join([first[1], *(f"{key}={value}" for key, value in others)])), other
-
-
-def _moves(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
-    if not declaration.plan.contracted and not declaration.plan.exponential.base_two:
-        with suppress(ValueError):  # two points exclude one another
-            yield forward_alone(changed(changed(declaration, "base", "2"), "contract", "yes"), inputs)
-    plan, rounded = declaration.plan, SumOf.ROUNDED
-    if "row_sum_of" not in declaration.algorithm.unused:
-        for mode in _MODES if plan.exp.narrows else ():
-            cast = replace(plan.exp, rounding=mode)
-            yield from _recast(declaration, inputs, {"exp": _FP32, "p_bar": cast, "row_sum_of": rounded})
-        if plan.p_bar.narrows and plan.row_sum_of is rounded:
-            casts = {"exp": plan.p_bar, "p_bar": _FP32, "row_sum_of": SumOf.UNROUNDED}
-            yield from _recast(declaration, inputs, casts)
-    if plan.o.rounding in _MODES and plan.o.rounding is not OUTPUT.rounding:
-        product = replace(plan.o, follows=Follows.OPERANDS)
-        yield from _recast(declaration, inputs, {"o_bar": product, "o": OUTPUT})
-    if plan.o_bar.follows is not None and not plan.o_bar.every:
-        yield from _recast(declaration, inputs, {"o_bar": _FP32, "o": replace(plan.o_bar, follows=Follows.OUTPUT)})
-    yield from _ranged(declaration, inputs)
-    keys = [key for key, field in FORWARD.items() if isinstance(getattr(plan, field), Cast) and key != "o"]
-    for key, other in permutations(keys, 2):
-        cast = getattr(declaration.plan, FORWARD[key])
-        if cast.narrows and FORWARD[other] not in declaration.algorithm.unused:
-            yield from _recast(declaration, inputs, {FORWARD[key]: _FP32, FORWARD[other]: cast})
-    for first, second in _IN_A_ROW:
-        cast = getattr(declaration.plan, FORWARD[second])
-        if cast.narrows and FORWARD[first] not in declaration.algorithm.unused:
-            for value in values_of(second, inputs):
-                with suppress(ValueError):
-                    yield from _recast(changed(declaration, second, value), inputs, {FORWARD[first]: cast})
-
-
-def _ranged(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
-    """P-bar in fp16 in place of tf32: it has as many bits, and where there is an offset the range too."""
-    cast = declaration.plan.p_bar
-    for offset in values_of("offset", inputs) if cast.fmt == TF32 else ():
-        with suppress(ValueError):  # two points exclude one another
-            yield from _recast(changed(declaration, "offset", offset), inputs, {"p_bar": replace(cast, fmt=FP16)})
-
-
-def hiding(inputs: Format) -> Iterator[Declaration]:
-    """Every algorithm and shift rule, every cast of S, q scaled or not: where one is wrong, nothing else shows."""
-    starts = [parse_declaration(f"flash@fused{q}") for q in ("", ",q=input,base=2", ",q=fp16,base=2")]
-    return _cast_at("s", (other for start in starts for _, other in ruled(start, inputs)), inputs)
-
-
-def hidden_by(
-    declaration: Declaration, inputs: Format, known: Iterable[Declaration]
-) -> Iterator[Iterator[Declaration]]:
-    """Group after group of what may be wrong at once so that nothing else shows.
-
-    Casts of q and of S; of S and of S - m, with every algorithm and shift rule; known plans with each of these.
-
-    Args:
-        declaration: that shows nothing of a kernel's.
-        inputs: format of the call.
-        known: plans.
-    """
-    yield _cast_at("s", _cast_at("q", [declaration], inputs), inputs)
-    flash = replace(declaration, algorithm=FLASH_ATTENTION)  # which alone has every shift rule
-    yield _cast_at("shifted", _cast_at("s", (other for _, other in ruled(flash, inputs)), inputs), inputs)
-    yield (forward_alone(other, inputs) for plan in known for _, other in ruled(plan, inputs))
-
-
-def scaled(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
-    """Every cast of q or S, and of the scale or the divisor: only where the scale is inexact do they show, together."""
-    for key in ("scale", "divisor"):
-        for value in values_of(key, inputs):
-            with suppress(ValueError):  # two points exclude one another
-                plain = declaration if key == "divisor" else changed(declaration, "divisor", FP32.name)
-                other = changed(plain, key, value)
-                yield from (each for change, each in changes(other, inputs) if change.key in ("q", "s"))
-
-
-def added_up(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
-    """Every algorithm and tile, and every cast of P V or O-bar: which sums are cast depends on the tiles."""
-    plain = replace(declaration, plan=replace(declaration.plan, pv=_FP32, o_bar=_FP32))
-    algorithms = (other for change, other in changes(plain, inputs) if change.key == ALGORITHM)
-    for algorithm in chain([plain], algorithms):
-        tiles = (other for change, other in changes(algorithm, inputs) if change.key == TILE)
-        for other in chain([algorithm], tiles):
-            yield from (each for change, each in changes(other, inputs) if change.key in ("pv", "o_bar"))
-
-
-def _cast_at(key: str, declarations: Iterable[Declaration], inputs: Format) -> Iterator[Declaration]:
-    """Each with every cast to the inputs' format at a point, and none."""
-    casts = [value for value in values_of(key, inputs) if value.partition(":")[0] in (INPUT, FP32.name)]
-    for declaration in declarations:
-        for value in casts:
-            with suppress(ValueError):  # two points exclude one another
-                yield forward_alone(changed(declaration, key, value), inputs)
-
-
-def ruled(declaration: Declaration, inputs: Format) -> Iterator[tuple[Change, Declaration]]:
-    """It with every shift rule and algorithm, its own first."""
-    others = (each for each in changes(declaration, inputs) if each[0].key in (RULE, ALGORITHM))
-    return chain([(Change(RULE, declaration.shift_rule.name), declaration)], others)
-
-
-def without_one(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
-    """It in fp32 at one of the points at which it is not, or without a shift rule, contraction or base of its own."""
-    plan, plain = declaration.plan, PLANS["fp32_inside"]
-    for field in sorted(_FORWARD - {"accumulator"}):
-        if getattr(plan, field) != getattr(plain, field):
-            yield from _recast(declaration, inputs, {field: getattr(plain, field)})
-    yield forward_alone(replace(declaration, shift_rule=_SAFE), inputs)
-
-
-def _recast(declaration: Declaration, inputs: Format, casts: dict[str, Any]) -> Iterator[Declaration]:
-    """With other casts by field, unless two points exclude one another."""
-    with suppress(ValueError):
-        yield forward_alone(replace(declaration, plan=replace(declaration.plan, **casts)), inputs)
-
-
-def _all_changes(declaration: Declaration, inputs: Format) -> Iterator[tuple[Change, Declaration]]:
-    plan = declaration.plan
-    tiled = declaration.algorithm.tiled
-    for algorithm in _ALGORITHMS:
-        for block in (declaration.block,) if tiled or not algorithm.tiled else _BLOCKS:
-            value = algorithm.name if tiled or not algorithm.tiled else f"{algorithm.name},{TILE}={block}"
-            yield Change(ALGORITHM, value), replace(declaration, algorithm=algorithm, block=block)
-    # Lagging alone is as little to be seen as the algorithm is: both at once.
-    for rule in (rule for rule in SHIFT_RULES.values() if rule.lag and declaration.algorithm is not FLASH_ATTENTION):
-        for block in (declaration.block,) if tiled else _BLOCKS:
-            value = rule.name if tiled else f"{rule.name},{TILE}={block}"
-            yield (
-                Change(ALGORITHM, value),
-                replace(declaration, algorithm=FLASH_ATTENTION, shift_rule=rule, block=block),
-            )
-    for block in _BLOCKS:
-        yield Change(TILE, str(block)), replace(declaration, block=block)
-    for rule in SHIFT_RULES.values():
-        yield Change(RULE, rule.name), replace(declaration, shift_rule=rule)
-    for key, field in FORWARD.items():
-        if field in declaration.algorithm.unused | {SINK} or (field in _8_BITS and not plan.quantizes):
-            continue
-        for value in values_of(key, inputs):
-            with suppress(ValueError):
-                yield Change(key, value), changed(declaration, key, value)
-    if not plan.contracted:
+def _with_another(key: str, declaration: Declaration, inputs: Format) -> Iterator[tuple[str, Declaration]]:
+    """A declaration with every value at one point."""
+    plan, algorithm = declaration.plan, declaration.algorithm
+    if key == ALGORITHM:
+        yield from _with_another_algorithm(declaration)
+    elif key == TILE:
+        yield from ((str(block), replace(declaration, block=block)) for block in _BLOCKS)
+    elif key == RULE:
+        yield from ((rule.name, replace(declaration, shift_rule=rule)) for rule in SHIFT_RULES.values())
+    elif key == FAST and not plan.contracted:
         exponential = Exponential() if plan.exponential.correction else _fast()
         name = "fast" if exponential.correction else "exact"
-        yield Change(FAST, name), replace(declaration, plan=replace(plan, exponential=exponential))
+        yield name, replace(declaration, plan=replace(plan, exponential=exponential))
+    elif key in FORWARD:
+        field = FORWARD[key]
+        if field in algorithm.unused | {SINK} or (field in _8_BITS and not plan.quantizes):
+            return
+        for value in values_of(key, inputs):
+            with suppress(ValueError):  # two points exclude one another
+                yield value, changed(declaration, key, value)
+
+
+def _with_another_algorithm(declaration: Declaration) -> Iterator[tuple[str, Declaration]]:
+    """With every algorithm in its tiles, or in every tile where it has none. Lagging alone is as little to be seen as
+    the algorithm is: both at once.
+    """
+    tiled = declaration.algorithm.tiled
+    lagging = [rule for rule in SHIFT_RULES.values() if rule.lag and declaration.algorithm is not FLASH_ATTENTION]
+    others = [(each.name, each, declaration.shift_rule) for each in _ALGORITHMS]
+    others += [(rule.name, FLASH_ATTENTION, rule) for rule in lagging]
+    for name, algorithm, rule in others:
+        for block in (declaration.block,) if tiled or not algorithm.tiled else _BLOCKS:
+            value = name if tiled or not algorithm.tiled else f"{name},{TILE}={block}"
+            yield value, replace(declaration, algorithm=algorithm, shift_rule=rule, block=block)
 
 
 @cache
 def _fast() -> Exponential:
     """The fast one that is known, as it is on this machine."""
     return parse_declaration("flash@fused_fast_exp").plan.exponential
+
+
+def combined(
+    declarations: Iterable[Declaration], inputs: Format, *stages: Collection[str], usual: bool = False
+) -> Iterator[Declaration]:
+    """Plans with up to one change of each stage, for points that show together alone.
+
+    Args:
+        declarations: to be changed.
+        inputs: format of the call.
+        stages: keys of points, of which one is changed.
+        usual: whether casts to other formats than the inputs' are left out.
+    """
+    if not stages:
+        yield from (forward_alone(declaration, inputs) for declaration in declarations)
+        return
+    *earlier, last = stages
+    for declaration in combined(declarations, inputs, *earlier, usual=usual):
+        yield declaration
+        for change, other in changes(declaration, inputs, last):
+            if not usual or change.key not in FORWARD or change.value.partition(":")[0] in (INPUT, FP32.name):
+                yield other
+
+
+def without(declaration: Declaration, inputs: Format, *keys: str) -> Declaration:
+    """A declaration that is in fp32, or as `fp32_inside` has it, at some points."""
+    plain = {FORWARD[key]: getattr(PLANS["fp32_inside"], FORWARD[key]) for key in keys}
+    return forward_alone(replace(declaration, plan=replace(declaration.plan, **plain)), inputs)
+
+
+def without_one(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
+    """It in fp32 at one of the points at which it is not, or without a shift rule, contraction or base of its own."""
+    for key in sorted(FORWARD):
+        with suppress(ValueError):  # two points exclude one another
+            if key != SLOW and (other := without(declaration, inputs, key)) != declaration:
+                yield other
+    yield forward_alone(replace(declaration, shift_rule=_SAFE), inputs)
+
+
+def moves(declaration: Declaration, inputs: Format) -> Iterator[tuple[Change, Declaration]]:
+    """As `changes`, at two points at once, where one alone leads nowhere, or both may look like the plan."""
+    for casts in _moved(declaration, inputs):
+        if declaration.algorithm.unused & casts.keys():
+            continue
+        with suppress(ValueError):  # two points exclude one another
+            other = forward_alone(replace(declaration, plan=replace(declaration.plan, **casts)), inputs)
+            points = values_apart(declaration.plan, other.plan).items()
+            if len(points) > 1:  # else what is put in its place does the same
+                first, *others = points
+                yield Change(first[0], ",".join([first[1], *(f"{key}={value}" for key, value in others)])), other
+
+
+def _moved(declaration: Declaration, inputs: Format) -> Iterator[dict[str, Any]]:
+    """What goes together, by field."""
+    plan, rounded = declaration.plan, SumOf.ROUNDED
+    if not plan.exponential.base_two:
+        yield {"exponential": replace(plan.exponential, base_two=True), "contracted": True}
+    # The cast of P, before or after l sums it.
+    for mode in _MODES if plan.exp.narrows else ():
+        yield {"exp": _FP32, "p_bar": replace(plan.exp, rounding=mode), "row_sum_of": rounded}
+    if plan.p_bar.narrows and plan.row_sum_of is rounded:
+        yield {"exp": plan.p_bar, "p_bar": _FP32, "row_sum_of": SumOf.UNROUNDED}
+    # That of O, before or after it is returned.
+    if plan.o.rounding in _MODES and plan.o.rounding is not OUTPUT.rounding:
+        yield {"o_bar": replace(plan.o, follows=Follows.OPERANDS), "o": OUTPUT}
+    if plan.o_bar.follows is not None and not plan.o_bar.every:
+        yield {"o_bar": _FP32, "o": replace(plan.o_bar, follows=Follows.OUTPUT)}
+    # fp16 has as many bits as tf32, and where there is an offset the range too.
+    for offset in values_of("offset", inputs) if plan.p_bar.fmt == TF32 else ():
+        yield {"offset": int(offset), "p_bar": replace(plan.p_bar, fmt=FP16)}
+    # One cast at another point, or at the point before, and another in its place.
+    points = [field for field in FORWARD.values() if isinstance(getattr(plan, field), Cast) and field != "o"]
+    for field, other in permutations(points, 2):
+        if (cast := getattr(plan, field)).narrows:
+            yield {field: _FP32, other: cast}
+    for before, field in _IN_A_ROW:
+        if (cast := getattr(plan, field)).narrows:
+            others = (other.plan for _, other in changes(declaration, inputs, {field}))
+            yield from ({before: cast, field: getattr(other, field)} for other in others)
