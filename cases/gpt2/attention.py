@@ -1,6 +1,6 @@
 """Attention inside a model: any declared kernel on any arithmetic, as one differentiable function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,16 @@ class Observation:
 
 
 Observer = Callable[[Observation], None]
+
+
+def together(observers: Sequence[Observer]) -> Observer | None:
+    """Return several observers as one; None for none, so that nothing is kept for them."""
+
+    def look(observation: Observation) -> None:
+        for observer in observers:
+            observer(observation)
+
+    return look if observers else None
 
 
 @dataclass(frozen=True)

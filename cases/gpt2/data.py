@@ -113,3 +113,20 @@ class Batches:
             for part in self.batch(step):
                 sha256.update(part.numpy().astype("<i8").tobytes())
         return sha256.hexdigest()
+
+
+def batches_of(folder: Path | None, vocabulary: int, context: int, sequences: int, seed: int) -> Batches:
+    """Return the batches of a run.
+
+    Args:
+        folder: with token data; None: the text that ships.
+        vocabulary: tokens that the model knows.
+        context: tokens of a sequence.
+        sequences: of a batch.
+        seed: of the sequence of batches.
+
+    Raises:
+        DataError: data that can't be trained on; one line.
+    """
+    tokens = corpus().tokens if folder is None else read_bin(folder, vocabulary, context)
+    return Batches(tokens, sequences, context, seed)

@@ -5,14 +5,14 @@ Every snippet trains the same small GPT-2 on the same batches with a head script
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from torch import Tensor, nn
 
 from tiebreak.cases.gpt2 import scripting
-from tiebreak.cases.gpt2.attention import HeadKernel, Heads, Kernels, Observation, Observer
+from tiebreak.cases.gpt2.attention import HeadKernel, Heads, Kernels, together
 from tiebreak.cases.gpt2.bounds import BoundRule, SnippetClaim, bounded, rule
 from tiebreak.cases.gpt2.data import Batches, corpus
 from tiebreak.cases.gpt2.mitigations import QKClip
@@ -465,7 +465,7 @@ def _train(
     norms: list[float] = []
     for step in range(snippet.steps):
         reading = step % snippet.every == 0 or step == snippet.steps - 1
-        model.observer = _together([look for look in (recorder if reading else None, clipper) if look is not None])
+        model.observer = together([look for look in (recorder if reading else None, clipper) if look is not None])
         batch = _batch(model.configuration.context, step)
         losses.append(_step(model, batch, step, optimizer, weights))
         if clipper is not None:
@@ -482,16 +482,6 @@ def _train(
 def _batch(context: int, step: int) -> tuple[Tensor, Tensor]:
     """One step's tokens and targets: the same for every variant and seed, so a process makes them once."""
     return Batches(corpus().tokens, _SEQUENCES, context, _BATCH_SEED).batch(step)
-
-
-def _together(observers: Sequence[Observer]) -> Observer | None:
-    """Several observers as one; None for none, so that nothing is kept for them."""
-
-    def look(observation: Observation) -> None:
-        for observer in observers:
-            observer(observation)
-
-    return look if observers else None
 
 
 def _step(

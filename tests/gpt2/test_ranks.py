@@ -8,17 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiebreak.laboratory.checkpoints import CHECKPOINT
-from tiebreak.laboratory.progress import LOG
 from tiebreak.laboratory.ranks import Ranks
-from tiebreak.laboratory.train_command import main
+from tiebreak.laboratory.train import main
+from tiebreak.laboratory.training import CHECKPOINT, LOG
 
 TOY = ["--sequences", "4", "--report-every", "2", "--checkpoint-every", "2", "--warm-up", "2", "--kernel", "fair"]
 # As `tiebreak lab train`, but for a SIGKILL of the second process in the middle of step 5.
 KILLED = """
 import os, signal, sys
 from tiebreak.cases.gpt2.model import GPT2
-from tiebreak.laboratory.train_command import main
+from tiebreak.laboratory.train import main
 loss = GPT2.loss
 def until(self, tokens, targets, now):
     if os.environ["RANK"] == "1" and now // 2 == 4:

@@ -22,10 +22,9 @@ from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.monitors import View
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.laboratory.captures import KEPT_STEPS, Captures
-from tiebreak.laboratory.checkpoints import CHECKPOINT
-from tiebreak.laboratory.divergence import EXPLOSION_STEPS
-from tiebreak.laboratory.progress import COLLAPSED_REPORTS, LOG, EarlyWarning, Progress
-from tiebreak.laboratory.train_command import main
+from tiebreak.laboratory.progress import COLLAPSED_REPORTS, EXPLOSION_STEPS, EarlyWarning, Progress
+from tiebreak.laboratory.train import main
+from tiebreak.laboratory.training import CHECKPOINT, LOG
 
 TOY = ["--sequences", "2", "--report-every", "2", "--checkpoint-every", "2", "--warm-up", "2", "--kernel", "fair"]
 PROGRESS = "tiebreak.laboratory.progress"
@@ -103,7 +102,7 @@ def test_an_interrupted_run_resumes_to_the_bit(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from tiebreak.cases.gpt2.model import GPT2
-from tiebreak.laboratory.train_command import main
+from tiebreak.laboratory.train import main
 loss = GPT2.loss
 def until(self, tokens, targets, now):
     if now == int(sys.argv[1]):
@@ -423,8 +422,8 @@ def test_a_users_kernel_trains(tmp_path: Path) -> None:
         (["--steps", "0"], "argument --steps: must be at least 1, not 0"),
         (["--at-once", "4"], "--at-once 4 does not divide the 2 sequences of a process"),
         (["--heads", "5"], "width 64 is no multiple of 5 heads"),
-        (["--rate", "nan"], "--rate must be above 0, not nan"),
-        (["--seed", "-1"], "--seed must be in [0, 2**32), not -1"),
+        (["--rate", "nan"], "argument --rate: expected a number above 0, not nan"),
+        (["--seed", "-1"], "argument --seed: must be in [0, 2**32), not -1"),
         (["--preset", "gpt3"], "argument --preset: invalid choice: 'gpt3'"),
     ],
 )
@@ -442,7 +441,7 @@ def test_bad_usage_is_one_clear_line_and_leaves_nothing(
 def test_safetensors_is_missed_before_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
     assert _train(tmp_path / "run") == 2
     assert "pip install safetensors" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
