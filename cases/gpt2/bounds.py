@@ -29,18 +29,11 @@ LEAST = 8  # seeds of a bound: fewer say too little of what one more gives
 _DIGITS = 3  # of a bound, rounded outwards
 
 
-@dataclass(frozen=True)
-class Scale:
-    """What makes a measure about normal."""
-
-    of: Callable[[float], float]  # the number that is
-    back: Callable[[float], float]  # from that number to the measure
-
-
-AS_IT_IS = Scale(float, float)
-SCALES: Mapping[str, Scale] = {
-    "wq_norm_growth": Scale(math.log, math.exp),
-    "loss_rise": Scale(math.cbrt, lambda root: root**3),  # 0 in half of the runs whose loss only falls
+_Scale = Callable[[float], float]
+#: What makes a measure about normal, and the way back; of all others, as they are.
+SCALES: Mapping[str, tuple[_Scale, _Scale]] = {
+    "wq_norm_growth": (math.log, math.exp),
+    "loss_rise": (math.cbrt, lambda root: root**3),  # 0 in half of the runs whose loss only falls
 }
 
 Side = Literal["above", "below", "within"]  # within: as small as this, whichever its sign
@@ -129,7 +122,7 @@ class Weighed:
         """From the bound to the mean of what it must catch, in standard deviations of that one."""
         assert self.bound is not None
         assert self.other is not None
-        bound = scale_of(self.statement.measure).of(self.bound)
+        bound = scaled(self.statement.measure, self.bound)
         gap = self.statement.outward(self.other.mean) - self.statement.outward(bound)
         return gap / self.other.sd if self.other.sd else math.inf
 
@@ -163,16 +156,16 @@ def _beyond(freedom: int, angle: float) -> float:
     return (1 - inside) / 2
 
 
-def scale_of(measure: str) -> Scale:
-    """The scale on which a measure's mean and standard deviation are taken."""
-    return SCALES.get(measure, AS_IT_IS)
+def scaled(measure: str, value: float) -> float:
+    """Return a measure on the scale on which its mean and standard deviation are taken."""
+    return SCALES[measure][0](value) if measure in SCALES else value
 
 
 def spread(measure: str, values: Sequence[float]) -> Spread:
     """The spread of two values or more; NaN where one of them is no number."""
-    scaled = [scale_of(measure).of(value) for value in values]
-    mean = math.fsum(scaled) / len(scaled)
-    sd = math.sqrt(math.fsum((value - mean) ** 2 for value in scaled) / (len(scaled) - 1))
+    numbers = [scaled(measure, value) for value in values]
+    mean = math.fsum(numbers) / len(numbers)
+    sd = math.sqrt(math.fsum((number - mean) ** 2 for number in numbers) / (len(numbers) - 1))
     return Spread(len(values), mean, sd, min(values), max(values))
 
 
@@ -212,32 +205,30 @@ def weighed(
         return spreads.get(Ran(snippet, version, EMULATION, variant, measure))
 
     def weigh(statement: BoundRule) -> list[Weighed]:
-        measure = statement.measure
-        rows = [(name, spread(name, measure), spread(statement.against, measure)) for name in statement.variants]
+        rows = [
+            (name, spread(name, statement.measure), spread(statement.against, statement.measure))
+            for name in statement.variants
+        ]
+        # How far out a variant comes, and how far in what the statement must catch does.
         edges = {
-            name: edge
+            name: (statement.outward(own.mean) + own.margin(p), statement.outward(other.mean) - other.margin(p))
             for name, own, other in rows
             if own is not None and other is not None and min(own.n, other.n) >= LEAST
-            for edge in [_edges(statement, own, other, ALARMS / shares[name])]
-            if edge[0] < edge[1]
+            for p in [ALARMS / shares[name]]
         }
-        bound = _bound(statement, [own for own, _ in edges.values()]) if edges else math.nan
-        reach = statement.outward(scale_of(measure).of(bound)) if edges else math.nan
+        edges = {name: (own, other) for name, (own, other) in edges.items() if own < other}
+        bound = _bound(statement, max(own for own, _ in edges.values())) if edges else math.nan
+        reach = statement.outward(scaled(statement.measure, bound)) if edges else math.nan
         apart = {name for name, (_, other) in edges.items() if reach < other}
         return [Weighed(statement, name, own, other, bound if name in apart else None) for name, own, other in rows]
 
     return tuple(row for statement in rules for row in weigh(statement))
 
 
-def _edges(statement: BoundRule, own: Spread, other: Spread, p: float) -> tuple[float, float]:
-    """How far out a variant comes, and how far in what the statement must catch does."""
-    return statement.outward(own.mean) + own.margin(p), statement.outward(other.mean) - other.margin(p)
-
-
-def _bound(statement: BoundRule, edges: Iterable[float]) -> float:
-    """The furthest of the edges, as a number of the measure with few digits."""
-    furthest = statement.outward(max(edges)) if statement.side == "above" else max(edges)
-    value = scale_of(statement.measure).back(furthest)
+def _bound(statement: BoundRule, edge: float) -> float:
+    """Return the furthest edge as a number of the measure with few digits, rounded outwards."""
+    value = statement.outward(edge) if statement.side == "above" else edge
+    value = SCALES[statement.measure][1](value) if statement.measure in SCALES else value
     rounding = ROUND_FLOOR if statement.side == "above" else ROUND_CEILING
     return float(Context(prec=_DIGITS, rounding=rounding).create_decimal_from_float(value))
 
@@ -250,14 +241,13 @@ def bounded(
     for row in weighed(snippet, version, statements, spreads):
         if row.bound is not None:
             bounds_by_rule.setdefault(row.statement, {})[row.variant] = row.bound
-    return tuple(_claim(statement, bounds) for statement, bounds in bounds_by_rule.items())
-
-
-def _claim(statement: BoundRule, bounds: Mapping[str, float]) -> SnippetClaim:
-    (bound,) = set(bounds.values())
-    low = {"above": bound, "below": -math.inf, "within": -bound}[statement.side]
-    high = {"above": math.inf, "below": bound, "within": bound}[statement.side]
-    return SnippetClaim(frozenset(bounds), statement.measure, statement.source, low, high)
+    claims = []
+    for statement, bounds in bounds_by_rule.items():
+        (bound,) = set(bounds.values())
+        low = {"above": bound, "below": -math.inf, "within": -bound}[statement.side]
+        high = math.inf if statement.side == "above" else bound
+        claims.append(SnippetClaim(frozenset(bounds), statement.measure, statement.source, low, high))
+    return tuple(claims)
 
 
 def rule(

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tiebreak.cases.gpt2.attention import Observation
 from tiebreak.cases.gpt2.model import GPT2, Block, Configuration
-from tiebreak.cases.gpt2.monitors import View, max_logit
+from tiebreak.cases.gpt2.monitors import MEASURES, View
 from tiebreak.cases.gpt2.scripting import LAYER, Script
 
 
@@ -43,7 +43,7 @@ class QKClip:
 
     def __call__(self, observation: Observation) -> None:
         """Note the largest logits of one call of attention."""
-        self._largest[observation.layer, observation.heads] = max_logit(View(observation))
+        self._largest[observation.layer, observation.heads] = MEASURES["max_logit"](View(observation))
 
     def after_step(self, model: GPT2) -> None:
         """Clip what the step just done, of the optimiser, had too large; forget its logits."""
