@@ -29,10 +29,6 @@ class Corpus:
     tokens: Tokens  # (characters,), indices into the vocabulary
     vocabulary: str  # every character that occurs, sorted
 
-    def decode(self, tokens: Tokens) -> str:
-        """The text of tokens."""
-        return "".join(self.vocabulary[token] for token in tokens)
-
 
 @cache
 def corpus() -> Corpus:

@@ -67,7 +67,6 @@ class Snippet:
     layers: int = 2  # of the model; the scripted one is the second
     scores: Format = BF16  # that S is kept in
     source: str = _PAPER  # where the run or its claims come from
-    unclaimed: str | None = None  # why nothing is claimed of the kernels that no claim speaks of
 
     @cached_property
     def claims(self) -> tuple[SnippetClaim, ...]:

@@ -5,13 +5,12 @@ the logits of the last token, in place of the weights. A run trains the small GP
 then goes on twice from the same state: in its format and in another.
 """
 
-import shutil
+import math
 import statistics
-import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from tiebreak.cases.gpt2.data import Batches, Tokens, corpus
-from tiebreak.cases.gpt2.model import GPT2, PRESETS, Configuration
+from tiebreak.cases.gpt2.model import PRESETS, Configuration
 from tiebreak.cases.gpt2.optimizers import Schedule
 from tiebreak.kernels.formats import FP32
-from tiebreak.laboratory.progress import Progress
+from tiebreak.laboratory.progress import Divergence
 from tiebreak.laboratory.ranks import Ranks
 from tiebreak.laboratory.reduced import Reduction, parse_reduction
 from tiebreak.laboratory.reduced_gpt2 import emulated_gpt2, parse_attention, reduced_gpt2
-from tiebreak.laboratory.training import CHECKPOINT, Recipe, Steps, Training
+from tiebreak.laboratory.training import Recipe, Steps
 from tiebreak.matrix.memory import keep_memory
 
 EPSILON = 5e-4  # of the box: the paper's
@@ -95,48 +94,74 @@ class Run:
 
 
 def run_one(task: Task) -> Run:
-    """One run, on one thread: trained in its format, then on in it, and from the same state on in the other."""
+    """Do one run on one thread: trained in its format, then on in it, and from the same state on in the other."""
     torch.set_num_threads(1)
     keep_memory()
     started, settings = time.monotonic(), task.settings
     own, other = parse_reduction(task.reduction), parse_reduction(settings.back)
+    sizes = replace(PRESETS["tiny"], vocabulary=len(corpus().vocabulary))
+    learnt, kept_apart = texts(corpus().tokens, sizes, settings.held_out)
+    model = emulated_gpt2(settings.kernel, sizes, task.seed)
+    recipe = Recipe(Schedule(settings.steps + settings.more, settings.rate, _WARM_UP))
+    steps = Steps(model, Batches(learnt, settings.sequences, sizes.context, task.seed), recipe, Ranks())
+    trained = _Stretch(settings, steps, kept_apart, TRAINED, own, Divergence())
+    trained.take(range(settings.steps))
+    points, exploded = trained.points, trained.exploded
+    state = deepcopy((model.state_dict(), steps.optimizers[0].state_dict(), trained.divergence))
     # A run in the other format already has nothing to go back to.
-    phases = ((ON, own), *(((BACK, other),) if own != other else ())) if settings.more else ()
-    with tempfile.TemporaryDirectory() as name:
-        trained, exploded = _stretch(task, Path(name), TRAINED, own)
-        points = list(trained)
-        for phase, reduction in phases if exploded is None else ():
-            folder = Path(name, phase)
-            folder.mkdir()
-            shutil.copy(Path(name, CHECKPOINT), folder)  # the end of a stretch writes another
-            more, at = _stretch(task, folder, phase, reduction)
-            points += more
-            exploded = at if phase == ON else exploded
+    phases = ((ON, own), *(((BACK, other),) if own != other else ())) if settings.more and exploded is None else ()
+    for phase, reduction in phases:
+        weights, moments, divergence = deepcopy(state)
+        model.load_state_dict(weights)
+        steps.optimizers[0].load_state_dict(moments)
+        more = _Stretch(settings, steps, kept_apart, phase, reduction, divergence)
+        more.take(range(settings.steps, settings.steps + settings.more))
+        points += more.points
+        exploded = more.exploded if phase == ON else exploded
     seconds = round(time.monotonic() - started, 1)
     return Run(asdict(settings), task.reduction, task.seed, seconds, exploded, [asdict(point) for point in points])
 
 
-def _stretch(task: Task, folder: Path, phase: str, reduction: Reduction) -> tuple[list[Point], int | None]:
-    """Train from the folder's checkpoint to the end, or to where a run's own format ends: points, and an explosion."""
-    settings = task.settings
-    sizes = replace(PRESETS["tiny"], vocabulary=len(corpus().vocabulary))
-    model = emulated_gpt2(settings.kernel, sizes, task.seed)
-    learnt, kept_apart = texts(corpus().tokens, sizes, settings.held_out)
-    schedule = Schedule(settings.steps + settings.more, settings.rate, _WARM_UP)
-    batches = Batches(learnt, settings.sequences, sizes.context, task.seed)
-    steps = Steps(model, batches, Recipe(schedule), Ranks())
-    training = Training(steps, {"seed": task.seed}, folder)
-    if phase != TRAINED:
-        training.resume()
-    end = settings.steps if phase == TRAINED else schedule.steps
-    reports = training.reports(settings.every, schedule.steps, lambda: training.done + 1 == end)
-    points: list[Point] = []
-    while True:
-        with reduced_gpt2(model, reduction, attention=parse_attention(settings.attention)):
-            progress = next(reports, None)
-        if progress is None or training.exploded:
-            return points, training.done if training.exploded else None
-        points.append(_point(model, kept_apart, reduction, settings, phase, progress))
+@dataclass
+class _Stretch:
+    """Steps of a run that are taken in one format."""
+
+    settings: Settings
+    steps: Steps
+    text: Tensor  # that is measured on
+    phase: str
+    reduction: Reduction
+    divergence: Divergence
+    points: list[Point] = field(default_factory=list)
+    exploded: int | None = None  # the step at which the loss did
+
+    def take(self, span: range) -> None:
+        """Take the steps, and measure every so many of them; an explosion ends it."""
+        attention = parse_attention(self.settings.attention)
+        for start in span[:: self.settings.every]:
+            loss = math.nan
+            with reduced_gpt2(self.steps.model, self.reduction, attention=attention):
+                for step in range(start, start + self.settings.every):
+                    loss = self.steps.take(step, []).loss
+                    if self.divergence.after(loss) is not None:
+                        self.exploded = step + 1
+                        return
+            self.points.append(self._point(start + self.settings.every, loss))
+
+    def _point(self, done: int, loss: float) -> Point:
+        model, text = self.steps.model, self.text
+        with torch.no_grad(), reduced_gpt2(model, self.reduction, attention=parse_attention(self.settings.attention)):
+            masked = model(text[:, :-1], 0)
+        with torch.no_grad(), reduced_gpt2(model, Reduction(FP32)):
+            unmasked = model(text[:, :-1], 0)[:, -1]
+        norms = [model.block(layer).wq.weight.norm().item() for layer in range(model.configuration.layers)]
+        sharp = [
+            {f"{epsilon:g}": sharpness(logits, text[:, -1], epsilon) for epsilon in self.settings.epsilons}
+            for logits in (masked[:, -1], unmasked)
+        ]
+        held_out = functional.cross_entropy(masked.flatten(0, 1), text[:, 1:].flatten()).item()
+        logit = masked[:, -1].abs().mean().item()
+        return Point(self.phase, done, loss, held_out, statistics.fmean(norms), logit, *sharp)
 
 
 def texts(tokens: Tokens, sizes: Configuration, sequences: int) -> tuple[Tokens, Tensor]:
@@ -145,29 +170,6 @@ def texts(tokens: Tokens, sizes: Configuration, sequences: int) -> tuple[Tokens,
     starts = np.linspace(end, len(tokens) - sizes.context - 1, sequences).astype(int)
     return tokens[:end], torch.from_numpy(
         np.stack([tokens[at : at + sizes.context + 1] for at in starts]).astype(np.int64)
-    )
-
-
-def _point(
-    model: GPT2, text: Tensor, reduction: Reduction, settings: Settings, phase: str, progress: Progress
-) -> Point:
-    with torch.no_grad(), reduced_gpt2(model, reduction, attention=parse_attention(settings.attention)):
-        masked = model(text[:, :-1], 0)
-    with torch.no_grad(), reduced_gpt2(model, Reduction(FP32)):
-        unmasked = model(text[:, :-1], 0)[:, -1]
-    norms = [model.block(layer).wq.weight.norm().item() for layer in range(model.configuration.layers)]
-    sharp = [
-        {f"{epsilon:g}": sharpness(logits, text[:, -1], epsilon) for epsilon in settings.epsilons}
-        for logits in (masked[:, -1], unmasked)
-    ]
-    return Point(
-        phase,
-        progress.step,
-        progress.loss,
-        functional.cross_entropy(masked.flatten(0, 1), text[:, 1:].flatten()).item(),
-        statistics.fmean(norms),
-        masked[:, -1].abs().mean().item(),
-        *sharp,
     )
 
 

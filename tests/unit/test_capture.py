@@ -125,24 +125,17 @@ def error_of(path: Path, captured: Capture) -> float:
 
 class TestTheModel:
     @pytest.mark.parametrize("repeat", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
-    def test_its_numbers_stay_the_same_to_the_bit(self, tmp_path: Path, repeat: bool | None) -> None:
-        alone = train(model_of(Layer, Layer, repeat=repeat), None)
-        model = model_of(Layer, Layer, repeat=repeat)
-        with started(model, tmp_path) as captured:
-            assert train(model, captured) == alone
-        assert len(captured.written) == 3
-
-    @pytest.mark.parametrize("repeat", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
-    @pytest.mark.parametrize("batches", [1, 2])
-    def test_a_call_counts_once(self, tmp_path: Path, repeat: bool | None, batches: int) -> None:
+    def test_its_numbers_stay_the_same_to_the_bit_and_a_call_counts_once(
+        self, tmp_path: Path, repeat: bool | None
+    ) -> None:
+        alone = train(model_of(Layer, Layer, Layer, repeat=repeat), None, steps=2, batches=2)
         model = model_of(Layer, Layer, Layer, repeat=repeat)
         with started(model, tmp_path) as captured:
-            train(model, captured, steps=2, batches=batches)
-        assert captured.calls["looked at"] == 6
-        assert sorted(key for key in read(captured.written[0])[0] if key.endswith(".q")) == [
-            "layer0.q", "layer1.q", "layer2.q",
-        ]  # fmt: skip
-        assert [read(captured.written[0])[1][f"layer{n}.name"] for n in range(3)] == [f"layers.{n}" for n in range(3)]
+            assert train(model, captured, steps=2, batches=2) == alone
+        assert (captured.calls["looked at"], len(captured.written)) == (6, 2)
+        tensors, metadata = read(captured.written[0])
+        assert sorted(key for key in tensors if key.endswith(".q")) == [f"layer{n}.q" for n in range(3)]
+        assert [metadata[f"layer{n}.name"] for n in range(3)] == [f"layers.{n}" for n in range(3)]
 
     def test_its_graph_is_not_kept_alive(self, tmp_path: Path) -> None:
         outputs: list[weakref.ref[Tensor]] = []
@@ -159,24 +152,23 @@ class TestTheModel:
             gc.collect()
             assert [output() for output in outputs] == [None]
 
-    def test_it_is_let_go(self, tmp_path: Path) -> None:
+    def test_it_is_let_go_and_between_the_steps_that_are_looked_at_it_has_no_hooks(self, tmp_path: Path) -> None:
+        def hooks() -> bool:
+            return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
         model, before = model_of(Layer), torch.nn.functional.scaled_dot_product_attention
-        captured = started(model, tmp_path)
+        captured = started(model, tmp_path, every=2)
         with contextlib.suppress(KeyboardInterrupt), captured:
             assert torch.nn.functional.scaled_dot_product_attention is not before
-            assert model._forward_hooks
+            assert hooks()
+            train(model, captured, steps=1)
+            assert not hooks()
+            train(model, captured, steps=3)
+            assert hooks()
             raise KeyboardInterrupt
         assert torch.nn.functional.scaled_dot_product_attention is before
-        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-    def test_between_the_steps_that_are_looked_at_it_has_no_hooks(self, tmp_path: Path) -> None:
-        model = model_of(Layer)
-        with started(model, tmp_path, every=2) as captured:
-            assert model._forward_hooks
-            train(model, captured, steps=1)
-            assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-            train(model, captured, steps=2)
-        assert (captured.looked, captured.steps) == (2, 3)
+        assert not hooks()
+        assert (captured.looked, captured.steps) == (2, 4)
         assert [path.name for path in captured.written] == [f"inputs-00000{n}.safetensors" for n in (0, 2)]
 
     def test_an_evaluation_is_no_call(self, tmp_path: Path) -> None:
@@ -224,31 +216,24 @@ class TestWhatIsKept:
         assert not inputs.causal
         assert error_of(tmp_path, captured) < 0.01
 
-    def test_a_causal_flag_of_fewer_queries_leaves_out_the_keys_that_nobody_sees(self, tmp_path: Path) -> None:
-        captured = caught(
-            tmp_path, lambda: Layer(lambda q, k, v: plain(q[:, :, :10], k, v).repeat(1, 1, 3, 1)[:, :, :TOKENS])
-        )
-        inputs = inputs_of(tmp_path)
-        assert inputs.k.shape[2] == 10
-        assert error_of(tmp_path, captured) < 0.01
+    def test_of_fewer_queries_under_a_causal_mask_keys_that_nobody_sees_are_left_out(self, tmp_path: Path) -> None:
+        def few(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return plain(q[:, :, :10], k, v).repeat(1, 1, 3, 1)[:, :, :TOKENS]
 
-    def test_the_first_tokens_alone(self, tmp_path: Path) -> None:
-        captured = caught(tmp_path, Layer, tokens=10)
-        inputs = inputs_of(tmp_path)
-        assert inputs.q.shape[2] == inputs.k.shape[2] == 10
-        assert error_of(tmp_path, captured) < 0.01
+        for name, layer, tokens in (("queries", lambda: Layer(few), TOKENS), ("tokens", Layer, 10)):
+            captured = caught(tmp_path / name, layer, tokens=tokens)
+            inputs = inputs_of(tmp_path / name)
+            assert inputs.q.shape[2] == inputs.k.shape[2] == 10
+            assert error_of(tmp_path / name, captured) < 0.01
 
-    @pytest.mark.parametrize("mask", ["bool", "float", "lowest", "nothing"])
-    def test_a_mask_that_says_causal_is_a_causal_flag(self, tmp_path: Path, mask: str) -> None:
+    @pytest.mark.parametrize("mask", [True, -torch.inf, torch.finfo(torch.bfloat16).min, 0.0])
+    def test_a_mask_that_says_causal_is_a_causal_flag(self, tmp_path: Path, mask: float) -> None:
         visible = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-        lowest = torch.finfo(torch.bfloat16).min if mask == "lowest" else -torch.inf
-        passed = (
-            visible if mask == "bool" else torch.zeros(1, 1, TOKENS, TOKENS).bfloat16().masked_fill(~visible, lowest)
-        )
-        passed = torch.zeros_like(passed) if mask == "nothing" else passed
+        hidden = torch.zeros(1, 1, TOKENS, TOKENS).bfloat16().masked_fill(~visible, mask)
+        passed = visible if mask is True else hidden
 
         caught(tmp_path, attending(attn_mask=passed))
-        assert inputs_of(tmp_path).causal is (mask != "nothing")
+        assert inputs_of(tmp_path).causal is (mask != 0.0)
 
     @pytest.mark.parametrize(
         ("options", "why"),
@@ -507,12 +492,12 @@ class TestRefusals:
             train(model, captured, steps=1)
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_folder_that_cannot_be_written_to(self, tmp_path: Path) -> None:
+    def test_a_folder_that_cannot_be_written_to_and_no_safetensors(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         (tmp_path / "file").write_text("")
         with _refused(r"^capture: cannot write to .*file/inside: .+"):
             started(model_of(Layer), tmp_path / "file" / "inside").__enter__()
-
-    def test_no_safetensors(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "safetensors.torch", None)
         with _refused("^capture writes safetensors files: pip install safetensors$"):
             started(model_of(Layer), tmp_path / "new").__enter__()

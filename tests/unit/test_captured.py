@@ -83,25 +83,23 @@ def sampled(case: Case, kernel: Kernel, heads: int = 256, fmt: Format = BF16) ->
 
 
 class TestCases:
-    def test_every_layer_of_every_file_is_one_in_order(self, tmp_path: Path) -> None:
-        keep(tmp_path, {"10": normal((1, 2, 4, 8)), "2": normal((1, 2, 4, 8))}, "10")
-        keep(tmp_path, {"0": normal((1, 2, 4, 8))}, "9")
-        (tmp_path / "model.safetensors").write_text("weights, of no interest")
-        assert [case.name for case in captured_cases(tmp_path)] == [
-            "captured[step=9.layer=0]",
-            "captured[step=10.layer=2]",
-            "captured[step=10.layer=10]",
-        ]
-
-    def test_no_name_has_the_dash_of_ids_or_the_comma_of_lists(self, tmp_path: Path) -> None:
-        assert not set("-,") & set(only_case(tmp_path, normal((1, 2, 4, 8))).name)
-
-    def test_listing_them_reads_no_tensor(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_every_layer_of_every_file_is_one_in_order_and_no_tensor_is_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(captured, "_load", lambda layer: pytest.fail("read"))
-        only_case(tmp_path, normal((1, 2, 4, 8)))
+        keep(tmp_path, {"10": normal((1, 2, 4, 8)), "2": normal((1, 2, 4, 8))}, "10")
+        for step in ("9", "2-rank10", "2-rank9"):
+            keep(tmp_path, {"0": normal((1, 2, 4, 8))}, step)
+        (tmp_path / "model.safetensors").write_text("weights, of no interest")
+        names = [case.name.removeprefix("captured") for case in captured_cases(tmp_path)]
+        assert names == [
+            *("[step=2.rank=9.layer=0]", "[step=2.rank=10.layer=0]", "[step=9.layer=0]"),
+            *("[step=10.layer=2]", "[step=10.layer=10]"),
+        ]
+        assert not set("-,") & set("".join(names))  # the dash of ids, the comma of lists
 
     @pytest.mark.parametrize("heads", [1, 5, 8, 24, 100])
-    def test_batches_are_all_heads_once(self, tmp_path: Path, heads: int) -> None:
+    def test_batches_are_all_heads_once_with_their_keys(self, tmp_path: Path, heads: int) -> None:
         layer = normal((3, 8, 4, 16), key_heads=2)
         case = only_case(tmp_path, layer)
         batches: list[AttentionInputs] = []
@@ -112,12 +110,8 @@ class TestCases:
         assert len(set(sizes[:-1])) <= 1
         for part, ours in layer.items():
             assert torch.equal(torch.cat([getattr(batch, part)[0] for batch in batches]), ours.float().flatten(0, 1))
-
-    def test_grouped_heads_keep_their_keys(self, tmp_path: Path) -> None:
-        layer = normal((3, 8, 4, 16), key_heads=2)
-        inputs = only_case(tmp_path, layer).make(1, 0, 24, BF16)
-        whole = as_inputs(layer)
-        assert torch.equal(reference(inputs).o[0], reference(whole).o.flatten(0, 1))
+        outputs = torch.cat([reference(batch).o[0] for batch in batches])
+        assert torch.equal(outputs, reference(as_inputs(layer)).o.flatten(0, 1))
 
     @pytest.mark.parametrize("metadata", [CAUSAL, FULL], ids=["causal", "full"])
     @pytest.mark.parametrize("keys", [96, 130])
@@ -149,29 +143,14 @@ class TestCases:
 
 
 class TestMetadata:
-    def test_a_scale_is_that_of_the_scores(self, tmp_path: Path) -> None:
+    def test_a_scale_is_that_of_the_scores_and_a_layer_may_have_its_own(self, tmp_path: Path) -> None:
         layer = normal((1, 2, 4, 8))
-        inputs = only_case(tmp_path, layer, {**FULL, "scale": "0.5"}).make(1, 0, 2, BF16)
-        assert inputs.scale == 0.5
-        expected = (layer["q"].double() @ layer["k"].double().mT * 0.5).softmax(-1) @ layer["v"].double()
-        torch.testing.assert_close(reference(inputs).o, expected)
-
-    def test_a_layer_may_have_its_own(self, tmp_path: Path) -> None:
         metadata = {"layer0.causal": "true", "layer1.causal": "false", "layer1.scale": "0.5"}
-        keep(tmp_path, {"0": normal((1, 2, 4, 8)), "1": normal((1, 2, 4, 8))}, metadata=metadata)
-        inputs = [case.make(1, 0, 2, BF16) for case in captured_cases(tmp_path)]
-        assert [(layer_inputs.causal, layer_inputs.softmax_scale) for layer_inputs in inputs] == [
-            (True, None),
-            (False, 0.5),
-        ]
-
-    def test_ranks_are_told_apart(self, tmp_path: Path) -> None:
-        for step in ("2-rank10", "2-rank9", "1-rank10", "2"):
-            keep(tmp_path, {"0": normal((1, 2, 4, 8))}, step)
-        names = [case.name.removeprefix("captured") for case in captured_cases(tmp_path)]
-        assert names == [
-            "[step=1.rank=10.layer=0]", "[step=2.layer=0]", "[step=2.rank=9.layer=0]", "[step=2.rank=10.layer=0]",
-        ]  # fmt: skip
+        keep(tmp_path, {"0": normal((1, 2, 4, 8)), "1": layer}, metadata=metadata)
+        first, second = (case.make(1, 0, 2, BF16) for case in captured_cases(tmp_path))
+        assert (first.causal, first.softmax_scale, second.causal, second.scale) == (True, None, False, 0.5)
+        expected = (layer["q"].double() @ layer["k"].double().mT * 0.5).softmax(-1) @ layer["v"].double()
+        torch.testing.assert_close(reference(second).o, expected)
 
     @pytest.mark.parametrize("edited", ["q", "k", "v", "do", "o", "causal", "scale"])
     def test_a_layer_that_was_changed_is_refused(self, tmp_path: Path, edited: str) -> None:
@@ -194,21 +173,15 @@ class TestMetadata:
 
 
 class TestVersion:
-    def test_is_of_the_values_alone(self, tmp_path: Path) -> None:
+    def test_is_of_all_values_and_the_mask_alone(self, tmp_path: Path) -> None:
         layer = normal((1, 2, 4, 8))
-        wide = {part: tensor.float() for part, tensor in layer.items()}
-        assert only_case(tmp_path / "a", layer).version == only_case(tmp_path / "b", wide).version
-
-    @pytest.mark.parametrize("part", ["q", "k", "v", "do"])
-    def test_tells_one_value(self, tmp_path: Path, part: str) -> None:
-        layer = normal((1, 2, 4, 8))
-        other = {name: tensor.clone() for name, tensor in layer.items()}
-        other[part][0, 1, 3, 7] += 1
-        assert only_case(tmp_path / "a", layer).version != only_case(tmp_path / "b", other).version
-
-    def test_tells_the_mask(self, tmp_path: Path) -> None:
-        layer = normal((1, 2, 4, 8))
-        assert only_case(tmp_path / "a", layer).version != only_case(tmp_path / "b", layer, CAUSAL).version
+        version = only_case(tmp_path, layer).version
+        assert version == only_case(tmp_path / "wide", {part: x.float() for part, x in layer.items()}).version
+        assert version != only_case(tmp_path / "mask", layer, CAUSAL).version
+        for part in layer:
+            other = {name: tensor.clone() for name, tensor in layer.items()}
+            other[part][0, 1, 3, 7] += 1
+            assert version != only_case(tmp_path / part, other).version
 
     def test_is_that_of_the_record(self, tmp_path: Path) -> None:
         case = only_case(tmp_path, normal((1, 2, 4, 8)))
@@ -267,12 +240,10 @@ class TestLooks:
         ref = reference(inputs)
         large = ref.o.abs() >= 0.25 * ref.magnitude
         assert sampler.sample.errors.left_out == (~large).sum() > 1000
-
-    def test_cancelled_elements_are_not_in_the_root_mean_square(self, tmp_path: Path) -> None:
         # Errors that are in proportion to sum P |V|: in ulps of a cancelled O they are of any size.
-        sampler = sampled(only_case(tmp_path, normal((2, 8, 48, 32)), CAUSAL), composed_kernel("flash@paper"))
-        assert 0.3 < sampler.sample.errors.rms_ulps < 1
-        assert sampler.sample.errors.max_ulps < 8
+        errors = sampled(case, composed_kernel("flash@paper")).sample.errors
+        assert 0.3 < errors.rms_ulps < 1
+        assert errors.max_ulps < 8
 
     def test_cancelled_elements_are_still_held_to_the_bound(self, tmp_path: Path) -> None:
         def wrong(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> AttentionOutput:
@@ -304,28 +275,18 @@ class TestLooks:
         assert sampled(cancelling, undeclared).fits == {}
 
 
-class TestFormats:
-    def test_16_bits_run_as_they_are(self, tmp_path: Path) -> None:
-        layer = {part: tensor.half() for part, tensor in normal((1, 2, 4, 8)).items()}
-        case = only_case(tmp_path, layer)
+@pytest.mark.parametrize("fmt", [BF16, FP16], ids=["bf16", "fp16"])
+def test_fp32_is_rounded_and_16_bits_run_as_they_are(tmp_path: Path, fmt: Format) -> None:
+    dtype = torch.bfloat16 if fmt == BF16 else torch.float16
+    wide = {part: tensor.float() * 1.001 for part, tensor in normal((1, 2, 4, 8)).items()}
+    narrow = {part: tensor.to(dtype) for part, tensor in wide.items()}
+    for name, layer in (("wide", wide), ("narrow", narrow), ("dO alone", narrow | {"do": wide["do"]})):
+        case = only_case(tmp_path / name, layer)
         assert case.fixed_heads is not None
-        assert case.fixed_heads.formats == (FP16,)
-        assert torch.equal(case.make(1, 0, 2, FP16).q[0], layer["q"][0].float())
-
-    @pytest.mark.parametrize("fmt", [BF16, FP16], ids=["bf16", "fp16"])
-    def test_fp32_is_rounded(self, tmp_path: Path, fmt: Format) -> None:
-        layer = {part: tensor.float() * 1.001 for part, tensor in normal((1, 2, 4, 8)).items()}
-        inputs = only_case(tmp_path, layer).make(1, 0, 2, fmt)
-        dtype = torch.bfloat16 if fmt == BF16 else torch.float16
+        assert case.fixed_heads.formats == ((BF16, FP16) if name == "wide" else (fmt,))
+        inputs = case.make(1, 0, 2, fmt)
         assert inputs.formats == Formats.of(fmt)
-        for part, tensor in layer.items():
-            assert torch.equal(getattr(inputs, part)[0], tensor[0].to(dtype).float())
-
-    def test_do_alone_may_be_wider(self, tmp_path: Path) -> None:
-        layer = normal((1, 2, 4, 8))
-        layer["do"] = layer["do"].float() * 1.001
-        inputs = only_case(tmp_path, layer).make(1, 0, 2, BF16)
-        assert torch.equal(inputs.do[0], layer["do"][0].bfloat16().float())
+        assert all(torch.equal(getattr(inputs, part)[0], x[0].float()) for part, x in narrow.items())
 
 
 TEST_KERNELS = """
