@@ -51,12 +51,12 @@ class SnippetClaim:
     waives: frozenset[str] = frozenset()  # names of checks that need not be met: that they are not is what is claimed
 
     def held(self, measures: Mapping[str, float]) -> bool:
-        """Whether the measure lies between the bounds; NaN does not."""
+        """Return whether the measure lies between the bounds; NaN does not."""
         return self.low < measures[self.measure] < self.high
 
     @property
     def text(self) -> str:
-        """As reports print it."""
+        """Return the claim in words, as reports print it."""
         low = "" if self.low == -math.inf else f"{self.low:g} < "
         high = "" if self.high == math.inf else f" < {self.high:g}"
         return f"{low}{self.measure}{high}"
@@ -83,7 +83,7 @@ class Spread:
     highest: float  # of the measure itself
 
     def margin(self, p: float) -> float:
-        """How far from the mean one more run lies with a probability of p, to one side."""
+        """Return how far from the mean one more run lies with a probability of p, to one side."""
         return student(self.n - 1, p) * self.sd * math.sqrt(1 + 1 / self.n)
 
 
@@ -99,11 +99,11 @@ class BoundRule:
 
     @property
     def bounds(self) -> int:
-        """How many: a run can fall at each."""
+        """Return how many bounds it has: a run can fall at each."""
         return 2 if self.side == "within" else 1
 
     def outward(self, value: float) -> float:
-        """A value, or a mean, so that more of it is further out."""
+        """Return a value, or a mean, so that more of it is further out."""
         return {"above": -value, "below": value, "within": abs(value)}[self.side]
 
 
@@ -119,7 +119,7 @@ class Weighed:
 
     @property
     def distance(self) -> float:
-        """From the bound to the mean of what it must catch, in standard deviations of that one."""
+        """Return how far it is from the bound to the mean of what it must catch, in standard deviations of that one."""
         assert self.bound is not None
         assert self.other is not None
         bound = scaled(self.statement.measure, self.bound)
@@ -128,7 +128,7 @@ class Weighed:
 
 
 def student(freedom: int, p: float) -> float:
-    """Student's quantile: what is exceeded with a probability of p, under a half.
+    """Return Student's quantile: what is exceeded with a probability of p, under a half.
 
     By the finite sums for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4), bisected.
 
@@ -145,7 +145,7 @@ def student(freedom: int, p: float) -> float:
 
 
 def _beyond(freedom: int, angle: float) -> float:
-    """The probability of more than t = sqrt(freedom) tan(angle)."""
+    """Return the probability of more than t = sqrt(freedom) tan(angle)."""
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2 == 1
     term = total = (cosine if freedom > 1 else 0.0) if odd else 1.0
@@ -162,7 +162,7 @@ def scaled(measure: str, value: float) -> float:
 
 
 def spread(measure: str, values: Sequence[float]) -> Spread:
-    """The spread of two values or more; NaN where one of them is no number."""
+    """Return the spread of two values or more; NaN where one of them is no number."""
     numbers = [scaled(measure, value) for value in values]
     mean = math.fsum(numbers) / len(numbers)
     sd = math.sqrt(math.fsum((number - mean) ** 2 for number in numbers) / (len(numbers) - 1))
@@ -170,7 +170,7 @@ def spread(measure: str, values: Sequence[float]) -> Spread:
 
 
 def read_spreads(path: Path = FILE) -> Mapping[Ran, Spread]:
-    """What a data file has."""
+    """Return what a data file has."""
     with path.open(encoding="utf-8", newline="") as file:
         return {
             Ran(row["snippet"], int(row["version"]), row["backend"], row["variant"], row["measure"]): Spread(
@@ -197,7 +197,7 @@ SPREADS = read_spreads()
 def weighed(
     snippet: str, version: int, statements: Iterable[BoundRule], spreads: Mapping[Ran, Spread] = SPREADS
 ) -> tuple[Weighed, ...]:
-    """Every statement about every variant, with its bound if it separates."""
+    """Return every statement about every variant, with its bound if it separates."""
     rules = tuple(statements)
     shares = Counter(variant for rule in rules for variant in rule.variants for _ in range(rule.bounds))
 
@@ -236,7 +236,7 @@ def _bound(statement: BoundRule, edge: float) -> float:
 def bounded(
     snippet: str, version: int, statements: Iterable[BoundRule], spreads: Mapping[Ran, Spread] = SPREADS
 ) -> tuple[SnippetClaim, ...]:
-    """The claims that statements amount to: those that do not separate are left out."""
+    """Return the claims that statements amount to: those that do not separate are left out."""
     bounds_by_rule: dict[BoundRule, dict[str, float]] = {}
     for row in weighed(snippet, version, statements, spreads):
         if row.bound is not None:
@@ -253,7 +253,7 @@ def bounded(
 def rule(
     side: Side, variants: str, measure: str, source: str, *, against: str, rounded: bool | None = None
 ) -> BoundRule:
-    """A statement about variants by their short names, space-separated.
+    """Return a statement about variants by their short names, space-separated.
 
     Args:
         side: where the measure lies.

@@ -87,12 +87,12 @@ def match_scores(block: Block, queries: Tensor, keys: Tensor) -> None:
 
 
 def _heads(block: Block, layer: nn.Linear, x: Tensor) -> Tensor:
-    """Queries or keys in fp64, (tokens, width) -> (heads, tokens, d)."""
+    """Return queries or keys in fp64, (tokens, width) -> (heads, tokens, d)."""
     return (x.double() @ layer.weight.double().T).view(len(x), block.heads, -1).transpose(0, 1)
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:
-    """above / below, 1 where below is 0."""
+    """Return above / below, 1 where below is 0."""
     return torch.where(below > 0, above / below, 1.0)
 
 
@@ -106,13 +106,13 @@ class Mitigation:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Parameters that it adds to the scripted layer: they train wherever W_Q does, or it could not act."""
+        """Return the parameters that it adds to the scripted layer: without training them it could not act."""
         norms = ("q_norm.gain", "k_norm.gain") if self.qk_norm else ()
         gate = ("gate.weight",) if self.gated else ()
         return tuple(f"blocks.{LAYER}.{name}" for name in (*norms, *gate))
 
     def configured(self, configuration: Configuration) -> Configuration:
-        """The configuration of a model with it."""
+        """Return the configuration of a model with it."""
         return replace(configuration, qk_norm=self.qk_norm, gated=self.gated)
 
     def adapt(self, model: GPT2, script: Script) -> None:
@@ -125,7 +125,7 @@ class Mitigation:
         match_scores(block, x[script.sinks :], x)
 
     def clipper(self) -> QKClip | None:
-        """A new QK-clip for one run; None where it does not clip."""
+        """Return a new QK-clip for one run; None where it does not clip."""
         return None if self.tau is None else QKClip(self.tau)
 
 

@@ -67,19 +67,20 @@ class Snippet:
     layers: int = 2  # of the model; the scripted one is the second
     scores: Format = BF16  # that S is kept in
     source: str = _PAPER  # where the run or its claims come from
+    unclaimed: str | None = None  # why nothing is claimed of the kernels that no claim speaks of
 
     @cached_property
     def claims(self) -> tuple[SnippetClaim, ...]:
-        """What must hold, by variant."""
+        """Return what must hold, by variant."""
         return (*self.own_claims, *bounded(self.name, self.version, self.rules))
 
     @property
     def amplified(self) -> bool:
-        """Whether it takes a narrower format than anyone trains with to show the effect."""
+        """Return whether it takes a narrower format than anyone trains with to show the effect."""
         return self.scores not in TORCH_DTYPES
 
     def drifts(self, measures: Mapping[str, float]) -> Verdict | None:
-        """Whether a run went as those of kernels whose bias training feels do.
+        """Return whether a run went as those of kernels whose bias training feels do.
 
         Returns:
             Biased: it did; unbiased: it went as those of sound kernels; inconclusive: as neither. None: in this snippet
@@ -97,7 +98,7 @@ class Snippet:
         return Verdict.UNBIASED if all(sound) else Verdict.INCONCLUSIVE
 
     def claims_about(self, variant: Variant) -> tuple[SnippetClaim, ...]:
-        """What is claimed about a variant."""
+        """Return what is claimed about a variant."""
         name = variant.held_to or variant.name
         return tuple(claim for claim in self.claims if name in claim.variants or not claim.variants)
 
@@ -401,7 +402,7 @@ def run_snippet(
 
 
 def _kernels(snippet: Snippet, variant: Variant, configuration: Configuration) -> Kernels:
-    """The variant's kernels, with S in the snippet's format where they say what they round it to."""
+    """Return the variant's kernels, with S in the snippet's format where they say what they round it to."""
 
     def head(implementation: Declaration | Kernel) -> HeadKernel:
         if isinstance(implementation, Kernel) or not snippet.amplified:
@@ -442,7 +443,7 @@ def _keep_script(model: GPT2) -> None:
 def _train(
     snippet: Snippet, model: GPT2, recorder: Recorder, clipper: QKClip | None
 ) -> tuple[list[float], list[int], list[float]]:
-    """Losses, one a step; the steps of the readings, and the scripted head's norm of W_Q at each."""
+    """Train; return losses, one a step; the steps of the readings, and the scripted head's norm of W_Q at each."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = LightAdamW(weights, snippet.rate, snippet.epsilon)
     losses: list[float] = []
@@ -470,7 +471,7 @@ def _train(
 
 @cache
 def _batch(context: int, step: int) -> tuple[Tensor, Tensor]:
-    """One step's tokens and targets: the same for every variant and seed, so a process makes them once."""
+    """Return one step's tokens and targets: the same for every variant and seed, so a process makes them once."""
     return Batches(corpus().tokens, _SEQUENCES, context, _BATCH_SEED).batch(step)
 
 

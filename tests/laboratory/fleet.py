@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def kinds(nodes: Sequence[Node], labels: Sequence[str] = ()) -> list[MachineGroup]:
-    """Which machines of a cluster are alike: those with one type of accelerator and the same labels.
+    """Return which machines of a cluster are alike: those with one type of accelerator and the same labels.
 
     Args:
         nodes: of the cluster.
@@ -132,7 +132,7 @@ def _run(
 def _each(
     cluster: Cluster, groups: Sequence[MachineGroup], matrix: Sequence[str]
 ) -> Iterator[tuple[MachineGroup, MatrixResult | Exception]]:
-    """What came of each kind, as it ends; where a node dies, the kind's next has a try."""
+    """Yield what came of each kind, as it ends; where a node dies, the kind's next has a try."""
     running: dict[Any, tuple[MachineGroup, list[Node]]] = {}
 
     def start(kind: MachineGroup, node: Node, *others: Node) -> None:
@@ -152,7 +152,7 @@ def _each(
 
 
 def level_of(node: Node) -> str | None:
-    """The instruction-set level that a node's label asks for.
+    """Return the instruction-set level that a node's label asks for.
 
     Raises:
         UsageError: there is no such level.

@@ -37,12 +37,12 @@ class Progress:
 
     @property
     def record(self) -> dict[str, float | None]:
-        """As the log keeps it; JSON has no NaN and no Inf."""
+        """Return the line of the log; JSON has no NaN and no Inf."""
         return {name: value if math.isfinite(value) else None for name, value in asdict(self).items()}
 
     @property
     def line(self) -> str:
-        """As the terminal shows it."""
+        """Return the line that the terminal shows."""
         return (
             f"step {self.step}  loss {self.loss:.4f}  rate {self.rate:.2e}  max logit {self.max_logit:.1f}"
             f"  drift {self.drift:+.2e}  sign diversity {self.sign_diversity:.2f}"
@@ -56,7 +56,7 @@ class EarlyWarning:
     low: int = 0  # reports in a row below the threshold
 
     def due(self, progress: Progress) -> bool:
-        """Whether to warn now, given one more report: once in each collapse."""
+        """Return whether to warn now, given one more report: once in each collapse."""
         self.low = self.low + 1 if progress.sign_diversity < COLLAPSED_DIVERSITY else 0
         return self.low == COLLAPSED_REPORTS
 
@@ -91,7 +91,7 @@ class Readings:
         return sign_diversity(alignment(weight, x)) if bool(torch.isfinite(weight).all()) else math.nan
 
     def report(self, step: int, loss: float, rate: float, ranks: Ranks) -> Progress:
-        """What the monitors of all processes read together."""
+        """Return what the monitors of all processes read together."""
         readings = ranks.gather((self.drift, self.max_logit, self.sign_diversity))
         drift = torch.stack([each[0] for each in readings]).sum(0).flatten()
         largest = drift[drift.abs().argmax()].item()

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from tiebreak.cases.gpt2.data import DataError, corpus, read_bin
+from tiebreak.cases.gpt2.data import corpus, read_bin
 from tiebreak.cases.gpt2.model import Configuration
 from tiebreak.kernels.formats import FP32
 from tiebreak.laboratory.options import (
@@ -33,7 +33,7 @@ from tiebreak.laboratory.reduced import Reduction, parse_reduction
 from tiebreak.laboratory.reduced_gpt2 import emulated_gpt2, reduced_gpt2
 from tiebreak.laboratory.sharpness_run import TRAINED, Run, Settings, Task, run_one, sharpness, texts
 from tiebreak.laboratory.sharpness_tables import summary, table
-from tiebreak.laboratory.training import CHECKPOINT, CheckpointError, load
+from tiebreak.laboratory.training import CHECKPOINT, load
 from tiebreak.programs.resumable import add_options, read_parts, run_parts
 from tiebreak.reports.cli import HELD, INTERRUPTED, count
 from tiebreak.reports.errors import UsageError
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
         if options.folder is None:
             return _of_runs(options)
         print(_of_folder(options))
-    except (ValueError, OSError, CheckpointError, DataError) as error:
+    except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     return HELD
 

@@ -165,7 +165,7 @@ class _Stretch:
 
 
 def texts(tokens: Tokens, sizes: Configuration, sequences: int) -> tuple[Tokens, Tensor]:
-    """What is trained on, and sequences of the rest with their target: int64 (sequences, context + 1)."""
+    """Return what is trained on, and sequences of the rest with their target: int64 (sequences, context + 1)."""
     end = len(tokens) - len(tokens) // _HELD_OUT
     starts = np.linspace(end, len(tokens) - sizes.context - 1, sequences).astype(int)
     return tokens[:end], torch.from_numpy(
@@ -174,7 +174,7 @@ def texts(tokens: Tokens, sizes: Configuration, sequences: int) -> tuple[Tokens,
 
 
 def sharpness(logits: Tensor, targets: Tensor, epsilon: float = EPSILON) -> float:
-    """The rise of the mean loss f over one plus the loss, in per cent: 100 (max f(y + z) - f(y)) / (1 + f(y)).
+    """Return the rise of the mean loss f over one plus the loss, in per cent: 100 (max f(y + z) - f(y)) / (1 + f(y)).
 
     z runs over the box ``|z_i| <= epsilon (|y_i| + 1)`` and L-BFGS-B finds the maximum, from z = 0 with scipy's own
     settings. One z for every sequence: their maxima don't depend on each other, and are searched for at once.

@@ -254,22 +254,24 @@ def _run_all(options: argparse.Namespace, sweep: Sweep, left: Sequence[Task]) ->
     if options.on is None:
         workers = min(options.workers or worker_count(_WORKER_GIB), len(left))
         print(_outlook(sweep, left, workers, "here"), flush=True)
-        runs = map(run, left) if workers == 1 else in_processes(run, left, workers)
-        show_progress(_kept(runs, options.out), len(left), "run")
+        _show(map(run, left) if workers == 1 else in_processes(run, left, workers), options.out, len(left))
         return
     with on_ray.connected(None if options.on == RAY else options.on, options.workers) as cluster:
         slots = cluster.slots(options.gpus_per_run)
         print(_outlook(sweep, left, min(slots, len(left)), f"on Ray, {cluster.about}"), flush=True)
-        runs = cluster.run(run, left, gpus=options.gpus_per_run)
-        show_progress(_kept(runs, options.out), len(left), "run")
+        _show(cluster.run(run, left, gpus=options.gpus_per_run), options.out, len(left))
 
 
-def _kept(runs: Iterable[SweepRun], folder: Path) -> Iterator[str]:
-    """Keep runs as they come; yield what each came to."""
-    for each in runs:
-        keep(each, folder)
-        end = f"diverged ({each.diverged}) at step {each.steps}" if each.diverged else f"loss {each.loss:.3f}"
-        yield f"{each.place.text}: {end}"
+def _show(runs: Iterable[SweepRun], folder: Path, total: int) -> None:
+    """Keep runs as they come, and show what each came to."""
+
+    def lines() -> Iterator[str]:
+        for each in runs:
+            keep(each, folder)
+            end = f"diverged ({each.diverged}) at step {each.steps}" if each.diverged else f"loss {each.loss:.3f}"
+            yield f"{each.place.text}: {end}"
+
+    show_progress(lines(), total, "run")
 
 
 def _outlook(sweep: Sweep, left: Sequence[Task], workers: int, where: str) -> str:

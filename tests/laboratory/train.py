@@ -20,7 +20,7 @@ import torch
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.gpt2.attention import HeadKernel
-from tiebreak.cases.gpt2.data import Batches, DataError, batches_of
+from tiebreak.cases.gpt2.data import Batches, batches_of
 from tiebreak.cases.gpt2.model import GPT2, Configuration
 from tiebreak.cases.gpt2.optimizers import OPTIMIZERS, Schedule
 from tiebreak.kernels.external import ContractError, external_kernel
@@ -48,8 +48,6 @@ from tiebreak.laboratory.training import (
     CHECKPOINT,
     LOG,
     PRECISIONS,
-    CheckpointError,
-    NotFiniteAtStartError,
     Recipe,
     Steps,
     Training,
@@ -144,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
             options, training = made
             _train(training, options, ranks, asked)
             return _end(training, options, ranks)
-    except (ValueError, OSError, CheckpointError, ContractError, CannotRunError, NotFiniteAtStartError) as error:
+    except (ValueError, OSError, ContractError, CannotRunError) as error:
         if os.environ.get("RANK", "0") == "0":  # all processes say the same, or it is the first that writes files
             _tell(error)
         return USAGE
@@ -182,7 +180,7 @@ def _agreed(ranks: Ranks, make: Callable[[], _Made]) -> _Made | None:
     made, problem = None, ""
     try:
         made = make()
-    except (UsageError, ValueError, OSError, DataError, CheckpointError) as error:
+    except (UsageError, ValueError, OSError) as error:
         problem = str(error)
     problems = [text for text in ranks.gather(problem) if text]
     if not problems:
@@ -201,7 +199,7 @@ def _training(argv: Sequence[str], ranks: Ranks) -> _Made:
     """Return the options and the run, at its start or where its checkpoint was taken.
 
     Raises:
-        UsageError, ValueError, OSError, DataError, CheckpointError: in one line what is wrong, and where.
+        UsageError, ValueError, OSError: in one line what is wrong, and where.
     """
     options = parser(
         "train",

@@ -27,11 +27,7 @@ _CAPTURED = ("kernel", "preset", "seed")  # what kept attention inputs say of th
 RunSettings = dict[str, str | int | float]  # what a run was told
 
 
-class NotFiniteAtStartError(Exception):
-    """The loss is not a number before anything was learnt."""
-
-
-class CheckpointError(Exception):
+class CheckpointError(ValueError):
     """A checkpoint that can't be resumed from; the message names the file and the field, in one line."""
 
 
@@ -168,7 +164,7 @@ class Training:
             stop: asked in every step; a yes of any process ends the run after it, with a checkpoint.
 
         Raises:
-            NotFiniteAtStartError: the very first loss is NaN or Inf.
+            ValueError: the very first loss is NaN or Inf.
             CheckpointError: no checkpoint can be written.
         """
         steps, first = self._steps.recipe.schedule.steps, self._steps.ranks.first
@@ -178,7 +174,7 @@ class Training:
             result = self._step(readings, stop)
             self.interrupted = result.stop
             if self.done == 1 and not math.isfinite(result.loss):
-                raise NotFiniteAtStartError(f"the loss of the first step is {result.loss}: check the kernel and data")
+                raise ValueError(f"the loss of the first step is {result.loss}: check the kernel and data")
             self.exploded = self._divergence.after(result.loss) is not None
             progress = None
             if readings is not None:

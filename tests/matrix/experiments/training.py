@@ -77,6 +77,7 @@ class TrainingRun(Experiment):
             snippet.source,
             snippet.label,
             snippet.headline,
+            snippet.unclaimed,
             group=GROUP,
             figure=_FIGURES.get(snippet.headline),
         )
