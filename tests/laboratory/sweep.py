@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from msgspec import structs
 
 from tiebreak.backends.platform import describe, worker_count
 from tiebreak.cases.gpt2.attention import Observation
@@ -51,7 +52,8 @@ from tiebreak.reports import terminal
 from tiebreak.reports.cli import HELD, INTERRUPTED
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown
-from tiebreak.reports.sweeps.store import SCHEMA, Place, Settings, Sweep, SweepRun, keep, open_store, read_sweep
+from tiebreak.reports.records.decode import SCHEMA
+from tiebreak.reports.sweeps.store import Place, Settings, Sweep, SweepRun, keep, open_store, read_sweep
 from tiebreak.reports.sweeps.tables import sweep_tables
 from tiebreak.reports.tables.run import counted
 
@@ -338,7 +340,7 @@ def run(task: Task, steps: int | None = None) -> SweepRun:
                 break
     tail = losses[-math.ceil(len(losses) / _END) :]
     return SweepRun(
-        **vars(place),
+        **structs.asdict(place),
         diverged=diverged,
         steps=len(losses),
         loss=_finite(sum(tail) / len(tail)),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from torch import Tensor
 
 from tiebreak.cases.gpt2.attention import HeadKernel, attend
@@ -93,7 +94,7 @@ def test_a_stop_loses_the_run_in_hand_and_the_same_command_goes_on(
 
 
 def test_a_run_is_the_same_to_the_bit_wherever_its_data_are() -> None:
-    one, again, other = (replace(run(task(seed=seed)), seconds=0.0) for seed in (1, 1, 2))
+    one, again, other = (structs.replace(run(task(seed=seed)), seconds=0.0) for seed in (1, 1, 2))
     assert one == again
     assert one.loss != other.loss
     with pytest.raises(Exception, match="other data here than where the sweep began"):
