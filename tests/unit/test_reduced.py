@@ -19,7 +19,6 @@ from tiebreak.kernels.kernel import Declaration, run_backward, run_forward
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.kernels.sdpa import cpu_sdpa_flash
-from tiebreak.laboratory import truncation
 from tiebreak.laboratory.reduced import (
     Reduction,
     masked_attention,
@@ -29,6 +28,7 @@ from tiebreak.laboratory.reduced import (
     reduction_at,
 )
 from tiebreak.laboratory.reduced_gpt2 import reduced_gpt2
+from tiebreak.studies import truncation
 
 E8M7, E8M3 = parse_reduction("E8M7"), parse_reduction("E8M3")
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"))
