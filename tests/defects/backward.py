@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.defects.tiled import CallRequest, Tiled, by_group
-from tiebreak.matrix.usage.placements import read_as_contiguous
+from tiebreak.matrix.questions.placements import read_as_contiguous
 
 
 class UnscaledDk(Tiled, bug="Dao-AILab/flash-attention/issues/2651"):

@@ -10,7 +10,7 @@ from torch import Tensor
 from tiebreak.defects.tiled import CallRequest, Sums, Tiled, by_group, truncated
 from tiebreak.kernels.formats import FP16
 from tiebreak.kernels.operands import LOG2_E
-from tiebreak.matrix.usage.placements import read_as_contiguous
+from tiebreak.matrix.questions.placements import read_as_contiguous
 
 
 class CausalUpperLeft(Tiled, bug="NVIDIA/cutlass/issues/2336"):

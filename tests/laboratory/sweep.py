@@ -48,13 +48,13 @@ from tiebreak.laboratory.reduced import Otherwise, Reduction, parse_reduction
 from tiebreak.laboratory.reduced_gpt2 import NO_RANGE, SAME, emulated_gpt2, parse_attention, reduced_gpt2
 from tiebreak.laboratory.training import Recipe, Steps
 from tiebreak.programs.resumable import expected, in_processes, show_progress
-from tiebreak.reports import terminal
 from tiebreak.reports.cli import HELD, INTERRUPTED
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown
 from tiebreak.reports.records.decode import SCHEMA
 from tiebreak.reports.sweeps.store import Place, Settings, Sweep, SweepRun, keep, open_store, read_sweep
 from tiebreak.reports.sweeps.tables import sweep_tables
+from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.run import counted
 
 LOOK_EVERY = 10  # steps, at the largest logit
@@ -246,7 +246,7 @@ def main(argv: Sequence[str]) -> int:
         done = counted(len(read_sweep(options.out).runs), "run")
         print(f"\nstopped; {options.out} has the {done} done, and the same command goes on", file=sys.stderr)
         return INTERRUPTED
-    terminal.show(sweep_tables(read_sweep(options.out), terminal.limit("simple"), "simple"))
+    grids.show(sweep_tables(read_sweep(options.out)))
     print(f"again: tiebreak show {options.out}; as a page: tiebreak page {options.out} -o DIR")
     return HELD
 

@@ -77,9 +77,10 @@ class Experiment(ABC):
         Kernels that are another kind's alone are not among those asked for.
         """
 
-    @abstractmethod
     def refusal(self, cell: "Cell", bench: Workbench) -> str | None:
-        """None, or why a cell can't run, in one line."""
+        """None, or why a cell can't run, in one line; by default running it tells."""
+        del cell, bench
+        return None
 
     @abstractmethod
     def run(self, cell: "Cell", bench: Workbench) -> Result:
@@ -146,16 +147,18 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Kind(ABC):
+class Kind:
     """One kind of experiment."""
 
     name: str
     described: ExperimentRecord  # what it is, for the file of records
+    experiments: Sequence[Experiment] = ()  # that --cases takes by name
+    measured: Sequence[Measure] = ()  # by its results
+    advice: str = ""  # what to know about names where no cell is left
     on_request: bool = False  # whether it runs only where --experiments or --cases names it
 
-    @abstractmethod
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
-        """The experiments that --cases takes by name.
+        """Return the experiments of a run.
 
         Args:
             captured: folder of captured tensors, which run alone unless cases are named.
@@ -164,16 +167,13 @@ class Kind(ABC):
         Raises:
             UnusableExperimentError: the folder can't be used.
         """
+        return () if captured is not None and not cases_named else self.experiments
 
-    @abstractmethod
     def measures(self) -> Mapping[str, Measure]:
-        """What its results measure, by name."""
+        """Return what its results measure, by name."""
+        return {measure.name: measure for measure in self.measured}
 
     def kernels(self, backend: Backend) -> Mapping[str, Kernel]:
-        """Kernels by name that it has beside the backend's own, and that --kernels takes."""
+        """Return kernels by name that it has beside the backend's own, and that --kernels takes."""
         del backend
         return {}
-
-    def hint(self) -> str:
-        """What to know about names where no cell is left; empty: nothing."""
-        return ""

@@ -6,8 +6,7 @@ from typing import Any
 
 from tiebreak.cases.measures import Value
 from tiebreak.cases.verdicts import Interval
-from tiebreak.matrix.invariance.comparison import Invariance
-from tiebreak.reports.records.record import Shown
+from tiebreak.reports.records.record import Answer, Shown
 
 
 @dataclass(frozen=True)
@@ -31,14 +30,6 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Relation:
-    """What must be so between two calls, such as one answer."""
-
-    asked: str  # what must be so
-    why: str = ""  # what is so instead, in one line with numbers; empty: it is as it must
-
-
-@dataclass(frozen=True)
 class Result:
     """What came of one cell that ran to its end."""
 
@@ -49,8 +40,7 @@ class Result:
     in_training: str | None = None  # a verdict: whether gradients, or a training run, contain a bias; None: unknown
     claims: tuple[Claimed, ...] = ()  # those that speak of the kernel
     prediction: Predicted | None = None  # None: none is made
-    relations: tuple[Relation, ...] = ()  # between its calls
-    invariance: Invariance | None = None  # what a change of the call does to O; None: none was made
+    agreement: Mapping[str, Answer] = field(default_factory=dict)  # of its calls with each other, by the check of it
     backward_error: str | None = None  # what a backward pass did wrong, in one line: raised ...
     held_to: str | None = None  # the plan that the errors of O are compared with; None: no such comparison
     backward_held_to: str | None = None  # the backward pass that those of dQ, dK and dV are compared with; None: none

@@ -68,7 +68,7 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
         asked = SelectionContext(pairs, running, named, selection.cases is not None, fmt, selection.emulated_backward)
         selected += cells_of(experiments, asked)
     if not selected:
-        hints = "; ".join(kind.hint() for kind in kinds().values() if kind.hint())
+        hints = "; ".join(kind.advice for kind in kinds().values() if kind.advice)
         raise SelectionError(f"no cell is left: {hints}")
     return selected, reasons
 

@@ -1,6 +1,7 @@
 """`tiebreak list cases`, `kernels`, `plans`, `vendors`: what there is, a line each; of a case that is named, all."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.registry import BACKENDS
@@ -13,15 +14,13 @@ from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.plans import PLANS, Accumulator, Cast, DeltaSource, RoundingPlan, SumOf
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.kernels.vendor_plans import VENDOR_PLANS, VendorPlan
-from tiebreak.matrix.invariance.knobs import GROUP as COMPARED
-from tiebreak.matrix.invariance.knobs import KNOBS, Knob
-from tiebreak.matrix.usage.questions import GROUP as USED
-from tiebreak.matrix.usage.questions import QUESTIONS, Question
+from tiebreak.matrix.questions import invariance, usage
+from tiebreak.matrix.questions.session import Question
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import matching, unknown
 
-_Listed = Case | Snippet | Question | Knob
+_Listed = Case | Snippet | Question[Any]
 _INDENT = "  "
 _FAILURE = "!"  # before the line of a failure input
 
@@ -32,8 +31,11 @@ def cases(arguments: Sequence[str]) -> int:
     groups: dict[str, dict[str, _Listed]] = {about: {case.name: case for case in group}
                                                     for about, group in GROUPS.items()}  # fmt: skip
     groups[GROUP] = dict(SNIPPETS)
-    groups[f"{USED}: users' kernels, a device's own where it is named"] = {each.name: each for each in QUESTIONS}
-    groups[f"{COMPARED}: where --experiments or --cases names it"] = {knob.name: knob for knob in KNOBS}
+    for table, asked in (
+        (usage, "users' kernels, a device's own where it is named"),
+        (invariance, "where --experiments or --cases names it"),
+    ):
+        groups[f"{table.GROUP}: {asked}"] = {each.name: each for each in table.QUESTIONS}
     known = {name: case for group in groups.values() for name, case in group.items()}
     names = parser.parse_args(arguments).names
     if names:
@@ -131,7 +133,7 @@ def described(case: _Listed) -> Iterator[str]:
     yield f"{_INDENT}is         {case.about}"
     yield f"{_INDENT}source     {case.source}"
     yield f"{_INDENT}version    {case.version}"
-    if isinstance(case, Question | Knob):
+    if isinstance(case, Question):
         return
     if isinstance(case, Case):
         asked = "dQ, dK and dV too" if case.gradients else "O alone"

@@ -19,12 +19,9 @@ from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.budget import ORDER_FILE
 from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments.call import Call
-from tiebreak.matrix.experiments.invariance import KnobTurned
-from tiebreak.matrix.experiments.usage import Usage
-from tiebreak.matrix.invariance.knobs import KNOBS
+from tiebreak.matrix.experiments.questions import INVARIANCE, USAGE
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.usage.questions import QUESTIONS
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.cli import count
 from tiebreak.reports.records.record import CRASHED, FELL, HELD, MEASURED, SKIPPED, Record
@@ -41,8 +38,8 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     for experiment in (
         *map(Call, SCRIPTED),
         *(Call(CASES[name]).with_features(words) for name, *words in _ADDED),
-        *map(Usage, QUESTIONS),
-        *map(KnobTurned, KNOBS),
+        *USAGE.experiments,
+        *INVARIANCE.experiments,
     )
 }
 _PLACES = {name: place for place, name in enumerate(EXPERIMENTS)}

@@ -9,11 +9,10 @@ from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.adapters import ADAPTERS
 from tiebreak.kernels.plans import PLANS
 from tiebreak.kernels.shift_rules import SHIFT_RULES
-from tiebreak.matrix.invariance.knobs import KNOBS
-from tiebreak.matrix.usage.questions import QUESTIONS
+from tiebreak.matrix.questions import invariance, usage
 from tiebreak.reports import cli
 
-ALL = [*(case.name for case in SCRIPTED), *SNIPPETS, *(each.name for each in (*QUESTIONS, *KNOBS))]
+ALL = [*(case.name for case in SCRIPTED), *SNIPPETS, *(each.name for each in (*usage.QUESTIONS, *invariance.QUESTIONS))]
 
 
 def names(lines: list[str]) -> list[str]:

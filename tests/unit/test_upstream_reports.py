@@ -24,7 +24,7 @@ import torch
 from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.matrix.checks import checks
-from tiebreak.matrix.usage.questions import QUESTIONS
+from tiebreak.matrix.questions.usage import QUESTIONS
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reports"
 REPORTS: dict[str, dict[str, Any]] = tomllib.loads((FOLDER / "reports.toml").read_text(encoding="utf-8"))

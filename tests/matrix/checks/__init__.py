@@ -1,4 +1,4 @@
-"""Checks: each one question asked of a result, in a module of its own. A check is found by being in this folder."""
+"""Checks: each one question asked of a result. A check is found by being in a module of this folder."""
 
 import math
 import pkgutil
@@ -37,9 +37,9 @@ _ALWAYS = (
 @cache
 def checks() -> Mapping[str, Check]:
     """Every check by name."""
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    asked: list[Check] = [import_module(f"{__name__}.{name}").CHECK for name in names]
-    return {check.name: check for check in (*_ALWAYS, *asked)}
+    modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    asked = [value for module in modules for value in vars(module).values() if isinstance(value, Check)]
+    return {check.name: check for check in (*_ALWAYS, *sorted(asked, key=lambda check: check.name))}
 
 
 def ask_all(result: Result) -> dict[str, Answer]:

@@ -1,7 +1,7 @@
-"""Experiments: what a backend and a kernel are put through, to a result. A kind of experiment is a module in here.
+"""Experiments: what a backend and a kernel are put through, to a result, by kinds.
 
 A kind offers experiments by name (`--cases` chooses among them), says which kernels each is for, runs one cell, and
-describes its measures. The module's `KIND` is found by being in this folder.
+describes its measures. It is found by being in a module of this folder.
 """
 
 import pkgutil
@@ -16,5 +16,5 @@ from tiebreak.matrix.experiment import Kind
 def kinds() -> Mapping[str, Kind]:
     """Every kind of experiment by name."""
     modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
-    offered: list[Kind] = [module.KIND for module in modules]
-    return {kind.name: kind for kind in offered}
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, Kind)]
+    return {kind.name: kind for kind in sorted(found, key=lambda kind: kind.name)}

@@ -18,7 +18,7 @@ from tiebreak.cases.case import JOINED, Case
 from tiebreak.cases.claims import bias_text, of_tied_outputs, predicted
 from tiebreak.cases.errors import Errors, difference, merge, signed_error_ulps
 from tiebreak.cases.gradients import contains_bias
-from tiebreak.cases.measures import Measure, Observed, Value, call_measures
+from tiebreak.cases.measures import Observed, Value, call_measures
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
 from tiebreak.cases.trace import trace
 from tiebreak.cases.verdicts import Interval, Verdict
@@ -344,14 +344,6 @@ class _Calls(Kind):
     def _scripted(self) -> tuple[Call, ...]:
         return tuple(map(Call, SCRIPTED))
 
-    def measures(self) -> Mapping[str, Measure]:
-        """As `Kind.measures`."""
-        return call_measures()
-
-    def hint(self) -> str:
-        """As `Kind.hint`."""
-        return "triton_fp8 runs in the cases called fp8_... alone"
-
 
 KIND = _Calls(
     Call.kind,
@@ -364,4 +356,6 @@ KIND = _Calls(
         agreement="equal_bits",
         carried="delta_bias_in_dq",
     ),
+    measured=tuple(call_measures().values()),
+    advice="triton_fp8 runs in the cases called fp8_... alone",
 )

@@ -1,6 +1,6 @@
 """Which plan a user's kernel follows, by the search that `tiebreak identify` makes: one cell, on inputs of its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,11 +45,6 @@ class Identification(Experiment):
         """As `Experiment.cost`: two dozen calls, and a search through a thousand plans."""
         return 20.0 + 2.0 * backend.call_steps
 
-    def refusal(self, cell: Cell, bench: Workbench) -> str | None:
-        """As `Experiment.refusal`: asking it tells."""
-        del cell, bench
-        return None
-
     def run(self, cell: Cell, bench: Workbench) -> Result:
         """As `Experiment.run`."""
         try:
@@ -64,22 +59,12 @@ class Identification(Experiment):
         )
 
 
-class _Identities(Kind):
-    """The one."""
-
-    def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
-        """As `Kind.offered`."""
-        return () if captured is not None and not cases_named else (Identification(),)
-
-    def measures(self) -> Mapping[str, Measure]:
-        """As `Kind.measures`."""
-        return {_BITS: Measure(_BITS, "share of bits that the plan has, of inputs by which it was not chosen")}
-
-
-KIND = _Identities(
+KIND = Kind(
     Identification.kind,
     records.ExperimentRecord(
         "the plan that a user's kernel follows, where it declares none",
         "share of bits that the plan has of inputs by which it was not chosen; the verdict names it.",
     ),
+    experiments=(Identification(),),
+    measured=(Measure(_BITS, "share of bits that the plan has, of inputs by which it was not chosen"),),
 )

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from tiebreak.backends.backend import Backend
 from tiebreak.cases.gpt2.snippets import GROUP, MEASURED, SNIPPETS, Snippet, SnippetResult, run_snippet
 from tiebreak.cases.gpt2.variants import VARIANTS, Variant, variant_names
-from tiebreak.cases.measures import Measure
 from tiebreak.kernels.features import CAUSAL
 from tiebreak.kernels.formats import BF16, Format, Formats
 from tiebreak.kernels.kernel import Kernel, composed
@@ -207,21 +206,9 @@ def _short(value: float) -> float | None:
 class _TrainingRuns(Kind):
     """The snippets."""
 
-    def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
-        """As `Kind.offered`."""
-        return () if captured is not None and not cases_named else tuple(map(TrainingRun, SNIPPETS.values()))
-
-    def measures(self) -> Mapping[str, Measure]:
-        """As `Kind.measures`."""
-        return MEASURED
-
     def kernels(self, backend: Backend) -> Mapping[str, Kernel]:
         """As `Kind.kernels`: the variants."""
         return {name: trained_kernel(variant) for name, variant in VARIANTS.items()} if backend.composed else {}
-
-    def hint(self) -> str:
-        """As `Kind.hint`."""
-        return "kernels called ...@train run in the cases called train_... alone, and those in bf16 alone"
 
 
 KIND = _TrainingRuns(
@@ -232,4 +219,7 @@ KIND = _TrainingRuns(
         " the kernel.\n...@train sums l from P̄ before its cast, ...@train_l_rounded after.",
         pooled=True,
     ),
+    experiments=tuple(map(TrainingRun, SNIPPETS.values())),
+    measured=tuple(MEASURED.values()),
+    advice="kernels called ...@train run in the cases called train_... alone, and those in bf16 alone",
 )

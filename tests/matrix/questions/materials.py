@@ -33,7 +33,7 @@ def cancelling(draw: Draw, shape: Shape) -> AttentionInputs:
     return inputs
 
 
-#: What every knob is turned on, by name.
+#: What every question of invariance is asked of, by name.
 MATERIALS: Mapping[str, Material] = {
     "normal numbers": normal_numbers,
     "ties apart": partial(_tied, apart=True),

@@ -1,0 +1,344 @@
+"""Questions of invariance: what is changed about a call whose answer should stay, and what shows that it was reached.
+
+A control is a second change that must change O, by what it does to the numbers. Where it changes no bit, the change did
+nothing, and that bits are the same says nothing. Each question's docstring ends with its control, and why that tells.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiebreak.cases.case import Shape
+from tiebreak.cases.recipes import normal_numbers
+from tiebreak.kernels.algorithms import SPLIT_ATTENTION
+from tiebreak.kernels.external.call import CONTIGUOUS, Places
+from tiebreak.kernels.external.kernels import UserKernel
+from tiebreak.kernels.features import CAUSAL
+from tiebreak.kernels.flash import Block
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import CannotRunError, Kernel, composed
+from tiebreak.matrix.attribution import drawn, equal_bits
+from tiebreak.matrix.questions import session as sessions
+from tiebreak.matrix.questions.answers import DQ, OF_QUERIES, Answers, Cut, O, joined
+from tiebreak.matrix.questions.materials import cancelling
+from tiebreak.matrix.questions.placements import fused, misaligned, read_as_contiguous, transposed
+from tiebreak.matrix.questions.session import SHARE
+from tiebreak.matrix.questions.without_bias import WithoutBias
+
+GROUP = "a call compared with itself"
+_KEYS = 128  # where no other number matters more
+_ALONE = 4  # sequences that are called alone, at most
+_NEIGHBOURS, _ROWS = (9, 10, 200), (9, 10)  # keys of one more sequence; queries
+_PAGE = 16  # keys
+_PADDED = ((100, 1), (100, 28), (128, 64))  # keys, and how many padded ones behind them
+_MORE_QUERIES = (1, 28)
+_MOST = 64  # of both
+_DECODED = (97, 128)  # keys that the last row sees: the second where a kernel takes no such first
+_DRAWN_ROWS = 4  # that are compared of a kernel that draws random bits: as many as a head has in other calls
+_PREFILL, _CHUNKS = 192, (64, 50)  # queries and keys; queries of a chunk
+_LONG = 8  # where rows are as many as keys, one in so many heads is drawn
+_SPLITS, _SPLIT_ROWS = (2, 3, 4, 8), (256, 1024, 4096)  # the first row that is long enough to be split is taken
+_CALLS = 100
+Session = sessions.Session[WithoutBias]
+Question = sessions.Question[WithoutBias]
+
+
+def _of_rows(inputs: AttentionInputs, rows: slice, keys: int, **other: Any) -> AttentionInputs:
+    """Return the call of some queries, and the first keys, and whatever else is another."""
+    q, do, k, v = inputs.q[:, :, rows], inputs.do[:, :, rows], inputs.k[:, :, :keys], inputs.v[:, :, :keys]
+    return replace(inputs, q=q, k=k, v=v, do=do, **other)
+
+
+def _negated(x: Tensor, at: slice, dimension: int) -> Tensor:
+    """Return x with a part of it negated."""
+    other = x.clone()
+    other.movedim(dimension, 0)[at] *= -1.0
+    return other
+
+
+def _with_more(inputs: AttentionInputs, names: str, more: int, session: Session) -> AttentionInputs:
+    """Return the call with rows of normal numbers behind the end of some arguments: "q do" or "k v"."""
+    added = session.draw("more", normal_numbers, Shape(queries=_MOST, keys=_MOST))
+    longer: dict[str, Any] = {
+        name: torch.cat([getattr(inputs, name), getattr(added, name)[:, :, :more]], 2) for name in names.split()
+    }
+    return replace(inputs, **longer)
+
+
+def batch(session: Session) -> None:
+    """A sequence alone, among others, and beside one of another length, which grows from 9 to 10 keys, or queries.
+
+    Control: V of a neighbour negated, of which the neighbour's own O is a mean.
+    """
+    if isinstance(session.kernel, UserKernel) and "b" not in session.options.layout:
+        raise CannotRunError("is called once for every sequence: it sees no batch")
+    for material, inputs in session.materials(Shape(keys=_KEYS)):
+        number, rows = len(inputs.q), inputs.q.shape[2]
+        first = slice(0, min(_ALONE, number))
+        alone = joined((session.run(inputs.part(slice(at, at + 1))) for at in range(first.stop)), 0)
+        # Two sequences or more there are always, and the last is a neighbour of the others.
+        negated = replace(inputs, v=_negated(inputs.v, slice(-1, None), 0))
+        together, others = session.run(inputs), session.run(negated, gradients=False)
+        session.found.compare(f"among {number - 1} others, {material}", alone, together, inputs, Cut(first))
+        session.found.control("V of a neighbour negated", together[O][-1:], others[O][-1:])
+        rest = Cut(slice(0, -1))
+        session.found.compare(f"beside other numbers, {material}", together, others, inputs, rest)
+        beside = {f"beside one of {keys} keys": _beside(inputs, keys) for keys in _NEIGHBOURS}
+        for queries in _ROWS:
+            longer = _with_more(inputs, "q do", queries - rows, session)
+            beside[f"padded to a neighbour's {queries} queries"] = longer
+            more = _with_more(inputs, "q do", queries, session).q[:1, :, rows:]
+            beside[f"packed before one of {queries} queries"] = _packed(inputs, more)
+        for words, changed in beside.items():
+            if session.takes(changed):
+                answer = session.run(changed, gradients=False)
+                answer = answer if changed.lengths is None else {O: _unpacked(answer[O], inputs.q.shape)}
+                cut = Cut(first, rows=slice(0, rows))
+                session.found.compare(f"{words}, {material}", alone, answer, inputs, cut)
+
+
+def _packed(inputs: AttentionInputs, queries: Tensor) -> AttentionInputs:
+    """All sequences one behind the other in a batch of 1, and one more of these queries with the keys of the first."""
+
+    def joined(x: Tensor, last: Tensor) -> Tensor:
+        return torch.cat([x.transpose(0, 1).flatten(1, 2)[None], last], 2)
+
+    rows, keys = inputs.q.shape[2], inputs.k.shape[2]
+    number, more = len(inputs.q), queries.shape[2]
+    begins = [[size * at for at in range(number + 1)] for size in (rows, keys)]
+    lengths = ((*begins[0], number * rows + more), (*begins[1], (number + 1) * keys))
+    q, do = joined(inputs.q, queries), joined(inputs.do, queries)
+    return replace(
+        inputs, q=q, k=joined(inputs.k, inputs.k[:1]), v=joined(inputs.v, inputs.v[:1]), do=do, lengths=lengths
+    )
+
+
+def _unpacked(o: Tensor, shape: torch.Size) -> Tensor:
+    """The first rows of packed ones, as (batch, heads, rows, d)."""
+    batch, heads, rows, d = shape
+    return o[0, :, : batch * rows].reshape(heads, batch, rows, d).transpose(0, 1)
+
+
+def _beside(inputs: AttentionInputs, keys: int) -> AttentionInputs:
+    """With one more sequence, a copy of the first in another length: all are padded to the longest."""
+    longest = max(keys, inputs.k.shape[2])
+    k, v = (torch.cat([x, x[:1]]) for x in (inputs.k, inputs.v))
+    k, v = (torch.cat([x, x[:, :, : longest - x.shape[2]]], 2) for x in (k, v))
+    lengths = torch.tensor([*[inputs.k.shape[2]] * len(inputs.k), keys])
+    q, do = (torch.cat([x, x[:1]]) for x in (inputs.q, inputs.do))
+    return replace(inputs, q=q, k=k, v=v, do=do, key_padding=torch.arange(longest) < lengths[:, None])
+
+
+def split(session: Session) -> None:
+    """Keys in 2, 3, 4 and 8 splits, against one.
+
+    Control: 1 split and 8 where what they add up cancels (`materials.cancelling`): O is made of fp32's last bits.
+    """
+    in_splits = _splitting(session)
+    keys = session.rows = session.rows or _long_enough(session, in_splits)
+    for material, inputs in session.materials(Shape(keys=keys), share=SHARE * keys // _SPLIT_ROWS[0]):
+        whole = session.run(inputs, in_splits(1, keys))
+        for number in _SPLITS:
+            parts = session.run(inputs, in_splits(number, keys))
+            session.found.compare(f"{number} splits of {keys} keys, {material}", whole, parts, inputs)
+
+
+def _long_enough(session: Session, in_splits: Callable[[int, int], Kernel]) -> int:
+    """Return the keys of the shortest rows that the kernel splits as it is told; if it splits none the fewest."""
+    for keys in _SPLIT_ROWS:
+        inputs = session.draw("cancelling", cancelling, Shape(keys=keys), share=_LONG)
+        whole, parts = (session.run(inputs, in_splits(number, keys), gradients=False)[O] for number in (1, _SPLITS[-1]))
+        if keys == _SPLIT_ROWS[-1] or not torch.equal(whole, parts):
+            break
+    session.found.control(f"{_SPLITS[-1]} splits of {keys} keys whose V cancels", whole, parts)
+    return _SPLIT_ROWS[0] if torch.equal(whole, parts) else keys
+
+
+def _splitting(session: Session) -> Callable[[int, int], Kernel]:
+    """Return what gives the kernel in so many splits of so many keys.
+
+    Raises:
+        CannotRunError: nothing says how their number is set.
+    """
+    kernel = session.kernel
+    if isinstance(kernel, UserKernel):
+        keyword = kernel.caller.convention.splits
+        if keyword is None:
+            raise CannotRunError("no parameter num_splits, and no option splits=NAME that names it")
+        return lambda number, keys: kernel.given(**{keyword: number})
+    declared = kernel.declaration
+    if not kernel.composed or declared is None or declared.algorithm is not SPLIT_ATTENTION:
+        raise CannotRunError("does not split a row's keys")
+    return lambda number, keys: composed(
+        kernel.name, replace(declared, block=Block(declared.block.queries, -(-keys // number)))
+    )
+
+
+def padding(session: Session) -> None:
+    """More keys behind the end, hidden by a mask, and more queries.
+
+    Controls: the padded keys seen, which have a P and a V of their own; other rows behind the end, by their own O.
+    """
+    for keys, more in _PADDED:
+        for material, inputs in session.materials(Shape(keys=keys)):
+            seen = _with_more(inputs, "k v", more, session)
+            padded = replace(seen, key_padding=(torch.arange(keys + more) < keys).expand(len(inputs.q), -1))
+            if session.takes(inputs, padded):
+                answer, words = session.run(padded), f"{more} padded behind {keys} keys, {material}"
+                session.found.compare(words, session.run(inputs), answer, inputs, Cut(keys=slice(0, keys)))
+                session.found.control("the padded keys seen", answer[O], session.run(seen, gradients=False)[O])
+    for more in _MORE_QUERIES:
+        for material, inputs in session.materials(Shape(keys=_KEYS)):
+            longer, rows = _with_more(inputs, "q do", more, session), inputs.q.shape[2]
+            if session.takes(inputs, longer):
+                plain, answer = (session.run(each, gradients=False) for each in (inputs, longer))
+                words, cut = f"{more} more queries, {material}", Cut(rows=slice(0, rows))
+                session.found.compare(words, plain, answer, inputs, cut)
+                other = session.run(replace(longer, q=_negated(longer.q, slice(rows, None), 2)), gradients=False)
+                session.found.control("other queries behind the end", answer[O][:, :, rows:], other[O][:, :, rows:])
+
+
+def memory(session: Session) -> None:
+    """Other strides, and a start that is not aligned.
+
+    Controls: the same storage read in other strides, whose numbers are in another order; of dO alone, by dQ.
+    """
+    if session.options.contiguous:
+        raise CannotRunError("declares contiguous=true: it is given no views")
+    views = {
+        "transposed": Places.all(transposed),
+        "in a fused qkv buffer": Places.all(fused),
+        "one element off alignment": Places.all(misaligned),
+    }
+    as_contiguous = Places.all(lambda x: read_as_contiguous(transposed(x)))
+    for material, inputs in session.materials(Shape(keys=_KEYS)):
+        plain = {**session.place(inputs, gradients=False).answers(), **_gradients_from(session, inputs, CONTIGUOUS)}
+        for words, places in views.items():
+            answer = session.lying(inputs, places, gradients=False)
+            answer = {**answer, **_gradients_from(session, inputs, places)} if answer else answer
+            session.found.compare(f"{words}, {material}", plain, answer, inputs)
+        paged = _paged(inputs)
+        if session.takes(*paged):
+            in_order, shuffled = map(session.run, paged)
+            session.found.compare(f"pages in another order, {material}", in_order, shuffled, inputs)
+        other = session.place(inputs, as_contiguous, gradients=False).answers()
+        session.found.control("the same storage in other strides", plain[O], other[O])
+        if DQ in plain:
+            other = session.place(inputs, Places(do=as_contiguous.do)).answers()
+            session.found.control("dO's storage in other strides", plain[DQ], other[DQ])
+        session.held.clear()  # a kernel that keeps what it finds by its address is another question's matter
+
+
+def _gradients_from(session: Session, inputs: AttentionInputs, places: Places) -> Answers:
+    """Return the gradients of a call whose arguments lie there: its O, with gradients to come, is perhaps another."""
+    answer = session.lying(inputs, places) if session.kernel.has_backward else {}
+    return {part: x for part, x in answer.items() if part != O}
+
+
+def _paged(inputs: AttentionInputs) -> tuple[AttentionInputs, AttentionInputs]:
+    """With K and V in pages that lie in order, and in the opposite one."""
+    pages = inputs.k.shape[2] // _PAGE
+    table = torch.arange(len(inputs.k) * pages, dtype=torch.int32).view(len(inputs.k), pages)
+    in_order = replace(inputs, block_table=table, page_size=_PAGE, pool_pages=table.numel())
+    return in_order, replace(in_order, block_table=table.numel() - 1 - table)
+
+
+def _prefills(session: Session, inputs: AttentionInputs) -> list[AttentionInputs]:
+    """Return a call in which queries come after one another; without a causal mask where the kernel takes none."""
+    return [replace(inputs, causal=causal) for causal in (True, False) if not causal or CAUSAL in session.kernel.takes]
+
+
+def _in_pieces(
+    session: Session, whole: AttentionInputs, pieces: Mapping[str, Sequence[AttentionInputs]], cut: Cut
+) -> bool:
+    """Compare a prefill with its queries in pieces, in all ways that the kernel takes; return whether it takes any."""
+    taken = {words: calls for words, calls in pieces.items() if session.takes(whole, *calls)}
+    if taken:
+        answer, at = session.run(whole), slice(-2, -1)
+        for words, calls in taken.items():
+            session.found.compare(words, answer, joined(map(session.run, calls), 2, OF_QUERIES), whole, cut)
+        other = session.run(replace(whole, q=_negated(whole.q, at, 2)), gradients=False)
+        session.found.control("another query in a row of the prefill", answer[O][:, :, at], other[O][:, :, at])
+    return bool(taken)
+
+
+def decode(session: Session) -> None:
+    """One query alone, and as the last row of a prefill.
+
+    Control: another q in the row before the last, whose P is another.
+    """
+    # Random bits go by a row's place, so that two answers are two draws, and one row of a head tells little. Without a
+    # causal mask more rows see as many keys.
+    declaration = session.kernel.declaration
+    draws = declaration is not None and drawn(declaration)
+    rows = _DRAWN_ROWS if draws else 1
+    for keys in _DECODED:
+        for material, inputs in session.materials(Shape(queries=keys, keys=keys), share=1):
+            pieces = {
+                f"one query of {keys} keys{', causal' if prefill.causal else ''}, {material}": [
+                    _of_rows(prefill, slice(row, row + 1), keys, noise_seed=inputs.noise_seed + row)
+                    for row in range(keys - rows, keys)
+                ]
+                for prefill in reversed(_prefills(session, inputs))
+            }
+            for whole in _prefills(session, inputs)[-1 if draws else 0 :]:
+                if _in_pieces(session, whole, pieces, Cut(rows=slice(-rows, None))):
+                    break
+        if session.found.comparisons:
+            break
+
+
+def chunks(session: Session) -> None:
+    """The queries of a prefill in chunks, each behind the keys before it.
+
+    Control: as of `decode`.
+    """
+    seeing = Cut(rows=slice(_PREFILL // 4, None))  # a maximum, if there is one: the few keys before it may cancel
+    for material, inputs in session.materials(Shape(queries=_PREFILL, keys=_PREFILL), share=_LONG):
+        for whole in _prefills(session, inputs):
+            pieces = {
+                f"in chunks of {size} queries, {material}": [
+                    _of_rows(whole, slice(start, start + size), start + size if whole.causal else _PREFILL)
+                    for start in range(0, _PREFILL, size)
+                ]
+                for size in _CHUNKS
+            }
+            if _in_pieces(session, whole, pieces, seeing):
+                break
+
+
+def repeat(session: Session) -> None:
+    """The same call 100 times.
+
+    Control: V negated: no answer is kept from an earlier call.
+    """
+    if session.cell.backend.repeats(session.kernel):
+        raise CannotRunError("a second run could only have the same bits: one program runs after the other")
+    for material, inputs in session.materials(Shape(keys=_KEYS)):
+        plain = least = session.run(inputs)
+        for _ in range(_CALLS - 1):
+            again = session.run(inputs)
+            least = {part: _less_alike(x, least[part], again[part]) for part, x in plain.items()}
+        session.found.compare(f"{_CALLS} calls, {material}", plain, least, inputs)
+        session.found.control("V negated", plain[O], session.run(replace(inputs, v=-inputs.v), gradients=False)[O])
+
+
+def _less_alike(plain: Tensor, kept: Tensor, other: Tensor) -> Tensor:
+    """Return that of two more answers which has fewer of the plain one's bits."""
+    return kept if torch.equal(other, plain) or equal_bits(other, plain) >= equal_bits(kept, plain) else other
+
+
+QUESTIONS = (
+    Question("invariance[batch]", "a sequence alone, and among neighbours of any length", batch, "vLLM issue 51902", 2),
+    Question("invariance[split]", "a row's keys in another number of splits", split, "vLLM PR 58131", 2),
+    Question("invariance[padding]", "more padded keys, or more queries, behind the end", padding, version=2),
+    Question(
+        "invariance[memory]", "q, k, v and dO in other strides, or at an address that is not aligned", memory, version=3
+    ),
+    Question("invariance[decode]", "one query alone, and as the last row of a prefill", decode, "vLLM issue 54035", 3),
+    Question("invariance[chunks]", "the queries of a prefill in chunks", chunks, version=2),
+    Question("invariance[repeat]", f"the same call {_CALLS} times", repeat, version=2),
+)

@@ -1,0 +1,268 @@
+"""Questions about how a kernel is used: the same numbers, called in another way, must have the same answer."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tiebreak.kernels.external.call import FULL, Call, Places
+from tiebreak.kernels.features import HIDDEN_NAN
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.matrix.questions import session as sessions
+from tiebreak.matrix.questions.answers import Answers, Cut, O
+from tiebreak.matrix.questions.log_sum_exp import judge_lse
+from tiebreak.matrix.questions.placements import before_nan, expanded, fused, transposed, within_nan
+from tiebreak.matrix.questions.session import CallShape
+from tiebreak.matrix.questions.within_error import BATCH, WithinError
+
+GROUP = "the same numbers, called in another way"
+_LARGE = 2.0**20  # times q below any 16-bit format's largest number but fp16's, and far above what a weak mask hides
+_LARGE_FP16 = 2.0**6
+_SQUARE = 64  # queries and keys of a call with a mask, or more
+_BATCHES, _HEADS = 60, 5  # more than 2^8 in all, and a power of two in neither
+_FEW = 16  # queries and keys of such a call
+_HIDDEN = 12  # keys at the end that padding hides
+Session = sessions.Session[WithinError]
+Question = sessions.Question[WithinError]
+
+
+def strided_views(session: Session) -> None:
+    """Transposed views, slices of a fused buffer, dO of one expanded number."""
+    if session.options.contiguous:
+        raise CannotRunError("declares contiguous=true: it is given no views")
+    inputs, plain = session.inputs(), session.plain
+    views = {
+        "transposed views": Places.all(transposed),
+        "slices of a fused qkv buffer": Places.all(fused),
+        "k alone transposed": Places(k=transposed),
+    }
+    _same_in(session, views, plain, inputs)
+    if session.has_gradients and session.found.asked:
+        ones = replace(inputs, do=torch.ones_like(inputs.do))
+        _same_in(session, {"dO of stride 0": Places(do=expanded)}, session.answers(ones), ones)
+
+
+def past_the_end(session: Session) -> None:
+    """NaN in the storage behind the last head, key and column."""
+    inputs, plain = session.inputs(), session.plain
+    views = {"NaN behind the last element": Places.all(before_nan)}
+    if not session.options.contiguous:
+        views["NaN behind every head's last key, and behind d"] = Places.all(within_nan)
+    _same_in(session, views, plain, inputs)
+
+
+def _same_in(session: Session, views: dict[str, Places], plain: Answers, inputs: AttentionInputs) -> None:
+    """Compare where the arguments lie elsewhere, in every place that is not refused."""
+    for words, places in views.items():
+        answers = session.lying(inputs, places)
+        if answers:
+            session.found.compare(words, plain, answers, inputs)
+
+
+def many_heads(session: Session) -> None:
+    """More heads than 7 or 8 bits count, each compared with itself in a small call."""
+    shape = session.shape
+    if session.options.multiple_of == 1:
+        shape = replace(shape, queries=min(shape.queries, _FEW), keys=_FEW)
+    whole = session.draw_small(shape, 0, _BATCHES, _HEADS)
+    some = replace(whole, **{name: getattr(whole, name)[-BATCH:] for name in ("q", "k", "v", "do")})
+    # With dummies a row may be an entry of the batch of its own.
+    whole, some = session.arranged(whole), session.arranged(some)
+    last = Cut(batch=slice(-len(some.q), None))
+    answers = session.answers(whole)
+    session.found.compare("the last of 300 heads", session.answers(some), answers, some, last)
+
+
+def _square(session: Session) -> CallShape:
+    """Return a shape of as many queries as keys, and as many as the kernel needs."""
+    step = session.options.multiple_of
+    size = -(-_SQUARE // step) * step
+    return CallShape(size, size, session.shape.d)
+
+
+def _padded(session: Session, hidden: int = _HIDDEN) -> AttentionInputs:
+    """Return a call whose last keys are padding."""
+    inputs = session.draw_small(_square(session))
+    batch, _, keys, _ = inputs.k.shape
+    return replace(inputs, key_padding=(torch.arange(keys) < keys - hidden).repeat(batch, 1))
+
+
+def _masked(session: Session) -> Iterator[tuple[str, AttentionInputs, slice, Cut]]:
+    """Yield calls that the kernel takes, with keys that a mask hides: in words, where, and what they must not change.
+
+    The last key of a causal mask is seen by the last row alone, whose dO is 0: it adds 0 to all gradients. Windows of
+    half as many rows as keys leave the first keys out.
+    """
+    shape = _square(session)
+    keys, unseen, before = shape.keys, shape.keys // 4, slice(0, shape.keys - 1)
+    causal = session.draw_small(replace(shape, causal=True))
+    causal = replace(causal, do=causal.do.clone())
+    causal.do[:, :, -1] = 0.0
+    windowed = session.draw_small(replace(shape, queries=shape.queries // 2))
+    windowed = replace(windowed, window=(keys - windowed.q.shape[2] - unseen, 0))
+    calls = {
+        "padded keys": (_padded(session), slice(keys - _HIDDEN, keys), Cut(keys=slice(0, keys - _HIDDEN))),
+        "keys ahead of a causal row": (causal, slice(keys - 1, keys), Cut(rows=before, keys=before)),
+        "keys outside of all windows": (windowed, slice(0, unseen), Cut(keys=slice(unseen, keys))),
+    }
+    for words, (inputs, at, cut) in calls.items():
+        if session.takes(inputs):
+            yield words, inputs, at, cut
+
+
+def _with_keys(inputs: AttentionInputs, at: slice, k: Tensor, v: Tensor) -> AttentionInputs:
+    """Return the call with other K and V at some keys."""
+    all_k, all_v = inputs.k.clone(), inputs.v.clone()
+    all_k[:, :, at], all_v[:, :, at] = k, v
+    return replace(inputs, k=all_k, v=all_v)
+
+
+def hidden_keys(session: Session) -> None:
+    """Other K and V where a mask hides them: large ones where no row sees them, else the same negated.
+
+    A key ahead of a causal row is another row's own: a kernel in 8 bits may share a scale with it.
+    """
+    large = torch.tensor(_LARGE if session.fmt.largest > _LARGE**2 else _LARGE_FP16)
+    for words, inputs, at, cut in _masked(session):
+        k, v = (-inputs.k[:, :, at], -inputs.v[:, :, at]) if inputs.causal else (large, large)
+        plain, answer = session.answers(inputs), session.answers(_with_keys(inputs, at, k, v))
+        number = "other numbers" if inputs.causal else f"{large:.0f}"
+        session.found.compare(f"{number} in {words}", plain, answer, inputs, cut)
+
+
+def hidden_nan(session: Session) -> None:
+    """NaN and Inf there, asked of kernels that say that they take it: 0 times NaN is NaN, and most compute it."""
+    measures = session.found.measures
+    for words, inputs, at, cut in _masked(session):
+        plain = session.answers(inputs)
+        # The row that sees a NaN has NaN gradients, and so have all keys that it sees: of a causal mask O alone tells,
+        # and V's NaN is multiplied by a P of 0 in every tile that has it.
+        for number in (torch.nan, torch.inf):
+            full = torch.tensor(number)
+            answer = session.answers(_with_keys(inputs, at, full, inputs.v[:, :, at] if inputs.causal else full))
+            answer = {O: answer[O]} if inputs.causal else answer
+            lost = [(~torch.isfinite(x)).double().mean().item() for x in cut(answer).values()]
+            measures["nan_let_in"] = max(measures.get("nan_let_in", 0.0), *lost)
+            if HIDDEN_NAN in session.kernel.takes:
+                session.found.compare(f"{number} in {words}", plain, answer, inputs, cut)
+
+
+@dataclass(frozen=True)
+class _MaskInPlace(Call):
+    """A call whose mask lies where that of the calls before it lay."""
+
+    masks: dict[int, Tensor]  # by where the part of K that they are of begins
+
+    def keywords(self, inputs: AttentionInputs) -> dict[str, Any]:
+        """As `Call.keywords`."""
+        keywords, name = super().keywords(inputs), str(self.convention.mask)
+        there = self.masks.setdefault(int(inputs.k.storage_offset()), keywords[name].clone())
+        return keywords | {name: there.copy_(keywords[name])}
+
+
+def other_mask(session: Session) -> None:
+    """After a call with another mask of the same shape, against one that has as many keys again, all hidden."""
+    shape, first, inputs = _square(session), _padded(session), _padded(session, 2 * _HIDDEN)
+    if not session.takes(first):
+        return
+    keys, seen, takes_part = shape.keys, slice(0, shape.keys - 2 * _HIDDEN), inputs.key_padding
+    assert takes_part is not None
+    more = session.draw_small(replace(shape, queries=2 * keys, keys=2 * keys), 1)
+    more.do.zero_()
+    for name in ("q", "k", "v", "do"):
+        getattr(more, name)[:, :, :keys] = getattr(inputs, name)
+    plain = session.answers(replace(more, key_padding=pad(takes_part, (0, keys))))
+    session.answers(first)
+    cut = Cut(rows=slice(0, keys), keys=seen)
+    session.found.compare("another mask of the same shape", plain, session.answers(inputs), inputs, cut)
+    masks: dict[int, Tensor] = {}
+    for each in (first, inputs):
+        call = session.call(each)
+        if isinstance(call, Call):  # a device's own kernel makes its mask itself
+            answers = session.place(each, call=_MaskInPlace(**vars(call), masks=masks)).answers()
+    if masks:
+        session.found.compare("a mask rewritten in place", plain, answers, inputs, cut)
+
+
+def interleaved(session: Session) -> None:
+    """Two forward passes, then their backward passes in either order."""
+    both = [session.inputs(index) for index in range(2)]
+    plain, again = ([session.answers(inputs) for inputs in both] for _ in range(2))
+    orders = list(permutations(range(2))) if session.has_gradients else [(0, 1)]
+    for order in orders:
+        calls = [session.place(inputs) for inputs in both]
+        outputs = [call.forward() for call in calls]
+        gradients = {i: calls[i].backward(outputs[i]) for i in order}
+        for i, words in enumerate(("the first", "the second")):
+            turn = f", backward {'first' if order[0] == i else 'last'}" if session.has_gradients else ""
+            answers = calls[i].collected(outputs[i], gradients[i])
+            session.found.compare(f"{words} of two calls in turn{turn}", plain[i], answers, both[i], again=again[i])
+
+
+def rewritten_in_place(session: Session) -> None:
+    """A second call with other numbers at the same addresses."""
+    both = [session.inputs(index) for index in range(2)]
+    first, second = map(session.place, both)
+    plain, again = (session.answers(both[1]) for _ in range(2))
+    first.answers()
+    with torch.no_grad():
+        there, new = ((*each.placed.arguments, each.placed.do) for each in (first, second))
+        for x, other in zip(there, new, strict=True):
+            x.copy_(other)
+    answers = replace(second, placed=first.placed).answers()
+    session.found.compare("q, k, v and dO rewritten in place", plain, answers, both[1], again=again)
+
+
+def third_call(session: Session) -> None:
+    """The first call of a shape against the third: either may be the wrong one."""
+    inputs, first = session.inputs(), session.plain
+    _, third = (session.answers(inputs) for _ in range(2))
+    session.found.compare("the third call against the first", first, third, inputs)
+    session.found.compare("the first call against the third", third, first, inputs)
+
+
+def scaled_do(session: Session) -> None:
+    """dO times a power of two: gradients are finite, and as much larger."""
+    inputs, plain = session.inputs(), session.plain
+    if not session.has_gradients:
+        raise CannotRunError("has no backward pass")
+    # Of fp16 dP would overflow, and dS underflow, in a sound kernel too.
+    power = 10 if session.fmt.largest > _LARGE else 4
+    for exponent in (power, -power):
+        factor = 2.0**exponent
+        answers = session.answers(replace(inputs, do=inputs.do * factor))
+        ours = {part: x if part == O else x / factor for part, x in answers.items()}
+        session.found.compare(f"dO times 2^{exponent}", plain, ours, inputs)
+
+
+def log_sum_exp(session: Session) -> None:
+    """The log-sum-exp that it returns beside O, in base e or two."""
+    if len(session.options.layout) < len(FULL):
+        raise CannotRunError("is called for every sequence: its log-sum-exp is not looked at")
+    inputs = session.inputs()
+    returned = session.place(inputs, gradients=False).returned()
+    second = returned[1] if isinstance(returned, (tuple, list)) and len(returned) > 1 else None
+    judged = judge_lse(second, inputs, session.options.lse)
+    session.found.asked[judged.asked] = judged.why
+    session.found.measures |= judged.measures
+    session.found.unit = judged.unit
+
+
+QUESTIONS = (
+    Question("strided_views", "q, k, v and dO are views with other strides, as frameworks pass them", strided_views),
+    Question("past_the_end", "what lies in memory behind q, k, v and dO is NaN", past_the_end),
+    Question("many_heads", "300 heads in one call, against the last of them in a call of their own", many_heads),
+    Question("hidden_keys", "K and V hold other numbers where a mask hides them", hidden_keys),
+    Question("hidden_nan", "K and V hold NaN and Inf where a mask hides them", hidden_nan),
+    Question("other_mask", "another mask of the same shape hides other keys", other_mask),
+    Question("interleaved", "two forward passes, then their backward passes in either order", interleaved),
+    Question("rewritten_in_place", "a second call with other numbers at the same addresses", rewritten_in_place),
+    Question("third_call", "the third call on the same numbers against the first", third_call),
+    Question("log_sum_exp", "the log-sum-exp that a kernel returns beside O", log_sum_exp),
+    Question("scaled_do", "dO times a power of two", scaled_do),
+)

@@ -1,1 +1,0 @@
-"""How a kernel is used: the questions asked of it, and what comparing the answers of its calls takes."""
