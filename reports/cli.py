@@ -79,16 +79,14 @@ _LIST = Group(
 _LAB = Group(
     "the training laboratory: train, sweep, sharpness, fleet",
     {
-        "train": Verb("tiebreak.laboratory.train_command", "a GPT-2 with any attention kernel, watched by monitors"),
+        "train": Verb("tiebreak.laboratory.train", "a GPT-2 with any attention kernel, watched by monitors"),
         "sweep": Verb(
-            "tiebreak.laboratory.sweep_command", "how often training diverges: seeds, learning rates, formats, kernels"
+            "tiebreak.laboratory.sweep", "how often training diverges: seeds, learning rates, formats, kernels"
         ),
         "sharpness": Verb(
-            "tiebreak.laboratory.sharpness_command", "how sharp a GPT-2's loss is, against the bits of its products"
+            "tiebreak.laboratory.sharpness", "how sharp a GPT-2's loss is, against the bits of its products"
         ),
-        "fleet": Verb(
-            "tiebreak.laboratory.fleet_command", "the matrix on each kind of machine of a Ray cluster, compared"
-        ),
+        "fleet": Verb("tiebreak.laboratory.fleet", "the matrix on each kind of machine of a Ray cluster, compared"),
     },
 )
 VERBS: Mapping[str, Verb | Group] = {

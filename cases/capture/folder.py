@@ -2,15 +2,16 @@
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 
 from torch import Tensor
 
-from tiebreak.cases.capture.interest import Candidate, Findings
+from tiebreak.cases.capture.interest import Candidate
 from tiebreak.cases.captured import FILE, layer_checksum
 
 _HEADER = 2**13  # of a file, about
@@ -27,14 +28,6 @@ class Kept:
 
     bytes: int
     telling: float
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer of a capture, and its statistics."""
-
-    candidate: Candidate
-    findings: Findings
 
 
 @contextmanager
@@ -103,18 +96,14 @@ class Folder:
 
     def fits(self, sizes: Sequence[int]) -> int:
         """How many layers of these sizes, the first, fit in the whole budget."""
-        total, fitting = _HEADER, 0
-        for size in sizes:
-            total += size
-            fitting += total <= self.budget
-        return fitting
+        return sum(_HEADER + total <= self.budget for total in accumulate(sizes))
 
     def wants(self, size: int, telling: float) -> bool:
         """Whether a capture of this size is more telling than what has to give way to it."""
         weaker = sum(file.bytes for file in self.kept.values() if file.telling < telling)
         return self.bytes - weaker + size + _HEADER <= self.budget
 
-    def write(self, step: int, layers: Sequence[Layer]) -> Path | None:
+    def write(self, step: int, layers: Sequence[Candidate]) -> Path | None:
         """Write a capture, then let others give way.
 
         Returns:
@@ -136,7 +125,7 @@ class Folder:
             finally:
                 partial.unlink(missing_ok=True)
         self._make_room(size)
-        self.kept[path] = Kept(size, max(layer.findings.telling for layer in layers))
+        self.kept[path] = Kept(size, _most_telling(layers))
         return path
 
     def _make_room(self, size: int) -> None:
@@ -163,32 +152,25 @@ def _telling(path: Path) -> float | None:
         return None
 
 
-def _content(step: int, layers: Iterable[Layer]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _content(step: int, layers: Sequence[Candidate]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of a file."""
     tensors: dict[str, Tensor] = {}
     details: dict[str, str] = {}
-    masks: set[bool] = set()
     for layer in layers:
-        candidate, findings = layer.candidate, layer.findings
-        assert candidate.do is not None
-        key, call = f"layer{candidate.layer}", candidate.call
-        parts = {"q": call.q, "k": call.k, "v": call.v, "o": candidate.o, "do": candidate.do}
+        assert layer.do is not None
+        assert layer.findings is not None
+        key, call = f"layer{layer.layer}", layer.call
+        parts = {"q": call.q, "k": call.k, "v": call.v, "o": layer.o, "do": layer.do}
         host = {name: part.cpu().contiguous() for name, part in parts.items()}
-        tensors |= {f"{key}.{name}": part for name, part in host.items()} | {f"{key}.heads": candidate.heads.cpu()}
-        masks.add(call.causal)
-        details |= {f"{key}.causal": _word(call.causal), f"{key}.name": candidate.name}
+        tensors |= {f"{key}.{name}": part for name, part in host.items()} | {f"{key}.heads": layer.heads.cpu()}
+        details |= {f"{key}.causal": str(call.causal).lower(), f"{key}.name": layer.name}
         details |= {} if call.scale is None else {f"{key}.scale": repr(call.scale)}
         details[f"{key}.crc32"] = layer_checksum(host, call.causal, call.scale)
-        details |= _numbers(key, findings)
-    telling = max(layer.findings.telling for layer in layers)
-    whole = {"step": str(step), "telling": f"{telling:.6g}", "causal": _word(masks == {True})}
-    return tensors, whole | details
+        for name in ("telling", "repeated", "delta_bias", "largest"):
+            details[f"{key}.{name}"] = f"{getattr(layer.findings, name):.6g}"
+    causal = str(all(layer.call.causal for layer in layers)).lower()
+    return tensors, {"step": str(step), "telling": f"{_most_telling(layers):.6g}", "causal": causal} | details
 
 
-def _numbers(key: str, findings: Findings) -> Mapping[str, str]:
-    values = {"telling": findings.telling, "repeated": findings.repeated, "delta_bias": findings.delta_bias}
-    return {f"{key}.{name}": f"{value:.6g}" for name, value in {**values, "largest": findings.largest}.items()}
-
-
-def _word(value: bool) -> str:
-    return "true" if value else "false"
+def _most_telling(layers: Sequence[Candidate]) -> float:
+    return max(layer.findings.telling for layer in layers if layer.findings is not None)

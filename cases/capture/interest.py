@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,15 +49,14 @@ class Candidate:
 
     name: str  # of the module that called
     layer: int  # its number, by the order of the first forward pass
-    call: (
-        AttentionCall  # q (pairs, groups, queries, d), k and v (pairs, 1, keys, d): a pair is a batch entry's key head
-    )
+    call: AttentionCall  # q (pairs, groups, queries, d), k, v (pairs, 1, keys, d): a pair is a batch entry's key head
     o: Tensor  # (pairs, groups, queries, d)
     heads: Tensor  # batch entry and key head of every pair, (pairs, 2)
     rows: slice  # of the queries that were looked at
     statistics: Tensor  # repeated and largest by pair, and unlike: (2 pairs + 1,)
     error: Tensor  # O - softmax(scale q k^T) v of these rows, fp32, (pairs, groups, rows, d)
-    do: Tensor | None = field(default=None)  # as o
+    do: Tensor | None = None  # as o
+    findings: Findings | None = None  # once its step has ended
 
     @property
     def bytes(self) -> int:

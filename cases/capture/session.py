@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tiebreak.cases.capture.calls import AttentionCall, NotHeldError
-from tiebreak.cases.capture.folder import MB, CaptureError, Folder, Layer
+from tiebreak.cases.capture.folder import MB, CaptureError, Folder
 from tiebreak.cases.capture.interest import Candidate, aside, candidate, findings
 from tiebreak.cases.capture.watch import AttentionModule, Place, Watch, named_modules
 
@@ -20,20 +20,7 @@ _NOTHING: Mapping[str, AttentionModule] = {}
 _SHOWN = 5  # files in the summary
 
 
-def capture(
-    model: nn.Module,
-    folder: str | Path,
-    *,
-    every: int = 50,
-    budget_mb: float = 256,
-    heads: int = 16,
-    layers: int = 4,
-    tokens: int = 1024,
-    memory_mb: float = 256,
-    start: int | None = None,
-    modules: Mapping[str, AttentionModule] = _NOTHING,
-    quiet: bool = False,
-) -> "Capture":
+class Capture:
     """Keep q, k, v, O and dO of the calls of attention that show most, as a model trains.
 
     Use it as a context manager around the loop, and call its `step()` at the end of every optimiser step::
@@ -66,37 +53,36 @@ def capture(
         modules: names or globs of modules whose forward takes q, k and v and returns O, and what can't be seen of them.
         quiet: print no summary at the end; `summary()` gives it.
 
-    Returns:
-        The context manager.
-
     Raises:
         CaptureError: on entry, where an argument or the folder can't be used or safetensors is missing; in the first
             step that is looked at, where the budget is too small for a single head.
     """
-    positive = {"every": every, "heads": heads, "layers": layers, "tokens": tokens}
-    for name, value in {**positive, "budget_mb": budget_mb, "memory_mb": memory_mb}.items():
-        if not value > 0:
-            raise CaptureError(f"{name}={value}: expected a positive number")
-    if start is not None and start < 0:
-        raise CaptureError(f"start={start}: expected a step's number, 0 or more")
-    settings = {**positive, "budget": int(budget_mb * MB), "memory": int(memory_mb * MB)}
-    return Capture(model, Path(folder), settings, start, modules, quiet)
-
-
-class Capture:
-    """See `capture`, which makes it."""
 
     def __init__(
         self,
         model: nn.Module,
-        folder: Path,
-        settings: Mapping[str, int],
-        start: int | None,
-        modules: Mapping[str, AttentionModule],
-        quiet: bool,
+        folder: str | Path,
+        *,
+        every: int = 50,
+        budget_mb: float = 256,
+        heads: int = 16,
+        layers: int = 4,
+        tokens: int = 1024,
+        memory_mb: float = 256,
+        start: int | None = None,
+        modules: Mapping[str, AttentionModule] = _NOTHING,
+        quiet: bool = False,
     ) -> None:
-        self._model, self._path, self._settings, self._quiet = model, folder, settings, quiet
-        self._start, self._patterns = start, modules
+        """Check the arguments; watching starts with the context."""
+        positive = {"every": every, "heads": heads, "layers": layers, "tokens": tokens}
+        for name, value in {**positive, "budget_mb": budget_mb, "memory_mb": memory_mb}.items():
+            if not value > 0:
+                raise CaptureError(f"{name}={value}: expected a positive number")
+        if start is not None and start < 0:
+            raise CaptureError(f"start={start}: expected a step's number, 0 or more")
+        self._model, self._path, self._start, self._patterns, self._quiet = model, Path(folder), start, modules, quiet
+        self._every, self._heads, self._most, self._tokens = every, heads, layers, tokens
+        self._budget, self._memory = int(budget_mb * MB), int(memory_mb * MB)
         self._number = 0  # of the step that is running
         self._undo = ExitStack()
         self._layers: dict[Place, int] = {}  # numbers, by the order of the first forward pass
@@ -114,14 +100,14 @@ class Capture:
         """Start to watch.
 
         Raises:
-            CaptureError: see `capture`.
+            CaptureError: see the class.
         """
         for name, module in self._model.named_modules():
             if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
                 reason = f"{name or 'model'} is compiled, which hides its calls"
                 raise CaptureError(f"{reason}; give capture the model before torch.compile")
         named = named_modules(self._model, self._patterns)
-        self._folder = Folder(self._path, self._settings["budget"], *_ranks())
+        self._folder = Folder(self._path, self._budget, *_ranks())
         last = self._folder.last_step
         self._number = (0 if last is None else last + 1) if self._start is None else self._start
         self._watch = Watch(self._model, named, self._seen)
@@ -156,7 +142,7 @@ class Capture:
         self._candidates.clear()
         self._left.clear()
         self._held = 0
-        looking = self._number % self._settings["every"] == 0
+        looking = self._number % self._every == 0
         if looking or self._watch.looking:
             self._watch.look(looking)
 
@@ -169,9 +155,9 @@ class Capture:
         if place in self._done or not out.requires_grad:
             return
         self._done.add(place)
-        if self._held > self._settings["memory"]:
+        if self._held > self._memory:
             self._left.append(layer)
-        if layer < self._first or self._held > self._settings["memory"]:
+        if layer < self._first or self._held > self._memory:
             self.calls["left for another step (memory_mb)"] += 1
             return
         try:
@@ -179,10 +165,7 @@ class Capture:
             if out.dtype not in (attention_call.q.dtype, torch.float32):
                 raise NotHeldError("O in another format than q")
             with aside(out.device):
-                size, turn = (
-                    (self._settings["heads"], self._settings["tokens"]),
-                    self._number // self._settings["every"],
-                )
+                size, turn = (self._heads, self._tokens), self._number // self._every
                 copied = candidate(place.module, layer, attention_call, to_heads(out.detach()), *size, turn)
         except NotHeldError as reason:
             self.calls[f"with {reason}"] += 1
@@ -206,42 +189,38 @@ class Capture:
         with aside(ended[0].o.device):
             summaries = [part.summary() for part in ended]
             numbers = torch.stack([summary.to(summaries[0].device) for summary in summaries]).tolist()
-        layers = [Layer(part, findings(row)) for part, row in zip(ended, numbers, strict=True)]
-        good = [layer for layer in layers if self._usable(layer)]
-        good.sort(key=lambda layer: -layer.findings.telling)
-        self._write(good[: self._settings["layers"]])
+        good: list[tuple[float, Candidate]] = []
+        for part, row in zip(ended, numbers, strict=True):
+            part.findings = found = findings(row)
+            self.calls["looked at"] += 1
+            if not found.finite:
+                self.calls["with NaN or Inf"] += 1
+            elif found.unlike > _UNLIKE and not part.call.sure:
+                self.calls["whose O is not softmax(scale q k^T) v of their arguments"] += 1
+            else:
+                good.append((found.telling, part))
+        good.sort(key=lambda each: -each[0])
+        if good:
+            self._write([part for _, part in good[: self._most]], good[0][0])
 
-    def _usable(self, layer: Layer) -> bool:
-        self.calls["looked at"] += 1
-        if not layer.findings.finite:
-            self.calls["with NaN or Inf"] += 1
-        elif layer.findings.unlike > _UNLIKE and not layer.candidate.call.sure:
-            self.calls["whose O is not softmax(scale q k^T) v of their arguments"] += 1
-        else:
-            return True
-        return False
-
-    def _write(self, layers: list[Layer]) -> None:
-        if not layers:
-            return
-        fitting = self._folder.fits([layer.candidate.bytes for layer in layers])
+    def _write(self, layers: list[Candidate], telling: float) -> None:
+        fitting = self._folder.fits([layer.bytes for layer in layers])
         chosen = layers[:fitting] or [self._narrowed(layers[0])]
-        if self._folder.wants(sum(layer.candidate.bytes for layer in chosen), chosen[0].findings.telling):
+        if self._folder.wants(sum(layer.bytes for layer in chosen), telling):
             path = self._folder.write(self._number, chosen)
             if path is None:
                 self.calls["of a step that the folder has already"] += len(chosen)
             else:
                 self.written.append(path)
 
-    def _narrowed(self, layer: Layer) -> Layer:
-        """Fewer heads of a layer that does not fit whole."""
-        chosen = layer.candidate
+    def _narrowed(self, chosen: Candidate) -> Candidate:
+        """Return fewer heads of a layer that does not fit whole."""
         while not self._folder.fits([chosen.bytes]):
             if chosen.o.shape[0] == 1:
                 reason = f"one head of {chosen.name} takes {chosen.bytes / MB:.2f} MB, and the budget is"
                 raise CaptureError(f"budget_mb: {reason} {self._folder.budget / MB:.2f} MB of this process; raise it")
             chosen = chosen.narrowed()
-        return Layer(chosen, layer.findings)
+        return chosen
 
     def summary(self) -> str:
         """Counts of calls and files, and the command to run next; several lines."""
@@ -261,6 +240,9 @@ class Capture:
         if folder.kept:
             lines.append(f"next: python -m pytest -n auto tests/matrix --captured {folder.path}")
         return "\n".join(lines)
+
+
+capture = Capture
 
 
 def _ranks() -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Attention inside a model: any declared kernel on any arithmetic, as one differentiable function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ class HeadKernel:
 
     @property
     def declaration(self) -> Declaration:
-        """What it declares; of a kernel that declares nothing monitors assume what production kernels do."""
+        """Return what it declares; of a kernel that declares nothing monitors assume what production kernels do."""
         if isinstance(self.implementation, Declaration):
             return self.implementation
         return self.implementation.declaration or _UNTOLD
@@ -61,6 +61,16 @@ class Observation:
 Observer = Callable[[Observation], None]
 
 
+def together(observers: Sequence[Observer]) -> Observer | None:
+    """Return several observers as one; None for none, so that nothing is kept for them."""
+
+    def look(observation: Observation) -> None:
+        for observer in observers:
+            observer(observation)
+
+    return look if observers else None
+
+
 @dataclass(frozen=True)
 class Call:
     """Where in a run one call of a layer's attention stands, and who watches."""
@@ -73,12 +83,12 @@ class Call:
 
 
 def noise_seed(seed: int, step: int, layer: int) -> int:
-    """The seed of a layer's dither and stochastic casts at one step, a hash of the three."""
+    """Return the seed of a layer's dither and stochastic casts at one step, a hash of the three."""
     return int(random_bits(seed, _LAYER_STREAM, step, layer))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: Call) -> Tensor:
-    """Causal attention, every head with its own kernel.
+    """Compute causal attention, every head with its own kernel.
 
     Args:
         q, k, v: (batch, heads, tokens, d), fp32, not yet rounded.
@@ -156,7 +166,7 @@ def _own_backward(kernel: HeadKernel) -> bool:
 
 
 def _forward(implementation: Declaration | Kernel, inputs: AttentionInputs, arithmetic: Arithmetic) -> AttentionOutput:
-    """O in fp32, and the log-sum-exp if the kernel returns it; else that of fp32 attention is taken where one is."""
+    """Return O in fp32, and the log-sum-exp if the kernel returns it."""
     if isinstance(implementation, Kernel):
         output = implementation.compute(inputs, arithmetic, False)
         return AttentionOutput(output.o.float(), output.lse)
@@ -170,7 +180,9 @@ def _backward(
     arithmetic: Arithmetic,
     wanted: Wanted,
 ) -> Gradients:
-    """Gradients by the kernel's own backward pass; one declared to have none gets fp32 flash attention's, from its O.
+    """Return gradients by the kernel's own backward pass.
+
+    One that is declared to have none gets that of fp32 flash attention, from its O.
 
     Raises:
         CannotRunError: it has none, though it is not declared so.

@@ -29,18 +29,11 @@ LEAST = 8  # seeds of a bound: fewer say too little of what one more gives
 _DIGITS = 3  # of a bound, rounded outwards
 
 
-@dataclass(frozen=True)
-class Scale:
-    """What makes a measure about normal."""
-
-    of: Callable[[float], float]  # the number that is
-    back: Callable[[float], float]  # from that number to the measure
-
-
-AS_IT_IS = Scale(float, float)
-SCALES: Mapping[str, Scale] = {
-    "wq_norm_growth": Scale(math.log, math.exp),
-    "loss_rise": Scale(math.cbrt, lambda root: root**3),  # 0 in half of the runs whose loss only falls
+_Scale = Callable[[float], float]
+#: What makes a measure about normal, and the way back; of all others, as they are.
+SCALES: Mapping[str, tuple[_Scale, _Scale]] = {
+    "wq_norm_growth": (math.log, math.exp),
+    "loss_rise": (math.cbrt, lambda root: root**3),  # 0 in half of the runs whose loss only falls
 }
 
 Side = Literal["above", "below", "within"]  # within: as small as this, whichever its sign
@@ -58,12 +51,12 @@ class SnippetClaim:
     waives: frozenset[str] = frozenset()  # names of checks that need not be met: that they are not is what is claimed
 
     def held(self, measures: Mapping[str, float]) -> bool:
-        """Whether the measure lies between the bounds; NaN does not."""
+        """Return whether the measure lies between the bounds; NaN does not."""
         return self.low < measures[self.measure] < self.high
 
     @property
     def text(self) -> str:
-        """As reports print it."""
+        """Return the claim in words, as reports print it."""
         low = "" if self.low == -math.inf else f"{self.low:g} < "
         high = "" if self.high == math.inf else f" < {self.high:g}"
         return f"{low}{self.measure}{high}"
@@ -90,7 +83,7 @@ class Spread:
     highest: float  # of the measure itself
 
     def margin(self, p: float) -> float:
-        """How far from the mean one more run lies with a probability of p, to one side."""
+        """Return how far from the mean one more run lies with a probability of p, to one side."""
         return student(self.n - 1, p) * self.sd * math.sqrt(1 + 1 / self.n)
 
 
@@ -106,11 +99,11 @@ class BoundRule:
 
     @property
     def bounds(self) -> int:
-        """How many: a run can fall at each."""
+        """Return how many bounds it has: a run can fall at each."""
         return 2 if self.side == "within" else 1
 
     def outward(self, value: float) -> float:
-        """A value, or a mean, so that more of it is further out."""
+        """Return a value, or a mean, so that more of it is further out."""
         return {"above": -value, "below": value, "within": abs(value)}[self.side]
 
 
@@ -126,16 +119,16 @@ class Weighed:
 
     @property
     def distance(self) -> float:
-        """From the bound to the mean of what it must catch, in standard deviations of that one."""
+        """Return how far it is from the bound to the mean of what it must catch, in standard deviations of that one."""
         assert self.bound is not None
         assert self.other is not None
-        bound = scale_of(self.statement.measure).of(self.bound)
+        bound = scaled(self.statement.measure, self.bound)
         gap = self.statement.outward(self.other.mean) - self.statement.outward(bound)
         return gap / self.other.sd if self.other.sd else math.inf
 
 
 def student(freedom: int, p: float) -> float:
-    """Student's quantile: what is exceeded with a probability of p, under a half.
+    """Return Student's quantile: what is exceeded with a probability of p, under a half.
 
     By the finite sums for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4), bisected.
 
@@ -152,7 +145,7 @@ def student(freedom: int, p: float) -> float:
 
 
 def _beyond(freedom: int, angle: float) -> float:
-    """The probability of more than t = sqrt(freedom) tan(angle)."""
+    """Return the probability of more than t = sqrt(freedom) tan(angle)."""
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2 == 1
     term = total = (cosine if freedom > 1 else 0.0) if odd else 1.0
@@ -163,21 +156,21 @@ def _beyond(freedom: int, angle: float) -> float:
     return (1 - inside) / 2
 
 
-def scale_of(measure: str) -> Scale:
-    """The scale on which a measure's mean and standard deviation are taken."""
-    return SCALES.get(measure, AS_IT_IS)
+def scaled(measure: str, value: float) -> float:
+    """Return a measure on the scale on which its mean and standard deviation are taken."""
+    return SCALES[measure][0](value) if measure in SCALES else value
 
 
 def spread(measure: str, values: Sequence[float]) -> Spread:
-    """The spread of two values or more; NaN where one of them is no number."""
-    scaled = [scale_of(measure).of(value) for value in values]
-    mean = math.fsum(scaled) / len(scaled)
-    sd = math.sqrt(math.fsum((value - mean) ** 2 for value in scaled) / (len(scaled) - 1))
+    """Return the spread of two values or more; NaN where one of them is no number."""
+    numbers = [scaled(measure, value) for value in values]
+    mean = math.fsum(numbers) / len(numbers)
+    sd = math.sqrt(math.fsum((number - mean) ** 2 for number in numbers) / (len(numbers) - 1))
     return Spread(len(values), mean, sd, min(values), max(values))
 
 
 def read_spreads(path: Path = FILE) -> Mapping[Ran, Spread]:
-    """What a data file has."""
+    """Return what a data file has."""
     with path.open(encoding="utf-8", newline="") as file:
         next(file)
         return {
@@ -206,7 +199,7 @@ SPREADS = read_spreads()
 def weighed(
     snippet: str, version: int, statements: Iterable[BoundRule], spreads: Mapping[Ran, Spread] = SPREADS
 ) -> tuple[Weighed, ...]:
-    """Every statement about every variant, with its bound if it separates."""
+    """Return every statement about every variant, with its bound if it separates."""
     rules = tuple(statements)
     shares = Counter(variant for rule in rules for variant in rule.variants for _ in range(rule.bounds))
 
@@ -214,32 +207,30 @@ def weighed(
         return spreads.get(Ran(snippet, version, EMULATION, variant, measure))
 
     def weigh(statement: BoundRule) -> list[Weighed]:
-        measure = statement.measure
-        rows = [(name, spread(name, measure), spread(statement.against, measure)) for name in statement.variants]
+        rows = [
+            (name, spread(name, statement.measure), spread(statement.against, statement.measure))
+            for name in statement.variants
+        ]
+        # How far out a variant comes, and how far in what the statement must catch does.
         edges = {
-            name: edge
+            name: (statement.outward(own.mean) + own.margin(p), statement.outward(other.mean) - other.margin(p))
             for name, own, other in rows
             if own is not None and other is not None and min(own.n, other.n) >= LEAST
-            for edge in [_edges(statement, own, other, ALARMS / shares[name])]
-            if edge[0] < edge[1]
+            for p in [ALARMS / shares[name]]
         }
-        bound = _bound(statement, [own for own, _ in edges.values()]) if edges else math.nan
-        reach = statement.outward(scale_of(measure).of(bound)) if edges else math.nan
+        edges = {name: (own, other) for name, (own, other) in edges.items() if own < other}
+        bound = _bound(statement, max(own for own, _ in edges.values())) if edges else math.nan
+        reach = statement.outward(scaled(statement.measure, bound)) if edges else math.nan
         apart = {name for name, (_, other) in edges.items() if reach < other}
         return [Weighed(statement, name, own, other, bound if name in apart else None) for name, own, other in rows]
 
     return tuple(row for statement in rules for row in weigh(statement))
 
 
-def _edges(statement: BoundRule, own: Spread, other: Spread, p: float) -> tuple[float, float]:
-    """How far out a variant comes, and how far in what the statement must catch does."""
-    return statement.outward(own.mean) + own.margin(p), statement.outward(other.mean) - other.margin(p)
-
-
-def _bound(statement: BoundRule, edges: Iterable[float]) -> float:
-    """The furthest of the edges, as a number of the measure with few digits."""
-    furthest = statement.outward(max(edges)) if statement.side == "above" else max(edges)
-    value = scale_of(statement.measure).back(furthest)
+def _bound(statement: BoundRule, edge: float) -> float:
+    """Return the furthest edge as a number of the measure with few digits, rounded outwards."""
+    value = statement.outward(edge) if statement.side == "above" else edge
+    value = SCALES[statement.measure][1](value) if statement.measure in SCALES else value
     rounding = ROUND_FLOOR if statement.side == "above" else ROUND_CEILING
     return float(Context(prec=_DIGITS, rounding=rounding).create_decimal_from_float(value))
 
@@ -247,25 +238,24 @@ def _bound(statement: BoundRule, edges: Iterable[float]) -> float:
 def bounded(
     snippet: str, version: int, statements: Iterable[BoundRule], spreads: Mapping[Ran, Spread] = SPREADS
 ) -> tuple[SnippetClaim, ...]:
-    """The claims that statements amount to: those that do not separate are left out."""
+    """Return the claims that statements amount to: those that do not separate are left out."""
     bounds_by_rule: dict[BoundRule, dict[str, float]] = {}
     for row in weighed(snippet, version, statements, spreads):
         if row.bound is not None:
             bounds_by_rule.setdefault(row.statement, {})[row.variant] = row.bound
-    return tuple(_claim(statement, bounds) for statement, bounds in bounds_by_rule.items())
-
-
-def _claim(statement: BoundRule, bounds: Mapping[str, float]) -> SnippetClaim:
-    (bound,) = set(bounds.values())
-    low = {"above": bound, "below": -math.inf, "within": -bound}[statement.side]
-    high = {"above": math.inf, "below": bound, "within": bound}[statement.side]
-    return SnippetClaim(frozenset(bounds), statement.measure, statement.source, low, high)
+    claims = []
+    for statement, bounds in bounds_by_rule.items():
+        (bound,) = set(bounds.values())
+        low = {"above": bound, "below": -math.inf, "within": -bound}[statement.side]
+        high = math.inf if statement.side == "above" else bound
+        claims.append(SnippetClaim(frozenset(bounds), statement.measure, statement.source, low, high))
+    return tuple(claims)
 
 
 def rule(
     side: Side, variants: str, measure: str, source: str, *, against: str, rounded: bool | None = None
 ) -> BoundRule:
-    """A statement about variants by their short names, space-separated.
+    """Return a statement about variants by their short names, space-separated.
 
     Args:
         side: where the measure lies.

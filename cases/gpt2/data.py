@@ -18,7 +18,7 @@ TRAINING_FILE = "train.bin"  # as nanoGPT's prepare.py names it
 _CHUNK = 1 << 24  # tokens looked at together: a file may be larger than memory
 
 
-class DataError(Exception):
+class DataError(ValueError):
     """Token data that can't be trained on; the message names the file and what to do, in one line."""
 
 
@@ -29,14 +29,10 @@ class Corpus:
     tokens: Tokens  # (characters,), indices into the vocabulary
     vocabulary: str  # every character that occurs, sorted
 
-    def decode(self, tokens: Tokens) -> str:
-        """The text of tokens."""
-        return "".join(self.vocabulary[token] for token in tokens)
-
 
 @cache
 def corpus() -> Corpus:
-    """The text that ships with the suite: sections of the Python language reference (see LICENSE-corpus.txt)."""
+    """Return the text that ships with the suite: sections of the Python language reference (see LICENSE-corpus.txt)."""
     text = files("tiebreak.cases.gpt2").joinpath("corpus.txt").read_bytes()
     characters, tokens = np.unique(np.frombuffer(text, dtype=np.uint8), return_inverse=True)
     shared = tokens.astype(np.uint16)
@@ -45,7 +41,7 @@ def corpus() -> Corpus:
 
 
 def read_bin(folder: Path, vocabulary: int, context: int) -> Tokens:
-    """nanoGPT's token file `train.bin` in a folder: uint16, little-endian, mapped, not loaded.
+    """Return nanoGPT's token file `train.bin` in a folder: uint16, little-endian, mapped, not loaded.
 
     Args:
         folder: where the file is.
@@ -87,13 +83,13 @@ class Batches:
             raise DataError(f"{len(self.tokens)} tokens, at least {self.context + 1} are needed")
 
     def starts(self, step: int) -> list[int]:
-        """Where the sequences of a step's batch begin in the text."""
+        """Return where the sequences of a step's batch begin in the text."""
         # Raw bits: NumPy promises that they never change, which it does not of its distributions.
         raw = Philox(SeedSequence([self.seed, step])).random_raw(self.sequences)
         return [int(bits) % (len(self.tokens) - self.context) for bits in raw]
 
     def batch(self, step: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
-        """Tokens and the tokens that follow each, both int64 (sequences, context), of one of the batch's equal parts.
+        """Return tokens and the tokens that follow each, both int64 (sequences, context), of a batch's part.
 
         Args:
             step: of the run, from 0.
@@ -107,9 +103,26 @@ class Batches:
         return both[:, :-1], both[:, 1:]
 
     def digest(self, steps: int) -> str:
-        """SHA-256 of the first batches: equal digests mean equal training data."""
+        """Return the SHA-256 of the first batches: equal digests mean equal training data."""
         sha256 = hashlib.sha256()
         for step in range(steps):
             for part in self.batch(step):
                 sha256.update(part.numpy().astype("<i8").tobytes())
         return sha256.hexdigest()
+
+
+def batches_of(folder: Path | None, vocabulary: int, context: int, sequences: int, seed: int) -> Batches:
+    """Return the batches of a run.
+
+    Args:
+        folder: with token data; None: the text that ships.
+        vocabulary: tokens that the model knows.
+        context: tokens of a sequence.
+        sequences: of a batch.
+        seed: of the sequence of batches.
+
+    Raises:
+        DataError: data that can't be trained on; one line.
+    """
+    tokens = corpus().tokens if folder is None else read_bin(folder, vocabulary, context)
+    return Batches(tokens, sequences, context, seed)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tiebreak.cases.gpt2.attention import Observation
 from tiebreak.cases.gpt2.model import GPT2, Block, Configuration
-from tiebreak.cases.gpt2.monitors import View, max_logit
+from tiebreak.cases.gpt2.monitors import MEASURES, View
 from tiebreak.cases.gpt2.scripting import LAYER, Script
 
 
@@ -43,7 +43,7 @@ class QKClip:
 
     def __call__(self, observation: Observation) -> None:
         """Note the largest logits of one call of attention."""
-        self._largest[observation.layer, observation.heads] = max_logit(View(observation))
+        self._largest[observation.layer, observation.heads] = MEASURES["max_logit"](View(observation))
 
     def after_step(self, model: GPT2) -> None:
         """Clip what the step just done, of the optimiser, had too large; forget its logits."""
@@ -87,12 +87,12 @@ def match_scores(block: Block, queries: Tensor, keys: Tensor) -> None:
 
 
 def _heads(block: Block, layer: nn.Linear, x: Tensor) -> Tensor:
-    """Queries or keys in fp64, (tokens, width) -> (heads, tokens, d)."""
+    """Return queries or keys in fp64, (tokens, width) -> (heads, tokens, d)."""
     return (x.double() @ layer.weight.double().T).view(len(x), block.heads, -1).transpose(0, 1)
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:
-    """above / below, 1 where below is 0."""
+    """Return above / below, 1 where below is 0."""
     return torch.where(below > 0, above / below, 1.0)
 
 
@@ -106,13 +106,13 @@ class Mitigation:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Parameters that it adds to the scripted layer: they train wherever W_Q does, or it could not act."""
+        """Return the parameters that it adds to the scripted layer: without training them it could not act."""
         norms = ("q_norm.gain", "k_norm.gain") if self.qk_norm else ()
         gate = ("gate.weight",) if self.gated else ()
         return tuple(f"blocks.{LAYER}.{name}" for name in (*norms, *gate))
 
     def configured(self, configuration: Configuration) -> Configuration:
-        """The configuration of a model with it."""
+        """Return the configuration of a model with it."""
         return replace(configuration, qk_norm=self.qk_norm, gated=self.gated)
 
     def adapt(self, model: GPT2, script: Script) -> None:
@@ -125,7 +125,7 @@ class Mitigation:
         match_scores(block, x[script.sinks :], x)
 
     def clipper(self) -> QKClip | None:
-        """A new QK-clip for one run; None where it does not clip."""
+        """Return a new QK-clip for one run; None where it does not clip."""
         return None if self.tau is None else QKClip(self.tau)
 
 

@@ -38,7 +38,7 @@ class Configuration:
 
     @property
     def d(self) -> int:
-        """Width of a head."""
+        """Return the width of a head."""
         return self.width // self.heads
 
 
@@ -51,7 +51,7 @@ PRESETS: Mapping[str, Configuration] = {
 
 
 def everywhere(kernel: HeadKernel, configuration: Configuration) -> Kernels:
-    """One kernel in every head of every layer."""
+    """Return one kernel in every head of every layer."""
     return ((kernel,) * configuration.heads,) * configuration.layers
 
 
@@ -74,7 +74,7 @@ class HeadNorm(nn.Module):
         self.gain = nn.Parameter(torch.ones(configuration.width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalised (batch, heads, tokens, d)."""
+        """Return the normalised (batch, heads, tokens, d)."""
         return functional.rms_norm(x, self._shape[-1:]) * self.gain.view(self._shape)
 
 
@@ -91,7 +91,7 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.zeros(configuration.width, configuration.width))
 
     def forward(self, o: Tensor, h: Tensor) -> Tensor:
-        """The gated output (batch, heads, tokens, d) of a layer whose normalised input is h, (batch, tokens, width)."""
+        """Return the gated o, (batch, heads, tokens, d); h is the layer's normalised input, (batch, tokens, width)."""
         gate = 2 * torch.sigmoid(functional.linear(h, self.weight))
         return o * _split(gate, self._heads)
 
@@ -116,7 +116,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor, kernels: Heads, call: Callable[[Tensor], Call]) -> Tensor:
-        """The residual stream (batch, tokens, width) after the block; `call` makes the attention's call from X."""
+        """Return the residual stream (batch, tokens, width) after the block; `call` makes attention's call from X."""
         h = self.norm_1(x)
         q, k, v = (_split(weight(h), self.heads) for weight in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
@@ -171,13 +171,13 @@ class GPT2(nn.Module):
                 weight.copy_(std * torch.from_numpy(rng.standard_normal(weight.shape, dtype=np.float32)))
 
     def block(self, layer: int) -> Block:
-        """The block of a layer, from 0."""
+        """Return the block of a layer, from 0."""
         module = self.blocks[layer]
         assert isinstance(module, Block)
         return module
 
     def forward(self, tokens: Tensor, step: int) -> Tensor:
-        """Logits (batch, tokens, vocabulary) of int64 tokens (batch, tokens); `step` seeds the kernels' noise."""
+        """Return logits (batch, tokens, vocabulary) of int64 tokens (batch, tokens); `step` seeds the noise."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for layer in range(self.configuration.layers):
             if not self.kernels[layer]:
@@ -190,5 +190,5 @@ class GPT2(nn.Module):
         return Call(self.arithmetic, layer, noise_seed(self.seed, step, layer), self.observer, x)
 
     def loss(self, tokens: Tensor, targets: Tensor, step: int) -> Tensor:
-        """Mean cross-entropy in nats of the next tokens, a scalar."""
+        """Return the mean cross-entropy in nats of the next tokens, a scalar."""
         return functional.cross_entropy(self(tokens, step).float().flatten(0, 1), targets.flatten())

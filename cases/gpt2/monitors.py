@@ -4,8 +4,9 @@ A monitor is a function of a `View`, which a `Recorder` calls for every call of 
 without an observer keeps and computes nothing for them.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -18,7 +19,7 @@ from tiebreak.kernels.flash import Softmax
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.inputs import AttentionInputs, Gradients
 from tiebreak.kernels.operands import folds_scale
-from tiebreak.kernels.plans import Cast
+from tiebreak.kernels.plans import Cast, RoundingPlan
 from tiebreak.kernels.shift_rules import repeated
 
 
@@ -63,13 +64,16 @@ class View:
     @cached_property
     def s(self) -> Tensor:
         """Scores as the kernel rounds them, -inf where masked, (batch, heads, tokens, tokens)."""
-        plan, arithmetic = self.observation.kernel.declaration.plan, self.observation.arithmetic
-        return self._masked(arithmetic.cast(self._product * self.inputs.scale, plan.s))
+        return self._masked(self.observation.arithmetic.cast(self._product * self.inputs.scale, self._plan.s))
 
     @cached_property
     def _product(self) -> Tensor:
-        inputs, plan = self.inputs, self.observation.kernel.declaration.plan
-        return self.observation.arithmetic.matmul(inputs.q, inputs.k.transpose(-1, -2), Cast(FP32), plan.accumulator)
+        k = self.inputs.k.transpose(-1, -2)
+        return self.observation.arithmetic.matmul(self.inputs.q, k, Cast(FP32), self._plan.accumulator)
+
+    @property
+    def _plan(self) -> RoundingPlan:
+        return self.observation.kernel.declaration.plan
 
     def _masked(self, scores: Tensor) -> Tensor:
         hidden = self.inputs.hidden()
@@ -79,13 +83,11 @@ class View:
     @cached_property
     def _kept(self) -> Tensor:
         """Scores in the units that the kernel keeps them in."""
-        folded = folds_scale(self.observation.kernel.declaration.plan)
-        return self._masked(self._product) if folded else self.s
+        return self._masked(self._product) if folds_scale(self._plan) else self.s
 
-    @cached_property
+    @property
     def _softmax(self) -> Softmax:
-        observed = self.observation
-        return Softmax(self.inputs.scale, observed.kernel.declaration.plan, observed.arithmetic)
+        return Softmax(self.inputs.scale, self._plan, self.observation.arithmetic)
 
     @cached_property
     def row_max(self) -> Tensor:
@@ -102,12 +104,12 @@ class View:
     @cached_property
     def p_bar(self) -> Tensor:
         """P-bar as rounded, in rows of one tile (a kernel with several rounds the earlier ones at an earlier shift)."""
-        observed, declared = self.observation, self.observation.kernel.declaration
+        observed, softmax = self.observation, self._softmax
         noise = Noise(observed.inputs.noise_seed, len(observed.heads))
         dither = self._of(noise.dither(observed.inputs.q.shape, 0, self.s.device))
         top = self._kept.amax(-1, keepdim=True)
-        shift = declared.shift_rule.propose(self._kept, top, dither, self._softmax.logit)
-        return observed.arithmetic.cast(self._softmax.of(self._kept, shift), declared.plan.p_bar)
+        shift = observed.kernel.declaration.shift_rule.propose(self._kept, top, dither, softmax.logit)
+        return observed.arithmetic.cast(softmax.of(self._kept, shift), self._plan.p_bar)
 
     @cached_property
     def output_error(self) -> Tensor:
@@ -151,11 +153,8 @@ class View:
         return torch.einsum("bht,bhtd,btc->hdc", self.wide(weight), self.pk, self.wide(self.observation.x))
 
 
-Measure = Callable[[View], Tensor]  # one number a head, (heads,)
-
-
 def _total(x: Tensor) -> Tensor:
-    """Sum of (n, heads, ...) over all but the heads: within each of the n, then one after the other.
+    """Return the sum of (n, heads, ...) over all but the heads: within each of the n, then one after the other.
 
     A head's number is so the same to the bit whichever heads are looked at beside it. The order of torch's own sum over
     several dimensions depends on all sizes, and that of a running sum on a GPU on chance.
@@ -164,89 +163,42 @@ def _total(x: Tensor) -> Tensor:
 
 
 def _mean(x: Tensor) -> Tensor:
-    """Mean of (n, heads, ...) over all but the heads, in the same order."""
+    """Return the mean of (n, heads, ...) over all but the heads, in the same order."""
     return _total(x) / (x.numel() // x.shape[1])
 
 
-def delta_error(view: View) -> Tensor:
-    """Sum of delta_lp - delta_hp over the batch's rows (paper, figure 5a)."""
-    return _total(view.delta_error)
-
-
-def delta(view: View) -> Tensor:
-    """Sum of delta_hp over the batch's rows."""
-    return _total(view.delta.squeeze(-1))
-
-
-def output_delta_error(view: View) -> Tensor:
-    """Sum over rows of rowsum(dO * error of O): what delta would err by if it were computed from O."""
-    # Token after token: in that order the records that are kept have summed.
-    return _total((view.wide(view.inputs.do) * view.output_error).transpose(1, 2).flatten(0, 1))
-
-
-def repeated_rows(view: View) -> Tensor:
-    """Share of rows whose maximum repeats (paper, figure 13)."""
-    return _mean(view.wide(repeated(view.s, view.row_max)))
-
-
-def row_max(view: View) -> Tensor:
-    """Mean over rows of the largest logit."""
-    return _mean(view.wide(view.row_max))
-
-
-def max_logit(view: View) -> Tensor:
-    """The largest logit."""
-    return view.wide(view.row_max).amax((0, 2, 3))
-
-
-@dataclass
-class GradientDirection:
-    """The direction R along which errors of delta push W_Q (paper, equations 2 and 3), of the first step seen.
-
-    R is the sum over tokens of (PK)[T]^T X[T]. `gradient` is the cosine to it of the error that delta_lp - delta_hp
-    makes in dW_Q (equation 2).
-    """
-
-    # By layer and heads, each (heads, d, width).
-    first: dict[tuple[int, tuple[int, ...]], Tensor] = field(default_factory=dict)
-
-    def gradient(self, view: View) -> Tensor:
-        """Cosine to R of dW_Q's error."""
-        now = view.direction(torch.ones_like(view.delta_error))
-        first = self.first.setdefault((view.observation.layer, view.heads), now)
-        return _cosines(view.direction(view.delta_error), first)
-
-
-def _cosines(a: Tensor, b: Tensor) -> Tensor:
-    return torch.nn.functional.cosine_similarity(a.flatten(1), b.flatten(1), dim=1)
-
-
+Measure = Callable[[View], Tensor]  # one number a head, (heads,)
 MEASURES: Mapping[str, Measure] = {
-    "delta_error": delta_error,
-    "delta": delta,
-    "output_delta_error": output_delta_error,
-    "repeated_rows": repeated_rows,
-    "row_max": row_max,
-    "max_logit": max_logit,
+    # Sum of delta_lp - delta_hp over the batch's rows (paper, figure 5a), and that of delta_hp.
+    "delta_error": lambda view: _total(view.delta_error),
+    "delta": lambda view: _total(view.delta.squeeze(-1)),
+    # Sum over rows of rowsum(dO * error of O): what delta would err by if it were computed from O. Token after token:
+    # in that order the records that are kept have summed.
+    "output_delta_error": lambda view: _total(
+        (view.wide(view.inputs.do) * view.output_error).transpose(1, 2).flatten(0, 1)
+    ),
+    # Share of rows whose maximum repeats (paper, figure 13).
+    "repeated_rows": lambda view: _mean(view.wide(repeated(view.s, view.row_max))),
+    # The largest logit: its mean over rows, and that of all.
+    "row_max": lambda view: _mean(view.wide(view.row_max)),
+    "max_logit": lambda view: view.wide(view.row_max).amax((0, 2, 3)),
 }
 
 
-@dataclass(frozen=True)
-class Drift:
-    """A series of sums, one a step, as figure 5a draws it."""
+def direction_cosine() -> Measure:
+    """Return a measure of how far errors of delta push W_Q along one direction R (paper, equations 2 and 3).
 
-    values: tuple[float, ...]
+    R is the sum over tokens of (PK)[T]^T X[T] in the first step seen, by layer and heads. The measure is the cosine to
+    it of the error that delta_lp - delta_hp makes in dW_Q (equation 2).
+    """
+    first: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # each (heads, d, width)
 
-    @property
-    def mean(self) -> float:
-        """Mean a step."""
-        return sum(self.values) / len(self.values)
+    def cosine(view: View) -> Tensor:
+        now = view.direction(torch.ones_like(view.delta_error))
+        r = first.setdefault((view.observation.layer, view.heads), now)
+        return torch.nn.functional.cosine_similarity(view.direction(view.delta_error).flatten(1), r.flatten(1), dim=1)
 
-    @property
-    def drift(self) -> float:
-        """sum(s) / sum|s|: 1 or -1 where every step has the same sign, about 0 for a random walk; NaN without any."""
-        size = sum(abs(value) for value in self.values)
-        return sum(self.values) / size if size else float("nan")
+    return cosine
 
 
 class Recorder:
@@ -266,24 +218,25 @@ class Recorder:
             for head, value in zip(view.heads, measure(view).tolist(), strict=True):
                 self._values.setdefault((name, observation.layer, head), []).append(value)
 
-    def series(self, measure: str, layer: int, head: int) -> Drift:
-        """All values of one measure of one head, in the order of the steps."""
-        return Drift(tuple(self._values[measure, layer, head]))
+    def series(self, measure: str, layer: int, head: int) -> tuple[float, ...]:
+        """Return all values of one measure of one head, in the order of the steps."""
+        return tuple(self._values[measure, layer, head])
+
+
+def drift(values: Sequence[float]) -> float:
+    """Return sum(s) / sum|s|: 1 or -1 where every value has the same sign, about 0 for a random walk; NaN for zeros."""
+    size = sum(map(abs, values))
+    return sum(values) / size if size else math.nan
 
 
 def spectral_norms(block: Block) -> Tensor:
-    """Largest singular value of every head's part of W_Q, (heads,) (paper, figures 3 and 11)."""
-    weight = block.wq.weight
-    with torch.no_grad():
-        return _largest(weight.reshape(block.heads, -1, weight.shape[1]))
+    """Return the largest singular value of every head's part of W_Q, (heads,) (paper, figures 3 and 11).
 
-
-def _largest(matrices: Tensor) -> Tensor:
-    """Spectral norm of each of (n, rows, columns); NaN where one is not finite, which torch would raise at."""
-    finite = torch.isfinite(matrices).all(-1).all(-1)
-    norms = torch.full((len(matrices),), torch.nan, dtype=matrices.dtype, device=matrices.device)
-    norms[finite] = torch.linalg.matrix_norm(matrices[finite], 2)
-    return norms
+    NaN where a part is not finite, which torch would raise at.
+    """
+    parts = block.wq.weight.detach().reshape(block.heads, -1, block.wq.weight.shape[1])
+    nan = parts.new_tensor(math.nan)
+    return torch.stack([torch.linalg.matrix_norm(part, 2) if bool(part.isfinite().all()) else nan for part in parts])
 
 
 def alignment(weight: Tensor, x: Tensor) -> Tensor:
@@ -308,6 +261,6 @@ def sign_diversity(alignments: Tensor) -> float:
     Its collapse is the early warning of arXiv 2510.04202. NaN where an alignment is.
     """
     if not torch.isfinite(alignments).all():
-        return float("nan")
+        return math.nan
     positive = int((alignments > 0).sum()) / alignments.numel()
     return 2 * min(positive, 1 - positive)

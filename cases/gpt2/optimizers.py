@@ -27,7 +27,7 @@ class Schedule:
     warm_up: int  # steps
 
     def at(self, step: int) -> float:
-        """The rate of a step, from 0."""
+        """Return the rate of a step, from 0."""
         if step < self.warm_up:
             return self.rate * (step + 1) / self.warm_up
         done = (step - self.warm_up) / max(1, self.steps - self.warm_up)
@@ -35,7 +35,7 @@ class Schedule:
 
 
 def optimizers(name: str, model: GPT2) -> list[Optimizer]:
-    """The optimisers of a model's weights; their rate is set step by step.
+    """Return the optimisers of a model's weights; their rate is set step by step.
 
     Args:
         name: `adamw` for the paper's (betas 0.9 and 0.95, no decay; section 3.1), or `muon` for Muon with the root mean
@@ -60,7 +60,7 @@ def optimizers(name: str, model: GPT2) -> list[Optimizer]:
 
 
 def adamw(weights: list[torch.nn.Parameter], rate: float = 1e-3, epsilon: float = EPSILON) -> AdamW:
-    """The paper's AdamW: betas 0.9 and 0.95, no decay (arXiv 2510.04212, section 3.1).
+    """Return the paper's AdamW: betas 0.9 and 0.95, no decay (arXiv 2510.04212, section 3.1).
 
     Args:
         weights: that it updates.
@@ -74,7 +74,7 @@ class LightAdamW:
     """`adamw` at one rate, to the bit. To make or step torch's own loads its compiler first: seconds a process."""
 
     def __init__(self, weights: list[torch.nn.Parameter], rate: float, epsilon: float) -> None:
-        """As `adamw`."""
+        """Take the arguments of `adamw`."""
         self._weights, self._rate, self._epsilon = weights, rate, epsilon
         self._first, self._second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
         self._steps = [torch.zeros(()) for _ in weights]  # on the host, as torch's

@@ -5,19 +5,19 @@ Every snippet trains the same small GPT-2 on the same batches with a head script
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 from torch import Tensor, nn
 
 from tiebreak.cases.gpt2 import scripting
-from tiebreak.cases.gpt2.attention import HeadKernel, Heads, Kernels, Observation, Observer
+from tiebreak.cases.gpt2.attention import HeadKernel, Heads, Kernels, together
 from tiebreak.cases.gpt2.bounds import BoundRule, SnippetClaim, bounded, rule
 from tiebreak.cases.gpt2.data import Batches, corpus
 from tiebreak.cases.gpt2.mitigations import QKClip
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, Configuration
-from tiebreak.cases.gpt2.monitors import MEASURES, GradientDirection, Recorder, spectral_norms
+from tiebreak.cases.gpt2.monitors import MEASURES, Recorder, direction_cosine, drift, spectral_norms
 from tiebreak.cases.gpt2.optimizers import EPSILON, LightAdamW
 from tiebreak.cases.gpt2.scripting import HEAD, LAYER, Script
 from tiebreak.cases.gpt2.variants import Variant, variant_names
@@ -52,36 +52,36 @@ class Snippet:
     about: str  # one line
     headline: str  # the measure that tables show
     spec: str  # how they format it
-    steps: int  # of the optimiser
-    rate: float  # learning rate of AdamW
-    epsilon: float  # AdamW's
-    script: Script  # of the failing head
-    trained: tuple[str, ...]  # parameters that train, beside those that a mitigation adds; empty: all
-    every: int  # steps between two readings of the monitors
-    rules: tuple[BoundRule, ...]  # which variants do what, by the rule of `tiebreak.cases.gpt2.bounds`
     roster: tuple[str, ...]  # variants of a default run, by full name
     on_devices: tuple[str, ...]  # those of them that a device runs by default, beside its own kernels
+    rules: tuple[BoundRule, ...] = ()  # which variants do what, by the rule of `tiebreak.cases.gpt2.bounds`
+    own_claims: tuple[SnippetClaim, ...] = ()  # of measures without a spread that bounds could come from
+    version: int = 1  # raised when the recipe changes: records of other versions are not comparable
+    steps: int = 20  # of the optimiser
+    every: int = 1  # steps between two readings of the monitors
+    rate: float = 1e-5  # learning rate of AdamW
+    epsilon: float = EPSILON  # AdamW's
+    script: Script = field(default_factory=Script)  # of the failing head
+    trained: tuple[str, ...] = ()  # parameters that train, beside those that a mitigation adds; empty: all
     silent_before: bool = False  # whether the layer before the scripted one, which writes nothing, is left out
     layers: int = 2  # of the model; the scripted one is the second
     study: bool = False  # whether it tells fixes apart: kernels of users run in it by name alone
     scores: Format = BF16  # that S is kept in
     source: str = _PAPER  # where the run or its claims come from
     unclaimed: str | None = None  # why nothing is claimed of the kernels that no claim speaks of
-    version: int = 1  # raised when the recipe changes: records of other versions are not comparable
-    own_claims: tuple[SnippetClaim, ...] = ()  # of measures without a spread that bounds could come from
 
     @cached_property
     def claims(self) -> tuple[SnippetClaim, ...]:
-        """What must hold, by variant."""
+        """Return what must hold, by variant."""
         return (*self.own_claims, *bounded(self.name, self.version, self.rules))
 
     @property
     def amplified(self) -> bool:
-        """Whether it takes a narrower format than anyone trains with to show the effect."""
+        """Return whether it takes a narrower format than anyone trains with to show the effect."""
         return self.scores not in TORCH_DTYPES
 
     def drifts(self, measures: Mapping[str, float]) -> Verdict | None:
-        """Whether a run went as those of kernels whose bias training feels do.
+        """Return whether a run went as those of kernels whose bias training feels do.
 
         Returns:
             Biased: it did; unbiased: it went as those of sound kernels; inconclusive: as neither. None: in this snippet
@@ -99,7 +99,7 @@ class Snippet:
         return Verdict.UNBIASED if all(sound) else Verdict.INCONCLUSIVE
 
     def claims_about(self, variant: Variant) -> tuple[SnippetClaim, ...]:
-        """What is claimed about a variant."""
+        """Return what is claimed about a variant."""
         name = variant.held_to or variant.name
         return tuple(claim for claim in self.claims if name in claim.variants or not claim.variants)
 
@@ -126,64 +126,57 @@ class SnippetResult:
     series: Mapping[str, tuple[float, ...]]  # of the scripted head at those steps: delta_error, row_max, wq_norm
 
 
+def _named(shorts: str, *, rounded: bool | None = None) -> tuple[str, ...]:
+    """Return the full names of variants, by short names between spaces."""
+    return tuple(name for short in shorts.split() for name in variant_names(short, rounded=rounded))
+
+
 _QUERIES = (f"blocks.{LAYER}.wq.weight",)
 _SECOND_LAYER = (
     *_QUERIES,
     *(f"blocks.{LAYER}.{name}.weight" for name in ("wv", "wo", "norm_2", "up", "down")),
     "head.weight",
 )
-_SHORT_ROSTER, _SHORT_UNROUNDED = (
-    tuple(variant_names(short, rounded=rounded)[0] for short in ("flash", "stabilized", "fair"))
-    for rounded in (True, False)
+_SHORT = "flash stabilized fair"
+_SHORT_ROSTER, _SHORT_UNROUNDED = _named(_SHORT, rounded=True), _named(_SHORT, rounded=False)
+# What statements must catch.
+_FLASH, _FAIR, _FLASH_UNROUNDED, _FAIR_UNROUNDED = (
+    roster[at] for roster in (_SHORT_ROSTER, _SHORT_UNROUNDED) for at in (0, -1)
 )
-_FLASH, _, _FAIR = _SHORT_ROSTER  # what statements must catch
-_FLASH_UNROUNDED, _, _FAIR_UNROUNDED = _SHORT_UNROUNDED
-_FUSED = variant_names("flash_fused", rounded=False)[0]
-_BASE_2, _CONTRACTED = (variant_names(short, rounded=False)[0] for short in ("flash_base_2", "flash_contracted"))
+_FUSED, _BASE_2, _CONTRACTED = _named("flash_fused flash_base_2 flash_contracted", rounded=False)
 # What a kernel's run is compared with, to tell whether training feels its bias.
-_SOUND = frozenset({*variant_names("fair"), _BASE_2})
-_DRIFTING = frozenset({*variant_names("flash"), *variant_names("flash_fused"), _CONTRACTED})
+_SOUND = frozenset({*_named("fair"), _BASE_2})
+_DRIFTING = frozenset({*_named("flash flash_fused"), _CONTRACTED})
 # Logits of 25 and 37 to begin with, and values so far apart that a small change of P shows in O.
 _RUNAWAY = Script(key=32.0, query=100 / 32, sink_query=16.0, value=-12.0)
+_ERROR, _GROWTH, _RISE = "delta_error_mean", "wq_norm_growth", "row_max_rise"
 
 DRIFT = Snippet(
     "train_drift",
     "A",
     "delta errs to one side in every step and pushes W_Q along one direction",
-    headline="delta_error_mean",
+    headline=_ERROR,
     spec="+.1e",
-    steps=20,
     version=2,
-    rate=1e-5,
-    epsilon=EPSILON,
-    script=Script(),
-    trained=(),
-    every=1,
     rules=(
-        rule("above", "flash", "delta_error_mean", _PAPER, against=_FAIR_UNROUNDED),
-        rule("within", _FIXED, "delta_error_mean", _PAPER, against=_FLASH, rounded=True),
+        rule("above", "flash", _ERROR, _PAPER, against=_FAIR_UNROUNDED),
+        rule("within", _FIXED, _ERROR, _PAPER, against=_FLASH, rounded=True),
         # Its O errs as flash's does.
         rule("above", "standard", "output_delta_error_mean", _SUITE, against="o_fp32@train_l_rounded"),
         # Beyond the paper.
-        rule("above", "flash_fused", "delta_error_mean", _SUITE, against=_FAIR_UNROUNDED),
-        rule("above", "dithered_fused", "delta_error_mean", _SUITE, against=_FAIR_UNROUNDED, rounded=True),
-        rule(
-            "below", "stabilized stabilized_fused", "delta_error_mean", _SUITE, against=_FAIR_UNROUNDED, rounded=False
-        ),
-        rule("within", "dithered dithered_fused", "delta_error_mean", _SUITE, against=_FLASH, rounded=False),
-        rule("within", "dithered stochastic_fused", "delta_error_mean", _SUITE, against=_FLASH, rounded=True),
-        rule("within", "fair", "delta_error_mean", _SUITE, against=_FUSED),
+        rule("above", "flash_fused", _ERROR, _SUITE, against=_FAIR_UNROUNDED),
+        rule("above", "dithered_fused", _ERROR, _SUITE, against=_FAIR_UNROUNDED, rounded=True),
+        rule("below", "stabilized stabilized_fused", _ERROR, _SUITE, against=_FAIR_UNROUNDED, rounded=False),
+        rule("within", "dithered dithered_fused", _ERROR, _SUITE, against=_FLASH, rounded=False),
+        rule("within", "dithered stochastic_fused", _ERROR, _SUITE, against=_FLASH, rounded=True),
+        rule("within", "fair", _ERROR, _SUITE, against=_FUSED),
         # What acts on logits and sinks leaves the rounding as it is.
-        rule("above", _MITIGATED, "delta_error_mean", _SUITE, against=_FAIR_UNROUNDED),
+        rule("above", _MITIGATED, _ERROR, _SUITE, against=_FAIR_UNROUNDED),
     ),
     roster=(
         *_SHORT_ROSTER,
-        *variant_names("o_fp32", rounded=True),
-        *(
-            name
-            for short in ("standard", "flash", "flash_fused", "stabilized", "dithered_fused", "fair")
-            for name in variant_names(short, rounded=False)
-        ),
+        *_named("o_fp32", rounded=True),
+        *_named("standard flash flash_fused stabilized dithered_fused fair", rounded=False),
     ),
     on_devices=(*_SHORT_ROSTER, *_SHORT_UNROUNDED),
 )
@@ -191,54 +184,52 @@ RUNAWAY = Snippet(
     "train_runaway",
     "Q",
     "only W_Q trains, and grows",
-    headline="wq_norm_growth",
+    headline=_GROWTH,
     spec=".2f",
-    steps=101,
     version=2,
+    steps=101,
+    every=10,
     rate=0.1,
     epsilon=0.1,
     script=_RUNAWAY,
     trained=_QUERIES,
-    every=10,
-    rules=(
-        rule("above", "flash", "wq_norm_growth", _PAPER, against=_FAIR),
-        rule("below", _FIXED, "wq_norm_growth", _PAPER, against=_FLASH, rounded=True),
-        rule("above", "flash_fused", "wq_norm_growth", _SUITE, against=_FAIR),
-        rule("above", "dithered_fused", "wq_norm_growth", _SUITE, against=_FAIR, rounded=True),
-        rule("below", "dithered_fused", "wq_norm_growth", _SUITE, against=_FUSED, rounded=False),
-        rule("below", "dithered", "wq_norm_growth", _SUITE, against=_FLASH),
-        rule("below", "stochastic_fused fair", "wq_norm_growth", _SUITE, against=_FUSED),
-        rule("above", "flash_in_layer_2", "wq_norm_growth", _PAPER, against=_FAIR),
-        rule("above", "flash_tiled", "wq_norm_growth", _PAPER, against=_FAIR),
-        rule("below", _SECTION_3_2, "wq_norm_growth", _PAPER, against=_FLASH),
-        # The paper says that it is stable: see docs/training.md.
-        rule("above", "pv_fp32", "wq_norm_growth", _SUITE, against=_FAIR),
-        # QK-norm's gains grow instead of W_Q; QK-clip caps the logits and W_Q grows; the gate shuts the head.
-        rule("above", "flash_qk_norm", "row_max_rise", _SUITE, against=_FAIR),
-        rule("above", "flash_qk_clip", "wq_norm_growth", _SUITE, against=_FAIR),
-        rule("below", "flash_qk_clip", "row_max_rise", _SUITE, against=_FLASH),
-        rule("below", "flash_gated", "wq_norm_growth", _SUITE, against=_FLASH),
-    ),
-    roster=(*_SHORT_ROSTER, *variant_names("standard"), *variant_names("flash_fused", rounded=False)),
-    on_devices=(_SHORT_ROSTER[0], _SHORT_ROSTER[-1]),
     silent_before=True,
+    rules=(
+        rule("above", "flash", _GROWTH, _PAPER, against=_FAIR),
+        rule("below", _FIXED, _GROWTH, _PAPER, against=_FLASH, rounded=True),
+        rule("above", "flash_fused", _GROWTH, _SUITE, against=_FAIR),
+        rule("above", "dithered_fused", _GROWTH, _SUITE, against=_FAIR, rounded=True),
+        rule("below", "dithered_fused", _GROWTH, _SUITE, against=_FUSED, rounded=False),
+        rule("below", "dithered", _GROWTH, _SUITE, against=_FLASH),
+        rule("below", "stochastic_fused fair", _GROWTH, _SUITE, against=_FUSED),
+        rule("above", "flash_in_layer_2", _GROWTH, _PAPER, against=_FAIR),
+        rule("above", "flash_tiled", _GROWTH, _PAPER, against=_FAIR),
+        rule("below", _SECTION_3_2, _GROWTH, _PAPER, against=_FLASH),
+        # The paper says that it is stable: see docs/training.md.
+        rule("above", "pv_fp32", _GROWTH, _SUITE, against=_FAIR),
+        # QK-norm's gains grow instead of W_Q; QK-clip caps the logits and W_Q grows; the gate shuts the head.
+        rule("above", "flash_qk_norm", _RISE, _SUITE, against=_FAIR),
+        rule("above", "flash_qk_clip", _GROWTH, _SUITE, against=_FAIR),
+        rule("below", "flash_qk_clip", _RISE, _SUITE, against=_FLASH),
+        rule("below", "flash_gated", _GROWTH, _SUITE, against=_FLASH),
+    ),
+    roster=(*_SHORT_ROSTER, *_named("standard"), _FUSED),
+    on_devices=(_FLASH, _FAIR),
 )
 LANGUAGE_MODEL = replace(
     RUNAWAY,
     name="train_lm",
     label="LM",
     about="the second layer and the head learn: flash keeps up logits that fall with a fix",
-    headline="row_max_rise",
+    headline=_RISE,
     spec="+.0f",
-    steps=101,
-    version=2,
     rate=3e-3,
     epsilon=EPSILON,
     trained=_SECOND_LAYER,
     rules=(
-        rule("above", "flash", "row_max_rise", _PAPER, against=_FAIR),
-        rule("below", _FIXED, "row_max_rise", _PAPER, against=_FLASH, rounded=True),
-        rule("below", "dithered stochastic_fused fair", "row_max_rise", _SUITE, against=_FLASH),
+        rule("above", "flash", _RISE, _PAPER, against=_FAIR),
+        rule("below", _FIXED, _RISE, _PAPER, against=_FLASH, rounded=True),
+        rule("below", "dithered stochastic_fused fair", _RISE, _SUITE, against=_FLASH),
     ),
     study=True,
     roster=_SHORT_ROSTER,
@@ -251,8 +242,8 @@ AMPLIFIED = replace(
     about="amplified, S in E8M5: the loss goes up",
     headline="loss_rise",
     spec="+.2f",
-    script=replace(_RUNAWAY, value=-24.0, dead_weight=3.0),
     steps=221,
+    script=replace(_RUNAWAY, value=-24.0, dead_weight=3.0),
     rules=(
         rule("above", "flash", "loss_rise", _PAPER, against=_FAIR, rounded=True),
         rule("below", _FIXED, "loss_rise", _PAPER, against=_FLASH, rounded=True),
@@ -271,9 +262,9 @@ GAP_11 = replace(
     study=True,
     script=Script(gap=11.0),
     rules=(
-        rule("above", "flash", "delta_error_mean", _SUITE, against=_FAIR_UNROUNDED, rounded=False),
-        rule("below", "stabilized", "delta_error_mean", _SUITE, against=_FAIR_UNROUNDED, rounded=False),
-        rule("within", "fair", "delta_error_mean", _SUITE, against=_FLASH_UNROUNDED),
+        rule("above", "flash", _ERROR, _SUITE, against=_FAIR_UNROUNDED, rounded=False),
+        rule("below", "stabilized", _ERROR, _SUITE, against=_FAIR_UNROUNDED, rounded=False),
+        rule("within", "fair", _ERROR, _SUITE, against=_FLASH_UNROUNDED),
     ),
     roster=_SHORT_UNROUNDED,
     on_devices=_SHORT_UNROUNDED,
@@ -286,8 +277,8 @@ ONE_SINK = replace(
     study=True,
     script=Script(sinks=1),
     rules=(
-        rule("below", "flash stabilized", "delta_error_mean", _SUITE, against=_FAIR),
-        rule("within", "fair", "delta_error_mean", _SUITE, against=_FLASH, rounded=True),
+        rule("below", "flash stabilized", _ERROR, _SUITE, against=_FAIR),
+        rule("within", "fair", _ERROR, _SUITE, against=_FLASH, rounded=True),
     ),
     roster=_SHORT_ROSTER,
     on_devices=_SHORT_ROSTER,
@@ -302,23 +293,15 @@ NO_TAIL = replace(
     study=True,
     script=Script(gap=30.0),
     rules=(
-        rule("above", "flash_contracted", "delta_error_mean", _SUITE, against=_BASE_2, rounded=False),
-        rule("within", "flash_base_2", "delta_error_mean", _SUITE, against=_CONTRACTED),
+        rule("above", "flash_contracted", _ERROR, _SUITE, against=_BASE_2, rounded=False),
+        rule("within", "flash_base_2", _ERROR, _SUITE, against=_CONTRACTED),
         # l sums what the cast has made 1 again.
-        rule("within", "flash_contracted", "delta_error_mean", _SUITE, against=_CONTRACTED, rounded=True),
+        rule("within", "flash_contracted", _ERROR, _SUITE, against=_CONTRACTED, rounded=True),
     ),
-    roster=(_BASE_2, _CONTRACTED, *variant_names("flash_contracted", rounded=True)),
+    roster=(_BASE_2, _CONTRACTED, *_named("flash_contracted", rounded=True)),
     on_devices=(_BASE_2, _CONTRACTED),
 )
 _LONG = 40  # steps: with the fix the loss breaks down within 20
-
-
-def _steps(variants: Iterable[str], *, low: float = -math.inf, high: float = math.inf) -> SnippetClaim:
-    # Where a claim says how soon the loss breaks down, that it does is what is claimed.
-    waives = frozenset({"loss"} if high < math.inf else ())
-    return SnippetClaim(frozenset(variants), "finite_steps", _SUITE, low, high, waives)
-
-
 LARGE_LOGITS = replace(
     RUNAWAY,
     name="train_large_logits",
@@ -326,23 +309,27 @@ LARGE_LOGITS = replace(
     about=f"as Q, logits of 94 and more: the fix's P̄ underflows, and the loss is NaN before step {_LONG}",
     headline="finite_steps",
     spec=".0f",
-    steps=_LONG,
     version=1,
+    steps=_LONG,
     script=replace(_RUNAWAY, key=120.0),
     rules=(),
     # Halfway between the steps that a run can have: all of them, or fewer. There is no spread to derive a bound from.
     own_claims=(
         # With l from unrounded P-bar 9 of 64 runs get through: those are claimed nothing of.
-        _steps(("stabilized@train_l_rounded", "stabilized_fused@train_l_rounded"), high=_LONG - 0.5),
-        _steps(
-            (name for short in f"flash flash_fused o_fp32 standard {_OURS}".split() for name in variant_names(short)),
-            low=_LONG - 0.5,
+        SnippetClaim(
+            frozenset(_named("stabilized stabilized_fused", rounded=True)),
+            "finite_steps",
+            _SUITE,
+            high=_LONG - 0.5,
+            waives=frozenset({"loss"}),  # that it breaks down is what is claimed
+        ),
+        SnippetClaim(
+            frozenset(_named(f"flash flash_fused o_fp32 standard {_OURS}")), "finite_steps", _SUITE, low=_LONG - 0.5
         ),
     ),
     roster=_SHORT_ROSTER,
     on_devices=_SHORT_ROSTER,
 )
-
 TWO_LAYERS = replace(
     DRIFT,
     name="train_two_layers",
@@ -350,8 +337,8 @@ TWO_LAYERS = replace(
     about="as A with a layer behind, whose forward and backward pass lie between those of the scripted one",
     headline="delta_error_share",
     spec=".1e",
-    steps=3,
     version=1,
+    steps=3,
     silent_before=True,
     layers=3,
     rules=(),
@@ -410,18 +397,17 @@ def run_snippet(
     model = _model(snippet, variant, arithmetic, seed).to(device)
     if snippet.trained:
         _keep_script(model)
-    direction = GradientDirection()
-    recorder = Recorder({**_READ, "direction_cosine": direction.gradient}, [LAYER], HEAD)
+    recorder = Recorder({**_READ, "direction_cosine": direction_cosine()}, [LAYER], HEAD)
     losses, steps, norms = _train(snippet, model, recorder, variant.mitigation.clipper())
-    measures = _measures(recorder, losses, norms)
+    read = {name: recorder.series(name, LAYER, HEAD) for name in (*_READ, "direction_cosine")}
+    measures = _measures(read, losses, norms)
     verdicts = tuple(Judged(claim, claim.held(measures)) for claim in snippet.claims_about(variant))
-    read = {name: recorder.series(name, LAYER, HEAD).values for name in ("delta_error", "row_max")}
-    series = {**read, "wq_norm": tuple(norms)}
+    series = {"delta_error": read["delta_error"], "row_max": read["row_max"], "wq_norm": tuple(norms)}
     return SnippetResult(snippet.name, variant, seed, measures, verdicts, tuple(losses), tuple(steps), series)
 
 
 def _kernels(snippet: Snippet, variant: Variant, configuration: Configuration) -> Kernels:
-    """The variant's kernels, with S in the snippet's format where they say what they round it to."""
+    """Return the variant's kernels, with S in the snippet's format where they say what they round it to."""
 
     def head(implementation: Declaration | Kernel) -> HeadKernel:
         if isinstance(implementation, Kernel) or not snippet.amplified:
@@ -462,7 +448,7 @@ def _keep_script(model: GPT2) -> None:
 def _train(
     snippet: Snippet, model: GPT2, recorder: Recorder, clipper: QKClip | None
 ) -> tuple[list[float], list[int], list[float]]:
-    """Losses, one a step; the steps of the readings, and the scripted head's norm of W_Q at each."""
+    """Train; return losses, one a step; the steps of the readings, and the scripted head's norm of W_Q at each."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = LightAdamW(weights, snippet.rate, snippet.epsilon)
     losses: list[float] = []
@@ -470,9 +456,14 @@ def _train(
     norms: list[float] = []
     for step in range(snippet.steps):
         reading = step % snippet.every == 0 or step == snippet.steps - 1
-        model.observer = _together([look for look in (recorder if reading else None, clipper) if look is not None])
-        batch = _batch(model.configuration.context, step)
-        losses.append(_step(model, batch, step, optimizer, weights))
+        model.observer = together([look for look in (recorder if reading else None, clipper) if look is not None])
+        tokens, targets = (part.to(weights[0].device) for part in _batch(model.configuration.context, step))
+        loss = model.loss(tokens, targets, step)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(weights, _CLIP)
+        optimizer.step()
+        losses.append(loss.item())
         if clipper is not None:
             clipper.after_step(model)
         if reading:
@@ -485,50 +476,20 @@ def _train(
 
 @cache
 def _batch(context: int, step: int) -> tuple[Tensor, Tensor]:
-    """One step's tokens and targets: the same for every variant and seed, so a process makes them once."""
+    """Return one step's tokens and targets: the same for every variant and seed, so a process makes them once."""
     return Batches(corpus().tokens, _SEQUENCES, context, _BATCH_SEED).batch(step)
 
 
-def _together(observers: Sequence[Observer]) -> Observer | None:
-    """Several observers as one; None for none, so that nothing is kept for them."""
-
-    def look(observation: Observation) -> None:
-        for observer in observers:
-            observer(observation)
-
-    return look if observers else None
-
-
-def _step(
-    model: GPT2,
-    batch: tuple[Tensor, Tensor],
-    step: int,
-    optimizer: LightAdamW,
-    weights: list[nn.Parameter],
-) -> float:
-    tokens, targets = (part.to(model.tokens.weight.device) for part in batch)
-    loss = model.loss(tokens, targets, step)
-    optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
-    nn.utils.clip_grad_norm_(weights, _CLIP)
-    optimizer.step()
-    return loss.item()
-
-
-def _measures(recorder: Recorder, losses: list[float], norms: list[float]) -> dict[str, float]:
-    def series(name: str) -> tuple[float, ...]:
-        return recorder.series(name, LAYER, HEAD).values
-
-    error, delta = recorder.series("delta_error", LAYER, HEAD), recorder.series("delta", LAYER, HEAD).mean
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    top = series("row_max")
+def _measures(read: Mapping[str, Sequence[float]], losses: list[float], norms: list[float]) -> dict[str, float]:
+    mean = {name: sum(values) / len(values) for name, values in read.items()}
+    finite, top = [loss for loss in losses if math.isfinite(loss)], read["row_max"]
     return {
-        "delta_error_mean": error.mean,
-        "delta_error_drift": error.drift,
-        "delta_error_share": abs(error.mean / delta) if delta else math.nan,
-        "output_delta_error_mean": recorder.series("output_delta_error", LAYER, HEAD).mean,
-        "direction_cosine": recorder.series("direction_cosine", LAYER, HEAD).mean,
-        "repeated_rows": recorder.series("repeated_rows", LAYER, HEAD).mean,
+        "delta_error_mean": mean["delta_error"],
+        "delta_error_drift": drift(read["delta_error"]),
+        "delta_error_share": abs(mean["delta_error"] / mean["delta"]) if mean["delta"] else math.nan,
+        "output_delta_error_mean": mean["output_delta_error"],
+        "direction_cosine": mean["direction_cosine"],
+        "repeated_rows": mean["repeated_rows"],
         "wq_norm_growth": norms[-1] / norms[0],
         "row_max_first": top[0],
         "row_max_rise": top[-1] - top[0],

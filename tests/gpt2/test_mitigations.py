@@ -90,16 +90,8 @@ def test_clipping_after_a_step_brings_the_largest_logit_to_tau() -> None:
     assert (before < tau).any()
     # q and k are rounded to bf16 anew after the clip.
     torch.testing.assert_close(_largest(model), before.clamp(max=tau), rtol=0.02, atol=0.0)
-
-
-def test_a_clip_forgets_the_step_before() -> None:
-    model = _model(SMALL)
-    clipper = QKClip(1e-4)
-    model.observer = clipper
-    _backward(model)
-    clipper.after_step(model)
     clipped = model.block(0).wq.weight.detach().clone()
-    clipper.after_step(model)
+    clipper.after_step(model)  # it has forgotten the step before
     assert torch.equal(model.block(0).wq.weight, clipped)
 
 
@@ -125,29 +117,24 @@ def _largest(model: GPT2) -> Tensor:
     recorder = Recorder({"max_logit": MEASURES["max_logit"]}, range(SMALL.layers))
     model.observer = recorder
     _backward(model)
-    return torch.tensor([recorder.series("max_logit", at, head).values[0] for at in (0, 1) for head in (0, 1)])
+    return torch.tensor([recorder.series("max_logit", at, head)[0] for at in (0, 1) for head in (0, 1)])
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_scripted_head_keeps_its_scores_under_qk_norm(script: Script) -> None:
+def test_a_scripted_head_keeps_its_scores_and_ties_under_qk_norm(script: Script) -> None:
     """Of all queries but the sinks', which see equal keys alone; in the other heads nearly."""
-    plain, normed = (_scores(_scripted(variant, script))[:, :, script.sinks :] for variant in (NO_MITIGATION, QK_NORM))
+    model = _scripted(QK_NORM, script)
+    plain, normed = (_scores(each)[:, :, script.sinks :] for each in (_scripted(NO_MITIGATION, script), model))
     torch.testing.assert_close(normed[:, HEAD], plain[:, HEAD], rtol=1e-4, atol=1e-4)
     others = [head for head in range(4) if head != HEAD]
     error, size = (normed - plain)[:, others].std(), plain[:, others].std()
     assert error < 0.5 * size
     assert size < 0.05  # little enough not to matter
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_ties_last_under_qk_norm(script: Script) -> None:
-    """After the rounding of q, k and S to bf16, as the kernel has them."""
-    model = _scripted(QK_NORM, script)
     recorder = Recorder({"repeated_rows": MEASURES["repeated_rows"]}, [LAYER])
     model.observer = recorder
     _backward(model)
-    # All rows but the first, which sees one token.
-    assert recorder.series("repeated_rows", LAYER, HEAD).values[0] == pytest.approx(63 / 64)
+    # After the rounding of q, k and S to bf16, in all rows but the first, which sees one token.
+    assert recorder.series("repeated_rows", LAYER, HEAD)[0] == pytest.approx(63 / 64)
 
 
 def test_gains_match_a_block_whose_queries_and_keys_have_one_length() -> None:
@@ -168,15 +155,11 @@ def test_gains_match_a_block_whose_queries_and_keys_have_one_length() -> None:
     torch.testing.assert_close(block.k_norm.gain, torch.full((16,), 0.5 / math.sqrt(8)))
 
 
-def test_gains_of_dimensions_that_carry_nothing_stay() -> None:
+def test_gains_of_dimensions_that_carry_nothing_stay_and_a_block_without_qk_norm_is_refused() -> None:
     block = _scripted(QK_NORM).block(LAYER)
-    assert block.q_norm is not None
-    assert block.k_norm is not None
-    for gain in (block.q_norm.gain, block.k_norm.gain):
-        assert torch.equal(gain[HEAD * 16 + 2 : (HEAD + 1) * 16], torch.ones(14))
-
-
-def test_scores_of_a_block_without_qk_norm_are_refused_in_one_line() -> None:
+    for norm in (block.q_norm, block.k_norm):
+        assert norm is not None
+        assert torch.equal(norm.gain[HEAD * 16 + 2 : (HEAD + 1) * 16], torch.ones(14))
     with pytest.raises(ValueError, match=r"^the block has no QK-norm: set qk_norm in its configuration$"):
         match_scores(_model(SMALL).block(0), torch.ones(1, 16), torch.ones(1, 16))
 

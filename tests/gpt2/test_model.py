@@ -21,30 +21,19 @@ def _model(seed: int = 0, configuration: Configuration = SMALL) -> GPT2:
     return GPT2(configuration, everywhere(EXACT, configuration), EMULATION.arithmetic, seed)
 
 
-@pytest.mark.parametrize(
-    ("preset", "millions"),
-    # GPT-2's 124 and 355 million with the vocabulary padded to 50,304 and without biases.
-    [("gpt2_small", 124.4), ("gpt2_medium", 354.6)],
-)
-def test_presets_have_the_papers_sizes(preset: str, millions: float) -> None:
-    configuration = PRESETS[preset]
-    block = 12 * configuration.width**2 + 2 * configuration.width  # as the next test counts in a model
-    embeddings = (configuration.vocabulary + configuration.context) * configuration.width
-    assert round((configuration.layers * block + embeddings + configuration.width) / 1e6, 1) == millions
+def _parameters(sizes: Configuration) -> int:
+    """Of GPT-2 without biases."""
+    embeddings = (sizes.vocabulary * (1 if sizes.tied else 2) + sizes.context) * sizes.width
+    return sizes.layers * (12 * sizes.width**2 + 2 * sizes.width) + embeddings + sizes.width
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_parameters_are_those_of_gpt_2_without_biases(tied: bool) -> None:
-    configuration = Configuration(layers=3, heads=2, width=8, context=6, vocabulary=11, tied=tied)
-    block = 12 * 8**2 + 2 * 8
-    embeddings = (11 + 6) * 8 + (0 if tied else 11 * 8)
-    assert sum(weight.numel() for weight in _model(0, configuration).parameters()) == 3 * block + embeddings + 8
-
-
-def test_weights_depend_on_the_seed_alone() -> None:
-    first, again, other = (dict(_model(seed).named_parameters()) for seed in (0, 0, 1))
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["head.weight"], other["head.weight"])
+def test_sizes_are_the_papers_and_those_of_gpt_2_without_biases() -> None:
+    """GPT-2's 124 and 355 million with the vocabulary padded to 50,304."""
+    for preset, millions in (("gpt2_small", 124.4), ("gpt2_medium", 354.6)):
+        assert round(_parameters(PRESETS[preset]) / 1e6, 1) == millions
+    for tied in (False, True):
+        sizes = Configuration(layers=3, heads=2, width=8, context=6, vocabulary=11, tied=tied)
+        assert sum(weight.numel() for weight in _model(0, sizes).parameters()) == _parameters(sizes)
 
 
 def test_weights_that_write_to_the_residual_stream_start_smaller() -> None:
@@ -71,37 +60,32 @@ def test_the_loss_is_the_mean_cross_entropy() -> None:
     assert model.loss(tokens, targets, 0).item() == pytest.approx(by_hand.item(), rel=1e-6)
 
 
-def test_more_heads_than_the_width_divides_is_one_clear_line() -> None:
+def test_what_is_no_model_is_one_clear_line() -> None:
     with pytest.raises(ValueError, match=r"^width 8 is no multiple of 3 heads$"):
         Configuration(layers=1, heads=3, width=8, context=4, vocabulary=5)
     with pytest.raises(ValueError, match="at least 1"):
         Configuration(layers=0, heads=1, width=8, context=4, vocabulary=5)
-
-
-def test_every_head_needs_a_kernel() -> None:
     with pytest.raises(ValueError, match="expected 2 layers of 2 kernels"):
         GPT2(SMALL, ((EXACT,), (EXACT, EXACT)), EMULATION.arithmetic, 0)
 
 
 def test_the_random_stream_of_the_weights_is_as_ever() -> None:
     """The first and the last number drawn: records and checkpoints of earlier versions rest on them."""
-    model = _model()
+    model, other = _model(), _model(1)
+    assert not torch.equal(model.head.weight, other.head.weight)
     assert model.tokens.weight[0, 0].item() == pytest.approx(-0.0049645831, rel=1e-7)
     assert model.head.weight[-1, -1].item() == pytest.approx(0.0113639729, rel=1e-7)
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
-@pytest.mark.parametrize("gated", [False, True])
-def test_qk_norm_and_gates_leave_the_other_weights_alone(qk_norm: bool, gated: bool) -> None:
+def test_qk_norm_and_gates_leave_the_other_weights_alone_and_gates_start_open() -> None:
     plain = dict(_model().named_parameters())
-    changed = dict(_model(0, replace(SMALL, qk_norm=qk_norm, gated=gated)).named_parameters())
-    assert all(torch.equal(changed[name], weight) for name, weight in plain.items())
-    assert len(changed) - len(plain) == SMALL.layers * (2 * qk_norm + gated)
-
-
-def test_gates_start_open() -> None:
-    tokens = torch.arange(6)[None]
-    assert torch.equal(_model(0, replace(SMALL, gated=True))(tokens, 0), _model()(tokens, 0))
+    for qk_norm, gated in ((True, False), (False, True), (True, True)):
+        model = _model(0, replace(SMALL, qk_norm=qk_norm, gated=gated))
+        changed = dict(model.named_parameters())
+        assert all(torch.equal(changed[name], weight) for name, weight in plain.items())
+        assert len(changed) - len(plain) == SMALL.layers * (2 * qk_norm + gated)
+        if not qk_norm:
+            assert torch.equal(model(torch.arange(6)[None], 0), _model()(torch.arange(6)[None], 0))
 
 
 def test_a_gate_by_hand() -> None:

@@ -14,7 +14,7 @@ from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.gpt2 import monitors
 from tiebreak.cases.gpt2.attention import Call, HeadKernel, Observation, attend
 from tiebreak.cases.gpt2.model import Block, Configuration
-from tiebreak.cases.gpt2.monitors import MEASURES, Drift, GradientDirection, Recorder, View
+from tiebreak.cases.gpt2.monitors import MEASURES, Recorder, View, direction_cosine, drift
 from tiebreak.cases.gpt2.variants import variants
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
@@ -115,33 +115,34 @@ def test_delta_s_error_is_found_in_dq_where_a_kernel_keeps_delta_to_itself(drawn
 
 
 def test_the_gradient_direction_is_that_of_the_first_step(drawn: View) -> None:
-    direction = GradientDirection()
+    direction = direction_cosine()
     opposite = View(replace(drawn.observation, x=-drawn.observation.x))
     # The gradient error's cosine to R, by hand for one head.
     r = np.einsum("btd,btc->dc", drawn.pk[:, 1].numpy(), drawn.observation.x.double().numpy())
     error = np.einsum("bt,btd,btc->dc", drawn.delta_error[:, 1], drawn.pk[:, 1], drawn.observation.x.double())
     cosine = (error * r).sum() / np.linalg.norm(error) / np.linalg.norm(r)
-    assert direction.gradient(drawn)[1].item() == pytest.approx(cosine)
-    assert direction.gradient(opposite)[1].item() == pytest.approx(-cosine)
+    assert direction(drawn)[1].item() == pytest.approx(cosine)
+    assert direction(opposite)[1].item() == pytest.approx(-cosine)
 
 
 def test_drift_by_hand() -> None:
-    series = Drift((1.0, -1.0, 2.0))
-    assert series.mean == pytest.approx(2 / 3)
-    assert series.drift == 0.5
-    assert math.isnan(Drift((0.0, 0.0)).drift)
+    assert drift((1.0, -1.0, 2.0)) == 0.5
+    assert math.isnan(drift((0.0, 0.0)))
 
 
 def test_a_recorder_keeps_series_by_layer_and_head(drawn: View) -> None:
     recorder = Recorder(MEASURES, [3])
     recorder(drawn.observation)
     recorder(replace(drawn.observation, layer=1))  # not asked for
+    other = Recorder(MEASURES, [3], 1)
+    other(replace(drawn.observation, heads=(0, 2, 3)))  # another call computes it
     recorder(drawn.observation)
     for head in range(3):
         expected = MEASURES["max_logit"](drawn)[head].item()
-        assert recorder.series("max_logit", 3, head).values == (expected, expected)
-    with pytest.raises(KeyError):
-        recorder.series("max_logit", 1, 0)
+        assert recorder.series("max_logit", 3, head) == (expected, expected)
+    for without, layer, head in ((recorder, 1, 0), (other, 3, 1)):
+        with pytest.raises(KeyError):
+            without.series("max_logit", layer, head)
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -155,43 +156,27 @@ def test_what_is_read_of_one_head_is_the_same_without_the_others(drawn: View, ru
         observation = replace(
             observation, output=replace(observation.output, gradients=replace(View(observation).gradients, delta=None))
         )
-    measures = {**MEASURES, "direction": GradientDirection().gradient}
+    measures = {**MEASURES, "direction": direction_cosine()}
     whole = Recorder(measures, [3])
     whole(observation)
     for head in range(3):
-        alone = Recorder({**MEASURES, "direction": GradientDirection().gradient}, [3], head)
+        alone = Recorder({**MEASURES, "direction": direction_cosine()}, [3], head)
         alone(observation)
         for name in measures:
-            ours, theirs = (recorder.series(name, 3, head).values for recorder in (alone, whole))
+            ours, theirs = (recorder.series(name, 3, head) for recorder in (alone, whole))
             assert ours == (pytest.approx(theirs) if name == "direction" else theirs)
         with pytest.raises(KeyError):
             alone.series("row_max", 3, (head + 1) % 3)
 
 
-def test_a_head_that_another_call_computes_is_not_read(drawn: View) -> None:
-    recorder = Recorder(MEASURES, [3], 1)
-    recorder(replace(drawn.observation, heads=(0, 2, 3)))
-    with pytest.raises(KeyError):
-        recorder.series("row_max", 3, 1)
-
-
-def _block() -> Block:
+def test_spectral_norms_are_the_largest_singular_values_of_each_head_and_nan_of_nan() -> None:
     torch.manual_seed(0)
-    return Block(Configuration(layers=1, heads=3, width=12, context=4, vocabulary=5))
-
-
-def test_spectral_norms_are_the_largest_singular_values_of_each_head() -> None:
-    block = _block()
+    block = Block(Configuration(layers=1, heads=3, width=12, context=4, vocabulary=5))
     expected = [np.linalg.svd(part)[1][0] for part in np.split(block.wq.weight.detach().numpy(), 3)]
     assert monitors.spectral_norms(block).tolist() == pytest.approx(expected, rel=1e-5)
-
-
-def test_the_norm_of_a_weight_with_nan_is_nan() -> None:
-    block = _block()
     with torch.no_grad():
         block.wq.weight[5, 0] = torch.nan
-    norms = monitors.spectral_norms(block)
-    assert torch.isnan(norms).tolist() == [False, True, False]
+    assert torch.isnan(monitors.spectral_norms(block)).tolist() == [False, True, False]
 
 
 def test_alignment_and_its_sign_diversity_by_hand() -> None:

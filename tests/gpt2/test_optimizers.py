@@ -81,15 +81,12 @@ def test_muon_decays_the_matrices_by_a_hundredth_of_the_rate(model: GPT2) -> Non
     assert not changes["tokens.weight"].any()
 
 
-def test_a_torch_without_muon_is_told(model: GPT2, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_that_is_not_there_is_told(model: GPT2, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="unknown optimizer 'sgd': known are adamw, muon"):
+        optimizers("sgd", model)
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(ValueError, match=r"has no Muon: 2\.9 and newer do"):
         optimizers("muon", model)
-
-
-def test_an_unknown_optimizer_is_told(model: GPT2) -> None:
-    with pytest.raises(ValueError, match="unknown optimizer 'sgd': known are adamw, muon"):
-        optimizers("sgd", model)
 
 
 def test_the_schedule_warms_up_and_falls_to_a_hundredth() -> None:

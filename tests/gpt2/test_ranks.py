@@ -3,22 +3,24 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tiebreak.laboratory.checkpoints import CHECKPOINT
-from tiebreak.laboratory.progress import LOG
+from tiebreak.laboratory import train
 from tiebreak.laboratory.ranks import Ranks
-from tiebreak.laboratory.train_command import main
+from tiebreak.laboratory.train import main
+from tiebreak.laboratory.training import CHECKPOINT, LOG
 
 TOY = ["--sequences", "4", "--report-every", "2", "--checkpoint-every", "2", "--warm-up", "2", "--kernel", "fair"]
 # As `tiebreak lab train`, but for a SIGKILL of the second process in the middle of step 5.
 KILLED = """
 import os, signal, sys
 from tiebreak.cases.gpt2.model import GPT2
-from tiebreak.laboratory.train_command import main
+from tiebreak.laboratory.train import main
 loss = GPT2.loss
 def until(self, tokens, targets, now):
     if os.environ["RANK"] == "1" and now // 2 == 4:
@@ -37,11 +39,28 @@ def _torchrun(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 
-# A run of its own: processes that join a second time under one torchrun may wait for each other for ever.
-def test_two_processes_tell_once_what_is_wrong_and_leave_no_folder(tmp_path: Path) -> None:
-    result = _torchrun(*TRAIN, *TOY, "--sequences", "3", "--out", str(tmp_path / "wrong"))
-    assert result.returncode != 0
-    assert result.stderr.count("tiebreak lab train: --sequences 3 must be a multiple of the 2 processes") == 1
+class _Two(Ranks):
+    """Stands in for one of two processes, of which the other says what it is told to say."""
+
+    def gather(self, value: Any) -> list[Any]:
+        said.append(value)
+        return [value, OTHER] if self.first else [OTHER, value]
+
+
+OTHER, said = "", list[str]()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_processes_tell_once_what_is_wrong_and_leave_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
+) -> None:
+    """And none ends before it is told: torchrun stops all as soon as one does."""
+    monkeypatch.setattr(train, "joined", lambda: nullcontext(_Two(rank, 2)))
+    said.clear()
+    assert main([*TOY, "--sequences", "3", "--out", str(tmp_path / "wrong")]) == 2
+    problem = "--sequences 3 must be a multiple of the 2 processes"
+    assert capsys.readouterr().err == (f"tiebreak lab train: {problem}\n" if rank == 0 else "")
+    assert said == [problem, problem]
     assert not (tmp_path / "wrong").exists()
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiebreak.laboratory import sharpness_command as program
-from tiebreak.laboratory.sharpness import sharpness
-from tiebreak.laboratory.sharpness_run import BACK, ON, TRAINED, Point, Run, Settings, Task, run_one
+from tiebreak.laboratory import sharpness as program
+from tiebreak.laboratory.sharpness_run import BACK, ON, TRAINED, Point, Run, Settings, Task, run_one, sharpness
 from tiebreak.laboratory.sharpness_tables import summary
 from tiebreak.reports.cli import main
 
@@ -153,10 +152,10 @@ def test_a_file_of_other_settings_is_refused_and_left(kept: Path, capsys: pytest
         (["--formats", "E9M30"], "unknown format 'E9M30'"),
         (["--formats", "E8M3:inner=4:outer=3"], "the range is empty"),
         (["--steps", "3", "--every", "2"], "--steps 3 and --more 2 must be multiples of --every 2"),
-        (["--rate", "0"], "--rate must be above 0"),
+        (["--rate", "0"], "argument --rate: expected a number above 0, not 0"),
         (["--seeds", "0"], "argument --seeds: must be at least 1"),
         (["--workers", "0"], "argument --workers: must be at least 1"),
-        (["--eps", "0"], "--eps 0: expected numbers above 0"),
+        (["--eps", "0"], "argument --eps: expected a number above 0, not 0"),
         (["--kernel", "nonsense"], "unknown kernel 'nonsense'"),
     ],
 )

@@ -41,11 +41,8 @@ def of(measure: str = "row_max_rise", **spreads: Spread) -> dict[Ran, Spread]:
 )
 def test_students_quantile_is_the_tables(freedom: int, p: float, known: float) -> None:
     assert student(freedom, p) == pytest.approx(known, rel=1e-5)
-
-
-def test_a_spread_takes_two_seeds() -> None:
     with pytest.raises(ValueError, match="two seeds"):
-        student(0, 0.01)
+        student(0, p)
 
 
 def test_a_bound_is_the_limit_of_one_more_run_rounded_outwards() -> None:
@@ -55,14 +52,11 @@ def test_a_bound_is_the_limit_of_one_more_run_rounded_outwards() -> None:
     assert (low.low < limit, low.high) == (True, math.inf)
     (high,) = bounded("a", 1, [BELOW], of(flash=FLASH, fair=FAIR))
     assert high.high == pytest.approx(-1.0 + student(100, ALARMS) * 0.1 * math.sqrt(1 + 1 / 101), abs=0.01)
+    (shared, _) = bounded("a", 1, [ABOVE, replace(ABOVE, source="another")], of(flash=FLASH, fair=FAIR))
+    assert shared.low < low.low  # they share the alarms
     (both,) = bounded("a", 1, [WITHIN], of(flash=FLASH, fair=FAIR))
     assert both.low == -both.high
     assert both.high == pytest.approx(1.0 + student(100, ALARMS / 2) * 0.1005, abs=0.01)
-
-
-def test_the_bounds_of_a_cell_share_its_alarms() -> None:
-    alone, shared = (bounded("a", 1, rules, of(flash=FLASH, fair=FAIR))[0].low for rules in ([ABOVE], [ABOVE, ABOVE]))
-    assert shared < alone
 
 
 def test_growth_is_taken_as_its_logarithm() -> None:

@@ -15,7 +15,7 @@ from tiebreak.cases.gpt2.attention import HeadKernel
 from tiebreak.cases.gpt2.bounds import SnippetClaim
 from tiebreak.cases.gpt2.data import Batches, corpus
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, everywhere
-from tiebreak.cases.gpt2.monitors import Drift, Measure, Recorder
+from tiebreak.cases.gpt2.monitors import Measure, Recorder
 from tiebreak.cases.gpt2.scripting import DEAD_TOKENS, HEAD, LAYER, Script
 from tiebreak.cases.gpt2.snippets import (
     AMPLIFIED,
@@ -35,6 +35,8 @@ from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import SumOf
 
 ROUNDED, UNROUNDED = variants(rounded=True), variants(rounded=False)
+RULES = {"flash": "safe", "stabilized": "stabilized", "dithered": "dithered"}
+OTHERS = ("o_fp32", "fair", "standard")
 
 _COMPILER = """
 import sys
@@ -78,16 +80,13 @@ def test_every_cell_of_a_default_run_has_a_claim() -> None:
 SHORT = replace(DRIFT, steps=12)
 
 
-def test_the_drift_has_the_sign_of_w_o() -> None:
+def test_the_drift_has_the_sign_of_w_o_and_that_of_v() -> None:
     """It is also smaller by two orders: with W_O flipped the head makes the dead tokens improbable, and dO small."""
     measures = _run(replace(SHORT, script=Script(output_sign=-1.0)), ROUNDED["flash"]).measures
     assert measures["delta_error_drift"] < -0.9
     assert measures["direction_cosine"] < -0.9
-
-
-def test_values_of_both_signs_do_not_drift() -> None:
-    result = _run(replace(SHORT, script=Script(sink_value=0.0, value=0.0)), ROUNDED["flash"])
-    assert abs(result.measures["delta_error_mean"]) < 1e-4
+    both_signs = _run(replace(SHORT, script=Script(sink_value=0.0, value=0.0)), ROUNDED["flash"]).measures
+    assert abs(both_signs["delta_error_mean"]) < 1e-4
 
 
 def test_the_native_arithmetic_of_this_cpu_drifts_too() -> None:
@@ -112,7 +111,7 @@ def test_a_run_pays_for_no_monitor_that_its_result_does_not_tell_of(monkeypatch:
             paid.update((name, head) for name in measures)
             super().__init__(measures, layers, head)
 
-        def series(self, measure: str, layer: int, head: int) -> Drift:
+        def series(self, measure: str, layer: int, head: int) -> tuple[float, ...]:
             monitored.add((measure, head))
             return super().series(measure, layer, head)
 
@@ -184,48 +183,25 @@ def test_the_script_puts_two_sinks_a_gap_above_the_rest() -> None:
 
 def test_a_claim_speaks_of_its_variants_alone_and_a_user_s_kernel_can_be_held_to_it() -> None:
     claim = SnippetClaim(frozenset({"fair@train"}), "loss_rise", "a test", high=1.0)
-    snippet = replace(DRIFT, rules=(), own_claims=(claim,))
-    assert snippet.claims_about(UNROUNDED["fair"]) == (claim,)
-    assert snippet.claims_about(ROUNDED["fair"]) == ()
-    assert snippet.claims_about(Variant("mine", ROUNDED["flash"].scripted)) == ()
-    assert snippet.claims_about(Variant("mine", ROUNDED["flash"].scripted, held_to="fair@train")) == (claim,)
+    snippet, own = replace(DRIFT, rules=(), own_claims=(claim,)), Variant("mine", ROUNDED["flash"].scripted)
+    for held in (UNROUNDED["fair"], replace(own, held_to="fair@train")):
+        assert snippet.claims_about(held) == (claim,)
+    assert snippet.claims_about(ROUNDED["fair"]) == snippet.claims_about(own) == ()
+    assert claim.held({"loss_rise": 0.0})
+    assert not claim.held({"loss_rise": math.nan})
 
 
-def test_a_claim_is_not_met_by_nan() -> None:
-    claim = SnippetClaim(frozenset({"flash@train"}), "x", "a test", low=0.0)
-    assert claim.held({"x": 1.0})
-    assert not claim.held({"x": math.nan})
-
-
-def test_a_claim_that_falls_is_named() -> None:
-    claim = SnippetClaim(frozenset({ROUNDED["o_fp32"].name}), "delta_error_mean", "a test", low=1.0)
-    result = _run(replace(SHORT, steps=1, rules=(), own_claims=(claim,)), ROUNDED["o_fp32"])
-    assert fell(result) == ["1 < delta_error_mean"]
-
-
-@pytest.mark.parametrize(
-    ("name", "rule", "unfused", "stochastic"),
-    [
-        ("flash", "safe", True, False),
-        ("flash_fused", "safe", False, False),
-        ("stabilized", "stabilized", True, False),
-        ("stabilized_fused", "stabilized", False, False),
-        ("dithered", "dithered", True, False),
-        ("dithered_fused", "dithered", False, False),
-        ("o_fp32", "safe", False, False),
-        ("stochastic_fused", "safe", False, True),
-        ("fair", "dithered", False, True),
-        ("standard", "safe", False, False),
-    ],
-)
-def test_variants_are_what_their_names_say(name: str, rule: str, unfused: bool, stochastic: bool) -> None:
+@pytest.mark.parametrize("name", [*(f"{rule}{fused}" for rule in RULES for fused in ("", "_fused")), *OTHERS])
+def test_variants_are_what_their_names_say(name: str) -> None:
     for table, rounded in ((ROUNDED, True), (UNROUNDED, False)):
         declared = table[name].scripted
         assert isinstance(declared, Declaration)
         plan = declared.plan
         assert declared.algorithm.name == ("standard" if name == "standard" else "flash")
-        assert declared.shift_rule.name == rule
-        assert (plan.o_bar.narrows, plan.stochastic) == (unfused, stochastic)
+        rules = {**RULES, "fair": "dithered"}
+        assert declared.shift_rule.name == rules.get(name.removesuffix("_fused"), "safe")
+        assert plan.stochastic == (name == "fair")
+        assert plan.o_bar.narrows == (name in RULES)
         assert (plan.row_sum_of is SumOf.ROUNDED) == (rounded and name != "standard")
         assert plan.s.narrows
         assert plan.p_bar.narrows
@@ -244,17 +220,11 @@ def test_every_single_change_of_section_3_2_is_a_change() -> None:
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_is_counted() -> None:
-    # Logits beyond what fp32 holds.
-    script = Script(key=1e30, query=1e30)
-    result = _run(replace(SHORT, rules=(), script=script), ROUNDED["o_fp32"])
-    assert (len(result.losses), result.measures["finite_steps"]) == (1, 0.0)
-
-
-def test_a_loss_that_breaks_down_as_claimed_holds_and_one_that_does_not_falls() -> None:
-    """The claim of the large logits, on a loss that is NaN at once and on one that never is."""
+    """The claim of the large logits, on a loss that is NaN at once and on one that never is, where it falls by name."""
     claim = SnippetClaim(frozenset({ROUNDED["o_fp32"].name}), "finite_steps", "a test", high=3.5)
-    broken = replace(SHORT, rules=(), own_claims=(claim,), script=Script(key=1e30, query=1e30))
-    assert fell(_run(broken, ROUNDED["o_fp32"])) == []
+    broken = replace(SHORT, rules=(), own_claims=(claim,), script=Script(key=1e30, query=1e30))  # beyond fp32
+    result = _run(broken, ROUNDED["o_fp32"])
+    assert (len(result.losses), result.measures["finite_steps"], fell(result)) == (1, 0.0, [])
     assert fell(_run(replace(SHORT, rules=(), own_claims=(claim,), steps=4), ROUNDED["o_fp32"])) == [
         "finite_steps < 3.5"
     ]
@@ -270,11 +240,8 @@ def test_no_run_loads_torchs_compiler() -> None:
     [
         ("train_drift", 2.7e-3, Verdict.BIASED),
         ("train_drift", -1e-7, Verdict.UNBIASED),
-        ("train_drift", 1e-3, Verdict.INCONCLUSIVE),
         ("train_drift", math.nan, Verdict.INCONCLUSIVE),
-        ("train_runaway", 1.12, Verdict.UNBIASED),
         ("train_one_sink", -1.1e-4, Verdict.BIASED),
-        ("train_no_tail", 3e-3, Verdict.BIASED),
         ("train_large_logits", 40.0, None),  # sound kernels and others alike get through
     ],
 )

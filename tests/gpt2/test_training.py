@@ -1,12 +1,13 @@
 """Training at toy size: resumed to the bit, stopped by itself, refused in one line."""
 
+import io
 import json
 import math
-import os
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,19 @@ from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.monitors import View
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.laboratory.captures import KEPT_STEPS, Captures
-from tiebreak.laboratory.checkpoints import CHECKPOINT
-from tiebreak.laboratory.divergence import EXPLOSION_STEPS
-from tiebreak.laboratory.progress import COLLAPSED_REPORTS, LOG, EarlyWarning, Progress
-from tiebreak.laboratory.train_command import main
+from tiebreak.laboratory.progress import (
+    COLLAPSED_REPORTS,
+    EXPLODED,
+    EXPLOSION_STEPS,
+    LARGEST_LOGIT,
+    LOGITS,
+    NOT_FINITE,
+    Divergence,
+    EarlyWarning,
+    Progress,
+)
+from tiebreak.laboratory.train import main
+from tiebreak.laboratory.training import CHECKPOINT, LOG
 
 TOY = ["--sequences", "2", "--report-every", "2", "--checkpoint-every", "2", "--warm-up", "2", "--kernel", "fair"]
 PROGRESS = "tiebreak.laboratory.progress"
@@ -50,16 +60,41 @@ def _same_end(first: Path, other: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) and _log(first) == _log(other)
 
 
-def _killed_at(step: int, patch: pytest.MonkeyPatch) -> None:
-    """Let the run be killed in a step."""
-    loss = GPT2.loss
+Loss = Callable[[Tensor, int], Tensor]  # of the loss as it is and the step, the loss as a test wants it
 
-    def until(self: GPT2, tokens: Tensor, targets: Tensor, now: int) -> Tensor:
+
+@contextmanager
+def _loss(change: Loss) -> Iterator[None]:
+    """Within, a step's loss is changed, or its step is interrupted."""
+    loss = GPT2.loss
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GPT2, "loss", lambda self, tokens, targets, now: change(loss(self, tokens, targets, now), now))
+        yield
+
+
+def _killed_at(step: int) -> Loss:
+    def until(loss: Tensor, now: int) -> Tensor:
         if now == step:
             raise KeyboardInterrupt
-        return loss(self, tokens, targets, now)
+        return loss
 
-    patch.setattr(GPT2, "loss", until)
+    return until
+
+
+@dataclass(frozen=True)
+class Straight:
+    """A run of six steps that nothing stopped."""
+
+    out: Path
+    printed: list[str]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    out, printed = tmp_path_factory.mktemp("straight") / "run", io.StringIO()
+    with redirect_stdout(printed):
+        assert _train(out, "--checkpoint-every", "4") == 0
+    return Straight(out, printed.getvalue().splitlines())
 
 
 @pytest.fixture
@@ -70,146 +105,94 @@ def heeding_ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, former)
 
 
-def test_a_run_tells_of_its_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _train(tmp_path / "run", "--checkpoint-every", "4") == 0
-    assert torch.load(tmp_path / "run" / CHECKPOINT, weights_only=True)["step"] == 6  # the last has one too
-    log = _log(tmp_path / "run")
+def test_a_run_tells_of_its_progress(straight: Straight) -> None:
+    assert torch.load(straight.out / CHECKPOINT, weights_only=True)["step"] == 6  # the last has one too
+    log, lines = _log(straight.out), straight.printed
     assert [entry["step"] for entry in log] == [2, 4, 6]
-    lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("tiny: 2 layers, 4 heads, width 64, 119,104 parameters; fair on cpu")
     assert "on 1 process;" in lines[0]
     assert lines[1].startswith("step 2  loss ")
     assert all(word in lines[1] for word in ("max logit", "drift", "sign diversity", "s a step", "tokens/s"))
-    assert lines[-1] == f"done: 6 steps; {tmp_path / 'run' / CHECKPOINT}"
+    assert lines[-1] == f"done: 6 steps; {straight.out / CHECKPOINT}"
     assert log[-1]["loss"] < log[0]["loss"]
     assert all(math.isfinite(value) for entry in log for value in entry.values())
     assert 0 <= log[0]["sign_diversity"] <= 1
 
 
-def test_an_interrupted_run_resumes_to_the_bit(tmp_path: Path) -> None:
-    assert _train(tmp_path / "straight") == 0
-    with pytest.MonkeyPatch.context() as patch:
-        _killed_at(5, patch)  # the last checkpoint is of step 4
-        with pytest.raises(KeyboardInterrupt):
-            _train(tmp_path / "killed")
-    (tmp_path / "killed" / LOG).open("a").write(
-        '{"step": 5, "loss": 1.0}\n{"step'
-    )  # later than the checkpoint, and cut
-    assert _train(tmp_path / "killed", "--resume") == 0
-    assert _same_end(tmp_path / "straight", tmp_path / "killed")
-
-
-# As `tiebreak lab train`, but for a SIGKILL in the middle of the step that comes first.
-KILLED = """
-import os, signal, sys
-from tiebreak.cases.gpt2.model import GPT2
-from tiebreak.laboratory.train_command import main
-loss = GPT2.loss
-def until(self, tokens, targets, now):
-    if now == int(sys.argv[1]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return loss(self, tokens, targets, now)
-GPT2.loss = until
-sys.exit(main(sys.argv[2:]))
-"""
-
-
-def test_a_killed_process_resumes_to_the_bit(tmp_path: Path) -> None:
-    arguments = [*TOY, "--steps", "6", "--optimizer", "muon"]
-    assert main([*arguments, "--out", str(tmp_path / "straight")]) == 0
-    words = [sys.executable, "-c", KILLED, "5", *arguments, "--out", str(tmp_path / "killed")]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert torch.load(tmp_path / "killed" / CHECKPOINT, weights_only=True)["step"] == 4
-    assert main([*arguments, "--out", str(tmp_path / "killed"), "--resume"]) == 0
-    assert _same_end(tmp_path / "straight", tmp_path / "killed")
+# A SIGKILL of a process is in test_ranks.
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_interrupted_run_resumes_to_the_bit(tmp_path: Path, straight: Straight, optimizer: str) -> None:
+    whole, killed = straight.out, tmp_path / "killed"
+    if optimizer == "muon":
+        assert _train(whole := tmp_path / "whole", "--optimizer", optimizer) == 0
+    with _loss(_killed_at(5)), pytest.raises(KeyboardInterrupt):  # the last checkpoint is of step 4
+        _train(killed, "--optimizer", optimizer)
+    later = '{"step": 5, "loss": 1.0}\n{"step'  # than the checkpoint, and cut
+    (killed / LOG).open("a").write(later)
+    assert _train(killed, "--resume", "--optimizer", optimizer) == 0
+    assert _same_end(whole, killed)
 
 
 @pytest.mark.usefixtures("heeding_ctrl_c")
-def test_ctrl_c_ends_the_step_and_leaves_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _train(tmp_path / "straight") == 0
-    loss = GPT2.loss
-
-    def pressed(self: GPT2, tokens: Tensor, targets: Tensor, now: int) -> Tensor:
+def test_ctrl_c_ends_the_step_and_leaves_a_checkpoint(
+    tmp_path: Path, straight: Straight, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pressed(loss: Tensor, now: int) -> Tensor:
         if now == 2:
             signal.raise_signal(signal.SIGINT)
-        return loss(self, tokens, targets, now)
+        return loss
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GPT2, "loss", pressed)
+    with _loss(pressed):
         assert _train(tmp_path / "stopped", "--checkpoint-every", "100") == 130
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     last_line = capsys.readouterr().out.splitlines()[-1]
     assert last_line == f"interrupted after step 3; {tmp_path / 'stopped' / CHECKPOINT} has it all: go on with --resume"
     assert _train(tmp_path / "stopped", "--resume") == 0
-    assert _same_end(tmp_path / "straight", tmp_path / "stopped")
+    assert _same_end(straight.out, tmp_path / "stopped")
 
 
 @pytest.mark.usefixtures("heeding_ctrl_c")
-def test_a_second_ctrl_c_interrupts_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pressed(*arguments: object) -> Tensor:
+def test_a_second_ctrl_c_interrupts_at_once(tmp_path: Path) -> None:
+    def pressed(loss: Tensor, now: int) -> Tensor:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("not interrupted")
 
-    monkeypatch.setattr(GPT2, "loss", pressed)
-    with pytest.raises(KeyboardInterrupt):
+    with _loss(pressed), pytest.raises(KeyboardInterrupt):
         _train(tmp_path / "run")
 
 
 def test_a_resumed_run_remembers_the_lowest_loss(tmp_path: Path) -> None:
     """Five high losses in a row are an explosion, also with a kill between the second and the third."""
-    loss, values = GPT2.loss, (3.0, 3.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0)
-
-    def scripted(self: GPT2, tokens: Tensor, targets: Tensor, now: int) -> Tensor:
-        return loss(self, tokens, targets, now) * 0 + values[now]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GPT2, "loss", scripted)
-        with pytest.MonkeyPatch.context() as kill:
-            _killed_at(4, kill)
-            with pytest.raises(KeyboardInterrupt):
-                _train(tmp_path, steps=8)
+    values = (3.0, 3.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0)
+    with _loss(lambda loss, now: loss * 0 + values[now]):
+        with _loss(_killed_at(4)), pytest.raises(KeyboardInterrupt):
+            _train(tmp_path, steps=8)
         assert _train(tmp_path, "--resume", steps=8) == 1
     assert _log(tmp_path)[-1]["step"] == 7
 
 
-def test_a_kill_while_a_checkpoint_is_written_leaves_the_former(tmp_path: Path) -> None:
+@pytest.mark.parametrize("full", [False, True], ids=["kill", "full disk"])
+def test_a_checkpoint_that_can_not_be_written_leaves_the_former(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], full: bool
+) -> None:
     save = torch.save
 
     def cut(state: dict[str, Any], path: Path) -> None:
         save(state, path)
         if state["step"] == 4:
             path.write_bytes(path.read_bytes()[:1000])
-            raise KeyboardInterrupt
+            raise RuntimeError("writer failed: no space\nmore") if full else KeyboardInterrupt
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, nullcontext() if full else pytest.raises(KeyboardInterrupt):
         patch.setattr(torch, "save", cut)
-        with pytest.raises(KeyboardInterrupt):
-            _train(tmp_path)
+        assert _train(tmp_path) == 2
+        error = capsys.readouterr().err
+        assert "can't be written (writer failed: no space)" in error
+        assert error.count("\n") == 1
+        assert sorted(path.name for path in tmp_path.iterdir()) == [CHECKPOINT, LOG]
     assert torch.load(tmp_path / CHECKPOINT, weights_only=True)["step"] == 2
     assert _train(tmp_path, "--resume") == 0
-
-
-def test_a_full_disk_is_one_clear_line_and_leaves_the_former_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save = torch.save
-
-    def full(state: dict[str, Any], path: Path) -> None:
-        if state["step"] == 4:
-            path.write_bytes(b"half")
-            raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed\nmore")
-        save(state, path)
-
-    monkeypatch.setattr(torch, "save", full)
-    assert _train(tmp_path) == 2
-    error = capsys.readouterr().err
-    assert "can't be written (PytorchStreamWriter failed" in error
-    assert error.count("\n") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == [CHECKPOINT, LOG]
-    assert torch.load(tmp_path / CHECKPOINT, weights_only=True)["step"] == 2
 
 
 def test_a_batch_in_parts_is_the_same_step(tmp_path: Path) -> None:
@@ -222,7 +205,9 @@ def test_a_batch_in_parts_is_the_same_step(tmp_path: Path) -> None:
     assert logs[0][0]["max_logit"] == pytest.approx(logs[1][0]["max_logit"], rel=1e-2)
 
 
-def test_the_parts_of_a_batch_have_noise_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_monitors_look_at_the_reported_steps_only_and_each_part_has_noise_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seeds: list[int] = []
 
     def view(observation: Observation) -> View:
@@ -230,8 +215,8 @@ def test_the_parts_of_a_batch_have_noise_of_their_own(tmp_path: Path, monkeypatc
         return View(observation)
 
     monkeypatch.setattr(f"{PROGRESS}.View", view)
-    assert _train(tmp_path / "run", "--at-once", "1", "--report-every", "1", steps=2) == 0
-    assert len(seeds) == len(set(seeds)) == 2 * 2 * 2  # steps, parts, layers
+    assert _train(tmp_path / "run", "--at-once", "1", steps=3) == 0
+    assert len(seeds) == len(set(seeds)) == 2 * 2 * 2  # reports, parts, layers
 
 
 def test_bf16_rounds_the_linear_layers_but_neither_weights_nor_attention(
@@ -258,50 +243,30 @@ def test_bf16_rounds_the_linear_layers_but_neither_weights_nor_attention(
     assert {weight.dtype for weight in _weights(tmp_path / "run").values()} == {torch.float32}
 
 
-def test_the_rate_follows_the_schedule(tmp_path: Path) -> None:
-    assert _train(tmp_path / "one", steps=2) == 0
-    assert _train(tmp_path / "other", "--warm-up", "5", steps=2) == 0
-    first, second = _weights(tmp_path / "one"), _weights(tmp_path / "other")
-    assert not torch.equal(first["head.weight"], second["head.weight"])
-
-
-def test_gradients_are_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loss, step, norms = GPT2.loss, torch.optim.AdamW.step, []
+def test_gradients_are_clipped_and_the_rate_follows_the_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, seen = torch.optim.AdamW.step, list[float]()
 
     def look(self: torch.optim.AdamW) -> None:
         gradients = [weight.grad.flatten() for weight in self.param_groups[0]["params"]]
-        norms.append(torch.cat(gradients).norm().item())
+        seen.extend((torch.cat(gradients).norm().item(), self.param_groups[0]["lr"]))
         step(self)
 
-    monkeypatch.setattr(GPT2, "loss", lambda *arguments: 1000 * loss(*arguments))
     monkeypatch.setattr(torch.optim.AdamW, "step", look)
-    assert _train(tmp_path, steps=1) == 0
-    assert norms == pytest.approx([1.0], rel=1e-4)
+    with _loss(lambda loss, now: 1000 * loss):
+        assert _train(tmp_path, steps=2) == 0
+    assert seen == pytest.approx([1.0, 5e-4, 1.0, 1e-3], rel=1e-4)  # warmed up in two steps
 
 
-def test_monitors_look_at_the_reported_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[Observation] = []
-
-    def view(observation: Observation) -> View:
-        looked.append(observation)
-        return View(observation)
-
-    monkeypatch.setattr(f"{PROGRESS}.View", view)
-    assert _train(tmp_path) == 0
-    assert len(looked) == 3 * 2  # reports, layers
-
-
-@pytest.mark.parametrize(("threshold", "warnings"), [(1.1, 1), (0.0, 0)])
 def test_a_collapse_of_the_sign_diversity_is_told_once(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    threshold: float,
-    warnings: int,
 ) -> None:
-    monkeypatch.setattr(f"{PROGRESS}.COLLAPSED_DIVERSITY", threshold)
+    monkeypatch.setattr(f"{PROGRESS}.COLLAPSED_DIVERSITY", 1.1)
     assert _train(tmp_path, "--report-every", "1", steps=COLLAPSED_REPORTS + 2) == 0
-    assert capsys.readouterr().out.count("early warning") == warnings
+    assert capsys.readouterr().out.count("early warning") == 1
 
 
 def test_only_a_lasting_collapse_warns() -> None:
@@ -352,22 +317,6 @@ def test_kernels_are_chosen_by_layer_and_by_head(tmp_path: Path) -> None:
     assert not _same_end(tmp_path / "everywhere", tmp_path / "but one")
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("2", "expected LAYER=KERNEL or LAYER.HEAD=KERNEL"),
-        ("3=fair", "the model has 2 layers of 4 heads, from 1"),
-        ("0=fair", "the model has 2 layers of 4 heads, from 1"),
-        ("1.5=fair", "the model has 2 layers of 4 heads, from 1"),
-    ],
-)
-def test_a_layer_or_head_that_is_not_there_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str, message: str
-) -> None:
-    assert _train(tmp_path / "run", "--in-layers", value) == 2
-    assert capsys.readouterr().err == f"tiebreak lab train: --in-layers {value}: {message}\n"
-
-
 def test_heads_of_several_kernels_are_kept_in_their_order(tmp_path: Path) -> None:
     captures, kernels = Captures(), [HeadKernel(composed_kernel(name)) for name in ("fair", "flash@paper")]
     captures.begin(1)
@@ -381,13 +330,7 @@ def test_heads_of_several_kernels_are_kept_in_their_order(tmp_path: Path) -> Non
 
 
 def test_inputs_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
-    loss = GPT2.loss
-
-    def scripted(self: GPT2, tokens: Tensor, targets: Tensor, now: int) -> Tensor:
-        return loss(self, tokens, targets, now) * (math.nan if now == 3 else 1.0)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GPT2, "loss", scripted)
+    with _loss(lambda loss, now: loss * (math.nan if now == 3 else 1.0)):
         assert _train(tmp_path) == 1
     assert sorted(path.name for path in tmp_path.glob("inputs-*")) == [
         f"inputs-{step:06d}.safetensors" for step in (1, 2, 3)
@@ -396,9 +339,7 @@ def test_inputs_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
 
 
 def test_the_first_loss_must_be_a_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loss = GPT2.loss
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GPT2, "loss", lambda *arguments: loss(*arguments) * math.nan)
+    with _loss(lambda loss, now: loss * math.nan):
         assert _train(tmp_path / "run") == 2
     assert "the loss of the first step is nan" in capsys.readouterr().err
 
@@ -423,9 +364,12 @@ def test_a_users_kernel_trains(tmp_path: Path) -> None:
         (["--steps", "0"], "argument --steps: must be at least 1, not 0"),
         (["--at-once", "4"], "--at-once 4 does not divide the 2 sequences of a process"),
         (["--heads", "5"], "width 64 is no multiple of 5 heads"),
-        (["--rate", "nan"], "--rate must be above 0, not nan"),
-        (["--seed", "-1"], "--seed must be in [0, 2**32), not -1"),
+        (["--rate", "nan"], "argument --rate: expected a number above 0, not nan"),
+        (["--seed", "-1"], "argument --seed: must be in [0, 2**32), not -1"),
         (["--preset", "gpt3"], "argument --preset: invalid choice: 'gpt3'"),
+        (["--in-layers", "2"], "--in-layers 2: expected LAYER=KERNEL or LAYER.HEAD=KERNEL"),
+        (["--in-layers", "3=fair"], "--in-layers 3=fair: the model has 2 layers of 4 heads, from 1"),
+        (["--in-layers", "1.5=fair"], "--in-layers 1.5=fair: the model has 2 layers of 4 heads, from 1"),
     ],
 )
 def test_bad_usage_is_one_clear_line_and_leaves_nothing(
@@ -442,7 +386,7 @@ def test_bad_usage_is_one_clear_line_and_leaves_nothing(
 def test_safetensors_is_missed_before_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
     assert _train(tmp_path / "run") == 2
     assert "pip install safetensors" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -479,3 +423,23 @@ def test_other_data_is_another_run(tmp_path: Path, capsys: pytest.CaptureFixture
     assert _train(tmp_path / "run", "--data", str(tmp_path / "one"), steps=2) == 0
     assert _train(tmp_path / "run", "--data", str(tmp_path / "other"), "--resume", steps=2) == 2
     assert "was written with data = " in capsys.readouterr().err
+
+
+def test_the_watch_waits_for_a_loss_that_stays_high() -> None:
+    watch = Divergence()
+    losses = (9.0, 4.0, 6.5, 6.5, 6.5, 6.5, 5.0, 6.5, 6.5, 6.5, 6.5)
+    assert [watch.after(loss) for loss in losses] == [None] * len(losses)
+    assert watch.after(6.5) == EXPLODED
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_has_diverged_at_once(loss: float) -> None:
+    assert Divergence().after(loss) == NOT_FINITE
+
+
+def test_logits_count_where_a_limit_is_set() -> None:
+    watch = Divergence(limit=LARGEST_LOGIT)
+    assert watch.after(3.0, LARGEST_LOGIT) is None
+    assert watch.after(3.0, math.nan) is None
+    assert watch.after(3.0, 2 * LARGEST_LOGIT) == LOGITS
+    assert Divergence().after(3.0, 2 * LARGEST_LOGIT) is None

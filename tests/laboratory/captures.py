@@ -38,7 +38,7 @@ class Captures:
             layer[observation.heads] = tensor[:sequences].clone()
 
     def write(self, folder: Path, metadata: Mapping[str, str]) -> list[Path]:
-        """One file a step, `inputs-STEP.safetensors`, its keys `layer0.q`, `layer0.k`, `layer0.v`, `layer0.do`, ...
+        """Write one file a step, `inputs-STEP.safetensors`, its keys `layer0.q`, `layer0.k`, `layer0.v`, `layer0.do`.
 
         Tensors are (sequences, heads, tokens, d), in bf16 if that holds all their values, else in fp32. Steps with an
         element that is not finite are left out: after the explosion there is nothing to learn from them.
@@ -67,7 +67,7 @@ class Captures:
 
 
 def _in_order(parts: Mapping[tuple[int, ...], Tensor]) -> Tensor:
-    """All heads of a layer, put together from those of each kernel."""
+    """Return all heads of a layer, put together from those of each kernel."""
     order = torch.tensor([head for heads in parts for head in heads]).argsort()
     return torch.cat(list(parts.values()), 1)[:, order]
 

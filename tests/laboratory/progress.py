@@ -1,10 +1,7 @@
-"""How a run is getting on: what its monitors read, its log, and an early warning."""
+"""How a run is getting on: what its monitors read, an early warning, and whether it has diverged."""
 
-import json
 import math
-import os
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,12 +11,17 @@ from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.monitors import MEASURES, View, alignment, sign_diversity
 from tiebreak.laboratory.ranks import Ranks
 
-LOG = "log.jsonl"
 # arXiv 2510.04202 calls the collapse of the sign diversity an early warning. The numbers are this suite's: six sound
 # runs of the preset tiny (seeds 0 to 5, 400 steps, reports every 10) were below for 5 reports in a row at most, two at
 # learning rates 30 and 300 times too high for 24 and 21.
 COLLAPSED_DIVERSITY = 0.02  # 99 of 100 tokens point one way ...
 COLLAPSED_REPORTS = 8  # ... in this many reports in a row
+EXPLOSION_NATS = 2.0  # a loss this far above the lowest so far ...
+EXPLOSION_STEPS = 5  # ... in this many steps in a row has exploded
+# A score S is a product of q and k. In bf16 each has a relative error of up to 2^-9, so S has one of up to |S| 2^-8: at
+# 1,024 that is 4, and one rounding can make a weight of the softmax 50 times as large.
+LARGEST_LOGIT = 1024.0
+NOT_FINITE, EXPLODED, LOGITS = "not finite", "loss", "logits"  # how a run can diverge
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,12 @@ class Progress:
 
     @property
     def record(self) -> dict[str, float | None]:
-        """As the log keeps it; JSON has no NaN and no Inf."""
+        """Return the line of the log; JSON has no NaN and no Inf."""
         return {name: value if math.isfinite(value) else None for name, value in asdict(self).items()}
 
     @property
     def line(self) -> str:
-        """As the terminal shows it."""
+        """Return the line that the terminal shows."""
         return (
             f"step {self.step}  loss {self.loss:.4f}  rate {self.rate:.2e}  max logit {self.max_logit:.1f}"
             f"  drift {self.drift:+.2e}  sign diversity {self.sign_diversity:.2f}"
@@ -54,7 +56,7 @@ class EarlyWarning:
     low: int = 0  # reports in a row below the threshold
 
     def due(self, progress: Progress) -> bool:
-        """Whether to warn now, given one more report: once in each collapse."""
+        """Return whether to warn now, given one more report: once in each collapse."""
         self.low = self.low + 1 if progress.sign_diversity < COLLAPSED_DIVERSITY else 0
         return self.low == COLLAPSED_REPORTS
 
@@ -89,7 +91,7 @@ class Readings:
         return sign_diversity(alignment(weight, x)) if bool(torch.isfinite(weight).all()) else math.nan
 
     def report(self, step: int, loss: float, rate: float, ranks: Ranks) -> Progress:
-        """What the monitors of all processes read together."""
+        """Return what the monitors of all processes read together."""
         readings = ranks.gather((self.drift, self.max_logit, self.sign_diversity))
         drift = torch.stack([each[0] for each in readings]).sum(0).flatten()
         largest = drift[drift.abs().argmax()].item()
@@ -98,30 +100,31 @@ class Readings:
         )
 
 
-@dataclass(frozen=True)
-class Log:
-    """The reports of a run, one JSON object a line."""
+@dataclass
+class Divergence:
+    """Notices that a run has diverged: the one definition, of a run that is ended and of a sweep's rates.
 
-    folder: Path  # of the run
+    Its loss is NaN or Inf; or it is in `EXPLOSION_STEPS` steps in a row `EXPLOSION_NATS` above the lowest so far, a
+    perplexity 7 times as large; or the largest logit is beyond a limit. The margin and the span are this suite's own:
+    of ten sound runs (2 layers, width 32, learning rates 4e-4 to 0.1, 200 steps) none stayed 0.5 above its lowest for
+    as long.
+    """
 
-    def add(self, progress: Progress) -> None:
-        """Append a report."""
-        with (self.folder / LOG).open("a") as log:
-            log.write(json.dumps(progress.record) + "\n")
+    lowest: float = math.inf  # loss so far, in nats
+    above: int = 0  # steps in a row far above it
+    limit: float = math.inf  # of the largest logit; infinite: none
 
-    def forget_after(self, step: int) -> None:
-        """Leave out what was reported of later steps, and a line that a kill has cut."""
-        path = self.folder / LOG
-        if path.is_file():
-            partial = self.folder / f"{LOG}.partial"
-            lines = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-            partial.write_text("".join(f"{line}\n" for line in lines))
-            os.replace(partial, path)
+    def after(self, loss: float, max_logit: float = math.nan) -> str | None:
+        """Return how the run has diverged, given one more step; None: it has not.
 
-
-def _step_of(line: str) -> int:
-    """The step of a log line; a line cut by a kill counts as later than any."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return 1 << 62
+        Args:
+            loss: of the step, in nats.
+            max_logit: of the step, over all layers, heads and sequences; NaN where nobody looked.
+        """
+        if not math.isfinite(loss):
+            return NOT_FINITE
+        self.above = self.above + 1 if loss > self.lowest + EXPLOSION_NATS else 0
+        self.lowest = min(self.lowest, loss)
+        if self.above >= EXPLOSION_STEPS:
+            return EXPLODED
+        return LOGITS if max_logit > self.limit else None

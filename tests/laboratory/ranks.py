@@ -26,11 +26,11 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes the files and talks."""
+        """Return whether this process writes the files and talks."""
         return self.rank == 0
 
     def share(self, parts: int) -> range:
-        """Which parts of a batch are this process'; `parts` is a multiple of the processes."""
+        """Return which parts of a batch are this process'; `parts` is a multiple of the processes."""
         mine = parts // self.size
         return range(self.rank * mine, (self.rank + 1) * mine)
 
@@ -40,7 +40,7 @@ class Ranks:
             dist.all_reduce(tensor)
 
     def gather(self, value: _Value) -> list[_Value]:
-        """The values of all processes, in the order of their ranks."""
+        """Return the values of all processes, in the order of their ranks."""
         if self.size == 1:
             return [value]
         values: list[_Value | None] = [None] * self.size

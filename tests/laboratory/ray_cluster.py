@@ -45,20 +45,20 @@ class Cluster:
 
     @property
     def nodes(self) -> list[Node]:
-        """The machines that are alive and have cores, in the order of their ids."""
+        """Return the machines that are alive and have cores, in the order of their ids."""
         nodes = [_node(entry) for entry in self._ray.nodes() if entry["Alive"]]
         return sorted((node for node in nodes if node.cpus >= 1), key=lambda node: node.id)
 
     @property
     def about(self) -> str:
-        """How large it is, in words."""
+        """Say how large it is."""
         nodes = self.nodes
         gpus = sum(node.gpus for node in nodes)
         accelerators = f", {counted(int(gpus), 'GPU')}" if gpus else ""
         return f"{counted(len(nodes), 'node')}, {counted(int(sum(node.cpus for node in nodes)), 'core')}{accelerators}"
 
     def slots(self, gpus: float) -> int:
-        """How many tasks of one core and this share of GPUs it runs at a time.
+        """Return how many tasks of one core and this share of GPUs it runs at a time.
 
         Raises:
             UsageError: none; they would wait for ever.
@@ -90,7 +90,7 @@ class Cluster:
             raise UsageError(f"{counted(len(lost), 'run')} did not finish: {lost[0]}; the same command tries again")
 
     def _ended(self, waiting: list[Any]) -> Iterator[Any]:
-        """References as they end."""
+        """Yield references as they end."""
         while waiting:
             ended, waiting = self._ray.wait(waiting, timeout=_TOLD_EVERY)
             yield from ended
@@ -108,7 +108,7 @@ class Cluster:
         return self._ray.remote(function).options(**options).remote(*words)
 
     def finished(self, waiting: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-        """References as they end, each with its result or with the error that it ended in."""
+        """Yield references as they end, each with its result or with the error that it ended in."""
         for reference in self._ended(list(waiting)):
             try:
                 yield reference, self._ray.get(reference)
@@ -117,7 +117,7 @@ class Cluster:
 
 
 def is_address(text: str) -> bool:
-    """Whether it can be that of a Ray cluster."""
+    """Return whether it can be that of a Ray cluster."""
     return _ADDRESS.fullmatch(text) is not None
 
 
@@ -202,7 +202,7 @@ def _node(entry: Mapping[str, Any]) -> Node:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in a line; Ray's own end with what their cause said."""
+    """Return what an error says, in a line; Ray's own end with what their cause said."""
     cause = getattr(error, "cause", None)
     text = str(cause if isinstance(cause, BaseException) else error).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -52,18 +52,18 @@ class Reduction:
 
     @property
     def name(self) -> str:
-        """As `parse_reduction` takes it."""
+        """Return the text that `parse_reduction` takes."""
         mode = "" if self.mode is Rounding.TO_EVEN else ":zero"
         inner = "" if self.inner is None else f":inner={self.inner}"
         return self.fmt.name + mode + inner + ("" if self.outer is None else f":outer={self.outer}")
 
     @property
     def clamps(self) -> bool:
-        """Whether the range of exponents is narrower than the format's."""
+        """Return whether the range of exponents is narrower than the format's."""
         return self.inner is not None or self.outer is not None
 
     def mask(self, x: Tensor) -> Tensor:
-        """Every number masked: rounded, then what lies beyond the range clamped to its smallest or largest size.
+        """Mask every number: rounded, then what lies beyond the range clamped to its smallest or largest size.
 
         Args:
             x: fp32 or fp64, any shape, any device.
@@ -85,7 +85,7 @@ class Reduction:
 
 
 def parse_reduction(text: str) -> Reduction:
-    """The reduction that a text names.
+    """Return the reduction that a text names.
 
     Args:
         text: a format, then what is otherwise: `E8M5`, `E8M5:zero` (toward zero), `E8M7:inner=-20:outer=15`.
@@ -130,7 +130,7 @@ Product = Callable[..., Tensor]
 
 
 def masked_product(product: Product, reduction: Reduction, *operands: Tensor) -> Tensor:
-    """A product of masked operands, masked; differentiable, its gradients' products masked alike.
+    """Return the product of masked operands, masked; differentiable, its gradients' products masked alike.
 
     The mask of an operand masks the gradient that leaves the product for it, and that of the output the gradient that
     enters: between them autograd multiplies masked numbers.
@@ -164,7 +164,7 @@ def masked_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention as two masked products; the scale, the mask and the softmax between them are in fp32.
+    """Compute attention as two masked products; the scale, the mask and the softmax between them are in fp32.
 
     Args:
         reduction: the mask of both products.
@@ -247,7 +247,7 @@ class _Masking(TorchFunctionMode):
 
 
 def _masked_call(func: Callable[..., Any], reduction: Reduction, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """A call of a product with all its tensors masked; one of integers as it is."""
+    """Call a product with all its tensors masked; one of integers as it is."""
     if named.get("out") is not None:
         raise NotImplementedError("a masked product can't be written to out=: leave it away")
     leaves, structure = pytree.tree_flatten((args, named))
@@ -267,7 +267,7 @@ Otherwise = Mapping[str, Reduction | None]  # by glob over modules' names: anoth
 
 
 def reduction_at(name: str, reduction: Reduction | None, otherwise: Otherwise) -> Reduction | None:
-    """What holds in a module: what is said of it, else of the module that it is in, and so on, else `reduction`.
+    """Return what holds in a module: what is said of it, else of the module that it is in, and so on, else `reduction`.
 
     Args:
         name: of the module within its model, such as `blocks.0.wq`.

@@ -1,30 +1,21 @@
 """The suite's GPT-2 with fewer bits: its linear layers masked, its attention kernel alike or in a format of its own."""
 
-import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases.gpt2.attention import HeadKernel
-from tiebreak.cases.gpt2.model import GPT2
+from tiebreak.cases.gpt2.model import GPT2, Configuration, everywhere
 from tiebreak.kernels.formats import FP32, Formats, Rounding
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.plans import Cast, RoundingPlan
+from tiebreak.kernels.plans import Cast
 from tiebreak.laboratory.reduced import Otherwise, Reduction, parse_reduction, reduce_precision, reduction_at
 
 SAME = "same"  # of attention: in the products' format
+NO_RANGE = "{}: attention has no range of its own; name a format of fewer exponent bits"
 _UNMASKED = Reduction(FP32)
-
-
-def add_attention(group: argparse._ActionsContainer) -> None:
-    """The option that says what attention rounds to."""
-    group.add_argument(
-        "--attention",
-        default="E8M7",
-        metavar="FORMAT",
-        help="what attention rounds to, or same: as the products; default: E8M7, bf16, as in arXiv 2405.18710",
-    )
 
 
 def parse_attention(text: str) -> Reduction | None:
@@ -33,10 +24,23 @@ def parse_attention(text: str) -> Reduction | None:
     Raises:
         ValueError: no such format, or a range that no plan has; one line.
     """
-    reduction = None if text == SAME else parse_reduction(text)
-    if reduction is not None:
-        _refuse_range(reduction)
+    if text == SAME:
+        return None
+    reduction = parse_reduction(text)
+    if reduction.clamps:
+        raise ValueError(NO_RANGE.format(reduction.name))
     return reduction
+
+
+def emulated_gpt2(kernel: str, sizes: Configuration, seed: int) -> GPT2:
+    """Return a model on the emulation's arithmetic, its attention a declared kernel.
+
+    Raises:
+        ValueError: no such kernel.
+    """
+    declared = EMULATION.kernel(kernel).declaration
+    assert declared is not None  # as all of the emulation's are
+    return GPT2(sizes, everywhere(HeadKernel(declared), sizes), EMULATION.arithmetic, seed)
 
 
 @contextmanager
@@ -81,21 +85,12 @@ def _reduced(head: HeadKernel, reduction: Reduction) -> HeadKernel:
         raise ValueError(
             f"{declared.name} rounds as its device does: only a declared kernel can be put in other formats"
         )
-    _refuse_range(reduction)
-    plan = _rounding(declared.plan, reduction.mode).in_formats(Formats.of(reduction.fmt))
-    return HeadKernel(replace(declared, plan=plan), Cast(reduction.fmt, reduction.mode))
-
-
-def _refuse_range(reduction: Reduction) -> None:
     if reduction.clamps:
-        raise ValueError(f"{reduction.name}: attention has no range of its own; name a format of fewer exponent bits")
-
-
-def _rounding(plan: RoundingPlan, mode: Rounding) -> RoundingPlan:
-    """The plan with what it rounds to even to the call's formats rounded in this mode."""
-    changed = {
-        name: replace(cast, rounding=mode)
-        for name, cast in plan.casts()
+        raise ValueError(NO_RANGE.format(reduction.name))
+    casts = {
+        name: replace(cast, rounding=reduction.mode)  # to even alone: a stochastic cast stays one
+        for name, cast in declared.plan.casts()
         if cast.follows is not None and cast.rounding is Rounding.TO_EVEN
     }
-    return replace(plan, **changed)  # type: ignore[arg-type]
+    plan = replace(declared.plan, **casts).in_formats(Formats.of(reduction.fmt))  # type: ignore[arg-type]
+    return HeadKernel(replace(declared, plan=plan), Cast(reduction.fmt, reduction.mode))

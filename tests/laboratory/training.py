@@ -1,29 +1,34 @@
 """A real run: optimiser steps over the parts of a batch, reports, checkpoints, and an end when the loss explodes."""
 
+import json
 import math
+import os
+import pickle
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tiebreak.cases.gpt2.attention import Observation, Observer
+from tiebreak.cases.gpt2.attention import Observer, together
 from tiebreak.cases.gpt2.data import Batches
 from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.optimizers import CLIP, Schedule, optimizers
 from tiebreak.laboratory.captures import Captures
-from tiebreak.laboratory.checkpoints import Checkpoint, save
-from tiebreak.laboratory.divergence import Watch
-from tiebreak.laboratory.progress import Log, Progress, Readings
+from tiebreak.laboratory.progress import Divergence, Progress, Readings
 from tiebreak.laboratory.ranks import Ranks
 
 PRECISIONS = ("bf16", "fp32")
+LOG, CHECKPOINT = "log.jsonl", "checkpoint.pt"
 _CAPTURED = ("kernel", "preset", "seed")  # what kept attention inputs say of their run
+RunSettings = dict[str, str | int | float]  # what a run was told
 
 
-class NotFiniteAtStartError(Exception):
-    """The loss is not a number before anything was learnt."""
+class CheckpointError(ValueError):
+    """A checkpoint that can't be resumed from; the message names the file and the field, in one line."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +36,9 @@ class Recipe:
     """How a run takes its steps."""
 
     schedule: Schedule  # of the learning rate, and the length of the run
-    optimizer: str  # a name of `optimizers.OPTIMIZERS`
-    precision: str  # of the linear layers: a name of PRECISIONS
-    parts: int  # of a batch, equal; one forward and backward pass each, their gradients added up
+    optimizer: str = "adamw"  # a name of `optimizers.OPTIMIZERS`
+    precision: str = "fp32"  # of the linear layers: a name of PRECISIONS
+    parts: int = 1  # of a batch, equal; one forward and backward pass each, their gradients added up
 
 
 def _never() -> bool:
@@ -70,14 +75,19 @@ class Steps:
         self.optimizers = optimizers(recipe.optimizer, model)
 
     def take(
-        self, step: int, observers: Callable[[int], Sequence[Observer]], stop: Callable[[], bool] = _never
+        self,
+        step: int,
+        observers: Sequence[Observer],
+        of_first: Sequence[Observer] = (),
+        stop: Callable[[], bool] = _never,
     ) -> StepResult:
         """Take one step.
 
         Args:
             step: of the run, from 0.
-            observers: of a part's calls of attention, by the part's number.
-            stop: whether this process was asked to stop; asked once.
+            observers: of all calls of attention.
+            of_first: of those of the batch's first part, beside.
+            stop: whether this process was asked to stop; asked once, at the end.
         """
         rate = self.recipe.schedule.at(step)
         for optimizer in self.optimizers:
@@ -86,7 +96,7 @@ class Steps:
                 group["lr"] = rate
         sums = torch.zeros(2, device=self._device)  # the loss, who was asked to stop
         for part in self.ranks.share(self.recipe.parts):
-            sums[0] += self._part(step, part, observers(part))
+            sums[0] += self._part(step, part, [*observers, *(of_first if part == 0 else ())])
         sums[1] = float(stop())
         self.ranks.add(sums)
         for weight in self.weights:
@@ -98,14 +108,9 @@ class Steps:
         return StepResult(sums[0].item(), rate, sums[1].item() > 0)
 
     def _part(self, step: int, part: int, observers: Sequence[Observer]) -> Tensor:
-        """Forward and backward pass of one part; its share of the loss."""
+        """Compute forward and backward pass of one part; return its share of the loss."""
         parts = self.recipe.parts
-
-        def observe(observation: Observation) -> None:
-            for observer in observers:
-                observer(observation)
-
-        self.model.observer = observe if observers else None
+        self.model.observer = together(observers)
         tokens, targets = (tensor.to(self._device) for tensor in self._batches.batch(step, part, parts))
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
             # Parts are numbered like steps: each has noise of its own.
@@ -117,7 +122,7 @@ class Steps:
 class Training:
     """A run that can be stopped at any step and resumed to the bit."""
 
-    def __init__(self, steps: Steps, run: dict[str, str | int | float], folder: Path) -> None:
+    def __init__(self, steps: Steps, run: RunSettings, folder: Path) -> None:
         """Set up a run at step 0.
 
         Args:
@@ -125,8 +130,8 @@ class Training:
             run: what the run was told, kept in its checkpoints.
             folder: for the log, checkpoints and, after an explosion, the last steps' attention inputs.
         """
-        self._steps, self._run, self._folder, self._log = steps, run, folder, Log(folder)
-        self._watch, self._captures = Watch(), Captures()
+        self._steps, self._run, self._folder = steps, run, folder
+        self._divergence, self._captures = Divergence(), Captures()
         self.done = 0  # steps
         self.exploded = self.interrupted = False
         self.captured: list[Path] = []  # attention inputs, after an explosion
@@ -136,14 +141,19 @@ class Training:
         """How many numbers are trained."""
         return sum(weight.numel() for weight in self._steps.weights)
 
-    def resume(self, checkpoint: Checkpoint) -> None:
-        """Go on where a checkpoint was taken; what the log says of later steps is forgotten."""
-        self._steps.model.load_state_dict(checkpoint.model)
-        for optimizer, state in zip(self._steps.optimizers, checkpoint.optimizers, strict=True):
+    def resume(self) -> None:
+        """Go on where the folder's checkpoint was taken; what the log says of later steps is forgotten.
+
+        Raises:
+            CheckpointError: as `load`.
+        """
+        checkpoint = load(self._folder, self._run)
+        self._steps.model.load_state_dict(checkpoint["model"])
+        for optimizer, state in zip(self._steps.optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        self._watch, self.done = Watch(*checkpoint.watch), checkpoint.step
+        self._divergence, self.done = Divergence(*checkpoint["watch"]), checkpoint["step"]
         if self._steps.ranks.first:
-            self._log.forget_after(checkpoint.step)
+            _forget_after(self.done, self._folder / LOG)
 
     def reports(self, every: int, checkpoint_every: int, stop: Callable[[], bool] = _never) -> Iterator[Progress]:
         """Train to the end or to an explosion, telling of every `every`-th step and of the last.
@@ -154,42 +164,113 @@ class Training:
             stop: asked in every step; a yes of any process ends the run after it, with a checkpoint.
 
         Raises:
-            NotFiniteAtStartError: the very first loss is NaN or Inf.
+            ValueError: the very first loss is NaN or Inf.
             CheckpointError: no checkpoint can be written.
         """
-        steps = self._steps.recipe.schedule.steps
+        steps, first = self._steps.recipe.schedule.steps, self._steps.ranks.first
         while self.done < steps and not self.exploded and not self.interrupted:
             last = self.done + 1 == steps
             readings = Readings(self._steps.model) if (self.done + 1) % every == 0 or last else None
             result = self._step(readings, stop)
-            loss, rate, self.interrupted = result.loss, result.rate, result.stop
-            if self.done == 1 and not math.isfinite(loss):
-                raise NotFiniteAtStartError(f"the loss of the first step is {loss}: check the kernel and the data")
-            self.exploded = self._watch.diverged(loss) is not None
-            progress = None if readings is None else readings.report(self.done, loss, rate, self._steps.ranks)
-            if self.exploded and progress is None:
-                progress = Progress(self.done, loss, rate)
-            if self._steps.ranks.first:
+            self.interrupted = result.stop
+            if self.done == 1 and not math.isfinite(result.loss):
+                raise ValueError(f"the loss of the first step is {result.loss}: check the kernel and data")
+            self.exploded = self._divergence.after(result.loss) is not None
+            progress = None
+            if readings is not None:
+                progress = readings.report(self.done, result.loss, result.rate, self._steps.ranks)
+            elif self.exploded:
+                progress = Progress(self.done, result.loss, result.rate)
+            if first:
                 self._keep(progress, checkpoint=self.done % checkpoint_every == 0 or last or self.interrupted)
             if progress is not None:
                 yield progress
 
     def _step(self, readings: Readings | None, stop: Callable[[], bool]) -> StepResult:
-        """One step; the captures and the monitors look at it."""
+        """Take a step, under the eyes of captures and monitors."""
         self._captures.begin(self.done + 1)
-        monitors: list[Observer] = [] if readings is None else [readings]
-        result = self._steps.take(self.done, lambda part: ([self._captures] if part == 0 else []) + monitors, stop)
+        result = self._steps.take(self.done, [] if readings is None else [readings], [self._captures], stop)
         self.done += 1
         return result
 
     def _keep(self, progress: Progress | None, *, checkpoint: bool) -> None:
         """Write what a step leaves in the folder; the log first, a kill in between leaves it no gap."""
         if progress is not None:
-            self._log.add(progress)
+            with (self._folder / LOG).open("a") as log:
+                log.write(json.dumps(progress.record) + "\n")
         if self.exploded:
             settings = {name: str(self._run[name]) for name in _CAPTURED if name in self._run}
             self.captured = self._captures.write(self._folder, settings)
         elif checkpoint:
-            watch = (self._watch.lowest, self._watch.above)
-            states = [optimizer.state_dict() for optimizer in self._steps.optimizers]
-            save(Checkpoint(self.done, self._run, self._steps.model.state_dict(), states, watch), self._folder)
+            state = {
+                "step": self.done,
+                "run": self._run,
+                "model": self._steps.model.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self._steps.optimizers],
+                "watch": (self._divergence.lowest, self._divergence.above),
+            }
+            _save(state, self._folder)
+
+
+def _save(state: dict[str, Any], folder: Path) -> None:
+    """Replace the folder's checkpoint; a kill in between leaves the former.
+
+    Raises:
+        CheckpointError: it can't be written, the disk is full for instance; the former is left.
+    """
+    partial = folder / f"{CHECKPOINT}.partial"
+    try:
+        torch.save(state, partial)
+    except (RuntimeError, OSError) as error:  # torch's writer raises the former on a full disk
+        partial.unlink(missing_ok=True)
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{partial}: can't be written ({reason}); the last checkpoint is kept") from error
+    os.replace(partial, folder / CHECKPOINT)
+
+
+def load(folder: Path, run: RunSettings) -> dict[str, Any]:
+    """Return the folder's checkpoint, for a run that is told the same.
+
+    Args:
+        folder: of the run.
+        run: what this run is told.
+
+    Returns:
+        All that a run needs to go on to the bit; batches and noise follow from `step`, the steps done. `run` is what it
+        was told, `model` and `optimizers` are their states, `watch` the state of `Divergence`.
+
+    Raises:
+        CheckpointError: none there, cut short, not a checkpoint, or of a run that was told otherwise.
+    """
+    path = folder / CHECKPOINT
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; start without --resume")
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        there = {name: state["run"].get(name) for name in run}
+    except (RuntimeError, EOFError, OSError, TypeError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        raise CheckpointError(
+            f"{path}: not a whole checkpoint ({type(error).__name__}); start without --resume"
+        ) from error
+    for name, value in run.items():
+        if there[name] != value:
+            raise CheckpointError(f"{path}: was written with {name} = {there[name]}, not {value}")
+    return state
+
+
+def _forget_after(step: int, log: Path) -> None:
+    """Leave out what a log says of later steps, and a line that a kill has cut."""
+    if not log.is_file():
+        return
+    partial = log.with_name(f"{LOG}.partial")
+    lines = [line for line in log.read_text().splitlines() if _step_of(line) <= step]
+    partial.write_text("".join(f"{line}\n" for line in lines))
+    os.replace(partial, log)
+
+
+def _step_of(line: str) -> float:
+    """Return the step of a log line; a line cut by a kill counts as later than any."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf

@@ -95,6 +95,19 @@ def started(model: nn.Module, path: Path, **options: Any) -> Capture:
     return capture(model, path, **({"every": 1, "quiet": True} | options))
 
 
+def caught(path: Path, *layers: Callable[[], nn.Module], steps: int = 1, **options: Any) -> Capture:
+    """What is captured of a model of these layers in a few steps."""
+    model = model_of(*layers)
+    with started(model, path, **options) as captured:
+        train(model, captured, steps=steps)
+    return captured
+
+
+def attending(**options: Any) -> Callable[[], nn.Module]:
+    """A layer that calls torch's function with these options."""
+    return lambda: Layer(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, **options))
+
+
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     with safe_open(path, framework="pt") as file:
         return {key: file.get_tensor(key) for key in list(file.keys())}, file.metadata()
@@ -104,26 +117,25 @@ def inputs_of(path: Path, number: int = 0) -> AttentionInputs:
     return captured_cases(path)[number].make(1, 0, 1000, BF16)
 
 
+def error_of(path: Path, captured: Capture) -> float:
+    """The largest error of the O that was kept first, by the reference on what was kept with it."""
+    o = read(captured.written[0])[0]["layer0.o"]
+    return (reference(inputs_of(path)).o[0] - o.flatten(0, 1)).abs().max().item()
+
+
 class TestTheModel:
     @pytest.mark.parametrize("repeat", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
-    def test_its_numbers_stay_the_same_to_the_bit(self, tmp_path: Path, repeat: bool | None) -> None:
-        alone = train(model_of(Layer, Layer, repeat=repeat), None)
-        model = model_of(Layer, Layer, repeat=repeat)
-        with started(model, tmp_path) as captured:
-            assert train(model, captured) == alone
-        assert len(captured.written) == 3
-
-    @pytest.mark.parametrize("repeat", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
-    @pytest.mark.parametrize("batches", [1, 2])
-    def test_a_call_counts_once(self, tmp_path: Path, repeat: bool | None, batches: int) -> None:
+    def test_its_numbers_stay_the_same_to_the_bit_and_a_call_counts_once(
+        self, tmp_path: Path, repeat: bool | None
+    ) -> None:
+        alone = train(model_of(Layer, Layer, Layer, repeat=repeat), None, steps=2, batches=2)
         model = model_of(Layer, Layer, Layer, repeat=repeat)
         with started(model, tmp_path) as captured:
-            train(model, captured, steps=2, batches=batches)
-        assert captured.calls["looked at"] == 6
-        assert sorted(key for key in read(captured.written[0])[0] if key.endswith(".q")) == [
-            "layer0.q", "layer1.q", "layer2.q",
-        ]  # fmt: skip
-        assert [read(captured.written[0])[1][f"layer{n}.name"] for n in range(3)] == [f"layers.{n}" for n in range(3)]
+            assert train(model, captured, steps=2, batches=2) == alone
+        assert (captured.calls["looked at"], len(captured.written)) == (6, 2)
+        tensors, metadata = read(captured.written[0])
+        assert sorted(key for key in tensors if key.endswith(".q")) == [f"layer{n}.q" for n in range(3)]
+        assert [metadata[f"layer{n}.name"] for n in range(3)] == [f"layers.{n}" for n in range(3)]
 
     def test_its_graph_is_not_kept_alive(self, tmp_path: Path) -> None:
         outputs: list[weakref.ref[Tensor]] = []
@@ -140,24 +152,23 @@ class TestTheModel:
             gc.collect()
             assert [output() for output in outputs] == [None]
 
-    def test_it_is_let_go(self, tmp_path: Path) -> None:
+    def test_it_is_let_go_and_between_the_steps_that_are_looked_at_it_has_no_hooks(self, tmp_path: Path) -> None:
+        def hooks() -> bool:
+            return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
         model, before = model_of(Layer), torch.nn.functional.scaled_dot_product_attention
-        captured = started(model, tmp_path)
+        captured = started(model, tmp_path, every=2)
         with contextlib.suppress(KeyboardInterrupt), captured:
             assert torch.nn.functional.scaled_dot_product_attention is not before
-            assert model._forward_hooks
+            assert hooks()
+            train(model, captured, steps=1)
+            assert not hooks()
+            train(model, captured, steps=3)
+            assert hooks()
             raise KeyboardInterrupt
         assert torch.nn.functional.scaled_dot_product_attention is before
-        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-    def test_between_the_steps_that_are_looked_at_it_has_no_hooks(self, tmp_path: Path) -> None:
-        model = model_of(Layer)
-        with started(model, tmp_path, every=2) as captured:
-            assert model._forward_hooks
-            train(model, captured, steps=1)
-            assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-            train(model, captured, steps=2)
-        assert (captured.looked, captured.steps) == (2, 3)
+        assert not hooks()
+        assert (captured.looked, captured.steps) == (2, 4)
         assert [path.name for path in captured.written] == [f"inputs-00000{n}.safetensors" for n in (0, 2)]
 
     def test_an_evaluation_is_no_call(self, tmp_path: Path) -> None:
@@ -193,56 +204,36 @@ class TestWhatIsKept:
         assert len(tensors["layer0.heads"]) == 5
         inputs = inputs_of(tmp_path)
         assert inputs.groups == groups
-        error = reference(inputs).o[0] - tensors["layer0.o"].flatten(0, 1)
-        assert error.abs().max() < 0.01
+        assert error_of(tmp_path, captured) < 0.01
 
     @pytest.mark.parametrize(("ratio", "scale"), [(1.0, None), (8.0, None), (0.5, None), (1.1, 1.1 * 8**-0.5)])
     def test_another_scale_is_folded_if_that_is_exact_and_told_if_not(
         self, tmp_path: Path, ratio: float, scale: float | None
     ) -> None:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=ratio * 8**-0.5)
-
-        model = model_of(lambda: Layer(attend))
-        with started(model, tmp_path) as captured:
-            train(model, captured, steps=1)
-        inputs, tensors = inputs_of(tmp_path), read(captured.written[0])[0]
+        captured = caught(tmp_path, attending(scale=ratio * 8**-0.5))
+        inputs = inputs_of(tmp_path)
         assert inputs.softmax_scale == scale
         assert not inputs.causal
-        assert (reference(inputs).o[0] - tensors["layer0.o"].flatten(0, 1)).abs().max() < 0.01
+        assert error_of(tmp_path, captured) < 0.01
 
-    def test_a_causal_flag_of_fewer_queries_leaves_out_the_keys_that_nobody_sees(self, tmp_path: Path) -> None:
-        model = model_of(lambda: Layer(lambda q, k, v: plain(q[:, :, :10], k, v).repeat(1, 1, 3, 1)[:, :, :TOKENS]))
-        with started(model, tmp_path) as captured:
-            train(model, captured, steps=1)
-        inputs, tensors = inputs_of(tmp_path), read(captured.written[0])[0]
-        assert inputs.k.shape[2] == 10
-        assert (reference(inputs).o[0] - tensors["layer0.o"].flatten(0, 1)).abs().max() < 0.01
+    def test_of_fewer_queries_under_a_causal_mask_keys_that_nobody_sees_are_left_out(self, tmp_path: Path) -> None:
+        def few(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return plain(q[:, :, :10], k, v).repeat(1, 1, 3, 1)[:, :, :TOKENS]
 
-    def test_the_first_tokens_alone(self, tmp_path: Path) -> None:
-        model = model_of(Layer)
-        with started(model, tmp_path, tokens=10) as captured:
-            train(model, captured, steps=1)
-        inputs, tensors = inputs_of(tmp_path), read(captured.written[0])[0]
-        assert inputs.q.shape[2] == inputs.k.shape[2] == 10
-        assert (reference(inputs).o[0] - tensors["layer0.o"].flatten(0, 1)).abs().max() < 0.01
+        for name, layer, tokens in (("queries", lambda: Layer(few), TOKENS), ("tokens", Layer, 10)):
+            captured = caught(tmp_path / name, layer, tokens=tokens)
+            inputs = inputs_of(tmp_path / name)
+            assert inputs.q.shape[2] == inputs.k.shape[2] == 10
+            assert error_of(tmp_path / name, captured) < 0.01
 
-    @pytest.mark.parametrize("mask", ["bool", "float", "lowest", "nothing"])
-    def test_a_mask_that_says_causal_is_a_causal_flag(self, tmp_path: Path, mask: str) -> None:
+    @pytest.mark.parametrize("mask", [True, -torch.inf, torch.finfo(torch.bfloat16).min, 0.0])
+    def test_a_mask_that_says_causal_is_a_causal_flag(self, tmp_path: Path, mask: float) -> None:
         visible = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-        lowest = torch.finfo(torch.bfloat16).min if mask == "lowest" else -torch.inf
-        passed = (
-            visible if mask == "bool" else torch.zeros(1, 1, TOKENS, TOKENS).bfloat16().masked_fill(~visible, lowest)
-        )
-        passed = torch.zeros_like(passed) if mask == "nothing" else passed
+        hidden = torch.zeros(1, 1, TOKENS, TOKENS).bfloat16().masked_fill(~visible, mask)
+        passed = visible if mask is True else hidden
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, passed)
-
-        model = model_of(lambda: Layer(attend))
-        with started(model, tmp_path) as captured:
-            train(model, captured, steps=1)
-        assert inputs_of(tmp_path).causal is (mask != "nothing")
+        caught(tmp_path, attending(attn_mask=passed))
+        assert inputs_of(tmp_path).causal is (mask != 0.0)
 
     @pytest.mark.parametrize(
         ("options", "why"),
@@ -255,18 +246,12 @@ class TestWhatIsKept:
     def test_what_the_format_has_no_place_for_is_counted_and_named(
         self, tmp_path: Path, options: dict[str, Any], why: str
     ) -> None:
-        model = model_of(
-            lambda: Layer(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, **options))
-        )
-        with started(model, tmp_path) as captured:
-            train(model, captured, steps=2)
+        captured = caught(tmp_path, attending(**options), steps=2)
         assert captured.written == []
         assert f"not kept: 2 calls with {why}" in captured.summary().splitlines()
 
     def test_nan_is_counted_and_not_kept(self, tmp_path: Path) -> None:
-        model = model_of(lambda: Layer(lambda q, k, v: plain(q, k, v * torch.nan)))
-        with started(model, tmp_path) as captured:
-            train(model, captured, steps=1)
+        captured = caught(tmp_path, lambda: Layer(lambda q, k, v: plain(q, k, v * torch.nan)))
         assert captured.written == []
         assert "not kept: 1 calls with NaN or Inf" in captured.summary().splitlines()
 
@@ -280,18 +265,14 @@ def tied(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 class TestTelling:
     def test_heads_whose_maxima_repeat_come_first(self, tmp_path: Path) -> None:
-        model = model_of(lambda: Layer(tied), Layer)
-        with started(model, tmp_path, heads=1, layers=1) as captured:
-            train(model, captured, steps=1)
+        captured = caught(tmp_path, lambda: Layer(tied), Layer, heads=1, layers=1)
         tensors, metadata = read(captured.written[0])
         assert tensors["layer0.heads"].tolist() == [[BATCH - 1, 1]]
         assert "layer1.q" not in tensors
         assert metadata["layer0.repeated"] == "1"
 
     def test_the_largest_logit_is_that_of_the_rows_that_were_looked_at(self, tmp_path: Path) -> None:
-        model = model_of(lambda: Layer(lambda q, k, v: plain(q * 64, k, v)))
-        with started(model, tmp_path, heads=100, tokens=16) as captured:
-            train(model, captured, steps=1)
+        captured = caught(tmp_path, lambda: Layer(lambda q, k, v: plain(q * 64, k, v)), heads=100, tokens=16)
         inputs = inputs_of(tmp_path)
         hidden = inputs.hidden()
         assert hidden is not None
@@ -306,9 +287,7 @@ class TestTelling:
 
         too_large.__name__ = imported_by_name.__name__
         monkeypatch.setattr(torch.nn.functional, imported_by_name.__name__, too_large)
-        model = model_of(Layer)
-        with started(model, tmp_path, heads=100, tokens=16) as captured:
-            train(model, captured, steps=1)
+        captured = caught(tmp_path, Layer, heads=100, tokens=16)
         ((tensors, metadata), inputs) = read(captured.written[0]), inputs_of(tmp_path)
         delta = (reference(inputs).o * inputs.do).sum(-1)[0]
         wrong = (tensors["layer0.o"].flatten(0, 1).double() * inputs.do).sum(-1)[0] - delta
@@ -320,9 +299,9 @@ class TestTelling:
 class TestTheFolder:
     def test_the_least_telling_give_way(self, tmp_path: Path) -> None:
         factors = iter([4.0, 1.0, 64.0, 16.0, 0.5])
-        model = model_of(lambda: Layer(lambda q, k, v: plain(q * next(factors), k, v)))
-        with started(model, tmp_path, budget_mb=0.065) as captured:
-            train(model, captured, steps=5)
+        captured = caught(
+            tmp_path, lambda: Layer(lambda q, k, v: plain(q * next(factors), k, v)), steps=5, budget_mb=0.065
+        )
         names = sorted(path.name for path in tmp_path.iterdir())
         assert names == ["inputs-000002.safetensors", "inputs-000003.safetensors"]
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 65_000
@@ -330,32 +309,25 @@ class TestTheFolder:
 
     def test_a_second_run_goes_on(self, tmp_path: Path) -> None:
         for _ in range(2):
-            model = model_of(Layer)
-            with started(model, tmp_path, budget_mb=0.2) as captured:
-                train(model, captured, steps=2)
+            captured = caught(tmp_path, Layer, steps=2, budget_mb=0.2)
         assert sorted(path.name for path in tmp_path.iterdir()) == [f"inputs-00000{n}.safetensors" for n in range(4)]
         assert len(captured._folder.kept) == 4
 
     def test_a_step_that_is_there_already_stays_and_is_told(self, tmp_path: Path) -> None:
-        model = model_of(Layer)
-        with started(model, tmp_path) as captured:
-            train(model, captured, steps=1)
+        captured = caught(tmp_path, Layer)
         before = captured.written[0].read_bytes()
-        with started(model, tmp_path, start=0) as captured:
-            train(model, captured, steps=1)
+        captured = caught(tmp_path, Layer, start=0)
         assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
         assert "not kept: 1 calls of a step that the folder has already" in captured.summary()
 
     def test_files_of_others_count_but_never_give_way(self, tmp_path: Path) -> None:
         other = tmp_path / "inputs-000099.safetensors"
         other.write_bytes(b"x" * 50_000)
-        model = model_of(Layer)
-        with started(model, tmp_path, budget_mb=0.09, start=0) as captured:
-            train(model, captured, steps=3)
+        captured = caught(tmp_path, Layer, steps=3, budget_mb=0.09, start=0)
         assert other.exists()
         assert len(captured._folder.kept) == 1
         with pytest.raises(CaptureError, match=r"^budget_mb=0\.05: .* has 0\.1 MB of captures that are not"):
-            started(model, tmp_path, budget_mb=0.05).__enter__()
+            started(model_of(Layer), tmp_path, budget_mb=0.05).__enter__()
 
     def test_no_half_file_after_ctrl_c(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def interrupted(tensors: object, path: Path, metadata: object) -> None:
@@ -374,9 +346,7 @@ class TestTheFolder:
     ) -> None:
         for rank in (0, 1):
             monkeypatch.setattr(session, "_ranks", lambda rank=rank: (rank, 2))
-            model = model_of(Layer)
-            with started(model, tmp_path, budget_mb=0.08, start=7) as captured:
-                train(model, captured, steps=3)
+            captured = caught(tmp_path, Layer, steps=3, budget_mb=0.08, start=7)
             assert captured._folder.budget == 40_000
         names = sorted(path.name for path in tmp_path.iterdir())
         assert len(names) == 2
@@ -384,15 +354,11 @@ class TestTheFolder:
         assert {case.name[20:] for case in captured_cases(tmp_path)} == {".rank=0.layer=0]", ".rank=1.layer=0]"}
 
     def test_fewer_heads_where_the_budget_is_small(self, tmp_path: Path) -> None:
-        model = model_of(Layer)
-        with started(model, tmp_path, budget_mb=0.013) as captured:
-            train(model, captured, steps=1)
+        captured = caught(tmp_path, Layer, budget_mb=0.013)
         assert len(read(captured.written[0])[0]["layer0.heads"]) == 1
 
     def test_layers_without_memory_wait_for_their_turn(self, tmp_path: Path) -> None:
-        model = model_of(Layer, Layer, Layer)
-        with started(model, tmp_path, memory_mb=0.01) as captured:
-            train(model, captured, steps=3)
+        captured = caught(tmp_path, Layer, Layer, Layer, steps=3, memory_mb=0.01)
         assert [next(iter(read(path)[0]))[:6] for path in captured.written] == ["layer0", "layer1", "layer2"]
 
 
@@ -401,9 +367,7 @@ class TestOtherWaysToCall:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return imported_by_name(q, k, v)
 
-        model = model_of(lambda: Layer(attend))
-        with started(model, tmp_path) as captured:
-            train(model, captured, steps=1)
+        captured = caught(tmp_path, lambda: Layer(attend))
         assert captured.calls["looked at"] == 1
 
     @pytest.mark.parametrize("heads_first", [True, False])
@@ -431,9 +395,8 @@ class TestOtherWaysToCall:
         how = AttentionModule(causal=False, heads_first=heads_first)
         with started(model, tmp_path, modules={"layers.*.core": how}) as captured:
             train(model, captured, steps=1)
-        tensors, metadata = read(captured.written[0])
-        assert metadata["layer0.name"] == "layers.0.core"
-        assert (reference(inputs_of(tmp_path)).o[0] - tensors["layer0.o"].flatten(0, 1)).abs().max() < 0.02
+        assert read(captured.written[0])[1]["layer0.name"] == "layers.0.core"
+        assert error_of(tmp_path, captured) < 0.02
 
     @pytest.mark.parametrize(
         ("options", "why"),
@@ -470,13 +433,13 @@ class TestOtherWaysToCall:
         library.ALL_ATTENTION_FUNCTIONS = functions  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "transformers.modeling_utils", library)
 
+        core = nn.Identity()
+
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = functions["mine"](model, q, k, v, **{"attention_mask": None, "dropout": 0.0, **options})[0]
+            out: Tensor = functions["mine"](core, q, k, v, **{"attention_mask": None, "dropout": 0.0, **options})[0]
             return out.transpose(1, 2)
 
-        model = model_of(lambda: Layer(attend))
-        with started(model, tmp_path) as captured:
-            train(model, captured, steps=1)
+        captured = caught(tmp_path, lambda: Layer(attend))
         assert functions == {"mine": function, "sdpa": function}
         if why is None:
             assert inputs_of(tmp_path).causal is options.get("is_causal", True)
@@ -504,8 +467,7 @@ class TestOtherWaysToCall:
             captured.step()
         assert captured.calls["looked at"] == 2
         assert inputs_of(tmp_path).causal
-        o = read(captured.written[0])[0]["layer0.o"]
-        assert (reference(inputs_of(tmp_path)).o[0] - o.flatten(0, 1)).abs().max() < 0.01
+        assert error_of(tmp_path, captured) < 0.01
 
 
 @contextlib.contextmanager
@@ -530,12 +492,12 @@ class TestRefusals:
             train(model, captured, steps=1)
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_folder_that_cannot_be_written_to(self, tmp_path: Path) -> None:
+    def test_a_folder_that_cannot_be_written_to_and_no_safetensors(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         (tmp_path / "file").write_text("")
         with _refused(r"^capture: cannot write to .*file/inside: .+"):
             started(model_of(Layer), tmp_path / "file" / "inside").__enter__()
-
-    def test_no_safetensors(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "safetensors.torch", None)
         with _refused("^capture writes safetensors files: pip install safetensors$"):
             started(model_of(Layer), tmp_path / "new").__enter__()
@@ -557,16 +519,12 @@ class TestRefusals:
             started(model_of(Layer), tmp_path, modules={pattern: AttentionModule(causal=True)}).__enter__()
 
     def test_no_call_is_told(self, tmp_path: Path) -> None:
-        model = model_of(lambda: Layer(lambda q, k, v: (q @ k.mT).softmax(-1) @ v))
-        with started(model, tmp_path) as captured:
-            train(model, captured, steps=1)
+        captured = caught(tmp_path, lambda: Layer(lambda q, k, v: (q @ k.mT).softmax(-1) @ v))
         assert "no call was seen: torch's scaled_dot_product_attention" in captured.summary()
 
 
 def test_the_summary_is_printed_with_the_next_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = model_of(Layer)
-    with started(model, tmp_path, quiet=False) as captured:
-        train(model, captured, steps=1)
+    captured = caught(tmp_path, Layer, quiet=False)
     printed = capsys.readouterr().err
     assert printed == captured.summary() + "\n"
     assert printed.endswith(f"next: python -m pytest -n auto tests/matrix --captured {tmp_path}\n")

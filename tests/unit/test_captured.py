@@ -4,6 +4,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -82,25 +83,23 @@ def sampled(case: Case, kernel: Kernel, heads: int = 256, fmt: Format = BF16) ->
 
 
 class TestCases:
-    def test_every_layer_of_every_file_is_one_in_order(self, tmp_path: Path) -> None:
-        keep(tmp_path, {"10": normal((1, 2, 4, 8)), "2": normal((1, 2, 4, 8))}, "10")
-        keep(tmp_path, {"0": normal((1, 2, 4, 8))}, "9")
-        (tmp_path / "model.safetensors").write_text("weights, of no interest")
-        assert [case.name for case in captured_cases(tmp_path)] == [
-            "captured[step=9.layer=0]",
-            "captured[step=10.layer=2]",
-            "captured[step=10.layer=10]",
-        ]
-
-    def test_no_name_has_the_dash_of_ids_or_the_comma_of_lists(self, tmp_path: Path) -> None:
-        assert not set("-,") & set(only_case(tmp_path, normal((1, 2, 4, 8))).name)
-
-    def test_listing_them_reads_no_tensor(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_every_layer_of_every_file_is_one_in_order_and_no_tensor_is_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(captured, "_load", lambda layer: pytest.fail("read"))
-        only_case(tmp_path, normal((1, 2, 4, 8)))
+        keep(tmp_path, {"10": normal((1, 2, 4, 8)), "2": normal((1, 2, 4, 8))}, "10")
+        for step in ("9", "2-rank10", "2-rank9"):
+            keep(tmp_path, {"0": normal((1, 2, 4, 8))}, step)
+        (tmp_path / "model.safetensors").write_text("weights, of no interest")
+        names = [case.name.removeprefix("captured") for case in captured_cases(tmp_path)]
+        assert names == [
+            *("[step=2.rank=9.layer=0]", "[step=2.rank=10.layer=0]", "[step=9.layer=0]"),
+            *("[step=10.layer=2]", "[step=10.layer=10]"),
+        ]
+        assert not set("-,") & set("".join(names))  # the dash of ids, the comma of lists
 
     @pytest.mark.parametrize("heads", [1, 5, 8, 24, 100])
-    def test_batches_are_all_heads_once(self, tmp_path: Path, heads: int) -> None:
+    def test_batches_are_all_heads_once_with_their_keys(self, tmp_path: Path, heads: int) -> None:
         layer = normal((3, 8, 4, 16), key_heads=2)
         case = only_case(tmp_path, layer)
         batches: list[AttentionInputs] = []
@@ -111,12 +110,8 @@ class TestCases:
         assert len(set(sizes[:-1])) <= 1
         for part, ours in layer.items():
             assert torch.equal(torch.cat([getattr(batch, part)[0] for batch in batches]), ours.float().flatten(0, 1))
-
-    def test_grouped_heads_keep_their_keys(self, tmp_path: Path) -> None:
-        layer = normal((3, 8, 4, 16), key_heads=2)
-        inputs = only_case(tmp_path, layer).make(1, 0, 24, BF16)
-        whole = as_inputs(layer)
-        assert torch.equal(reference(inputs).o[0], reference(whole).o.flatten(0, 1))
+        outputs = torch.cat([reference(batch).o[0] for batch in batches])
+        assert torch.equal(outputs, reference(as_inputs(layer)).o.flatten(0, 1))
 
     @pytest.mark.parametrize("metadata", [CAUSAL, FULL], ids=["causal", "full"])
     @pytest.mark.parametrize("keys", [96, 130])
@@ -135,45 +130,27 @@ class TestCases:
         expected = reference(whole).o.flatten(0, 1)[:, :rows]
         torch.testing.assert_close(reference(inputs).o[0], expected, rtol=1e-13, atol=1e-13)
 
-    @pytest.mark.parametrize("heads", [1, 12, 96, 4096])
-    @pytest.mark.parametrize("tokens", [16, 1000, 8192])
-    @pytest.mark.parametrize("groups", [1, 3])
-    @pytest.mark.parametrize("causal", [False, True])
-    def test_no_case_is_too_large_for_a_worker(self, heads: int, tokens: int, groups: int, causal: bool) -> None:
-        all_heads = heads * groups
-        used, rows, keys = captured._used(all_heads, groups, queries=tokens, keys=tokens, causal=causal)
-        assert used % groups == 0
-        assert groups <= used <= all_heads
-        assert used * rows * keys <= captured._SCORES
-        assert rows >= min(tokens, 32)
-        if all_heads * tokens * tokens <= captured._SCORES:
-            assert (used, rows, keys) == (all_heads, tokens, tokens)
+    def test_no_case_is_too_large_for_a_worker(self) -> None:
+        for heads, tokens, groups, causal in product((1, 12, 4096), (16, 1000, 8192), (1, 3), (False, True)):
+            all_heads = heads * groups
+            used, rows, keys = captured._used(all_heads, groups, queries=tokens, keys=tokens, causal=causal)
+            assert used % groups == 0
+            assert groups <= used <= all_heads
+            assert used * rows * keys <= captured._SCORES
+            assert rows >= min(tokens, 32)
+            if all_heads * tokens * tokens <= captured._SCORES:
+                assert (used, rows, keys) == (all_heads, tokens, tokens)
 
 
 class TestMetadata:
-    def test_a_scale_is_that_of_the_scores(self, tmp_path: Path) -> None:
+    def test_a_scale_is_that_of_the_scores_and_a_layer_may_have_its_own(self, tmp_path: Path) -> None:
         layer = normal((1, 2, 4, 8))
-        inputs = only_case(tmp_path, layer, {**FULL, "scale": "0.5"}).make(1, 0, 2, BF16)
-        assert inputs.scale == 0.5
-        expected = (layer["q"].double() @ layer["k"].double().mT * 0.5).softmax(-1) @ layer["v"].double()
-        torch.testing.assert_close(reference(inputs).o, expected)
-
-    def test_a_layer_may_have_its_own(self, tmp_path: Path) -> None:
         metadata = {"layer0.causal": "true", "layer1.causal": "false", "layer1.scale": "0.5"}
-        keep(tmp_path, {"0": normal((1, 2, 4, 8)), "1": normal((1, 2, 4, 8))}, metadata=metadata)
-        inputs = [case.make(1, 0, 2, BF16) for case in captured_cases(tmp_path)]
-        assert [(layer_inputs.causal, layer_inputs.softmax_scale) for layer_inputs in inputs] == [
-            (True, None),
-            (False, 0.5),
-        ]
-
-    def test_ranks_are_told_apart(self, tmp_path: Path) -> None:
-        for step in ("2-rank10", "2-rank9", "1-rank10", "2"):
-            keep(tmp_path, {"0": normal((1, 2, 4, 8))}, step)
-        names = [case.name.removeprefix("captured") for case in captured_cases(tmp_path)]
-        assert names == [
-            "[step=1.rank=10.layer=0]", "[step=2.layer=0]", "[step=2.rank=9.layer=0]", "[step=2.rank=10.layer=0]",
-        ]  # fmt: skip
+        keep(tmp_path, {"0": normal((1, 2, 4, 8)), "1": layer}, metadata=metadata)
+        first, second = (case.make(1, 0, 2, BF16) for case in captured_cases(tmp_path))
+        assert (first.causal, first.softmax_scale, second.causal, second.scale) == (True, None, False, 0.5)
+        expected = (layer["q"].double() @ layer["k"].double().mT * 0.5).softmax(-1) @ layer["v"].double()
+        torch.testing.assert_close(reference(second).o, expected)
 
     @pytest.mark.parametrize("edited", ["q", "k", "v", "do", "o", "causal", "scale"])
     def test_a_layer_that_was_changed_is_refused(self, tmp_path: Path, edited: str) -> None:
@@ -196,21 +173,15 @@ class TestMetadata:
 
 
 class TestVersion:
-    def test_is_of_the_values_alone(self, tmp_path: Path) -> None:
+    def test_is_of_all_values_and_the_mask_alone(self, tmp_path: Path) -> None:
         layer = normal((1, 2, 4, 8))
-        wide = {part: tensor.float() for part, tensor in layer.items()}
-        assert only_case(tmp_path / "a", layer).version == only_case(tmp_path / "b", wide).version
-
-    @pytest.mark.parametrize("part", ["q", "k", "v", "do"])
-    def test_tells_one_value(self, tmp_path: Path, part: str) -> None:
-        layer = normal((1, 2, 4, 8))
-        other = {name: tensor.clone() for name, tensor in layer.items()}
-        other[part][0, 1, 3, 7] += 1
-        assert only_case(tmp_path / "a", layer).version != only_case(tmp_path / "b", other).version
-
-    def test_tells_the_mask(self, tmp_path: Path) -> None:
-        layer = normal((1, 2, 4, 8))
-        assert only_case(tmp_path / "a", layer).version != only_case(tmp_path / "b", layer, CAUSAL).version
+        version = only_case(tmp_path, layer).version
+        assert version == only_case(tmp_path / "wide", {part: x.float() for part, x in layer.items()}).version
+        assert version != only_case(tmp_path / "mask", layer, CAUSAL).version
+        for part in layer:
+            other = {name: tensor.clone() for name, tensor in layer.items()}
+            other[part][0, 1, 3, 7] += 1
+            assert version != only_case(tmp_path / part, other).version
 
     def test_is_that_of_the_record(self, tmp_path: Path) -> None:
         case = only_case(tmp_path, normal((1, 2, 4, 8)))
@@ -269,12 +240,10 @@ class TestLooks:
         ref = reference(inputs)
         large = ref.o.abs() >= 0.25 * ref.magnitude
         assert sampler.sample.errors.left_out == (~large).sum() > 1000
-
-    def test_cancelled_elements_are_not_in_the_root_mean_square(self, tmp_path: Path) -> None:
         # Errors that are in proportion to sum P |V|: in ulps of a cancelled O they are of any size.
-        sampler = sampled(only_case(tmp_path, normal((2, 8, 48, 32)), CAUSAL), composed_kernel("flash@paper"))
-        assert 0.3 < sampler.sample.errors.rms_ulps < 1
-        assert sampler.sample.errors.max_ulps < 8
+        errors = sampled(case, composed_kernel("flash@paper")).sample.errors
+        assert 0.3 < errors.rms_ulps < 1
+        assert errors.max_ulps < 8
 
     def test_cancelled_elements_are_still_held_to_the_bound(self, tmp_path: Path) -> None:
         def wrong(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> AttentionOutput:
@@ -306,28 +275,18 @@ class TestLooks:
         assert sampled(cancelling, undeclared).fits == {}
 
 
-class TestFormats:
-    def test_16_bits_run_as_they_are(self, tmp_path: Path) -> None:
-        layer = {part: tensor.half() for part, tensor in normal((1, 2, 4, 8)).items()}
-        case = only_case(tmp_path, layer)
+@pytest.mark.parametrize("fmt", [BF16, FP16], ids=["bf16", "fp16"])
+def test_fp32_is_rounded_and_16_bits_run_as_they_are(tmp_path: Path, fmt: Format) -> None:
+    dtype = torch.bfloat16 if fmt == BF16 else torch.float16
+    wide = {part: tensor.float() * 1.001 for part, tensor in normal((1, 2, 4, 8)).items()}
+    narrow = {part: tensor.to(dtype) for part, tensor in wide.items()}
+    for name, layer in (("wide", wide), ("narrow", narrow), ("dO alone", narrow | {"do": wide["do"]})):
+        case = only_case(tmp_path / name, layer)
         assert case.fixed_heads is not None
-        assert case.fixed_heads.formats == (FP16,)
-        assert torch.equal(case.make(1, 0, 2, FP16).q[0], layer["q"][0].float())
-
-    @pytest.mark.parametrize("fmt", [BF16, FP16], ids=["bf16", "fp16"])
-    def test_fp32_is_rounded(self, tmp_path: Path, fmt: Format) -> None:
-        layer = {part: tensor.float() * 1.001 for part, tensor in normal((1, 2, 4, 8)).items()}
-        inputs = only_case(tmp_path, layer).make(1, 0, 2, fmt)
-        dtype = torch.bfloat16 if fmt == BF16 else torch.float16
+        assert case.fixed_heads.formats == ((BF16, FP16) if name == "wide" else (fmt,))
+        inputs = case.make(1, 0, 2, fmt)
         assert inputs.formats == Formats.of(fmt)
-        for part, tensor in layer.items():
-            assert torch.equal(getattr(inputs, part)[0], tensor[0].to(dtype).float())
-
-    def test_do_alone_may_be_wider(self, tmp_path: Path) -> None:
-        layer = normal((1, 2, 4, 8))
-        layer["do"] = layer["do"].float() * 1.001
-        inputs = only_case(tmp_path, layer).make(1, 0, 2, BF16)
-        assert torch.equal(inputs.do[0], layer["do"][0].bfloat16().float())
+        assert all(torch.equal(getattr(inputs, part)[0], x[0].float()) for part, x in narrow.items())
 
 
 TEST_KERNELS = """
@@ -345,79 +304,50 @@ def unfused(q, k, v, *, causal=False, scale=None):
 
 
 class TestRuns:
-    def test_the_captured_cases_run_alone(self, matrix: MatrixRun, pytester: pytest.Pytester, kept: Kept) -> None:
-        keep(pytester.path, {"0": scripted("tied_maxima[k=2]", 256), "1": normal((1, 12, 32, 16))})
-        words = ("--captured", ".", "--backend", "emulation", "--kernels", "flash@paper,fair")
-        result = matrix(*words)
-        assert result.ret == 0
-        records = {(record.case, record.kernel): record for record in kept().records}
-        assert len(records) == 4
+    def test_the_captured_cases_run_alone_in_their_formats_and_again_by_their_command(
+        self, matrix: MatrixRun, pytester: pytest.Pytester, kept: Kept
+    ) -> None:
+        wide = {part: tensor.float() for part, tensor in normal((1, 12, 32, 16)).items()}
+        keep(pytester.path, {"0": scripted("tied_maxima[k=2]", 256), "1": wide})
+        words = ("--backend", "emulation", "--kernels", "flash@paper,fair", "--dtype", "bf16,fp16")
+        assert matrix("--captured", "./", *words).ret == 0
+        records = {(record.case[-2], record.kernel, record.format): record for record in kept().records}
+        assert {(layer, fmt) for layer, _, fmt in records} == {("0", "bf16"), ("1", "bf16"), ("1", "fp16")}
         assert {record.outcome for record in records.values()} == {MEASURED}  # nothing is claimed of captured tensors
-        tied = "captured[step=000007.layer=0]"
-        assert records[tied, "flash@paper"].verdict == "biased"
-        assert records[tied, "fair"].verdict == "unbiased"
-        assert [records[tied, "fair"].heads, records["captured[step=000007.layer=1]", "fair"].heads] == [256, 12]
-        assert kept().options["captured"] == "."
+        tied, fair = records["0", "flash@paper", "bf16"], records["0", "fair", "bf16"]
+        assert (tied.verdict, fair.verdict) == ("biased", "unbiased")
+        assert [fair.heads, records["1", "fair", "bf16"].heads] == [256, 12]
+        assert kept().options["captured"] == "./"
+        assert re.search(r"--captured \.", fair.command)
+        _, again = fair.command.split(" tiebreak.matrix ")
+        matrix(*shlex.split(again), "--save", "again", "-n", "1")  # by a worker
+        assert kept("again").records == (fair,)
 
     def test_with_cases_both_are_named(self, matrix: MatrixRun, pytester: pytest.Pytester, kept: Kept) -> None:
-        keep(pytester.path, {"0": normal((1, 12, 32, 16)), "1": normal((1, 12, 32, 16))})
+        keep(pytester.path, {"0": _poisoned(torch.nan), "1": normal((1, 12, 32, 16))})
         words = ("--captured", ".", "--backend", "emulation", "--kernels", "fair")
         assert matrix(*words, "--cases", "captured[*.layer=1],random", "--heads", "64").ret == 0
         assert {record.case for record in kept().records} == {"captured[step=000007.layer=1]", "random"}
 
-    def test_the_command_reruns_the_cell(self, matrix: MatrixRun, pytester: pytest.Pytester, kept: Kept) -> None:
-        keep(pytester.path, {"0": normal((1, 12, 32, 16)), "1": normal((1, 12, 32, 16))})
-        matrix("--captured", "./", "--backend", "emulation", "--kernels", "fair,standard")
-        record = kept().records[1]
-        assert re.search(r"--captured \.", record.command)
-        _, words = record.command.split(" tiebreak.matrix ")
-        matrix(*shlex.split(words), "--save", "again")
-        assert kept("again").records == (record,)
-
-    def test_workers_find_the_same(self, matrix: MatrixRun, pytester: pytest.Pytester, kept: Kept) -> None:
-        keep(pytester.path, {"0": normal((1, 12, 32, 16)), "1": normal((1, 12, 32, 16))})
-        words = ("--captured", ".", "--kernels", "fair")
-        for workers in ("0", "1"):
-            assert matrix(*words, "-n", workers, "--save", f"n{workers}").ret == 0
-        assert kept("n0").records == kept("n1").records
-
-    @pytest.mark.parametrize(("kernel", "outcome"), [("exact", HELD), ("unfused", FELL)])
-    def test_fair_holds_a_users_kernel_to_no_bias(
-        self, matrix: MatrixRun, pytester: pytest.Pytester, kept: Kept, kernel: str, outcome: str
-    ) -> None:
-        pytester.path.joinpath("mine.py").write_text(TEST_KERNELS)
-        keep(pytester.path, {"0": scripted("tied_maxima[k=2]", 256)})
-        matrix("--captured", ".", "--kernel", f"mine.py:{kernel}", "--fair")
-        (record,) = kept().records
-        assert record.outcome == outcome
-
-    def test_layers_of_two_formats_run_in_their_own(
-        self, matrix: MatrixRun, pytester: pytest.Pytester, kept: Kept
-    ) -> None:
-        wide = {part: tensor.float() for part, tensor in normal((1, 12, 32, 16)).items()}
-        keep(pytester.path, {"0": normal((1, 12, 32, 16)), "1": wide})
-        words = ("--captured", ".", "--backend", "emulation", "--kernels", "standard", "--dtype", "bf16,fp16")
-        assert matrix(*words).ret == 0
-        formats = sorted((record.case[-2], record.format) for record in kept().records)
-        assert formats == [("0", "bf16"), ("1", "bf16"), ("1", "fp16")]
-
-    def test_fair_does_not_pass_what_the_heads_do_not_tell(
+    def test_fair_holds_a_users_kernel_to_no_bias_and_does_not_pass_what_the_heads_do_not_tell(
         self, matrix: MatrixRun, pytester: pytest.Pytester, kept: Kept
     ) -> None:
         pytester.path.joinpath("mine.py").write_text(TEST_KERNELS)
-        keep(pytester.path, {"0": normal((1, 4, 1, 2), keys=8)})
-        assert matrix("--captured", ".", "--kernel", "mine.py:exact", "--fair").ret == 1
-        (record,) = kept().records
-        assert (record.outcome, record.heads) == (INCONCLUSIVE, 4)
-        assert record.reasons[0].startswith("4 heads do not settle the claim: unbiased")
+        keep(pytester.path, {"0": scripted("tied_maxima[k=2]", 256), "1": normal((1, 4, 1, 2), keys=8)})
+        assert matrix("--captured", ".", "--kernel", "mine.py:exact", "--kernel", "mine.py:unfused", "--fair").ret == 1
+        records = {(record.kernel, record.case[-2]): record for record in kept().records}
+        assert (records["exact", "0"].outcome, records["unfused", "0"].outcome) == (HELD, FELL)
+        few = records["exact", "1"]
+        assert (few.outcome, few.heads) == (INCONCLUSIVE, 4)
+        assert few.reasons[0].startswith("4 heads do not settle the claim: unbiased")
 
 
-def _without(part: str) -> Tensors:
-    return {name: tensor for name, tensor in normal((1, 2, 4, 8)).items() if name != part}
+def _with(**parts: Tensor) -> Tensors:
+    return normal((1, 2, 4, 8)) | parts
 
 
-def _with(part: str, tensor: Tensor) -> Tensors:
-    return normal((1, 2, 4, 8)) | {part: tensor}
+def _as(dtype: torch.dtype, factor: float = 1.0) -> Tensors:
+    return {part: tensor.float().mul(factor).to(dtype) for part, tensor in normal((1, 2, 4, 8)).items()}
 
 
 def _poisoned(value: float) -> Tensors:
@@ -426,105 +356,105 @@ def _poisoned(value: float) -> Tensors:
     return layer
 
 
+def _zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+BAD_LAYERS: Mapping[str, tuple[Tensors, str]] = {
+    "missing key": ({n: x for n, x in normal((1, 2, 4, 8)).items() if n != "v"}, r"layer3\.v is missing$"),
+    "mixed formats": (_with(k=torch.zeros(1, 2, 4, 8)), r"layer3\.q BF16, layer3\.k F32, .*BF16, F16, F32 .*"),
+    "dO in another format": (_with(do=_zeros(1, 2, 4, 8).half()), r"layer3\.q BF16, .*layer3\.do F16; expected .*"),
+    "other format": (_as(torch.float64), r"layer3\.q F64, .*expected one of BF16, F16, F32 for all four, or.*"),
+    "3 dimensions": (_with(q=_zeros(2, 4, 8)), r"layer3\.q \(2, 4, 8\), .*\(batch, heads, .*"),
+    "empty": (normal((1, 2, 0, 8)), r"layer3\.q \(1, 2, 0, 8\), .*none of them 0$"),
+    "dO of another shape": (_with(do=_zeros(1, 2, 5, 8)), r"layer3\.q .*dO \(1, 2, 5, 8\) .*"),
+    "v of another shape": (_with(v=_zeros(1, 2, 5, 8)), r"layer3\.q .*do not fit$"),
+    "heads": (
+        _with(k=_zeros(1, 3, 4, 8), v=_zeros(1, 3, 4, 8)),
+        r"layer3\.q .*2 query heads are no multiple of 3 key heads$",
+    ),
+    "more queries than keys": (normal((1, 2, 4, 8), keys=3), r"layer3\.q .*more queries than keys.*"),
+    "NaN": (_poisoned(torch.nan), r"layer3\.v holds NaN or Inf; leave .*--cases$"),
+    "Inf": (_poisoned(torch.inf), r"layer3\.v holds NaN or Inf; leave .*--cases$"),
+    "beyond the format": (_as(torch.float32, 1e38), r"layer3\.q holds values beyond fp16; .*"),
+}
+BAD_METADATA: Mapping[str, tuple[Mapping[str, str], str]] = {
+    "no mask": ({"step": "7"}, "metadata causal is missing; expected true or false$"),
+    "mask": ({"causal": "yes"}, "metadata causal is yes; expected true or false$"),
+    "checksum": (
+        {**FULL, "layer3.crc32": "00000000"},
+        r"layer3 is not what was captured: its checksum differs; capture it anew.*",
+    ),
+    **{
+        f"scale {scale}": ({**FULL, "scale": scale}, f"metadata scale is {scale}; expected a positive number")
+        for scale in ("0", "-1", "nan", "inf", "one")
+    },
+}
+
+
 class TestBadFiles:
-    """Exit code 2, one line that names the file and the key, and nothing written."""
+    """One line that names the file and the key; from the command line with exit code 2, and nothing written."""
 
-    LAYERS: Mapping[str, tuple[Tensors, str]] = {
-        "missing key": (_without("v"), r"layer3\.v is missing$"),
-        "no layers": ({"w": torch.zeros(1)}, r"no layers; expected keys such as layer0\.q$"),
-        "mixed formats": (_with("k", torch.zeros(1, 2, 4, 8)), r"layer3\.q BF16, layer3\.k F32, .*BF16, F16, F32 .*"),
-        "dO in another format of 16 bits": (
-            _with("do", torch.zeros(1, 2, 4, 8).half()),
-            r"layer3\.q BF16, .*layer3\.do F16; expected .*",
-        ),
-        "other format": (
-            {part: tensor.double() for part, tensor in normal((1, 2, 4, 8)).items()},
-            r"layer3\.q F64, .*expected one of BF16, F16, F32 for all four, or.*",
-        ),
-        "3 dimensions": (_with("q", torch.zeros(2, 4, 8).bfloat16()), r"layer3\.q \(2, 4, 8\), .*\(batch, heads, .*"),
-        "empty": (normal((1, 2, 0, 8)), r"layer3\.q \(1, 2, 0, 8\), .*none of them 0$"),
-        "dO of another shape": (_with("do", torch.zeros(1, 2, 5, 8).bfloat16()), r"layer3\.q .*dO \(1, 2, 5, 8\) .*"),
-        "v of another shape": (_with("v", torch.zeros(1, 2, 5, 8).bfloat16()), r"layer3\.q .*do not fit$"),
-        "heads": (
-            _with("k", torch.zeros(1, 3, 4, 8).bfloat16()) | {"v": torch.zeros(1, 3, 4, 8).bfloat16()},
-            r"layer3\.q .*2 query heads are no multiple of 3 key heads$",
-        ),
-        "more queries than keys": (normal((1, 2, 4, 8), keys=3), r"layer3\.q .*more queries than keys.*"),
-        "NaN": (_poisoned(torch.nan), r"layer3\.v holds NaN or Inf; leave .*--cases$"),
-        "Inf": (_poisoned(torch.inf), r"layer3\.v holds NaN or Inf; leave .*--cases$"),
-    }
+    def refused(self, folder: Path, message: str) -> None:
+        fmt = FP16 if "fp16" in message else BF16
+        with pytest.raises(CapturedError, match=message) as error:
+            _ = [case.make(1, 0, 4, fmt) for case in captured_cases(folder)]
+        assert "\n" not in str(error.value)
 
-    def refused(self, matrix: MatrixRun, pytester: pytest.Pytester, message: str, *words: str) -> None:
+    @pytest.mark.parametrize(("layer", "message"), BAD_LAYERS.values(), ids=BAD_LAYERS)
+    def test_layers(self, tmp_path: Path, layer: Tensors, message: str) -> None:
+        keep(tmp_path, {"3": layer}, metadata=CAUSAL)
+        self.refused(tmp_path, f"inputs-000007.safetensors: {message}")
+
+    @pytest.mark.parametrize(("metadata", "message"), BAD_METADATA.values(), ids=BAD_METADATA)
+    def test_metadata(self, tmp_path: Path, metadata: Mapping[str, str], message: str) -> None:
+        keep(tmp_path, {"3": normal((1, 2, 4, 8))}, metadata=metadata)
+        self.refused(tmp_path, message)
+
+    @pytest.mark.parametrize("content", [None, b"", b"not at all", b"cut"], ids=["folder", "empty", "text", "cut"])
+    def test_what_is_no_safetensors_file(self, tmp_path: Path, content: bytes | None) -> None:
+        path = tmp_path / "inputs-1.safetensors"
+        if content is None:
+            path.mkdir()
+        elif content == b"cut":
+            path.write_bytes(keep(tmp_path, {"3": normal((1, 2, 4, 8))}, step="1").read_bytes()[:-1])
+        else:
+            path.write_bytes(content)
+        self.refused(tmp_path, "inputs-1.safetensors: cannot be read as safetensors: .+")
+
+    def test_a_folder_without_layers_or_files_or_none(self, tmp_path: Path) -> None:
+        self.refused(tmp_path, r"--captured .*: no file in it is called inputs-STEP\.safetensors.*")
+        self.refused(tmp_path / "nosuch", r"--captured .*nosuch: no such folder$")
+        keep(tmp_path, {"s": {"w": torch.zeros(1)}})
+        self.refused(tmp_path, r"no layers; expected keys such as layer0\.q$")
+
+    @pytest.mark.parametrize(
+        ("layer", "message"),
+        [
+            (_poisoned(torch.nan), r"Exit: inputs-000007.safetensors: layer3\.v holds NaN or Inf; .*"),
+            (_as(torch.float16), r"--dtype bf16: captured\[step=000007\.layer=3\] is in fp16; add that, or .*"),
+            (None, "--captured reads safetensors files: pip install safetensors$"),
+        ],
+        ids=["NaN", "format", "no safetensors"],
+    )
+    def test_the_command_line(
+        self,
+        matrix: MatrixRun,
+        pytester: pytest.Pytester,
+        monkeypatch: pytest.MonkeyPatch,
+        layer: Tensors | None,
+        message: str,
+    ) -> None:
+        keep(pytester.path, {"3": layer or normal((1, 2, 4, 8))})
+        if layer is None:
+            monkeypatch.setitem(sys.modules, "safetensors", None)
         before = sorted(pytester.path.rglob("*"))
-        folder = () if "--captured" in words else ("--captured", ".")
-        result = matrix(*folder, "--backend", "emulation", "--kernels", "standard", *words)
+        result = matrix("--captured", ".", "--backend", "emulation", "--kernels", "standard")
         assert result.ret == 2
         lines = [line for line in (*result.outlines, *result.errlines) if "Exit: " in line or "Error" in line]
         assert len(lines) == 1, lines
         assert re.search(message, lines[0]), lines[0]
         assert sorted(pytester.path.rglob("*")) == before
-
-    @pytest.mark.parametrize(("layer", "message"), LAYERS.values(), ids=LAYERS)
-    def test_layers(self, matrix: MatrixRun, pytester: pytest.Pytester, layer: Tensors, message: str) -> None:
-        number = "3" if "w" not in layer else "s"
-        keep(pytester.path, {number: layer}, metadata=CAUSAL)
-        self.refused(matrix, pytester, f"Exit: inputs-000007.safetensors: {message}")
-
-    def test_a_file_cut_short(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
-        path = keep(pytester.path, {"3": normal((1, 2, 4, 8))})
-        path.write_bytes(path.read_bytes()[:-1])
-        self.refused(matrix, pytester, "Exit: inputs-000007.safetensors: cannot be read as safetensors: .+")
-
-    @pytest.mark.parametrize("content", [b"", b"not at all"])
-    def test_no_safetensors(self, matrix: MatrixRun, pytester: pytest.Pytester, content: bytes) -> None:
-        pytester.path.joinpath("inputs-1.safetensors").write_bytes(content)
-        self.refused(matrix, pytester, "Exit: inputs-1.safetensors: cannot be read as safetensors: .+")
-
-    def test_a_folder_of_that_name(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
-        pytester.path.joinpath("inputs-1.safetensors").mkdir()
-        self.refused(matrix, pytester, "Exit: inputs-1.safetensors: cannot be read as safetensors: .+")
-
-    @pytest.mark.parametrize("causal", [{}, {"causal": "yes"}], ids=["missing", "yes"])
-    def test_a_mask_that_is_not_told(
-        self, matrix: MatrixRun, pytester: pytest.Pytester, causal: Mapping[str, str]
-    ) -> None:
-        keep(pytester.path, {"3": normal((1, 2, 4, 8))}, metadata={"step": "7", **causal})
-        self.refused(matrix, pytester, "metadata causal is (missing|yes); expected true or false$")
-
-    def test_a_changed_layer(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
-        keep(pytester.path, {"3": normal((1, 2, 4, 8))}, metadata={**FULL, "layer3.crc32": "00000000"})
-        self.refused(matrix, pytester, r"layer3 is not what was captured: its checksum differs; capture it anew.*")
-
-    @pytest.mark.parametrize("scale", ["0", "-1", "nan", "inf", "one"])
-    def test_a_scale_that_is_none(self, matrix: MatrixRun, pytester: pytest.Pytester, scale: str) -> None:
-        keep(pytester.path, {"3": normal((1, 2, 4, 8))}, metadata={**FULL, "scale": scale})
-        self.refused(matrix, pytester, f"metadata scale is {scale}; expected a positive number")
-
-    def test_no_files(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
-        self.refused(matrix, pytester, r"--captured \.: no file in it is called inputs-STEP\.safetensors.*")
-
-    def test_no_folder(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
-        self.refused(matrix, pytester, r"--captured nosuch: no such folder$", "--captured", "nosuch")
-
-    def test_a_format_that_is_not_run(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
-        keep(pytester.path, {"3": {part: tensor.half() for part, tensor in normal((1, 2, 4, 8)).items()}})
-        self.refused(matrix, pytester, r"--dtype bf16: captured\[step=000007\.layer=3\] is in fp16; add that, or .*")
-
-    def test_values_beyond_the_format(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
-        keep(pytester.path, {"3": {part: tensor.float() * 1e5 for part, tensor in normal((1, 2, 4, 8)).items()}})
-        self.refused(matrix, pytester, r"layer3\.q holds values beyond fp16; .*", "--dtype", "bf16,fp16")
-
-    def test_a_tensor_that_is_not_run_may_hold_nan(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
-        keep(pytester.path, {"3": _poisoned(torch.nan), "4": normal((1, 12, 32, 16))})
-        words = ("--captured", ".", "--backend", "emulation", "--kernels", "standard")
-        assert matrix(*words, "--cases", "captured[*.layer=4]").ret == 0
-
-    def test_safetensors_is_named_where_it_lacks(
-        self, matrix: MatrixRun, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        keep(pytester.path, {"3": normal((1, 2, 4, 8))})
-        monkeypatch.setitem(sys.modules, "safetensors", None)
-        self.refused(matrix, pytester, "--captured reads safetensors files: pip install safetensors$")
 
 
 def test_the_documented_example_is_a_case(pytester: pytest.Pytester) -> None:

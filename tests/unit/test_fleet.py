@@ -15,13 +15,10 @@ from msgspec.structs import replace
 
 from tiebreak.backends.levels import LEVELS
 from tiebreak.backends.platform import cpu_features
-from tiebreak.laboratory import fleet_command as fleet
+from tiebreak.laboratory import fleet, sweep
 from tiebreak.laboratory import ray_cluster as on_ray
-from tiebreak.laboratory import sweep_command as program
-from tiebreak.laboratory import sweep_run as sweeping
-from tiebreak.laboratory.fleet_command import LEVEL_LABEL, kinds, level_of
+from tiebreak.laboratory.fleet import LEVEL_LABEL, kinds, level_of
 from tiebreak.laboratory.ray_cluster import Node
-from tiebreak.laboratory.sweep_options import parse, tasks
 from tiebreak.reports.cli import main
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
@@ -100,13 +97,13 @@ def _sweep(local: Local, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if len(kept) == 1:
             local.kill()
 
-    monkeypatch.setattr(program, "keep", then_kill)
+    monkeypatch.setattr(sweep, "keep", then_kill)
     assert main(["lab", "sweep", *SWEEP, "--out", str(out), "--on", local.address]) == 0
-    sweep = read_sweep(out)
-    assert sweep.left == []
-    assert sorted(kept) == sorted(sweep.settings.places())  # each once
-    one = sweep.runs[-1]
-    again = sweeping.run(tasks(parse(SWEEP), [one.place])[0])
+    done = read_sweep(out)
+    assert done.left == []
+    assert sorted(kept) == sorted(done.settings.places())  # each once
+    one = done.runs[-1]
+    again = sweep.run(sweep.tasks(sweep.parse(SWEEP), [one.place])[0])
     assert replace(again, seconds=0.0, platform={}) == replace(one, seconds=0.0, platform={})
 
 

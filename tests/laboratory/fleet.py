@@ -1,6 +1,5 @@
 """The verb `tiebreak lab fleet`: the matrix on each kind of machine of a Ray cluster, compared, and a page."""
 
-import argparse
 import os
 import re
 import subprocess
@@ -9,12 +8,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tiebreak.backends.levels import LEVELS
+from tiebreak.laboratory.options import Options, parser, takes_folder
 from tiebreak.laboratory.ray_cluster import RAY, Cluster, Node, connected, first_line, is_address
 from tiebreak.programs.levels import environment
 from tiebreak.programs.resumable import show_progress
-from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, Parser
+from tiebreak.reports.cli import FELL, HELD, INTERRUPTED
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split
 from tiebreak.reports.page import command as page
@@ -28,6 +29,16 @@ _NAME = "records"  # of the file that a node writes
 _MATRIX = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix.test_cells")
 _LAST_LINES = 20  # of what pytest said, that come home
 _OF_A_RUN = ("--save", "--out")  # what the fleet says itself
+_ABOUT = """The matrix once on each kind of machine of a Ray cluster, with each machine's own PyTorch.
+Arguments of pytest follow after --."""
+_EPILOG = f"""A node's label {LEVEL_LABEL} forces an instruction-set level.
+exit codes: 0 all held, 1 something fell or a kind gave no records, 2 bad usage or no cluster, 130 stopped: records that
+came are kept"""
+_OPTIONS: Options = {
+    "--on": {"required": True, "metavar": "WHERE", "help": "ray://HOST:PORT, HOST:PORT, or ray: here alone"},
+    "--labels": {"default": "", "metavar": "NAMES", "help": "labels that make a kind (default: all of them)"},
+    "--out": takes_folder("for the records and the page", Path("out", "fleet")),
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,9 @@ def main(argv: Sequence[str]) -> int:
     """
     given = list(argv)
     at = given.index("--") if "--" in given else len(given)
-    options, matrix = _parse(given[:at]), given[at + 1 :]
+    options, matrix = parser("fleet", _ABOUT, _EPILOG, where=_OPTIONS).parse_args(given[:at]), given[at + 1 :]
+    if options.on != RAY and not is_address(options.on):
+        raise UsageError(f"--on {options.on}: expected ray://HOST:PORT, HOST:PORT or ray")
     for word in matrix:
         if word.split("=")[0] in _OF_A_RUN:
             raise UsageError(f"{word.split('=')[0]} goes before --: the fleet names the records after the machines")
@@ -76,25 +89,8 @@ def main(argv: Sequence[str]) -> int:
     return max(code, _show(list(home.values()), options.out))
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
-        prog="tiebreak lab fleet",
-        usage="%(prog)s --on WHERE [--labels NAMES] [--out DIR] [-- PYTEST_ARGUMENT ...]",
-        description="The matrix once on each kind of machine of a Ray cluster, with each machine's own PyTorch.",
-        epilog=f"A node's label {LEVEL_LABEL} forces an instruction-set level. Exit codes: 0 all held, 1 something"
-        " fell or a kind gave no records, 2 bad usage or no cluster, 130 stopped: records that came are kept.",
-    )
-    parser.add_argument("--on", required=True, metavar="WHERE", help="ray://HOST:PORT, HOST:PORT, or ray: here alone")
-    parser.add_argument("--labels", default="", metavar="NAMES", help="labels that make a kind (default: all of them)")
-    parser.add_argument("--out", type=Path, default=Path("out", "fleet"), metavar="DIR", help="default: out/fleet")
-    options = parser.parse_args(argv)
-    if options.on != RAY and not is_address(options.on):
-        raise UsageError(f"--on {options.on}: expected ray://HOST:PORT, HOST:PORT or ray")
-    return options
-
-
 def kinds(nodes: Sequence[Node], labels: Sequence[str] = ()) -> list[MachineGroup]:
-    """Which machines of a cluster are alike: those with one type of accelerator and the same labels.
+    """Return which machines of a cluster are alike: those with one type of accelerator and the same labels.
 
     Args:
         nodes: of the cluster.
@@ -122,37 +118,41 @@ def _run(
     for kind in groups:
         level = f" on {kind.nodes[0].labels[LEVEL_LABEL]}" if LEVEL_LABEL in kind.nodes[0].labels else ""
         print(f"{kind.name}{level}: {counted(len(kind.nodes), 'node')}, one of them runs the matrix", flush=True)
-    codes = []
+    codes = [HELD]
 
     def ended() -> Iterator[str]:
         for kind, result in _each(cluster, groups, matrix):
             codes.append(FELL if isinstance(result, Exception) or result.code else HELD)
-            file = out / f"{kind.name}.json"
-            yield f"{kind.name}: {result if isinstance(result, Exception) else _bring(result, file, kind, home)}"
+            yield f"{kind.name}: {result if isinstance(result, Exception) else _bring(result, out, kind, home)}"
 
     show_progress(ended(), len(groups), "kind")
-    return max(codes, default=HELD)
+    return max(codes)
 
 
 def _each(
     cluster: Cluster, groups: Sequence[MachineGroup], matrix: Sequence[str]
 ) -> Iterator[tuple[MachineGroup, MatrixResult | Exception]]:
-    """What came of each kind, as it ends; where a node dies, the kind's next has a try."""
-    waiting = {
-        cluster.start(on_node, kind.nodes[0], list(matrix), level_of(kind.nodes[0])): (kind, 0) for kind in groups
-    }
-    while waiting:
-        for reference, result in cluster.finished(list(waiting)):
-            kind, at = waiting.pop(reference)
-            if isinstance(result, Exception) and at + 1 < len(kind.nodes):
-                node = kind.nodes[at + 1]
-                waiting[cluster.start(on_node, node, list(matrix), level_of(node))] = (kind, at + 1)
-                continue
-            yield kind, UsageError(f"no records: {first_line(result)}") if isinstance(result, Exception) else result
+    """Yield what came of each kind, as it ends; where a node dies, the kind's next has a try."""
+    running: dict[Any, tuple[MachineGroup, list[Node]]] = {}
+
+    def start(kind: MachineGroup, node: Node, *others: Node) -> None:
+        running[cluster.start(on_node, node, list(matrix), level_of(node))] = kind, list(others)
+
+    for kind in groups:
+        start(kind, *kind.nodes)
+    while running:
+        for reference, result in cluster.finished(list(running)):
+            kind, others = running.pop(reference)
+            if not isinstance(result, Exception):
+                yield kind, result
+            elif others:
+                start(kind, *others)
+            else:
+                yield kind, UsageError(f"no records: {first_line(result)}")
 
 
 def level_of(node: Node) -> str | None:
-    """The instruction-set level that a node's label asks for.
+    """Return the instruction-set level that a node's label asks for.
 
     Raises:
         UsageError: there is no such level.
@@ -163,8 +163,9 @@ def level_of(node: Node) -> str | None:
     return name
 
 
-def _bring(result: MatrixResult, path: Path, kind: MachineGroup, home: dict[str, Path]) -> str:
-    """Keep what came; what to say of it."""
+def _bring(result: MatrixResult, out: Path, kind: MachineGroup, home: dict[str, Path]) -> str:
+    """Keep what came; return what to say of it."""
+    path = out / f"{kind.name}.json"
     if not result.records:
         print(result.last, file=sys.stderr)
         return f"no records (pytest's exit code {result.code})"
@@ -184,8 +185,8 @@ def on_node(matrix: Sequence[str], level: str | None) -> MatrixResult:
         matrix: arguments for pytest.
         level: the instruction-set level to force; None: as the machine is.
     """
-    own = next((each for each in LEVELS if each.name == level), None)
-    environ = dict(os.environ) if own is None else environment(own)
+    forced = [each for each in LEVELS if each.name == level]
+    environ = environment(forced[0]) if forced else os.environ
     # What Ray told its worker is not the matrix' own.
     environ = {name: value for name, value in environ.items() if name not in ("OMP_NUM_THREADS", "PYTEST_ADDOPTS")}
     with tempfile.TemporaryDirectory(prefix="tiebreak-fleet-") as folder:

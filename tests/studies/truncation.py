@@ -1,6 +1,6 @@
 """What truncation does to one masked product, beside rounding to even: a table of docs/fewer-bits.md.
 
-python -m tiebreak.laboratory.truncation
+python -m tiebreak.studies.truncation
 """
 
 import statistics

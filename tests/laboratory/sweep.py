@@ -1,0 +1,362 @@
+"""The verb `tiebreak lab sweep`: how often training diverges, over seeds, rates, formats and kernels; resumes.
+
+A run is a small GPT-2 trained from its first weights with masked products, until it ends or diverges.
+"""
+
+import argparse
+import gc
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+
+import torch
+from msgspec import structs
+
+from tiebreak.backends.platform import describe, worker_count
+from tiebreak.cases.gpt2.attention import Observation
+from tiebreak.cases.gpt2.data import Batches, DataError, batches_of
+from tiebreak.cases.gpt2.mitigations import GATED, NO_MITIGATION, QK_CLIP, QK_NORM, Mitigation
+from tiebreak.cases.gpt2.model import Configuration
+from tiebreak.cases.gpt2.monitors import MEASURES, View
+from tiebreak.cases.gpt2.optimizers import CLIP, Schedule
+from tiebreak.kernels.formats import FP32, TF32
+from tiebreak.laboratory import ray_cluster as on_ray
+from tiebreak.laboratory.options import (
+    ATTENTION,
+    LENGTH,
+    MODEL,
+    WORKERS,
+    Options,
+    above_zero,
+    comma_list,
+    configuration,
+    emulated_kernel,
+    fill,
+    parser,
+    takes_folder,
+    takes_name,
+    takes_number,
+)
+from tiebreak.laboratory.progress import EXPLOSION_NATS, EXPLOSION_STEPS, LARGEST_LOGIT, Divergence
+from tiebreak.laboratory.ranks import Ranks
+from tiebreak.laboratory.ray_cluster import RAY, is_address
+from tiebreak.laboratory.reduced import Otherwise, Reduction, parse_reduction
+from tiebreak.laboratory.reduced_gpt2 import NO_RANGE, SAME, emulated_gpt2, parse_attention, reduced_gpt2
+from tiebreak.laboratory.training import Recipe, Steps
+from tiebreak.programs.resumable import expected, in_processes, show_progress
+from tiebreak.reports.cli import HELD, INTERRUPTED
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.names import unknown
+from tiebreak.reports.records.decode import SCHEMA
+from tiebreak.reports.sweeps.store import Place, Settings, Sweep, SweepRun, keep, open_store, read_sweep
+from tiebreak.reports.sweeps.tables import sweep_tables
+from tiebreak.reports.tables import grids
+from tiebreak.reports.tables.run import counted
+
+LOOK_EVERY = 10  # steps, at the largest logit
+_FIRST_BLOCKS = "blocks.[01]"
+_END = 10  # the loss of a run is the mean over one in so many of its steps, the last
+_WORKER_GIB = 1.0
+_TRIAL_STEPS = 3
+DIVERGED = (
+    f"its loss was NaN or Inf, or in {EXPLOSION_STEPS} steps in a row {EXPLOSION_NATS:g} nats above its lowest, or a"
+    f" logit beyond {LARGEST_LOGIT:g} (looked at every {LOOK_EVERY} steps)"
+)
+_EPILOG = """exit codes: 0 done, whatever diverged; 2 bad usage, another sweep's store, a file cut short, no cluster;
+130 stopped: the same command goes on"""
+
+
+@dataclass(frozen=True)
+class Stabiliser:
+    """What a switch changes."""
+
+    about: str  # one line
+    mitigation: Mitigation = NO_MITIGATION  # of the model or its training
+    otherwise: Otherwise = field(default_factory=dict)  # parts of the model that have a mask of their own, or none
+
+    def refusal(self, reduction: Reduction, layers: int) -> str | None:
+        """Return why it makes no sense here; None: it does."""
+        if _FIRST_BLOCKS in self.otherwise:
+            if layers < 3:
+                return f"a model of {layers} layers has no other blocks than the first two: --layers 3"
+            other = self.otherwise[_FIRST_BLOCKS] or Reduction(FP32)
+            if other.fmt.mantissa_bits <= reduction.fmt.mantissa_bits:
+                return f"{other.fmt.name} has no more bits than {reduction.fmt.name}"
+        return None
+
+
+#: The papers' own, each alone: those of arXiv 2405.18710, and those that arXiv 2510.04212 names.
+STABILISERS: Mapping[str, Stabiliser] = {
+    "none": Stabiliser("as it is"),
+    "tf32_first": Stabiliser("the first two blocks in TF32", otherwise={_FIRST_BLOCKS: Reduction(TF32)}),
+    "fp32_first": Stabiliser("the first two blocks in fp32", otherwise={_FIRST_BLOCKS: None}),
+    "head_unmasked": Stabiliser("the LM head in fp32", otherwise={"head": None}),
+    "qk_norm": Stabiliser("queries and keys normalised", QK_NORM),
+    "qk_clip": Stabiliser(f"W_Q and W_K shrunk where a logit is above {QK_CLIP.tau:g}", QK_CLIP),
+    "gated": Stabiliser("a gate on every head's output", GATED),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run to do: all that a process on another machine needs to know."""
+
+    place: Place
+    sizes: Configuration
+    steps: int
+    warm_up: int  # steps
+    sequences: int  # of a batch
+    attention: str  # what it rounds to, as `parse_attention` takes it
+    data: Path | None  # folder with token data; None: the text that ships
+    digest: str  # of the first batch at seed 1: another machine may have other data
+    device: str  # torch's name
+
+    def batches(self, seed: int) -> Batches:
+        """Return the batches of a seed."""
+        return batches_of(self.data, self.sizes.vocabulary, self.sizes.context, self.sequences, seed)
+
+
+def _stabiliser(name: str) -> str:
+    if name not in STABILISERS:
+        raise ValueError(unknown("stabiliser", name, STABILISERS, "--help lists"))
+    return name
+
+
+_ABOUT = "; ".join(f"{name}: {each.about}" for name, each in STABILISERS.items())
+_AXES: Options = {
+    "--seeds": takes_number("how many, from 1", default=20),
+    "--lr": takes_name("learning rates", "4e-4,4e-3,1e-2", "RATES", type=comma_list("learning rate", above_zero)),
+    "--formats": takes_name(
+        "of linear layers' products; E8M7 is bf16, E8M5:zero truncates",
+        "E8M7,E8M5:zero,E8M4:zero",
+        "NAMES",
+        type=comma_list("format", lambda text: parse_reduction(text).name),
+    ),
+    **ATTENTION,
+    "--kernels": takes_name(
+        "of attention", "flash@paper,stabilized@paper,fair", "NAMES", type=comma_list("kernel", emulated_kernel)
+    ),
+    "--stabiliser": takes_name(f"each alone. {_ABOUT}", "none", "NAMES", type=comma_list("stabiliser", _stabiliser)),
+}
+_WHERE: Options = {
+    "--out": takes_folder(
+        "the sweep's folder, a file a run; a sweep that was stopped goes on there", Path("out", "sweep")
+    ),
+    "--workers": WORKERS,
+    "--on": {"metavar": "WHERE", "help": "ray: Ray on this machine; ray://HOST:PORT or HOST:PORT: a Ray cluster"},
+    "--gpus-per-run": {
+        "type": float,
+        "default": 0.0,
+        "metavar": "SHARE",
+        "help": "of a GPU, such as 0.25; default: 0, no GPU",
+    },
+}
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options, those not given at the preset's defaults.
+
+    Raises:
+        UsageError: one line that names the option.
+    """
+    options = fill(
+        parser(
+            "sweep",
+            "How often training diverges: a small GPT-2 over seeds, learning rates, formats and kernels.",
+            _EPILOG,
+            what_varies=_AXES,
+            what_is_trained={**MODEL, **LENGTH},
+            where_and_how=_WHERE,
+        ).parse_args(argv)
+    )
+    if options.on is not None and options.on != RAY and not is_address(options.on):
+        raise UsageError(f"--on {options.on}: expected ray, ray://HOST:PORT or HOST:PORT")
+    if not 0 <= options.gpus_per_run < math.inf:
+        raise UsageError(f"--gpus-per-run must be 0 or more, not {options.gpus_per_run:g}")
+    if options.gpus_per_run and options.on is None:
+        raise UsageError("--gpus-per-run: --on ray shares out this machine's GPUs, too")
+    for reduction in map(parse_reduction, options.formats):
+        if options.attention == SAME and reduction.clamps:
+            raise UsageError(f"--formats: {NO_RANGE.format(reduction.name)}")
+        for name in options.stabiliser:
+            if refusal := STABILISERS[name].refusal(reduction, options.layers):
+                raise UsageError(f"--stabiliser {name}: {refusal}")
+    return options
+
+
+def tasks(options: argparse.Namespace, places: Sequence[Place]) -> list[Task]:
+    """Return what processes are given to run these places.
+
+    Raises:
+        DataError: no data to train on.
+    """
+    data, device = options.data and options.data.resolve(), "cuda" if options.gpus_per_run else "cpu"
+    lengths = options.steps, options.warm_up, options.sequences, options.attention
+    sizes = configuration(options)
+    digest = batches_of(data, sizes.vocabulary, sizes.context, options.sequences, 1).digest(1)
+    return [Task(place, sizes, *lengths, data, digest, device) for place in places]
+
+
+def settings(options: argparse.Namespace) -> Settings:
+    """Return the sweep that the options describe.
+
+    Raises:
+        DataError: no data to train on.
+    """
+    (task,) = tasks(options, [Place("", 0.0, "", "", 1)])
+    recipe = {
+        "preset": options.preset,
+        **asdict(task.sizes),
+        "steps": task.steps,
+        "warm_up": task.warm_up,
+        "sequences": task.sequences,
+        "attention": task.attention,
+        "optimizer": f"adamw, gradients clipped at {CLIP:g}",
+        "data": task.digest,
+    }
+    return Settings(
+        SCHEMA, recipe, DIVERGED, options.seeds, options.lr, options.formats, options.kernels, options.stabiliser
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what is left of a sweep; see `tiebreak.reports.cli.main`.
+
+    Returns:
+        0 when all runs are done, 130 after Ctrl-C.
+
+    Raises:
+        UsageError, UnreadableRecordsError, UnwritableFolderError: as the command tells in one line.
+    """
+    gc.enable()  # the command turns it off, for verbs that end in a second
+    options = parse(argv)
+    try:
+        sweep = open_store(options.out, settings(options))
+        left = tasks(options, sweep.left)
+    except DataError as error:
+        raise UsageError(str(error)) from None
+    try:
+        if left:
+            _run_all(options, sweep, left)
+    except KeyboardInterrupt:
+        done = counted(len(read_sweep(options.out).runs), "run")
+        print(f"\nstopped; {options.out} has the {done} done, and the same command goes on", file=sys.stderr)
+        return INTERRUPTED
+    grids.show(sweep_tables(read_sweep(options.out)))
+    print(f"again: tiebreak show {options.out}; as a page: tiebreak page {options.out} -o DIR")
+    return HELD
+
+
+def _run_all(options: argparse.Namespace, sweep: Sweep, left: Sequence[Task]) -> None:
+    """Run what is left, each run into the store as it ends."""
+    if options.on is None:
+        workers = min(options.workers or worker_count(_WORKER_GIB), len(left))
+        print(_outlook(sweep, left, workers, "here"), flush=True)
+        _show(map(run, left) if workers == 1 else in_processes(run, left, workers), options.out, len(left))
+        return
+    with on_ray.connected(None if options.on == RAY else options.on, options.workers) as cluster:
+        slots = cluster.slots(options.gpus_per_run)
+        print(_outlook(sweep, left, min(slots, len(left)), f"on Ray, {cluster.about}"), flush=True)
+        _show(cluster.run(run, left, gpus=options.gpus_per_run), options.out, len(left))
+
+
+def _show(runs: Iterable[SweepRun], folder: Path, total: int) -> None:
+    """Keep runs as they come, and show what each came to."""
+
+    def lines() -> Iterator[str]:
+        for each in runs:
+            keep(each, folder)
+            end = f"diverged ({each.diverged}) at step {each.steps}" if each.diverged else f"loss {each.loss:.3f}"
+            yield f"{each.place.text}: {end}"
+
+    show_progress(lines(), total, "run")
+
+
+def _outlook(sweep: Sweep, left: Sequence[Task], workers: int, where: str) -> str:
+    each = _seconds(sweep, left[0])
+    time = "" if each is None else f": {expected(each * len(left) / workers)}"
+    done = counted(len(sweep.runs), "run")
+    return f"{done} kept, {len(left)} to run, {workers} at a time {where}{time}"
+
+
+def _seconds(sweep: Sweep, task: Task) -> float | None:
+    """Return what a run takes, by those that are done or a few steps; None: they can't be taken on this machine."""
+    steps = sum(each.steps for each in sweep.runs)
+    if steps:
+        return sum(each.seconds for each in sweep.runs) / steps * task.steps
+    if task.device == "cuda" and not torch.cuda.is_available():
+        return None
+    run(task, 1)  # the first step of a process takes longer
+    return run(task, _TRIAL_STEPS).seconds / _TRIAL_STEPS * task.steps
+
+
+@dataclass
+class _Logits:
+    """The largest logit of a step: a model's observer."""
+
+    largest: float = -math.inf
+
+    def __call__(self, observation: Observation) -> None:
+        """Look at one call of attention."""
+        self.largest = max(self.largest, MEASURES["max_logit"](View(observation)).max().item())
+
+
+def run(task: Task, steps: int | None = None) -> SweepRun:
+    """Do a run on one core.
+
+    Args:
+        task: what to train.
+        steps: to stop after; None: those of the task.
+
+    Raises:
+        DataError: no data, or other data than the sweep's.
+    """
+    torch.set_num_threads(1)
+    started, place = time.perf_counter(), task.place
+    if task.batches(1).digest(1) != task.digest:
+        raise DataError(f"{task.data}: other data here than where the sweep began")
+    stabiliser = STABILISERS[place.stabiliser]
+    with torch.device(task.device):
+        model = emulated_gpt2(place.kernel, stabiliser.mitigation.configured(task.sizes), place.seed)
+    recipe = Recipe(Schedule(task.steps, place.rate, task.warm_up))
+    taken = Steps(model, task.batches(place.seed), recipe, Ranks())
+    losses, largest, diverged = list[float](), -math.inf, None
+    divergence, clipper = Divergence(limit=LARGEST_LOGIT), stabiliser.mitigation.clipper()
+    reduction, attention = parse_reduction(place.format), parse_attention(task.attention)
+    with reduced_gpt2(model, reduction, stabiliser.otherwise, attention):
+        for step in range(task.steps if steps is None else steps):
+            looking = _Logits() if (step + 1) % LOOK_EVERY == 0 else None
+            losses.append(taken.take(step, [each for each in (looking, clipper) if each is not None]).loss)
+            if clipper is not None:
+                clipper.after_step(model)
+            logit = math.nan if looking is None else looking.largest
+            largest = max(largest, logit)
+            diverged = divergence.after(losses[-1], logit)
+            if diverged is not None:
+                break
+    tail = losses[-math.ceil(len(losses) / _END) :]
+    return SweepRun(
+        **structs.asdict(place),
+        diverged=diverged,
+        steps=len(losses),
+        loss=_finite(sum(tail) / len(tail)),
+        lowest=_finite(divergence.lowest),
+        max_logit=_finite(largest),
+        seconds=round(time.perf_counter() - started, 2),
+        platform=_platform(task.device),
+    )
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+@cache
+def _platform(device: str) -> Mapping[str, str | None]:
+    """Return what of a machine can change the bits of a run."""
+    platform = {name: getattr(describe(), name) for name in ("cpu", "level", "torch", "commit")}
+    return {**platform, "gpu": torch.cuda.get_device_name() if device == "cuda" else None}
