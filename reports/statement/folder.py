@@ -9,18 +9,19 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
+from msgspec.structs import replace
+
 from tiebreak.reports.gate.expected import Excuses, Expected
 from tiebreak.reports.records import store
-from tiebreak.reports.records.decode import FieldError, decoder
+from tiebreak.reports.records.decode import SCHEMA, Count, Data, FieldError, FileData, Schema, encode, one_of
 from tiebreak.reports.records.order import grouped
-from tiebreak.reports.records.record import OUTCOMES, Count, Record, Run
+from tiebreak.reports.records.record import OUTCOMES, Record, Run
 
-SCHEMA = 2  # of statement.json: statement.schema.json, beside this file
 FILE = "statement.json"
 SUMMARIES = ("summary.md", "summary.html")
 SUITE = ("commit", "wheel")  # what a platform says of the suite's code: one of them
@@ -47,8 +48,7 @@ class Profile:
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class StatedFile:
+class StatedFile(Data, frozen=True, omit_defaults=False):
     """A copy of a file of records."""
 
     name: str  # in the folder
@@ -56,13 +56,12 @@ class StatedFile:
     cells: Count  # records in it
 
 
-@dataclass(frozen=True)
-class Waiver:
+class Waiver(Data, frozen=True, omit_defaults=False):
     """An expected failure with a last day, as in `tiebreak.reports.gate.expected`."""
 
     cells: str  # pattern of ids
     check: str  # that they do not meet
-    reason: str
+    reason: str  # why that is accepted
     expires: str  # the last day, as 2027-06-30
 
     @property
@@ -77,23 +76,33 @@ class Waiver:
         )
 
 
-@dataclass(frozen=True)
-class Statement:
+class Statement(FileData, frozen=True):
     """What `statement.json` has."""
 
-    schema: int  # version of this layout
+    schema: Schema  # version of this layout
     profile: str  # its name
     profile_hash: str  # of the list of its cells
     suite: str  # its code: a commit, or an installed wheel
     platform: Mapping[str, Any]  # machine, devices, versions, fingerprint
     kernels: Mapping[str, tuple[str, ...]]  # by backend: what the statement is given for
     users: tuple[str, ...]  # those of them that --kernel brought in
-    files: tuple[StatedFile, ...]
-    waivers: tuple[Waiver, ...]
+    files: tuple[StatedFile, ...]  # copies of the files of records
+    waivers: tuple[Waiver, ...]  # what excuses cells
     counts: Mapping[str, Count]  # cells by outcome; those that are waived count as waived alone
-    result: Annotated[
-        str, frozenset({"held", "fell"})
-    ]  # held: nothing fell, and nothing is inconclusive, but waived cells
+    result: Annotated[str, one_of(("held", "fell"))]  # held: nothing fell, or is inconclusive, but waived cells
+
+    def check(self) -> None:
+        """Hold the waivers' days to be such.
+
+        Raises:
+            FieldError: one is none.
+        """
+        for number, each in enumerate(self.waivers):
+            try:
+                date.fromisoformat(each.expires)
+            except ValueError:
+                problem = f"expected a day such as 2027-06-30, found {each.expires!r}"
+                raise FieldError(problem, f"waivers[{number}].expires") from None
 
 
 def waiver(entry: Expected) -> Waiver:
@@ -170,37 +179,13 @@ def platform_of(runs: Sequence[Run]) -> dict[str, Any]:
 
 def as_text(statement: Statement) -> str:
     """The content of `statement.json`."""
-    return json.dumps(asdict(statement), indent=1, allow_nan=False) + "\n"
+    return encode(statement, indent=1) + "\n"
 
 
 def read(folder: Path) -> Statement:
     """Read a statement's file.
 
     Raises:
-        UnreadableRecordsError: no readable file, no JSON, a field that is missing, unknown or of the wrong kind.
-        OtherVersionError: a statement of another version.
+        UnreadableRecordsError: as `tiebreak.reports.records.store.load`.
     """
-    path = folder / FILE
-    plain = store.load(path)
-    if plain.get("schema") != SCHEMA:
-        raise OtherVersionError(
-            f"{FILE}: schema: {plain.get('schema')!r} is not {SCHEMA}, which this tiebreak verifies"
-        )
-    try:
-        statement: Statement = decoder(Statement)(plain)
-        for number, waiver in enumerate(statement.waivers):
-            _check_day(waiver.expires, f".waivers[{number}].expires")
-    except FieldError as error:
-        raise store.UnreadableRecordsError(store.one_line(f"{path}: {error}")) from None
-    return statement
-
-
-def _check_day(text: str, field: str) -> None:
-    try:
-        date.fromisoformat(text)
-    except ValueError:
-        raise FieldError(f"expected a day such as 2027-06-30, found {text!r}", field) from None
-
-
-class OtherVersionError(Exception):
-    """A statement of another version; one line."""
+    return store.load(folder / FILE, Statement)

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION
@@ -131,7 +132,7 @@ def _of_a_call(record: Record, case: Case) -> Iterator[str]:
     yield from _of_the_place(record, tied, in_training)
     expected_shown = shown(nonfinite or 0.0, math.nan if gain is None else gain, bias.mean, comes_to)
     if record.shown != expected_shown:
-        text = plain_text(replace(record, shown=expected_shown))
+        text = plain_text(structs.replace(record, shown=expected_shown))
         yield f"shown: {plain_text(record)!r}, and its measures come to {text!r}"
     expected, difference = (
         _interval(record.measures.get(name)) for name in ("predicted_bias", "prediction_difference")

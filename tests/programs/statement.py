@@ -8,11 +8,12 @@ import shlex
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.registry import BACKENDS
@@ -32,7 +33,7 @@ from tiebreak.reports.records.record import PASSING, SKIPPED, Record, Run, recor
 from tiebreak.reports.statement import findings as statement_findings
 from tiebreak.reports.statement import folder as statements
 from tiebreak.reports.statement import summary as statement_summary
-from tiebreak.reports.statement.folder import FILE, SUMMARIES, OtherVersionError, Profile, Statement
+from tiebreak.reports.statement.folder import FILE, SUMMARIES, Profile, Statement
 from tiebreak.reports.tables.run import counted
 
 _COPY = re.compile(r"records-[0-9]+\.json")  # name of a copy of a file of records
@@ -248,10 +249,7 @@ class Verification:
         Raises:
             tiebreak.reports.records.store.UnreadableRecordsError: `statement.json` can't be read.
         """
-        try:
-            statement = statements.read(self.folder)
-        except OtherVersionError as error:
-            return [str(error)]
+        statement = statements.read(self.folder)
         asked = self.wanted or (profile(statement.profile) if statement.profile in PROFILES else None)
         if asked is None:
             return [f"{FILE}: {unknown('profile', statement.profile, PROFILES, '')}"]

@@ -1,4 +1,4 @@
-"""Draws tie.svg, the picture at the top of README.md: python -m tiebreak.programs.pages.tie > docs/figures/tie.svg.
+"""Draws tie.svg, the picture at the top of README.md: python -m tiebreak.studies.tie > docs/figures/tie.svg.
 
 Its histograms are of the records in tie.json, which are from
 
@@ -16,7 +16,7 @@ NAMES = {"flash@paper": "plain flash", "stabilized@paper": "the published fix"}
 
 def sides() -> dict[str, Side]:
     """The histograms of the picture, by kernel."""
-    kept = store.read(Path(__file__).parents[3] / "docs" / "figures" / "tie.json")
+    kept = store.read(Path(__file__).parents[2] / "docs" / "figures" / "tie.json")
     records = {record.kernel: record for record in kept.records}
     return {
         kernel: Side(name, records[kernel].evidence["histogram"], records[kernel].number("bias") or 0.0)

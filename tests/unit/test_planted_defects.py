@@ -9,8 +9,6 @@ from tiebreak.backends.backend import CPU
 from tiebreak.cases.gpt2.snippets import TWO_LAYERS
 from tiebreak.defects.declared import honest
 from tiebreak.defects.planted import DEFECTS, USERS, Defect, on, twin
-from tiebreak.defects.power import CASES, EXPERIMENTS, CaughtRow, PlantedCell, run_one
-from tiebreak.defects.power import CAUGHT as TABLE
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
@@ -19,9 +17,11 @@ from tiebreak.matrix.record_collector import described
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.programs.pages.tables import read_rows
 from tiebreak.reports.records.record import FELL, HELD, PREDICTION, Record, Run
 from tiebreak.reports.verdict import verdicts
+from tiebreak.studies.pages import read_rows
+from tiebreak.studies.power import CASES, EXPERIMENTS, CaughtRow, run_one
+from tiebreak.studies.power import CAUGHT as TABLE
 
 _HEADS = 16  # of users' kernels in which nothing is to fall
 
@@ -40,6 +40,8 @@ SLIPS = {
     "sink_twice": "the sink is counted twice",
     "sink_dropped": "the sink is left out",
     "scaled_twice": "scores are scaled twice",
+    "soft_cap_not_planned": "the soft cap is not applied",
+    "soft_cap_without_division": "the tanh is of scores that are not divided by the cap",
     "last_tile_filled_up": "keys of 0 are counted past the end, up to a multiple of 64",
 }
 TWIN_CELLS = sorted({(ROWS[name].case, DEFECTS[name].fmt.name, DEFECTS[name].twin) for name in CAUGHT})
@@ -53,7 +55,7 @@ def _bench(case: str, fmt: str, heads: int) -> Workbench:
 
 
 def _run(kernel: str, case: str, fmt: str = BF16.name, heads: int = _HEADS) -> Record:
-    return run_one(PlantedCell(kernel, case, fmt), _bench(case, fmt, heads))
+    return run_one(kernel, case, fmt, _bench(case, fmt, heads))
 
 
 def test_there_are_forty_defects_and_the_data_have_them_all() -> None:

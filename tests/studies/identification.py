@@ -1,16 +1,13 @@
-"""`python -m tiebreak.laboratory.identification`: how often `tiebreak identify` finds a plan that is known.
+"""`python -m tiebreak.studies.identification`: Count how often `tiebreak identify` finds a plan that is known.
 
 Every kernel of the suite under a name that says nothing, and plans drawn from the space with a seed: a known plan with
-up to four changes. Each is a line in a file; a run that is stopped goes on where it was.
+up to four changes.
 """
 
-import argparse
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 
 import torch
@@ -27,13 +24,12 @@ from tiebreak.matrix.identification.asking import Answer
 from tiebreak.matrix.identification.designed import DESIGNED
 from tiebreak.matrix.identification.identity import Identity, identify
 from tiebreak.matrix.identification.space import SLOW, changes, forward_alone, moves, points_apart, text
-from tiebreak.programs.resumable import add_options, read_parts, run_parts
-from tiebreak.reports.cli import INTERRUPTED, Parser, count
+from tiebreak.reports.cli import count
+from tiebreak.studies.study import Study
 
 FOUND, ALIKE, NEAR, WRONG, NONE = "found", "told to be alike", "alike, untold", "wrong", "none known"
 _MOST = 4  # changes of a known plan
 _SEEDS = range(100, 103)  # of inputs that no identification asks: where two plans agree on all of them they are alike
-_SECONDS, _GIB = 10.0, 1.0  # that one takes, about
 _TENSOR_CORES = tuple(f"flash@fused,accumulator={core.name.lower()}" for core in Accumulator if core.name != "EXACT")
 
 
@@ -45,19 +41,17 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Part:
+class Found:
     """What came of one."""
 
-    plan: str
     answer: str  # the plan that was found, or the nearest
     outcome: str
     alike: dict[str, list[str]]  # points that were said not to be told apart
-    seconds: float  # of a CPU
     tried: int  # plans, held against one input each
 
 
 def drawn(number: int, seed: int, fmt: Format = BF16) -> Declaration:
-    """Plan `number` of a seed: a known one with up to four changes, in a call's format all the same."""
+    """Draw plan `number` of a seed: a known one with up to four changes, in a call's format all the same."""
     rng = Generator(Philox(key=[seed, number]))
     known = list(candidates().values())
     plan = forward_alone(known[int(rng.integers(len(known)))], fmt)
@@ -69,14 +63,15 @@ def drawn(number: int, seed: int, fmt: Format = BF16) -> Declaration:
     return plan
 
 
-def run_task(task: Task) -> Part:
+def run_task(task: Task) -> Found:
     """Identify a kernel that follows a plan, and say what is true of the answer."""
-    torch.set_num_threads(1)
-    started, truth = time.process_time(), parse_declaration(task.plan)
+    truth = parse_declaration(task.plan)
     identity = identify(EMULATION, composed("kernel", truth), BF16)
-    seconds = round(time.process_time() - started, 1)
     alike = {point: list(values) for point, values in identity.alike.items()}
-    return Part(task.plan, identity.nearest, _outcome(identity, truth), alike, seconds, identity.tried)
+    return Found(identity.nearest, _outcome(identity, truth), alike, identity.tried)
+
+
+STUDY = Study("identification", run_task, Task, Found, seconds=10.0, gib=1.0)
 
 
 def _outcome(identity: Identity, truth: Declaration) -> str:
@@ -92,7 +87,7 @@ def _outcome(identity: Identity, truth: Declaration) -> str:
 
 
 def _told(identity: Identity, answer: Declaration, truth: Declaration) -> set[str]:
-    """The points at which the truth has what was said to be alike there."""
+    """Return the points at which the truth has what was said to be alike there."""
     told: set[str] = set()
     for change, other in chain(changes(answer, BF16), moves(answer, BF16)):
         points = points_apart(answer, other)
@@ -111,7 +106,7 @@ def _agree(one: Declaration, other: Declaration, seed: int) -> bool:
 
 
 def tasks(plans: int, seed: int) -> Iterator[Task]:
-    """The suite's own kernels, then plans of the seed."""
+    """Yield the suite's own kernels, then plans of the seed."""
     own = [kernel.declaration for kernel in eight_bit_kernels()]
     known = [*map(parse_declaration, (*DEFAULT_ROSTER, *_TENSOR_CORES)), *(plan for plan in own if plan is not None)]
     drawn_plans = (drawn(number, seed) for number in range(plans))
@@ -119,36 +114,25 @@ def tasks(plans: int, seed: int) -> Iterator[Task]:
         yield Task(text(declaration))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the file lacks, and print how it came out."""
-    parser = Parser(prog="python -m tiebreak.laboratory.identification", description=__doc__)
-    parser.add_argument("--plans", type=partial(count, least=0), default=100, metavar="N", help="drawn (default: 100)")
-    parser.add_argument("--seed", type=count, default=1, metavar="N", help="of the plans that are drawn (default: 1)")
-    add_options(parser, "identification.jsonl", "plan")
-    options: argparse.Namespace = parser.parse_args(arguments)
-    wanted = list(tasks(options.plans, options.seed))
-    done = {part.plan for part in read_parts(options.out, Part)}
-    left, parts = [task for task in wanted if task.plan not in done], read_parts(options.out, Part)
-    outlook, seconds = f"{len(wanted)} plans, {len(left)} left", len(left) * _SECONDS
-    complete = run_parts(run_task, left, options, _progress, parts, outlook=outlook, seconds=seconds, gib=_GIB)
-    parts = [part for part in parts if part.plan in {task.plan for task in wanted}]
-    sys.stdout.write("\n".join(report(parts)) + "\n")
-    return 0 if complete else INTERRUPTED
-
-
-def _progress(part: Part) -> str:
-    return f"{part.plan}: {part.outcome}"
-
-
-def report(parts: Sequence[Part]) -> Iterator[str]:
-    """How many came out how, and every plan that was neither found nor said to be alike."""
-    outcomes = Counter(part.outcome for part in parts)
+def report(results: Mapping[Task, Found]) -> Iterator[str]:
+    """Yield how many came out how, and every plan that was neither found nor said to be alike."""
+    outcomes = Counter(found.outcome for found in results.values())
     good = outcomes[FOUND] + outcomes[ALIKE]
     counts = ", ".join(f"{outcomes[name]} {name}" for name in (FOUND, ALIKE, NEAR, WRONG, NONE))
-    yield f"{good} of {len(parts)}: {counts}"
-    for part in parts:
-        if part.outcome not in (FOUND, ALIKE):
-            yield f"  {part.outcome}: {part.plan} -> {part.answer}"
+    yield f"{good} of {len(results)}: {counts}"
+    for task, found in results.items():
+        if found.outcome not in (FOUND, ALIKE):
+            yield f"  {found.outcome}: {task.plan} -> {found.answer}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return 0, 2 for bad usage, 130 after Ctrl-C."""
+    parser = STUDY.parser(__doc__)
+    parser.add_argument("--plans", type=count, default=100, metavar="N", help="drawn (default: 100)")
+    parser.add_argument("--seed", type=count, default=1, metavar="N", help="of the plans that are drawn (default: 1)")
+    options = parser.parse_args(arguments)
+    print(*report(STUDY.results(tasks(options.plans, options.seed), options)), sep="\n")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,16 +1,8 @@
-"""Attention in 8 bits, emulated: tables of docs/fewer-bits.md.
-
-    python -m tiebreak.programs.pages.eight_bits            # all four, into the page
-    python -m tiebreak.programs.pages.eight_bits stale      # one: stale, sink, fix or scales
-
-Everything is emulated, and so the same on every machine.
-"""
+"""Attention in 8 bits, emulated: tables of docs/fewer-bits.md."""
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,9 +15,8 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import run_forward
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.reference import reference
-from tiebreak.programs.pages.tables import Tables, renew_tables, table
+from tiebreak.studies.pages import PageTable, table
 
-PAGE = Path(__file__).parents[3] / "docs" / "fewer-bits.md"
 ARITHMETIC = EmulatedArithmetic()
 SEED, HEADS = 1, 256
 _SATURATING = Cast(FP8_E4M3, saturates=True)
@@ -130,56 +121,38 @@ def fix() -> Iterator[str]:
 _PLANS = ("fp8_tensor", "fp8", "fp8_block", "fp8_e5m2_v", "fp8_ada", "fp8_hopper", "mxfp8", "sage", "sage,smooth_k=no")
 
 
-@dataclass(frozen=True)
-class Made:
-    """One kind of input for the table of scales."""
-
-    about: str  # its column
-    make: Callable[[AttentionInputs], AttentionInputs]  # from normal q, k and v
+def _normal_inputs(heads: int, keys: int, queries: int, d: int) -> AttentionInputs:
+    q, k, v = (_normal(1, heads, n, d + i)[..., :d].bfloat16().float() for i, n in enumerate((queries, keys, keys)))
+    return AttentionInputs(q, k, v, torch.zeros_like(q), Formats.of(BF16))
 
 
-def _uneven(inputs: AttentionInputs) -> AttentionInputs:
-    sizes = torch.exp2(-3.0 * torch.arange(inputs.v.shape[1])).view(1, -1, 1, 1)
-    return replace(inputs, v=(inputs.v * sizes).bfloat16().float())
-
-
-def _falling(inputs: AttentionInputs) -> AttentionInputs:
-    blocks = torch.exp2(-8.0 * (torch.arange(inputs.k.shape[2]) // 128)).view(1, 1, -1, 1)
-    return replace(inputs, v=(inputs.v * blocks).bfloat16().float())
-
-
-def _one_channel(inputs: AttentionInputs) -> AttentionInputs:
-    return replace(inputs, k=(inputs.k + 30.0 * (torch.arange(inputs.k.shape[3]) == 5)).bfloat16().float())
-
-
-_INPUTS = (
-    Made("normal", lambda inputs: inputs),
-    Made("V of each head 1/8 of the last", _uneven),
-    Made("V of each 128 keys 2^-8 of the last", _falling),
-    Made("a channel of K is 30", _one_channel),
-)
+def _scaled(inputs: AttentionInputs) -> dict[str, AttentionInputs]:
+    """Return normal inputs, and others whose sizes differ where a scale is shared, by the name of their column."""
+    v, heads, keys = inputs.v, torch.arange(inputs.v.shape[1]), torch.arange(inputs.v.shape[2])
+    uneven, falling = torch.exp2(-3.0 * heads).view(1, -1, 1, 1), torch.exp2(-8.0 * (keys // 128)).view(1, 1, -1, 1)
+    channel = 30.0 * (torch.arange(inputs.k.shape[3]) == 5)
+    return {
+        "normal": inputs,
+        "V of each head 1/8 of the last": replace(inputs, v=(v * uneven).bfloat16().float()),
+        "V of each 128 keys 2^-8 of the last": replace(inputs, v=(v * falling).bfloat16().float()),
+        "a channel of K is 30": replace(inputs, k=(inputs.k + channel).bfloat16().float()),
+    }
 
 
 def scales(heads: int = 8, keys: int = 512, queries: int = 64, d: int = 64) -> Iterator[str]:
     """Relative error of O by who shares a scale: the mean over heads, each by its own size."""
-    q, k, v = (_normal(1, heads, n, d + i)[..., :d].bfloat16().float() for i, n in enumerate((queries, keys, keys)))
-    plain = AttentionInputs(q, k, v, torch.zeros_like(q), Formats.of(BF16))
-    made = [each.make(plain) for each in _INPUTS]
-    refs = [reference(inputs).o for inputs in made]
+    made = _scaled(_normal_inputs(heads, keys, queries, d))
+    refs = {name: reference(inputs).o for name, inputs in made.items()}
 
-    def apart(plan: str, inputs: AttentionInputs, ref: Tensor) -> str:
-        lost = (_attend(plan, inputs) - ref).norm(dim=(-2, -1)) / ref.norm(dim=(-2, -1))
+    def apart(plan: str, name: str) -> str:
+        lost = (_attend(plan, made[name]) - refs[name]).norm(dim=(-2, -1)) / refs[name].norm(dim=(-2, -1))
         return f"{lost.mean():.3f}"
 
     def rows() -> Iterator[Sequence[str]]:
         for plan in ("fused", *_PLANS):
-            yield f"`{plan}`", *(apart(plan, *pair) for pair in zip(made, refs, strict=True))
+            yield f"`{plan}`", *(apart(plan, name) for name in made)
 
-    yield from table(("plan", *(each.about for each in _INPUTS)), rows())
-
-
-TABLES: Tables = {"fix": fix, "scales": scales}
+    yield from table(("plan", *made), rows())
 
 
-if __name__ == "__main__":
-    sys.exit(renew_tables(PAGE, TABLES))
+TABLES = [PageTable("fewer-bits.md", "fix", fix), PageTable("fewer-bits.md", "scales", scales)]
