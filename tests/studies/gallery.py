@@ -94,8 +94,7 @@ def whole(runs: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
     rows = []
     for machine, levels in runs.items():
         first = next(iter(levels.values()))
-        torch, commit = first.platform["torch"], str(first.platform["commit"])[:7]
-        about = f"{_processor(first)}, torch {torch}, `{commit}`"
+        about = f"{_processor(first)}, torch {first.platform['torch']}, `{str(first.platform['commit'])[:7]}`"
         rows.append((f"`{machine}`", about, str(len(levels)), *_agreement(levels)))
     natives = {machine: levels[NATIVE] for machine, levels in runs.items() if NATIVE in levels}
     for (name, left), (other, right) in itertools.combinations(natives.items(), 2):

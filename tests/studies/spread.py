@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 0, 1 where a run would have fallen, 2 for bad usage, 130 after Ctrl-C."""
     parser = STUDY.parser(__doc__)
     parser.add_argument("--seeds", type=count, default=200, metavar="N", help="from 1; 0: run none (default: 200)")
-    parser.add_argument("--write", action="store_true", help="freeze the bounds")
+    parser.add_argument("--write", action="store_true", help="freeze the spreads that bounds rest on")
     options = parser.parse_args(arguments)
     STUDY.results(tasks(options.seeds), options)
     runs = STUDY.kept(options)
