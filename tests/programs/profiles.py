@@ -23,6 +23,8 @@ class Selector:
     about: str  # one line
     tags: frozenset[str]  # of the experiments that are in it: one of these is enough
     kernels: Sequence[str] | None = None  # of the suite's own; None: all of a default run
+    ran: float = 0.9  # share of the cells that must have run: of a whole matrix on a CPU 99 % do
+    recomputed: int = 20  # cells of the suite's kernels that whoever verifies must run again on the emulation
 
 
 PROFILES: Mapping[str, Selector] = {
@@ -55,6 +57,8 @@ def profile(name: str) -> Profile:
         {experiment.name: experiment.version for experiment in experiments},
         {backend.name: _of_the_suite(backend, experiments, asks.kernels) for backend in BACKENDS.values()},
         _of_other_kernels(experiments),
+        asks.ran,
+        asks.recomputed,
     )
 
 

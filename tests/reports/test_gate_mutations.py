@@ -1,9 +1,5 @@
-"""No single edit of a run talks the gate round: any one leaf of its file is changed, and the gate does not pass.
+"""No single edit of a run talks the gate round: any one leaf of its file is changed, and the gate does not pass."""
 
-The leaves are walked: a field that records get is edited without a word here.
-"""
-
-import copy
 import json
 import os
 import re
@@ -18,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tiebreak.defects.mutations import GONE, alike, edited, edits, found, leaves, name_of
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.consistency import WORDS
 from tiebreak.reports.gate.gate import gate
@@ -37,8 +34,6 @@ from tiebreak.reports.records.record import (
 )
 
 Make = Callable[..., Record]
-Step = str | int
-_GONE = object()
 EXAMPLES = int(os.environ.get("TIEBREAK_FUZZ", "3"))
 
 #: Paths of leaves that may be edited, and why that does not matter.
@@ -78,66 +73,6 @@ ACROSS = {
     "records*.in_training": "what both plans foretell",
     "records*.verdict": "what the declared plan foretells, and its interval comes to",
 }
-
-
-def leaves(value: Any, at: tuple[Step, ...] = ()) -> Iterator[tuple[Step, ...]]:
-    """The path of every leaf, and of everything that can be taken out."""
-    if isinstance(value, (dict, list)):
-        for step, part in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(part, (*at, step))
-    if at:
-        yield at
-
-
-def found(plain: Any, path: tuple[Step, ...]) -> Any:
-    for step in path:
-        plain = plain[step]
-    return plain
-
-
-def name_of(path: tuple[Step, ...]) -> str:
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)[1:]
-
-
-def edits(value: Any, others: list[Any], chance: Random) -> list[Any]:
-    """Other values for a leaf, by its type; `others` are those of its kind elsewhere in the file."""
-    swapped = [chance.choice(others)] if others else []
-    if isinstance(value, bool):
-        return [not value, None, _GONE]
-    if isinstance(value, (int, float)):
-        sizes = [-value, 0, value + 1, value * 2, value * 1e6, value / 3, None, "NaN"]
-        return [chance.choice(sizes), *swapped, _GONE]
-    if isinstance(value, str):
-        return [chance.choice([f"{value}x", "", value[:-1], None]), *swapped, _GONE]
-    if value is None:
-        return [chance.choice([0.0, "x", True, 1]), *swapped]
-    return [_GONE, type(value)()]
-
-
-def alike(plain: Any, path: tuple[Step, ...]) -> list[Any]:
-    """What stands at the same place in other records."""
-    if path[0] != "records" or len(path) < 3:
-        return []
-    values = []
-    for record in plain["records"]:
-        try:
-            values.append(found(record, path[2:]))
-        except (KeyError, IndexError, TypeError):
-            continue
-    return [value for value in values if value != found(plain, path)]
-
-
-def edited(plain: dict[str, Any], path: tuple[Step, ...], value: Any) -> dict[str, Any]:
-    made = copy.copy(plain)
-    at: Any = made
-    for step in path[:-1]:
-        at[step] = copy.copy(at[step])
-        at = at[step]
-    if value is _GONE:
-        del at[path[-1]]
-    else:
-        at[path[-1]] = value
-    return made
 
 
 def parsed(plain: Mapping[str, Any]) -> Run:
@@ -181,7 +116,7 @@ def survivors(baseline: Run, new: Run, chance: Random, *, across: bool) -> Itera
         value = found(plain, path)
         for other in edits(value, alike(plain, path), chance):
             if passes(baseline, new, edited(plain, path, other), across=across):
-                yield name_of(path), "gone" if other is _GONE else other
+                yield name_of(path), "gone" if other is GONE else other
 
 
 def allowed(baseline: Run, name: str, value: Any, lists: Sequence[Mapping[str, str]]) -> bool:
