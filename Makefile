@@ -6,6 +6,7 @@ PY      := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --quiet --no-compile -e
 ARGS    ?=
 SEEDS   ?= 100
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # Tried by running it: a version manager puts names on PATH that only print an error.
 SUITABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 PYTHON  ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,\
@@ -22,7 +23,7 @@ DONE := $(PY) -c 'import tiebreak.matrix.plugin' && touch $(STAMP)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv matrix platforms training test lint suite docs studies bench bench-gpu release clean
+.PHONY: help venv matrix platforms training test lint suite docs studies tables bench bench-gpu dist release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -84,19 +85,21 @@ suite: $(FULL)
 lint: $(STAMP)  ## ruff: rules and format; mypy --strict
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy -n auto .typing/tiebreak conftest.py tests --exclude '^tests/(matrix|programs|laboratory|defects)/'
+	$(PY) -m mypy -n auto .typing/tiebreak conftest.py tests --exclude '^tests/(matrix|programs|laboratory|defects|studies)/'
 
 docs: $(FULL)  ## the documentation as a site: out/docs/site/index.html
-	$(PY) -m tiebreak.programs.pages.site $(ARGS)
+	$(PY) -m tiebreak.studies.site out/docs
+	$(PY) -m zensical build --clean --strict -f out/docs/mkdocs.yml
 
-# False alarms of the default matrix; which planted defects it catches; bounds of the training runs.
-alarms := tiebreak.programs.alarms --seeds $(SEEDS)
-power  := tiebreak.defects.power
-bounds := tiebreak.programs.spread --seeds $(SEEDS) --write
-identify := tiebreak.laboratory.identification
-STUDY  ?= alarms power bounds
-studies: $(STAMP)  ## what takes hours, and resumes: STUDY=alarms, power, bounds or identify, over SEEDS seeds
-	$(foreach study,$(STUDY),$(PY) -m $($(study)) $(ARGS) &&) true
+# False alarms of the default matrix; which planted defects it catches; bounds of the training runs; and others.
+STUDY ?= alarms power bounds
+alarms := alarms --seeds $(SEEDS)
+bounds := spread --seeds $(SEEDS) --write
+studies: $(STAMP)  ## what takes hours, and resumes: STUDY=alarms, power, bounds, budget, bits or identification
+	$(foreach study,$(STUDY),$(PY) -m tiebreak.studies.$(or $($(study)),$(study)) $(ARGS) &&) true
+
+tables: $(STAMP)  ## the tables of docs/ that are made from kept results, or emulated; ARGS=--stale names stale ones
+	$(PY) -m tiebreak.studies $(ARGS)
 
 bench: $(STAMP)  ## benchmarks
 	$(PY) -m pytest tests/bench -o python_files='bench_*.py' --benchmark-only \
@@ -105,9 +108,24 @@ bench: $(STAMP)  ## benchmarks
 bench-gpu: $(STAMP)  ## attention on a GPU, side by side with PyTorch's
 	$(PY) -m pytest tests/bench/gpu -o python_files='bench_*.py' $(ARGS)
 
-release: $(STAMP)  ## sdist and wheel in dist/, built in isolation, checked, and tried in empty environments
+dist: $(STAMP)  ## sdist and wheel, built in isolation, checked, and tried in empty environments
 	@$(INSTALL) '.[release]'
-	$(PY) -m tiebreak.programs.release $(ARGS)
+	rm -rf dist
+	$(PY) -m build
+	$(PY) -m twine check --strict dist/*
+	$(VENV)/bin/check-wheel-contents dist/*.whl
+	$(VENV)/bin/pyroma --min 8 dist/*.tar.gz
+	PYTHON=$(PY) .ci/trial dist/*.whl
+	PYTHON=$(PY) .ci/trial dist/*.tar.gz
+
+# What only a person can do comes first.
+release: $(STAMP)  ## the same, once version, changelog and who publishes are there; then the commands that push it
+	@test -z "$$(git status --porcelain)" || { echo "git status: commit first" >&2; exit 2; }
+	@grep -q '^## $(VERSION) (' CHANGELOG.md || { \
+	  echo "CHANGELOG.md: put what is unreleased under '## $(VERSION) (DATE)'" >&2; exit 2; }
+	@! grep -q OWNER pyproject.toml || { echo "pyproject.toml: put who publishes in the place of OWNER" >&2; exit 2; }
+	@$(MAKE) --no-print-directory dist
+	@echo "to push it: git tag v$(VERSION) && git push origin v$(VERSION) && $(PY) -m twine upload dist/*"
 
 clean:  ## remove .venv, build files and caches (records in out/ stay)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -104,6 +104,7 @@ class Case:
     most_heads: int | None = None  # of a batch, where rows are so long that more take minutes; None: as many as asked
     unclaimed: str | None = None  # why nothing is claimed of the kernels that no claim speaks of
     on_request: bool = False  # whether it is run where --cases names it alone: it takes a minute
+    study: bool = False  # whether a neighbour says the same of a kernel: users' own run on it by name alone
     family: Family | None = None  # None: it stands alone
     only_claimed: bool = False  # whether kernels of a roster's plan of which it claims nothing run by name alone
 

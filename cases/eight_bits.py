@@ -6,6 +6,7 @@ Kernels of 16 bits take them too. What plans in 8 bits make of them is derived i
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -53,11 +54,9 @@ def _case(
     recipe: Callable[[Draw], AttentionInputs],
     *claims: Claim,
     source: str = OWN,
-    failure: bool = False,
-    unclaimed: str | None = None,
+    **fields: Any,
 ) -> Case:
-    formats = partial(Formats.of, v=FP8_E4M3)
-    return Case(name, about, source, recipe, claims, formats=formats, failure=failure, unclaimed=unclaimed)
+    return Case(name, about, source, recipe, claims, formats=partial(Formats.of, v=FP8_E4M3), **fields)
 
 
 def _ties() -> Case:
@@ -74,6 +73,7 @@ def _ties() -> Case:
         V1_IN_FP16,
         FAIR,
         OFFSET_HARMS,
+        study=True,
     )
 
 
@@ -161,6 +161,7 @@ def _random() -> Case:
         ),
         claim(ROWS_ERR_APART, f"{OWN}: what l counts is what P V has", plans="fused_fp8_fair"),
         _WITHIN_SCALES,
+        study=True,
         unclaimed="in 16 bits as the case random has it",
     )
 

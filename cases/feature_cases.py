@@ -207,6 +207,7 @@ def feature_cases() -> tuple[Case, ...]:
             claim(BIASED_TOWARD, stagnates, rules="safe", plans="paper"),
             claim(UNBIASED, once, rules="safe lazy standard", plans=f"{FUSED} standard"),
             most_heads=16,
+            study=True,
         ),
         _case(
             "decode_64k",

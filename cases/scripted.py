@@ -118,7 +118,7 @@ def _tied_maxima() -> list[Case]:
         scores = Scores(maxima=k, gap=(9.0, 15.0) if k == 2 else (12.0, 18.0))
         name, about = f"tied_maxima[k={k}]", f"{k} equal maxima, V negative"
         family = Family("number of equal maxima", k)
-        cases.append(_tied(name, about, scores, *claims, gradients=k == 2, traced=k == 2, family=family))
+        cases.append(_tied(name, about, scores, *claims, gradients=k == 2, traced=k == 2, study=k != 2, family=family))
     return cases
 
 
@@ -138,6 +138,7 @@ def _shapes_of_v() -> list[Case]:
         *_TIES_BREAK,
         V1_IN_FP16,
         shape=Shape(scale=1.0),
+        study=True,
     )
     sink = _tied(
         "sink_tie",
@@ -240,6 +241,7 @@ def _row_maximum_near_zero() -> list[Case]:
         claim(BIASED, _ROUNDS_BACK, rules=_SCALED, plans="paper"),
         claim(BIASED_AWAY, f"{_ROUNDS_BACK}, and l with it", rules="stabilized_authors", plans="all_bf16"),
         *_WITHOUT_A_FIX,
+        study=True,
         unclaimed=f"the fix in a fused kernel {_ON_THE_MARGIN}",
     )
     negative = _tied(
@@ -314,6 +316,7 @@ def _row_maximum_large() -> list[Case]:
             v1_breaks,
             no_sum,
             *((_FUSED_ROUNDED_FIRST_IS_NOT, *_WITHOUT_A_FIX[1:]) if r == 10000 else _WITHOUT_A_FIX),
+            study=r in (25, 30, 60, 90),
             chaotic=r == 90,  # whether the device flushes a subnormal P-bar decides
             unclaimed=unclaimed.get(r),
         )
@@ -351,6 +354,7 @@ def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> l
             f"2 equal maxima of about {r} times log2 e, which fp32 rounds, and no remainder",
             Scores(top=top, gap=_NO_TAIL),
             *(together, _TIES_GO_AWAY, _FAST_EXP_ERRS, apart, *harm),
+            study=r != 6,
             unclaimed=unclaimed,
         )
         for r, (top, harm, _) in rows.items()
@@ -361,6 +365,7 @@ def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> l
             f"1 maximum of about {r} times log2 e, which fp32 rounds, and no remainder (control): nothing ties",
             Scores(maxima=1, top=top, gap=_NO_TAIL),
             *(alone, *harm),
+            study=r != 6,
             unclaimed=unclaimed,
         )
         for r, (top, _, harm) in rows.items()
@@ -384,6 +389,7 @@ def _across_blocks() -> list[Case]:
         shape=Shape(keys=2048),
         failure=True,
         most_heads=64,
+        study=True,
         unclaimed="O-bar in bf16 is rounded in the tile of every maximum, and each rounding has an error of its own",
     )
     overshoot = _scripted(
@@ -423,6 +429,7 @@ def _growing_maximum() -> list[Case]:
             (common, *plain, _STANDARD_IS_BIASED),
             failure=True,
             gradients=True,
+            study=True,
         ),
     ]
 
@@ -456,6 +463,7 @@ def _near_ties() -> list[Case]:
         claim(BIASED_AWAY, sum_unrounded, rules="safe lazy stabilized", plans=FUSED),
         claim(BIASED_AWAY, sum_unrounded, rules="safe", plans="fused_stochastic"),
         _STANDARD_IS_BIASED,
+        study=True,
     )
     return [inside, outside]
 

@@ -28,7 +28,12 @@ class Slip:
 def slips(inputs: AttentionInputs) -> Iterator[Slip]:
     """Every mistake that changes what is computed of some inputs."""
     for about, factor in _SCALES.items():
-        yield Slip(about, replace(inputs, softmax_scale=inputs.scale * factor(inputs.scale)))
+        yield Slip(about, _rescaled(inputs, factor(inputs.scale)))
+    if cap := inputs.softcap:
+        # c' tanh(s' / c') with other c' and s': c tanh(s / scale / c) scale, and c tanh(s).
+        yield Slip("scores are capped before they are scaled", replace(inputs, softcap=cap * inputs.scale))
+        yield Slip("the tanh is of scores that are not divided by the cap", _rescaled(inputs, cap))
+        yield Slip("the soft cap is not applied", replace(inputs, softcap=0.0))
     yield from _of_masks(inputs)
     yield from _of_keys(inputs)
     if inputs.groups > 1 and inputs.k.shape[1] > 1 and not inputs.rescaled:
@@ -52,6 +57,10 @@ _SCALES: dict[str, Callable[[float], float]] = {
     "scores are scaled twice": lambda scale: scale,
     "exp2 is taken of scores that log2 e is missing from": lambda _: math.log(2),
 }
+
+
+def _rescaled(inputs: AttentionInputs, factor: float) -> AttentionInputs:
+    return replace(inputs, softmax_scale=inputs.scale * factor)
 
 
 def _plain(inputs: AttentionInputs) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import FEATURES, HIDDEN_NAN, Feature
 from tiebreak.kernels.flash import Block, flash, flash_1, split, standard
+from tiebreak.kernels.hashing import hashed_once
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.plans import RoundingPlan
 from tiebreak.kernels.shift_rules import ShiftRule
@@ -14,6 +15,7 @@ from tiebreak.kernels.shift_rules import ShiftRule
 Forward = Callable[[AttentionInputs, RoundingPlan, ShiftRule, Arithmetic, Block], AttentionOutput]
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Algorithm:
     """A way to compute attention forward; the backward pass is one for all, and differs by the plan alone."""

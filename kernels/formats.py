@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tiebreak.kernels.hashing import hashed_once
+
 
 class Rounding(enum.Enum):
     """How a value between two neighbours of a format is rounded."""
@@ -18,6 +20,7 @@ class Rounding(enum.Enum):
     STOCHASTIC = "stochastic"  #: To the one of larger magnitude with probability equal to the discarded fraction
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Format:
     """A signed binary floating-point format with subnormals, all of whose values are float32 values.

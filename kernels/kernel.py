@@ -9,6 +9,7 @@ from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import Feature
 from tiebreak.kernels.flash import ALL, BLOCK, DELTA_ALONE, Block, Wanted, backward
 from tiebreak.kernels.formats import Formats
+from tiebreak.kernels.hashing import hashed_once
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.plans import RoundingPlan
 from tiebreak.kernels.shift_rules import ShiftRule
@@ -16,6 +17,7 @@ from tiebreak.kernels.shift_rules import ShiftRule
 PLAIN = FLASH_ATTENTION.name  # what tables call flash attention with the shift rule `safe`
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Declaration:
     """What a kernel declares: enough for the emulation to predict its output."""

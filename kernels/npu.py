@@ -261,7 +261,7 @@ def _operator(operators: Operators, name: str) -> Operator:
 
 def _absent(operators: Operators, names: tuple[str, ...]) -> str | None:
     missing = [name for name in names if operators(name) is None]
-    return f"this torch-npu has no {', '.join(missing)}: install a newer release (docs/ascend.md)" if missing else None
+    return f"this torch-npu has no {', '.join(missing)}: install a newer release (docs/devices.md)" if missing else None
 
 
 def _training_requirement(operators: Operators, inputs: AttentionInputs) -> str | None:
@@ -278,7 +278,7 @@ def _inference_requirement(operators: Operators, name: str, inputs: AttentionInp
 def _sinkless(operators: Operators, name: str, inputs: AttentionInputs) -> str | None:
     if SINK not in inputs.asks() or _keyword(operators, name) is not None:
         return None
-    return f"{name} knows no {SINK.words} here: install a newer torch-npu (docs/ascend.md)"
+    return f"{name} knows no {SINK.words} here: install a newer torch-npu (docs/devices.md)"
 
 
 def fusion_attention(layout: str, inner_precise: int, operators: Operators = torch_npu_operators) -> Kernel:

@@ -4,9 +4,9 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
 
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, INT8, Format, Formats, Rounding
+from tiebreak.kernels.hashing import hashed_once
 from tiebreak.kernels.quantization import Quantization, Scaling
 
 
@@ -17,6 +17,7 @@ class Follows(enum.Enum):
     OUTPUT = "output"  # O and the gradients
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Cast:
     """One rounding: to a format, in a mode."""
@@ -82,6 +83,7 @@ class DeltaSource(enum.Enum):
     UNNORMALISED = "rowsum(dO*O-bar/l)"  # autograd's, where O is O-bar / l: P-bar and dO / l enter dP and dV
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Exponential:
     """The exponential function of a kernel. It is a rounding point too.
@@ -102,6 +104,7 @@ class Exponential:
         return 1.0 - self.correction[0] / 2 if self.correction else 1.0
 
 
+@hashed_once
 @dataclass(frozen=True)
 class RoundingPlan:
     """Where a kernel rounds. The scores' scale is applied in fp32, after Q K^T is cast and before S is; where q is
@@ -156,21 +159,9 @@ class RoundingPlan:
         if self.q.narrows and self.q8 is not None:
             raise ValueError("q is rounded, or put into 8 bits with scales, not both")
 
-    def __hash__(self) -> int:
-        """As a data class has it, computed once: plans are keys of what kernels share."""
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
-
     @cached_property
     def _in_formats(self) -> dict[Formats, "RoundingPlan"]:
         return {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Its fields alone: another process hashes names otherwise."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def quantizes(self) -> bool:

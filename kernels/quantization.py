@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.formats import INT8, Format, Rounding, parse_format
+from tiebreak.kernels.hashing import hashed_once
 
 _MODES = {rounding.value: rounding for rounding in Rounding if rounding is not Rounding.STOCHASTIC}
 _TAKES_SCALE = "+scale"
@@ -29,6 +30,7 @@ class Scaling(enum.Enum):
         return self in (Scaling.BLOCK, Scaling.MICRO)
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Quantization:
     """An operand as numbers of a narrow format times scale factors. The largest number of a scale fills the format.

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tiebreak.kernels.hashing import hashed_once
+
 EPSILON = 1e-3  # two scores this close count as repeated maxima (the authors' published code)
 BETA = 2.0  # v2's and the authors' scale of a repeated positive maximum
 BETA_V1 = 7.0  # v1's
@@ -16,6 +18,7 @@ LAG = 8.0 * math.log(2.0)  # FlashAttention-4 rescales from here on: 8 in base t
 AUTHORS_ROW_SUM_FLOOR = 1e-10  # the published code clamps each block's row sum here
 
 
+@hashed_once
 @dataclass(frozen=True)
 class ShiftRule:
     """A rule that proposes one block's shift; the running shift of a row is the maximum over its blocks, or near it.

@@ -106,6 +106,7 @@ VERBS: Mapping[str, Verb | Group] = {
     "statement": Verb(
         "tiebreak.programs.statement", "a folder of records to hand in, held to a profile; --verify: whether one holds"
     ),
+    "schema": Verb("tiebreak.reports.schemas", "the JSON Schema of a kind of file that the others write"),
     "rules": Verb("tiebreak.programs.rules", "acceptance rules of other projects, and what they say of kept records"),
     "levels": Verb(
         "tiebreak.programs.levels", "the matrix on each instruction-set level of this CPU, or of an emulated one"

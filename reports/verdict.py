@@ -1,15 +1,16 @@
 """What a run says of a kernel: an object, from which the first lines that its author reads are made, and JSON."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from textwrap import shorten
-from typing import Annotated, Any
+from typing import Annotated
+
+from msgspec.structs import replace
 
 from tiebreak.reports.names import first_few
-from tiebreak.reports.records.decode import decoder
+from tiebreak.reports.records.decode import SCHEMA, Count, Data, FileData, Schema, decode, encode, one_of
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import (
     BIASED,
@@ -26,7 +27,6 @@ from tiebreak.reports.records.record import (
     UNDECIDED,
     UNEXPLAINED,
     VERDICTS,
-    Count,
     Explanation,
     PlanRecord,
     Record,
@@ -40,13 +40,12 @@ from tiebreak.reports.tables.rerun import runnable
 from tiebreak.reports.tables.rules import answers_of
 from tiebreak.reports.tables.run import counted
 
-SCHEMA = 1  # of the JSON: verdict.schema.json, beside this file
 # What there is to say of a kernel, the worst first. A run falls with any of the first three.
 DID_NOT_RUN, WRONG, NOT_TOLD, TIED, FAIR = "did not run", "wrong", "not told", "biased where O itself ties", "fair"
 SEVERITIES = (DID_NOT_RUN, WRONG, NOT_TOLD, BIASED, TIED, FAIR)
 FAILING = SEVERITIES[:3]
 NOT_ASKED = "no failure input was run, nothing is known of its bias"
-SeverityName = Annotated[str, frozenset(SEVERITIES)]
+SeverityName = Annotated[str, one_of(SEVERITIES)]
 _LISTED = 8  # cases of a list that are named; the table has them all
 _WIDTH = 11
 _TIED, _OWN = "where O itself ties", "by its own rounding"  # whose doing a bias is
@@ -54,8 +53,7 @@ _BRIEF = 100  # characters of a reason, in a line of many
 _SOFTWARE = ("python", "torch", "numpy", "triton", "cpu", "level")  # of a platform, what a verdict says of it
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(Data, frozen=True, omit_defaults=False):
     """One thing that there is to say of a kernel."""
 
     name: str  # a word or two, by which it is looked up
@@ -63,8 +61,7 @@ class Finding:
     cases: tuple[str, ...] = ()  # that it is about, if it is about some
 
 
-@dataclass(frozen=True)
-class FallenCell:
+class FallenCell(Data, frozen=True, omit_defaults=False):
     """A cell that fails the run."""
 
     cell: str  # backend-kernel-case-format
@@ -73,13 +70,12 @@ class FallenCell:
     command: str  # runs it again
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(Data, frozen=True, omit_defaults=False):
     """What a run says of one kernel on one backend."""
 
     headline: str  # the worst that there is to say, in one line; a word in capitals where `ok` is False
     severity: SeverityName | None  # of it; None: no failure input was run, so nothing is known of a bias
-    kernel: str
+    kernel: str  # its name
     backend: str  # with what was assumed of a device that was not there
     formats: tuple[str, ...]  # of q, k, v and O
     ok: bool  # as the exit code: enough ran, and nothing fell; a bias that nobody has claimed away falls nothing
@@ -89,17 +85,17 @@ class Verdict:
     nonfinite: Count  # of them: NaN or Inf where the exact result is finite
     tied: Count | None  # of the biased: as biased as a correctly rounded O, since O itself ties; None: not looked at
     unknown: Count  # of them: too few heads to tell, or no result
-    findings: tuple[Finding, ...]
-    fell: tuple[FallenCell, ...] = ()
+    findings: tuple[Finding, ...]  # what there is to say, the worst first
+    fell: tuple[FallenCell, ...] = ()  # cells that fail the run
     failures: tuple[str, ...] = ()  # what fails the run though no cell fell, as the gate
     plan: Explanation | None = None  # that explains the bits of a kernel that declares none
     declared: str | None = None  # the plan that it declares
     in_training: VerdictName | None = None  # whether its gradients, or short training runs, contain the bias
     share: float | None = None  # of bits that agree with the plan, mean over the cells that were compared
-    cells: Mapping[str, Count] = field(default_factory=dict)  # by outcome
+    cells: Mapping[str, Count] = {}  # by outcome
     left: Count = 0  # cells that were not done: the run was interrupted, or its budget was spent
     seed: Count = 0  # of all inputs
-    versions: Mapping[str, str] = field(default_factory=dict)  # of the software, and what it ran on
+    versions: Mapping[str, str] = {}  # of the software, and what it ran on
     command: str = ""  # runs all of it again
 
     @property
@@ -111,21 +107,24 @@ class Verdict:
         """As `tiebreak check` prints it."""
         return self.text
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values that JSON has."""
-        return asdict(self)
+
+class Verdicts(FileData, frozen=True):
+    """What `tiebreak check --json` writes."""
+
+    schema: Schema  # version of this layout
+    ok: bool  # of all of them, and there are some
+    verdicts: tuple[Verdict, ...]  # one a kernel and backend
 
 
 def as_json(verdicts: Sequence[Verdict]) -> str:
-    """What `tiebreak check --json` writes: verdict.schema.json says what stands in it."""
+    """Return what `tiebreak check --json` writes."""
     ok = bool(verdicts) and all(verdict.ok for verdict in verdicts)
-    whole = {"schema": SCHEMA, "ok": ok, "verdicts": [verdict.as_dict() for verdict in verdicts]}
-    return json.dumps(whole, indent=2, allow_nan=False) + "\n"
+    return encode(Verdicts(SCHEMA, ok, tuple(verdicts)), indent=2) + "\n"
 
 
 def from_json(text: str) -> list[Verdict]:
-    """The verdicts that `as_json` wrote."""
-    return list(map(decoder(Verdict), json.loads(text)["verdicts"]))
+    """Return the verdicts that `as_json` wrote."""
+    return list(decode(text, Verdicts).verdicts)
 
 
 def verdicts(run: Run, command: str = "", failures: Sequence[str] = ()) -> list[Verdict]:

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 from tiebreak.kernels.npu import Operators, torch_npu_operators
 
-GUIDE = "docs/ascend.md"
+GUIDE = "docs/devices.md"
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 DETERMINISTIC = "HCCL_DETERMINISTIC"
 _SEED = 0  # of the NPU's own generator, which nothing of the matrix draws from

@@ -179,6 +179,7 @@ def spread(measure: str, values: Sequence[float]) -> Spread:
 def read_spreads(path: Path = FILE) -> Mapping[Ran, Spread]:
     """What a data file has."""
     with path.open(encoding="utf-8", newline="") as file:
+        next(file)
         return {
             Ran(row["snippet"], int(row["version"]), row["backend"], row["variant"], row["measure"]): Spread(
                 int(row["n"]), *(float(row[field.name]) for field in fields(Spread)[1:])
@@ -187,9 +188,10 @@ def read_spreads(path: Path = FILE) -> Mapping[Ran, Spread]:
         }
 
 
-def write_spreads(spreads: Mapping[Ran, Spread], path: Path = FILE) -> None:
-    """Make a data file, a row a distribution."""
+def write_spreads(spreads: Mapping[Ran, Spread], commit: str, path: Path = FILE) -> None:
+    """Make a data file, a row a distribution, behind a line with the commit they were measured at."""
     with path.open("w", encoding="utf-8", newline="") as file:
+        file.write(f"# measured at {commit}\n")
         lines = csv.writer(file, lineterminator="\n")
         lines.writerow([*Ran._fields, *(field.name for field in fields(Spread))])
         for ran, spread in sorted(spreads.items()):

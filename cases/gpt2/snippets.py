@@ -63,6 +63,7 @@ class Snippet:
     on_devices: tuple[str, ...]  # those of them that a device runs by default, beside its own kernels
     silent_before: bool = False  # whether the layer before the scripted one, which writes nothing, is left out
     layers: int = 2  # of the model; the scripted one is the second
+    study: bool = False  # whether it tells fixes apart: kernels of users run in it by name alone
     scores: Format = BF16  # that S is kept in
     source: str = _PAPER  # where the run or its claims come from
     unclaimed: str | None = None  # why nothing is claimed of the kernels that no claim speaks of
@@ -239,6 +240,7 @@ LANGUAGE_MODEL = replace(
         rule("below", _FIXED, "row_max_rise", _PAPER, against=_FLASH, rounded=True),
         rule("below", "dithered stochastic_fused fair", "row_max_rise", _SUITE, against=_FLASH),
     ),
+    study=True,
     roster=_SHORT_ROSTER,
     on_devices=_SHORT_ROSTER[:1],
 )
@@ -266,6 +268,7 @@ GAP_11 = replace(
     name="train_gap_11",
     label="A11",
     about="as A, the sinks 11 above the rest: the fix errs more than plain flash",
+    study=True,
     script=Script(gap=11.0),
     rules=(
         rule("above", "flash", "delta_error_mean", _SUITE, against=_FAIR_UNROUNDED, rounded=False),
@@ -280,6 +283,7 @@ ONE_SINK = replace(
     name="train_one_sink",
     label="A1",
     about="as A with one sink: nothing repeats, flash drifts a little, and with the fix as much",
+    study=True,
     script=Script(sinks=1),
     rules=(
         rule("below", "flash stabilized", "delta_error_mean", _SUITE, against=_FAIR),
@@ -295,6 +299,7 @@ NO_TAIL = replace(
     label="AC",
     about="as A, the sinks 30 above the rest: contraction alone breaks the ties, and delta errs to one side",
     version=1,
+    study=True,
     script=Script(gap=30.0),
     rules=(
         rule("above", "flash_contracted", "delta_error_mean", _SUITE, against=_BASE_2, rounded=False),

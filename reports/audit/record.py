@@ -1,22 +1,16 @@
 """The audit of compiled kernels: which instructions round, as a record, a file and a gate."""
 
-import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
-from tiebreak.reports.records.decode import FieldError, decoder
-from tiebreak.reports.records.store import UnreadableRecordsError
-
-SCHEMA = 2  # 2: cards
+from tiebreak.reports.records.decode import Data, FieldError, FileData, Integer, Schema, encode
 
 
-@dataclass(frozen=True)
-class Audit:
+class Audit(Data, frozen=True, omit_defaults=False):
     """What one kernel's assembly for one target says of its rounding. Lists are sorted and hold every kind once."""
 
     target: str  # the architecture: sm_90, gfx942
@@ -32,13 +26,13 @@ class Audit:
     contraction: tuple[str, ...]  # fma; left to ptxas, which may fuse what is not marked as rounded
     flushes: tuple[str, ...]  # instructions that take subnormals for zero
     mode: str  # who sets the rounding mode of additions and multiplications, and which it is
-    fused: int  # how many fma the softmax has; not gated: it changes with the schedule
-    separate: int  # how many multiplications and additions beside them; not gated
+    fused: Integer  # how many fma the softmax has; not gated: it changes with the schedule
+    separate: Integer  # how many multiplications and additions beside them; not gated
 
     @classmethod
     def skip(cls, target: str, kernel: str, reason: str) -> "Audit":
-        """The record of a kernel that was not compiled."""
-        nothing: dict[str, Any] = {field.name: () for field in fields(cls) if field.type == tuple[str, ...]}
+        """Make the audit of a kernel that was not compiled."""
+        nothing: dict[str, Any] = {name: () for name, kind in get_type_hints(cls).items() if kind == tuple[str, ...]}
         return cls(target=target, kernel=kernel, skipped=reason, mode="", fused=0, separate=0, **nothing)
 
     @property
@@ -47,72 +41,44 @@ class Audit:
         return f"{self.target} {self.kernel}"
 
 
-@dataclass(frozen=True)
-class Audits:
+class Audits(FileData, frozen=True):
     """A file of audits."""
 
-    schema: int  # version of this layout
+    schema: Schema  # version of this layout
     triton: str  # version of the compiler
     cards: Mapping[str, str]  # by target: what a user would buy
     audits: tuple[Audit, ...]  # one target's after the other's
 
     @property
     def kernels(self) -> list[str]:
-        """Names of the kernels, each once."""
+        """Return the names of the kernels, each once."""
         return list(dict.fromkeys(audit.kernel for audit in self.audits))
+
+    def check(self) -> None:
+        """Hold audits to each other and to the cards.
+
+        Raises:
+            FieldError: two audits of one kernel, or a target without its cards.
+        """
+        for name, often in Counter(audit.id for audit in self.audits).items():
+            if often > 1:
+                raise FieldError(f"{name} twice", "audits")
+        for audit in self.audits:
+            if audit.target not in self.cards:
+                raise FieldError("missing", f"cards.{audit.target}")
 
 
 _COUNTS = ("fused", "separate")
-_GATED = tuple(field.name for field in fields(Audit) if field.name not in ("target", "kernel", "skipped", *_COUNTS))
+_GATED = tuple(name for name in Audit.__struct_fields__ if name not in ("target", "kernel", "skipped", *_COUNTS))
 
 
 def read(path: Path) -> Audits:
     """Read a file of audits.
 
     Raises:
-        UnreadableRecordsError: no readable file, no JSON, records of a run, a field that is missing, unknown or of the
-            wrong kind, another schema, two audits of one kernel, a target without its cards.
+        UnreadableRecordsError: as `tiebreak.reports.records.store.load`.
     """
-    return decode(store.load(path), path)
-
-
-def decode(plain: dict[str, Any], path: Path) -> Audits:
-    """The audits in the object of a file; see `read`. The path is for messages."""
-    if "records" in plain:
-        raise UnreadableRecordsError(
-            f"{path}: records of a run, not an audit: tiebreak show, page, compare and gate take them"
-        )
-    try:
-        _check_schema(plain)
-        audits: Audits = decoder(Audits)(plain)
-        _check(audits)
-    except FieldError as error:
-        raise UnreadableRecordsError(store.one_line(f"{path}: {error}")) from None
-    return audits
-
-
-def _check_schema(plain: dict[str, Any]) -> None:
-    """First of all: another schema's fields are others."""
-    try:
-        schema = decoder(int)(plain.get("schema"))
-    except FieldError as error:
-        raise error.within(".schema") from None
-    if schema != SCHEMA:
-        raise FieldError(
-            f"{schema} is not {SCHEMA}, the one that this tiebreak reads; delete the file and write it anew with"
-            " tiebreak audit --expect FILE --update",
-            ".schema",
-        )
-
-
-def _check(audits: Audits) -> None:
-    """What holds between fields."""
-    for name, often in Counter(audit.id for audit in audits.audits).items():
-        if often > 1:
-            raise FieldError(f"{name} twice", ".audits")
-    for audit in audits.audits:
-        if audit.target not in audits.cards:
-            raise FieldError("missing", f".cards.{audit.target}")
+    return store.load(path, Audits)
 
 
 def write(audits: Audits, path: Path) -> None:
@@ -125,12 +91,12 @@ def write(audits: Audits, path: Path) -> None:
 
 
 def as_json(audits: Audits) -> str:
-    """The content of a file of audits."""
-    return json.dumps(asdict(audits), indent=1, allow_nan=False) + "\n"
+    """Return the content of a file of audits."""
+    return encode(audits, indent=1) + "\n"
 
 
 def differences(expected: Sequence[Audit], compiled: Sequence[Audit]) -> list[str]:
-    """Where audits are not what was expected, a line each: instructions, kernels that one side skipped or lacks."""
+    """List where audits are not what was expected, a line each: instructions, kernels that one side lacks."""
     old, new = ({audit.id: audit for audit in side} for side in (expected, compiled))
     lines = [f"{name}: expected, but not compiled" for name in old if name not in new]
     for name, audit in new.items():
@@ -153,7 +119,7 @@ def _changes(old: Audit, new: Audit) -> list[str]:
 
 
 def kinds(value: str | tuple[str, ...]) -> tuple[str, ...]:
-    """A field as tables and messages show it: its kinds, or that there is none."""
+    """Return a field as tables and messages show it: its kinds, or that there is none."""
     return (value,) if isinstance(value, str) else value or ("none",)
 
 

@@ -1,7 +1,6 @@
 """Audits as tables, one a kernel with a row a target: the same for the verb `audit`, for `show` and for the page."""
 
 from collections.abc import Iterator
-from dataclasses import fields
 
 from tiebreak.reports.audit.record import Audit, Audits, kinds
 from tiebreak.reports.records.order import grouped
@@ -60,7 +59,7 @@ def audit_tables(audits: Audits, width: int | None = None, tablefmt: str = "simp
 
 def as_csv(audits: Audits) -> str:
     """The audits as CSV, a line each; a field of several kinds has them with bars between, one without any is empty."""
-    names = [field.name for field in fields(Audit)]
+    names = list(Audit.__struct_fields__)
     rows = []
     for audit in audits.audits:
         values = {name: getattr(audit, name) for name in names}

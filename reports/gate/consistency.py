@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import (
@@ -42,8 +43,7 @@ def check_described(baseline: Run, run: Run) -> None:
             raise UsageError(f"narrowing: {each.field}: the new run does not say by what it was narrowed, and to what")
     for table in ("measures", "checks", "experiments", "cases", "plans"):
         old, new = getattr(baseline, table), getattr(run, table)
-        # A file of an older schema may name what it does not describe.
-        for name in sorted(name for name in old.keys() & new.keys() if getattr(old[name], "about", name)):
+        for name in sorted(old.keys() & new.keys()):
             for field, before, after in differing(old[name], new[name]):
                 raise UsageError(
                     f"{table}.{name}{field}: {before} in the baseline, {after} in the new run: the limits and"
@@ -59,8 +59,8 @@ def differing(old: Any, new: Any, at: str = "") -> Iterator[tuple[str, Any, Any]
         new: the same, that should be no different.
         at: where both stand.
     """
-    if is_dataclass(old) and is_dataclass(new):
-        names = [each.name for each in fields(old) if each.name not in WORDS]
+    if isinstance(old, Struct) and isinstance(new, Struct):
+        names = [name for name in old.__struct_fields__ if name not in WORDS]
         for name in names:
             yield from differing(getattr(old, name), getattr(new, name, None), f"{at}.{name}")
     elif isinstance(old, Mapping) and isinstance(new, Mapping):

@@ -11,10 +11,12 @@ one that has expired. An entry that expires is what a statement calls a waiver (
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.limits import settings, toml

@@ -51,7 +51,7 @@ def words(runs: Sequence[Run]) -> str:
             parts.append(f'<details id="vocabulary-{name}"><summary>{name}</summary><dl>{items}</dl></details>')
     if not parts:
         return ""
-    note = "<p>Plans, shift rules and outcomes, with the field's own terms: docs/words.md in the suite's folder.</p>"
+    note = "<p>Plans and shift rules: tiebreak list plans. Outcomes, and the field's own terms: docs/words.md.</p>"
     return "\n".join(['<h2 id="vocabulary">Words</h2>', *parts, note])
 
 

@@ -1,203 +1,124 @@
-"""From plain JSON values to data classes, by their annotations; the first value of the wrong kind is named."""
+"""Data in files: classes whose fields are checked as JSON is decoded, and their JSON Schema."""
 
-import sys
-import types
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache
-from types import MappingProxyType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+import json
+import re
+from typing import Annotated, Any, TypeVar
 
-_Decoder = Callable[[Any], Any]
+import msgspec
+from msgspec import Meta
+
+SCHEMA = 7  # of every file that this suite writes; a file of another one is made anew
 
 _LARGEST_INTEGER = 2**63 - 1
-_LARGEST = sys.float_info.max
-_NUMBERS = (int, float)
-_SHOWN = 40  # characters of a wrong value that a message quotes
+Integer = Annotated[int, Meta(ge=-_LARGEST_INTEGER, le=_LARGEST_INTEGER)]
+Count = Annotated[int, Meta(ge=0, le=_LARGEST_INTEGER)]
+Size = Annotated[float, Meta(ge=0)]
+Schema = Annotated[int, Meta(extra_json_schema={"const": SCHEMA})]
+
+_T = TypeVar("_T")
+_KEY = "[...]"  # what msgspec says in the place of an object's key
+
+
+class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """An object in a file; fields at their defaults are left out."""
+
+
+class FileData(Data, frozen=True, omit_defaults=False):
+    """The object that a file is; its class has a field `schema`."""
+
+    def check(self) -> None:
+        """Hold the fields to each other.
+
+        Raises:
+            FieldError: they contradict.
+        """
 
 
 class FieldError(ValueError):
-    """A field that is missing, unknown or of the wrong kind."""
+    """What is wrong with a field, or with the whole where there is no path."""
 
     def __init__(self, problem: str, path: str = "") -> None:
-        super().__init__(f"{path.removeprefix('.') or 'the whole'}: {problem}")
-        self.problem, self.path = problem, path
-
-    def within(self, step: str) -> "FieldError":
-        """The same, seen from one level further out."""
-        return FieldError(self.problem, step + self.path)
+        super().__init__(f"{path.removeprefix('.')}: {problem}" if path else problem)
 
 
-def _wrong(expected: str, value: object) -> FieldError:
-    text = "null" if value is None else repr(value)
-    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-    return FieldError(f"expected {expected}, found {shown}")
+def one_of(names: tuple[str, ...]) -> Meta:
+    """Return what limits a string to some names."""
+    return Meta(pattern=rf"^({'|'.join(names)})(?!\n)$", extra_json_schema={"enum": list(names)})
 
 
-@dataclass(frozen=True, eq=False)
-class ByName:
-    """Annotates a Mapping[str, Any]: what the values of some names are."""
+def decode(content: bytes | str, kind: type[_T]) -> _T:
+    """Return the object that JSON stands for.
 
-    kinds: Mapping[str, Any]
-
-
-@cache
-def decoder(kind: Any) -> _Decoder:
-    """The function that takes a JSON value to `kind`.
-
-    Args:
-        kind: str, bool, int, float (finite), Any (JSON without NaN), an Annotated[str, frozenset of allowed values],
-            Annotated[int or float, least value], Annotated[Mapping, ByName], X | None, a data class | float | None,
-            tuple[X, ...], Mapping[str, X], or a data class with such fields; those that have a default may be missing.
-
-    Returns:
-        A function of the value that raises `FieldError`, with the path of the field, if it is not of that kind.
+    Raises:
+        FieldError: no JSON, or a field is missing, unknown or of the wrong kind.
     """
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind in _LEAVES:
-        return _LEAVES[kind]
-    if is_dataclass(kind):
-        return _of_dataclass(kind)
-    if origin is Annotated:
-        return _limited(*arguments)
-    if origin in (Union, types.UnionType):
-        inner = [argument for argument in arguments if argument is not types.NoneType]
-        return _or_null(decoder(inner[0])) if len(inner) == 1 else _object_or_number(decoder(inner[0]))
-    if origin is tuple:
-        return _of_list(decoder(arguments[0]))
-    if origin is Mapping:
-        return _of_object(decoder(arguments[1]))
-    raise TypeError(f"no JSON value stands for {kind}")
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.ValidationError as error:
+        raise FieldError(*_located(error, content, kind)) from None
+    except (UnicodeError, msgspec.DecodeError) as error:
+        raise FieldError(f"not JSON ({error})" if content.strip() else "empty") from None
+    except RecursionError:
+        raise FieldError("nested too deeply") from None
 
 
-def _limited(kind: Any, limit: Any) -> _Decoder:
-    if isinstance(limit, ByName):
-        return _of_object(_anything, {name: decoder(of_name) for name, of_name in limit.kinds.items()})
-    return _one_of(limit) if kind is str else _at_least(decoder(kind), limit)
+def convert(plain: Any, kind: Any, path: str) -> Any:
+    """Return the object that plain values stand for; an object of its kind as it is.
+
+    Raises:
+        FieldError: a field is missing, unknown or of the wrong kind; the path is where the values stand.
+    """
+    try:
+        return msgspec.convert(plain, kind)
+    except msgspec.ValidationError as error:
+        problem, inner = _located(error, msgspec.json.encode(plain), kind)
+        raise FieldError(problem, path + inner) from None
 
 
-def _leaf(expected: str, fits: Callable[[Any], bool]) -> _Decoder:
-    def decode(value: Any) -> Any:
-        if not fits(value):
-            raise _wrong(expected, value)
-        return value
+def encode(data: Any, indent: int | None = None) -> str:
+    """Return data as JSON, in one line unless it is indented.
 
-    return decode
-
-
-def _finite(value: Any) -> bool:
-    """Neither NaN nor 1e999, which Python's reader takes for infinity."""
-    return type(value) in _NUMBERS and -_LARGEST <= value <= _LARGEST
+    Raises:
+        ValueError: a number is NaN or infinite.
+    """
+    return json.dumps(msgspec.to_builtins(data), indent=indent, allow_nan=False)
 
 
-_number = _leaf("a finite number", _finite)
-_number_or_null = _leaf("a finite number or null", lambda value: value is None or _finite(value))
+def _located(error: msgspec.ValidationError, content: bytes | str, kind: Any) -> tuple[str, str]:
+    """Return the problem and the path that an error names, with the keys of objects, which msgspec leaves out."""
+    problem, separator, path = str(error).rpartition(" - at `$")
+    if not separator:
+        return path, ""
+    path = path.removesuffix("`")
 
+    def raw(text: str) -> msgspec.Raw:
+        return msgspec.Raw(text.encode())
 
-def _anything(value: Any) -> Any:
-    if type(value) is dict:
-        return _of_object(_anything)(value)
-    if type(value) is list:
-        return list(_of_list(_anything)(value))
-    if type(value) in _NUMBERS:
-        return _number(value)
-    return value
-
-
-_LEAVES: dict[Any, _Decoder] = {
-    str: _leaf("a string", lambda value: type(value) is str),
-    bool: _leaf("true or false", lambda value: type(value) is bool),
-    int: _leaf("an integer of 64 bits", lambda value: type(value) is int and abs(value) <= _LARGEST_INTEGER),
-    float: _number,
-    float | None: _number_or_null,
-    Any: _anything,
-}
-
-
-def _one_of(allowed: frozenset[str]) -> _Decoder:
-    return _leaf(f"one of {', '.join(sorted(allowed))}", lambda value: type(value) is str and value in allowed)
-
-
-def _at_least(inner: _Decoder, least: int) -> _Decoder:
-    def decode(value: Any) -> Any:
-        number = inner(value)
-        if number < least:
-            raise _wrong(f"at least {least}", value)
-        return number
-
-    return decode
-
-
-def _or_null(inner: _Decoder) -> _Decoder:
-    def decode(value: Any) -> Any:
-        return None if value is None else inner(value)
-
-    return decode
-
-
-def _object_or_number(of_object: _Decoder) -> _Decoder:
-    def decode(value: Any) -> Any:
-        return of_object(value) if type(value) is dict else _number_or_null(value)
-
-    return decode
-
-
-def _of_list(inner: _Decoder) -> _Decoder:
-    def decode(value: Any) -> tuple[Any, ...]:
-        if type(value) is not list:
-            raise _wrong("a list", value)
-        items: list[Any] = []
+    def fails() -> bool:
         try:
-            for item in value:
-                items.append(inner(item))
-        except FieldError as error:
-            raise error.within(f"[{len(items)}]") from None
-        return tuple(items)
+            msgspec.json.decode(msgspec.json.encode(whole), type=kind)
+        except msgspec.ValidationError as again:
+            return str(again) == str(error)
+        return False
 
-    return decode
-
-
-def _of_object(inner: _Decoder, known: Mapping[str, _Decoder] = MappingProxyType({})) -> _Decoder:
-    def decode(value: Any) -> dict[str, Any]:
-        if type(value) is not dict:
-            raise _wrong("an object", value)
-        values = {}
-        for name, item in value.items():
-            try:
-                values[name] = known.get(name, inner)(item)
-            except FieldError as error:
-                raise error.within(f".{name}") from None
-        return values
-
-    return decode
-
-
-def _of_dataclass(kind: Any) -> _Decoder:
-    hints = get_type_hints(kind, include_extras=True)
-    parts = {field.name: decoder(hints[field.name]) for field in fields(kind)}
-    required = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
-    constants = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
-    made_anew = {field.name: field.default_factory for field in fields(kind) if field.default_factory is not MISSING}
-
-    def decode(value: Any) -> Any:
-        if type(value) is not dict:
-            raise _wrong("an object", value)
-        for name in required:
-            if name not in value:
-                raise FieldError("missing", f".{name}")
-        made: Any = object.__new__(kind)  # the constructor of a frozen class takes as long as all the checks
-        values = vars(made)
-        values.update(constants)
-        for name, item in value.items():
-            if name not in parts:
-                raise FieldError("unknown field", f".{name}")
-            try:
-                values[name] = parts[name](item)
-            except FieldError as error:
-                raise error.within(f".{name}") from None
-        for name, make in made_anew.items():
-            if name not in values:
-                values[name] = make()
-        return made
-
-    return decode
+    try:
+        whole = json.loads(content, parse_float=raw, parse_int=raw) if _KEY in path else None
+    except (ValueError, RecursionError):  # of what comes after the wrong field
+        whole = None
+    at: Any = whole
+    shown = ""
+    while _KEY in path and fails():
+        before, _, path = path.partition(_KEY)
+        for name, place in re.findall(r"\.([^.\[]+)|\[(\d+)\]", before):
+            at = at[name or int(place)]
+        items = list(at.items())
+        while len(items) > 1:  # the first half has the wrong value, or the other
+            half = items[: len(items) // 2]
+            at.clear()
+            at.update(half)
+            items = half if fails() else items[len(half) :]
+        at.clear()
+        at.update(items)
+        key, at = items[0]
+        shown += f"{before}.{key}"
+    return problem, shown + path

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from tiebreak.reports.audit import record as audit
 from tiebreak.reports.audit.record import Audits
 from tiebreak.reports.records import store
+from tiebreak.reports.records.decode import FieldError, decode
 from tiebreak.reports.records.record import Run
 from tiebreak.reports.records.store import UnreadableRecordsError
 from tiebreak.reports.sweeps.store import Sweep, read_sweep
@@ -15,17 +16,23 @@ def read(path: Path) -> Run | Audits | Sweep:
     """Read a file, or a sweep's folder.
 
     Raises:
-        UnreadableRecordsError: as `tiebreak.reports.records.store.read`, `tiebreak.reports.audit.record.read` and
-            `tiebreak.reports.sweeps.store.read_sweep`.
+        UnreadableRecordsError: as `tiebreak.reports.records.store.load` and `tiebreak.reports.sweeps.store.read_sweep`.
     """
     if path.is_dir():
         return read_sweep(path)
-    plain = store.load(path)
-    return audit.decode(plain, path) if store.is_audit(plain) else store.decode(plain, path)
+    content = store.content_of(path)
+    return store.decoded(content, path, Audits) if _has_audits(content) else store.parse(content, path)
+
+
+def _has_audits(content: bytes) -> bool:
+    try:
+        return "audits" in decode(content, dict[str, Any])
+    except FieldError:
+        return False
 
 
 def read_all(paths: Sequence[Path]) -> tuple[dict[Path, Run], dict[Path, Audits], dict[Path, Sweep]]:
-    """The runs, the audits and the sweeps in several files, by file, in the order they come in.
+    """Read the runs, the audits and the sweeps in several files, by file, in the order they come in.
 
     Raises:
         UnreadableRecordsError: as `read`; or two of the files hold the same.

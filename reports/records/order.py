@@ -10,7 +10,7 @@ _Item = TypeVar("_Item")
 
 
 def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
-    """Items by their key, keys in the order of their first items."""
+    """Group items by their key, keys in the order of their first items."""
     groups: dict[_Key, list[_Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -18,9 +18,9 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, 
 
 
 def cases_of(runs: Iterable[Run]) -> dict[str, CaseRecord]:
-    """The cases of several runs in display order: group after group, cases of no group last.
+    """Return the cases of several runs in display order: group after group, cases of no group last.
 
-    A narrowed run describes some of the cases and an old file knows no groups, so the run that describes most decides,
+    A narrowed run describes some of the cases, and not every file says groups, so the run that describes most decides,
     and each case is as the first run describes it that says its group.
     """
     cases: dict[str, CaseRecord] = {}
@@ -34,12 +34,12 @@ def cases_of(runs: Iterable[Run]) -> dict[str, CaseRecord]:
 
 
 def case_places(runs: Iterable[Run]) -> dict[str, int]:
-    """Where each case stands in that order, from 0."""
+    """Return where each case stands in that order, from 0."""
     return {name: place for place, name in enumerate(cases_of(runs))}
 
 
 def kernel_places(runs: Iterable[Run]) -> dict[str, int]:
-    """Where each kernel stands in tables, from 0.
+    """Return where each kernel stands in tables, from 0.
 
     First the users' own, then those that have a name of their own, such as `sdpa_flash`, then the composed ones,
     `rule@plan`, in the order in which the suite has them.

@@ -7,14 +7,23 @@ Numbers that are NaN or infinite are written as null, which no comparison takes 
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from functools import cache, cached_property
 from typing import Annotated, Any
 
-from tiebreak.reports.names import matching
-from tiebreak.reports.records.decode import ByName, decoder
+from msgspec import Meta, structs
 
-SCHEMA = 7  # see tiebreak.reports.records.migrations for what changed
+from tiebreak.reports.names import matching
+from tiebreak.reports.records.decode import (
+    SCHEMA,
+    Count,
+    Data,
+    FieldError,
+    FileData,
+    Integer,
+    Schema,
+    Size,
+    convert,
+    one_of,
+)
 
 HELD, MEASURED, FELL, INCONCLUSIVE, SKIPPED = "held", "measured", "fell", "inconclusive", "skipped"
 NO_TIME = "left out: the budget was spent"  # why a cell was skipped that --budget had no time for
@@ -23,9 +32,8 @@ OUTCOMES = (HELD, MEASURED, FELL, INCONCLUSIVE, CRASHED, TIMED_OUT, SKIPPED)
 PASSING = frozenset({HELD, MEASURED})
 
 RUNS, IN_TIME = "runs", "in_time"  # the checks of every cell: that the kernel ran to its end, and in its time
-CLAIM, PREDICTION = "claim", "prediction"  # the checks about a cell's rounding that files of older schemas have
-WHOLE = "outcome"  # what a file of an older schema says of a cell without saying which check it did not meet
-IMPLIED = frozenset({RUNS, IN_TIME, WHOLE})  # checks that a cell with a result has met, and is not asked
+CLAIM, PREDICTION = "claim", "prediction"  # the checks about a cell's rounding that reports know by name
+IMPLIED = frozenset({RUNS, IN_TIME})  # checks that a cell with a result has met, and is not asked
 
 UNBIASED, UNDECIDED, BIASED, NONFINITE = "unbiased", "inconclusive", "biased", "nonfinite"
 VERDICTS = (UNBIASED, UNDECIDED, BIASED, NONFINITE)  # from the best to the worst
@@ -33,7 +41,6 @@ VERDICTS = (UNBIASED, UNDECIDED, BIASED, NONFINITE)  # from the best to the wors
 # What tables show of a result: the number of the measure that Shown.kind names, or one of these in its place.
 SHRUNK, NO_NUMBER = "shrunk", "none"
 REPLACED = frozenset({NONFINITE, SHRUNK, NO_NUMBER})
-_SPECS = frozenset(f"{sign}.{digits}{style}" for sign in ("", "+") for digits in range(7) for style in "efg")
 
 # Of a kernel that declares no plan: one has its bits; it has random bits of its own and the bias of one; several have
 # its bits and can't be told apart; none has.
@@ -47,51 +54,50 @@ FOLLOWED_BACKWARD = 0.85
 MORE, LESS, FARTHER = "more", "less", "farther"  # which way a measure is worse; farther: from 0
 WORSE = (MORE, LESS, FARTHER)
 
-OutcomeName = Annotated[str, frozenset(OUTCOMES)]
-VerdictName = Annotated[str, frozenset(VERDICTS)]
-Count = Annotated[int, 0]
+Platform = Annotated[Mapping[str, Any], Meta(extra_json_schema={"required": ["cpu", "level"]})]
+Spec = Annotated[str, Meta(pattern=r"^\+?\.[0-6][efg](?!\n)$")]
+OutcomeName = Annotated[str, one_of(OUTCOMES)]
+VerdictName = Annotated[str, one_of(VERDICTS)]
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(Data, frozen=True):
     """A mean with the half width of its confidence interval; None where there is no such number."""
 
-    mean: float | None
-    half_width: Annotated[float, 0] | None
+    mean: float | None  # null: NaN, infinite or not known
+    half_width: Size | None  # of the interval
 
     @classmethod
     def of(cls, mean: float, half_width: float) -> "Estimate":
-        """NaN and Inf become None."""
+        """Make an estimate; NaN and Inf become None."""
         return cls(finite(mean), finite(half_width))
 
 
-@dataclass(frozen=True)
-class FitRecord(Estimate):
+class FitRecord(Estimate, frozen=True):
     """What a known plan has in common with a kernel that declares none: its bias less the plan's, and equal bits."""
 
-    bits: Annotated[float, 0] | None = None  # share of elements of O that agree to the bit; older files don't tell
+    bits: Size | None = None  # share of elements of O that agree to the bit
 
     @classmethod
     def measured(cls, bits: float, mean: float, half_width: float) -> "FitRecord":
-        """NaN and Inf become None."""
+        """Make a fit; NaN and Inf become None."""
         return cls(finite(mean), finite(half_width), finite(bits))
 
 
-Value = Estimate | float | None  # of a measure
+Number = float | Integer
+Value = Estimate | Number | None  # of a measure
 
 
 def finite(number: float) -> float | None:
-    """The number, or None if it is NaN or infinite."""
+    """Return the number, or None if it is NaN or infinite."""
     return number if math.isfinite(number) else None
 
 
 def number_of(value: Value) -> float | None:
-    """The number of a value: of an estimate its mean."""
+    """Return the number of a value: of an estimate its mean."""
     return value.mean if isinstance(value, Estimate) else value
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(Data, frozen=True):
     """What a check was told of a cell."""
 
     met: bool | None  # None: the data do not tell
@@ -100,58 +106,53 @@ class Answer:
     source: str | None = None  # who claims it, of a claim
 
 
-@dataclass(frozen=True)
-class Shown:
+class Shown(Data, frozen=True):
     """What tables show of a result; `tiebreak.reports.tables.marks` puts it in words."""
 
     kind: str  # the measure whose number it is, or what there is in its place: one of REPLACED
     number: float | None = None  # of the measure; of what has shrunk the share of its size that is left
     unit: str = ""  # that stands behind it; empty: the table's legend says it
     verdict: VerdictName | None = None  # on a bias
-    spec: Annotated[str, _SPECS] = "+.2f"  # how the number is written, as Python's format takes it
+    spec: Spec = "+.2f"  # how the number is written, as Python's format takes it
 
     @classmethod
     def of(cls, measure: str, number: float, unit: str = "", verdict: str | None = None, spec: str = "+.2f") -> "Shown":
-        """The number of a measure; where it is NaN or infinite, that."""
+        """Show the number of a measure; where it is NaN or infinite, that."""
         return cls(measure, number, unit, verdict, spec) if math.isfinite(number) else cls(NONFINITE)
 
 
-@dataclass(frozen=True)
-class Explanation:
+class Explanation(Data, frozen=True):
     """Which known plan explains a kernel that declares none; `tiebreak.reports.tables.plans` puts it in words."""
 
-    state: Annotated[str, frozenset(STATES)]
+    state: Annotated[str, one_of(STATES)]  # how far it explains it
     plans: tuple[str, ...]  # those that can't be told apart, the plainest first; where none explains it the nearest
     cells: Count  # that were compared
-    share: Annotated[float, 0] | None = None  # of bits that agree with the first of the plans, mean over the cells
-    worst: Mapping[str, float] = field(default_factory=dict)  # cases, or shapes, that it fails, with the share
+    share: Size | None = None  # of bits that agree with the first of the plans, mean over the cells
+    worst: Mapping[str, float] = {}  # cases, or shapes, that it fails, with the share
 
 
-@dataclass(frozen=True)
-class PlanRecord:
+class PlanRecord(Data, frozen=True):
     """What a plan is that records and explanations name."""
 
     rule: str  # by what a row's shift is chosen
     fix: bool = False  # whether that moves the shift away from a maximum that repeats; else it is the row's maximum
 
 
-@dataclass(frozen=True)
-class MeasureRecord:
+class MeasureRecord(Data, frozen=True):
     """What a measure is, and how the gate holds it."""
 
     about: str  # one line
     unit: str = ""  # ulp; empty: a plain number
-    worse: Annotated[str, frozenset(WORSE)] | None = None  # None: neither way is
-    limit: Annotated[float, 0] | None = None  # how much worse it may get; None: the gate looks at its being there alone
-    margin: Annotated[float, 0] | None = None  # within this of 0 it is none: the verdict is on it; None: there is none
-    share: Annotated[float, 0] = 0.0  # of itself, that it may get worse by; both have to be passed
+    worse: Annotated[str, one_of(WORSE)] | None = None  # None: neither way is
+    limit: Size | None = None  # how much worse it may get; None: the gate looks at its being there alone
+    margin: Size | None = None  # within this of 0 it is none: the verdict is on it; None: there is none
+    share: Size = 0.0  # of itself, that it may get worse by; both have to be passed
     per: str | None = None  # the measure that it is a share of
     portable: bool = False  # whether the gate holds it between platforms too
     column: bool = False  # whether the page's table of all cells has a column of it
 
 
-@dataclass(frozen=True)
-class CheckRecord:
+class CheckRecord(Data, frozen=True):
     """What a check asks."""
 
     about: str  # one line
@@ -159,19 +160,17 @@ class CheckRecord:
     wrong: bool = False  # whether a kernel that does not meet it computes something else than attention, or nothing
 
 
-@dataclass(frozen=True)
-class SeriesFigure:
+class SeriesFigure(Data, frozen=True):
     """How a page draws one series of the evidence of a case's cells: those whose headline is largest and smallest."""
 
     series: str  # its name in the evidence
-    title: str
+    title: str  # of the figure
     note: str  # what to see in it
-    y_label: str
+    y_label: str  # what stands at the vertical axis
     summed: bool = False  # whether readings are added up from step to step
 
 
-@dataclass(frozen=True)
-class CaseRecord:
+class CaseRecord(Data, frozen=True):
     """What a case is."""
 
     about: str  # one line
@@ -180,7 +179,7 @@ class CaseRecord:
     headline: str | None = None  # the measure that tables show
     unclaimed: str | None = None  # why nothing is claimed of the kernels that no claim speaks of
     family: str | None = None  # what varies between cases that belong together
-    at: float | None = None  # where the case stands in its family
+    at: Number | None = None  # where the case stands in its family
     failure: bool = False  # whether it is an input on which rounding is known to fail
     needed: bool = False  # whether a verdict on a kernel of one's own says little without it
     group: str = ""  # what the cases that stand beside it are about; empty: not told
@@ -188,8 +187,7 @@ class CaseRecord:
     figure: SeriesFigure | None = None  # of its readings
 
 
-@dataclass(frozen=True)
-class ExperimentRecord:
+class ExperimentRecord(Data, frozen=True):
     """What a kind of experiment is."""
 
     about: str  # one line
@@ -201,29 +199,26 @@ class ExperimentRecord:
     pooled: bool = False  # whether tables put all seeds of a kernel in one place, kernels down and cases across
 
 
-@dataclass(frozen=True)
-class TraceRecord:
+class TraceRecord(Data, frozen=True):
     """The error of one element of O-bar as its sum over the keys proceeds (paper, equation 5)."""
 
     error: tuple[float | None, ...]  # after each key
     at_one: tuple[Count, ...]  # keys whose P-bar is exactly 1
 
 
-@dataclass(frozen=True)
-class HistogramRecord:
+class HistogramRecord(Data, frozen=True):
     """Signed errors of O in ulps, counted in bins of one width."""
 
     low: float  # lower edge of the first bin
     width: float  # of a bin
-    counts: tuple[Count, ...]
+    counts: tuple[Count, ...]  # of elements, bin by bin
     outside: Count  # elements beyond the bins
 
 
-@dataclass(frozen=True)
-class ChangeRecord:
+class ChangeRecord(Data, frozen=True):
     """A call beside the same one with one thing changed."""
 
-    bits: Annotated[float, 0]  # share of elements of O, or of a gradient, that have other bits
+    bits: Size  # share of elements of O, or of a gradient, that have other bits
     difference: Estimate  # signed mean of the changed one less the plain one, in ulps
     before: Estimate  # bias of the plain one
     after: Estimate  # bias of the changed one
@@ -232,97 +227,96 @@ class ChangeRecord:
     growth: float | None = None  # mean squared error of one over the other's, where rounding does not explain it
 
 
-@dataclass(frozen=True)
-class SeriesRecord:
+class SeriesRecord(Data, frozen=True):
     """Readings over the steps of a training run."""
 
     steps: tuple[Count, ...]  # at which monitors were read
     values: Mapping[str, tuple[float | None, ...]]  # by name, one number a reading
 
 
-@dataclass(frozen=True)
-class RuleReading:
+class RuleReading(Data, frozen=True):
     """One number that an acceptance rule looks at."""
 
     number: float | None  # None: NaN or infinite, which passes no rule
     limit: float | None  # that it may reach
 
 
-@dataclass(frozen=True)
-class RuleAnswer:
+class RuleAnswer(Data, frozen=True):
     """What an acceptance rule of another project says of a cell."""
 
     passed: bool | None  # None: it lacks what it needs
-    readings: Mapping[str, RuleReading] = field(default_factory=dict)  # by what it reads
+    readings: Mapping[str, RuleReading] = {}  # by what it reads
     needs: str = ""  # what it lacks
 
 
 IDENTITY = "identity"  # evidence: what a search for a kernel's plan came to
 
 # Evidence that something here draws or reads; of any other kind a record carries what JSON has.
-EVIDENCE = ByName(
-    {
-        "trace": TraceRecord,
-        "histogram": HistogramRecord,
-        "series": SeriesRecord,
-        "fits": Mapping[str, FitRecord],  # of a kernel that declares nothing, by known plan
-        IDENTITY: Explanation,  # of a kernel that declares nothing: what the search for its plan came to
-        "changes": Mapping[str, ChangeRecord],  # of a call compared with itself, by what was changed and put in
-        "slips": Mapping[str, float],  # of a wrong kernel: mistakes that explain its O, and their share of bits
-        "controls": Mapping[str, float],  # what had to change O there, and the share of its elements that it did
-        "backward": Mapping[str, Mapping[str, float]],  # of a user's kernel, by backward pass: bits of dq, dk and dv
-        "rules": Mapping[str, RuleAnswer],  # acceptance rules in public use, by name, with --rules
-        "paper": str,  # what the paper says of training with the kernel: stable, fails
-    }
-)
+EVIDENCE: Mapping[str, Any] = {
+    "trace": TraceRecord,
+    "histogram": HistogramRecord,
+    "series": SeriesRecord,
+    "fits": Mapping[str, FitRecord],  # of a kernel that declares nothing, by known plan
+    IDENTITY: Explanation,  # of a kernel that declares nothing: what the search for its plan came to
+    "changes": Mapping[str, ChangeRecord],  # of a call compared with itself, by what was changed and put in
+    "slips": Mapping[str, float],  # of a wrong kernel: mistakes that explain its O, and their share of bits
+    "controls": Mapping[str, float],  # what had to change O there, and the share of its elements that it did
+    "backward": Mapping[str, Mapping[str, float]],  # of a user's kernel, by backward pass: bits of dq, dk and dv
+    "rules": Mapping[str, RuleAnswer],  # acceptance rules in public use, by name, with --rules
+    "paper": str,  # what the paper says of training with the kernel: stable, fails
+}
 DRAWN = frozenset({"trace", "histogram", "series"})  # evidence that is there to be drawn alone
 
 
 def record_id(backend: str, kernel: str, case: str, fmt: str) -> str:
-    """The name of a cell, and of its record: `backend-kernel-case-format`, as pytest shows it."""
+    """Return the name of a cell, and of its record: `backend-kernel-case-format`, as pytest shows it."""
     return f"{backend}-{kernel}-{case}-{fmt}"
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(Data, frozen=True):
     """The result of one cell: backend x kernel x case x format."""
 
     id: str  # as of record_id
-    backend: str
-    kernel: str
-    case: str
-    case_version: Count
-    format: str
-    seed: Count
+    backend: str  # where it ran
+    kernel: str  # what was run
+    case: str  # on what input
+    case_version: Count  # another one has other inputs or claims
+    format: str  # of q, k, v and O
+    seed: Count  # of the inputs
     heads: Count  # drawn in all
     experiment: str  # the kind of experiment that the case is
-    outcome: OutcomeName
+    outcome: OutcomeName  # what became of it
     command: str  # reruns this one cell
     plan: str | None = None  # rule@plan the kernel declares
     verdict: VerdictName | None = None  # on the bias
     tied: bool | None = None  # of a bias: whether it is there since O itself ties; None: not looked at
     in_training: VerdictName | None = None  # whether gradients, or a training run, contain a bias; None: not measured
     shown: Shown | None = None  # what tables show; None: there is no result
-    measures: Mapping[str, Value] = field(default_factory=dict)
-    answers: Mapping[str, Answer] = field(default_factory=dict)  # by the name of the check
+    measures: Mapping[str, Value] = {}  # by name; null: NaN or infinite, which passes nothing
+    answers: Mapping[str, Answer] = {}  # by the name of the check
     excused: str | None = None  # the reason why what fell does not fail the run
     skipped: str | None = None  # why it was skipped
     digest: str | None = None  # of the bits of the first batch's O; of a training run, of its losses
-    evidence: Annotated[Mapping[str, Any], EVIDENCE] = field(default_factory=dict)
+    evidence: Mapping[str, Any] = {}  # to look at; of a name that is not in EVIDENCE what JSON has
+
+    def __post_init__(self) -> None:
+        for name in EVIDENCE.keys() & self.evidence.keys():
+            known = convert(self.evidence[name], EVIDENCE[name], f"evidence.{name}")
+            structs.force_setattr(self, "evidence", {**self.evidence, name: known})
 
     @property
     def passes(self) -> bool:
-        """Whether it does not fail a run: a skip is no pass, and fails none."""
+        """Tell whether it passes, or is excused; a skip is no pass."""
         return self.outcome in PASSING or self.excused is not None
 
     @property
     def fails(self) -> bool:
-        """Whether it makes a run fall: neither a pass, nor excused, nor skipped."""
+        """Tell whether it makes a run fall: neither a pass, nor excused, nor skipped."""
         return not self.passes and self.outcome != SKIPPED
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it did not hold, or was not run."""
+        """Return why it did not hold, or was not run."""
         if self.skipped is not None:
             return (self.skipped,)
         fell = tuple(answer.why for answer in self.answers.values() if answer.met is False)
@@ -330,62 +324,21 @@ class Record:
 
     @property
     def shrank(self) -> bool:
-        """Whether the output has lost its size, so that a bias in ulps would tell nothing."""
+        """Tell whether the output has lost its size, so that a bias in ulps would mean nothing."""
         return self.shown is not None and self.shown.kind == SHRUNK
 
     def number(self, name: str) -> float | None:
-        """The number of a measure; None where there is none."""
+        """Return the number of a measure; None where there is none."""
         return number_of(self.measures.get(name))
 
     def met(self, check: str) -> bool | None:
-        """Whether a check was asked and met; None: not asked, or the data do not tell."""
+        """Tell whether a check was met; None: not asked, or the data do not tell."""
         answer = self.answers.get(check)
         return None if answer is None else answer.met
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values that JSON has (tuples are written as lists), without fields that say nothing."""
-        return dict(self._as_dict)
-
-    @cached_property
-    def _as_dict(self) -> dict[str, Any]:
-        return _plain(self)
-
-
-@cache
-def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
-    """A data class' fields, and what each has unless something is said."""
-    return tuple(
-        (each.name, each.default_factory() if each.default_factory is not MISSING else each.default)
-        for each in fields(kind)
-    )
-
-
-def _plain(value: Any) -> dict[str, Any]:
-    """A data class' fields, those at their defaults left out, here and within."""
-    parts = ((name, getattr(value, name), default) for name, default in _defaults(value.__class__))
-    return {name: _within(part) for name, part, default in parts if part != default}
-
-
-def _within(part: Any) -> Any:
-    if part is None or isinstance(part, (str, float, int)):
-        return part
-    if isinstance(part, Mapping):
-        return {name: _within(value) for name, value in part.items()}
-    return _plain(part) if hasattr(part, "__dataclass_fields__") else part
-
-
-def from_dict(plain: Mapping[str, Any]) -> Record:
-    """The record that `as_dict` wrote, after its way through JSON.
-
-    Raises:
-        tiebreak.reports.records.decode.FieldError: a field is missing, unknown or of the wrong kind.
-    """
-    record: Record = decoder(Record)(plain)
-    return record
-
 
 def outcome_of(answers: Mapping[str, Answer], judging: Collection[str]) -> str:
-    """What became of a cell that was not skipped.
+    """Return the outcome of a cell that was not skipped.
 
     Args:
         answers: to all checks that were asked of it.
@@ -408,7 +361,7 @@ def outcome_of(answers: Mapping[str, Answer], judging: Collection[str]) -> str:
 
 
 def verdict_of(record: "Record", measures: Mapping[str, MeasureRecord]) -> str | None:
-    """The verdict that a record's own interval comes to; see `tiebreak.cases.verdicts.judge`.
+    """Return the verdict that a record's own interval comes to; see `tiebreak.cases.verdicts.judge`.
 
     Args:
         record: of a cell with a result.
@@ -430,79 +383,85 @@ def verdict_of(record: "Record", measures: Mapping[str, MeasureRecord]) -> str |
     return None
 
 
-NARROWED = frozenset({"id", "backend", "kernel", "case", "format", "experiment"})  # fields that options narrow a run by
+NARROWED = ("id", "backend", "kernel", "case", "format", "experiment")  # fields that options narrow a run by
 
 
-@dataclass(frozen=True)
-class Narrowing:
+class Narrowing(Data, frozen=True):
     """What the command line left out of a run: cells of which a field has none of these names."""
 
     given: tuple[str, ...]  # the options that did, with their values
-    field: Annotated[str, NARROWED]  # of a record
+    field: Annotated[str, one_of(NARROWED)]  # of a record
     names: tuple[str, ...]  # left in; globs are allowed
 
     def leaves_in(self, record: Record) -> bool:
-        """Whether a record is of a cell that was asked for."""
+        """Tell whether a record is of a cell that was asked for."""
         value: str = getattr(record, self.field)
         return value in self.names or any(matching(name, [value]) for name in self.names)
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(FileData, frozen=True):
     """All records of one run, with what is needed to run it again."""
 
-    platform: Mapping[str, Any]  # tiebreak.backends.platform
+    platform: Platform  # tiebreak.backends.platform
     options: Mapping[str, Any]  # of the command line
-    records: tuple[Record, ...]
-    measures: Mapping[str, MeasureRecord] = field(default_factory=dict)  # those that the records have
-    checks: Mapping[str, CheckRecord] = field(default_factory=dict)  # those that were asked
-    cases: Mapping[str, CaseRecord] = field(default_factory=dict)  # those that were run
-    experiments: Mapping[str, ExperimentRecord] = field(default_factory=dict)  # kinds of them
+    records: tuple[Record, ...]  # one a cell
+    measures: Mapping[str, MeasureRecord] = {}  # those that the records have
+    checks: Mapping[str, CheckRecord] = {}  # those that were asked
+    cases: Mapping[str, CaseRecord] = {}  # those that were run
+    experiments: Mapping[str, ExperimentRecord] = {}  # kinds of them
     narrowing: tuple[Narrowing, ...] = ()  # by its options; a cell that all of them leave in was asked for
-    unavailable: Mapping[str, str] = field(default_factory=dict)  # backends that could not run, and why
-    seconds: Mapping[str, float] = field(default_factory=dict)  # by cell; this and `run` alone don't repeat to the bit
-    explanations: Mapping[str, Explanation] = field(default_factory=dict)  # of undeclared kernels, by backend-kernel
-    plans: Mapping[str, PlanRecord] = field(default_factory=dict)  # that records declare, or explanations name
+    unavailable: Mapping[str, str] = {}  # backends that could not run, and why
+    seconds: Mapping[str, float] = {}  # by cell; this and `run` alone don't repeat to the bit
+    explanations: Mapping[str, Explanation] = {}  # of undeclared kernels, by backend-kernel
+    plans: Mapping[str, PlanRecord] = {}  # that records declare, or explanations name
     not_run: tuple[str, ...] = ()  # cells that were asked for and never came to their turn: the run was interrupted
     running: tuple[str, ...] = ()  # cells that were in the middle of it then
     complete: bool = True  # False: the run was interrupted
-    schema: int = SCHEMA
+    schema: Schema = SCHEMA  # version of this layout
     run: str | None = None  # tells this run from every other; None in a baseline
 
     def backend_text(self, backend: str) -> str:
-        """A backend's name, with what was assumed of a device that was not there."""
+        """Return a backend's name, with what was assumed of a device that was not there."""
         assumed = self.platform.get("assumed", {})
         return f"{backend} {assumed[backend]}" if backend in assumed else backend
 
     def headline(self, record: Record) -> float | None:
-        """The number of the measure that a record's kind of experiment is known by; None where there is none."""
+        """Return the number that a record's kind of experiment is known by; None where there is none."""
         kind = self.experiments.get(record.experiment)
         return None if kind is None or kind.headline is None else record.number(kind.headline)
 
     @property
     def own(self) -> bool:
-        """Whether a kernel of one's own was run."""
+        """Tell whether a user's own kernel was run."""
         return bool(self.options.get("kernel"))
 
     @property
     def pooled(self) -> frozenset[str]:
-        """Kinds of experiment of which tables put all seeds of a kernel in one place."""
+        """Return the kinds of experiment of which tables put all seeds of a kernel in one place."""
         return frozenset(name for name, kind in self.experiments.items() if kind.pooled)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values that JSON has, records in order of their ids."""
-        described = ("explanations", "plans", "measures", "checks", "cases", "experiments")
-        return {
-            "schema": self.schema,
-            "run": self.run,
-            "complete": self.complete,
-            "platform": dict(self.platform),
-            "options": dict(self.options),
-            "narrowing": [_plain(each) for each in self.narrowing],
-            "unavailable": dict(self.unavailable),
-            "not_run": list(self.not_run),
-            "running": list(self.running),
-            **{name: {each: _plain(about) for each, about in getattr(self, name).items()} for name in described},
-            "records": [record.as_dict() for record in sorted(self.records, key=lambda record: record.id)],
-            "seconds": {name: self.seconds[name] for name in sorted(self.seconds)},
-        }
+    def check(self) -> None:
+        """Hold records to each other, and to what the file describes: tables, CSV, gate and page go by that.
+
+        Raises:
+            FieldError: a second record of one cell, something that the file does not describe, a platform without name.
+        """
+        for name in ("cpu", "level"):
+            convert(self.platform.get(name), str, f"platform.{name}")
+        probed = Mapping[str, Mapping[str, str | Number]]
+        convert(self.platform.get("fingerprint", {}), probed, "platform.fingerprint")
+        seen: set[str] = set()
+        for number, record in enumerate(self.records):
+            if record.id in seen:
+                raise FieldError(f"a second record of {record.id}", f"records[{number}].id")
+            seen.add(record.id)
+            used = {
+                "measures": record.measures,
+                "checks": record.answers,
+                "cases": (record.case,),
+                "experiments": (record.experiment,),
+            }
+            for table, names in used.items():
+                for name in names:
+                    if name not in getattr(self, table):
+                        raise FieldError(f"{name}: not described in {table}", f"records[{number}]")

@@ -2,7 +2,8 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import matching, none_named, split, unknown
@@ -13,20 +14,20 @@ FILTERS = {"backend": "backend", "kernels": "kernel", "cases": "case"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The filters of `show` and `compare`."""
+    """Add the filters of `show` and `compare`."""
     for flag, field in FILTERS.items():
         parser.add_argument(f"--{flag}", metavar="NAMES", help=f"{field}s to show; a comma list, globs allowed")
 
 
 def add_match(parser: argparse.ArgumentParser) -> None:
-    """What `compare` and `page` take cells of two files for the same by; see `tiebreak.reports.tables.comparison`."""
+    """Add how `compare` and `page` match cells of two files; see `tiebreak.reports.tables.comparison`."""
     parser.add_argument(
         "--match", choices=("kernel",), help="one kernel of each file stands beside the others', as old and new"
     )
 
 
 def narrowed(runs: Sequence[Run], options: argparse.Namespace, only: str | None = None) -> list[Run]:
-    """The runs, each with those records alone that the filters select; `only` is an outcome.
+    """Return the runs, each with those records alone that the filters select; `only` is an outcome.
 
     Raises:
         UsageError: a name fits no record of any run.
@@ -41,7 +42,7 @@ def narrowed(runs: Sequence[Run], options: argparse.Namespace, only: str | None 
 
 
 def pick(flag: str, kind: str, names: str, known: Sequence[str], listed: str | None = None) -> set[str]:
-    """The known names that a comma list of names and globs selects.
+    """Return the known names that a comma list of names and globs selects.
 
     Args:
         flag: of the command line.

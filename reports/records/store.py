@@ -1,24 +1,33 @@
-"""Files of records: written whole or not at all; read whole or refused in one line."""
+"""Files of records and of other data: written whole or not at all; read whole or refused in one line."""
 
 import gzip
 import io
-import json
 import os
-import re
 import stat
 import tempfile
 import uuid
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
-from tiebreak.reports.records.decode import FieldError, decoder
-from tiebreak.reports.records.migrations import upgrade
-from tiebreak.reports.records.record import SCHEMA, Record, Run
+import msgspec
+
+from tiebreak.reports.records.decode import SCHEMA, Data, FieldError, FileData, decode, encode
+from tiebreak.reports.records.record import Run
 
 _GZIP = b"\x1f\x8b"  # what a file begins with that gzip has compressed
 MAX_BYTES = 128 * 2**20  # 5,000 cells take about 8 MiB: what is larger is no file of records
+# What a file that another command reads has, and which.
+_OTHERS = {
+    "records": "records of a run: tiebreak show, page, compare and gate take them",
+    "audits": "an audit of compiled kernels: tiebreak show, page and audit --expect take it",
+}
+# In the order in which a file of records has its parts; the long ones last.
+_PARTS = ("schema", "run", "complete", "platform", "options", "narrowing", "unavailable", "not_run", "running",
+          "explanations", "plans", "measures", "checks", "cases", "experiments", "records", "seconds")  # fmt: skip
+
+_D = TypeVar("_D", bound=Data)
 
 
 class UnreadableRecordsError(Exception):
@@ -49,22 +58,20 @@ def write(run: Run, path: Path) -> None:
 
 
 def as_text(run: Run) -> str:
-    """The content of a file of records."""
-    plain = run.as_dict()
-    return "{\n" + ",\n".join(f"{_compact(name)}: {_lines(part)}" for name, part in plain.items()) + "\n}\n"
+    """Return the content of a file of records, records in the order of their ids."""
+    plain = msgspec.to_builtins(run)
+    plain["records"] = sorted(plain["records"], key=lambda record: record["id"])
+    plain["seconds"] = dict(sorted(plain["seconds"].items()))
+    return "{\n" + ",\n".join(f"{encode(name)}: {_lines(plain[name])}" for name in _PARTS) + "\n}\n"
 
 
 def _lines(part: Any) -> str:
-    """A list or an object of objects with an entry a line, all else in one."""
-    if isinstance(part, list) and part and isinstance(part[0], dict):
-        return "[\n" + ",\n".join(map(_compact, part)) + "\n]"
+    """Return JSON of a list or an object of objects with an entry a line, of all else in one."""
+    if isinstance(part, list | tuple) and part and isinstance(part[0], dict):
+        return "[\n" + ",\n".join(map(encode, part)) + "\n]"
     if isinstance(part, dict) and part and all(isinstance(value, dict) for value in part.values()):
-        return "{\n" + ",\n".join(f"{_compact(name)}: {_compact(value)}" for name, value in part.items()) + "\n}"
-    return _compact(part)
-
-
-def _compact(part: Any) -> str:
-    return json.dumps(part, allow_nan=False)
+        return "{\n" + ",\n".join(f"{encode(name)}: {encode(value)}" for name, value in part.items()) + "\n}"
+    return encode(part)
 
 
 def write_text(text: str, path: Path) -> None:
@@ -84,22 +91,21 @@ def write_text(text: str, path: Path) -> None:
 
 
 def read(path: Path) -> Run:
-    """Read a run, of this schema or an older one.
+    """Read a run.
 
     Raises:
-        UnreadableRecordsError: no regular file, too large, no JSON, a newer schema, a field that is missing, unknown or
-            of the wrong kind, two records of one cell, something in a record that the file does not describe.
+        UnreadableRecordsError: as `load`.
     """
-    return parse(content_of(path), path)
+    return load(path, Run)
 
 
-def load(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of records or of audits.
+def load(path: Path, kind: type[_D]) -> _D:
+    """Read a file of a kind of data.
 
     Raises:
-        UnreadableRecordsError: no regular file, too large, no JSON, no object.
+        UnreadableRecordsError: no regular file, too large, or as `decoded`.
     """
-    return _object(content_of(path), path)
+    return decoded(content_of(path), path, kind)
 
 
 def read_all(paths: Sequence[Path]) -> list[Run]:
@@ -128,14 +134,14 @@ def refuse_repeated(run: Run, path: Path, earlier: Iterable[tuple[Path, Run]]) -
 
 
 def _same(run: Run, other: Run) -> bool:
-    """Whether two files hold one run. Without the names that tell runs apart, the times of the cells do."""
+    """Tell whether two files hold one run; without names that tell runs apart, the times of the cells do."""
     if run.run is not None or other.run is not None:
         return run.run == other.run
     return run == other
 
 
 def content_of(path: Path) -> bytes:
-    """The bytes of a file.
+    """Return the bytes of a file, unpacked if gzip has compressed it.
 
     Raises:
         UnreadableRecordsError: no regular file, too large.
@@ -161,109 +167,43 @@ def content_of(path: Path) -> bytes:
 
 
 def parse(content: bytes, path: Path) -> Run:
-    """The run in the content of a file; see `read`. The path is for messages."""
-    return decode(_object(content, path), path)
+    """Return the run in the content of a file; see `decoded`."""
+    return decoded(content, path, Run)
 
 
-def is_audit(plain: dict[str, Any]) -> bool:
-    """Whether an object is a file of audits (`tiebreak.reports.audit.record`), to go by what it has."""
-    return "audits" in plain and "records" not in plain
+def decoded(content: bytes, path: Path, kind: type[_D]) -> _D:
+    """Return the data in the content of a file; the path is for messages.
 
-
-def decode(plain: dict[str, Any], path: Path) -> Run:
-    """The run in the object of a file, which is brought up to date in place; see `read`. The path is for messages."""
-    if is_audit(plain):
-        raise UnreadableRecordsError(
-            f"{path}: an audit of compiled kernels, no records: tiebreak show, page and audit --expect take it"
-        )
-    schema = plain.get("schema")
-    if type(schema) is not int or schema < 1:
-        raise UnreadableRecordsError(f"{path}: schema: expected a version from 1 to {SCHEMA}: not a file of records?")
-    if schema > SCHEMA:
-        raise UnreadableRecordsError(
-            f"{path}: schema: {schema} is newer than {SCHEMA}, the newest that this tiebreak reads; update tiebreak"
-        )
+    Raises:
+        UnreadableRecordsError: no JSON, of another schema, a field that is missing, unknown or of the wrong kind, or
+            fields that contradict each other.
+    """
     try:
-        upgrade(plain, schema)
-        run: Run = decoder(Run)(plain)
+        parts = decode(content, dict[str, msgspec.Raw])
+        if "schema" in kind.__struct_fields__:
+            _check_schema(parts, kind)
+        data = decode(content, kind)
+        if isinstance(data, FileData):
+            data.check()
     except FieldError as error:
         raise UnreadableRecordsError(one_line(f"{path}: {error}")) from None
-    except RecursionError:
-        raise UnreadableRecordsError(f"{path}: nested too deeply") from None
-    _check(run, path)
-    return run
+    return data
 
 
-def _object(content: bytes, path: Path) -> dict[str, Any]:
-    plain = _json(content, path)
-    if not isinstance(plain, dict):
-        raise UnreadableRecordsError(f"{path}: the whole: expected an object")
-    return plain
-
-
-def _json(content: bytes, path: Path) -> Any:
-    if not content.strip():
-        raise UnreadableRecordsError(f"{path}: empty")
-    try:
-        text = content.decode("utf-8")
-        plain = json.loads(text, parse_constant=_refuse_constant)
-        if re.search(r"\\ud[89a-f]", text, re.IGNORECASE):
-            json.dumps(plain, ensure_ascii=False).encode("utf-8")
-    except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise UnreadableRecordsError(one_line(f"{path}: not UTF-8 ({error.reason})")) from None
-    except ValueError as error:
-        raise UnreadableRecordsError(one_line(f"{path}: not JSON ({error})")) from None
-    except RecursionError:
-        raise UnreadableRecordsError(f"{path}: nested too deeply") from None
-    return plain
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number in JSON; a number that is missing is null")
-
-
-def _check(run: Run, path: Path) -> None:
-    """What holds between fields."""
-    for name in ("cpu", "level"):
-        if not isinstance(run.platform.get(name), str):
-            raise UnreadableRecordsError(f"{path}: platform.{name}: expected a string")
-    _check_fingerprint(run.platform.get("fingerprint", {}), f"{path}: platform.fingerprint")
-    seen: set[str] = set()
-    for number, record in enumerate(run.records):
-        if record.id in seen:
-            raise UnreadableRecordsError(one_line(f"{path}: records[{number}].id: a second record of {record.id}"))
-        seen.add(record.id)
-        _check_described(run, record, f"{path}: records[{number}]")
-
-
-def _check_fingerprint(fingerprint: Any, where: str) -> None:
-    try:
-        probed: Mapping[str, Mapping[str, Any]] = decoder(Mapping[str, Mapping[str, Any]])(fingerprint)
-    except FieldError as error:
-        raise UnreadableRecordsError(one_line(f"{where}{error.path}: {error.problem}")) from None
-    for backend, values in probed.items():
-        for name, value in values.items():
-            if type(value) not in (str, int, float):
-                raise UnreadableRecordsError(one_line(f"{where}.{backend}.{name}: expected a string or a number"))
-
-
-def _check_described(run: Run, record: Record, where: str) -> None:
-    """What a record has is described: tables, CSV, gate and page go by the descriptions."""
-    used = {
-        "measures": record.measures,
-        "checks": record.answers,
-        "cases": (record.case,),
-        "experiments": (record.experiment,),
-    }
-    for table, names in used.items():
-        described = getattr(run, table)
-        for name in names:
-            if name not in described:
-                raise UnreadableRecordsError(one_line(f"{where}: {name}: not described in {table}"))
+def _check_schema(parts: dict[str, msgspec.Raw], kind: type[Data]) -> None:
+    """Refuse a file that another command reads, or of another schema, by its top level alone."""
+    for name, other in _OTHERS.items():
+        if name in parts and name not in kind.__struct_fields__:
+            raise FieldError(other)
+    found = bytes(parts.get("schema", b"missing")).decode(errors="replace")
+    if found != str(SCHEMA):
+        newer = found.isdecimal() and int(found[:20]) > SCHEMA
+        cure = "update tiebreak" if newer else "make the file anew, or read it with the tiebreak that made it"
+        raise FieldError(f"{found:.20} is not {SCHEMA}, the one that this tiebreak reads: {cure}", "schema")
 
 
 def one_line(text: str) -> str:
-    """Control characters, which a file may carry in its names, spelled out."""
+    """Return a text with its control characters, which a file may have in names, spelled out."""
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

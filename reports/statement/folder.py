@@ -7,16 +7,17 @@ that follows from them (docs/ci.md). The model is Khronos' submission package: l
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from tiebreak.reports.gate.expected import Excuses, Expected
 from tiebreak.reports.records import store
-from tiebreak.reports.records.decode import FieldError, decoder
+from tiebreak.reports.records.decode import SCHEMA, Data, FileData, Schema, encode
 from tiebreak.reports.records.record import Record, Run
 
-SCHEMA = 3  # of statement.json: statement.schema.json, beside this file
 FILE = "statement.json"
 SUMMARIES = ("summary.md", "summary.html")
 
@@ -43,50 +44,41 @@ class Profile:
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class StatedFile:
+class StatedFile(Data, frozen=True, omit_defaults=False):
     """A copy of a file of records."""
 
     name: str  # in the folder
     sha256: str  # of its bytes
 
 
-@dataclass(frozen=True)
-class Waiver:
+class Waiver(Data, frozen=True, omit_defaults=False):
     """An expected failure with a last day, as in `tiebreak.reports.gate.expected`."""
 
     cells: str  # pattern of ids
     check: str  # that they do not meet
-    reason: str
-    expires: str  # the last day, as 2027-06-30
+    reason: str  # why that is accepted
+    expires: date  # the last day
 
     @property
     def entry(self) -> Expected:
-        """As what excuses records.
-
-        Raises:
-            ValueError: the last day is none.
-        """
-        return Expected(
-            self.cells, self.check, self.reason, f"{FILE}: waiver {self.cells}", date.fromisoformat(self.expires)
-        )
+        """As what excuses records."""
+        return Expected(self.cells, self.check, self.reason, f"{FILE}: waiver {self.cells}", self.expires)
 
 
-@dataclass(frozen=True)
-class Statement:
+class Statement(FileData, frozen=True):
     """What `statement.json` has."""
 
-    schema: int  # version of this layout
+    schema: Schema  # version of this layout
     profile: str  # its name
     profile_hash: str  # of the list of its cells
-    files: tuple[StatedFile, ...]
-    waivers: tuple[Waiver, ...]
+    files: tuple[StatedFile, ...]  # copies of the files of records
+    waivers: tuple[Waiver, ...]  # what excuses cells
 
 
 def waiver(entry: Expected) -> Waiver:
     """An entry that expires, as a statement has it."""
     assert entry.expires is not None
-    return Waiver(entry.cells, entry.check, entry.reason, entry.expires.isoformat())
+    return Waiver(entry.cells, entry.check, entry.reason, entry.expires)
 
 
 def digest(content: bytes) -> str:
@@ -101,11 +93,7 @@ def of_files(contents: Mapping[str, bytes], profile: Profile, waivers: Sequence[
 
 
 def waived(runs: Iterable[Run], waivers: Sequence[Waiver]) -> list[Record]:
-    """All records; excused by the waivers alone, whatever excused them in their runs.
-
-    Raises:
-        ValueError: a waiver's last day is none.
-    """
+    """All records; excused by the waivers alone, whatever excused them in their runs."""
     excuses = Excuses([waiver.entry for waiver in waivers])
     return [excuses.excuse(replace(record, excused=None)) for run in runs for record in run.records]
 
@@ -117,31 +105,13 @@ def is_users(record: Record) -> bool:
 
 def as_text(statement: Statement) -> str:
     """The content of `statement.json`."""
-    return json.dumps(asdict(statement), indent=1, allow_nan=False) + "\n"
+    return encode(statement, indent=1) + "\n"
 
 
 def read(folder: Path) -> Statement:
     """Read a statement's file.
 
     Raises:
-        UnreadableRecordsError: no readable file, no JSON, a statement of another version, a field that is missing,
-            unknown or of the wrong kind.
+        UnreadableRecordsError: as `tiebreak.reports.records.store.load`.
     """
-    path = folder / FILE
-    plain = store.load(path)
-    try:
-        if plain.get("schema") != SCHEMA:
-            raise FieldError(f"{plain.get('schema')!r} is not {SCHEMA}, which this tiebreak verifies", ".schema")
-        statement: Statement = decoder(Statement)(plain)
-        for number, waiver in enumerate(statement.waivers):
-            _check_day(waiver.expires, f".waivers[{number}].expires")
-    except FieldError as error:
-        raise store.UnreadableRecordsError(store.one_line(f"{path}: {error}")) from None
-    return statement
-
-
-def _check_day(text: str, field: str) -> None:
-    try:
-        date.fromisoformat(text)
-    except ValueError:
-        raise FieldError(f"expected a day such as 2027-06-30, found {text!r}", field) from None
+    return store.load(folder / FILE, Statement)

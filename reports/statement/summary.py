@@ -89,7 +89,7 @@ def _parts(statement: Statement, runs: Sequence[Run], profile: Profile) -> Itera
     yield _listed("Fell, without a waiver", ("cell", "why"), [_cell(record) for record in records if record.fails])
     covered = [(record.id, record.excused) for record in records if record.excused is not None]
     yield _listed("Waived", ("cell", "reason"), covered)
-    rows = [(waiver.cells, waiver.check, waiver.reason, waiver.expires) for waiver in statement.waivers]
+    rows = [(waiver.cells, waiver.check, waiver.reason, str(waiver.expires)) for waiver in statement.waivers]
     yield _Part("Waivers", "" if rows else "None.", ("cells", "check", "reason", "last day"), _clean(rows))
     yield _Part(
         "Biased or NaN",

@@ -1,33 +1,33 @@
 """The store of a sweep: a folder with what all its runs share, and a file for each run that is done."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta, structs
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
-from tiebreak.reports.records.decode import FieldError, decoder
+from tiebreak.reports.records.decode import Data, FileData, Integer, Schema, encode
 from tiebreak.reports.records.store import UnreadableRecordsError
 
-SCHEMA = 1
 SETTINGS = "settings.json"
 RUNS = "runs"
 _SHORT = 60  # characters of a value that a message quotes
 
+_D = TypeVar("_D", bound=Data)
 
-@dataclass(frozen=True, order=True)
-class Place:
+
+class Place(Data, frozen=True, order=True, omit_defaults=False):
     """Where a run stands in its sweep."""
 
     format: str  # of the masked products
     rate: float  # learning rate, the highest of its schedule
     kernel: str  # of attention
     stabiliser: str  # the one switch that is on
-    seed: int  # of weights, batches and noise
+    seed: Integer  # of weights, batches and noise
 
     @property
     def text(self) -> str:
@@ -41,18 +41,17 @@ class Place:
         return re.sub(r"[^\w.,@+=-]", "_", named) + ".json"
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(FileData, frozen=True):
     """What a sweep is: the recipe of all runs, and what varies between them."""
 
-    schema: int  # version of this layout
+    schema: Schema  # version of this layout
     recipe: Mapping[str, Any]  # what all runs share, by name
     diverged: str  # when a run counts as diverged, in words
-    seeds: Annotated[int, 1]  # from 1
-    rates: tuple[float, ...]
-    formats: tuple[str, ...]
-    kernels: tuple[str, ...]
-    stabilisers: tuple[str, ...]
+    seeds: Annotated[int, Meta(ge=1)]  # from 1
+    rates: tuple[float, ...]  # learning rates
+    formats: tuple[str, ...]  # of the masked products
+    kernels: tuple[str, ...]  # of attention
+    stabilisers: tuple[str, ...]  # switches, one at a time
 
     def places(self) -> Iterator[Place]:
         """Every run; all of one seed before the next, so that at any stop each setting has been run equally often."""
@@ -61,12 +60,11 @@ class Settings:
                 yield Place(fmt, rate, kernel, stabiliser, seed)
 
 
-@dataclass(frozen=True)
-class SweepRun(Place):
+class SweepRun(Place, frozen=True, order=True):
     """What a run came to."""
 
     diverged: str | None  # how; null: it has not
-    steps: int  # that it took
+    steps: Integer  # that it took
     loss: float | None  # mean over the last tenth of its steps, in nats; null where that is no number
     lowest: float | None  # loss of a step
     max_logit: float | None  # the largest of all steps looked at
@@ -76,11 +74,10 @@ class SweepRun(Place):
     @property
     def place(self) -> Place:
         """Where it stands."""
-        return Place(**{each.name: getattr(self, each.name) for each in fields(Place)})
+        return Place(**{name: getattr(self, name) for name in Place.__struct_fields__})
 
 
-@dataclass(frozen=True)
-class Sweep:
+class Sweep(Data, frozen=True, omit_defaults=False):
     """A sweep, as far as it is done."""
 
     settings: Settings
@@ -128,7 +125,7 @@ def _check_same(kept: Settings, asked: Settings, path: Path) -> None:
 
 def _described(settings: Settings) -> dict[str, Any]:
     """All by which sweeps are told apart."""
-    own = {each.name: getattr(settings, each.name) for each in fields(settings) if each.name not in ("recipe", "seeds")}
+    own = {name: value for name, value in structs.asdict(settings).items() if name not in ("recipe", "seeds")}
     return {**settings.recipe, **own}
 
 
@@ -138,7 +135,7 @@ def _quoted(value: Any) -> str:
 
 
 def _write_settings(settings: Settings, path: Path) -> None:
-    store.write_text(json.dumps(asdict(settings), indent=1, allow_nan=False) + "\n", path)
+    store.write_text(encode(settings, indent=1) + "\n", path)
 
 
 def keep(run: SweepRun, folder: Path) -> None:
@@ -152,7 +149,7 @@ def keep(run: SweepRun, folder: Path) -> None:
 
 def as_line(run: SweepRun) -> str:
     """A run as a line of JSON."""
-    return json.dumps(asdict(run), allow_nan=False) + "\n"
+    return encode(run) + "\n"
 
 
 def read_sweep(folder: Path) -> Sweep:
@@ -161,11 +158,7 @@ def read_sweep(folder: Path) -> Sweep:
     Raises:
         UnreadableRecordsError: a file that is missing, cut short, not this program's or of another sweep; one line.
     """
-    settings: Settings = _read(folder / SETTINGS, Settings, "name another --out")
-    if settings.schema != SCHEMA:
-        raise UnreadableRecordsError(
-            f"{folder / SETTINGS}: schema: {settings.schema} is not {SCHEMA}, the one that this tiebreak reads"
-        )
+    settings = _read(folder / SETTINGS, Settings, "name another --out")
     paths = {place: folder / RUNS / place.file for place in settings.places()}
     cure = "delete it, and its run is run again"
     runs = {place: _read(path, SweepRun, cure) for place, path in paths.items() if path.exists()}
@@ -175,12 +168,10 @@ def read_sweep(folder: Path) -> Sweep:
     return Sweep(settings, tuple(runs.values()))
 
 
-def _read(path: Path, kind: Any, cure: str) -> Any:
+def _read(path: Path, kind: type[_D], cure: str) -> _D:
+    if not path.exists():
+        raise UnreadableRecordsError(f"{path}: no such file: no sweep's folder?")
     try:
-        return decoder(kind)(store.load(path))
-    except FieldError as error:
-        raise UnreadableRecordsError(store.one_line(f"{path}: {error}")) from None
+        return store.load(path, kind)
     except UnreadableRecordsError as error:
-        if not path.exists():
-            raise UnreadableRecordsError(f"{path}: no such file: no sweep's folder?") from None
         raise UnreadableRecordsError(f"{error}; {cure}") from None

@@ -1,14 +1,14 @@
 """A sweep as tables and figures: how often runs diverged, and what their loss came to."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations, product
 from statistics import median
 
 from tiebreak.reports.page.figures import Figure, Series
+from tiebreak.reports.records.decode import encode
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.sweeps.intervals import CONFIDENCE, wilson
 from tiebreak.reports.sweeps.store import Settings, Sweep, SweepRun
@@ -155,7 +155,7 @@ def as_csv(sweep: Sweep) -> str:
 
 def as_json(sweep: Sweep) -> str:
     """The settings and every run."""
-    return json.dumps(asdict(sweep), indent=1, allow_nan=False) + "\n"
+    return encode(sweep, indent=1) + "\n"
 
 
 def sweep_figures(sweep: Sweep, label: str) -> list[Figure]:

@@ -3,8 +3,10 @@
 import enum
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.order import case_places, kernel_places

@@ -2,9 +2,10 @@
 
 import argparse
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from tiebreak.reports import terminal
 from tiebreak.reports.audit import record as audit

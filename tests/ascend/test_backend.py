@@ -111,7 +111,7 @@ def test_a_torch_npu_for_another_torch_is_named_without_importing_it(
     values = backend_answers("raise SystemExit('imported')", requires="torch==2.1.0")
     assert values["reason"] == (
         f"torch-npu 9.9 is built for torch==2.1.0, this is torch {torch.__version__}:"
-        " install the one or the other (docs/ascend.md)"
+        " install the one or the other (docs/devices.md)"
     )
     assert not values["imported"]
 
@@ -131,12 +131,12 @@ def test_without_a_driver_torch_npu_is_left_alone(
     [
         (
             OSError("libascend_hal.so: cannot open shared object file: No such file or directory"),
-            "no Ascend driver: its library libascend_hal.so can't be found; install it (docs/ascend.md)",
+            "no Ascend driver: its library libascend_hal.so can't be found; install it (docs/devices.md)",
         ),
         (
             ImportError("/site/torch_npu/lib/libtorch_npu.so: undefined symbol: _ZN3c105ErrorE"),
             "torch-npu does not fit this CANN or this torch: libtorch_npu.so: undefined symbol: _ZN3c105ErrorE;"
-            " docs/ascend.md has what fits",
+            " docs/devices.md has what fits",
         ),
         (
             RuntimeError("Two accelerators cannot be used at the same time\n[ERROR] at length"),
@@ -153,7 +153,7 @@ def test_a_failing_import_is_one_line(error: Exception, reason: str) -> None:
 def test_a_library_of_cann_that_is_missing_is_named(backend_answers: Callable[..., dict[str, object]]) -> None:
     text = "libhccl.so: cannot open shared object file: No such file or directory. Please check that cann is installed"
     assert backend_answers(f"raise ImportError({text!r})")["reason"] == (
-        "CANN's library libhccl.so can't be found: install CANN and source its set_env.sh (docs/ascend.md)"
+        "CANN's library libhccl.so can't be found: install CANN and source its set_env.sh (docs/devices.md)"
     )
 
 
@@ -191,7 +191,7 @@ def test_workers_are_spread_over_the_npus_and_the_versions_recorded(
 
 def test_the_package_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert ASCEND.unavailable() == f"torch-npu is not installed: pip install torch-npu=={VERSION} (docs/ascend.md)"
+    assert ASCEND.unavailable() == f"torch-npu is not installed: pip install torch-npu=={VERSION} (docs/devices.md)"
 
 
 @pytest.mark.parametrize(

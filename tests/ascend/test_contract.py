@@ -122,7 +122,7 @@ def test_the_stand_ins_stand_in_for_cann_alone(answers: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("stage", "library"), [("none", "libhccl.so"), ("half", "libge_runner.so")])
 def test_a_missing_library_of_cann_is_named(answers: dict[str, Any], stage: str, library: str) -> None:
     assert answers[stage]["missing"] == (
-        f"CANN's library {library} can't be found: install CANN and source its set_env.sh (docs/ascend.md)"
+        f"CANN's library {library} can't be found: install CANN and source its set_env.sh (docs/devices.md)"
     )
 
 

@@ -156,7 +156,7 @@ def test_a_sink_goes_to_an_operator_whose_schema_has_one(backend: Ascend) -> Non
     assert (gradients.dsink - exact).norm() < 0.02 * exact.norm()
     refusal = backend.kernel("npu_fused_infer_p0").refusal(inputs)
     assert refusal == (
-        "npu_fused_infer_attention_score knows no learned sink here: install a newer torch-npu (docs/ascend.md)"
+        "npu_fused_infer_attention_score knows no learned sink here: install a newer torch-npu (docs/devices.md)"
     )
 
 
@@ -257,7 +257,7 @@ def test_an_operator_that_a_release_lacks_is_named(kernel: Kernel) -> None:
     reason = kernel.refusal(drawn("random"))
     assert reason is not None
     assert reason.startswith("this torch-npu has no npu_")
-    assert reason.endswith("install a newer release (docs/ascend.md)")
+    assert reason.endswith("install a newer release (docs/devices.md)")
     with pytest.raises(NotImplementedError, match="this torch-npu has no npu_"):
         kernel.compute(drawn("random"), TorchArithmetic(), False)  # in training, where nobody asks
 

@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from tiebreak.reports.cli import main
@@ -14,7 +14,7 @@ from tiebreak.reports.records import store
 from tiebreak.reports.records.record import CaseRecord, Estimate, HistogramRecord, TraceRecord
 
 FILES, KERNELS, CASES = 10, 50, 100
-SAMPLE = Path(__file__).parents[1] / "reports" / "data" / "schema1.json"
+SAMPLE = Path(__file__).parents[2] / "examples" / "my-kernel" / "baseline.json"
 
 
 @pytest.fixture(scope="session")
@@ -43,14 +43,14 @@ def _write(path: Path, number: int, cells: int) -> None:
         kernel, case = f"kernel_{cell % KERNELS}@paper", f"case[k={cell // KERNELS}]"
         bias = Estimate(0.23 * (cell % 7) / 7 + 1.2345678e-7 * number * (cell % 3 == 0), 0.01234567890123)
         fields = {"id": f"cpu-{kernel}-{case}-bf16", "kernel": kernel, "case": case}
-        record = replace(base, **fields, measures={**base.measures, "bias": bias})  # type: ignore[arg-type]
+        record = replace(base, **fields, measures={**base.measures, "bias": bias})
         if cell % 3 == 0:
             record = replace(record, digest=f"{number:016x}")
         records.append(replace(record, evidence=drawn) if cell % 100 == 0 else record)
     platform = {**sample.platform, "level": f"level-{number}"}
     seconds = {record.id: 0.123 for record in records}
     changed = {"records": tuple(records), "platform": platform, "cases": cases, "seconds": seconds}
-    store.write(replace(sample, **changed, run=str(number)), path)  # type: ignore[arg-type]
+    store.write(replace(sample, **changed, run=str(number)), path)
 
 
 Large = Callable[[int, int], list[Path]]

@@ -4,13 +4,24 @@ The leaves are walked: a field that records get is edited without a word here.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from random import Random
 from typing import Any
+
+from msgspec import Struct
 
 Step = str | int
 Path = tuple[Step, ...]
 GONE = object()  # in the place of a value: the leaf is taken out
+
+
+def plain_of(value: Any) -> Any:
+    """Return what JSON has of data, fields at their defaults too."""
+    if isinstance(value, Struct):
+        return {name: plain_of(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, Mapping):
+        return {name: plain_of(part) for name, part in value.items()}
+    return [plain_of(part) for part in value] if isinstance(value, tuple) else value
 
 
 def leaves(value: Any, at: Path = ()) -> Iterator[Path]:

@@ -1,6 +1,5 @@
 """The rule that bounds of snippets follow, the data they come from, and the page that tells of both."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +23,7 @@ from tiebreak.cases.gpt2.bounds import (
     write_spreads,
 )
 from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS
-from tiebreak.programs import spread as program
-from tiebreak.programs.pages.tables import renewed
-from tiebreak.programs.resumable import read_parts
+from tiebreak.studies import spread as program
 
 ABOVE = BoundRule(("flash@train",), "row_max_rise", "a test", "above", "fair@train")
 BELOW = BoundRule(("fair@train",), "row_max_rise", "a test", "below", "flash@train")
@@ -110,7 +107,7 @@ def test_variants_go_by_their_short_names() -> None:
 
 
 def test_data_come_back_as_written(tmp_path: Path) -> None:
-    write_spreads(SPREADS, tmp_path / "spread.csv")
+    write_spreads(SPREADS, "0123", tmp_path / "spread.csv")
     assert read_spreads(tmp_path / "spread.csv") == SPREADS
 
 
@@ -129,20 +126,6 @@ def test_no_run_that_the_data_have_is_beyond_a_bound() -> None:
         if not all(claim.held({ran.measure: value}) for value in (found.lowest, found.highest))
     ]
     assert beyond == []
-
-
-def test_the_page_has_what_the_data_say() -> None:
-    text = program.PAGE.read_text(encoding="utf-8")
-    assert renewed(text, program.SOURCE, program.tables(SPREADS)) == text, "make studies STUDY=bounds SEEDS=0 renews it"
-    assert "| `fair@train` | -0.000125 to 9.08e-05 / -2.99e-05 to 3.22e-05 |" in text
-
-
-def test_what_a_stop_cut_short_is_left_out_and_run_again(tmp_path: Path) -> None:
-    task = next(program.tasks(1))
-    line = json.dumps({**vars(task), "seconds": 1.0, "measures": {}})
-    out = tmp_path / "runs.jsonl"
-    out.write_text(f"{line}\n{line[:20]}", encoding="utf-8")
-    assert [each.task for each in read_parts(out, program.Line)] == [task]
 
 
 def test_every_seed_has_all_that_statements_speak_of() -> None:
@@ -166,16 +149,19 @@ def test_what_bounds_of_a_default_run_rest_on_is_run_at_all_seeds_first() -> Non
 
 
 def test_runs_become_spreads_and_those_beyond_a_bound_are_named() -> None:
-    def line(variant: str, seed: int, mean: float) -> program.Line:
-        return program.Line("emulation", "train_drift", DRIFT.version, variant, seed, 1.0, {
-            "delta_error_mean": mean, "output_delta_error_mean": 0.0,
-        })  # fmt: skip
+    def runs(*means: float, version: int = DRIFT.version) -> dict[program.Task, program.Measured]:
+        return {
+            program.Task("emulation", "train_drift", version, "fair@train", seed): program.Measured(
+                {"delta_error_mean": mean, "output_delta_error_mean": 0.0}
+            )
+            for seed, mean in enumerate(means, 1)
+        }
 
-    found = program.spreads([line("fair@train", seed, mean) for seed, mean in enumerate((1.0, 2.0, 3.0))])
+    found = program.spreads(runs(1.0, 2.0, 3.0) | runs(9.0, 9.0, version=DRIFT.version - 1))
     assert found == {Ran("train_drift", DRIFT.version, "emulation", "fair@train", "delta_error_mean"):
                      Spread(3, 2.0, 1.0, 1.0, 3.0)}  # fmt: skip
-    count, fallen = program.alarms([line("fair@train", 1, 1.0), line("fair@train", 2, 0.0)], SPREADS)
+    count, fallen = program.alarms(runs(1.0, 0.0), SPREADS)
     assert count == 2
     assert len(fallen) == 1
     assert fallen[0].startswith("emulation train_drift fair@train seed 1: ")
-    assert program.alarms([line("fair@train", 1, math.nan)], SPREADS)[1] != []
+    assert program.alarms(runs(math.nan), SPREADS)[1] != []

@@ -19,7 +19,8 @@ from tiebreak.laboratory.train_options import add_length, add_model, configurati
 from tiebreak.reports.cli import Parser, positive
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import none_named, split, unknown
-from tiebreak.reports.sweeps.store import SCHEMA, Place, Settings
+from tiebreak.reports.records.decode import SCHEMA
+from tiebreak.reports.sweeps.store import Place, Settings
 
 DIVERGED = (
     f"its loss was NaN or Inf, or in {EXPLOSION_STEPS} steps in a row {EXPLOSION_NATS:g} nats above its lowest, or a"

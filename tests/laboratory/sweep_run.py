@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from msgspec.structs import asdict
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.platform import describe
@@ -125,7 +126,7 @@ def run(task: Task, steps: int | None = None) -> SweepRun:
                 break
     tail = losses[-math.ceil(len(losses) / _END) :]
     return SweepRun(
-        **vars(place),
+        **asdict(place),
         diverged=diverged,
         steps=len(losses),
         loss=_number(sum(tail) / len(tail)),

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from tiebreak.cases.verdicts import MARGIN_ULPS
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.declarations import parse_declaration
@@ -114,7 +116,7 @@ def _explanation(records: Sequence[Record]) -> Explanation:
     if best.mean <= _RANDOM and alike:
         return _of(BEHAVES_LIKE, _families(sorted(alike, key=lambda standing: standing.distance)))
     worst = sorted((share, case) for case, share in best.bits.items() if share < FOLLOWED)
-    return replace(_of(UNEXPLAINED, [best]), worst={case: share for share, case in worst})
+    return structs.replace(_of(UNEXPLAINED, [best]), worst={case: share for share, case in worst})
 
 
 def _of(state: str, standings: Sequence[Standing]) -> Explanation:

@@ -34,9 +34,10 @@ from tiebreak.reports.records import store
 
 _USAGE = 2
 _WORKER_GIB = 2.0
-# In the steps that `Experiment.cost` counts: 3.0 s of a worker's start, imports and collection, by 0.19 s (11 calls of
-# a user's kernel: 11.0 s of CPU time without workers, 14.0 and 17.0 s with one and two).
-_WORKER_START = 16.0
+# In the steps that `Experiment.cost` counts, of 0.125 s: 3.7 s of a worker's start, imports and collection (1 call of a
+# user's kernel: 5.3 s of CPU time without workers, 9.0 and 12.6 s with one and two).
+_WORKER_START = 30.0
+_WORTH = 120.0  # a quarter of a minute: for less the CPU time of n starts is not spent
 _SHARED_CORE = 0.75  # of a core's speed that is left where all are busy: 0.6 where two share their units, 1 of its own
 _PRINTED = 10_000  # characters of what a cell prints that are kept, the last
 _NO_RUN = ("help", "collectonly", "markers", "showfixtures")  # pytest's options that run no cell
@@ -139,7 +140,7 @@ def _choose(config: pytest.Config) -> tuple[list[Cell], dict[str, str]]:
 
 
 def faster_alone(config: pytest.Config, workers: int) -> bool:
-    """Whether one process is done with all cells before so many workers would be.
+    """Whether one process is done with all cells before so many workers would be, or little later.
 
     Alone they take the sum of their costs; n workers a start and an n-th of it, on cores that slow each other down.
     """
@@ -148,7 +149,7 @@ def faster_alone(config: pytest.Config, workers: int) -> bool:
     except SelectionError:  # which pytest_configure tells
         return False
     work, n = sum(cell.experiment.cost(cell.backend) for cell in chosen), min(workers, len(chosen))
-    return work * (_SHARED_CORE * n - 1) < _WORKER_START * n
+    return work - (_WORKER_START + work / (_SHARED_CORE * n)) < _WORTH
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -207,8 +208,8 @@ def _keep(config: pytest.Config, chosen: Sequence[Cell], unavailable: Mapping[st
     gatekeeper = Gatekeeper(config, collector)
     config.pluginmanager.register(gatekeeper, "tiebreak-gatekeeper")
     if getattr(config.option, "maxworkerrestart", "") is None:
-        # A kernel may kill the worker of each of its cells, and every other cell still has its turn.
-        config.option.maxworkerrestart = len(chosen) + 1
+        # A kernel may kill the worker of each of its cells twice, and every other cell still has its turn.
+        config.option.maxworkerrestart = 2 * len(chosen) + 1
 
 
 def _missing(config: pytest.Config, unavailable: Mapping[str, str]) -> list[str]:
@@ -265,8 +266,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     """Keep the cells of one case on one worker, unless --dist asks for another way than the default."""
     if config.getoption("dist") != "load":
         return None
-    by_rank = config.getoption("budget") is not None
-    return CaseScheduling(config, log, config.stash[_cells], budget.rank if by_rank else None)
+    by_rank = budget.rank if config.getoption("budget") is not None else None
+    collector = config.pluginmanager.get_plugin("tiebreak-collector")
+    assert isinstance(collector, RecordCollector)
+    return CaseScheduling(config, log, config.stash[_cells], by_rank, collector.another_try)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

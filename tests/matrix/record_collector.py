@@ -1,19 +1,18 @@
 """The way of the records: collected on the controller as tests report, written when the session ends, anyhow."""
 
 import functools
-import json
 import re
 import shutil
 import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Mapping
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from _pytest.junitxml import xml_key
+from msgspec.structs import replace
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.platform import describe
@@ -31,6 +30,7 @@ from tiebreak.reports.gate.expected import Excuses
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records import store
+from tiebreak.reports.records.decode import decode
 from tiebreak.reports.tables import run as tables
 from tiebreak.reports.verdict import Verdict, verdicts
 
@@ -78,6 +78,7 @@ class RecordCollector:
         self.run: records.Run | None = None
         self.failure: str | None = None
         self.late: dict[str, watch.Late] = {}  # by kernel
+        self.first_late: dict[str, watch.TimedOut] = {}  # cells that passed their limit once, and run again
         self.deaths = Counter[str]()  # of workers, by the kernel that they ran
         self.fallen: list[str] = []  # what fails the session though no single cell fell
 
@@ -134,7 +135,7 @@ class RecordCollector:
             self.run_again.add(name)
         if name not in self.records and (carried or report.failed):
             if carried:
-                self.records[name] = records.from_dict(json.loads(str(carried[0])))
+                self.records[name] = self._with_first_try(decode(str(carried[0]), records.Record))
             else:
                 self.records[name] = self.excuses.excuse(self._without_record(name, report))
             in_time = records.IN_TIME not in self.records[name].answers
@@ -179,7 +180,31 @@ class RecordCollector:
         late = watch.timed_out(self._watches / died[1])
         if late is None:
             return crashed_record(cell, self.settings, _DIED)
-        return crashed_record(cell, self.settings, late.why, in_time=False, own=late.own)
+        once = self.first_late.get(name)
+        why = f"twice: {late.why}" if once else late.why
+        return crashed_record(cell, self.settings, why, in_time=False, own=late.own and once is not None)
+
+    def _with_first_try(self, record: records.Record) -> records.Record:
+        """Say of a cell that had no second try, since its kernel was given up, where it was in the first."""
+        answer, first = record.answers.get(records.IN_TIME), self.first_late.get(record.id)
+        if answer is None or first is None:
+            return record
+        return replace(record, answers={records.IN_TIME: replace(answer, why=f"{first.why}; {answer.why}")})
+
+    def another_try(self, worker: str, nodeid: str) -> bool:
+        """Whether what a worker ran as it died is run again: a cell that passed its limit for the first time.
+
+        A busy machine may be why, once.
+        """
+        name = cell_id(nodeid)
+        late = watch.timed_out(self._watches / worker)
+        if late is None or name not in self.expected or name in self.first_late:
+            return False
+        kernel = self.expected[name].kernel.name
+        self.first_late[name] = late
+        self.deaths[kernel] += 1
+        self._note_time(kernel, in_time=False)
+        return True
 
     def _note_time(self, kernel: str, *, in_time: bool) -> None:
         """Let workers know of a kernel whose cells time out, and of one whose cells do so no more."""
@@ -350,9 +375,7 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
 def measures() -> dict[str, records.MeasureRecord]:
     """Every measure of every kind of experiment, for the file of records."""
     return {
-        name: records.MeasureRecord(
-            **{each.name: getattr(measure, each.name) for each in fields(records.MeasureRecord)}
-        )
+        name: records.MeasureRecord(*(getattr(measure, each) for each in records.MeasureRecord.__struct_fields__))
         for kind in kinds().values()
         for name, measure in kind.measures().items()
     }

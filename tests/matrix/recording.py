@@ -2,7 +2,8 @@
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from tiebreak.cases.verdicts import Interval
 from tiebreak.matrix.checks import checks

@@ -30,14 +30,19 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
         log: Any,
         cells: Mapping[str, Cell],
         rank: Callable[[Cell], tuple[float, ...]] | None = None,
+        another_try: Callable[[str, str], bool] = lambda worker, nodeid: False,
     ) -> None:
         super().__init__(config, log)
+        self.another_try = another_try  # whether what a worker ran as it died is run again
+        self.retried: set[str] = set()  # tests that run again: each alone in a process, behind all others
         self.rank = rank  # where a cell comes, in the place of the order by length: the least first
         self.cells = cells  # by id
         self.together: frozenset[str] = frozenset()  # files of tests that share what takes long to make
         self.leaving: set[Any] = set()  # workers that end themselves: no cell of theirs is to blame
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid in self.retried:
+            return f"{nodeid} again"
         cell = self.cells.get(cell_id(nodeid))
         group = cell and cell.experiment.group(cell.fmt)
         file = nodeid.partition("::")[0]
@@ -80,7 +85,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
         self._reschedule(node)
 
     def remove_node(self, node: Any) -> str | None:
-        """The test that killed a worker; the rest of its work goes to the others.
+        """The test that killed a worker and has no other try; the rest of its work goes to the others.
 
         xdist 3.8 queues that test again, and finished groups too, whose completion it then awaits forever.
         """
@@ -89,6 +94,10 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
         killer = left.pop(0)[1] if left and node not in self.leaving else None
         for scope, test in left:
             self.workqueue.setdefault(scope, {})[test] = False
+        if killer is not None and self.another_try(node.gateway.id, killer):
+            self.retried.add(killer)
+            self.workqueue[self._split_scope(killer)] = {killer: False}
+            killer = None
         for other in self.nodes:
             self._reschedule(other)
         return killer

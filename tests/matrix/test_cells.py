@@ -1,7 +1,5 @@
 """The matrix: every backend x kernel x experiment x format, judged and recorded."""
 
-import json
-
 import pytest
 
 from tiebreak.matrix.budget import BudgetSpentError
@@ -12,6 +10,7 @@ from tiebreak.matrix.recording import crashed_record, skipped_record
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.gate.expected import Excuses
+from tiebreak.reports.records.decode import encode
 from tiebreak.reports.records.record import CRASHED, NO_TIME, SKIPPED
 from tiebreak.reports.tables.rerun import runnable
 
@@ -28,7 +27,7 @@ def test_cell(cell: Cell, bench: Workbench, excuses: Excuses, request: pytest.Fi
     else:
         record = crashed_record(cell, bench.settings, given_up, in_time=False)
     record = excuses.excuse(record)
-    request.node.user_properties.append((PROPERTY, json.dumps(record.as_dict())))
+    request.node.user_properties.append((PROPERTY, encode(record)))
     deadly = given_up is None and cell.kernel.name in watch.deadly
     if deadly or (record.outcome == CRASHED and cell.backend.poisoned()):
         poison(request.node)

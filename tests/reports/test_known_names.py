@@ -19,8 +19,6 @@ from tiebreak.matrix.experiments import kinds
 from tiebreak.reports.records import record
 
 FOLDER = Path(tiebreak.reports.__file__).parent
-#: It reads files of older schemas, which say less of themselves.
-OLDER = FOLDER / "records" / "migrations.py"
 #: (file, name): the day on which it was let in, and why. Empty is how it should be.
 EXCEPTIONS: Mapping[tuple[str, str], str] = {}
 _NESTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -55,9 +53,8 @@ def findings(folder: Path) -> Iterator[tuple[str, str, str]]:
     """Names in the programs of a folder: file, name, and what it is told as."""
     names = known()
     for path in sorted((*folder.rglob("*.py"), *folder.rglob("*.js"))):
-        if path != OLDER:
-            where = path.relative_to(folder).as_posix()
-            yield from ((where, text, f"{where}:{line}: {names[text]} {text!r}")
+        where = path.relative_to(folder).as_posix()
+        yield from ((where, text, f"{where}:{line}: {names[text]} {text!r}")
                         for line, text in strings(path) if text in names)  # fmt: skip
 
 

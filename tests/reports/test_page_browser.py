@@ -7,11 +7,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tiebreak.reports.audit.record import Audit, Audits
 from tiebreak.reports.page.command import page

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
@@ -10,17 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from _pytest.runner import runtestprotocol
 
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Estimate, Run
+from tiebreak.reports.schemas import schema_of
 
 MATRIX = Path(__file__).parents[1] / "matrix" / "test_cells.py"
 QUICK = ["--backend", "cpu", "--kernels", "flash@paper", "--heads", "16", "--out", "out"]
 CASES = ["--cases", "tied_maxima[k=2],random"]
-SCHEMA_3 = Path(__file__).with_name("data") / "schema3.json"
 IDS = ["cpu-flash@paper-tied_maxima[k=2]-bf16", "cpu-flash@paper-random-bf16"]
 KERNEL = """
 import pytest
@@ -202,19 +202,6 @@ def test_bad_usage_is_refused_before_any_work(matrix: Matrix, arguments: list[st
     assert not Path("out/last.json").exists()
 
 
-def test_a_baseline_of_schema_3_gates_a_run(pytester: pytest.Pytester, matrix: Matrix, change: Change) -> None:
-    """Made by the suite as it was, of another platform, whose numbers don't count: its claims do."""
-    shutil.copy(SCHEMA_3, "old.json")
-    cells = ["--backend", "cpu", "--kernels", "flash@paper", "--cases", "tied_maxima[k=2],random_mixed_v"]
-    held = matrix("--baseline", "old.json", "--across", cells=(*cells, "--heads", "16", "--out", "out"))
-    assert held.ret == 0
-    held.stdout.fnmatch_lines(["gate held: 2 cells compared with old.json: 0 worse, 0 better"])
-    change(Path("old.json"), ["records", 1, "claim", "expectation"], "unbiased")
-    fell = matrix("--baseline", "old.json", "--across", cells=(*cells, "--heads", "16", "--out", "out"))
-    assert fell.ret == 1
-    fell.stdout.fnmatch_lines(["worse   cpu-flash@paper-tied_maxima*: claim: asks *, unbiased in the baseline"])
-
-
 def test_an_interrupted_run_keeps_what_was_done_and_no_baseline(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(mine=KERNEL.format(body="if causal: raise KeyboardInterrupt"))
     cells = ["--kernel", "mine.py:attention", "--cases", "random,random_causal", "--heads", "16", "--out", "out"]
@@ -376,16 +363,11 @@ def test_github_gets_the_short_table(
     assert "### tiebreak: the gate held (2 cells compared" in text
 
 
-def test_every_file_that_the_matrix_writes_fits_the_published_schema(matrix: Matrix) -> None:
-    import jsonschema
-
-    import tiebreak.reports
-
-    schema = Path(tiebreak.reports.__file__).parent / "records" / "schema.json"
+def test_every_file_that_the_matrix_writes_fits_the_schema(matrix: Matrix) -> None:
     cells = ["--backend", "emulation", "--kernels", "flash@paper,flash@fused", *CASES, "--heads", "16", "--out", "out"]
     assert matrix(cells=cells).ret == 0
     plain = json.loads(Path("out/last.json").read_text(encoding="utf-8"))
-    jsonschema.Draft202012Validator(json.loads(schema.read_text(encoding="utf-8"))).validate(plain)
+    jsonschema.Draft202012Validator(schema_of("records")).validate(plain)
     drawn = {record["case"]: record.get("evidence", {}).keys() for record in plain["records"]}
     assert drawn == {"tied_maxima[k=2]": {"histogram", "trace"}, "random": set()}
     run = store.read(Path("out/last.json"))

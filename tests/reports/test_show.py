@@ -2,10 +2,10 @@ import csv
 import io
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tiebreak.reports.cli import main
 from tiebreak.reports.records import store

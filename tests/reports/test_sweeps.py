@@ -4,17 +4,17 @@ import csv
 import io
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import asdict, replace
 
 from tiebreak.reports.cli import main
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.records.decode import SCHEMA
 from tiebreak.reports.records.store import UnreadableRecordsError
 from tiebreak.reports.sweeps.store import (
     RUNS,
-    SCHEMA,
     SETTINGS,
     Place,
     Settings,
@@ -30,7 +30,7 @@ SETTINGS_OF = Settings(SCHEMA, {"steps": 100}, "in words", 20, (0.01, 0.1), ("E8
 
 
 def run(place: Place, diverged: str | None = None, loss: float | None = 3.0) -> SweepRun:
-    return SweepRun(**vars(place), diverged=diverged, steps=100, loss=loss, lowest=2.5, max_logit=7.0, seconds=1.0,
+    return SweepRun(**asdict(place), diverged=diverged, steps=100, loss=loss, lowest=2.5, max_logit=7.0, seconds=1.0,
                     platform={"cpu": "a CPU", "commit": None})  # fmt: skip
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
-import tiebreak.reports
 from tiebreak.matrix.record_collector import properties
 from tiebreak.reports.cli import main
 from tiebreak.reports.records import store
@@ -28,6 +28,7 @@ from tiebreak.reports.records.record import (
     Run,
     Shown,
 )
+from tiebreak.reports.schemas import schema_of
 
 KEY = {"count": 3, "where": ["a", {"b": None}]}  # evidence of a kind of its own
 
@@ -83,12 +84,9 @@ Kept = Callable[..., Path]
 Capture = pytest.CaptureFixture[str]
 
 
-def test_a_file_keeps_them_and_fits_the_published_schema(kept: Kept) -> None:
-    import jsonschema
-
+def test_a_file_keeps_them_and_fits_the_schema(kept: Kept) -> None:
     plain = json.loads(kept("a", swing()).read_text(encoding="utf-8"))
-    schema = json.loads((Path(tiebreak.reports.__file__).parent / "records/schema.json").read_text(encoding="utf-8"))
-    jsonschema.Draft202012Validator(schema).validate(plain)
+    jsonschema.Draft202012Validator(schema_of("records")).validate(plain)
     (record,) = store.read(kept("a", swing())).records
     assert record == swing()
 

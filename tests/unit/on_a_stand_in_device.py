@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import to_builtins
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -132,7 +133,7 @@ def experiments(backend: Backend) -> dict[str, Any]:
     assert call.measures, call.reasons
     assert training.measures, training.reasons
     return {
-        "call": [call.outcome, call.digest, call.as_dict()["measures"]],
+        "call": [call.outcome, call.digest, to_builtins(call.measures)],
         "losses": training.digest,
         "monitors": dict(training.measures),
         "fingerprint": dict(backend.fingerprint()),

@@ -6,11 +6,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tiebreak.reports.gate.annotations import annotations
 from tiebreak.reports.gate.gate import Change, Outcome

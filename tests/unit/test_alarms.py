@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.programs.alarms import Seed, at_most, kept, main, summary
+from tiebreak.studies.alarms import STUDY, Outcomes, Seed, at_most, main, summary
 
-CASE = ("--backend", "emulation", "--cases", "no_tail", "--workers", "1")
+CASE = ("--backend", "emulation", "--cases", "no_tail", "--workers", "1", "--seeds", "1")
 
 
 def test_no_alarm_in_n_cells_bounds_the_rate_by_3_in_n() -> None:
@@ -15,21 +15,18 @@ def test_no_alarm_in_n_cells_bounds_the_rate_by_3_in_n() -> None:
 
 
 def test_an_alarm_is_counted_and_named() -> None:
-    seeds = [Seed(1, "cpu", None, None, {"held": 9, "fell": 1, "skipped": 5}, ["fell x: why"], 1.0)]
-    assert "1 seed, 10 cells" in summary(seeds)
-    assert summary(seeds).splitlines()[1:] == ["seed 1: fell x: why"]
+    results = {Seed(1, "cpu", None): Outcomes({"held": 9, "fell": 1, "skipped": 5}, ["fell x: why"])}
+    assert "1 seed, 10 cells" in summary(results)
+    assert summary(results).splitlines()[1:] == ["seed 1: fell x: why"]
 
 
 def test_seeds_that_are_done_are_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "alarms.jsonl"
-    assert main([*CASE, "--seeds", "1", "--out", str(out)]) == 0
-    assert list(kept(out, "emulation", "no_tail")) == [1]
-    assert kept(out, "cpu", "no_tail") == {}
-    written = out.read_text(encoding="utf-8")
-    capsys.readouterr()
-    assert main([*CASE, "--seeds", "1", "--out", str(out)]) == 0
-    assert "0 of 1 seeds to run" in capsys.readouterr().out
-    assert out.read_text(encoding="utf-8") == written
+    words = [*CASE, "--out", str(tmp_path / "alarms.jsonl")]
+    assert main(words) == 0
+    assert "1 task, 1 to run" in capsys.readouterr().out
+    assert list(STUDY.kept(STUDY.parser(None).parse_args(words[-2:]))) == [Seed(1, "emulation", "no_tail")]
+    assert main(words) == 0
+    assert "to run" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [("--seeds", "0"), ("--cases", "nosuch"), ("--nosuch",)])
@@ -38,9 +35,3 @@ def test_bad_input_is_one_line(words: tuple[str, ...], capsys: pytest.CaptureFix
         main(words)
     assert ended.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_a_line_of_another_program_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("{}\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: none of this program's: .*; name another --out"):
-        kept(tmp_path / "a.jsonl", "cpu", None)

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from msgspec.structs import replace
 
 import tiebreak
 from tiebreak.matrix.plugin import faster_alone
@@ -52,7 +52,8 @@ from tiebreak.reports.records.record import (
     Run,
     Shown,
 )
-from tiebreak.reports.verdict import Verdict, verdicts
+from tiebreak.reports.schemas import schema_of
+from tiebreak.reports.verdict import verdicts
 
 KERNEL = """
 import torch
@@ -141,11 +142,11 @@ def test_gradients_that_are_asked_for_must_be_there(
     assert (line in capsys.readouterr().out) == bool(code)
 
 
-@pytest.mark.parametrize(("cases", "alone"), [("random,no_tail", True), ("*", False)])
-def test_few_cheap_cells_take_no_workers(pytester: pytest.Pytester, cases: str, alone: bool) -> None:
+@pytest.mark.parametrize(("cases", "workers", "alone"), [("random,no_tail", 2, True), ("*", 8, False)])
+def test_few_cheap_cells_take_no_workers(pytester: pytest.Pytester, cases: str, workers: int, alone: bool) -> None:
     (pytester.path / "mine.py").write_text(KERNEL)
     config = pytester.parseconfig("-p", "tiebreak.matrix.plugin", "--kernel", "mine.py:attention", "--cases", cases)
-    assert faster_alone(config, 2) is alone
+    assert faster_alone(config, workers) is alone
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there it always has workers")
@@ -494,9 +495,7 @@ def test_the_exit_code_says_what_the_first_line_does(
 
 def validated(text: str) -> Any:
     plain = json.loads(text)
-    schema = json.loads(Path(verdict.__file__).with_name("verdict.schema.json").read_text(encoding="utf-8"))
-    assert schema["$defs"]["verdict"]["properties"].keys() == {"headline", *(each.name for each in fields(Verdict))}
-    jsonschema.Draft202012Validator(schema).validate(plain)
+    jsonschema.Draft202012Validator(schema_of("verdicts")).validate(plain)
     return plain
 
 

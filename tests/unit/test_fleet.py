@@ -6,12 +6,12 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tiebreak.backends.levels import LEVELS
 from tiebreak.backends.platform import cpu_features

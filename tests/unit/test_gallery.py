@@ -1,17 +1,14 @@
 """The gallery's page is what its records make, and the records say what a whole run said."""
 
 import gzip
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from tiebreak.programs.pages import gallery
-from tiebreak.programs.pages.tables import renewed
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import CaseRecord, Estimate, ExperimentRecord, MeasureRecord, Record, Run, Shown
-
-ROOT = Path(__file__).parents[2]
+from tiebreak.studies import gallery
 
 
 def record(kernel: str, bias: float, verdict: str, digest: str) -> Record:
@@ -28,11 +25,6 @@ def run_of(*records: Record, level: str = "native", **fields: object) -> Run:
     cases, experiments = {"ties": CaseRecord("ties")}, {"call": ExperimentRecord("a call")}
     options = {"heads": "16"}
     return Run(platform, options, records, measures, {}, cases, experiments, seconds={"a": 1.0}, run=level)
-
-
-def test_page_is_what_the_records_make() -> None:
-    text = gallery.PAGE.read_text(encoding="utf-8")
-    assert renewed(text, gallery.SOURCE, gallery.whole(gallery.kept())) == text
 
 
 def test_compact_form_keeps_what_tables_and_comparisons_read() -> None:
@@ -72,13 +64,6 @@ def test_cells_that_show_the_same_share_a_row() -> None:
     assert rows == ["| `one` `ties`, 2 more | +0.23 B | -0.02 |"]
 
 
-def test_a_table_stands_between_its_marks_and_nothing_else_changes() -> None:
-    page = "before\n<!-- from a -->\nold\n<!-- end -->\nrest <!-- end -->\n"
-    assert renewed(page, "a", ["new"]) == "before\n<!-- from a -->\n\nnew\n\n<!-- end -->\nrest <!-- end -->\n"
-    with pytest.raises(ValueError, match="from b"):
-        renewed(page, "b", ["new"])
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -96,7 +81,7 @@ def test_what_is_no_whole_run_of_a_commit_is_refused(
     run = run_of(record("flash", 0.12, "biased", "aa"), commit=fields.get("commit", "0123456"))
     store.write(replace(run, complete=bool(fields.get("complete", True))), tmp_path / "a.json")
     with pytest.raises(SystemExit) as ended:
-        gallery.main(["add", machine, str(tmp_path / "a.json")])
+        gallery.main([machine, str(tmp_path / "a.json")])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "platforms").exists()

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.scripted import SCRIPTED
@@ -47,11 +48,13 @@ def baseline(matrix: MatrixRun, kept: Kept, mine: str, monkeypatch: pytest.Monke
     both = ("--backend", "cpu", "--kernel", mine, "--kernels", "flash@paper", *QUICK)
     assert matrix(*both, "--experiments", "call", "--save", "base").ret == 0
     run = kept("base")
-    trained = replace(run.records[0], id="cpu-mine-train_x-bf16", kernel="mine", case="train_x", experiment="training")
+    trained = structs.replace(
+        run.records[0], id="cpu-mine-train_x-bf16", kernel="mine", case="train_x", experiment="training"
+    )
     cases = {**run.cases, "train_x": run.cases["random"]}
     experiments = {**run.experiments, "training": run.experiments["call"]}
     path = Path("base.json")
-    store.write(replace(run, records=(*run.records, trained), cases=cases, experiments=experiments), path)
+    store.write(structs.replace(run, records=(*run.records, trained), cases=cases, experiments=experiments), path)
     return path
 
 

@@ -1,6 +1,7 @@
 """The order in which workers get groups of tests."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,6 +32,8 @@ TESTS = {
 
 class Worker:
     """Stands in for xdist's: keeps what it is given."""
+
+    gateway = SimpleNamespace(id="gw0")
 
     def __init__(self) -> None:
         self.given: list[int] = []
@@ -90,7 +93,32 @@ def test_cells_in_tritons_interpreter_take_longer(pytester: pytest.Pytester) -> 
 def test_a_users_kernel_shows_whether_it_ends_before_its_long_cells(pytester: pytest.Pytester) -> None:
     names = ("no_tail", "train_drift", "tied_maxima[k=2]", "random")
     tests = [f"a.py::test_cell[cpu-mine-{name}-bf16]" for name in names]
-    assert cases(order(pytester, tests)) == ["tied_maxima[k=2]", "random", "train_drift", "no_tail"]
+    assert cases(order(pytester, tests)) == ["tied_maxima[k=2]", "random", "no_tail", "train_drift"]
+
+
+def test_what_is_run_again_is_run_alone_and_last(pytester: pytest.Pytester) -> None:
+    """A worker dies in the first cell of a group: the rest of the group comes before it."""
+    tests = [f"a.py::test_cell[cpu-mine-{name}-{fmt}]" for name in list(CASES)[:6] for fmt in FORMATS]
+    dead, heir = Worker(), Worker()
+    scheduling = CaseScheduling(
+        pytester.parseconfig("--tx=popen", "--tx=popen"),
+        None,
+        {cell_id(test): cell(cell_id(test)) for test in tests},
+        another_try=lambda worker, test: worker == "gw0",
+    )
+    for worker in (dead, heir):
+        scheduling.add_node(worker)
+        scheduling.add_node_collection(worker, tests)
+    scheduling.schedule()
+    first = dead.given[0]
+    assert scheduling.remove_node(dead) is None, "it is not reported yet"
+    done = 0
+    while done < len(heir.given):
+        scheduling.mark_test_complete(heir, heir.given[done])
+        done += 1
+    assert sorted(heir.given) == list(range(len(tests)))
+    assert heir.given[-1] == first
+    assert heir.shutting_down
 
 
 def test_tests_of_a_file_that_share_what_takes_long_to_make_are_one_group(pytester: pytest.Pytester) -> None:

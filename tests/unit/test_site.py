@@ -8,68 +8,41 @@ from pathlib import Path
 
 import pytest
 
+from tiebreak.backends.provenance import CHECKOUT
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.programs.pages import site as build
+from tiebreak.studies import site
 
-ROOT = Path(__file__).parents[2]
-SITE = ROOT / "docs" / "site"
+PAGES = [*CHECKOUT.glob("*.md"), *(CHECKOUT / "docs").rglob("*.md"), *(CHECKOUT / "examples").rglob("*.md")]
+LINK = re.compile(r"""(?:\]\(|<img src=")([^)\s"#]+)""")
 
 
 @pytest.mark.skipif(find_spec("zensical") is None, reason="zensical is not installed: pip install -e '.[docs]'")
-def test_site_is_built_and_no_link_leads_nowhere(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tiebreak.programs.pages.site", "--out", str(tmp_path)]
+def test_site_is_built_and_fetches_nothing(tmp_path: Path) -> None:
+    assert site.main([str(tmp_path)]) == 0
+    command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "-f", str(tmp_path / "mkdocs.yml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert (done.returncode, done.stdout.splitlines()) == (0, [f"docs: {tmp_path}/site/index.html"]), done.stderr
-    cases = "".join(path.read_text(encoding="utf-8") for path in (tmp_path / "site" / "cases").glob("*.html"))
-    assert [
-        case.name for case in SCRIPTED if f"scores of one row and one column of V of {case.name}" not in cases
-    ] == []
-    api = (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
-    assert 'id="tiebreak.kernels.plans.RoundingPlan"' in api
+    assert done.returncode == 0, done.stdout + done.stderr
+    rendered = {path: path.read_text(encoding="utf-8") for path in (tmp_path / "site").rglob("*.html")}
+    fetched = re.compile(r"""<(?:script|img)[^>]* src=["']?(?:https?:)?//|<link[^>]*rel="(?:stylesheet|icon)"[^>]*//""")
+    assert [path for path, text in rendered.items() if fetched.search(text)] == []
+    cases = "".join(text for path, text in rendered.items() if path.parent.name == "cases")
+    assert [case.name for case in SCRIPTED if f'aria-label="scores S of one row of {case.name}"' not in cases] == []
+    assert 'id="tiebreak.kernels.plans.RoundingPlan"' in rendered[tmp_path / "site" / "docs" / "site" / "api.html"]
 
 
-def test_links_carry_titles() -> None:
-    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-    named = [link for page in pages for link in re.findall(r"\[`?[\w/-]+\.md`?\]\([^)]*\)", page.read_text("utf-8"))]
-    assert named == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(CHECKOUT).as_posix())
+def test_links_carry_titles_and_lead_to_files_that_the_site_has(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`(?!\])", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert page.name == "CHANGELOG.md" or re.findall(r"\[`?[\w/-]+\.md`?\]\([^)]*\)", text) == []
+    links = [link for link in LINK.findall(text) if "://" not in link and not link.startswith("mailto:")]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    copied = {path.name for name in site._COPIED for path in CHECKOUT.glob(name)}
+    tops = {(page.parent / link).resolve().relative_to(CHECKOUT).parts[0] for link in links}
+    assert tops <= copied
 
 
 def test_every_page_has_its_place_in_the_menu() -> None:
-    menu = re.findall(r"([\w/-]+\.md)$", (SITE / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} | set(build.ELSEWHERE)
-    assert set(menu) == pages | {"api.md", "cases/index.md"}
-    assert len(menu) == len(set(menu))
-
-
-@pytest.mark.parametrize(
-    ("place", "link", "turned"),
-    [
-        ("index.md", "docs/words.md#outcomes", "words.md#outcomes"),
-        ("index.md", "CONTRIBUTING.md", "contributing.md"),
-        ("words.md", "../README.md#start", "index.md#start"),
-        ("words.md", "ci.md", "ci.md"),
-        ("ci.md", "../reports/records/schema.json", "reports/records/schema.json"),
-        ("example.md", "../../docs/ci.md", "ci.md"),
-        ("words.md", "#outcomes", "#outcomes"),
-        ("words.md", "https://arxiv.org/abs/2510.04212", "https://arxiv.org/abs/2510.04212"),
-    ],
-)
-def test_link_between_files_becomes_one_between_pages(place: str, link: str, turned: str) -> None:
-    text = f"[a]({link})\n\n```text\n[a]({link})\n```\n"
-    assert build.outside_of_code(text, place) == f"[a]({turned})\n\n```text\n[a]({link})\n```\n"
-
-
-def test_link_that_leads_nowhere_is_told(tmp_path: Path) -> None:
-    (tmp_path / "a.html").write_text(
-        '<h1 id="top">a</h1><a href="#top">x</a><a href="b.html#there">x</a><a href="b.html#gone">x</a>'
-        '<img src="none.svg"><a href="c.html">x</a><a href="https://example.org/none">x</a>'
-        '<script src="https://example.org/shim"></script>'
-    )
-    (tmp_path / "b.html").write_text('<td><a id="there"></a></td><a href="#nowhere">x</a>')
-    assert list(build.broken_links(tmp_path)) == [
-        "a.html: https://example.org/shim is fetched from the network",
-        "a.html: b.html#gone has no such anchor",
-        "a.html: none.svg leads nowhere",
-        "a.html: c.html leads nowhere",
-        "b.html: #nowhere has no such anchor",
-    ]
+    settings = (CHECKOUT / "docs" / "site" / "mkdocs.yml").read_text(encoding="utf-8")
+    menu = re.findall(r"([\w/-]+\.md)$", settings, re.MULTILINE)
+    own = {page.relative_to(CHECKOUT).as_posix() for page in PAGES} - {"SECURITY.md"}
+    assert sorted(menu) == sorted(own | {"docs/cases/index.md"})

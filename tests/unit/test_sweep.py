@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from torch import Tensor
 
 from tiebreak.cases.gpt2.attention import HeadKernel, attend
@@ -93,9 +94,9 @@ def test_a_stop_loses_the_run_in_hand_and_the_same_command_goes_on(
 
 
 def test_a_run_is_the_same_to_the_bit_wherever_it_runs() -> None:
-    one, other = (replace(sweeping.run(task()), seconds=0.0) for _ in range(2))
+    one, other = (structs.replace(sweeping.run(task()), seconds=0.0) for _ in range(2))
     assert one == other
-    assert replace(sweeping.run(task(seed=2)), seconds=0.0).loss != one.loss
+    assert structs.replace(sweeping.run(task(seed=2)), seconds=0.0).loss != one.loss
 
 
 def test_a_run_that_diverges_ends_there() -> None:

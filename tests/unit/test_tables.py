@@ -1,9 +1,9 @@
 """What the terminal shows of a run."""
 
 import math
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from tiebreak.reports.records.record import (
     BIASED,

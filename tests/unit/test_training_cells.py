@@ -129,9 +129,11 @@ def test_names_choose(selection: Selection, expected: dict[str, list[str]]) -> N
     assert chosen(selection) == expected
 
 
-def test_a_users_kernel_trains_in_all_but_the_amplified(mine: str) -> None:
+def test_a_users_kernel_trains_in_what_is_neither_amplified_nor_a_study(mine: str) -> None:
     selected = chosen(Selection(kernel=(mine,)))
-    assert selected == {f"cpu {name}": ["mine"] for name, snippet in SNIPPETS.items() if not snippet.amplified}
+    trained = [name for name, snippet in SNIPPETS.items() if not (snippet.amplified or snippet.study)]
+    assert selected == {f"cpu {name}": ["mine"] for name in trained}
+    assert chosen(Selection(kernel=(mine,), cases="train_lm")) == {"cpu train_lm": ["mine"]}
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,11 @@
-"""Plans of vendors' kernels: the emulation takes them, `tiebreak list vendors` and docs/vendors.md say them."""
+"""Plans of vendors' kernels: the emulation takes them, `tiebreak list vendors` says them."""
 
 import pytest
 
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import Rounding
 from tiebreak.kernels.vendor_plans import VENDOR_PLANS
-from tiebreak.programs.pages import vendors as script
-from tiebreak.programs.pages.tables import renewed
 from tiebreak.reports import cli
-
-PAGE = script.PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", VENDOR_PLANS)
@@ -43,12 +39,3 @@ def test_they_are_listed_with_their_sources(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.count("Dao-AILab/flash-attention") == 3
     assert cli.main(["list", "vendors", "flash_atention_2"]) == 2
     assert "unknown vendor 'flash_atention_2': did you mean flash_attention_2" in capsys.readouterr().err
-
-
-def test_the_table_of_sources_is_that_of_the_plans() -> None:
-    assert renewed(PAGE, "sources", script.sources()) == PAGE
-
-
-@pytest.mark.parametrize("case", ["no_tail", "near_tie_outside"])
-def test_a_row_of_the_page_is_what_a_run_gives(case: str) -> None:
-    assert f"| {' | '.join(script.row(case))} |" in PAGE.splitlines()

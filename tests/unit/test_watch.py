@@ -86,7 +86,7 @@ def test_a_kernel_that_hangs_or_dies_has_its_own_outcome_and_every_cell_its_reco
         "random_causal": CRASHED,
     }
     assert records["random_odd"].met("in_time") is False
-    assert "no result after 4 s; it was in mine (mine.py, line 9)" in records["random_odd"].reasons[0]
+    assert "twice: no result after 4 s; it was in mine (mine.py, line 9)" in records["random_odd"].reasons[0]
     assert "its process died" in records["random_causal"].reasons[0]
 
 
@@ -130,7 +130,7 @@ def test_a_kernel_that_hangs_is_hurried_and_then_given_up(pytester: pytest.Pytes
     limits = []
     for cell in mine[:5]:
         assert worker.given_up(mine[8]) is None
-        collector._take(died(cell, "gw0"))
+        assert collector.another_try("gw0", f"a.py::test_cell[{cell.id}]")
         limits.append(worker.limit(mine[8]))
     assert limits == [60.0, 6.0, 6.0, 6.0, 6.0]
     assert worker.given_up(mine[8]) == "not run: 5 of its cells in a row had timed out"
@@ -189,6 +189,27 @@ def test_time_that_passes_in_the_suites_own_code_is_not_told_of_the_kernel(pytes
     (record,) = collector.records.values()
     assert (record.outcome, record.met("in_time")) == (INCONCLUSIVE, None)
     assert collector.late[cell.kernel.name].in_a_row == 1, "all the same it may hang in each of its cells"
+    collector.pytest_unconfigure()
+
+
+def test_a_cell_falls_by_its_time_only_the_second_time_and_in_the_users_code(pytester: pytest.Pytester) -> None:
+    """Where the user's code was once, and the suite's the second time, is not told of the kernel."""
+    cells = [Cell(CPU, composed_kernel("flash@paper"), Call(case), BF16) for case in SCRIPTED[:4]]
+    config = pytester.parseconfig("-p", "tiebreak.matrix.plugin")
+    collector = RecordCollector(config, cells, Settings(1, 16), {}, Excuses(()))
+    for cell, first, second in zip(cells[:3], (None, DUMP, DUMP), (DUMP, DUMP, "suite's"), strict=True):
+        word = collector._watches / "gw0"
+        if first is not None:
+            word.write_text(first)
+            assert collector.another_try("gw0", f"a.py::test_cell[{cell.id}]")
+            assert not collector.another_try("gw0", f"a.py::test_cell[{cell.id}]"), "there are two tries"
+        word.write_text(DUMP.replace("call.py", "workbench.py") if second == "suite's" else second)
+        collector._take(died(cell, "gw0"))
+    records = [collector.records[cell.id] for cell in cells[:3]]
+    assert [record.outcome for record in records] == [INCONCLUSIVE, TIMED_OUT, INCONCLUSIVE]
+    assert records[1].reasons == ("twice: no result after 62.5 s; it was in hang (attention.py, line 8)",)
+    (collector._watches / "gw0").unlink()
+    assert not collector.another_try("gw0", f"a.py::test_cell[{cells[3].id}]"), "it died, and in time"
     collector.pytest_unconfigure()
 
 

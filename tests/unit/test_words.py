@@ -1,27 +1,16 @@
-"""docs/words.md names every plan, shift rule, measure and outcome that there is, and no other."""
+"""docs/words.md names every check, outcome and verdict; each plan, shift rule and measure that it names exists."""
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
-import pytest
-
-from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.gpt2.snippets import SNIPPETS
-from tiebreak.cases.gpt2.variants import VARIANTS
-from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.plans import PLANS
-from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
 from tiebreak.kernels.shift_rules import SHIFT_RULES
-from tiebreak.kernels.triton.roster import DECLARATIONS
 from tiebreak.matrix.experiments import kinds
-from tiebreak.programs.pages.tables import renewed
-from tiebreak.programs.pages.words import TABLES
 from tiebreak.reports.records.record import OUTCOMES, VERDICTS
 
 WORDS = (Path(__file__).parents[2] / "docs" / "words.md").read_text(encoding="utf-8")
-NAME = re.compile(r'<a id="(plan|rule|measure|check|outcome)-([^"]+)"></a>`([^`]+)`')  # a row may have several
-ROUNDED = "_l_rounded"  # a training plan's suffix, told in the text below the table
+NAME = re.compile(r'<a id="(check|outcome)-([^"]+)"></a>`([^`]+)`')
 
 
 def rows(kind: str) -> list[str]:
@@ -33,61 +22,22 @@ def section(heading: str) -> str:
     return WORDS.split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
-def listed(error: pytest.ExceptionInfo[ValueError], after: str) -> set[str]:
-    """The names that a message lists behind some words."""
-    return set(str(error.value).split(after)[1].split(", "))
+def named(heading: str) -> set[str]:
+    """The names in the first column of a section's first table."""
+    table = section(heading).partition("\n| ")[2].partition("\n\n")[0]
+    return {name for row in table.splitlines()[2:] for name in re.findall(r"`([^`]+)`", row.split(" | ")[0])}
 
 
-def declared(kernels: Iterable[Kernel]) -> set[str]:
-    return {kernel.declaration.plan.name for kernel in kernels if kernel.declaration is not None}
+def test_plans_are_some_that_there_are() -> None:
+    assert named("Rounding plans") <= set(PLANS)
 
 
-def trained() -> set[str]:
-    """The plans of the training variants."""
-    parts = (part for each in VARIANTS.values() for part in (each.scripted, each.before, each.head))
-    return {part.plan.name for part in parts if isinstance(part, Declaration)}
+def test_shift_rules_are_some_that_there_are() -> None:
+    assert set(re.findall(r"`(\w+)` \(", section("Shift rules"))) <= set(SHIFT_RULES)
 
 
-def known_plans() -> set[str]:
-    with pytest.raises(ValueError, match="unknown kernel") as composed:
-        composed_kernel("?")
-    return {
-        *listed(composed, "and plans "),
-        *PLANS,
-        *declared(map(composed_kernel, DEFAULT_ROSTER)),
-        *declared((*EMULATION.kernels(), *CPU.kernels())),
-        *(declaration.plan.name for declaration in DECLARATIONS.values()),
-    }
-
-
-def test_every_plan_has_a_row() -> None:
-    assert known_plans() - set(rows("plan")) == set()
-
-
-def test_every_plan_of_a_training_run_has_a_row() -> None:
-    assert {name.removesuffix(ROUNDED) for name in trained()} - set(rows("plan")) == set()
-    assert f"`{ROUNDED}`" in section("Rounding plans")
-
-
-def test_no_row_names_a_plan_that_does_not_exist() -> None:
-    # Which plan PyTorch's CPU flash kernel follows is its build's choice.
-    assert set(rows("plan")) - known_plans() - trained() <= {"fused_fast_exp"}
-
-
-def test_rows_of_shift_rules_are_the_shift_rules() -> None:
-    assert set(rows("rule")) == set(SHIFT_RULES)
-
-
-def test_every_rule_of_the_default_roster_has_a_row() -> None:
-    kernels = [composed_kernel(name) for name in DEFAULT_ROSTER]
-    rules = {kernel.declaration.shift_rule.name for kernel in kernels if kernel.declaration is not None}
-    assert rules <= set(rows("rule"))
-
-
-@pytest.mark.parametrize("source", TABLES)
-def test_rows_of_measures_and_checks_are_what_their_descriptions_make(source: str) -> None:
-    advice = "python -m tiebreak.programs.pages.words renews it"
-    assert renewed(WORDS, source, TABLES[source]()) == WORDS, advice
+def test_measures_are_some_that_there_are() -> None:
+    assert named("Measures") <= {name for kind in kinds().values() for name in kind.measures()}
 
 
 def test_every_measure_of_a_training_claim_is_one_of_them() -> None:

@@ -137,6 +137,8 @@ class Call(Experiment):
         if formats is not None and asked.fmt not in formats:
             return []
         pairs = [pair for pair in asked.pairs if pair[1].unsuited(self.case.formats(asked.fmt)) is None]
+        if self.case.study and not asked.cases_named:
+            pairs = [(backend, kernel) for backend, kernel in pairs if not kernel.external]
         if not self.case.only_claimed or asked.kernels_named:
             return pairs
         return [(backend, kernel) for backend, kernel in pairs if self._says_something_about(kernel)]

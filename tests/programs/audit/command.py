@@ -17,6 +17,7 @@ from tiebreak.reports.audit.record import Audit, Audits
 from tiebreak.reports.cli import FELL, HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import matching, split
+from tiebreak.reports.records.decode import SCHEMA
 from tiebreak.reports.records.selection import pick
 from tiebreak.reports.tables.run import counted
 
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen = [kernels[name] for name in _picked("kernels", options.kernels, list(kernels))]
     expected = _expected(options, targets, chosen)
     cards = {target.name: target.cards for target in targets}
-    audits = Audits(records.SCHEMA, compiler(), cards, tuple(_with_progress(targets, chosen)))
+    audits = Audits(SCHEMA, compiler(), cards, tuple(_with_progress(targets, chosen)))
     terminal.show(audit_tables.audit_tables(audits, terminal.limit(options.format), options.format))
     if options.update:
         records.write(audits, options.expect)

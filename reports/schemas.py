@@ -1,0 +1,57 @@
+"""The JSON Schema of each kind of file: `tiebreak schema` prints it, made from the classes that read the files."""
+
+import argparse
+import inspect
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from tiebreak.reports.audit.record import Audits
+from tiebreak.reports.records.decode import SCHEMA, Data
+from tiebreak.reports.records.record import EVIDENCE, Record, Run
+from tiebreak.reports.statement.folder import Statement
+from tiebreak.reports.sweeps.store import Settings, SweepRun
+from tiebreak.reports.verdict import Verdicts
+
+FILES: Mapping[str, type[msgspec.Struct]] = {
+    "records": Run,
+    "audits": Audits,
+    "statement": Statement,
+    "sweep": Settings,
+    "sweep-run": SweepRun,
+    "verdicts": Verdicts,
+}
+_FIELD = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a schema."""
+    parser = argparse.ArgumentParser(prog="tiebreak schema", description="The JSON Schema of a kind of file.")
+    parser.add_argument("file", choices=FILES, help="what the file has")
+    print(json.dumps(schema_of(parser.parse_args(arguments).file), indent=2))
+    return 0
+
+
+def schema_of(name: str) -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of a kind of file; each field is described by its comment."""
+    kinds = [FILES[name], *(EVIDENCE.values() if FILES[name] is Run else ())]
+    (whole, *evidence), parts = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
+    for kind in _subclasses(Data):
+        if kind.__name__ in parts:
+            sources = [inspect.getsource(base) for base in kind.__mro__ if issubclass(base, Data)]
+            comments = dict(_FIELD.findall("".join(sources)))
+            for field, part in parts[kind.__name__]["properties"].items():
+                part.setdefault("description", comments.get(field, ""))
+    if evidence:
+        parts[Record.__name__]["properties"]["evidence"]["properties"] = dict(zip(EVIDENCE, evidence, strict=True))
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"tiebreak {name}, schema {SCHEMA}"}
+    return {**head, **whole, "$defs": parts}
+
+
+def _subclasses(kind: type[Data]) -> Iterator[type[Data]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)

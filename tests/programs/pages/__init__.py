@@ -1,1 +1,0 @@
-"""Programs that make the pages under docs/: their tables, their figures, and the site."""

@@ -1,0 +1,107 @@
+"""The one way to run a study: tasks, each run once in a process of its own, and kept as a line of a file."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import fmean
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from tiebreak.backends.provenance import commit
+from tiebreak.matrix.memory import keep_memory
+from tiebreak.programs.resumable import add_options, read_parts, run_parts
+from tiebreak.reports.cli import INTERRUPTED, USAGE, Parser
+from tiebreak.reports.tables.run import counted
+
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A task that is done, as the file has it."""
+
+    task: dict[str, Any]  # the fields of the task
+    commit: str | None  # of the suite
+    seconds: float  # of CPU time
+    result: dict[str, Any]  # the fields of the result
+
+
+@dataclass(frozen=True)
+class Study(Generic[_Task, _Result]):
+    """What is run."""
+
+    name: str  # of its file in out/
+    run: Callable[[_Task], _Result]  # runs one task; a function of a module, for other processes
+    task: type[_Task]  # a frozen dataclass of texts and numbers
+    result: type[_Result]  # a dataclass of what JSON has
+    seconds: float  # that a task takes, about, until some are done
+    gib: float = 2.0  # memory of a process
+    every_commit: bool = False  # whether what another commit ran counts too
+
+    def parser(self, about: str | None) -> argparse.ArgumentParser:
+        """Return the parser of the study's command line.
+
+        Args:
+            about: the docstring of its module, whose first line says what it does.
+        """
+        line = (about or "").partition("\n")[0].rpartition("`: ")[2]
+        parser = Parser(prog=f"python -m tiebreak.studies.{self.name}", description=f"{line} Resumes.")
+        add_options(parser, f"{self.name}.jsonl", "task")
+        return parser
+
+    def results(self, tasks: Iterable[_Task], options: argparse.Namespace) -> dict[_Task, _Result]:
+        """Run what the file lacks.
+
+        Args:
+            tasks: all that are wanted, in the order to run them in.
+            options: those of `parser`.
+
+        Returns:
+            The result of each task.
+
+        Raises:
+            SystemExit: 2 if the file is not the study's, 130 after Ctrl-C.
+        """
+        lines = self._lines(options)
+        wanted = list(dict.fromkeys(tasks))
+        left = [task for task in wanted if task not in lines]
+        each = fmean(line.seconds for line in lines.values()) if lines else self.seconds
+        if left:
+            ended: list[Line] = []
+            outlook = f"{counted(len(wanted), 'task')}, {len(left)} to run"
+            run, seconds = partial(_run, self), each * len(left)
+            if not run_parts(run, left, options, _shown, ended, outlook=outlook, seconds=seconds, gib=self.gib):
+                raise SystemExit(INTERRUPTED)
+            lines |= {self.task(**line.task): line for line in ended}
+        return {task: self.result(**lines[task].result) for task in wanted}
+
+    def kept(self, options: argparse.Namespace) -> dict[_Task, _Result]:
+        """Return every task that the file has, with its result; `SystemExit` as of `results`."""
+        return {task: self.result(**line.result) for task, line in self._lines(options).items()}
+
+    def _lines(self, options: argparse.Namespace) -> dict[_Task, Line]:
+        try:
+            lines = read_parts(options.out, Line)
+            now = commit()
+            return {self.task(**line.task): line for line in lines if self.every_commit or line.commit == now}
+        except (ValueError, TypeError, OSError) as error:
+            print(f"{self.name}: {error}", file=sys.stderr)
+            raise SystemExit(USAGE) from None
+
+
+def _run(study: Study[Any, Any], task: Any) -> Line:
+    """Run a task on one core."""
+    torch.set_num_threads(1)
+    keep_memory()
+    started = time.process_time()
+    result = study.run(task)
+    return Line(asdict(task), commit(), round(time.process_time() - started, 3), asdict(result))
+
+
+def _shown(line: Line) -> str:
+    return f"{' '.join(str(value) for value in line.task.values() if value is not None)}: {line.seconds:.0f} s"
