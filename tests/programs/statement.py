@@ -140,10 +140,10 @@ def write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence
         run = store.parse(content, path)
         store.refuse_repeated(run, path, zip(files, runs.values(), strict=False))
         runs[str(path)] = run
-    _, found = of_records(runs, asked, waivers, today)
+    known, found = of_records(runs, asked, waivers, today)
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise UsageError(store.one_line(f"{found[0]}{more}; {complete(list(runs.values()), asked)}"))
+        raise UsageError(store.one_line(f"{found[0]}{more}; {complete(known, list(runs.values()), asked)}"))
     copies = {f"records-{number}.json": content for number, content in enumerate(contents, 1)}
     statement = statements.of_files(copies, asked, waivers)
     pages = summary_pages(statement, list(runs.values()), asked)
@@ -175,15 +175,16 @@ def of_records(
     return known, found
 
 
-def complete(runs: Sequence[Run], asked: Profile) -> str:
+def complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> str:
     """Return the command that makes a complete record of what some runs were pointed at."""
-    words = next((record.command.split() for run in runs for record in run.records), [])
-    where = words[1 : words.index("--backend")] if "--backend" in words else ["tests/matrix"]
+    where = known[0].settings.matrix if known else ("tests/matrix",)
     backends = ",".join(sorted({record.backend for run in runs for record in run.records}))
-    brought = [run.options["kernel"] for run in runs if run.options.get("kernel")]
-    subject = [*(["--backend", backends] if backends else []), *(["--kernel", str(brought[0])] if brought else [])]
-    inputs = ["--seed", str(asked.seed), "--heads", str(asked.heads)]
-    return f"a complete record: {shlex.join(['pytest', '-n', 'auto', *where, *subject, *inputs, '--save', 'run'])}"
+    words = ["--backend", backends] if backends else []
+    for name in ("kernel", "declare", "plan"):
+        given = dict.fromkeys(value for run in runs for value in str(run.options.get(name) or "").split())
+        words += [word for value in given for word in (f"--{name}", value)]
+    words += ["--seed", str(asked.seed), "--heads", str(asked.heads), "--save", "run"]
+    return f"a complete record: {shlex.join(['pytest', '-n', 'auto', *where, *words])}"
 
 
 def summary_pages(statement: Statement, runs: Sequence[Run], asked: Profile) -> dict[str, bytes]:
@@ -247,7 +248,7 @@ def problems(
             f"{FILE}: of profile {statement.profile}, {statement.profile_hash[:16]}; profile {asked.name} of this"
             f" tiebreak is {asked.hash[:16]}: verify with the release that it was made with"
         ], []
-    there = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    there = {path.name: path.read_bytes() if path.is_file() else b"" for path in folder.iterdir()}
     found = list(_of_files(statement, there))
     runs: dict[str, Run] = {}
     for name in [file.name for file in statement.files if _COPY.fullmatch(file.name) and file.name in there]:

@@ -1,6 +1,7 @@
 """Judging records without their device: by the suite's own checks of their numbers, and by the emulation."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -98,8 +99,8 @@ def _settings(run: Run, asked: Profile) -> Settings:
     words = run.records[0].command.split() if run.records else []
     where = words[1 : words.index("--backend")] if "--backend" in words else []
     fair, rounded = bool(run.options.get("fair")), run.options.get("no-worse-than") == "rounded"
-    timeout = run.options.get("cell-timeout")
-    seconds = None if timeout is None else float(timeout)
+    timeout = str(run.options.get("cell-timeout") or "")
+    seconds = float(timeout) if re.fullmatch(r"[0-9]+(\.[0-9]+)?", timeout) else None
     return Settings(asked.seed, asked.heads, fair, rounded, "--rules" in words, seconds, tuple(where))
 
 
@@ -344,7 +345,8 @@ def recomputed(judged: Judged, bench: Workbench) -> Iterator[str]:
     record, cell = judged.record, replace(judged.cell, backend=EMULATION)
     if judged.cell.backend.predicts:
         again = run_cell(cell, bench)
-        record = structs.replace(record, evidence={name: record.evidence.get(name) for name in again.evidence})
+        drawn = {name: value for name, value in record.evidence.items() if name in again.evidence}
+        record = structs.replace(record, evidence=drawn)
     else:
         told: dict[str, Value] = {"predicted_bias": _predicted_bias(judged, bench)}
         again = record

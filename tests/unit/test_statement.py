@@ -43,7 +43,7 @@ from tiebreak.programs import statement as program
 from tiebreak.programs.verification import judged, recomputed, sample
 from tiebreak.reports.cli import main
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import SKIPPED, Answer, Estimate, Record, Run, Shown
+from tiebreak.reports.records.record import SKIPPED, Answer, Estimate, Record, Run
 from tiebreak.reports.schemas import schema_of
 from tiebreak.reports.statement import folder as statements
 
@@ -229,10 +229,6 @@ def predicted_otherwise(record: Record) -> Record:
 
 # What no edit of one leaf comes to: a record that was made up so that it goes together, and by what it is found out.
 FORGED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
-    "shown": (
-        changing(DEVICE, lambda cell: replace(cell, shown=Shown("bias", 0.0), verdict=None)),
-        f"{DEVICE}: shown: Shown(kind='bias', number=0.0, ",
-    ),
     "an answer, and the outcome with it": (
         answered(DEVICE, "claim", met=False, outcome="fell"),
         f"{DEVICE}: answers.claim: not met, and its measures say met",
@@ -242,10 +238,6 @@ FORGED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
             measured(VENDORS, error_over_bound=3.0)(run)
         ),
         f"{VENDORS}: answers.bound: not asked, and such a cell is: largest error is 3 times",
-    ),
-    "missing": (
-        lambda run: replace(run, records=tuple(record for record in run.records if record.id != OURS)),
-        f"missing: {OURS}, which profile small asks for",
     ),
     "missing of the backend's own": (
         lambda run: replace(run, records=tuple(record for record in run.records if record.id != VENDORS)),
@@ -288,7 +280,6 @@ FORGED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
         lambda run: replace(run, checks={**run.checks, "claim": replace(run.checks["claim"], judges=False)}),
         "checks.claim: not as the suite describes it",
     ),
-    "garbage for a plan": (changing(VENDORS, lambda cell: replace(cell, plan="x")), f"{VENDORS}: unknown plan 'x'"),
     "dirty": (
         lambda run: replace(run, platform={**run.platform, "commit": f"{COMMIT}-dirty"}),
         f"platform.commit: {COMMIT}-dirty: files differ from the commit",
@@ -300,15 +291,6 @@ FORGED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
     "edited wheel": (
         lambda run: replace(run, platform={**run.platform, "commit": None, "wheel": f"{WHEEL}-dirty"}),
         f"platform.wheel: {WHEEL}-dirty: files differ from the wheel; install it anew",
-    ),
-    "no commit": (
-        lambda run: replace(run, platform={**run.platform, "commit": "xyz"}),
-        "platform.commit: 'xyz': not a commit's 40 hexadecimal digits",
-    ),
-    "interrupted": (lambda run: replace(run, not_run=("x",)), "complete: the run was interrupted"),
-    "heads": (
-        lambda run: replace(run, options={**run.options, "heads": "32"}),
-        "options.heads: 32, profile small asks for 256",
     ),
     # What contradicts nothing in its own file: the emulation does.
     "digest of the emulation": (
