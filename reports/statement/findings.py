@@ -32,16 +32,18 @@ def of_runs(runs: Mapping[str, Run], profile: Profile) -> Iterator[str]:
     for name, run in runs.items():
         if not run.complete or run.not_run or run.running:
             yield f"{name}: complete: the run was interrupted"
+        if not run.records:
+            yield f"{name}: records: none"
         yield from (f"{name}: {text}" for text in _of_inputs(run, profile))
     yield from _twice(runs)
-    asked = [record_id(*cell, profile.format) for cell in _asked(list(runs.values()), profile)]
-    there = {record.id: record for run in runs.values() for record in run.records}
+    asked = dict.fromkeys(record_id(*cell, profile.format) for cell in _asked(list(runs.values()), profile))
+    there = {record.id: record.outcome for run in runs.values() for record in run.records}
     yield from (f"missing: {name}, which profile {profile.name} asks for" for name in asked if name not in there)
-    ran = sum(record.outcome != SKIPPED for record in there.values())
+    ran = sum(there.get(name, SKIPPED) != SKIPPED for name in asked)
     if not asked:
         yield f"no record of a cell that profile {profile.name} asks for"
-    elif ran < profile.ran * len(there):
-        yield f"{ran} of {counted(len(there), 'cell')} ran; profile {profile.name} asks for {profile.ran:.0%} of them"
+    elif ran < profile.ran * len(asked):
+        yield f"{ran} of {counted(len(asked), 'cell')} ran; profile {profile.name} asks for {profile.ran:.0%} of them"
 
 
 def _of_one_platform(runs: Mapping[str, Run]) -> Iterator[str]:
@@ -86,16 +88,17 @@ def _asked(runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str, st
     """Backend, kernel and case of each cell that must be there.
 
     The suite's kernels have to be there on every backend that a run without --kernel has used. A user's kernel has
-    every kind of input; one of the backend's own, which may be for one format alone, every input of each kind that it
-    has; a composed one, whose name is its plan, what the profile says of it alone.
+    every case of a default run; one of the backend's own, which may be for one format alone, every input of each kind
+    that it has; a composed one, whose name is its plan, what the profile says of it alone.
     """
     yield from _asked_of_suite(runs, profile)
     tried = grouped((record for run in runs for record in run.records), lambda record: (record.backend, record.kernel))
     for (backend, kernel), records in tried.items():
-        own = kernel not in profile.suite.get(backend, {}) and records[0].plan != kernel
-        for cases in profile.own.values() if own else ():
-            if is_users(records[0]) or any(record.case in cases for record in records):
-                yield from ((backend, kernel, case) for case in cases)
+        if is_users(records[0]):
+            yield from ((backend, kernel, case) for case in profile.users)
+        elif kernel not in profile.suite.get(backend, {}) and records[0].plan != kernel:
+            kinds = [cases for cases in profile.own.values() if any(record.case in cases for record in records)]
+            yield from ((backend, kernel, case) for cases in kinds for case in cases)
 
 
 def _asked_of_suite(runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str, str]]:

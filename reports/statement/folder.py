@@ -33,7 +33,8 @@ class Profile:
     heads: int  # that a cell draws at first
     versions: Mapping[str, int]  # of its cases
     suite: Mapping[str, Mapping[str, tuple[str, ...]]]  # by backend: the suite's own kernels, each with its cases
-    own: Mapping[str, tuple[str, ...]]  # kinds of input: the cases of any other kernel
+    own: Mapping[str, tuple[str, ...]]  # kinds of input: the cases of a backend's own kernel
+    users: tuple[str, ...]  # the cases of a user's kernel
     ran: float  # share of the cells that must have run
     recomputed: int  # cells of the suite's kernels that whoever verifies must run again on the emulation
 

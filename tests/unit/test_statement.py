@@ -704,5 +704,9 @@ def allowed(plain: Mapping[str, Any], path: Sequence[str | int], value: Any) -> 
     again = record["backend"] == "emulation" and record["experiment"] == "call"
     of_o = path[2] == "digest" or path[3] in {measure.name for measure in (*core.MEASURES, *row_coherence.MEASURES)}
     if again or (bits and of_o and path[-2] not in OF_GRADIENTS and path[-1] not in OF_GRADIENTS):
-        return isinstance(value, float) and isinstance(before, float) and math.isclose(value, before, rel_tol=1e-4)
+        return (
+            isinstance(value, float)
+            and isinstance(before, float)
+            and math.isclose(value, before, rel_tol=1e-4, abs_tol=1e-6)
+        )
     return True
