@@ -9,24 +9,24 @@ _MEANT = 3  # names that it asks about, at most
 
 
 def first_few(names: Sequence[str], most: int) -> str:
-    """The first names of a list, and how many more there are."""
+    """Return the first names of a list, and how many more there are."""
     more = f", and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def split(names: str) -> list[str]:
-    """The names of a comma list."""
+    """Return the names of a comma list."""
     return [name.strip() for name in names.split(",") if name.strip()]
 
 
 def matching(name: str, known: Iterable[str]) -> list[str]:
-    """Names that equal `name` or match it as a glob; brackets are part of a name, as in tied_maxima[k=2]."""
+    """Return names that equal `name` or match it as a glob; brackets are part of a name, as in tied_maxima[k=2]."""
     pattern = name.replace("[", "[[]")
     return [candidate for candidate in known if candidate == name or fnmatch.fnmatchcase(candidate, pattern)]
 
 
 def unknown(kind: str, name: str, known: Collection[str], listed: str) -> str:
-    """What to say of a name that stands for nothing.
+    """Return what to say of a name that stands for nothing.
 
     Args:
         kind: what it is a name of.
@@ -43,12 +43,12 @@ def unknown(kind: str, name: str, known: Collection[str], listed: str) -> str:
 
 
 def none_named(kind: str, known: Collection[str], listed: str) -> str:
-    """What to say of a list without a name; see `unknown`."""
+    """Return what to say of a list without a name; see `unknown`."""
     return f"no {kind} named: {_all_of(known, listed)}"
 
 
 def _meant(name: str, known: Collection[str]) -> list[str]:
-    """Names that are spelled alike, or that begin alike, or else those that have this one in them."""
+    """Return names that are spelled alike, or that begin alike, or else those that have this one in them."""
     bare = name.strip("*?")
     if not bare:
         return []

@@ -12,27 +12,22 @@ _MARKED = re.compile(r"([!?])(?! )[^!?\n]*?\1|^(?:fell|crashed|timed_out) .*$", 
 
 
 def width() -> int:
-    """Columns of the terminal, or what COLUMNS says; 120 where there is none."""
+    """Return columns of the terminal, or what COLUMNS says; 120 where there is none."""
     return shutil.get_terminal_size((120, 24)).columns
 
 
-def limit(tablefmt: str) -> int | None:
-    """Columns that a table may take: those of the terminal; None, no limit, in a format for elsewhere."""
-    return width() if tablefmt == "simple" else None
-
-
 def coloured() -> bool:
-    """Whether to colour: only a terminal that can, and unless NO_COLOR is set (https://no-color.org)."""
+    """Return whether to colour: only a terminal that can, and unless NO_COLOR is set (https://no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def clean(text: str) -> str:
-    """The text with control characters other than line ends spelled out: names in a file of records may carry some."""
+    """Return the text with control characters but line ends spelled out: names in a file of records may carry some."""
     return "\n".join(map(one_line, text.split("\n")))
 
 
 def paint(text: str) -> str:
-    """The text with what fell in red and what is not known yet in yellow."""
+    """Return the text with what fell in red and what is not known yet in yellow."""
 
     def colour(match: re.Match[str]) -> str:
         return f"\033[{_COLOURS.get(match.group(1), '31')}m{match.group()}\033[0m"

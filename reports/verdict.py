@@ -1,9 +1,7 @@
 """What a run says of a kernel: an object, from which the first lines that its author reads are made, and JSON."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
 from textwrap import shorten
 from typing import Annotated
 
@@ -99,6 +97,11 @@ class Verdict(Data, frozen=True, omit_defaults=False):
     command: str = ""  # runs all of it again
 
     @property
+    def statement(self) -> str:
+        """The headline without the names that it begins with."""
+        return self.headline.removeprefix(_names(self.kernel, self.backend, self.formats))
+
+    @property
     def text(self) -> str:
         """A headline, and a line for each finding."""
         return "\n".join([self.headline, *(f"  {finding.name:{_WIDTH}} {finding.text}" for finding in self.findings)])
@@ -128,7 +131,7 @@ def from_json(text: str) -> list[Verdict]:
 
 
 def verdicts(run: Run, command: str = "", failures: Sequence[str] = ()) -> list[Verdict]:
-    """What a run says of its kernels, in the order of their first records.
+    """Return what a run says of its kernels, in the order of their first records.
 
     Args:
         run: its records.
@@ -139,272 +142,199 @@ def verdicts(run: Run, command: str = "", failures: Sequence[str] = ()) -> list[
     return [_Kernel(*names, records, run).verdict(command, failures) for names, records in kernels.items()]
 
 
-@dataclass(frozen=True)
 class _Kernel:
     """One kernel on one backend, as a run has it."""
 
-    backend: str
-    kernel: str
-    records: Sequence[Record]  # its own
-    run: Run
+    def __init__(self, backend: str, kernel: str, records: Sequence[Record], run: Run) -> None:
+        self.name, self.backend, self.records, self.run = kernel, run.backend_text(backend), records, run
+        self.formats = tuple(dict.fromkeys(record.format for record in records))
+        self.explanation = run.explanations.get(f"{backend}-{kernel}")
+        failure = {name for name, case in run.cases.items() if case.failure}
+        backward = {name for name, case in run.cases.items() if case.backward}
+        wrong = {name for name, check in run.checks.items() if check.wrong}
+        ran = [record for record in records if record.outcome != SKIPPED]
+        self.asked = [record for record in ran if record.case in failure]
+        self.biased = [record for record in self.asked if record.verdict == BIASED]
+        self.nonfinite = [record for record in self.asked if record.verdict == NONFINITE]
+        self.elsewhere = [
+            record for record in ran if record.case not in failure and record.verdict in (BIASED, NONFINITE)
+        ]
+        self.ran_backward = [record for record in ran if record.case in backward]
+        self.predicted = [record for record in records if PREDICTION in record.answers]
+        self.fell = [record for record in records if record.fails]
+        self.wrong = [record for record in self.fell if wrong & set(_unmet(record))]
+        self.untold = [record for record in self.fell if record.outcome == INCONCLUSIVE]
+        self.left_out = [record for record in records if record.skipped == NO_TIME]
+        self.enough = run.complete and not any(run.cases[record.case].needed for record in self.left_out)
+        unfinished = [name for name in (*run.not_run, *run.running) if name.startswith(f"{backend}-{kernel}-")]
+        self.left = len(unfinished) + len(self.left_out)
+        # Of the inputs on which it is biased, those where O itself ties; None: not looked at.
+        tied = [record.tied for record in self.biased]
+        self.tied = None if None in tied else sum(map(bool, tied))
+        # The one plan that it declares, and that something was predicted from.
+        plans = {record.plan for record in self.predicted}
+        self.declared = (plans.pop() or "") if len(plans) == 1 else ""
+        # The share of bits that agree with that.
+        shares = [self._number(record, "agreement") for record in self.predicted]
+        told = [share for share in shares if share is not None]
+        self.agreed = sum(told) / len(told) if told else None
+        self.severity = self._severity()
 
     def verdict(self, command: str, failures: Sequence[str]) -> Verdict:
-        """What there is to say of it."""
-        run, asked = self.run, self._asked
-        fell = tuple(
-            FallenCell(record.id, record.outcome, record.reasons, runnable(record.command))
-            for record in self.records
-            if record.fails
-        )
-        explained, cells = self._explanation, Counter(record.outcome for record in self._begun)
-        extent, fallen = self._extent(sum(cells.values())), self._fallen(failures)
+        """Return what there is to say of it."""
+        run, explained = self.run, self.explanation
+        cells = Counter(record.outcome for record in self.records if record.skipped != NO_TIME)
+        named = _names(self.name, self.backend, self.formats)
+        # Whether gradients or training runs contain a bias: the worst of what they say.
+        contained = [record.in_training for record in self.records if record.in_training is not None]
         return Verdict(
-            headline=f"{self.kernel} on {run.backend_text(self.backend)}, {', '.join(self._formats)}: "
-            f"{extent}{fallen}{self._statement}",
-            severity=self._severity,
-            kernel=self.kernel,
-            backend=run.backend_text(self.backend),
-            formats=self._formats,
-            ok=self._enough and self._severity != DID_NOT_RUN and not fell and not failures,
+            headline=f"{named}{self._extent(cells.total())}{self._fallen(failures)}{self._statement()}",
+            severity=self.severity,
+            kernel=self.name,
+            backend=self.backend,
+            formats=self.formats,
+            ok=self.enough and self.severity != DID_NOT_RUN and not self.fell and not failures,
             complete=run.complete,
-            inputs=len(asked),
-            biased=len(self._failing(BIASED)),
-            nonfinite=len(self._failing(NONFINITE)),
+            inputs=len(self.asked),
+            biased=len(self.biased),
+            nonfinite=len(self.nonfinite),
             # What crashed, or has too few heads, is no sign of health.
-            unknown=sum(record.verdict in (None, UNDECIDED) for record in asked),
-            tied=self._tied,
+            unknown=sum(record.verdict in (None, UNDECIDED) for record in self.asked),
+            tied=self.tied,
             findings=tuple(self._findings()),
-            fell=fell,
+            fell=tuple(FallenCell(each.id, each.outcome, each.reasons, runnable(each.command)) for each in self.fell),
             failures=tuple(failures),
             plan=explained,
-            declared=self._declared or None,
-            in_training=self._contained,
-            share=explained.share if explained is not None else self._agreed,
+            declared=self.declared or None,
+            in_training=max(contained, key=VERDICTS.index, default=None),
+            share=self.agreed if explained is None else explained.share,
             cells=dict(cells),
-            left=self._left,
+            left=self.left,
             seed=self.records[0].seed,
             versions={name: str(run.platform[name]) for name in _SOFTWARE if run.platform.get(name)},
             command=command,
         )
 
-    @cached_property
     def _severity(self) -> str | None:
         if all(record.shown is None and record.outcome != FELL for record in self.records):
             return DID_NOT_RUN
-        if self._wrong:
-            return WRONG
-        if self._untold:
-            return NOT_TOLD
-        if biased := len(self._failing(BIASED)):
-            return TIED if self._tied == biased and not self._failing(NONFINITE) else BIASED
-        if self._failing(NONFINITE):  # as a case claims of its kind
+        if self.wrong or self.untold:
+            return WRONG if self.wrong else NOT_TOLD
+        if self.biased and self.tied == len(self.biased) and not self.nonfinite:
+            return TIED
+        if self.biased or self.nonfinite:  # NaN that fells nothing is as a case claims of its kind
             return BIASED
-        told = all(record.verdict == UNBIASED for record in self._asked)
-        return None if not self._asked else FAIR if told else NOT_TOLD
+        told = all(record.verdict == UNBIASED for record in self.asked)
+        return None if not self.asked else FAIR if told else NOT_TOLD
 
-    @property
     def _statement(self) -> str:
-        """The worst that there is to say of it."""
-        if self._severity == DID_NOT_RUN:
+        """Return the worst that there is to say of it."""
+        if self.severity == DID_NOT_RUN:
             return self._never_ran()
-        if cells := self._wrong or self._untold:
-            worst = max(cells, key=lambda record: len(self._unmet(record)))  # the first of equals
+        if cells := self.wrong or self.untold:
+            worst = max(cells, key=lambda record: len(_unmet(record)))  # the first of equals
             inputs = counted(sum(record.outcome != SKIPPED for record in self.records), "input")
-            word = "WRONG" if self._wrong else "NOT TOLD"
+            word = "WRONG" if self.wrong else "NOT TOLD"
             return f"{word} on {len(cells)} of {inputs} ({worst.case}: {self._brief(worst)})"
-        if not self._asked:
+        if not self.asked:
             return NOT_ASKED
-        words = {verdict: len(self._failing(verdict)) for verdict in (BIASED, NONFINITE, UNBIASED)}
-        said = [f"{'NaN or Inf' if verdict == NONFINITE else verdict} on {number}" for verdict, number in words.items()
-                if number and (verdict != UNBIASED or number == sum(words.values()))]  # fmt: skip
-        unknown = len(self._asked) - sum(words.values())
-        told = f"{' and '.join(said) or 'unbiased on 0'} of {counted(len(self._asked), 'failure input')}"
-        return f"{told}{f', {unknown} not known' if unknown else ''}{self._doing(words[BIASED])}"
+        unbiased = sum(record.verdict == UNBIASED for record in self.asked)
+        words = {"biased": len(self.biased), "NaN or Inf": len(self.nonfinite)}
+        said = [f"{word} on {number}" for word, number in words.items() if number]
+        unknown = len(self.asked) - unbiased - sum(words.values())
+        told = f"{' and '.join(said) or f'unbiased on {unbiased}'} of {counted(len(self.asked), 'failure input')}"
+        return f"{told}{f', {unknown} not known' if unknown else ''}{self._doing()}"
 
     def _never_ran(self) -> str:
-        """Why there is no result at all."""
+        """Return why there is no result at all."""
         reasons = Counter("; ".join(record.reasons) for record in self.records)
         ended = Counter("; ".join(record.reasons) for record in self.records if record.outcome != SKIPPED)
         word = "never ran" if ended else "INCOMPLETE, no cell ran"
         return f"{word}: {(ended or reasons).most_common(1)[0][0]}"
 
-    def _doing(self, biased: int) -> str:
-        """Whose doing the bias is."""
-        if not biased or self._tied is None:
+    def _doing(self) -> str:
+        """Return whose doing the bias is."""
+        biased, tied = len(self.biased), self.tied
+        if not biased or tied is None:
             return ""
-        if self._tied in (0, biased):
-            return f", {_OWN if self._tied == 0 else _TIED}"
-        return f": {self._tied} {_TIED}, {biased - self._tied} {_OWN}"
+        if tied in (0, biased):
+            return f", {_OWN if tied == 0 else _TIED}"
+        return f": {tied} {_TIED}, {biased - tied} {_OWN}"
 
     def _extent(self, done: int) -> str:
-        """How much of the work was not done, where some was left."""
-        if not self._left or not done:
+        """Return how much of the work was not done, where some was left."""
+        if not self.left or not done:
             return ""
-        word, why = "" if self._enough else "INCOMPLETE, ", "in its budget" if self.run.complete else "done"
-        return f"{word}{done} of {counted(done + self._left, 'cell')} {why}: "
+        word, why = "" if self.enough else "INCOMPLETE, ", "in its budget" if self.run.complete else "done"
+        return f"{word}{done} of {counted(done + self.left, 'cell')} {why}: "
 
     def _fallen(self, failures: Sequence[str]) -> str:
-        """That the run fell, where it did for another reason than the worst that there is to say."""
-        fell = [record for record in self.records if record.fails]
-        if self._severity in FAILING or not (fell or failures):
+        """Return that the run fell, where it did for another reason than the worst that there is to say."""
+        if self.severity in FAILING or not (self.fell or failures):
             return ""
-        checks = dict.fromkeys(name for record in fell for name in self._unmet(record))
-        why = f"by {', '.join(checks)} on {counted(len(fell), 'input')}" if fell else f"({_first_clause(failures[0])})"
-        return f"FELL {why}, "
-
-    @property
-    def _wrong(self) -> list[Record]:
-        """Cells in which it computes something else than attention, or nothing."""
-        wrong = {name for name, check in self.run.checks.items() if check.wrong}
-        return [record for record in self.records if record.fails and wrong & set(self._unmet(record))]
-
-    @property
-    def _untold(self) -> list[Record]:
-        return [record for record in self.records if record.fails and record.outcome == INCONCLUSIVE]
-
-    @staticmethod
-    def _unmet(record: Record) -> list[str]:
-        """Checks that it does not meet; where it meets none, those that are not told."""
-        unmet = [name for name, answer in record.answers.items() if answer.met is False]
-        return unmet or [name for name, answer in record.answers.items() if answer.met is None]
+        checks = dict.fromkeys(name for record in self.fell for name in _unmet(record))
+        by = f"by {', '.join(checks)} on {counted(len(self.fell), 'input')}"
+        return f"FELL {by if self.fell else f'({_first_clause(failures[0])})'}, "
 
     def _brief(self, record: Record) -> str:
-        """What is wrong in a cell: the error of O where that is large, and the first clause of a reason."""
-        clause = _first_clause(record.answers[self._unmet(record)[-1]].why)
+        """Return what is wrong in a cell: the error of O where that is large, and the first clause of a reason."""
+        unmet = _unmet(record)
+        clause = _first_clause(record.answers[unmet[-1]].why if unmet else record.outcome)
         if record.shown is None or record.verdict == UNBIASED:
             return clause
         unit = self.run.measures[record.shown.kind].unit if record.shown.kind in self.run.measures else ""
-        return f"{' '.join(filter(None, (_number(record), unit)))}, {clause}"
-
-    @property
-    def _formats(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(record.format for record in self.records))
-
-    @property
-    def _asked(self) -> list[Record]:
-        return [record for record in self._failure_inputs if record.outcome != SKIPPED]
-
-    @property
-    def _begun(self) -> list[Record]:
-        return [record for record in self.records if record.skipped != NO_TIME]
-
-    @property
-    def _tied(self) -> int | None:
-        """Of the inputs on which it is biased: those where O itself ties; None: not looked at."""
-        tied = [record.tied for record in self._failing(BIASED)]
-        return None if None in tied else sum(map(bool, tied))
-
-    @property
-    def _left(self) -> int:
-        """Cells that were not done."""
-        beginning = f"{self.backend}-{self.kernel}-"
-        return sum(name.startswith(beginning) for name in (*self.run.not_run, *self.run.running)) + len(self._left_out)
-
-    @property
-    def _enough(self) -> bool:
-        """Whether all was run that a verdict needs."""
-        return self.run.complete and not any(self.run.cases[record.case].needed for record in self._left_out)
+        return f"{' '.join(filter(None, (_bare(record), unit)))}, {clause}"
 
     def _findings(self) -> Iterator[Finding]:
-        news = self._severity in (BIASED, TIED)
+        ran, news = self.severity != DID_NOT_RUN, self.severity in (BIASED, TIED)
         ended = [record for record in self.records if record.outcome in (CRASHED, TIMED_OUT)]  # no result, and no pass
-        if slip := self._slip():
-            yield Finding("looks like", slip)
-        if self._severity != DID_NOT_RUN and (fell := self._fell()):
-            yield Finding("fell", fell)
-        if self._severity != DID_NOT_RUN and ended:
-            yield _of_cells("ended", ended)
-        if in_training := "; ".join(filter(None, (self._in_gradients(), self._in_runs()))):
-            yield Finding("in training", in_training)
-        listed = {
-            "biased": self._failing(BIASED),
-            "NaN": self._failing(NONFINITE),
-            "not known": self._failing(UNDECIDED),
-            "elsewhere": self._elsewhere,
-        }
-        texts: dict[str, Callable[[], str]] = {
-            "fix": self._fix if news else str,
-            "checks": self._checks,
-            "rounding": self._rounding,
-            "backward": self._backward,
-            "rules": self._rules,
-            "skipped": self._skipped,
-        }
-        yield from (_of_cells(name, records) for name, records in listed.items() if records)
-        yield from (
-            Finding(record.case, text, (record.case,)) for record in self.records if (text := finding_text(record))
+        undecided = [record for record in self.asked if record.verdict == UNDECIDED]
+        yield from _told({"looks like": self._slip(), "fell": self._unmet_checks() if ran else ""})
+        yield from _of_cells({"ended": ended if ran else []})
+        yield from _told({"in training": "; ".join(filter(None, (self._in_gradients(), self._in_runs())))})
+        yield from _of_cells({"biased": self.biased, "NaN": self.nonfinite, "not known": undecided,
+                              "elsewhere": self.elsewhere})  # fmt: skip
+        for record in self.records:
+            if text := finding_text(record):
+                yield Finding(record.case, text, (record.case,))
+        yield from _told(
+            {
+                "fix": self._fix() if news else "",
+                "checks": self._met_checks(),
+                "rounding": self._rounding(),
+                "backward": self._backward(),
+                "rules": self._rules(),
+                "skipped": self._skipped(),
+            }
         )
-        yield from (Finding(name, text) for name, tell in texts.items() if (text := tell()))
-        if left_out := [record.case for record in self._left_out]:
-            yield Finding("left out", first_few(left_out, _LISTED), tuple(left_out))
-
-    @property
-    def _left_out(self) -> list[Record]:
-        return [record for record in self.records if record.skipped == NO_TIME]
-
-    @property
-    def _failure_inputs(self) -> list[Record]:
-        cases = self.run.cases
-        return [record for record in self.records if record.case in cases and cases[record.case].failure]
-
-    def _failing(self, verdict: str) -> list[Record]:
-        return [record for record in self._failure_inputs if record.verdict == verdict]
-
-    @property
-    def _elsewhere(self) -> list[Record]:
-        """Biased, or NaN and Inf, on inputs that are not known to fail."""
-        failure = self._failure_inputs
-        return [record for record in self.records if record.verdict in (BIASED, NONFINITE) and record not in failure]
+        if left_out := tuple(record.case for record in self.left_out):
+            yield Finding("left out", first_few(left_out, _LISTED), left_out)
 
     def _fix(self) -> str:
-        """Whether the shift that it follows is a fix for ties, and where that fails."""
-        judged = [record for record in self._failure_inputs if record.verdict is not None]
-        failing = [record for record in judged if record.verdict in (BIASED, NONFINITE)]
-        plans = self._plans()
+        """Return whether the shift that it follows is a fix for ties, and where that fails."""
+        failing = len(self.biased) + len(self.nonfinite)
+        plans, declared = self._plans(), self.declared
         if not plans:
-            declared = self._declared
             return f"not known: it {f'is not what {declared} predicts' if declared else 'follows no known plan'}"
         rules = sorted({plan.rule for plan in plans})
         if not any(plan.fix for plan in plans):
             return "none for ties: each row is shifted by its maximum, also where the maximum repeats"
         if not all(plan.fix for plan in plans):
             return f"not known: these cases do not tell {' from '.join(rules)}"
-        held = len(judged) - len(failing)
-        return f"partial: {' or '.join(rules)}; fails on the {counted(len(failing), 'input')} above, holds on {held}"
+        held = sum(record.verdict is not None for record in self.asked) - failing
+        return f"partial: {' or '.join(rules)}; fails on the {counted(failing, 'input')} above, holds on {held}"
 
     def _plans(self) -> list[PlanRecord]:
-        """What it may follow: by its bits, or as it declares where that predicts it."""
-        explained = self._explanation
-        if self._declared and all(record.met(PREDICTION) for record in self._predicted):
-            names: Sequence[str] = (self._declared,)
-        else:
-            names = () if explained is None or explained.state == UNEXPLAINED else explained.plans
+        """Return what it may follow: by its bits, or as it declares where that predicts it."""
+        explained, names = self.explanation, list[str]()
+        if self.declared and all(record.met(PREDICTION) for record in self.predicted):
+            names = [self.declared]
+        elif explained is not None and explained.state != UNEXPLAINED:
+            names = list(explained.plans)
         return [self.run.plans[name] for name in names if name in self.run.plans]
 
-    @property
-    def _explanation(self) -> Explanation | None:
-        return self.run.explanations.get(f"{self.backend}-{self.kernel}")
-
-    @property
-    def _declared(self) -> str:
-        """The one plan that it declares, and that something was predicted from."""
-        plans = {record.plan for record in self._predicted}
-        return plans.pop() or "" if len(plans) == 1 else ""
-
-    @property
-    def _predicted(self) -> list[Record]:
-        return [record for record in self.records if PREDICTION in record.answers]
-
-    @property
-    def _agreed(self) -> float | None:
-        """The share of bits that agree with what it declares."""
-        measures = {name: kind.agreement for name, kind in self.run.experiments.items()}
-        numbers = (record.number(measures.get(record.experiment) or "") for record in self._predicted)
-        shares = [share for share in numbers if share is not None]
-        return sum(shares) / len(shares) if shares else None
-
     def _slip(self) -> str:
-        """The usual mistake that explains the wrong outputs of most cells, then of most bits."""
+        """Return the usual mistake that explains the wrong outputs of most cells, then of most bits."""
         found: dict[str, list[float]] = {}
         for record in self.records:
             for about, share in record.evidence.get("slips", {}).items():
@@ -414,7 +344,7 @@ class _Kernel:
         about, shares = max(found.items(), key=lambda pair: (len(pair[1]), sum(pair[1])))
         return f"{about} ({percent(sum(shares) / len(shares))} of bits in {counted(len(shares), 'cell')})"
 
-    def _fell(self) -> str:
+    def _unmet_checks(self) -> str:
         """Checks that were not met, with where."""
         unmet = grouped(
             ((name, record.case) for record in self.records for name in record.answers if record.met(name) is False),
@@ -422,7 +352,7 @@ class _Kernel:
         )
         return "; ".join(f"{name} in {first_few([case for _, case in own], _LISTED)}" for name, own in unmet.items())
 
-    def _checks(self) -> str:
+    def _met_checks(self) -> str:
         """Checks that were met wherever they were asked."""
         asked, met = Counter[str](), Counter[str]()
         for record in self.records:
@@ -431,16 +361,9 @@ class _Kernel:
         held = [f"{name} {number}" for name, number in asked.items() if met[name] == number]
         return f"met wherever asked: {', '.join(held)} cells" if held else ""
 
-    @property
-    def _contained(self) -> str | None:
-        """Whether gradients or training runs contain a bias: the worst of what they say."""
-        verdicts = [record.in_training for record in self.records if record.in_training is not None]
-        return max(verdicts, key=VERDICTS.index, default=None)
-
     def _in_gradients(self) -> str:
-        """Whether its gradients contain the bias of O, on the inputs where it is biased."""
-        biased = self._failing(BIASED)
-        measured = [record for record in biased if record.in_training is not None]
+        """Return whether its gradients contain the bias of O, on the inputs where it is biased."""
+        measured = [record for record in self.biased if record.in_training is not None]
         contained = [record for record in measured if record.in_training == BIASED]
         if contained:
             shares = [f"{100 * (self._carried(record) or 0.0):+.2g} % in {record.case}" for record in contained]
@@ -450,11 +373,11 @@ class _Kernel:
         if measured:
             largest = 100 * max(abs(self._carried(record) or 0.0) for record in measured)
             return f"harmless: its gradients don't contain it, delta is off by {largest:.1g} % at most"
-        return self._unmeasured() if biased else ""
+        return self._unmeasured() if self.biased else ""
 
     def _unmeasured(self) -> str:
-        """Why nothing is known of its gradients where it is biased."""
-        ran = self._ran_backward
+        """Return why nothing is known of its gradients where it is biased."""
+        ran = self.ran_backward
         if not ran:
             return "not measured: no input was run backward"
         if any(self._carried(record) is not None for record in ran):
@@ -462,19 +385,17 @@ class _Kernel:
         failed = any(record.fails for record in ran)
         return f"not measured: {'its backward pass gave no gradients' if failed else 'it has no backward pass'}"
 
-    @property
-    def _ran_backward(self) -> list[Record]:
-        """Cells that ask for gradients."""
-        backward = [name for name, case in self.run.cases.items() if case.backward]
-        return [record for record in self.records if record.case in backward and record.outcome != SKIPPED]
-
     def _carried(self, record: Record) -> float | None:
-        """How much of a bias of O its gradients contain, as a share."""
-        kind = self.run.experiments.get(record.experiment)
-        return record.number(kind.carried) if kind is not None and kind.carried else None
+        """Return how much of a bias of O its gradients contain, as a share."""
+        return self._number(record, "carried")
+
+    def _number(self, record: Record, role: str) -> float | None:
+        """Return the number of the measure that has a role in a record's kind of experiment, such as `carried`."""
+        name: str | None = getattr(self.run.experiments.get(record.experiment), role, None)
+        return record.number(name) if name else None
 
     def _in_runs(self) -> str:
-        """Whether short training runs drift as with kernels whose bias training feels."""
+        """Return whether short training runs drift as with kernels whose bias training feels."""
         pooled = [record for record in self.records if record.experiment in self.run.pooled]
         ran = [record for record in pooled if record.in_training is not None]
         if not ran:
@@ -483,25 +404,24 @@ class _Kernel:
         texts = []
         for verdict, word in words:
             names = [f"{record.case} {plain_text(record)}" for record in ran if record.in_training == verdict]
-            texts += (
-                [f"{word} {len(names)} of {counted(len(ran), 'training run')}: {', '.join(names)}"] if names else []
-            )
+            if names:
+                texts.append(f"{word} {len(names)} of {counted(len(ran), 'training run')}: {', '.join(names)}")
         return "; ".join(texts) or f"no drift in {counted(len(ran), 'training run')}"
 
     def _rounding(self) -> str:
-        if self._explanation is not None:
-            return explanation_text(self._explanation)
-        if not self._declared:
+        if self.explanation is not None:
+            return explanation_text(self.explanation)
+        if not self.declared:
             return ""
-        met = sum(record.met(PREDICTION) is True for record in self._predicted)
-        bits = "" if self._agreed is None else f", {percent(self._agreed)} of bits"
-        return f"declares {self._declared}; as predicted in {met} of {len(self._predicted)} cells{bits}"
+        met = sum(record.met(PREDICTION) is True for record in self.predicted)
+        bits = "" if self.agreed is None else f", {percent(self.agreed)} of bits"
+        return f"declares {self.declared}; as predicted in {met} of {len(self.predicted)} cells{bits}"
 
     def _backward(self) -> str:
-        """Which known backward pass its gradients come from."""
+        """Return which known backward pass its gradients come from."""
         cells = [record.evidence["backward"] for record in self.records if record.evidence.get("backward")]
         if not cells:
-            ran = self._ran_backward
+            ran = self.ran_backward
             silent = ran and not any(record.fails or self._carried(record) is not None for record in ran)
             return "none: autograd has no gradients of what it returns" if silent else ""
         common = [name for name in cells[0] if all(name in cell for cell in cells)]
@@ -513,7 +433,7 @@ class _Kernel:
         return f"unexplained: nearest is {nearest} with {agreed}"
 
     def _rules(self) -> str:
-        """Which acceptance rules in public use it passes."""
+        """Return which acceptance rules in public use it passes."""
         told = [(record.case, name, answer) for record in self.records for name, answer in answers_of(record).items()]
         failed = grouped(((name, case) for case, name, answer in told if answer.passed is False), lambda pair: pair[0])
         passed = {name for _, name, answer in told if answer.passed} - failed.keys()
@@ -532,15 +452,31 @@ class _Kernel:
         return shorten("; ".join(texts), _BRIEF, placeholder=" ...")
 
 
+def _names(kernel: str, backend: str, formats: Sequence[str]) -> str:
+    return f"{kernel} on {backend}, {', '.join(formats)}: "
+
+
 def _first_clause(reason: str) -> str:
     return shorten(reason.partition("; ")[0], _BRIEF, placeholder=" ...")
 
 
-def _of_cells(name: str, records: Sequence[Record]) -> Finding:
-    texts = [f"{record.case} {_number(record)}" for record in records]
-    return Finding(name, first_few(texts, _LISTED), tuple(record.case for record in records))
+def _unmet(record: Record) -> list[str]:
+    """Checks that a cell does not meet; where it meets none, those that are not told."""
+    unmet = [name for name, answer in record.answers.items() if answer.met is False]
+    return unmet or [name for name, answer in record.answers.items() if answer.met is None]
 
 
-def _number(record: Record) -> str:
-    """What tables show without the verdict, which its line says."""
+def _told(texts: Mapping[str, str]) -> Iterator[Finding]:
+    yield from (Finding(name, text) for name, text in texts.items() if text)
+
+
+def _of_cells(named: Mapping[str, Sequence[Record]]) -> Iterator[Finding]:
+    for name, records in named.items():
+        texts = [f"{record.case} {_bare(record)}" for record in records]
+        if texts:
+            yield Finding(name, first_few(texts, _LISTED), tuple(record.case for record in records))
+
+
+def _bare(record: Record) -> str:
+    """Return what tables show without the verdict, which its line says."""
     return plain_text(record) if record.shown is None else shown_text(replace(record.shown, verdict=None))

@@ -12,11 +12,12 @@ puts all of them through the matrix and prints the table of docs/other-kernels.m
 """
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from public_sources import CUDA, StandIn, as_if_on_a_gpu, source
+from public_sources import CUDA, FOLDER, StandIn, as_if_on_a_gpu, source, version_of
 from torch import Tensor
 
 from tiebreak import kernel
@@ -435,6 +436,7 @@ SOURCES = {
 }
 
 if __name__ == "__main__":
-    from public_table import main
+    from tiebreak.studies.public_kernels import main
 
-    sys.exit(main(sys.argv[1:], __file__, SOURCES))
+    versions = {name: partial(version_of, module) for name, module in SOURCES.items()}
+    sys.exit(main(__file__, FOLDER, versions, sys.argv[1:]))

@@ -219,8 +219,11 @@ def _roots() -> Iterator[Path]:
 
 
 def version_of(module: str) -> str:
-    """Of the package that a file belongs to: its version, or the commit that is checked out."""
-    root, path = _root_and_path(module)
+    """Return the version of the package that a file belongs to, or the commit that is checked out."""
+    try:
+        root, path = _root_and_path(module)
+    except NotImplementedError:
+        return "not here"
     top = module.partition(".")[0]
     for distribution in metadata.distributions(path=[str(root)]):
         if any(file.parts[0] == top for file in distribution.files or ()):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from tiebreak.reports.audit.record import Audit, Audits, kinds
 from tiebreak.reports.records.order import grouped
-from tiebreak.reports.tables.grids import aside, csv_text, fitted
+from tiebreak.reports.tables.grids import Grid, Part, of_dicts
 
 _COLUMNS = {
     "products": "matrix instruction",
@@ -29,40 +29,33 @@ LEGEND = (
     "flushes: instructions that take subnormals for zero; mode: how additions and multiplications round\n"
     "none: no such instruction; skip: not compiled"
 )
-_BETWEEN = " | "  # in CSV: the kinds have commas and semicolons of their own
 
 
-def cells(audit: Audit) -> Iterator[tuple[str, ...]]:
-    """The kinds of instructions, a cell a column after that of the target; none of what was not compiled."""
-    for name in _COLUMNS if audit.skipped is None else ():
-        *others, last = kinds(getattr(audit, name))
-        counts = f" ({audit.fused}/{audit.separate})" if name == "contraction" else ""
-        yield *others, last + counts
-
-
-def about(audits: Audits) -> str:
-    """Where the tables come from, in a sentence that no reader takes for a measurement."""
-    return f"Compiled by Triton {audits.triton} and read from the assembly. Nothing in it ran on a GPU."
-
-
-def audit_tables(audits: Audits, width: int | None = None, tablefmt: str = "simple") -> str:
-    """One table a kernel, one row a target, then why what was skipped was, and the legend; see `grids.fitted`."""
-    parts = []
+def audit_tables(audits: Audits) -> list[Part]:
+    """Return one table a kernel, one row a target, then why what was skipped was, where they come from, the legend."""
+    parts: list[Part] = []
     for kernel, own in grouped(audits.audits, lambda audit: audit.kernel).items():
-        texts = [list(map(", ".join, cells(audit))) or ["skip"] * len(_COLUMNS) for audit in own]
-        rows = [[f"{audit.target} ({audits.cards[audit.target]})", *row] for audit, row in zip(own, texts, strict=True)]
-        parts += [aside(kernel, tablefmt), *fitted(rows, HEADERS, tablefmt, width)]
+        rows = [[f"{audit.target} ({audits.cards[audit.target]})", *_cells(audit)] for audit in own]
+        parts.append(Grid(HEADERS, rows, kernel))
     skips = [f"skipped {audit.id}: {audit.skipped}" for audit in audits.audits if audit.skipped is not None]
-    notes = ["\n".join(skips), f"{about(audits)}\n{LEGEND}"]
-    return "\n\n".join([*parts, *(aside(note, tablefmt) for note in notes if note)])
+    # In a sentence that no reader takes for a measurement.
+    about = f"Compiled by Triton {audits.triton} and read from the assembly. Nothing in it ran on a GPU."
+    return [*parts, "\n".join(skips), f"{about}\n{LEGEND}"]
 
 
-def as_csv(audits: Audits) -> str:
-    """The audits as CSV, a line each; a field of several kinds has them with bars between, one without any is empty."""
+def _cells(audit: Audit) -> Iterator[str]:
+    """Yield the kinds of instructions, a line each, of every column after that of the target."""
+    for name in _COLUMNS:
+        counts = f" ({audit.fused}/{audit.separate})" if name == "contraction" else ""
+        yield "skip" if audit.skipped is not None else "\n".join(kinds(getattr(audit, name))) + counts
+
+
+def csv_grid(audits: Audits) -> Grid:
+    """Return a row an audit; what has none of a kind is empty."""
     names = list(Audit.__struct_fields__)
     rows = []
     for audit in audits.audits:
         values = {name: getattr(audit, name) for name in names}
-        texts = {name: _BETWEEN.join(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        texts = {name: "\n".join(value) if isinstance(value, tuple) else value for name, value in values.items()}
         rows.append({"triton": audits.triton, "cards": audits.cards[audit.target], **texts})
-    return csv_text(["triton", "cards", *names], rows)
+    return of_dicts(rows, ["triton", "cards", *names])

@@ -35,7 +35,7 @@ def annotations(run: Run, outcome: Outcome | None, places: Mapping[str, Place]) 
 
 
 def _place(place: Place | None, reasons: Sequence[str]) -> Place | None:
-    """The line that raised, where a reason names one of the kernel's own file; else the function's."""
+    """Return the line that raised, where a reason names one of the kernel's own file; else the function's."""
     if place is None:
         return None
     file, line = place
@@ -50,5 +50,5 @@ def _error(title: str, text: str, place: Place | None) -> str:
 
 
 def _escaped(text: str, separators: str = "") -> str:
-    """The text as a workflow command takes it: a record may not begin a command of its own."""
+    """Return the text as a workflow command takes it: a record may not begin a command of its own."""
     return "".join(f"%{ord(letter):02X}" if letter in f"%\r\n{separators}" else letter for letter in text)

@@ -9,6 +9,7 @@ from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import Run
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables import run as tables
+from tiebreak.reports.tables.grids import Grid
 
 _MOST = 20  # lines of a list: the page is for a glance, the log has them all
 
@@ -25,28 +26,28 @@ def append(text: str) -> None:
 
 
 def of_run(run: Run, verdicts: Sequence[str] = ()) -> str:
-    """A run in short: the verdicts, cells by backend and outcome, then what did not hold."""
+    """Return a run in short: the verdicts, cells by backend and outcome, then what did not hold."""
     backends = grouped(run.records, lambda record: record.backend)
     rows = [[backend, tables.counts(records)] for backend, records in backends.items()]
     lines = [f"- {record.outcome} {record.id}: {'; '.join(record.reasons)}" for record in run.records if record.fails]
     note = [] if run.complete else ["The run was interrupted: these are the cells that were done."]
     title = f"### tiebreak: {tables.counts(run.records)}"
     judged = [f"```text\n{verdict.replace('```', '')}\n```" for verdict in verdicts]
-    return "\n\n".join([title, *judged, *note, grids.grid_text(rows, ["backend", "cells"], "github"), *_listed(lines)])
+    table = grids.text([*note, Grid(["backend", "cells"], rows), *_listed(lines)], "github")
+    return "\n\n".join([title, *judged, table])
 
 
 def of_gate(outcome: Outcome, baseline: Path) -> str:
-    """What the gate found, in short."""
+    """Return what the gate found, in short."""
     word = "held" if outcome.held else "fell"
     title = f"### tiebreak: the gate {word} ({outcome.compared} cells compared with {baseline})"
     lines = [f"- worse: {change.record.id}: {change.text}" for change in outcome.worse]
     lines += [f"- better: {change.record.id}: {change.text}" for change in outcome.better]
     lines += [f"- note: {note}" for note in outcome.notes]
-    return "\n\n".join([title, *_listed(lines)])
+    return "\n\n".join([title, grids.text(_listed(lines), "github")]).rstrip()
 
 
 def _listed(lines: list[str]) -> list[str]:
-    """A Markdown list of one paragraph, cut short."""
+    """Return a Markdown list of one paragraph, cut short."""
     more = [f"- and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
-    shown = "\n".join([*lines[:_MOST], *more])
-    return [grids.aside(shown, "github")] if shown else []
+    return ["\n".join([*lines[:_MOST], *more])] if lines else []

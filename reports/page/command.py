@@ -7,21 +7,22 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tiebreak.reports.audit.record import Audits
+from tiebreak.reports.audit.tables import audit_tables
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.page import tables as page_tables
 from tiebreak.reports.page.data import page_data
 from tiebreak.reports.page.document import document
-from tiebreak.reports.page.figures import Figure, figures, mechanism
+from tiebreak.reports.page.figures import figures, mechanism
 from tiebreak.reports.page.findings import findings
 from tiebreak.reports.page.mechanism import drawing
-from tiebreak.reports.page.svg import draw
+from tiebreak.reports.page.svg import Figure, draw
 from tiebreak.reports.records import files, selection, store
 from tiebreak.reports.records.record import Run
 from tiebreak.reports.sweeps.store import Sweep
-from tiebreak.reports.sweeps.tables import sweep_figures
+from tiebreak.reports.sweeps.tables import sweep_figures, sweep_tables
 from tiebreak.reports.tables import run as tables
 from tiebreak.reports.tables.comparison import distinct, matched, platform_labels
+from tiebreak.reports.tables.grids import html
 from tiebreak.reports.tables.training import training_legend
 from tiebreak.reports.verdict import SEVERITIES, verdicts
 
@@ -79,7 +80,7 @@ def page(
     audits: Mapping[str, Audits] = MappingProxyType({}),
     sweeps: Mapping[str, Sweep] = MappingProxyType({}),
 ) -> str:
-    """The page as HTML. Every string of the records is escaped or is data that the script shows as text.
+    """Return the page as HTML. Every string of the records is escaped or is data that the script shows as text.
 
     Args:
         runs: what to show.
@@ -89,56 +90,75 @@ def page(
         sweeps: by what tells them apart.
     """
     style, *scripts = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", *_SCRIPTS))
-    script = "".join(scripts)
-    sections = [
-        _drawn(drawn, '<h2 id="figures">Where it comes from</h2>') if drawn else "",
-        page_tables.audited(audits),
-    ]
-    sections += [
-        _drawn(sweep_figures(sweep, label), page_tables.swept(label, sweep)) for label, sweep in sweeps.items()
-    ]
+    script = "".join(scripts) if runs else ""
+    sections = ["<h1>tiebreak: does this kernel round fairly?</h1>"]
     if runs:
-        data = f'<script type="application/json" id="data">{page_data(runs, labels)}</script>'
-        cells = [_CELLS, page_tables.words(runs), _DIALOG, data, f"<script>{script}</script>"]
-        sections = [
-            _mechanism(runs),
-            _findings(findings(runs, labels)),
-            _platforms(runs, labels),
-            _map(runs),
-            _pooled(runs),
-            *sections,
-            *cells,
-        ]
-    heading = ["<h1>tiebreak: does this kernel round fairly?</h1>", *map(_answer, runs)]
-    return document("tiebreak", style, "\n".join([*heading, *filter(None, sections)]), script if runs else "")
+        sections += [_answers(runs, labels), _fell(runs, labels), _mechanism(runs), _findings(findings(runs, labels))]
+        sections += [_platforms(runs, labels), _map(runs), _pooled(runs)]
+    sections += [_drawn(drawn, '<h2 id="figures">Where it comes from</h2>')] if drawn else []
+    for number, (label, audited) in enumerate(audits.items()):
+        sections += ['<h2 id="audit">Audit: what GPUs that need not be here would round</h2>'] if not number else []
+        sections += [f"<h3>{escape(label)}</h3>"] if len(audits) > 1 else []
+        sections.append(html(audit_tables(audited)))
+    for label, sweep in sweeps.items():
+        heading = f'<h2 class="sweep">Sweep {escape(label)}: how often training diverged</h2>'
+        sections.append(_drawn(sweep_figures(sweep, label), f"{heading}\n{html(sweep_tables(sweep))}"))
+    if runs:
+        data = f'<script type="application/gzip" id="data">{page_data(runs, labels)}</script>'
+        sections += [_CELLS, _words(runs), _DIALOG, data, f'<script type="module">{script}</script>']
+    return document("tiebreak", style, "\n".join(filter(None, sections)), script)
+
+
+def _answers(runs: Sequence[Run], labels: Sequence[str]) -> str:
+    """Return the answers to the page's title, with their platforms where they differ."""
+    answers = {label: _answer(run) for run, label in zip(runs, labels, strict=True)}
+    if len(set(answers.values())) == 1:
+        return html(filter(None, [_answer(runs[0])]))
+    return html(f"{label}: {answer}" for label, answer in answers.items() if answer)
 
 
 def _answer(run: Run) -> str:
-    """The answer to the page's title: verdicts on kernels of one's own, or of how many kernels which is so."""
+    """Return the verdicts on kernels of one's own; of others, how many are what."""
     judged = verdicts(run)
     if run.own:
-        return page_tables.lines("\n".join(verdict.headline for verdict in judged))
+        return "\n".join(verdict.headline for verdict in judged)
     severities = Counter(verdict.severity for verdict in judged if verdict.inputs)
     numbers = ", ".join(f"{severities[name]} {name}" for name in SEVERITIES if severities[name])
-    return page_tables.lines(f"Of {tables.counted(severities.total(), 'kernel')}: {numbers}.") if numbers else ""
+    return f"Of {tables.counted(severities.total(), 'kernel')}: {numbers}." if numbers else ""
+
+
+def _fell(runs: Sequence[Run], labels: Sequence[str]) -> str:
+    """Return the cells that do not pass, as the terminal has them; empty where all do."""
+    items = []
+    for run, label in zip(runs, labels, strict=True):
+        for entry in tables.fallen(run.records, str):
+            head, *lines = map(escape, (f"{label}: {entry}" if len(runs) > 1 else entry).split("\n"))
+            told = "".join(f"<code>{line}</code>" if "rerun" in line else f"<div>{line}</div>" for line in lines)
+            items.append(f"<li><b>{head}</b>{told}</li>")
+    return f'<h2 id="fell">What fell</h2>\n{_folded(items, "fallen")}' if items else ""
+
+
+def _folded(items: Sequence[str], kind: str) -> str:
+    """Return items of a list, the first of them open."""
+    first, rest = (items[:_DIGEST], items[_DIGEST:]) if len(items) > _DIGEST + 1 else (items, [])
+    more = f'<details><summary>{len(rest)} more</summary><ul class="{kind}">{"".join(rest)}</ul></details>'
+    return f'<ul class="{kind}">{"".join(first)}</ul>{more if rest else ""}'
 
 
 def _mechanism(runs: Sequence[Run]) -> str:
-    """The picture of what goes wrong, with the runs' own errors in it."""
+    """Return the picture of what goes wrong, with the runs' own errors in it."""
     sides = mechanism(runs)
     return "" if sides is None else f'<figure class="mechanism">{drawing(*sides)}</figure>'
 
 
 def _findings(sentences: Sequence[str]) -> str:
-    """The findings, the first of them open."""
+    """Return the findings, the first of them open; empty without any."""
     items = [f"<li>{_marked(line)}</li>" for line in sentences]
-    first, rest = (items[:_DIGEST], items[_DIGEST:]) if len(items) > _DIGEST + 1 else (items, [])
-    more = f"<details><summary>{len(rest)} more</summary><ul>{''.join(rest)}</ul></details>" if rest else ""
-    return f'<h2 id="findings">Findings</h2>\n<ul class="findings">{"".join(first)}</ul>{more}'
+    return f'<h2 id="findings">Findings</h2>\n{_folded(items, "findings")}' if items else ""
 
 
 def _marked(line: str) -> str:
-    """A sentence with what stands between backticks as code."""
+    """Return a sentence with what stands between backticks as code."""
     parts = map(escape, line.split("`"))
     return "".join(f"<code>{part}</code>" if number % 2 else part for number, part in enumerate(parts))
 
@@ -161,7 +181,7 @@ def _pooled(runs: Sequence[Run]) -> str:
         return ""
     kinds = {name: run.experiments[name].about for run in runs for name in run.pooled}
     return f"""<h2 id="pooled">Over seeds: {escape(", ".join(kinds.values()))}</h2>
-{page_tables.lines(training_legend(runs))}
+{html([training_legend(runs)])}
 <div id="pooled-map"></div>"""
 
 
@@ -197,7 +217,7 @@ def _platforms(runs: Sequence[Run], labels: Sequence[str]) -> str:
         items.append(
             f"<li><b>{escape(label)}</b> ({escape(', '.join(facts))}): {tables.counts(run.records)}{note}</li>"
         )
-    return "\n".join(['<ol id="platforms">', *items, "</ol>"])
+    return "\n".join(['<h2>Platforms</h2>\n<ol id="platforms">', *items, "</ol>"])
 
 
 def _commit(name: str) -> str:
@@ -212,9 +232,23 @@ def _key() -> str:
 
 
 def _drawn(drawn: Sequence[Figure], head: str) -> str:
-    """Figures below something."""
+    """Return figures below a heading."""
     parts = [
         f"<figure>\n<figcaption><b>{escape(each.title)}</b>. {escape(each.note)}</figcaption>\n{draw(each)}\n</figure>"
         for each in drawn
     ]
     return "\n".join([head, '<div class="figures">', *parts, "</div>"])
+
+
+def _words(runs: Sequence[Run]) -> str:
+    """Return what the runs' measures, checks and cases are, as their files say: folded lists; empty without any."""
+    parts = []
+    for name in ("measures", "checks", "cases"):
+        known = {key: kind.about for run in runs for key, kind in getattr(run, name).items() if kind.about}
+        items = "".join(f"<dt>{escape(key)}</dt><dd>{escape(text)}</dd>" for key, text in known.items())
+        if items:
+            parts.append(f'<details id="vocabulary-{name}"><summary>{name}</summary><dl>{items}</dl></details>')
+    if not parts:
+        return ""
+    note = "<p>Plans and shift rules: tiebreak list plans. Outcomes, and the field's own terms: docs/words.md.</p>"
+    return "\n".join(['<h2 id="vocabulary">Words</h2>', *parts, note])

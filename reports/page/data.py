@@ -1,19 +1,13 @@
-"""What the page's script shows, as JSON: every cell once for all platforms, every string once."""
+"""What the page's script shows, as compressed JSON: every cell once for all platforms."""
 
+import base64
+import gzip
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tiebreak.reports.records.order import cases_of
-from tiebreak.reports.records.record import (
-    NONFINITE,
-    Estimate,
-    FitRecord,
-    HistogramRecord,
-    Record,
-    Run,
-    number_of,
-)
+from tiebreak.reports.records.record import NONFINITE, Estimate, FitRecord, HistogramRecord, Record, Run, number_of
 from tiebreak.reports.tables import marks
 from tiebreak.reports.tables.changes import changes_text
 from tiebreak.reports.tables.comparison import Row, compare
@@ -22,152 +16,122 @@ from tiebreak.reports.tables.rules import rules_text
 
 _DIGITS = 5  # significant ones of a number on the page: the files have them all
 _FITS = 3  # plans that are named of those that a kernel's bits were held against
-_KERNEL, _CASE = "\x01", "\x02"  # in the place of names in a command: all commands of a run are alike then
 _DRAWN = frozenset({"trace", "series"})  # evidence that the figures draw
 _TEXTS: Mapping[str, Callable[[Any], str]] = {"changes": changes_text, "rules": rules_text}  # evidence put in words
 
 
 def page_data(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """The cells of all runs as JSON that can stand inside a script element.
+    """Return the cells of all runs as JSON, compressed by gzip, in base64: it can stand inside a script element.
+
+    Browsers of 2023 and later unpack it.
+    """
+    text = json.dumps(plain(runs, labels), separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def plain(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Any]:
+    """Return what there is to show.
 
     Returns:
-        One object: tables of strings, measures, checks' answers and cases; and a row for every cell, with what each
-        platform says of it. A platform that says what an earlier one says has that one's number.
+        Platforms, cases and measures; and every cell with what each platform says of it: null where it lacks the cell,
+        a number where it says what the platform of that number says.
     """
-    text = json.dumps(_Tables(runs).plain(labels), separators=(",", ":"), allow_nan=False)
-    return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
+    cases = cases_of(runs)
+    places = {name: place for place, name in enumerate(cases)}
+    measures = {name: about for run in reversed(runs) for name, about in run.measures.items()}
+    headlines = {name: about.headline for run in reversed(runs) for name, about in run.experiments.items()}
+    return {
+        "platforms": [_platform(run, label) for run, label in zip(runs, labels, strict=True)],
+        "pooled": sorted({name for run in runs for name in run.pooled}),
+        "cases": [
+            {
+                "name": name,
+                **{field: getattr(about, field) for field in ("about", "source", "group", "failure")},
+                "unclaimed": about.unclaimed or "",
+                "headline": about.headline or "",
+            }
+            for name, about in cases.items()
+        ],
+        "measures": [
+            {
+                "name": name,
+                "unit": about.unit,
+                "about": about.about,
+                "column": about.column or name in headlines.values(),
+            }
+            for name, about in measures.items()
+        ],
+        "cells": [_cell(row, places, headlines) for row in compare(runs, labels).rows],
+    }
 
 
-class _Table(dict[Any, int]):
-    """Values with their numbers, each there once."""
+def _cell(row: Row, places: Mapping[str, int], headlines: Mapping[str, str | None]) -> dict[str, Any]:
+    first = row.record
+    said: list[Any] = []
+    for record in row.records:
+        told = None if record is None else _record(record, headlines.get(record.experiment))
+        said.append(told if told is None or told not in said else said.index(told))
+    return {
+        **{field: getattr(first, field) for field in ("backend", "format", "kernel", "experiment")},
+        "place": places[first.case],
+        "agreement": row.agreement.mark,
+        "bits": row.letters,
+        "records": said,
+    }
 
-    def number(self, value: Any) -> int:
-        """The value's number; a new one for a new value."""
-        return self.setdefault(value, len(self))
+
+def _record(record: Record, headline: str | None) -> dict[str, Any]:
+    # The number that colours a cell: where it is shown, and has a verdict; what cancels or shrank has none.
+    toned = headline is not None and record.verdict not in (None, NONFINITE) and not record.shrank
+    strings = ("outcome", "verdict", "plan", "excused", "skipped", "command", "digest")
+    return {
+        **{field: getattr(record, field) or "" for field in strings},
+        "text": marks.cell_text(record),
+        "seed": record.seed,
+        "heads": record.heads,
+        "version": record.case_version,
+        "tone": _short(record.number(headline)) if toned and headline is not None else None,
+        "answers": [
+            {"check": check, "met": answer.met, "asked": answer.asked, "why": answer.why, "source": answer.source or ""}
+            for check, answer in record.answers.items()
+        ],
+        "measures": [
+            [name, _short(number_of(value)), _short(value.half_width) if isinstance(value, Estimate) else None]
+            for name, value in record.measures.items()
+        ],
+        "evidence": _evidence(record),
+    }
 
 
-class _Tables:
-    """The tables that rows refer to by number."""
+def _evidence(record: Record) -> dict[str, Any]:
+    """Return the histogram, the plans whose bits the kernel's were held against, and what else a record carries."""
+    carried: dict[str, Any] = {"more": list(_more(record))}
+    for name, value in record.evidence.items():
+        if isinstance(value, HistogramRecord):
+            carried["histogram"] = [value.low, value.width, value.outside, value.counts]
+        elif name == "fits":
+            known = [
+                (plan, fit.bits) for plan, fit in value.items() if isinstance(fit, FitRecord) and fit.bits is not None
+            ]
+            known.sort(key=lambda pair: -pair[1])
+            carried["fits"] = [[plan, _short(bits)] for plan, bits in known[:_FITS]]
+    return carried
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = runs
-        self.strings, self.shapes, self.answers, self.asked = _Table(), _Table(), _Table(), _Table()
-        self.headlines = {name: about.headline for run in reversed(runs) for name, about in run.experiments.items()}
-        self.measures = {name: about for run in reversed(runs) for name, about in run.measures.items()}
-        self.places = {name: place for place, name in enumerate(self.measures)}
 
-    def plain(self, labels: Sequence[str]) -> dict[str, Any]:
-        """Everything."""
-        cases = cases_of(self.runs)
-        order = {name: place for place, name in enumerate(cases)}
-        rows = [self._row(row, order) for row in compare(self.runs, labels).rows]
-        return {
-            "platforms": [_platform(run, label) for run, label in zip(self.runs, labels, strict=True)],
-            "pooled": sorted({name for run in self.runs for name in run.pooled}),
-            "cases": [
-                [name, x.about, x.source, x.group, int(x.failure), x.unclaimed or "", x.headline or ""]
-                for name, x in cases.items()
-            ],
-            "measures": [
-                [name, about.unit, about.about, int(about.column or name in self.headlines.values())]
-                for name, about in self.measures.items()
-            ],
-            "strings": list(self.strings),
-            "shapes": list(self.shapes),
-            "answers": list(self.answers),
-            "asked": list(self.asked),
-            "rows": rows,
-        }
-
-    def _row(self, row: Row, order: dict[str, int]) -> list[Any]:
-        first = row.record
-        names = (first.backend, first.format, first.kernel, first.experiment)
-        cells: list[Any] = []
-        for number, record in enumerate(row.records):
-            # Records that are equal as they are need no second writing down: most are.
-            alike = row.records.index(record)
-            if record is None:
-                cells.append(None)
-            elif alike < number:
-                cells.append(alike if isinstance(cells[alike], list) else cells[alike])
-            else:
-                cell = self._record(record)
-                cells.append(cells.index(cell) if cell in cells else cell)
-        return [*map(self.strings.number, names), order[first.case], row.agreement.mark, ",".join(row.letters), cells]
-
-    def _record(self, record: Record) -> list[Any]:
-        string = self.strings.number
-        command = record.command.replace(record.kernel, _KERNEL).replace(record.case, _CASE)
-        texts = (
-            record.outcome,
-            record.verdict,
-            marks.cell_text(record),
-            record.plan,
-            record.excused,
-            record.skipped,
-            command,
-            record.digest,
-        )
-        numbers: list[float | None] = []
-        shape: list[int] = []
-        for name, value in record.measures.items():
-            estimated = isinstance(value, Estimate)
-            shape.append(~self.places[name] if estimated else self.places[name])
-            numbers += [_short(number_of(value)), *([_short(value.half_width)] if isinstance(value, Estimate) else [])]
-        asked = tuple(map(self._answer, record.answers, record.answers.values()))
-        return [
-            *(string(text or "") for text in texts),
-            record.seed,
-            record.heads,
-            record.case_version,
-            self._tone(record),
-            self.asked.number(asked),
-            self._evidence(record),
-            self.shapes.number(tuple(shape)),
-            *numbers,
-        ]
-
-    def _answer(self, check: str, answer: Any) -> int:
-        string = self.strings.number
-        met = {True: 1, False: 0, None: -1}[answer.met]
-        return self.answers.number(
-            (string(check), met, string(answer.asked), string(answer.why), string(answer.source or ""))
-        )
-
-    def _tone(self, record: Record) -> float | None:
-        """The number that colours a cell: where it is shown, and has a verdict; what cancels or shrank has none."""
-        headline = self.headlines.get(record.experiment)
-        if headline is None or record.verdict in (None, NONFINITE) or record.shrank:
-            return None
-        return _short(record.number(headline))
-
-    def _evidence(self, record: Record) -> dict[str, Any] | int:
-        """The histogram, the plans whose bits the kernel's were held against, and what else a record carries."""
-        carried: dict[str, Any] = {}
-        for name, value in record.evidence.items():
-            if isinstance(value, HistogramRecord):
-                carried["histogram"] = [value.low, value.width, value.outside, value.counts]
-            elif name == "fits":
-                carried[name] = _fits(value)
-            elif name in _TEXTS:
-                carried.setdefault("more", []).append([name, _TEXTS[name](value)])
-            elif name not in _DRAWN:
-                carried.setdefault("more", []).append([name, value if isinstance(value, str) else json.dumps(value)])
-        return carried or 0
+def _more(record: Record) -> Iterator[list[str]]:
+    for name, value in record.evidence.items():
+        if name in _TEXTS:
+            yield [name, _TEXTS[name](value)]
+        elif name not in _DRAWN and name != "fits" and not isinstance(value, HistogramRecord):
+            yield [name, value if isinstance(value, str) else json.dumps(value)]
 
 
 def _platform(run: Run, label: str) -> dict[str, Any]:
-    """What the page says of a platform beside its label."""
+    """Return what the page says of a platform beside its label."""
     facts = {name: str(value) for name, value in run.platform.items() if isinstance(value, str | int | float)}
     facts |= {f"backend {name}": assumption for name, assumption in run.platform.get("assumed", {}).items()}
     plans = {kernel: explanation_text(plan) for kernel, plan in run.explanations.items()}
     return {"label": label, "facts": facts, "explanations": plans}
-
-
-def _fits(fits: Any) -> list[list[Any]]:
-    """The plans with the most equal bits, with the share of them."""
-    known = [(plan, fit.bits) for plan, fit in fits.items() if isinstance(fit, FitRecord) and fit.bits is not None]
-    return [[plan, _short(bits)] for plan, bits in sorted(known, key=lambda pair: -pair[1])[:_FITS]]
 
 
 def _short(value: float | None) -> float | None:

@@ -6,7 +6,7 @@ from html import escape
 
 
 def document(title: str, style: str, body: str, script: str = "") -> str:
-    """The file. Its policy lets its own style and script in and nothing else, whatever a record smuggles in.
+    """Return the file. Its policy lets its own style and script in and nothing else, whatever a record smuggles in.
 
     Args:
         title: of the window; escaped here.

@@ -4,9 +4,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
+from pathlib import Path
 
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.page.mechanism import Side
-from tiebreak.reports.records.order import cases_of, grouped
+from tiebreak.reports.page.svg import Figure, Series, as_file, draw
+from tiebreak.reports.records import store
+from tiebreak.reports.records.order import cases_of
 from tiebreak.reports.records.record import (
     CaseRecord,
     HistogramRecord,
@@ -16,36 +20,17 @@ from tiebreak.reports.records.record import (
     SeriesRecord,
     TraceRecord,
 )
+from tiebreak.reports.tables.training import TrainingGrid
 
 _EACH = 2  # kernels of each kind in a figure: more lines than four can't be told apart
+_ROUNDED = "_l_rounded"  # ends the names of kernels that sum l from rounded P-bar
+_SHIFT = 0.17  # by which the two sums of l stand apart in a row of height 1
+_SUMS = ("l from P̄ before its cast", "l from rounded P̄", "the device's or a user's own")
 _WELL_KNOWN = ("flash@paper", "stabilized@paper")  # the paper's own, which come first where they were run
 
 
-@dataclass(frozen=True)
-class Series:
-    """One line of a figure."""
-
-    label: str
-    points: tuple[tuple[float, float], ...]
-    marked: tuple[tuple[float, float], ...] = ()  # drawn as dots on the line
-    dashed: bool = False  # a theory, not a measurement
-    bars: tuple[tuple[float, float, float], ...] = ()  # x, and from where to where an interval goes
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One figure."""
-
-    title: str
-    note: str  # what to see in it
-    x_label: str
-    y_label: str
-    series: tuple[Series, ...]
-    x_ticks: tuple[tuple[float, str], ...] = ()  # places and labels; none: even steps
-
-
 def figures(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
-    """The figures that the runs have data for, five at most.
+    """Return the figures that the runs have data for, five at most.
 
     The kernels are the paper's own, then the most biased of those whose P-bar reaches 1, where ties break, and the
     least biased of the others, under emulation, where the trace is known. They come from the first run that traced any.
@@ -66,90 +51,64 @@ def _scripted(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
 class _Trained:
     """A training run to draw."""
 
-    record: Record
+    kernel: str
+    case: str
+    backend: str
     platform: int  # its number on the page
     size: float  # |headline|
-    steps: tuple[tuple[int, float | None], ...]  # readings by step
-
-    @property
-    def place(self) -> str:
-        """Where it ran."""
-        return f"{self.record.backend}, platform {self.platform}"
+    line: tuple[tuple[float, float], ...]  # readings by step, added up where the figure asks for it
 
 
 def _trained(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
-    """Of every file, whatever its kernels are called: those that err most, and those that err least."""
+    """Return a figure a series that the files want drawn: of every file, whatever its kernels are called."""
     cases = cases_of(runs)
     wanted = dict.fromkeys(about.figure for about in cases.values() if about.figure is not None)
-    chosen = [(figure, trained) for figure in wanted if (trained := _runs_of(figure, runs, cases))]
-    return [_readings(*each, labels) for each in chosen]
+    chosen = {figure: _worst_and_best(_runs_of(figure, runs, cases)) for figure in wanted}
+    return [_readings(figure, trained, labels) for figure, trained in chosen.items() if trained]
 
 
 def _runs_of(figure: SeriesFigure, runs: Sequence[Run], cases: Mapping[str, CaseRecord]) -> list[_Trained]:
-    """The training runs to draw: of the first case that has this figure, the worst and the best."""
-    shown = {name: about for name, about in cases.items() if about.figure == figure}
-    by_case = grouped(
-        (
-            _Trained(record, number, abs(size), steps)
-            for number, run in enumerate(runs, start=1)
-            for record in run.records
-            if record.case in shown
-            and (steps := _series(record, figure.series))
-            and (size := record.number(shown[record.case].headline or "")) is not None
-        ),
-        lambda run: run.record.case,
-    )
-    if not by_case:
-        return []
-    case = min(by_case, key=lambda case: shown[case].label or case)
+    """Return the training runs of the first case that has this figure."""
+    found = []
+    for number, run in enumerate(runs, start=1):
+        for record in run.records:
+            about, series = cases.get(record.case), record.evidence.get("series")
+            if about is None or about.figure != figure or not isinstance(series, SeriesRecord):
+                continue
+            size, values = record.number(about.headline or ""), series.values.get(figure.series, ())
+            heights = accumulate(value or 0.0 for value in values) if figure.summed else values
+            line = tuple((float(step), y) for step, y in zip(series.steps, heights, strict=False) if y is not None)
+            if size is not None and line:
+                found.append(_Trained(record.kernel, record.case, record.backend, number, abs(size), line))
+    first = min((trained.case for trained in found), key=lambda case: cases[case].label or case, default="")
+    return [trained for trained in found if trained.case == first]
+
+
+def _worst_and_best(trained: Sequence[_Trained]) -> list[_Trained]:
+    """Return those that err most and those that err least, without those that lie on top of each other."""
     worst: dict[str, _Trained] = {}  # of each kernel, wherever it ran: other kernels tell more than other platforms
-    for trained in sorted(by_case[case], key=lambda run: -run.size):
-        worst.setdefault(trained.record.kernel, trained)
-    alike = {trained.steps: trained for trained in reversed(worst.values())}
-    different = [trained for trained in worst.values() if alike[trained.steps] is trained]
+    for each in sorted(trained, key=lambda run: -run.size):
+        worst.setdefault(each.kernel, each)
+    different = list({each.line: each for each in reversed(worst.values())}.values())[::-1]
     return different if len(different) <= 2 * _EACH else [*different[:_EACH], *different[-_EACH:]]
 
 
-def _named(chosen: Sequence[_Trained]) -> list[str]:
-    """Labels of lines: the kernel, and where it ran if they ran in several places."""
-    several = len({run.place for run in chosen}) > 1
-    return [f"{run.record.kernel} ({run.place})" if several else run.record.kernel for run in chosen]
-
-
-def _from_where(note: str, chosen: Sequence[_Trained], labels: Sequence[str]) -> str:
-    """The note, and which platforms it is from."""
-    numbers = sorted({run.platform for run in chosen})
-    if len(numbers) == 1:
-        return f"{note} From {labels[numbers[0] - 1]}."
-    return f"{note} {'; '.join(f'Platform {number}: {labels[number - 1]}' for number in numbers)}."
-
-
-def _series(record: Record, name: str) -> tuple[tuple[int, float | None], ...]:
-    """A series of a training run with its steps; none where it was not kept."""
-    series = record.evidence.get("series")
-    if not isinstance(series, SeriesRecord):
-        return ()
-    return tuple(zip(series.steps, series.values.get(name, ()), strict=False))
-
-
 def _readings(figure: SeriesFigure, chosen: Sequence[_Trained], labels: Sequence[str]) -> Figure:
-    series = []
-    for name, trained in zip(_named(chosen), chosen, strict=True):
-        values = [value for _, value in trained.steps]
-        heights = list(accumulate(value or 0.0 for value in values)) if figure.summed else values
-        points = zip((step for step, _ in trained.steps), heights, strict=True)
-        series.append(Series(name, tuple((float(step), height) for step, height in points if height is not None)))
-    return Figure(
-        title=figure.title,
-        note=_from_where(figure.note, chosen, labels),
-        x_label="step",
-        y_label=figure.y_label,
-        series=tuple(series),
+    """Draw training runs; where they ran in several places, each is labelled with its own."""
+    numbers = sorted({each.platform for each in chosen})
+    several = len({(each.backend, each.platform) for each in chosen}) > 1
+    where = f"From {labels[numbers[0] - 1]}"
+    if len(numbers) > 1:
+        where = "; ".join(f"Platform {number}: {labels[number - 1]}" for number in numbers)
+    series = tuple(
+        Series(f"{each.kernel} ({each.backend}, platform {each.platform})" if several else each.kernel, each.line)
+        for each in chosen
     )
+    return Figure(figure.title, f"{figure.note} {where}.", "step", figure.y_label, series)
 
 
 def mechanism(runs: Sequence[Run]) -> tuple[Side, Side] | None:
-    """A kernel whose ties are broken to one side and one whose are not, each with its errors; None where none has any.
+    """Return a kernel whose ties are broken to one side and one whose are not, with their errors; None: there are none.
 
     Both are of the first run that has them, by the order in which `figures` chooses kernels.
     """
@@ -170,7 +129,7 @@ def _sides(run: Run, records: Sequence[Record]) -> list[Side]:
 
 
 def _traced(run: Run) -> tuple[list[Record], list[Record]]:
-    """The kernels to draw: those whose P-bar reaches 1, where ties break, and the others."""
+    """Return the kernels to draw: those whose P-bar reaches 1, where ties break, and the others."""
     traced = [
         (record, trace) for record in run.records if isinstance(trace := record.evidence.get("trace"), TraceRecord)
     ]
@@ -182,7 +141,7 @@ def _traced(run: Run) -> tuple[list[Record], list[Record]]:
 
 
 def _different(traced: Sequence[tuple[Record, TraceRecord]]) -> list[Record]:
-    """The first few that don't lie on top of each other: kernels that share a plan share their trace."""
+    """Return the first few that don't lie on top of each other: kernels that share a plan share their trace."""
     last = {trace: record for record, trace in reversed(traced)}
     return [record for record, trace in traced if last[trace] is record][:_EACH]
 
@@ -255,4 +214,43 @@ def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
         y_label="bias of O, ulps",
         series=(*series, theory),
         x_ticks=tuple((math.log2(k), f"{k:g}") for k in maxima),
+    )
+
+
+def save_training(grids: Sequence[TrainingGrid], path: Path) -> None:
+    """Draw training runs over seeds: a figure a backend and snippet, a row a kernel, a mark for every seed.
+
+    Kernels that differ in the sum of l alone share a row.
+
+    Raises:
+        UsageError: a path that does not end in .svg.
+        UnwritableFolderError: the file can't be written.
+    """
+    if path.suffix != ".svg":
+        raise UsageError(f"--figure {path}: figures are SVG files: name one that ends in .svg")
+    drawn = (_seeds(grid, case) for grid in grids for case in grid.cases)
+    store.write_text(as_file(*(draw(figure) for figure in drawn if figure.rows)), path)
+
+
+def _seeds(grid: TrainingGrid, case: str) -> Figure:
+    """Draw one snippet: the kernels that have a number there."""
+    values = {kernel: own for kernel in grid.kernels if (own := grid.values(kernel, case))}
+    rows = list(dict.fromkeys(kernel.removesuffix(_ROUNDED) for kernel in values))
+    marks: dict[str, list[tuple[float, float]]] = {label: [] for label in _SUMS}
+    before, rounded, users = marks.values()
+    for kernel, own in values.items():
+        row = -float(rows.index(kernel.removesuffix(_ROUNDED)))
+        if "@train" not in kernel:
+            users += [(value, row) for value in own]
+        elif kernel.endswith(_ROUNDED):
+            rounded += [(value, row - _SHIFT) for value in own]
+        else:
+            before += [(value, row + _SHIFT) for value in own]
+    return Figure(
+        title=f"{grid.backend}, {grid.heading(case)}",
+        note="",
+        x_label=grid.headline(case) or "",
+        y_label="kernel",
+        series=tuple(Series(label, (), tuple(points)) for label, points in marks.items() if points),
+        rows=tuple(row.removesuffix("@train") for row in rows),
     )

@@ -1,55 +1,24 @@
-"use strict";
 // The data, and what is shared by the map, the panel and the table of all cells.
 // All strings come from records: they reach the page as textContent or as an attribute's value, never as HTML.
-const data = JSON.parse(document.getElementById("data").textContent);
-const string = (number) => data.strings[number];
-const FIELDS = ["outcome", "verdict", "text", "plan", "excused", "skipped", "command", "digest"]; // strings by number
-const NUMBERS = ["seed", "heads", "version", "tone", "asked", "evidence", "shape"];
-const START = FIELDS.length + NUMBERS.length; // where the measures of a record begin
+const bytes = Uint8Array.from(atob(document.getElementById("data").textContent), (one) => one.charCodeAt(0));
+const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+const data = await new Response(unpacked).json();
+const { cases, measures, platforms } = data;
 const [MISSING, DIFFERENT, OTHER_INPUTS] = ["missing", "!", "/"];
 
-const cases = data.cases.map(([name, about, source, group, failure, unclaimed, headline]) =>
-  ({ name, about, source, group, failure: Boolean(failure), unclaimed, headline }));
-const measures = data.measures.map(([name, unit, about, column]) => ({ name, unit, about, column: Boolean(column) }));
-const platforms = data.platforms;
+const measureNamed = new Map(measures.map((one) => [one.name, one]));
+const measuresOf = (record) =>
+  new Map(record.measures.map(([name, value, half]) => [measureNamed.get(name), { value, half }]));
 
-// What one platform says of a cell; places are those of the measures.
-function recordOf(packed, cell) {
-  const record = { cell };
-  FIELDS.forEach((field, at) => { record[field] = string(packed[at]); });
-  NUMBERS.forEach((field, at) => { record[field] = packed[FIELDS.length + at]; });
-  record.command = record.command.split("\u0002").join(cell.case.name).split("\u0001").join(cell.kernel);
-  record.packed = packed;
-  return record;
-}
-
-function measuresOf(record) {
-  const found = new Map();
-  let at = START;
-  for (const place of data.shapes[record.shape]) {
-    const estimated = place < 0;
-    found.set(measures[estimated ? ~place : place],
-      { value: record.packed[at], half: estimated ? record.packed[at + 1] : null });
-    at += estimated ? 2 : 1;
-  }
-  return found;
-}
-
-const answersOf = (record) => data.asked[record.asked].map((number) => {
-  const [check, met, asked, why, source] = data.answers[number];
-  return { check: string(check), met, asked: string(asked), why: string(why), source: string(source) };
-});
-
-const cells = data.rows.map(([backend, format, kernel, experiment, at, agreement, bits, said]) => {
-  const cell = { backend: string(backend), format: string(format), kernel: string(kernel),
-    experiment: string(experiment), case: cases[at], place: at, agreement, bits: bits.split(",") };
+const cells = data.cells.map((cell) => {
   // A number is that of an earlier platform that says the same.
-  const packed = said.map((one) => (typeof one === "number" ? said[one] : one));
-  cell.same = said.map((one, number) => (typeof one === "number" ? one : number));
-  cell.records = packed.map((one) => one && recordOf(one, cell));
+  const said = cell.records.map((one) => (typeof one === "number" ? cell.records[one] : one));
+  cell.same = cell.records.map((one, number) => (typeof one === "number" ? one : number));
+  cell.records = said.map((one) => one && { ...one, cell });
+  cell.case = cases[cell.place];
   cell.column = JSON.stringify([cell.backend, cell.format, cell.kernel]);
-  cell.differs = agreement === DIFFERENT;
-  const words = cell.records.flatMap((one) => (one ? [one.outcome, one.verdict] : []));
+  cell.differs = cell.agreement === DIFFERENT;
+  const words = said.flatMap((one) => (one ? [one.outcome, one.verdict] : []));
   cell.words = [cell.backend, cell.kernel, cell.case.name, cell.case.group, cell.format, ...new Set(words)]
     .join(" ").toLowerCase();
   return cell;

@@ -49,12 +49,12 @@ function side(cell) {
   return make("div", null, { class: "wide", tabindex: "0", role: "region", "aria-label": "platforms" }, table);
 }
 
-const MET = { 1: "met", 0: "not met", "-1": "not told" };
+const MET = new Map([[true, "met"], [false, "not met"], [null, "not told"]]);
 function checks(record) {
-  const answers = answersOf(record);
+  const { answers } = record;
   if (!answers.length) return null;
   return make("ul", null, { class: "checks" }, ...answers.map(({ check, met, asked, why, source }) => {
-    const item = make("li", null, { class: met === 1 ? "" : "unmet" }, make("b", check), ` ${MET[met]}: ${asked}`);
+    const item = make("li", null, { class: met === true ? "" : "unmet" }, make("b", check), ` ${MET.get(met)}: ${asked}`);
     if (why) item.append(make("div", why));
     if (source) item.append(make("div", null, {}, make("small", `source: ${source}`)));
     return item;
@@ -117,7 +117,7 @@ function recordPart(cell, number, open) {
   const record = cell.records[number];
   const alike = cell.same.flatMap((one, at) => (one === number && cell.records[at] ? [at] : []));
   const bias = measures.length && [...measuresOf(record)].find(([, found]) => found.half !== null && found.value === record.tone);
-  const evidence = record.evidence || {};
+  const { evidence } = record;
   const code = make("code", record.command);
   const facts = platforms[number].facts;
   const part = make("details", null, open ? { open: "" } : {});
@@ -136,7 +136,7 @@ function recordPart(cell, number, open) {
     make("h3", "Run it again"), make("p", null, { class: "command" }, code, copier(code)),
     list([["declared plan", record.plan || "none"], ["seed", record.seed], ["heads", record.heads],
       ["version of the case", record.version], ["digest of the bits", record.digest],
-      ...(evidence.more || []).map(([name, told]) => [name, told]),
+      ...evidence.more,
       ...Object.entries(facts).filter(([name]) => name !== "label")]),
   );
   return part;

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from statistics import median
 
-from tiebreak.reports.page.figures import Figure, Series
+from tiebreak.reports.page.svg import Figure, Series
 from tiebreak.reports.records.decode import encode
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.sweeps.intervals import CONFIDENCE, wilson
 from tiebreak.reports.sweeps.store import Settings, Sweep, SweepRun
-from tiebreak.reports.tables.grids import aside, csv_text, fitted
+from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.run import counted
 
 NO_STABILISER = "none"
@@ -63,12 +63,12 @@ class Group:
 
 
 def variant(kernel: str, stabiliser: str) -> str:
-    """What a column is called."""
+    """Return what a column is called."""
     return kernel if stabiliser == NO_STABILISER else f"{kernel} + {stabiliser}"
 
 
 def groups(sweep: Sweep) -> list[Group]:
-    """The sweep's runs by all but their seed, in the order of its settings; without those of which none is done."""
+    """Return a sweep's runs by all but their seed, in the order of its settings; those of which any is done."""
     by_place: dict[tuple[str, float, str], list[SweepRun]] = {}
     for place in sweep.settings.places():
         by_place.setdefault((place.format, place.rate, variant(place.kernel, place.stabiliser)), [])
@@ -81,29 +81,24 @@ def _variants(settings: Settings) -> list[str]:
     return [variant(kernel, stabiliser) for kernel in settings.kernels for stabiliser in settings.stabilisers]
 
 
-def sweep_tables(sweep: Sweep, width: int | None, tablefmt: str) -> str:
-    """Two tables, of rates and of losses: formats and learning rates down, kernels across; then what they say."""
-    titles = ("runs that diverged", "loss of the others, in nats: median (lowest to highest)")
-    parts = []
-    for title, (headers, *rows) in zip(titles, grids(sweep), strict=True):
-        parts += [aside(title, tablefmt), *fitted(rows, headers, tablefmt, width)]
-    return "\n\n".join([*parts, aside(legend(sweep), tablefmt)])
-
-
-def grids(sweep: Sweep) -> tuple[list[list[str]], list[list[str]]]:
-    """Rates and losses as rows of texts, the first the headings."""
+def sweep_tables(sweep: Sweep) -> list[Part]:
+    """Return two tables, of rates and of losses: formats and learning rates down, kernels across; then the legend."""
     done = {(group.format, group.rate, group.variant): group for group in groups(sweep)}
-    names = _variants(sweep.settings)
-    rates, losses = [["format, lr", *names]], [["format, lr", *names]]
-    for fmt, rate in product(sweep.settings.formats, sweep.settings.rates):
-        line = [done.get((fmt, rate, name)) for name in names]
-        rates.append([f"{fmt} {rate:g}", *(group.rate_text if group else "" for group in line)])
-        losses.append([f"{fmt} {rate:g}", *(group.loss_text if group else "" for group in line)])
-    return rates, losses
+    names, settings = _variants(sweep.settings), sweep.settings
+    lines = [(f"{fmt} {rate:g}", [done.get((fmt, rate, name)) for name in names])
+             for fmt, rate in product(settings.formats, settings.rates)]  # fmt: skip
+    rates = [[head, *(group and group.rate_text for group in line)] for head, line in lines]
+    losses = [[head, *(group and group.loss_text for group in line)] for head, line in lines]
+    headers = ["format, lr", *names]
+    return [
+        Grid(headers, rates, "runs that diverged"),
+        Grid(headers, losses, "loss of the others, in nats: median (lowest to highest)"),
+        legend(sweep),
+    ]
 
 
 def legend(sweep: Sweep) -> str:
-    """How many runs there are, what diverged means, how runs diverged, and which rates are apart."""
+    """Return how many runs there are, what diverged means, how runs diverged, and which rates are apart."""
     ways = Counter((variant(run.kernel, run.stabiliser), run.diverged) for run in sweep.runs if run.diverged)
     counts = "; ".join(f"{name}: {count} by {way}" for (name, way), count in sorted(ways.items())) or "none"
     left = f", {len(sweep.left)} to run" if sweep.left else ""
@@ -116,7 +111,7 @@ def legend(sweep: Sweep) -> str:
 
 
 def _apart(sweep: Sweep) -> list[str]:
-    """Pairs that differ in one thing and whose intervals do not overlap, the other of each by what it differs in."""
+    """Return pairs that differ in one thing and whose intervals do not overlap, the other by what it differs in."""
     pairs = []
     for group, other in combinations(groups(sweep), 2):
         differing = [text for text, own in zip(other.names, group.names, strict=True) if text != own]
@@ -130,31 +125,22 @@ def _apart(sweep: Sweep) -> list[str]:
     return ["intervals that are apart:", *(f"  {pair}" for pair in pairs[:_APART]), *more]
 
 
-def as_csv(sweep: Sweep) -> str:
-    """A line a group."""
+def csv_grid(sweep: Sweep) -> Grid:
+    """Return a row a group."""
     names = ("format", "rate", "kernel", "stabiliser", "runs", "diverged", "low", "high", "loss_median", "loss_lowest",
              "loss_highest", "max_logit")  # fmt: skip
     rows = []
     for group in groups(sweep):
         first, losses = group.runs[0], group.losses
-        logits = [run.max_logit for run in group.runs if run.max_logit is not None]
+        largest = max((run.max_logit for run in group.runs if run.max_logit is not None), default=None)
         numbers = (median(losses), losses[0], losses[-1]) if losses else (None, None, None)
         shares = (len(group.runs), group.diverged, *group.interval)
-        values = (
-            group.format,
-            group.rate,
-            first.kernel,
-            first.stabiliser,
-            *shares,
-            *numbers,
-            max(logits, default=None),
-        )
-        rows.append(dict(zip(names, values, strict=True)))
-    return csv_text(names, rows)
+        rows.append([group.format, group.rate, first.kernel, first.stabiliser, *shares, *numbers, largest])
+    return Grid(names, rows)
 
 
 def as_json(sweep: Sweep) -> str:
-    """The settings and every run."""
+    """Return the settings and every run."""
     return encode(sweep, indent=1) + "\n"
 
 

@@ -8,7 +8,7 @@ _BIAS = {UNBIASED: "without bias", BIASED: "with bias"}
 
 
 def changes_text(changes: Mapping[str, ChangeRecord]) -> str:
-    """All changes of a cell in a line: of those that differ the worst."""
+    """Return all changes of a cell in a line: of those that differ the worst."""
     differing = [name for name, change in changes.items() if change.bits]
     if not differing:
         return f"the same bits in {len(changes)} comparisons"
@@ -17,7 +17,7 @@ def changes_text(changes: Mapping[str, ChangeRecord]) -> str:
 
 
 def _how(change: ChangeRecord) -> str:
-    """What one change does: which way, how many bits, and where that leaves the bias."""
+    """Return what one change does: which way, how many bits, and where that leaves the bias."""
     if change.lost:
         return f"with {change.lost} elements finite in one answer alone"
     if change.growth is not None:
@@ -32,7 +32,7 @@ def _number(estimate: Estimate) -> str:
 
 
 def worst(changes: Mapping[str, ChangeRecord]) -> str:
-    """The name of the change that does most harm; of several the one whose signed mean is farthest from 0."""
+    """Return the name of the change that does most harm; of several the one whose signed mean is farthest from 0."""
 
     def rank(name: str) -> tuple[bool, bool, int, float, float]:
         change = changes[name]
@@ -44,7 +44,7 @@ def worst(changes: Mapping[str, ChangeRecord]) -> str:
 
 
 def finding_text(record: Record) -> str:
-    """What a kernel's author reads of such a cell; empty for a cell of another kind."""
+    """Return what a kernel's author reads of such a cell; empty for a cell of another kind."""
     changes = record.evidence.get("changes")
     untold = [answer.why for answer in record.answers.values() if answer.met is None]
     return "" if not changes else f"not known: {untold[0]}" if untold else changes_text(changes)

@@ -1,27 +1,24 @@
 """`tiebreak compare FILE FILE...`: platforms across, kernels and cases down; what differs is marked."""
 
-import argparse
-import textwrap
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from tiebreak.reports import terminal
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import selection, store
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import PASSING, REPLACED, Estimate, Record, Run
 from tiebreak.reports.tables import grids, marks
-from tiebreak.reports.tables import run as tables
 from tiebreak.reports.tables.comparison import Agreement, Comparison, Row, compare, matched, platform_labels
+from tiebreak.reports.tables.grids import Grid, Part
+from tiebreak.reports.tables.run import counted
 
 DIFFERING = frozenset(Agreement) - {Agreement.BITS}  # the rows that are shown unless others are asked for
-_COLUMN = 26  # characters of a platform's column
 _FINER = {f"{sign}.{digits}f": f"{sign}.{digits + 1}f" for sign in ("", "+") for digits in range(6)}
 _LEGEND = (
     "What tiebreak show shows, a mean with a digit more and the half width of its 99.9 % interval; B: biased, ?: not"
     " known yet;\nmax: largest error, in ulps. The same letter: the same bits. !..!: the cell fell there; (..): that is"
-    " excused. Rows: "
+    " excused. Rows: " + ", ".join(f"{each.mark} {each.words}" for each in Agreement)
 )
 
 
@@ -47,66 +44,46 @@ def main(arguments: Sequence[str]) -> int:
     labels = platform_labels(runs, options.files)
     chosen = selection.narrowed(runs, options)
     comparison = compare(matched(chosen) if options.match else chosen, labels)
-    terminal.show(_platforms(runs, options.files, labels, options.format))
-    terminal.show(render(comparison, options.format, _shown(options)))
+    shown: Collection[Agreement] = set(Agreement) if options.all else DIFFERING
+    if options.only:
+        shown = {each for each in Agreement if each.option == options.only}
+    grids.show([_platforms(runs, options.files, labels), *parts(comparison, shown)], options.format)
     return HELD
 
 
-def _shown(options: argparse.Namespace) -> Collection[Agreement]:
-    if options.only:
-        return {each for each in Agreement if each.option == options.only}
-    return set(Agreement) if options.all else DIFFERING
-
-
-def _platforms(runs: Sequence[Run], paths: Sequence[Path], labels: Sequence[str], tablefmt: str) -> str:
-    lines = []
+def _platforms(runs: Sequence[Run], paths: Sequence[Path], labels: Sequence[str]) -> str:
+    """Return a list of the platforms, an item each."""
+    items = []
     for run, path, label in zip(runs, paths, labels, strict=True):
-        software = ", ".join(f"{name} {run.platform[name]}" for name in ("torch", "numpy") if name in run.platform)
+        software = "".join(f", {name} {run.platform[name]}" for name in ("torch", "numpy") if name in run.platform)
         note = "" if run.complete else ", INCOMPLETE: the run was interrupted"
-        lines.append(f"{label}: {path}, {tables.counted(len(run.records), 'cell')}, {software}{note}")
-    if tablefmt == "github":
-        lines = [f"- {line}" for line in lines]
-    return grids.aside("\n".join(lines), tablefmt) + "\n"
+        items.append(f"- {label}: {path}, {counted(len(run.records), 'cell')}{software}{note}")
+    return "\n".join(items)
 
 
-def render(comparison: Comparison, tablefmt: str = "simple", shown: Collection[Agreement] = DIFFERING) -> str:
-    """A comparison as text: counts, then a table for every backend and format of the rows that are shown."""
+def parts(comparison: Comparison, shown: Collection[Agreement] = DIFFERING) -> list[Part]:
+    """Return what `compare` shows: counts, then a table for every backend and format of the rows that are shown."""
     rows = [row for row in comparison.rows if row.agreement in shown]
-    parts = [grids.aside(_summary(comparison), tablefmt)]
+    told: list[Part] = [summary(comparison)]
     for title, group in grouped(rows, lambda row: f"{row.record.backend}, {row.record.format}").items():
-        parts += [grids.aside(title, tablefmt), *_tables(comparison.labels, group, tablefmt)]
+        names = (f"{row.agreement.mark} {row.record.kernel} {row.record.case}" for row in group)
+        texts = [[name, *cell_texts(row)] for name, row in zip(names, group, strict=True)]
+        told.append(Grid(["kernel, case", *comparison.labels], texts, title))
     if hidden := len(comparison.rows) - len(rows):
         why = " with the same bits everywhere" if shown is DIFFERING else ""
-        parts.append(grids.aside(f"left out: {tables.counted(hidden, 'row')}{why}; --all shows all", tablefmt))
-    if rows:
-        rows_marks = ", ".join(f"{each.mark} {each.words}" for each in Agreement)
-        parts.append(grids.aside(_LEGEND + rows_marks, tablefmt))
-    return "\n\n".join(parts)
+        told.append(f"left out: {counted(hidden, 'row')}{why}; --all shows all")
+    return [*told, _LEGEND] if rows else told
 
 
-def _summary(comparison: Comparison) -> str:
+def summary(comparison: Comparison) -> str:
+    """Return how many cells agree, and in what."""
     counts = [f"{count} {agreement.words}" for agreement, count in comparison.counts.items() if count]
-    head = f"{tables.counted(len(comparison.rows), 'cell')} on {len(comparison.labels)} platforms"
+    head = f"{counted(len(comparison.rows), 'cell')} on {len(comparison.labels)} platforms"
     return f"{head}: {', '.join(counts)}" if counts else head
 
 
-def _tables(labels: Sequence[str], rows: Sequence[Row], tablefmt: str) -> list[str]:
-    names = [f"{row.agreement.mark} {row.record.kernel} {row.record.case}" for row in rows]
-    columns = len(labels)
-    if tablefmt == "simple":
-        columns = max(1, (terminal.width() - max(map(len, names))) // (_COLUMN + 2))
-    texts = [cell_texts(row) for row in rows]
-    tables = []
-    for start in range(0, len(labels), columns):
-        part = slice(start, start + columns)
-        heads = [label if tablefmt != "simple" else textwrap.fill(label, _COLUMN) for label in labels[part]]
-        body = [[name, *text[part]] for name, text in zip(names, texts, strict=True)]
-        tables.append(grids.grid_text(body, ["kernel, case", *heads], tablefmt))
-    return tables
-
-
 def cell_texts(row: Row) -> list[str]:
-    """One text a platform: letter of the bits (or what makes the inputs others), what is shown, the largest error."""
+    """Return a text a platform: letter of the bits (or what makes the inputs others), what is shown, largest error."""
     keys = row.inputs if row.agreement is Agreement.NOT_COMPARABLE else row.letters
     return [f"{key} {_text(record, row.largest)}".strip() for key, record in zip(keys, row.records, strict=True)]
 

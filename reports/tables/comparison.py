@@ -85,7 +85,7 @@ def compare(runs: Sequence[Run], labels: Sequence[str]) -> Comparison:
 
 
 def matched(runs: Sequence[Run]) -> list[Run]:
-    """The runs, with one name for the one kernel of each that not all of them have: an old one and a new one.
+    """Return the runs, with one name for the one kernel of each that not all of them have: an old one and a new one.
 
     Raises:
         UsageError: a run has none of its own, or several; names them.
@@ -104,7 +104,7 @@ def matched(runs: Sequence[Run]) -> list[Run]:
 
 
 def _renamed(run: Run, kernel: str, name: str) -> Run:
-    """A run with another name for one of its kernels."""
+    """Return a run with another name for one of its kernels."""
     records = (
         replace(each, kernel=name, id=record_id(each.backend, name, each.case, each.format))
         if each.kernel == kernel
@@ -136,12 +136,12 @@ def _agreement(records: Sequence[Record | None], inputs: Sequence[str]) -> Agree
 
 
 def _passed(record: Record) -> str:
-    """The outcome; whether anything was asked of what passes depends on the backend, not on the result."""
+    """Return the outcome; whether anything was asked of what passes depends on the backend, not on the result."""
     return HELD if record.outcome in PASSING else record.outcome
 
 
 def platform_labels(runs: Sequence[Run], paths: Sequence[Path]) -> list[str]:
-    """A label for every run's platform: its processor and devices, and its level unless that is the processor's own.
+    """Return a label a platform: its processor and devices, and its level unless that is the processor's own.
 
     Where that leaves some alike: the versions that tell them apart, and the file's name where none does.
     """
@@ -162,7 +162,7 @@ def platform_labels(runs: Sequence[Run], paths: Sequence[Path]) -> list[str]:
 
 
 def _told_apart(labels: Sequence[str], words: Sequence[str]) -> list[str]:
-    """The labels; behind those that are alike what differs of them."""
+    """Return the labels; behind those that are alike what differs of them."""
     differing = {label: {word for own, word in zip(labels, words, strict=True) if own == label} for label in labels}
     return [
         f"{label}, {word}" if word and len(differing[label]) > 1 else label
@@ -171,7 +171,7 @@ def _told_apart(labels: Sequence[str], words: Sequence[str]) -> list[str]:
 
 
 def distinct(labels: Sequence[str], paths: Sequence[Path]) -> list[str]:
-    """The labels; behind those that are alike the names of their files, as short as tells them apart."""
+    """Return the labels; behind those that are alike the names of their files, as short as tells them apart."""
     for names in ([path.stem for path in paths], [str(path) for path in paths]):
         often, stems = Counter(labels), Counter(zip(labels, names, strict=True))
         if max(stems.values(), default=1) == 1:

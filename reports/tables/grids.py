@@ -1,70 +1,144 @@
-"""Grids of text, as a terminal, GitHub or LaTeX takes them."""
+"""Tables as plain data, and how a terminal, GitHub, LaTeX, a page and CSV take them.
+
+What is to be shown is a list of parts: grids, and the paragraphs between them.
+"""
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from tabulate import tabulate
 
+from tiebreak.reports import terminal
+
 _GAP = 2  # characters between the columns of a table in tabulate's style "simple"
 _PADDING = 2  # characters by which tabulate makes a column wider than its heading
+_HEADING = 26  # characters of a line of a heading on a terminal
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table. A cell may have several lines: a page and CSV keep them apart, the other formats join them."""
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[Any]]  # one value a header, the first names the row; None: nothing
+    title: str = ""  # above it
+
+
+Part = Grid | str  # a string is a paragraph, perhaps of several lines
+
+
+def of_dicts(rows: Sequence[Mapping[str, Any]], otherwise: Sequence[str] = ()) -> Grid:
+    """Return the grid of rows that all have the same names of columns; `otherwise`: its headers if there is no row."""
+    return Grid(list(rows[0]) if rows else otherwise, [list(row.values()) for row in rows])
+
+
+def show(parts: Iterable[Part], tablefmt: str = "simple") -> None:
+    """Print parts, in a format for the terminal as wide as it is."""
+    terminal.show(text(parts, tablefmt, terminal.width() if tablefmt == "simple" else None))
+
+
+def text(parts: Iterable[Part], tablefmt: str = "simple", width: int | None = None) -> str:
+    """Return parts as a terminal, GitHub or LaTeX takes them.
+
+    Args:
+        parts: what to show.
+        tablefmt: tabulate's name of the tables' style.
+        width: of the terminal, in columns; wider tables are split. None: no limit.
+    """
+    texts: list[str] = []
+    for part in parts:
+        if isinstance(part, Grid):
+            texts += [_paragraph(part.title, tablefmt), *_tables(part, tablefmt, width)]
+        else:
+            texts.append(_paragraph(part, tablefmt))
+    return "\n\n".join(filter(None, texts))
+
+
+def _tables(grid: Grid, tablefmt: str, width: int | None) -> Iterator[str]:
+    """Yield a grid as one table or as several, each with the first column, so that none is wider than need be.
+
+    One column beside the first may be too wide by itself.
+    """
+    headers = [_broken(head) for head in grid.headers] if tablefmt == "simple" else list(grid.headers)
+    rows = [["" if value is None else ", ".join(str(value).split("\n")) for value in row] for row in grid.rows]
+    columns = zip(headers, *rows, strict=True)
+    sizes = [max(_PADDING + max(map(len, head.split("\n"))), *map(len, own)) + _GAP for head, *own in columns]
+    chosen: list[list[int]] = [[0]]
+    for column in range(1, len(sizes)):
+        taken = sum(sizes[place] for place in chosen[-1])
+        if len(chosen[-1]) > 1 and width is not None and taken + sizes[column] - _GAP > width:
+            chosen.append([0])
+        chosen[-1].append(column)
+    for part in chosen:
+        yield grid_text([[row[at] for at in part] for row in rows], [headers[at] for at in part], tablefmt)
 
 
 def grid_text(rows: Sequence[Sequence[str]], headers: Sequence[str], tablefmt: str) -> str:
-    """A table with its first column to the left, the others to the right."""
+    """Return one table with its first column to the left, the others to the right."""
     if tablefmt == "github":
         # A bar would end the cell, and names may hold HTML, which GitHub renders.
-        rows = [[_escaped(text) for text in row] for row in rows]
-        headers = [_escaped(text) for text in headers]
+        rows = [list(map(_escaped, row)) for row in rows]
+        headers = list(map(_escaped, headers))
     aligned = ("left", *("right" for _ in headers[1:]))
     return tabulate(rows, headers=headers, tablefmt=tablefmt, colalign=aligned, disable_numparse=True)
 
 
-def fitted(rows: Sequence[Sequence[str]], headers: Sequence[str], tablefmt: str, width: int | None) -> list[str]:
-    """A grid as one table or as several, each with the first column, so that none is wider than need be.
-
-    Args:
-        rows: texts, one a column.
-        headers: one a column, of one line.
-        tablefmt: tabulate's name of the table's style.
-        width: of the terminal, in columns; one column beside the first may be too wide by itself. None: no limit.
-    """
-    columns = zip(headers, *rows, strict=True)
-    sizes = [max(len(head) + _PADDING, *map(len, texts)) + _GAP for head, *texts in columns]
-    chosen: list[list[int]] = [[]]
-    for column in range(1, len(sizes)):
-        taken = sizes[0] + sum(sizes[place] for place in chosen[-1])
-        if chosen[-1] and width is not None and taken + sizes[column] - _GAP > width:
-            chosen.append([])
-        chosen[-1].append(column)
-    parts = [(0, *part) for part in chosen]
-    return [
-        grid_text([[row[place] for place in part] for row in rows], [headers[place] for place in part], tablefmt)
-        for part in parts
-    ]
+def _broken(head: str) -> str:
+    """Return a heading on several lines: names break before @ and after _, others where they would be too long."""
+    lines = head.replace("@", "\n@").replace("_", "_\n").replace("_\n\n", "_\n").split("\n")
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, _HEADING) or [""])
 
 
-def csv_text(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows by the names of their columns as CSV; what a row has None of is empty."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
-
-
-def aside(text: str, tablefmt: str) -> str:
-    """Text between tables, as the format takes it."""
+def _paragraph(paragraph: str, tablefmt: str) -> str:
     if tablefmt == "latex":
-        return "\n".join(f"% {line}" for line in text.splitlines())
-    return _escaped(text) if tablefmt == "github" else text
+        return "\n".join(f"% {line}" for line in paragraph.splitlines())
+    return _escaped(paragraph) if tablefmt == "github" else paragraph
 
 
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
+def _escaped(words: str) -> str:
+    return words.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
 
 
-def broken(name: str) -> str:
-    """A column's heading on several lines: names break before @ and after _."""
-    return name.replace("@", "\n@").replace("_", "_\n").replace("_\n\n", "_\n")
+def html(parts: Iterable[Part]) -> str:
+    """Return parts as HTML: strings are escaped, wide tables scroll, titled ones are folded but for the first."""
+    texts: list[str] = []
+    opened = " open"
+    for part in parts:
+        if not isinstance(part, Grid):
+            texts.append(f"<p>{_lines(part)}</p>")
+        elif part.title:
+            texts.append(f"<details{opened}><summary>{escape(part.title)}</summary>{_table(part)}</details>")
+            opened = ""
+        else:
+            texts.append(_table(part))
+    return "\n".join(texts)
+
+
+def _table(grid: Grid) -> str:
+    """Return a grid in a box that scrolls where it is wider than the screen."""
+    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in grid.headers)
+    body = "".join(
+        f'<tr><th scope="row">{_lines(first)}</th>{"".join(f"<td>{_lines(value)}</td>" for value in rest)}</tr>'
+        for first, *rest in grid.rows
+    )
+    table = f'<table class="grid"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    label = escape(grid.title or grid.headers[0])
+    return f'<div class="wide" tabindex="0" role="region" aria-label="{label}">{table}</div>'
+
+
+def _lines(value: Any) -> str:
+    return "" if value is None else escape(str(value)).replace("\n", "<br>")
+
+
+def csv_text(grid: Grid) -> str:
+    """Return a grid as CSV; what is None is empty, lines of a cell have bars between them."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(grid.headers)
+    writer.writerows([v.replace("\n", " | ") if isinstance(v, str) else v for v in row] for row in grid.rows)
+    return out.getvalue()

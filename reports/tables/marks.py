@@ -29,17 +29,17 @@ _EMPTY = {SKIPPED: "skip", CRASHED: "crash", TIMED_OUT: "time"}  # where there i
 
 
 def cell_text(record: Record) -> str:
-    """One cell of a table, as the legend says."""
+    """Return one cell of a table, as the legend says."""
     return marked(plain_text(record), mark_of(record))
 
 
 def plain_text(record: Record) -> str:
-    """What a table shows of a cell without its mark; of a kernel that broke its contract there is no result."""
+    """Return what a table shows of a cell without its mark; of a kernel that broke its contract there is no result."""
     return _EMPTY.get(record.outcome, "none") if record.shown is None else shown_text(record.shown)
 
 
 def shown_text(shown: Shown, spec: str = "", half_width: float | None = None) -> str:
-    """What tables show of a result in words: `+0.23 B`, `x0.28`, `NaN`, `1.0 deg`.
+    """Return what tables show of a result in words: `+0.23 B`, `x0.28`, `NaN`, `1.0 deg`.
 
     Args:
         shown: it.
@@ -58,12 +58,12 @@ def shown_text(shown: Shown, spec: str = "", half_width: float | None = None) ->
 
 
 def mark_of(record: Record) -> str:
-    """What a cell's mark stands for: its outcome, or that its failure is excused."""
+    """Return what a cell's mark stands for: its outcome, or that its failure is excused."""
     return record.outcome if record.excused is None else EXCUSED
 
 
 def marked(text: str, mark: str) -> str:
-    """A text with the mark of an outcome."""
+    """Return a text with the mark of an outcome."""
     if mark == HELD:
         return f"{text} {HELD_MARK}"
     if mark in (MEASURED, SKIPPED):

@@ -9,7 +9,7 @@ _NAMED = 3  # cases that no plan explains that are named
 
 
 def explanation_text(explanation: Explanation) -> str:
-    """One line on the plan that explains a kernel that declares none."""
+    """Return one line on the plan that explains a kernel that declares none."""
     cells = f"{explanation.cells} cell{'' if explanation.cells == 1 else 's'}"
     first, plans = explanation.plans[0] if explanation.plans else "none", explanation.plans
     if explanation.state == BEHAVES_LIKE:
@@ -26,5 +26,5 @@ def explanation_text(explanation: Explanation) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share, rounded down: 100 % is all of them."""
+    """Return a share, rounded down: 100 % is all of them."""
     return "? %" if share is None else f"{math.floor(round(1e4 * share, 6)) / 100:.2f} %"

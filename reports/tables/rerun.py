@@ -11,14 +11,14 @@ _PYTEST = "pytest"
 
 
 def runnable(command: str) -> str:
-    """A command of a record as it runs in this environment: `pytest` where the shell finds this environment's."""
+    """Return a record's command as it runs in this environment: `pytest` where the shell finds this environment's."""
     words = command.split(" ", 1)
     return " ".join([_pytest(os.getcwd()), *words[1:]]) if words[0] == _PYTEST else command
 
 
 @cache
 def _pytest(folder: str) -> str:
-    """How pytest is called from a folder: by its name, or through this Python, which `make` leaves off the PATH."""
+    """Return how pytest is called from a folder: by name, or through this Python, which `make` leaves off the PATH."""
     shells = shutil.which(_PYTEST)
     own = Path(sys.executable).parent / _PYTEST
     if shells is not None and own.exists() and os.path.samefile(shells, own):

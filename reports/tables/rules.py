@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import Record, RuleAnswer, RuleReading, Run
-from tiebreak.reports.tables.grids import aside, fitted
+from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.marks import plain_text
 
 LEGEND = (
@@ -14,38 +14,31 @@ LEGEND = (
 )
 
 
-def rules_tables(run: Run, width: int | None, tablefmt: str) -> str:
-    """Tables of a run, one a backend, format and case.
-
-    Args:
-        run: its records; those that no rule was asked of are left out.
-        width: of the terminal, in columns; None: no limit.
-        tablefmt: tabulate's name of the table's style.
-    """
+def rules_tables(run: Run) -> list[Part]:
+    """Return the tables of a run, one a backend, format and case; records that no rule was asked of are left out."""
     asked = [record for record in run.records if answers_of(record)]
-    parts: list[str] = []
-    cells = grouped(asked, lambda record: (record.backend, record.format, record.case))
-    for (backend, fmt, case), records in cells.items():
-        parts += [aside(f"{run.backend_text(backend)}, {fmt}: {case}", tablefmt)]
-        parts += fitted(list(rows(records)), ["rule", *(record.kernel for record in records)], tablefmt, width)
-        parts += [aside(line, tablefmt) for line in lacking(records)]
-    return "\n\n".join([*parts, aside(LEGEND, tablefmt)]) if parts else ""
+    parts: list[Part] = []
+    for (backend, fmt, case), records in grouped(asked, lambda each: (each.backend, each.format, each.case)).items():
+        headers = ["rule", *(record.kernel for record in records)]
+        parts += [Grid(headers, list(_rows(records)), f"{run.backend_text(backend)}, {fmt}: {case}")]
+        parts += _lacking(records)
+    return [*parts, LEGEND] if parts else []
 
 
 def answers_of(record: Record) -> dict[str, RuleAnswer]:
-    """What rules said of a record; empty where none was asked."""
+    """Return what rules said of a record; empty where none was asked."""
     return dict(record.evidence.get("rules", {}))
 
 
-def rows(records: Sequence[Record]) -> Iterator[list[str]]:
-    """The rows of records of one case: a rule's name, and what it says of each."""
+def _rows(records: Sequence[Record]) -> Iterator[list[str]]:
+    """Yield the rows of records of one case: a rule's name, and what it says of each."""
     yield ["tiebreak", *map(plain_text, records)]
     for name in dict.fromkeys(name for record in records for name in answers_of(record)):
         yield [name, *(_text(answers_of(record).get(name)) for record in records)]
 
 
-def lacking(records: Sequence[Record]) -> list[str]:
-    """What rules need that could not tell, a line each."""
+def _lacking(records: Sequence[Record]) -> list[str]:
+    """Return what rules need that could not tell, a line each."""
     told = ((name, answer.needs) for record in records for name, answer in answers_of(record).items() if answer.needs)
     return [f"{name} needs {needs}" for name, needs in dict.fromkeys(told)]
 
@@ -57,14 +50,14 @@ def _text(answer: RuleAnswer | None) -> str:
 
 
 def rules_text(answers: Mapping[str, RuleAnswer]) -> str:
-    """What the rules said of one record, in a line."""
+    """Return what the rules said of one record, in a line."""
     told = [answer.passed for answer in answers.values() if answer.passed is not None]
     failed = ", ".join(name for name, answer in answers.items() if answer.passed is False)
     return f"passes {sum(told)} of {len(told)} acceptance rules{f'; turned down by {failed}' if failed else ''}"
 
 
 def share_text(answer: RuleAnswer) -> str:
-    """The largest number that a rule looks at, as a share of its limit."""
+    """Return the largest number that a rule looks at, as a share of its limit."""
     if answer.passed is None:
         return "needs"
     share = max(map(_share, answer.readings.values()))

@@ -2,83 +2,70 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import product
 
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records.order import grouped, kernel_places
 from tiebreak.reports.records.record import OUTCOMES, Record, Run, record_id
-from tiebreak.reports.tables.grids import aside, broken, grid_text
+from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.marks import LEGEND, cell_text
 from tiebreak.reports.tables.plans import explanation_text
 from tiebreak.reports.tables.rerun import runnable
 from tiebreak.reports.tables.training import training_tables
 
-_CELL_WIDTH = 10  # of a column of the table, with its gap
 _NAMED = 3  # of cells that ended alike; the table shows them all
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
 
-def _grids(
-    records: Sequence[Record], not_run: Collection[str], places: Mapping[str, int], width: int | None, tablefmt: str
-) -> list[str]:
-    """Records of one backend, format and kind of experiment, in as many tables as the width asks for."""
-    cells = {(record.kernel, record.case): cell_text(record) for record in records}
-    names, cases = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
-    kernels = sorted(names, key=places.__getitem__)
-    columns = len(kernels) if width is None else max(1, (width - max(map(len, cases)) - 2) // _CELL_WIDTH)
-    backend, fmt = records[0].backend, records[0].format
-    cells |= {
-        (kernel, case): "not run"
-        for kernel, case in product(kernels, cases)
-        if record_id(backend, kernel, case, fmt) in not_run
-    }
-    parts = []
-    for start in range(0, len(kernels), columns):
-        shown = kernels[start : start + columns]
-        rows = [[case, *(cells.get((kernel, case), "") for kernel in shown)] for case in cases]
-        parts.append(grid_text(rows, ["case", *(map(broken, shown) if width else shown)], tablefmt))
-    return parts
-
-
-def tables(run: Run, width: int | None = 120, tablefmt: str = "simple") -> str:
-    """Tables of a run, one a backend, format and kind of experiment, with legends; training runs last, in their own.
+def tables(run: Run) -> list[Part]:
+    """Return the tables of a run, one a backend, format and kind of experiment, with legends; training runs last.
 
     Args:
         run: its records in the order that cases shall have.
-        width: of the terminal, in columns; wider tables are split. None: no limit.
-        tablefmt: tabulate's name of the table's style.
     """
-    parts: list[str] = []
+    parts: list[Part] = []
     places = kernel_places([run])
     calls = (record for record in run.records if record.experiment not in run.pooled)
     for kind, of_kind in grouped(calls, lambda record: record.experiment).items():
-        for (backend, fmt), records in grouped(of_kind, lambda record: (record.backend, record.format)).items():
-            parts += [
-                aside(f"{run.backend_text(backend)}, {fmt}", tablefmt),
-                *_grids(records, run.not_run, places, width, tablefmt),
-            ]
+        alike = grouped(of_kind, lambda record: (record.backend, record.format)).values()
+        parts += [_grid(run, records, places) for records in alike]
         about = run.experiments.get(kind)
-        if about is not None and about.legend:
-            parts.append(aside(about.legend, tablefmt))
-    if trained := training_tables([run], tablefmt):
-        parts.append(trained)
-    return "\n\n".join([*parts, *([aside(LEGEND, tablefmt)] if parts else [])])
+        parts += [about.legend] if about is not None else []
+    parts += training_tables([run])
+    return [*parts, LEGEND] if parts else []
 
 
-def fallen(records: Sequence[Record]) -> str:
-    """Every cell that does not pass: what fell, why, and the command that reruns it; then what is excused."""
-    lines = []
+def _grid(run: Run, records: Sequence[Record], places: Mapping[str, int]) -> Grid:
+    """Return the records of one backend, format and kind of experiment: cases down, kernels across."""
+    backend, fmt = records[0].backend, records[0].format
+    cells = {(record.kernel, record.case): cell_text(record) for record in records}
+    names, cases = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+    kernels = sorted(names, key=places.__getitem__)
+    for kernel, case in product(kernels, cases):
+        if record_id(backend, kernel, case, fmt) in run.not_run:
+            cells[kernel, case] = "not run"
+    rows = [[case, *(cells.get((kernel, case), "") for kernel in kernels)] for case in cases]
+    return Grid(["case", *kernels], rows, f"{run.backend_text(backend)}, {fmt}")
+
+
+def fallen(records: Sequence[Record], command: Callable[[str], str] = runnable) -> list[str]:
+    """Return an entry for every cell that does not pass: what fell, why, and how to rerun it; then what is excused.
+
+    Args:
+        records: of a run.
+        command: makes of a record's command what the reader is told to run.
+    """
+    entries = []
     for alike in grouped((record for record in records if record.fails), _likeness).values():
         first = alike[0]
-        lines.append(f"{first.outcome} {first_few([record.id for record in alike], _NAMED)}")
-        lines += [f"    {reason}" for reason in first.reasons]
+        lines = [f"{first.outcome} {first_few([record.id for record in alike], _NAMED)}", *first.reasons]
         if any(record.reasons != first.reasons for record in alike):
-            lines.append(f"    so all {len(alike)}, with other numbers")
-        lines.append(f"    rerun{' the first' if len(alike) > 1 else ''}: {runnable(first.command)}")
-    lines += [f"excused {record.id}: {record.excused} ({'; '.join(record.reasons)})"
-              for record in records if record.excused is not None]  # fmt: skip
-    return "\n".join(lines)
+            lines.append(f"so all {len(alike)}, with other numbers")
+        lines.append(f"rerun{' the first' if len(alike) > 1 else ''}: {command(first.command)}")
+        entries.append("\n    ".join(lines))
+    return entries + [f"excused {record.id}: {record.excused} ({'; '.join(record.reasons)})"
+                      for record in records if record.excused is not None]  # fmt: skip
 
 
 def _likeness(record: Record) -> Hashable:
@@ -89,12 +76,12 @@ def _likeness(record: Record) -> Hashable:
 
 
 def counted(number: int, word: str) -> str:
-    """The number with its noun: 1 cell, 2,000 cells."""
+    """Return the number with its noun: 1 cell, 2,000 cells."""
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def counts(records: Sequence[Record]) -> str:
-    """How many cells there are of each outcome."""
+    """Return how many cells there are of each outcome."""
     outcomes = Counter(record.outcome for record in records if record.excused is None)
     parts = [f"{outcomes[name]} {name.replace('_', ' ')}" for name in OUTCOMES if outcomes[name]]
     if excused := sum(record.excused is not None for record in records):
@@ -103,7 +90,7 @@ def counts(records: Sequence[Record]) -> str:
 
 
 def summary(run: Run) -> str:
-    """Counts by outcome, reasons of skips, and the plans that undeclared kernels follow."""
+    """Return counts by outcome, reasons of skips, and the plans that undeclared kernels follow."""
     lines = [counts(run.records)]
     skipped = (record for record in run.records if record.skipped is not None)
     skips = Counter(f"{record.backend}-{record.kernel}: {record.skipped}" for record in skipped)

@@ -7,20 +7,20 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from tiebreak.reports import terminal
 from tiebreak.reports.audit import record as audit
 from tiebreak.reports.audit import tables as audit_tables
 from tiebreak.reports.audit.record import Audits
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.page import plots
+from tiebreak.reports.page import figures
 from tiebreak.reports.records import files, selection, store
 from tiebreak.reports.records.order import case_places
 from tiebreak.reports.records.record import OUTCOMES, Estimate, Record, Run
 from tiebreak.reports.sweeps import tables as sweep_tables
 from tiebreak.reports.sweeps.store import Sweep
+from tiebreak.reports.tables import grids
 from tiebreak.reports.tables import run as tables
-from tiebreak.reports.tables.grids import csv_text
+from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.marks import shown_text
 from tiebreak.reports.tables.training import training_grids, training_tables
 
@@ -45,32 +45,30 @@ def main(arguments: Sequence[str]) -> int:
     if len(options.files) > 1 or options.figure is not None:
         _show_training(store.read_all(options.files), options)
         return HELD
-    content = files.read(options.files[0])
-    if isinstance(content, Run):
-        _show(_of_run(content, options), options, store.as_text, as_csv, _run_tables)
-    elif isinstance(content, Sweep):
-        _show(
-            _of_sweep(content, options), options, sweep_tables.as_json, sweep_tables.as_csv, sweep_tables.sweep_tables
-        )
-    else:
-        _show(_of_audits(content, options), options, audit.as_json, audit_tables.as_csv, audit_tables.audit_tables)
+    match files.read(options.files[0]):
+        case Run() as run:
+            chosen = _of_run(run, options)
+            _show(options.format, store.as_text, csv_grid, lambda run: _run_parts(run, options.format), chosen)
+        case Sweep() as sweep:
+            narrowed = _of_sweep(sweep, options)
+            _show(options.format, sweep_tables.as_json, sweep_tables.csv_grid, sweep_tables.sweep_tables, narrowed)
+        case Audits() as audits:
+            kept = _of_audits(audits, options)
+            _show(options.format, audit.as_json, audit_tables.csv_grid, audit_tables.audit_tables, kept)
     return HELD
 
 
 def _show(
-    content: _T,
-    options: argparse.Namespace,
+    tablefmt: str,
     as_json: Callable[[_T], str],
-    as_csv: Callable[[_T], str],
-    as_tables: Callable[[_T, int | None, str], str],
+    as_csv: Callable[[_T], Grid],
+    as_parts: Callable[[_T], Sequence[Part]],
+    content: _T,
 ) -> None:
-    match options.format:
-        case "json":
-            print(as_json(content), end="")
-        case "csv":
-            print(as_csv(content), end="")
-        case tablefmt:
-            terminal.show(as_tables(content, terminal.limit(tablefmt), tablefmt))
+    if tablefmt in ("json", "csv"):
+        print(as_json(content) if tablefmt == "json" else grids.csv_text(as_csv(content)), end="")
+    else:
+        grids.show(as_parts(content), tablefmt)
 
 
 def _show_training(runs: Sequence[Run], options: argparse.Namespace) -> None:
@@ -84,9 +82,9 @@ def _show_training(runs: Sequence[Run], options: argparse.Namespace) -> None:
     if not any(run.records for run in pooled):
         raise UsageError(f"{options.files[0]}: no training runs in there, and compare puts calls side by side")
     chosen = selection.narrowed(pooled, options, options.only)
-    terminal.show(training_tables(chosen, options.format))
+    grids.show(training_tables(chosen), options.format)
     if options.figure is not None:
-        plots.save_training(training_grids(chosen), options.figure)
+        figures.save_training(training_grids(chosen), options.figure)
         print(f"figure: {options.figure}")
 
 
@@ -119,25 +117,23 @@ def _of_audits(audits: Audits, options: argparse.Namespace) -> Audits:
 
 
 def _kernels(options: argparse.Namespace, what: str, known: Sequence[str]) -> Collection[str]:
-    """The kernels that are shown of what no other filter narrows."""
+    """Return the kernels that are shown of what no other filter narrows."""
     for flag in ("backend", "cases", "only"):
         if getattr(options, flag) is not None:
             raise UsageError(f"--{flag}: {options.files[0]} is {what}; --kernels alone narrows it")
     return known if options.kernels is None else selection.pick("kernels", "kernel", options.kernels, known)
 
 
-def _run_tables(run: Run, width: int | None, tablefmt: str) -> str:
-    parts = [tables.tables(run, width, tablefmt)]
-    if tablefmt == "simple":
-        parts += [tables.summary(run), tables.fallen(run.records)]
-    return "\n\n".join(part for part in parts if part)
+def _run_parts(run: Run, tablefmt: str) -> list[Part]:
+    """Return the tables of a run; for the terminal also the counts and what fell."""
+    also = [tables.summary(run), "\n".join(tables.fallen(run.records))] if tablefmt == "simple" else []
+    return [*tables.tables(run), *also]
 
 
-def as_csv(run: Run) -> str:
-    """The records as CSV, a line each: every measure and check that the run describes; what there is not is empty."""
+def csv_grid(run: Run) -> Grid:
+    """Return a row a record: every measure and check that the run describes; what there is not is empty."""
     estimated = {name for each in run.records for name, value in each.measures.items() if isinstance(value, Estimate)}
-    rows = [_row(record, run, estimated) for record in run.records]
-    return csv_text(list(rows[0]) if rows else ["id"], rows)
+    return grids.of_dicts([_row(record, run, estimated) for record in run.records], ["id"])
 
 
 _NAMED = (

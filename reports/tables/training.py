@@ -16,7 +16,7 @@ from tiebreak.reports.records.record import (
     Record,
     Run,
 )
-from tiebreak.reports.tables.grids import aside, broken, grid_text
+from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.marks import EXCUSED, mark_of, marked, plain_text
 
 _UNKNOWN = CaseRecord(about="")
@@ -43,7 +43,7 @@ class TrainingGrid:
         return sorted(dict.fromkeys(case for _, case in self.cells), key=lambda case: self.heading(case).split(":"))
 
     def headline(self, case: str) -> str | None:
-        """The measure that is shown of a case."""
+        """Return the measure that is shown of a case."""
         return self.described.get(case, _UNKNOWN).headline
 
     def heading(self, case: str) -> str:
@@ -52,12 +52,12 @@ class TrainingGrid:
         return case if about.label is None else f"{about.label}: {about.headline}"
 
     def paper(self, kernel: str) -> str:
-        """What the paper says of training with a kernel; empty where it says nothing."""
+        """Return what the paper says of training with a kernel; empty where it says nothing."""
         ran = [record for (name, _), records in self.cells.items() if name == kernel for record in records]
         return next((str(record.evidence["paper"]) for record in ran if "paper" in record.evidence), "")
 
     def values(self, kernel: str, case: str) -> list[float]:
-        """The headline of every seed that has a number, lowest first."""
+        """Return the headline of every seed that has a number, lowest first."""
         numbers = (self._value(record) for record in self.cells.get((kernel, case), []))
         return sorted(value for value in numbers if value is not None)
 
@@ -66,7 +66,7 @@ class TrainingGrid:
         return None if headline is None else record.number(headline)
 
     def text(self, kernel: str, case: str) -> str:
-        """One place of the table: the headline, lowest to highest, with the mark of the worst of it."""
+        """Return one place of the table: the headline, lowest to highest, with the mark of the worst of it."""
         records = self.cells.get((kernel, case), [])
         if not records:
             return ""
@@ -94,27 +94,22 @@ def training_grids(runs: Sequence[Run]) -> list[TrainingGrid]:
     ]
 
 
-def training_tables(runs: Sequence[Run], tablefmt: str = "simple") -> str:
-    """Tables of the runs' training runs, one a backend, with their legend; empty without any."""
-    parts = []
-    for grid in training_grids(runs):
-        seeds = sorted({record.seed for records in grid.cells.values() for record in records})
-        named = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
-        parts += [aside(f"{grid.kind}, {grid.backend}, {named}", tablefmt), _table(grid, tablefmt)]
-    if parts:
-        parts.append(aside(training_legend(runs), tablefmt))
-    return "\n\n".join(parts)
+def training_tables(runs: Sequence[Run]) -> list[Part]:
+    """Return tables of the runs' training runs, one a backend, with their legend; none without any."""
+    grids: list[Part] = [_table(grid) for grid in training_grids(runs)]
+    return [*grids, training_legend(runs)] if grids else []
 
 
-def _table(grid: TrainingGrid, tablefmt: str) -> str:
-    headings = [grid.heading(case) for case in grid.cases]
-    headers = ["kernel", *(map(broken, headings) if tablefmt == "simple" else headings), "paper"]
+def _table(grid: TrainingGrid) -> Grid:
+    seeds = sorted({record.seed for records in grid.cells.values() for record in records})
+    named = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
+    headers = ["kernel", *map(grid.heading, grid.cases), "paper"]
     rows = [[kernel, *(grid.text(kernel, case) for case in grid.cases), grid.paper(kernel)] for kernel in grid.kernels]
-    return grid_text(rows, headers, tablefmt)
+    return Grid(headers, rows, f"{grid.kind}, {grid.backend}, {named}")
 
 
 def training_legend(runs: Sequence[Run]) -> str:
-    """What the rows and columns of the tables stand for."""
+    """Return what the rows and columns of the tables stand for."""
     legends = [kind.legend for run in runs for kind in run.experiments.values() if kind.pooled]
     lines = list(dict.fromkeys(legend for legend in legends if legend))
     for grid in training_grids(runs):

@@ -4,9 +4,9 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from tabulate import tabulate
-
 from tiebreak.laboratory.sharpness_run import BACK, ON, TRAINED, Point, Run, Settings
+from tiebreak.reports.tables import grids
+from tiebreak.reports.tables.grids import Grid
 
 
 def summary(runs: Sequence[Run], settings: Settings) -> str:
@@ -34,7 +34,7 @@ def _mean_and_spread(values: Sequence[float]) -> str:
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str], title: str) -> str:
-    return f"{title}\n\n{tabulate(rows, head, tablefmt='pipe', disable_numparse=True)}"
+    return grids.text([Grid(head, list(rows), title)], "github")
 
 
 def _over_steps(of: Mapping[str, Sequence[Run]], settings: Settings) -> str:

@@ -15,11 +15,11 @@ from tiebreak.laboratory.ray_cluster import RAY
 from tiebreak.laboratory.sweep_options import parse, settings, tasks
 from tiebreak.laboratory.sweep_run import Task, run
 from tiebreak.programs.resumable import expected, in_processes, show_progress
-from tiebreak.reports import terminal
 from tiebreak.reports.cli import HELD, INTERRUPTED
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.sweeps.store import Sweep, SweepRun, keep, open_store, read_sweep
 from tiebreak.reports.sweeps.tables import sweep_tables
+from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.run import counted
 
 _WORKER_GIB = 1.0
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         done = counted(len(read_sweep(options.out).runs), "run")
         print(f"\nstopped; {options.out} has the {done} done, and the same command goes on", file=sys.stderr)
         return INTERRUPTED
-    terminal.show(sweep_tables(read_sweep(options.out), terminal.limit("simple"), "simple"))
+    grids.show(sweep_tables(read_sweep(options.out)))
     print(f"again: tiebreak show {options.out}; as a page: tiebreak page {options.out} -o DIR")
     return HELD
 

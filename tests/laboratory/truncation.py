@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tabulate import tabulate
 
 from tiebreak.kernels.formats import ulp
 from tiebreak.laboratory.reduced import masked_product, parse_reduction
+from tiebreak.reports.tables import grids
+from tiebreak.reports.tables.grids import Grid
 
 DRAWS, ROWS, INNER, COLUMNS = 16, 128, 256, 64
 FORMATS = tuple(f"E8M{bits}" for bits in (7, 6, 5, 4, 3))
@@ -69,7 +70,7 @@ def main() -> None:
     """Print the table."""
     head = ("format", *(f"{place}: ulp" for place in ("Y, even", "Y, truncated", "dA, truncated")))
     sizes = ("Y, even: size", "Y, truncated: size")
-    print(tabulate(map(row, FORMATS), (*head, *sizes), tablefmt="pipe", disable_numparse=True))
+    print(grids.text([Grid((*head, *sizes), list(map(row, FORMATS)))], "github"))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from tiebreak.reports.names import first_few
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import decode
+from tiebreak.reports.tables import grids
 from tiebreak.reports.tables import run as tables
 from tiebreak.reports.verdict import Verdict, verdicts
 
@@ -333,7 +334,11 @@ class RecordCollector:
 
     def report(self, run: records.Run, width: int | None) -> list[str]:
         """What the run came to: the verdict on kernels of one's own, the tables, every cell that fell, the counts."""
-        parts = (tables.tables(run, width), tables.fallen(run.records), tables.summary(run))
+        parts = (
+            grids.text(tables.tables(run), width=width),
+            "\n".join(tables.fallen(run.records)),
+            tables.summary(run),
+        )
         return list(filter(None, [*(verdict.text for verdict in self.verdicts(run)), *parts]))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tiebreak.cases.acceptance import OF_GRADIENTS, RULES, Rule
-from tiebreak.reports import terminal
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import matching, unknown
 from tiebreak.reports.records import selection, store
+from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.rules import answers_of, rules_tables
 
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
             f"{files[0]}: no rule was asked of its cells; run the matrix, or `tiebreak check`, with --rules"
         )
     (chosen,) = selection.narrowed([run], options)
-    terminal.show(rules_tables(chosen, terminal.limit(options.format), options.format))
+    grids.show(rules_tables(chosen), options.format)
     return HELD
 
 

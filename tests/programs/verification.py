@@ -292,7 +292,8 @@ def _claims(judged: Judged, case: Case) -> Iterator[Claimed]:
         rows = expectation in (ROWS_ERR_TOGETHER, ROWS_ERR_APART)
         met = record.met(CLAIM) if rows else expectation.met(_errors(record))
         yield Claimed(expectation.name, claim.source, met, "", expectation.waives)
-    if kernel.external and told is not None and not claims:
+    held_to_more = judged.settings.fair or judged.settings.as_rounded
+    if kernel.external and told is not None and not claims and held_to_more:
         yield Claimed(told.asked, told.source or "", told.met, told.why)  # what it was compared with is not recorded
 
 

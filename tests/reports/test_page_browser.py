@@ -17,7 +17,6 @@ from tiebreak.reports.audit.record import Audit, Audits
 from tiebreak.reports.page.command import page
 from tiebreak.reports.page.figures import figures
 from tiebreak.reports.records.record import (
-    SHRUNK,
     Answer,
     CaseRecord,
     Estimate,
@@ -47,6 +46,13 @@ os.dup2(read, 3)
 os.dup2(write, 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
+
+
+# The page unpacks its data first; one whose script fails never is ready, and the watchdog ends that.
+READY = """new Promise((done) => {
+  const look = () => (document.body.dataset.ready ? done(true) : requestAnimationFrame(look));
+  look();
+})"""
 
 
 class Browser:
@@ -107,7 +113,8 @@ class Browser:
         self.call("Page.navigate", url=path.as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._next())
-        assert self.ask("document.body.dataset.ready") == ("true" if scripted else None)
+        if scripted:
+            self.ask(READY)
 
     def paper(self, media: str, scheme: str) -> None:
         """Show the page as on paper, or as on a screen again; the page hears of it with its next picture."""
@@ -150,14 +157,16 @@ def file(
     tmp_path: Path,
 ) -> Path:
     """A page of two platforms and an audit, with names and a reason that would like to be code."""
-    trace = TraceRecord((0.0, 0.5), (1,))
+    bins = HistogramRecord(-1.0, 0.5, (0, 1, 5, 4), 0)
+    evidence = [{"trace": TraceRecord((0.0, error), at), "histogram": bins} for error, at in ((0.5, (1,)), (0.1, ()))]
     more = (
+        record(f"smooth {EVIL}", "tied_maxima[k=2]", evidence=evidence[1]),
         record(
             EVIL,
             "tied_maxima[k=2]",
             outcome="fell",
             answers={"x": Answer(False, EVIL, EVIL)},
-            evidence={"trace": trace},
+            evidence=evidence[0],
         ),
         record(EVIL, "excused", outcome="fell", excused=EVIL, shown=Shown("bias", 0.5, EVIL, "biased")),
         record(EVIL, EVIL, outcome="inconclusive", verdict="inconclusive"),
@@ -205,28 +214,32 @@ WITH_TEXT = """[...document.querySelectorAll("body *")].filter((element) => elem
   [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim()))"""
 
 
-@pytest.mark.parametrize("width", [400, 1600])
-def test_it_opens_without_a_complaint_and_asks_for_nothing(browser: Browser, file: Path, width: int) -> None:
-    browser.open(file, width)
+def test_it_opens_without_a_complaint_and_asks_for_nothing(browser: Browser, file: Path) -> None:
+    browser.open(file, 1600)
     assert browser.complaints() == []
     asked = [event["request"]["url"] for event in browser.of("Network.requestWillBeSent")]
     assert [url for url in asked if not url.startswith(("file://", "data:"))] == []
     assert browser.ask("document.title") == "tiebreak"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 800, 1280, 1600])
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (390, "dark"), (1280, "dark")])
 def test_it_is_legible(browser: Browser, file: Path, width: int, scheme: str) -> None:
     browser.open(file, width, scheme=scheme)
     dark = browser.ask("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
     assert dark == (scheme == "dark")
-    # What is folded has to be legible, too.
+    assert browser.ask("document.querySelectorAll('.mechanism svg').length") == 1
+    # What is folded has to be legible, too, and the panel.
     browser.ask("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
-    ratios = browser.ask(CONTRAST.replace("WITH_TEXT", WITH_TEXT))
-    assert len(ratios) > 200
-    assert ratios[0][0] >= 4.5, ratios[:3]
-    assert min(browser.ask(SIZES.replace("WITH_TEXT", WITH_TEXT))) >= 10
-    assert browser.ask("document.documentElement.scrollWidth") <= width
+    for panel in (False, True):
+        if panel:
+            browser.ask(f"{cell('flash@paper', 'tied_maxima[k=2]')}.click()")
+        ratios = browser.ask(CONTRAST.replace("WITH_TEXT", WITH_TEXT))
+        assert len(ratios) > 200
+        assert ratios[0][0] >= 4.5, ratios[:3]
+        assert min(browser.ask(SIZES.replace("WITH_TEXT", WITH_TEXT))) >= 10
+        assert browser.ask("document.documentElement.scrollWidth") <= width
+    # A value has the room of a word at least.
+    assert min(browser.ask("[...about.querySelectorAll('dd')].map((one) => one.offsetWidth)")) > 0.5 * min(width, 400)
 
 
 def test_names_that_would_be_code_are_text(browser: Browser, file: Path) -> None:
@@ -259,37 +272,11 @@ def test_one_map_has_every_cell_with_the_marks_of_the_terminal(browser: Browser,
         "+0.23 B ·",
     }
     assert expected <= set(texts)
-    assert browser.ask(f"{cell('flash@paper', 'tied_maxima[k=2]')}.textContent") == "+0.23 B ·"
-
-
-def test_a_cell_says_its_verdict_in_words_to_who_does_not_see_it(browser: Browser, file: Path) -> None:
-    browser.open(file, 1600)
+    # In words, to who does not see it.
     assert browser.ask(f"{cell('flash@paper', 'tied_maxima[k=2]')}.ariaLabel") == (
         "flash@paper on emulation, tied_maxima[k=2]: +0.23 B ·, biased, held"
     )
     assert browser.ask(f"{cell('sdpa', 'huge')}.ariaLabel").endswith("NaN or Inf where the reference is finite, fell")
-    scopes = "[...new Set([...document.querySelectorAll('.map th')].map((th) => th.scope))].sort()"
-    assert browser.ask(scopes) == ["col", "colgroup", "row"]
-    assert browser.ask("[...document.querySelectorAll('.map')].every((map) => map.role === 'grid' && map.ariaLabel)")
-
-
-def test_what_cancels_or_shrank_has_no_colour(
-    browser: Browser, run: Callable[..., Run], record: Callable[..., Record], tmp_path: Path
-) -> None:
-    far = {"bias": Estimate(-113.0, 0.01)}
-    shrunk = record(case="shrunk", measures=far, verdict="biased", shown=Shown(SHRUNK, 0.28))
-    cells = [
-        shrunk,
-        record(case="cancels", measures=far, verdict=None),
-        record(case="dark", measures=far, verdict="biased"),
-    ]
-    browser.open(written(tmp_path, [run(*cells)]), 1600)
-    white = "rgba(0, 0, 0, 0)"
-    tints = {case: browser.ask(f"getComputedStyle({cell('flash@paper', case)}).backgroundColor")
-             for case in ("shrunk", "cancels", "dark")}  # fmt: skip
-    assert tints["shrunk"] == tints["cancels"] == white
-    assert tints["dark"] != white
-    assert browser.ask(f"{cell('flash@paper', 'shrunk')}.textContent") == "x0.28 ·"
 
 
 @pytest.fixture
@@ -334,13 +321,9 @@ NAMES = "[...document.querySelectorAll('#cells-map .name')].map((one) => one.tex
 
 
 def test_cases_stand_in_groups_with_their_description(browser: Browser, differing: Path) -> None:
-    for width in (1600, 1000):  # few kernels leave room
-        browser.open(differing, width)
-        heads = browser.ask("[...document.querySelectorAll('#cells-map tbody th')].map((th) => th.innerText)")
-        assert heads == ["ties", "tie\ntwo equal maxima", "near\nnearly equal", "controls", "random\nnumbers"]
-    browser.open(differing, 800)  # no room: behind the name
-    assert browser.ask("document.querySelector('#cells-map th[scope=row]').innerText") == "tie"
-    assert browser.ask("document.querySelector('#cells-map th[scope=row]').title") == "two equal maxima"
+    browser.open(differing, 1000)  # few kernels leave room
+    heads = browser.ask("[...document.querySelectorAll('#cells-map tbody th')].map((th) => th.innerText)")
+    assert heads == ["ties", "tie\ntwo equal maxima", "near\nnearly equal", "controls", "random\nnumbers"]
     browser.ask("document.querySelector('#cells-map th[scope=row]').click()")
     assert "section 3" in browser.ask("about.innerText")
 
@@ -359,13 +342,17 @@ def test_filters_leave_what_differs_or_what_is_known_to_fail(browser: Browser, d
     assert browser.ask(NAMES) == ["random"]
     browser.ask("words.value = 'nothing'; words.dispatchEvent(new Event('input'))")
     assert browser.ask("document.getElementById('cells-map').textContent") == "No cell fits."
+    assert browser.ask("document.getElementById('count').textContent") == "0 of 0 cells that fit; 7 in all"
+    browser.ask("words.value = ''; outcome.value = 'held'; outcome.dispatchEvent(new Event('change'))")
+    browser.ask("platform.value = '1'; platform.dispatchEvent(new Event('change'))")
+    assert sorted(row[1] for row in browser.ask(ROWS)) == ["near", "tie", "tie"]
 
 
 KERNELS = "[...document.querySelectorAll('#cells-map thead th[scope=col] div')].map((one) => one.textContent)"
 
 
 def test_a_click_on_a_cell_opens_all_that_is_known_of_it(browser: Browser, differing: Path) -> None:
-    browser.open(differing, 400)
+    browser.open(differing, 390)
     browser.ask(f"{cell('flash@paper', 'tie')}.click()")
     assert browser.ask("about.open") is True
     assert browser.ask("document.getElementById('about-title').textContent") == "flash@paper on cpu, tie"
@@ -373,7 +360,7 @@ def test_a_click_on_a_cell_opens_all_that_is_known_of_it(browser: Browser, diffe
     for text in (
         "two equal maxima", "section 3", "follows flash@fused", "Platforms differ in verdict or outcome.",
         "biased: bias 0.234 ± 0.01 ulp", "claim met: unbiased", "source: section 4", "prediction met: what flash@paper",
-        "99.87 % of bits", "2 elements beyond", "0123456789abcdef", "c0ffee",
+        "99.87 % of bits", "2 elements beyond", "c0ffee",
         "pytest tests/matrix --kernels flash@paper --cases 'tie'",
     ):  # fmt: skip
         assert text in lines, text
@@ -389,16 +376,12 @@ def test_a_click_on_a_cell_opens_all_that_is_known_of_it(browser: Browser, diffe
     assert ["bias", "0.234 ± 0.01", "ulp", "mean signed error of O"] in browser.ask(rows)
     assert browser.ask("about.querySelectorAll('details[open] .histogram rect').length") == 2
     left, right = browser.ask("(() => { const box = about.getBoundingClientRect(); return [box.left, box.right]; })()")
-    assert 0 <= left < right <= 400
-    assert browser.ask(CONTRAST.replace("WITH_TEXT", WITH_TEXT))[0][0] >= 4.5
+    assert 0 <= left < right <= 390
 
 
-@pytest.mark.parametrize("allowed", [True, False])
-def test_the_command_is_copied_with_and_without_the_clipboards_own_interface(
-    browser: Browser, differing: Path, allowed: bool
-) -> None:
+def test_the_command_is_copied_where_the_clipboards_own_interface_refuses(browser: Browser, differing: Path) -> None:
     browser.open(differing, 1280)
-    write = "async (text) => { window.got = text; }" if allowed else "async () => { throw new Error('refused'); }"
+    write = "async () => { throw new Error('refused'); }"
     browser.ask(f"Object.defineProperty(navigator, 'clipboard', {{value: {{writeText: {write}}}}}); 1")
     browser.ask("document.execCommand = () => { window.got = String(getSelection()); return true; }; 1")
     browser.ask(f"{cell('fair', 'tie')}.click()")
@@ -444,27 +427,6 @@ def test_arrows_walk_the_map_enter_opens_and_escape_leads_back(browser: Browser,
 ROWS = "[...document.querySelectorAll('#cells tbody tr')].map((tr) => [...tr.cells].map((td) => td.textContent))"
 
 
-def test_the_filter_works(browser: Browser, file: Path) -> None:
-    browser.open(file, 1600)
-    total = len(browser.ask(ROWS))
-    assert total == 14 + 7 + 14 + 2 * 3
-
-    def typed(words: str) -> list[list[str]]:
-        browser.ask(f"words.value = {json.dumps(words)}; words.dispatchEvent(new Event('input'))")
-        found: list[list[str]] = browser.ask(ROWS)
-        return found
-
-    assert {row[0] for row in typed("FAIR k=2")} == {"fair"}
-    assert len(typed("fair k=2")) == 2
-    assert typed("nothing has this name") == []
-    assert browser.ask("document.getElementById('count').textContent") == f"0 of 0 cells that fit; {total} in all"
-    typed("")
-    browser.ask("outcome.value = 'fell'; outcome.dispatchEvent(new Event('change'))")
-    assert {row[3] for row in browser.ask(ROWS)} == {"fell"}
-    browser.ask("platform.value = '1'; platform.dispatchEvent(new Event('change'))")
-    assert sorted(row[1] for row in browser.ask(ROWS)) == ["huge", "no_tail", "train_lm"]
-
-
 def test_the_sort_works_both_ways_and_leaves_what_is_missing_last(browser: Browser, file: Path) -> None:
     browser.open(file, 1600)
     for way in ("ascending", "descending"):
@@ -479,26 +441,13 @@ def test_the_sort_works_both_ways_and_leaves_what_is_missing_last(browser: Brows
         assert browser.ask(f"document.querySelectorAll('#cells th[aria-sort={way}]').length") == 1
 
 
-def test_more_rows_come_when_asked_for(
-    browser: Browser, run: Callable[..., Run], record: Callable[..., Record], tmp_path: Path
-) -> None:
-    many = run(*(record(case=f"case{number}") for number in range(250)))
-    path = tmp_path / "many.html"
-    path.write_text(page([many], ["one"], []), encoding="utf-8")
-    browser.open(path, 1600)
-    assert len(browser.ask(ROWS)) == 200
-    browser.ask("more.click()")
-    assert len(browser.ask(ROWS)) == 250
-    assert browser.ask("more.hidden") is True
-
-
 SHEET = 1047  # px: A4 on its side, less its margins
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_on_paper_no_map_is_cut_off_and_nothing_is_folded(
-    browser: Browser, run: Callable[..., Run], record: Callable[..., Record], tmp_path: Path, scheme: str
+    browser: Browser, run: Callable[..., Run], record: Callable[..., Record], tmp_path: Path
 ) -> None:
+    scheme = "dark"
     kernels = [f"stabilized_{number}@all_bf16" for number in range(40)]
     cells = [
         record(kernel, f"repeated_large[r={r}]", verdict="biased", outcome="fell")
@@ -524,25 +473,11 @@ def test_on_paper_no_map_is_cut_off_and_nothing_is_folded(
     assert not browser.ask("[...document.querySelectorAll('details')].some((one) => one.open)")
 
 
-@pytest.mark.parametrize("width", [400, 1600])
-def test_names_of_cases_stand_on_one_line_unless_they_would_fill_the_screen(
-    browser: Browser, run: Callable[..., Run], record: Callable[..., Record], tmp_path: Path, width: int
-) -> None:
-    wide = run(*(record(f"kernel_{number}@paper", case) for number in range(60) for case in ("tied_maxima[k=2]", EVIL)))
-    path = tmp_path / "wide.html"
-    path.write_text(page([wide], ["one"], []), encoding="utf-8")
-    browser.open(path, width)
-    boxes = "[...document.querySelectorAll('.map th[scope=row] .name')].map((th) => [th.offsetHeight, th.offsetWidth])"
-    (short, _), (_, long) = browser.ask(boxes)
-    assert short < 30
-    assert long <= 0.5 * width
-
-
 def test_a_measure_may_have_any_name(
     browser: Browser, run: Callable[..., Run], record: Callable[..., Record], tmp_path: Path
 ) -> None:
     """Also that of a field."""
-    names = ("case", "heat", "__proto__", "platform")
+    names = ("case", "__proto__", "platform")
     described = {name: MeasureRecord(name, column=True) for name in names}
     path = tmp_path / "names.html"
     odd = record(measures=dict.fromkeys(names, 7.0))
@@ -566,34 +501,19 @@ def written(folder: Path, runs: Sequence[Run], labels: Sequence[str] = ("one",))
     return path
 
 
-def test_keyboards_reach_every_control(browser: Browser, file: Path) -> None:
-    browser.open(file, 1600)
-    names = "[...document.querySelectorAll('input, select, button, summary, [tabindex]')]"
-    assert browser.ask(f"{names}.every((element) => element.tabIndex === 0)") is True
-    assert (
-        browser.ask("[...document.querySelectorAll('input, select')].every((one) => one.labels.length === 1)") is True
-    )
-
-
-@pytest.mark.parametrize("width", [400, 1600])
-def test_a_page_of_an_audit_alone_is_legible_and_its_tables_open(
-    browser: Browser, audits: Audits, tmp_path: Path, width: int
-) -> None:
+def test_a_page_of_an_audit_alone_is_legible(browser: Browser, audits: Audits, tmp_path: Path) -> None:
+    width = 390
     evil = Audit.skip(EVIL, EVIL, EVIL)
     audited = replace(audits, audits=(*audits.audits, evil), cards={**audits.cards, EVIL: EVIL})
     path = tmp_path / "audit.html"
     path.write_text(page([], [], [], {"": audited}), encoding="utf-8")
     browser.open(path, width, scripted=False)
     assert browser.complaints() == []
-    seen = "[...document.querySelectorAll('details')].map((one) => one.checkVisibility() && one.open)"
-    assert browser.ask(seen) == [True, False, False]
     browser.ask("document.querySelectorAll('summary').forEach((one) => one.parentElement.open || one.click())")
-    assert browser.ask(seen) == [True, True, True]
     assert browser.ask(CONTRAST.replace("WITH_TEXT", WITH_TEXT))[0][0] >= 4.5
     assert min(browser.ask(SIZES.replace("WITH_TEXT", WITH_TEXT))) >= 10
     assert browser.ask("document.documentElement.scrollWidth") <= width
     assert browser.ask("document.title") == "tiebreak"
-    assert browser.ask("document.querySelectorAll('img').length") == 0
     # The column of the targets stays in sight, and leaves room for the others.
     left, right = browser.ask(
         "(() => { const wide = document.querySelectorAll('.wide')[0]; wide.scrollLeft = 300;"

@@ -47,11 +47,6 @@ def test_training_runs_have_a_table_of_their_own(show: Callable[..., str]) -> No
     assert show("--cases", "train_drift").startswith("training, cpu, seed 1")
 
 
-def test_csv_has_the_measures_of_a_training_run(show: Callable[..., str]) -> None:
-    rows = list(csv.DictReader(io.StringIO(show("--format", "csv", "--cases", "train_drift"))))
-    assert [(row["delta_error_mean"], row["shown"], row["bias"]) for row in rows] == [("0.002", "+2.0e-03", "")] * 2
-
-
 def test_csv_has_intervals_answers_and_excuses(
     run: Callable[..., Run], record: Make, fallen: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,20 +122,6 @@ def test_csv_has_a_line_a_cell_and_leaves_missing_numbers_empty(show: Callable[.
     (fell,) = (row for row in rows if row["case"] == "no_tail")
     assert float(fell["bias"]) == 0.23
     assert show("--format", "csv", "--only", "timed_out") == "id\n"
-
-
-def test_github_and_latex_escape_names(
-    run: Callable[..., Run], record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = keep(run(record("<b>|x_y", "a_b")), "a")
-    main(["show", str(path), "--format", "github"])
-    assert "&lt;b>\\|x_y" in (out := capsys.readouterr().out)
-    assert "<b>" not in out
-    main(["show", str(path), "--format", "latex"])
-    lines = capsys.readouterr().out.splitlines()
-    assert any("x\\_y" in line for line in lines)
-    text = [line for line in lines if line and not line.startswith(("%", "\\", " "))]
-    assert text == []
 
 
 def test_counts_know_every_outcome(record: Make) -> None:

@@ -24,7 +24,8 @@ from tiebreak.reports.sweeps.store import (
     open_store,
     read_sweep,
 )
-from tiebreak.reports.sweeps.tables import as_csv, grids, legend, sweep_figures
+from tiebreak.reports.sweeps.tables import csv_grid, legend, sweep_figures, sweep_tables
+from tiebreak.reports.tables.grids import Grid, csv_text
 
 SETTINGS_OF = Settings(SCHEMA, {"steps": 100}, "in words", 20, (0.01, 0.1), ("E8M7",), ("plain", "mine"), ("none",))
 
@@ -116,10 +117,13 @@ def test_a_file_of_another_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_rates_and_losses_are_told() -> None:
-    rates, losses = grids(swept((0.01, "plain", 0), (0.01, "mine", 3)))
-    assert rates[1] == ["E8M7 0.01", "0/20 (0 to 16 %)", "3/20 (5 to 36 %)"]
-    assert losses[1] == ["E8M7 0.01", "3.10 (3.01 to 3.20)", "3.12 (3.04 to 3.20)"]  # of those that did not diverge
-    assert rates[2] == losses[2] == ["E8M7 0.1", "", ""]
+    rates, losses, _ = sweep_tables(swept((0.01, "plain", 0), (0.01, "mine", 3)))
+    assert isinstance(rates, Grid)
+    assert isinstance(losses, Grid)
+    assert rates.rows[0] == ["E8M7 0.01", "0/20 (0 to 16 %)", "3/20 (5 to 36 %)"]
+    # Of those that did not diverge.
+    assert losses.rows[0] == ["E8M7 0.01", "3.10 (3.01 to 3.20)", "3.12 (3.04 to 3.20)"]
+    assert rates.rows[1] == losses.rows[1] == ["E8M7 0.1", None, None]
 
 
 def test_only_intervals_that_are_apart_are_called_so() -> None:
@@ -136,7 +140,7 @@ def test_how_runs_diverged_is_told_by_kernel() -> None:
 
 
 def test_csv_has_a_line_a_group() -> None:
-    first, second = csv.DictReader(io.StringIO(as_csv(swept((0.01, "plain", 20), (0.1, "mine", 0)))))
+    first, second = csv.DictReader(io.StringIO(csv_text(csv_grid(swept((0.01, "plain", 20), (0.1, "mine", 0))))))
     assert (first["diverged"], first["runs"], first["loss_median"]) == ("20", "20", "")
     assert (second["kernel"], second["loss_lowest"], second["max_logit"]) == ("mine", "3.01", "7.0")
 

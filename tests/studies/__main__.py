@@ -4,12 +4,10 @@ import sys
 from collections.abc import Sequence
 
 from tiebreak.reports.cli import FELL, HELD, Parser
-from tiebreak.studies import budget, eight_bits, gallery, power, rules, spread, words
+from tiebreak.studies import budget, eight_bits, gallery, power, rules
 from tiebreak.studies.pages import PageTable
 
-TABLES: Sequence[PageTable] = [
-    table for maker in (budget, eight_bits, gallery, power, rules, spread, words) for table in maker.TABLES
-]
+TABLES: Sequence[PageTable] = [table for maker in (budget, eight_bits, gallery, power, rules) for table in maker.TABLES]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,8 +23,7 @@ from tiebreak.cases.verdicts import judge
 from tiebreak.kernels.formats import FP32, Format, Formats, parse_format
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
-from tiebreak.reports.page.figures import Figure, Series
-from tiebreak.reports.page.svg import as_file, draw
+from tiebreak.reports.page.svg import Figure, Series, as_file, draw
 from tiebreak.reports.records.record import NONFINITE
 from tiebreak.studies.pages import DOCS, read_rows, write_rows
 from tiebreak.studies.study import Study

@@ -1,13 +1,13 @@
 """`python -m tiebreak.studies.gallery MACHINE FILE...`: keep records of `make platforms`, for docs/platforms.md.
 
-The records of every machine are in reports/platforms/, in compact form; `tiebreak page` makes the page of all of them.
+The records of every machine are in reports/platforms/, in compact form; `tiebreak page` makes the page of all of them,
+`tiebreak compare` says which cells disagree.
 """
 
 import gzip
 import itertools
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -16,9 +16,8 @@ from msgspec.structs import replace
 from tiebreak.backends.provenance import CHECKOUT
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import OUTCOMES, Estimate, Record, Run, Value
+from tiebreak.reports.records.record import Estimate, Run, Value
 from tiebreak.reports.tables.comparison import Agreement, compare
-from tiebreak.reports.tables.marks import shown_text
 from tiebreak.studies.pages import PageTable, table
 
 FOLDER = CHECKOUT / "reports" / "platforms"
@@ -91,16 +90,17 @@ def kept() -> dict[str, dict[str, Run]]:
 
 
 def whole(runs: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
-    """Yield the tables of docs/platforms.md."""
+    """Yield the table of docs/platforms.md: how many cells agree between a machine's levels, and between machines."""
+    rows = []
     for machine, levels in runs.items():
         first = next(iter(levels.values()))
-        torch, commit = first.platform["torch"], str(first.platform["commit"])[:7]
-        emulated = f" {_sentence(str(first.platform['emulated']))}." if first.platform.get("emulated") else ""
-        yield from [f"### {machine}", "", f"{_processor(first)}, torch {torch}, commit `{commit}`.{emulated}", ""]
-        yield from [*_machine(levels), ""]
+        about = f"{_processor(first)}, torch {first.platform['torch']}, `{str(first.platform['commit'])[:7]}`"
+        rows.append((f"`{machine}`", about, str(len(levels)), *_agreement(levels)))
     natives = {machine: levels[NATIVE] for machine, levels in runs.items() if NATIVE in levels}
     for (name, left), (other, right) in itertools.combinations(natives.items(), 2):
-        yield from [f"### {name} beside {other}", "", *_agreement({name: left, other: right})]
+        rows.append((f"`{name}` beside `{other}`", "", "", *_agreement({name: left, other: right})))
+    heads = ("machine", "is", "levels", "cells that all have", "same bits", "same verdict alone", "disagree")
+    yield from table(heads, rows)
 
 
 def _processor(run: Run) -> str:
@@ -112,51 +112,11 @@ def _processor(run: Run) -> str:
     return f"{run.platform['cpu']}{f' ({known[0]})' if known else ''}"
 
 
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _machine(levels: Mapping[str, Run]) -> Iterator[str]:
-    outcomes = [
-        name for name in OUTCOMES if any(record.outcome == name for run in levels.values() for record in run.records)
-    ]
-    rows = []
-    for level, run in levels.items():
-        counted = Counter(record.outcome for record in run.records)
-        verdicts = Counter(record.verdict for record in run.records)
-        numbers = [*(counted[name] for name in outcomes), verdicts["biased"], verdicts["nonfinite"]]
-        rows.append((f"`{level}`", *map(str, numbers)))
-    yield from table(("level", *outcomes, "biased", "NaN"), rows)
-    if len(levels) > 1:
-        yield from ["", *_agreement(levels)]
-
-
-def _agreement(runs: Mapping[str, Run]) -> Iterator[str]:
-    """Yield how many cells agree, and the first of those that do not and show the same."""
-    compared = compare(list(runs.values()), list(runs))
-    counts = compared.counts
-    shared = sum(counts[kind] for kind in (Agreement.BITS, Agreement.VERDICT, Agreement.DISAGREE))
-    yield (
-        f"Of {shared} cells that all have, {counts[Agreement.BITS]} agree to the bit, {counts[Agreement.VERDICT]} in"
-        f" verdict alone, {counts[Agreement.DISAGREE]} disagree."
-    )
-    rows = [row for row in compared.rows if row.agreement is Agreement.DISAGREE]
-    if not rows:
-        return
-    shown = [tuple(_shown(row.records[place]) for row in rows) for place in range(len(runs))]
-    alike: dict[tuple[str, ...], list[str]] = {}  # platforms that show the same in all of these cells share a column
-    for name, column in zip(runs, shown, strict=True):
-        alike.setdefault(column, []).append(name)
-    cells: dict[tuple[str, ...], list[str]] = {}
-    for row, *texts in zip(rows, *alike, strict=True):
-        cells.setdefault(tuple(texts), []).append(f"`{row.record.kernel}` `{row.record.case}`")
-    headings = ["<br>".join(f"`{name}`" for name in names) for names in alike.values()]
-    first = ((names[0] + (f", {len(names) - 1} more" if names[1:] else ""), *texts) for texts, names in cells.items())
-    yield from ["", *table(("kernel, case", *headings), first)]
-
-
-def _shown(record: Record | None) -> str:
-    return (shown_text(record.shown) if record.shown else record.outcome) if record else "missing"
+def _agreement(runs: Mapping[str, Run]) -> tuple[str, ...]:
+    """Return how many cells all runs have, and how many of them agree to the bit, in verdict alone, and not."""
+    counts = compare(list(runs.values()), list(runs)).counts
+    agreeing = [counts[kind] for kind in (Agreement.BITS, Agreement.VERDICT, Agreement.DISAGREE)]
+    return tuple(map(str, (sum(agreeing), *agreeing)))
 
 
 TABLES = [PageTable("platforms.md", "reports/platforms", lambda: whole(kept()))]

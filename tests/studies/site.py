@@ -21,8 +21,7 @@ from tiebreak.cases.scripted import GROUPS
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.reference import reference
 from tiebreak.programs.listing import described
-from tiebreak.reports.page.figures import Figure, Series
-from tiebreak.reports.page.svg import draw
+from tiebreak.reports.page.svg import Figure, Series, draw
 from tiebreak.reports.records import store
 from tiebreak.reports.records.order import kernel_places
 from tiebreak.reports.records.record import Record

@@ -2,7 +2,7 @@
 
 A seed is done with all variants of a default run before the next begins, so that at any stop all have been run equally
 often; the others follow. `--write` puts n, mean and sd into cases/gpt2/spread.csv, from which
-`tiebreak.cases.gpt2.bounds` derives the bounds, and the table into docs/training.md.
+`tiebreak.cases.gpt2.bounds` derives the bounds.
 """
 
 import sys
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.backends.provenance import commit
 from tiebreak.cases.gpt2.bounds import (
-    FILE,
     Ran,
     Spread,
     bounded,
@@ -23,10 +22,8 @@ from tiebreak.cases.gpt2.bounds import (
 from tiebreak.cases.gpt2.snippets import SNIPPETS, Snippet, run_snippet
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.reports.cli import count
-from tiebreak.studies.pages import PageTable, measured_at, table
 from tiebreak.studies.study import Study
 
-_ROUNDED = "_l_rounded"  # behind the name of a variant
 _BACKENDS = {backend.name: backend for backend in (EMULATION, CPU)}
 
 
@@ -106,29 +103,6 @@ def _current(runs: Runs) -> Runs:
     return {task: each for task, each in runs.items() if versions.get(task.snippet) == task.version}
 
 
-def ranges(spreads: Mapping[Ran, Spread]) -> Iterator[str]:
-    """Yield a row a variant of several snippets: lowest to highest over seeds; l from unrounded / rounded P-bar."""
-    snippets = [snippet for snippet in SNIPPETS.values() if not snippet.own_claims]  # whose numbers have a spread
-
-    def cell(snippet: Snippet, variant: str) -> str:
-        names = (variant, f"{variant}{_ROUNDED}")
-        runs = [Ran(snippet.name, snippet.version, "emulation", name, snippet.headline) for name in names]
-        texts = dict.fromkeys(_range(spreads[run]) if run in spreads else "-" for run in runs)
-        return "" if list(texts) == ["-"] else " / ".join(texts)
-
-    rows = []
-    for variant in dict.fromkeys(name.removesuffix(_ROUNDED) for name in VARIANTS):
-        cells = [cell(snippet, variant) for snippet in snippets]
-        if sum(map(bool, cells)) > 1:
-            rows.append((f"`{variant}`", *cells))
-    return table(("variant", *(snippet.label for snippet in snippets)), rows, right=False)
-
-
-def _range(spread: Spread) -> str:
-    low, high = (f"{value:.3g}" for value in (spread.lowest, spread.highest))
-    return low if low == high else f"{low} to {high}"
-
-
 def alarms(runs: Runs, spreads: Mapping[Ran, Spread]) -> tuple[int, list[str]]:
     """Return how many runs claims speak of, and those that would have fallen at the bounds that follow."""
     claims = {
@@ -147,24 +121,16 @@ def alarms(runs: Runs, spreads: Mapping[Ran, Spread]) -> tuple[int, list[str]]:
     return sum(map(bool, asked.values())), fallen
 
 
-def _frozen() -> Iterator[str]:
-    yield from (*ranges(read_spreads()), "", f"Measured at {measured_at(FILE)}.")
-
-
-TABLES = [PageTable("training.md", "cases/gpt2/spread.csv", _frozen)]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 0, 1 where a run would have fallen, 2 for bad usage, 130 after Ctrl-C."""
     parser = STUDY.parser(__doc__)
     parser.add_argument("--seeds", type=count, default=200, metavar="N", help="from 1; 0: run none (default: 200)")
-    parser.add_argument("--write", action="store_true", help="freeze the bounds, and renew the table of the page")
+    parser.add_argument("--write", action="store_true", help="freeze the spreads that bounds rest on")
     options = parser.parse_args(arguments)
     STUDY.results(tasks(options.seeds), options)
     runs = STUDY.kept(options)
     if options.write:
         write_spreads(spreads(runs), commit() or "")
-        TABLES[0].renew()
     asked, fallen = alarms(runs, read_spreads())
     print("\n".join([f"{asked} runs that claims speak of, {len(fallen)} beyond a bound", *fallen]))
     return int(bool(fallen))

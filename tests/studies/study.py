@@ -1,8 +1,8 @@
 """The one way to run a study: tasks, each run once in a process of its own, and kept as a line of a file."""
 
 import argparse
+import os
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,7 +27,7 @@ class Line:
 
     task: dict[str, Any]  # the fields of the task
     commit: str | None  # of the suite
-    seconds: float  # of CPU time
+    seconds: float  # of CPU time, of its own and of the processes that it ran
     result: dict[str, Any]  # the fields of the result
 
 
@@ -98,9 +98,9 @@ def _run(study: Study[Any, Any], task: Any) -> Line:
     """Run a task on one core."""
     torch.set_num_threads(1)
     keep_memory()
-    started = time.process_time()
+    started = sum(os.times()[:4])
     result = study.run(task)
-    return Line(asdict(task), commit(), round(time.process_time() - started, 3), asdict(result))
+    return Line(asdict(task), commit(), round(sum(os.times()[:4]) - started, 2), asdict(result))
 
 
 def _shown(line: Line) -> str:

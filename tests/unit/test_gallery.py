@@ -35,33 +35,16 @@ def test_compact_form_keeps_what_tables_and_comparisons_read() -> None:
     assert (set(kept.measures), kept.seconds) == ({"bias"}, {})
 
 
-def test_tables_count_and_put_levels_that_agree_in_one_column() -> None:
+def test_table_counts_what_levels_and_machines_agree_in() -> None:
     fast = [record("flash", 0.23, "biased", "aa"), record("fair", 0.0, "unbiased", "cc")]
     slow = [record("flash", -0.02, "unbiased", "bb"), record("fair", 0.0, "unbiased", "cc")]
-    levels = {"native": run_of(*fast), "avx2": run_of(*fast, level="avx2"), "none": run_of(*slow, level="none")}
-    lines = list(gallery.whole({"made-up": levels}))
-    assert "| `none` | 2 | 0 | 0 |" in lines
-    assert "Of 2 cells that all have, 1 agree to the bit, 0 in verdict alone, 1 disagree." in lines
-    assert "| kernel, case | `native`<br>`avx2` | `none` |" in lines
-    assert "| `flash` `ties` | +0.23 B | -0.02 |" in lines
-
-
-def test_an_emulated_processor_is_marked() -> None:
-    fields = {"emulated": "instructions emulated by QEMU 7.2", "machine": "aarch64"}
-    levels = {"aarch64-max": run_of(record("flash", 0.23, "biased", "aa"), level="aarch64-max", **fields)}
-    lines = list(gallery.whole({"qemu": levels}))
-    assert lines[2].startswith("aarch64, *emulated processor*, torch 2,")
-    assert lines[2].endswith(" Instructions emulated by QEMU 7.2.")
-
-
-def test_cells_that_show_the_same_share_a_row() -> None:
-    shown = {"fast": (0.23, "biased", "a"), "slow": (-0.02, "unbiased", "b")}
-    levels = {
-        level: run_of(*(record(kernel, bias, verdict, digest) for kernel in ("one", "two", "three")), level=level)
-        for level, (bias, verdict, digest) in shown.items()
-    }
-    rows = [line for line in gallery.whole({"made-up": levels}) if line.startswith("| `one`")]
-    assert rows == ["| `one` `ties`, 2 more | +0.23 B | -0.02 |"]
+    arm = run_of(*fast, emulated="instructions emulated by QEMU 7.2", machine="aarch64")
+    machines = {"made-up": {"native": run_of(*fast), "none": run_of(*slow, level="none")}, "qemu": {"native": arm}}
+    assert list(gallery.whole(machines))[2:] == [
+        "| `made-up` | Made-up 9000, torch 2, `0123456` | 2 | 2 | 1 | 0 | 1 |",
+        "| `qemu` | aarch64, *emulated processor*, torch 2, `0123456` | 1 | 2 | 2 | 0 | 0 |",
+        "| `made-up` beside `qemu` |  |  | 2 | 2 | 0 | 0 |",
+    ]
 
 
 @pytest.mark.parametrize(

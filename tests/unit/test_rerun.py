@@ -62,8 +62,7 @@ def test_it_is_short_where_the_shell_finds_this_environments_pytest(
     assert f"pytest {pytest.__version__}" in ran(runnable(COMMAND))
 
 
-@pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("other", [True, False])
+@pytest.mark.parametrize(("own", "other"), [(True, True), (False, False)])
 def test_it_names_the_python_where_the_shell_finds_another_pytest_or_none(
     environment: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool, other: bool
 ) -> None:

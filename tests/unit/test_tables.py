@@ -1,6 +1,7 @@
 """What the terminal shows of a run."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 from msgspec.structs import replace
@@ -29,9 +30,11 @@ from tiebreak.reports.records.record import (
     Run,
     Shown,
 )
+from tiebreak.reports.tables import grids
+from tiebreak.reports.tables import run as run_tables
 from tiebreak.reports.tables.marks import LEGEND, cell_text, shown_text
 from tiebreak.reports.tables.rerun import runnable
-from tiebreak.reports.tables.run import fallen, summary, tables
+from tiebreak.reports.tables.run import summary
 
 SHOWN = Shown("bias", 0.23)
 
@@ -50,6 +53,14 @@ def record(
 def a_run(*records: Record, legends: dict[str, str] | None = None) -> Run:
     experiments = {name: ExperimentRecord(name, legend) for name, legend in (legends or {}).items()}
     return Run({}, {}, records, experiments=experiments)
+
+
+def fallen(records: Sequence[Record]) -> str:
+    return "\n".join(run_tables.fallen(records))
+
+
+def tables(run: Run, width: int | None = 120) -> str:
+    return grids.text(run_tables.tables(run), width=width)
 
 
 @pytest.mark.parametrize(
@@ -106,18 +117,6 @@ def test_kernels_with_a_name_stand_before_composed_ones_and_cases_in_their_order
     assert shown.endswith(LEGEND)
 
 
-def test_a_wide_table_is_split() -> None:
-    records = [record(f"kernel{number}") for number in range(10)]
-    shown = tables(a_run(*records), width=40)
-    assert max(map(len, shown.removesuffix(LEGEND).splitlines())) <= 40
-    assert all(f"kernel{number}" in shown for number in range(10))
-    assert shown.count("case ") > 1
-
-
-def test_no_records_no_table() -> None:
-    assert tables(a_run()) == ""
-
-
 def test_kinds_of_experiments_have_tables_and_legends_of_their_own() -> None:
     other = replace(record(shown=Shown("flips", 42.0, "flips", spec=".0f")), experiment="flips")
     shown = tables(a_run(record(), other, legends={"call": "a bias.", "flips": "what flipped."}))
@@ -156,11 +155,6 @@ def test_cells_that_crashed_alike_are_one_entry_with_one_command() -> None:
         "    ValueError: no",
         f"    rerun: {runnable('pytest')} --cases case0",
     ]
-
-
-def test_cells_with_results_are_not_folded() -> None:
-    fell = [replace(record(case=f"c{at}", outcome=FELL), answers={CLAIM: Answer(False, "", "biased")}) for at in (1, 2)]
-    assert fallen(fell).count("rerun: ") == 2
 
 
 def test_what_is_excused_is_listed_last_without_a_command() -> None:

@@ -10,7 +10,6 @@ from tiebreak.programs.audit.compiling import NotCompiledError, compile_for, com
 from tiebreak.programs.audit.reading import read
 from tiebreak.programs.audit.sources import sources
 from tiebreak.programs.audit.targets import TARGETS, Target
-from tiebreak.reports import terminal
 from tiebreak.reports.audit import record as records
 from tiebreak.reports.audit import tables as audit_tables
 from tiebreak.reports.audit.record import Audit, Audits
@@ -19,6 +18,7 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import matching, split
 from tiebreak.reports.records.decode import SCHEMA
 from tiebreak.reports.records.selection import pick
+from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.run import counted
 
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     expected = _expected(options, targets, chosen)
     cards = {target.name: target.cards for target in targets}
     audits = Audits(SCHEMA, compiler(), cards, tuple(_with_progress(targets, chosen)))
-    terminal.show(audit_tables.audit_tables(audits, terminal.limit(options.format), options.format))
+    grids.show(audit_tables.audit_tables(audits), options.format)
     if options.update:
         records.write(audits, options.expect)
         print(f"expectation written: {options.expect}")
