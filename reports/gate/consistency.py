@@ -44,25 +44,31 @@ def check_described(baseline: Run, run: Run) -> None:
     for table in ("measures", "checks", "experiments", "cases", "plans"):
         old, new = getattr(baseline, table), getattr(run, table)
         for name in sorted(old.keys() & new.keys()):
-            for field, before, after in _differing(old[name], new[name]):
+            for field, before, after in differing(old[name], new[name]):
                 raise UsageError(
                     f"{table}.{name}{field}: {before} in the baseline, {after} in the new run: the limits and"
                     " descriptions of a baseline hold; --update-baseline takes the new ones"
                 )
 
 
-def _differing(old: Any, new: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """What two values do not share, but for words: where, and both; of what has names, by the first one's."""
+def differing(old: Any, new: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """What two values do not share, but for words: where, and both; of what has names, by the first one's.
+
+    Args:
+        old: a record, a description, or a part of one.
+        new: the same, that should be no different.
+        at: where both stand.
+    """
     if isinstance(old, Struct) and isinstance(new, Struct):
         names = [name for name in old.__struct_fields__ if name not in WORDS]
         for name in names:
-            yield from _differing(getattr(old, name), getattr(new, name, None), f"{at}.{name}")
+            yield from differing(getattr(old, name), getattr(new, name, None), f"{at}.{name}")
     elif isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in old:
-            yield from _differing(old[name], new.get(name), f"{at}.{name}")
+            yield from differing(old[name], new.get(name), f"{at}.{name}")
     elif isinstance(old, (tuple, list)) and isinstance(new, (tuple, list)) and len(old) == len(new):
         for place, (before, after) in enumerate(zip(old, new, strict=True)):
-            yield from _differing(before, after, f"{at}[{place}]")
+            yield from differing(before, after, f"{at}[{place}]")
     elif isinstance(old, float) and isinstance(new, (float, int)):
         if not math.isclose(old, new, rel_tol=_CLOSE, abs_tol=_NOISE):
             yield at, old, new
@@ -96,7 +102,7 @@ def contradictions(record: Record, run: Run) -> Iterator[str]:
     elif shown is None or shown.kind in REPLACED:
         if shown is not None and (shown.kind == NONFINITE) is not (record.verdict == NONFINITE) and record.verdict:
             yield f"shows {shown.kind}, and says {record.verdict}"
-    elif [*_differing(shown.number, _as_shown(record, shown))] or record.verdict not in (None, shown.verdict):
+    elif [*differing(shown.number, _as_shown(record, shown))] or record.verdict not in (None, shown.verdict):
         yield f"shows {shown.number} {shown.verdict or ''}, and has {record.number(shown.kind)} {record.verdict or ''}"
 
 
@@ -118,7 +124,7 @@ def same_bits(old: Record, new: Record, baseline: Run) -> Iterator[str]:
     kind = baseline.experiments[old.experiment]
     of_output = {f"measures.{name}" for name in (kind.headline, kind.largest, kind.agreement)} | _OF_OUTPUT
     backward = baseline.cases[old.case].backward
-    found = [each for each in _differing(old, new) if not backward or ".".join(each[0].split(".")[1:3]) in of_output]
+    found = [each for each in differing(old, new) if not backward or ".".join(each[0].split(".")[1:3]) in of_output]
     for field, before, after in found[:1]:
         more = f", and {len(found) - 1} more" if found[1:] else ""
         yield f"the same bits, and {field[1:]} {after}, {before} in the baseline{more}"

@@ -1,7 +1,7 @@
-"""What is wrong with the records of a statement, a line each: no device is needed to tell, and no kernel is run.
+"""What keeps runs from being a statement of a profile, a line each.
 
-What takes cases or kernels to tell, such as a verdict that does not follow from its bias:
-`tiebreak.programs.rejudgement`.
+What takes cases or kernels to tell, such as an answer that does not follow from its numbers:
+`tiebreak.programs.verification`.
 """
 
 import re
@@ -9,8 +9,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date
 
 from tiebreak.reports.records.order import grouped
-from tiebreak.reports.records.record import SKIPPED, Record, Run, outcome_of, record_id
-from tiebreak.reports.statement.folder import SUITE, Profile, Waiver, users_kernels, waived
+from tiebreak.reports.records.record import SKIPPED, Run, record_id
+from tiebreak.reports.statement.folder import Profile, Waiver, is_users, waived
+from tiebreak.reports.tables.run import counted
 
 _OF_THE_MOMENT = frozenset({"fingerprint", "memory_gib", "cores"})  # what may differ between runs of one platform
 # How a suite is named, in words, and what to do where its files are not those.
@@ -20,22 +21,29 @@ _SHAPES = {
 }
 
 
-def of_runs(runs: Mapping[str, Run], profile: Profile, judging: Collection[str]) -> Iterator[str]:
+def of_runs(runs: Mapping[str, Run], profile: Profile) -> Iterator[str]:
     """Why some runs, by the names of their files, are no statement of a profile.
 
     Returns:
         A line each: an interrupted run, a dirty checkout, another platform, other inputs, a cell that is missing or
-        there twice, an outcome that its answers, by the checks that judge rounding, do not come to.
+        there twice, too few that ran.
     """
     yield from _of_one_platform(runs)
     for name, run in runs.items():
-        if not run.complete:
+        if not run.complete or run.not_run or run.running:
             yield f"{name}: complete: the run was interrupted"
+        if not run.records:
+            yield f"{name}: records: none"
         yield from (f"{name}: {text}" for text in _of_inputs(run, profile))
-        for record in run.records:
-            yield from (f"{name}: {record.id}: {text}" for text in _of_record(record, profile, judging))
     yield from _twice(runs)
-    yield from _missing(list(runs.values()), profile)
+    asked = dict.fromkeys(record_id(*cell, profile.format) for cell in _asked(list(runs.values()), profile))
+    there = {record.id: record.outcome for run in runs.values() for record in run.records}
+    yield from (f"missing: {name}, which profile {profile.name} asks for" for name in asked if name not in there)
+    ran = sum(there.get(name, SKIPPED) != SKIPPED for name in asked)
+    if not asked:
+        yield f"no record of a cell that profile {profile.name} asks for"
+    elif ran < profile.ran * len(asked):
+        yield f"{ran} of {counted(len(asked), 'cell')} ran; profile {profile.name} asks for {profile.ran:.0%} of them"
 
 
 def _of_one_platform(runs: Mapping[str, Run]) -> Iterator[str]:
@@ -49,7 +57,7 @@ def _of_one_platform(runs: Mapping[str, Run]) -> Iterator[str]:
 
 
 def _of_suite(run: Run) -> Iterator[str]:
-    kind = next((kind for kind in SUITE if run.platform.get(kind)), None)
+    kind = next((kind for kind in _SHAPES if run.platform.get(kind)), None)
     if kind is None:
         yield "platform.commit: unknown: run the suite from a git checkout or an installed wheel"
         return
@@ -67,20 +75,6 @@ def _of_inputs(run: Run, profile: Profile) -> Iterator[str]:
             yield f"options.{option}: {run.options.get(option)}, profile {profile.name} asks for {asked}"
 
 
-def _of_record(record: Record, profile: Profile, judging: Collection[str]) -> Iterator[str]:
-    if record.skipped is not None or record.outcome == SKIPPED:
-        comes_to = SKIPPED if record.skipped is not None and not record.answers else "no outcome"
-    else:
-        comes_to = outcome_of(record.answers, judging)
-    if comes_to != record.outcome:
-        yield f"outcome: {record.outcome}, and its answers come to {comes_to}: was the file edited?"
-    asked = profile.versions.get(record.case, record.case_version)
-    if record.case_version != asked:
-        yield f"case_version: {record.case_version}, profile {profile.name} asks for {asked}"
-    if record.seed != profile.seed:
-        yield f"seed: {record.seed}, profile {profile.name} asks for {profile.seed}"
-
-
 def _twice(runs: Mapping[str, Run]) -> Iterator[str]:
     seen: dict[str, str] = {}
     for name, run in runs.items():
@@ -90,38 +84,33 @@ def _twice(runs: Mapping[str, Run]) -> Iterator[str]:
             seen.setdefault(record.id, name)
 
 
-def _missing(runs: Sequence[Run], profile: Profile) -> Iterator[str]:
-    """Cells that must be there: of the suite's kernels, and of every other kernel that has a record."""
-    there = {record.id for run in runs for record in run.records}
-    for backend, kernel, case in _asked(runs, profile):
-        name = record_id(backend, kernel, case, profile.format)
-        if name not in there:
-            yield f"missing: {name}, which profile {profile.name} asks for"
-
-
 def _asked(runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str, str]]:
     """Backend, kernel and case of each cell that must be there.
 
     The suite's kernels have to be there on every backend that a run without --kernel has used. A user's kernel has
-    every kind of input; one of the backend's own, which may be for one format alone, every input of each kind that it
-    has; a composed one, whose name is its plan, what the profile says of it alone.
+    every case of a default run; one of the backend's own, which may be for one format alone, every input of each kind
+    that it has; a composed one, whose name is its plan, what the profile says of it alone.
     """
-    users = set(users_kernels(runs, profile))
+    yield from _asked_of_suite(runs, profile)
+    tried = grouped((record for run in runs for record in run.records), lambda record: (record.backend, record.kernel))
+    for (backend, kernel), records in tried.items():
+        if is_users(records[0]):
+            yield from ((backend, kernel, case) for case in profile.users)
+        elif kernel not in profile.suite.get(backend, {}) and records[0].plan != kernel:
+            kinds = [cases for cases in profile.own.values() if any(record.case in cases for record in records)]
+            yield from ((backend, kernel, case) for cases in kinds for case in cases)
+
+
+def _asked_of_suite(runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str, str]]:
     whole = {record.backend for run in runs if not run.options.get("kernel") for record in run.records}
     for backend in sorted(whole):
         for kernel, cases in profile.suite.get(backend, {}).items():
             yield from ((backend, kernel, case) for case in cases)
-    tried = grouped((record for run in runs for record in run.records), lambda record: (record.backend, record.kernel))
-    for (backend, kernel), records in tried.items():
-        own = kernel not in profile.suite.get(backend, {}) and records[0].plan != kernel
-        for cases in profile.own.values() if own else ():
-            if kernel in users or any(record.case in cases for record in records):
-                yield from ((backend, kernel, case) for case in cases)
 
 
-def nothing_of(runs: Sequence[Run], profile: Profile) -> bool:
-    """Whether the runs have no cell that the profile asks for: an empty statement holds nothing."""
-    return not any(True for _ in _asked(runs, profile))
+def has_suite(runs: Sequence[Run], profile: Profile) -> bool:
+    """Return whether cells of the suite's own kernels must be there: those can be run again on the emulation."""
+    return any(True for _ in _asked_of_suite(runs, profile))
 
 
 def of_waivers(runs: Sequence[Run], waivers: Sequence[Waiver], checks: Collection[str], today: date) -> Iterator[str]:

@@ -1,31 +1,25 @@
 """A statement: what a vendor or a lab hands in. Its file, and what follows from the records that it lists.
 
-A folder with `statement.json`, copies of the files of records, and a summary of one page (docs/ci.md). All in
-`statement.json` but the waivers follows from records and profile: `tiebreak statement --verify` derives it anew.
-The model is Khronos' submission package: logs, state of the checkout, statement, waivers.
+A folder with `statement.json` (digests, a profile, waivers), copies of the files of records, and a summary of one page
+that follows from them (docs/ci.md). The model is Khronos' submission package: logs, statement, waivers.
 """
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any
 
 from msgspec.structs import replace
 
 from tiebreak.reports.gate.expected import Excuses, Expected
 from tiebreak.reports.records import store
-from tiebreak.reports.records.decode import SCHEMA, Count, Data, FieldError, FileData, Schema, encode, one_of
-from tiebreak.reports.records.order import grouped
-from tiebreak.reports.records.record import OUTCOMES, Record, Run
+from tiebreak.reports.records.decode import SCHEMA, Data, FileData, Schema, encode
+from tiebreak.reports.records.record import Record, Run
 
 FILE = "statement.json"
 SUMMARIES = ("summary.md", "summary.html")
-SUITE = ("commit", "wheel")  # what a platform says of the suite's code: one of them
-WAIVED = "waived"  # in the place of an outcome
 
 
 @dataclass(frozen=True)
@@ -39,7 +33,10 @@ class Profile:
     heads: int  # that a cell draws at first
     versions: Mapping[str, int]  # of its cases
     suite: Mapping[str, Mapping[str, tuple[str, ...]]]  # by backend: the suite's own kernels, each with its cases
-    own: Mapping[str, tuple[str, ...]]  # kinds of input: the cases of any other kernel
+    own: Mapping[str, tuple[str, ...]]  # kinds of input: the cases of a backend's own kernel
+    users: tuple[str, ...]  # the cases of a user's kernel
+    ran: float  # share of the cells that must have run
+    recomputed: int  # cells of the suite's kernels that whoever verifies must run again on the emulation
 
     @property
     def hash(self) -> str:
@@ -53,7 +50,6 @@ class StatedFile(Data, frozen=True, omit_defaults=False):
 
     name: str  # in the folder
     sha256: str  # of its bytes
-    cells: Count  # records in it
 
 
 class Waiver(Data, frozen=True, omit_defaults=False):
@@ -62,18 +58,12 @@ class Waiver(Data, frozen=True, omit_defaults=False):
     cells: str  # pattern of ids
     check: str  # that they do not meet
     reason: str  # why that is accepted
-    expires: str  # the last day, as 2027-06-30
+    expires: date  # the last day
 
     @property
     def entry(self) -> Expected:
-        """As what excuses records.
-
-        Raises:
-            ValueError: the last day is none.
-        """
-        return Expected(
-            self.cells, self.check, self.reason, f"{FILE}: waiver {self.cells}", date.fromisoformat(self.expires)
-        )
+        """As what excuses records."""
+        return Expected(self.cells, self.check, self.reason, f"{FILE}: waiver {self.cells}", self.expires)
 
 
 class Statement(FileData, frozen=True):
@@ -82,33 +72,14 @@ class Statement(FileData, frozen=True):
     schema: Schema  # version of this layout
     profile: str  # its name
     profile_hash: str  # of the list of its cells
-    suite: str  # its code: a commit, or an installed wheel
-    platform: Mapping[str, Any]  # machine, devices, versions, fingerprint
-    kernels: Mapping[str, tuple[str, ...]]  # by backend: what the statement is given for
-    users: tuple[str, ...]  # those of them that --kernel brought in
     files: tuple[StatedFile, ...]  # copies of the files of records
     waivers: tuple[Waiver, ...]  # what excuses cells
-    counts: Mapping[str, Count]  # cells by outcome; those that are waived count as waived alone
-    result: Annotated[str, one_of(("held", "fell"))]  # held: nothing fell, or is inconclusive, but waived cells
-
-    def check(self) -> None:
-        """Hold the waivers' days to be such.
-
-        Raises:
-            FieldError: one is none.
-        """
-        for number, each in enumerate(self.waivers):
-            try:
-                date.fromisoformat(each.expires)
-            except ValueError:
-                problem = f"expected a day such as 2027-06-30, found {each.expires!r}"
-                raise FieldError(problem, f"waivers[{number}].expires") from None
 
 
 def waiver(entry: Expected) -> Waiver:
     """An entry that expires, as a statement has it."""
     assert entry.expires is not None
-    return Waiver(entry.cells, entry.check, entry.reason, entry.expires.isoformat())
+    return Waiver(entry.cells, entry.check, entry.reason, entry.expires)
 
 
 def digest(content: bytes) -> str:
@@ -116,65 +87,21 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def waived(runs: Iterable[Run], waivers: Sequence[Waiver]) -> list[Record]:
-    """All records; excused by the waivers alone, whatever excused them in their runs.
+def of_files(contents: Mapping[str, bytes], profile: Profile, waivers: Sequence[Waiver]) -> Statement:
+    """Return the statement of files of records, by their names in the folder."""
+    files = tuple(StatedFile(name, digest(content)) for name, content in contents.items())
+    return Statement(SCHEMA, profile.name, profile.hash, files, tuple(waivers))
 
-    Raises:
-        ValueError: a waiver's last day is none.
-    """
+
+def waived(runs: Iterable[Run], waivers: Sequence[Waiver]) -> list[Record]:
+    """All records; excused by the waivers alone, whatever excused them in their runs."""
     excuses = Excuses([waiver.entry for waiver in waivers])
     return [excuses.excuse(replace(record, excused=None)) for run in runs for record in run.records]
 
 
-def users_kernels(runs: Iterable[Run], profile: Profile) -> list[str]:
-    """Names of the kernels that --kernel has brought in: in its runs, those that the suite does not have."""
-    given = (record for run in runs if run.options.get("kernel") for record in run.records)
-    return sorted({record.kernel for record in given if record.kernel not in profile.suite.get(record.backend, {})})
-
-
-def derive(
-    runs: Sequence[Run], contents: Sequence[bytes], names: Sequence[str], profile: Profile, waivers: Sequence[Waiver]
-) -> Statement:
-    """The statement that some runs make.
-
-    Args:
-        runs: one or more, of one platform and commit; see `tiebreak.reports.statement.findings`.
-        contents: of their files.
-        names: of their copies in the folder.
-        profile: what it is held to.
-        waivers: what excuses cells.
-    """
-    records = waived(runs, waivers)
-    counted = Counter(WAIVED if record.excused is not None else record.outcome for record in records)
-    backends = grouped(records, lambda record: record.backend)
-    return Statement(
-        SCHEMA,
-        profile.name,
-        profile.hash,
-        suite_of(runs[0]),
-        platform_of(runs),
-        {name: tuple(sorted({record.kernel for record in own})) for name, own in sorted(backends.items())},
-        tuple(users_kernels(runs, profile)),
-        tuple(
-            StatedFile(name, digest(content), len(run.records))
-            for name, content, run in zip(names, contents, runs, strict=True)
-        ),
-        tuple(waivers),
-        {name: counted[name] for name in (*OUTCOMES, WAIVED) if counted[name]},
-        "fell" if any(record.fails for record in records) else "held",
-    )
-
-
-def suite_of(run: Run) -> str:
-    """Which code a run had: `commit ...` of a checkout, or `wheel ...`."""
-    return next((f"{name} {run.platform[name]}" for name in SUITE if run.platform.get(name)), "unknown")
-
-
-def platform_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """The platform of the first run, with the fingerprints of all; the suite stands elsewhere."""
-    probed = {name: values for run in runs for name, values in run.platform.get("fingerprint", {}).items()}
-    devices = {name: value for run in runs for name, value in run.platform.items() if name not in SUITE}
-    return devices | {"fingerprint": probed}
+def is_users(record: Record) -> bool:
+    """Return whether --kernel has brought in the kernel of a record, as the command that runs it again tells."""
+    return "--kernel" in record.command.split()
 
 
 def as_text(statement: Statement) -> str:

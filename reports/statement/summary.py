@@ -1,5 +1,6 @@
 """The summary of a statement: one page, written once and rendered as Markdown and as HTML."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -7,9 +8,9 @@ from html import escape
 from tiebreak.reports.names import first_few
 from tiebreak.reports.page.document import document
 from tiebreak.reports.records.order import grouped
-from tiebreak.reports.records.record import BIASED, NONFINITE, SKIPPED, Record, Run
+from tiebreak.reports.records.record import BIASED, FELL, HELD, NONFINITE, OUTCOMES, SKIPPED, Record, Run
 from tiebreak.reports.records.store import one_line
-from tiebreak.reports.statement.folder import Profile, Statement, waived
+from tiebreak.reports.statement.folder import Profile, Statement, is_users, waived
 from tiebreak.reports.tables.grids import grid_text
 from tiebreak.reports.tables.marks import plain_text
 from tiebreak.reports.tables.run import counted
@@ -35,9 +36,21 @@ class _Part:
     rows: tuple[tuple[str, ...], ...] = ()
 
 
+def result(records: Iterable[Record]) -> str:
+    """Return `held` where nothing fell and nothing is inconclusive but what is waived, else `fell`."""
+    return FELL if any(record.fails for record in records) else HELD
+
+
+def counts(records: Sequence[Record]) -> str:
+    """Return how many cells there are of each outcome; those that are waived count as waived alone."""
+    found = Counter("waived" if record.excused is not None else record.outcome for record in records)
+    told = (f"{found[name]} {name.replace('_', ' ')}" for name in (*OUTCOMES, "waived") if found[name])
+    return f"{counted(len(records), 'cell')}: {', '.join(told)}"
+
+
 def markdown(statement: Statement, runs: Sequence[Run], profile: Profile) -> str:
     """The page as Markdown, of a statement, the runs of its files and the profile that it is held to."""
-    lines = [f"# {_escaped(_title(statement))}"]
+    lines = [f"# {_escaped(_title(statement, runs))}"]
     for part in _parts(statement, runs, profile):
         lines += [f"## {part.heading}"] if part.heading else []
         lines += [_escaped(part.text)] if part.text else []
@@ -47,7 +60,8 @@ def markdown(statement: Statement, runs: Sequence[Run], profile: Profile) -> str
 
 def html(statement: Statement, runs: Sequence[Run], profile: Profile) -> str:
     """The page as HTML that needs no script and no network; see `markdown`."""
-    body = [f"<h1>{escape(_title(statement))}</h1>"]
+    title = _title(statement, runs)
+    body = [f"<h1>{escape(title)}</h1>"]
     for part in _parts(statement, runs, profile):
         body += [f"<h2>{escape(part.heading)}</h2>"] if part.heading else []
         body += [f"<p>{escape(part.text)}</p>"] if part.text else []
@@ -55,26 +69,27 @@ def html(statement: Statement, runs: Sequence[Run], profile: Profile) -> str:
             heads = "".join(f'<th scope="col">{escape(text)}</th>' for text in part.headers)
             rows = "\n".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in part.rows)
             body.append(f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>")
-    return document(_title(statement), _STYLE, "\n".join(body))
+    return document(title, _STYLE, "\n".join(body))
 
 
 def _escaped(text: str) -> str:
     return "".join(f"\\{character}" if character in "<>&*_`[]" else character for character in text)
 
 
-def _title(statement: Statement) -> str:
-    where = ", ".join(statement.kernels)
-    return f"tiebreak statement, profile {statement.profile}, on {one_line(where)}: {statement.result}"
+def _title(statement: Statement, runs: Sequence[Run]) -> str:
+    records = waived(runs, statement.waivers)
+    where = ", ".join(sorted({record.backend for record in records}))
+    return f"tiebreak statement, profile {statement.profile}, on {one_line(where)}: {result(records)}"
 
 
 def _parts(statement: Statement, runs: Sequence[Run], profile: Profile) -> Iterator[_Part]:
     records = waived(runs, statement.waivers)
-    yield _Part("", _counts(statement, records))
-    yield _Part("Platform", "", ("what", "is"), _clean(_platform(statement, profile)))
+    yield _Part("", f"{counts(records)}.")
+    yield _Part("Platform", "", ("what", "is"), _clean(_platform(statement, runs, profile)))
     yield _listed("Fell, without a waiver", ("cell", "why"), [_cell(record) for record in records if record.fails])
     covered = [(record.id, record.excused) for record in records if record.excused is not None]
     yield _listed("Waived", ("cell", "reason"), covered)
-    rows = [(waiver.cells, waiver.check, waiver.reason, waiver.expires) for waiver in statement.waivers]
+    rows = [(waiver.cells, waiver.check, waiver.reason, str(waiver.expires)) for waiver in statement.waivers]
     yield _Part("Waivers", "" if rows else "None.", ("cells", "check", "reason", "last day"), _clean(rows))
     yield _Part(
         "Biased or NaN",
@@ -84,27 +99,23 @@ def _parts(statement: Statement, runs: Sequence[Run], profile: Profile) -> Itera
     )
 
 
-def _counts(statement: Statement, records: Sequence[Record]) -> str:
-    outcomes = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in statement.counts.items())
-    return f"{counted(len(records), 'cell')}: {outcomes}."
-
-
-def _platform(statement: Statement, profile: Profile) -> Iterator[tuple[str, str]]:
+def _platform(statement: Statement, runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str]]:
     yield "profile", f"{profile.name} ({profile.about}), {statement.profile_hash[:_SHOWN]}"
-    yield "suite", statement.suite
-    for backend, kernels in statement.kernels.items():
-        own = [name for name in kernels if name not in profile.suite.get(backend, {})]
-        names = [f"{name} (given by --kernel)" if name in statement.users else name for name in own]
-        suite = len(kernels) - len(own)
-        suites = [f"{counted(suite, 'kernel')} of the suite"] if suite else []
+    records = [record for run in runs for record in run.records]
+    for backend, own in sorted(grouped(records, lambda record: record.backend).items()):
+        brought = {record.kernel: is_users(record) for record in own}
+        suite = sorted(brought.keys() & profile.suite.get(backend, {}).keys())
+        names = [f"{name} (given by --kernel)" if brought[name] else name for name in sorted(brought.keys() - {*suite})]
+        suites = [f"{counted(len(suite), 'kernel')} of the suite"] if suite else []
         yield f"on {backend}", ", ".join([*suites, *names])
-    for name, value in statement.platform.items():
+    for name, value in runs[0].platform.items():
         if value is not None and value != [] and name != "fingerprint":
             yield name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    for backend, probes in statement.platform.get("fingerprint", {}).items():
+    fingerprints = {name: probes for run in runs for name, probes in run.platform.get("fingerprint", {}).items()}
+    for backend, probes in fingerprints.items():
         yield f"fingerprint of {backend}", ", ".join(f"{name} {value}" for name, value in probes.items())
-    for file in statement.files:
-        yield file.name, f"{counted(file.cells, 'cell')}, SHA-256 {file.sha256}"
+    for file, run in zip(statement.files, runs, strict=True):
+        yield file.name, f"{counted(len(run.records), 'cell')}, SHA-256 {file.sha256}"
 
 
 def _cell(record: Record) -> tuple[str, str]:

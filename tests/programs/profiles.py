@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NoReturn
 
-from tiebreak.backends.backend import Backend
+from tiebreak.backends.backend import CPU, Backend
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Experiment, SelectionContext
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.selection import cells_of
@@ -23,6 +25,8 @@ class Selector:
     about: str  # one line
     tags: frozenset[str]  # of the experiments that are in it: one of these is enough
     kernels: Sequence[str] | None = None  # of the suite's own; None: all of a default run
+    ran: float = 0.9  # share of the cells that must have run: of a whole matrix on a CPU 99 % do
+    recomputed: int = 20  # cells of the suite's kernels that whoever verifies must run again on the emulation
 
 
 PROFILES: Mapping[str, Selector] = {
@@ -55,6 +59,9 @@ def profile(name: str) -> Profile:
         {experiment.name: experiment.version for experiment in experiments},
         {backend.name: _of_the_suite(backend, experiments, asks.kernels) for backend in BACKENDS.values()},
         _of_other_kernels(experiments),
+        _of_users(experiments),
+        asks.ran,
+        asks.recomputed,
     )
 
 
@@ -80,3 +87,14 @@ def _of_other_kernels(experiments: Sequence[Experiment]) -> dict[str, tuple[str,
         if kind is not None:
             cases[kind] = (*cases.get(kind, ()), experiment.name)
     return cases
+
+
+def _of_users(experiments: Sequence[Experiment]) -> tuple[str, ...]:
+    """The cases that a user's kernel with a backward pass has in a default run."""
+
+    def absent(*_: object) -> NoReturn:
+        raise NotImplementedError
+
+    pairs = [(CPU, Kernel("a user's", absent, None, external=True))]
+    asked = SelectionContext(pairs, [CPU], kernels_named=True, cases_named=False, fmt=BF16)
+    return tuple(each.name for each in experiments if each.input_kind(BF16) is not None and each.pairs(asked))

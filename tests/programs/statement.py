@@ -1,44 +1,38 @@
 """`tiebreak statement FILE... -o DIR`: what a lab hands in; `tiebreak statement --verify DIR`: whether it holds."""
 
 import argparse
-import itertools
 import os
 import re
 import shlex
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
 import torch
-from msgspec.structs import replace
 
-from tiebreak.backends.backend import EMULATION
-from tiebreak.backends.registry import BACKENDS
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.memory import keep_memory
-from tiebreak.matrix.run import judging
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.programs import rejudgement as rejudging
 from tiebreak.programs.profiles import PROFILES, profile
+from tiebreak.programs.verification import Judged, judged, recomputed, sample
 from tiebreak.reports.cli import FELL, HELD, Parser, count
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate import expected
-from tiebreak.reports.names import unknown
+from tiebreak.reports.names import first_few, unknown
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import PASSING, SKIPPED, Record, Run, record_id
-from tiebreak.reports.statement import findings as statement_findings
+from tiebreak.reports.records.record import SKIPPED, Run
+from tiebreak.reports.statement import findings as of_statements
 from tiebreak.reports.statement import folder as statements
-from tiebreak.reports.statement import summary as statement_summary
-from tiebreak.reports.statement.folder import FILE, SUMMARIES, Profile, Statement
+from tiebreak.reports.statement import summary as summaries
+from tiebreak.reports.statement.folder import FILE, SUMMARIES, Profile, Statement, Waiver, waived
 from tiebreak.reports.tables.run import counted
 
 _COPY = re.compile(r"records-[0-9]+\.json")  # name of a copy of a file of records
-_RAN = 0.9  # of the cells handed in, which have to have run: of the matrix on a CPU 98 % do
-_SAMPLE = 20  # records that the emulation is run for again, by default
+_NAMED = 4  # kernels that a line names
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -68,9 +62,12 @@ def state(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     asked = _profile(options.profile)
     entries = () if options.waivers is None else expected.waivers(options.waivers, checks())
-    statement = write(options.files, options.output, asked, entries, date.today())
-    print(f"statement: {options.output}: profile {asked.name}, {_counts(statement)}: {statement.result}")
-    return HELD if statement.result == "held" else FELL
+    waivers = [statements.waiver(entry) for entry in entries]
+    runs = write(options.files, options.output, asked, waivers, date.today())
+    records = waived(runs, waivers)
+    result = summaries.result(records)
+    print(f"statement: {options.output}: profile {asked.name}, {summaries.counts(records)}: {result}")
+    return HELD if result == "held" else FELL
 
 
 def verify(arguments: Sequence[str]) -> int:
@@ -85,7 +82,7 @@ def verify(arguments: Sequence[str]) -> int:
         "--profile", metavar="NAME", help="the profile that it has to be of (default: that which it names)"
     )
     parser.add_argument(
-        "--sample", type=count, default=_SAMPLE, metavar="N", help=f"records to recompute (default: {_SAMPLE})"
+        "--sample", type=count, metavar="N", help="records to recompute (default: as many as the profile asks for)"
     )
     parser.add_argument("--seed", type=count, default=1, metavar="N", help="another one draws others (default: 1)")
     parser.add_argument(
@@ -95,15 +92,18 @@ def verify(arguments: Sequence[str]) -> int:
     wanted = None if options.profile is None else _profile(options.profile)
     torch.set_num_threads(1)  # as the cells were run: sums are added in one order
     keep_memory()
-    check = Verification(options.folder, wanted, options.as_of or date.today(), options.sample, options.seed)
-    findings = check.findings()
-    print("\n".join([store.one_line(f"refused: {text}") for text in findings] or [check.summary]))
-    return FELL if findings else HELD
+    statement = statements.read(options.folder)
+    asked = wanted or _profile(statement.profile, FILE)
+    found, told = problems(
+        options.folder, statement, asked, options.as_of or date.today(), options.sample, options.seed
+    )
+    print("\n".join(map(store.one_line, [f"refused: {text}" for text in found] or told)))
+    return FELL if found else HELD
 
 
-def _profile(name: str) -> Profile:
+def _profile(name: str, where: str = "--profile") -> Profile:
     if name not in PROFILES:
-        raise UsageError(f"--profile: {unknown('profile', name, PROFILES, '')}")
+        raise UsageError(f"{where}: {unknown('profile', name, PROFILES, '')}")
     return profile(name)
 
 
@@ -114,24 +114,18 @@ def _day(text: str) -> date:
         raise argparse.ArgumentTypeError(f"{text}: expected a day such as 2027-06-30") from None
 
 
-def _counts(statement: Statement) -> str:
-    return ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in statement.counts.items())
-
-
-def write(
-    files: Sequence[Path], folder: Path, asked: Profile, entries: Sequence[expected.Expected], today: date
-) -> Statement:
+def write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence[Waiver], today: date) -> Sequence[Run]:
     """Write a statement, whole or not at all.
 
     Args:
         files: of records.
         folder: to write; may be an older statement's, which is replaced.
         asked: the profile.
-        entries: what excuses cells.
-        today: the day on which the entries have to hold.
+        waivers: what excuses cells.
+        today: the day on which they have to hold.
 
     Returns:
-        What was written.
+        The runs of the files.
 
     Raises:
         UsageError: the records are no statement of the profile, a waiver does not hold, or there is something else in
@@ -141,64 +135,62 @@ def write(
     """
     _check_free(folder)
     contents = [store.content_of(path) for path in files]
-    runs: list[Run] = []
+    runs: dict[str, Run] = {}
     for path, content in zip(files, contents, strict=True):
         run = store.parse(content, path)
-        store.refuse_repeated(run, path, zip(files, runs, strict=False))
-        runs.append(run)
-    waivers = [statements.waiver(entry) for entry in entries]
-    named = {str(path): run for path, run in zip(files, runs, strict=True)}
-    _refuse(itertools.chain(_of_records(named, asked), statement_findings.of_waivers(runs, waivers, checks(), today)))
-    names = [f"records-{number}.json" for number in range(1, len(files) + 1)]
-    statement = statements.derive(runs, contents, names, asked, waivers)
-    _write_whole(folder, {**dict(zip(names, contents, strict=True)), **_texts(statement, runs, asked)})
-    return statement
+        store.refuse_repeated(run, path, zip(files, runs.values(), strict=False))
+        runs[str(path)] = run
+    known, found = of_records(runs, asked, waivers, today)
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise UsageError(store.one_line(f"{found[0]}{more}; {complete(known, list(runs.values()), asked)}"))
+    copies = {f"records-{number}.json": content for number, content in enumerate(contents, 1)}
+    statement = statements.of_files(copies, asked, waivers)
+    pages = summary_pages(statement, list(runs.values()), asked)
+    _write_whole(folder, {**copies, FILE: statements.as_text(statement).encode(), **pages})
+    return list(runs.values())
 
 
-def _of_records(named: Mapping[str, Run], asked: Profile) -> Iterator[str]:
-    """What is wrong with the records, whoever hands them in."""
-    yield from statement_findings.of_runs(named, asked, judging())
-    for name, run in named.items():
-        for record in run.records:
-            yield from (f"{name}: {record.id}: {text}" for text in _of_identity(record))
-    records = [record for run in named.values() for record in run.records]
-    ran = sum(record.outcome != SKIPPED for record in records)
-    if ran < _RAN * len(records):
-        yield f"{ran} of {counted(len(records), 'cell')} ran; profile {asked.name} asks for {_RAN:.0%} of them"
-    if statement_findings.nothing_of(list(named.values()), asked):
-        yield f"no record of a cell that profile {asked.name} asks for"
+def of_records(
+    runs: Mapping[str, Run], asked: Profile, waivers: Sequence[Waiver], today: date
+) -> tuple[list[Judged], list[str]]:
+    """Judge records as far as that needs no kernel to be run.
+
+    Args:
+        runs: by the names of their files.
+        asked: the profile.
+        waivers: what excuses cells.
+        today: the day on which they have to hold.
+
+    Returns:
+        Records with their cells, and a line for each thing that is wrong, whoever hands them in.
+    """
+    found = list(of_statements.of_runs(runs, asked))
+    known: list[Judged] = []
+    for name, run in runs.items():
+        own, texts = judged(run, asked)
+        known += own
+        found += [f"{name}: {text}" for text in texts]
+    found += of_statements.of_waivers(list(runs.values()), waivers, checks(), today)
+    return known, found
 
 
-def _of_identity(record: Record) -> Iterator[str]:
-    """What a record says of itself that does not go together."""
-    if record.id != record_id(record.backend, record.kernel, record.case, record.format):
-        yield "id: not that of its backend, kernel, case and format"
-    if record.backend not in BACKENDS:
-        yield f"backend: {unknown('backend', record.backend, BACKENDS, '')}"
-    if record.shown is not None and record.heads < 1:
-        yield f"heads: {record.heads}, and there is a result"
-    if record.excused is not None and record.outcome in PASSING:
-        yield "excused: and nothing fell"
-    words = shlex.split(record.command)
-    if words[:1] != ["pytest"] or shlex.join(words) != record.command:
-        yield "command: not one that runs the cell again"
+def complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> str:
+    """Return the command that makes a complete record of what some runs were pointed at."""
+    where = known[0].settings.matrix if known else ("tests/matrix",)
+    backends = ",".join(sorted({record.backend for run in runs for record in run.records}))
+    words = ["--backend", backends] if backends else []
+    for name in ("kernel", "declare", "plan"):
+        given = dict.fromkeys(value for run in runs for value in str(run.options.get(name) or "").split())
+        words += [word for value in given for word in (f"--{name}", value)]
+    words += ["--seed", str(asked.seed), "--heads", str(asked.heads), "--save", "run"]
+    return f"a complete record: {shlex.join(['pytest', '-n', 'auto', *where, *words])}"
 
 
-def _refuse(findings: Iterator[str]) -> None:
-    lines = list(findings)
-    if lines:
-        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
-        raise UsageError(store.one_line(f"{lines[0]}{more}"))
-
-
-def _texts(statement: Statement, runs: Sequence[Run], asked: Profile) -> dict[str, bytes]:
-    markdown, html = SUMMARIES
-    texts = {
-        FILE: statements.as_text(statement),
-        markdown: statement_summary.markdown(statement, runs, asked),
-        html: statement_summary.html(statement, runs, asked),
-    }
-    return {name: text.encode() for name, text in texts.items()}
+def summary_pages(statement: Statement, runs: Sequence[Run], asked: Profile) -> dict[str, bytes]:
+    """Return the summary of a statement as its folder has it, by the names of the files."""
+    pages = (summaries.markdown(statement, runs, asked), summaries.html(statement, runs, asked))
+    return {name: text.encode() for name, text in zip(SUMMARIES, pages, strict=True)}
 
 
 def _check_free(folder: Path) -> None:
@@ -216,7 +208,7 @@ def _ours(name: str) -> bool:
 
 
 def _write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Through a folder beside it: a reader never sees half of a statement."""
+    """Write through a folder beside it: a reader never sees half of a statement."""
     folder = folder.absolute()
     part, old = (folder.with_name(f".{folder.name}-{uuid.uuid4().hex}") for _ in range(2))
     try:
@@ -232,115 +224,92 @@ def _write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-@dataclass
-class Verification:
-    """One look at a statement."""
+def problems(
+    folder: Path, statement: Statement, asked: Profile, today: date, size: int | None, seed: int
+) -> tuple[list[str], list[str]]:
+    """Say what is wrong with a statement.
 
-    folder: Path
-    wanted: Profile | None  # that it has to be of; None: the one that it names
-    today: date  # the day on which waivers have to hold
-    size: int  # of the sample that is recomputed
-    seed: int  # of the sample
-    summary: str = ""  # what was checked and what was not, once nothing is wrong
+    Args:
+        folder: that it is in.
+        statement: what its file says.
+        asked: the profile that it has to be of.
+        today: the day on which waivers have to hold.
+        size: how many records to recompute; None: as many as the profile asks for.
+        seed: another one recomputes others.
 
-    def findings(self) -> list[str]:
-        """What is wrong with it, a line each; what makes all else senseless stands alone.
+    Returns:
+        A line for each thing that is wrong; what makes all else senseless stands alone. If there is none: what was
+        checked, and what nobody can check.
+    """
+    if statement.profile != asked.name:
+        return [f"{FILE}: of profile {statement.profile}, not of {asked.name}"], []
+    if statement.profile_hash != asked.hash:
+        return [
+            f"{FILE}: of profile {statement.profile}, {statement.profile_hash[:16]}; profile {asked.name} of this"
+            f" tiebreak is {asked.hash[:16]}: verify with the release that it was made with"
+        ], []
+    there = {path.name: path.read_bytes() if path.is_file() else b"" for path in folder.iterdir()}
+    found = list(_of_files(statement, there))
+    runs: dict[str, Run] = {}
+    for name in [file.name for file in statement.files if _COPY.fullmatch(file.name) and file.name in there]:
+        try:
+            runs[name] = store.parse(there[name], folder / name)
+        except store.UnreadableRecordsError as error:
+            found.append(str(error))
+    if len(runs) < len(statement.files) or not runs:
+        return found or [f"{FILE}: files: none"], []
+    pages = summary_pages(statement, list(runs.values()), asked)
+    found += [f"{name}: not what the records come to" for name, page in pages.items() if there.get(name, page) != page]
+    in_records, told = problems_of_records(runs, statement.waivers, asked, today, size, seed)
+    return found + in_records, told
 
-        Raises:
-            tiebreak.reports.records.store.UnreadableRecordsError: `statement.json` can't be read.
-        """
-        statement = statements.read(self.folder)
-        asked = self.wanted or (profile(statement.profile) if statement.profile in PROFILES else None)
-        if asked is None:
-            return [f"{FILE}: {unknown('profile', statement.profile, PROFILES, '')}"]
-        if statement.profile != asked.name:
-            return [f"{FILE}: of profile {statement.profile}, not of {asked.name}"]
-        if statement.profile_hash != asked.hash:
-            return [
-                f"{FILE}: of profile {statement.profile}, {statement.profile_hash[:16]}; profile {asked.name} of this"
-                f" tiebreak is {asked.hash[:16]}: verify with the release that it was made with"
-            ]
-        findings = list(self._of_files(statement))
-        runs, unreadable = self._runs(statement)
-        findings += unreadable
-        if unreadable or not runs:
-            return findings or [f"{FILE}: files: none"]
-        findings += self._of_statement(statement, runs, asked)
-        findings += _of_records(runs, asked)
-        findings += statement_findings.of_waivers(list(runs.values()), statement.waivers, checks(), self.today)
-        findings += statement_findings.of_outcomes(list(runs.values()), statement.waivers)
-        findings += self._rejudged(runs, asked)
-        self.summary = self.summary if not findings else ""
-        return findings
 
-    def _of_files(self, statement: Statement) -> Iterator[str]:
-        """Files that are not as the statement lists them."""
-        listed = {file.name: file for file in statement.files}
-        if len(listed) < len(statement.files):
-            yield f"{FILE}: files: one is listed twice"
-        for name in sorted(file.name for file in self.folder.iterdir()):
-            if name not in (FILE, *SUMMARIES, *listed):
-                yield f"{name}: not a file of the statement"
-        for name in (*SUMMARIES, *listed):
-            if not _ours(name):
-                yield f"{FILE}: files: {name!r} is no name of a file of records"
-            elif not (self.folder / name).is_file():
-                yield f"{name}: missing"
-            elif name in listed and statements.digest((self.folder / name).read_bytes()) != listed[name].sha256:
-                yield f"{name}: SHA-256 is not as in {FILE}: the file was edited"
+def _of_files(statement: Statement, there: Mapping[str, bytes]) -> Iterator[str]:
+    """Files that are not as the statement lists them."""
+    listed = {file.name: file.sha256 for file in statement.files}
+    if len(listed) < len(statement.files):
+        yield f"{FILE}: files: one is listed twice"
+    yield from (f"{name}: not a file of the statement" for name in sorted(there.keys() - {FILE, *SUMMARIES, *listed}))
+    for name in (*SUMMARIES, *listed):
+        if not _ours(name):
+            yield f"{FILE}: files: {name!r} is no name of a file of records"
+        elif name not in there:
+            yield f"{name}: missing"
+        elif name in listed and statements.digest(there[name]) != listed[name]:
+            yield f"{name}: SHA-256 is not as in {FILE}: the file was edited"
 
-    def _runs(self, statement: Statement) -> tuple[dict[str, Run], list[str]]:
-        runs: dict[str, Run] = {}
-        problems: list[str] = []
-        for file in statement.files:
-            if not _COPY.fullmatch(file.name) or not (self.folder / file.name).is_file():
-                continue
-            try:
-                runs[file.name] = store.read(self.folder / file.name)
-            except store.UnreadableRecordsError as error:
-                problems.append(str(error))
-        return runs, problems
 
-    def _of_statement(self, statement: Statement, runs: Mapping[str, Run], asked: Profile) -> Iterator[str]:
-        """What `statement.json` and the summaries say otherwise than the records."""
-        contents = [(self.folder / name).read_bytes() for name in runs]
-        derived = statements.derive(list(runs.values()), contents, list(runs), asked, statement.waivers)
-        for name in ("suite", "platform", "kernels", "users", "counts", "result"):
-            if getattr(statement, name) != getattr(derived, name):
-                yield f"{FILE}: {name}: not what the records come to"
-        cells = {file.name: file.cells for file in derived.files}
-        if any(file.cells != cells.get(file.name, file.cells) for file in statement.files):
-            yield f"{FILE}: files: cells: not what the records come to"
-        # Other digests have been told of; the summaries need not be told of for them too.
-        listed = {file.name: file.sha256 for file in statement.files}
-        files = tuple(replace(file, sha256=listed[file.name]) for file in derived.files)
-        for name, content in _texts(replace(derived, files=files), list(runs.values()), asked).items():
-            path = self.folder / name
-            if name != FILE and path.is_file() and path.read_bytes() != content:
-                yield f"{name}: not what the records come to"
-
-    def _rejudged(self, runs: Mapping[str, Run], asked: Profile) -> Iterator[str]:
-        """Records that contradict themselves, and those of a sample that the emulation contradicts."""
-        records = [record for run in runs.values() for record in run.records]
-        for name, run in runs.items():
-            for record in run.records:
-                yield from (f"{name}: {record.id}: {text}" for text in rejudging.contradictions(record))
-        chosen = rejudging.sample(records, self.size, self.seed)
+def problems_of_records(
+    runs: Mapping[str, Run], waivers: Sequence[Waiver], asked: Profile, today: date, size: int | None, seed: int
+) -> tuple[list[str], list[str]]:
+    """Say what is wrong with the records of a statement, by the names of their files; see `problems`."""
+    known, found = of_records(runs, asked, waivers, today)
+    found += of_statements.of_outcomes(list(runs.values()), waivers)
+    needed = asked.recomputed if of_statements.has_suite(list(runs.values()), asked) else 0
+    chosen = sample(known, asked.recomputed if size is None else size, seed)
+    if len(chosen) < needed:
+        found.append(f"{counted(len(chosen), 'cell')} recomputed; profile {asked.name} asks for {needed}")
+    if not found:  # what contradicts itself is not worth the time
         bench = Workbench(Settings(asked.seed, asked.heads))
-        for record in records:
-            if record.seed == asked.seed and record.outcome == SKIPPED and rejudging.could_run(record, bench):
-                yield f"{record.id}: skipped ({record.skipped}), and the emulation can run it"
-        for record in chosen:
-            if record.seed == asked.seed:
-                yield from (f"{record.id}: {text}" for text in rejudging.recomputed(record, asked.heads, bench))
-        self.summary = _summary(asked, records, chosen)
+        found = [f"{each.record.id}: {text}" for each in chosen for text in recomputed(each, bench)]
+    return found, [] if found else list(_told(known, chosen, asked))
 
 
-def _summary(asked: Profile, records: Sequence[Record], chosen: Sequence[Record]) -> str:
-    able = sum(map(rejudging.recomputable, records))
-    own = sum(record.backend == EMULATION.name for record in chosen)
-    return (
-        f"verified: profile {asked.name}, {counted(len(records), 'cell')}: digests, cells, outcomes, verdicts, waivers;"
-        f" of {able} cells that the emulation can tell of {len(chosen)} recomputed ({own} its own, {len(chosen) - own}"
-        f" predictions of a device's); NOT shown: that the records came from the device that they name"
+def _told(known: Sequence[Judged], chosen: Sequence[Judged], asked: Profile) -> Iterator[str]:
+    """What was checked of a statement that holds, and what nobody can check without its device."""
+    able, own = sum(each.recomputable for each in known), sum(each.cell.backend.predicts for each in chosen)
+    yield (
+        f"verified: profile {asked.name}, {counted(len(known), 'cell')}: digests, cells, commands, verdicts, answers,"
+        f" outcomes, waivers; of {able} cells that the emulation can tell of {len(chosen)} recomputed ({own} its own,"
+        f" {len(chosen) - own} predictions of a device's)"
     )
+    yield "NOT checked: that the records came from the device that they name; that its bits repeat"
+    skipped = [each for each in known if each.record.outcome == SKIPPED]
+    unknown = [each for each in known if not each.recomputable and each.record.outcome != SKIPPED]
+    for cells, what in (
+        (unknown, "the numbers of {}, which no emulation computes: training runs, and the kernels {}"),
+        (skipped, "why {} skipped: of the kernels {}"),
+    ):
+        if cells:
+            names = Counter(each.record.kernel for each in cells)
+            yield f"NOT checked: {what.format(counted(len(cells), 'cell'), first_few(list(names), _NAMED))}"

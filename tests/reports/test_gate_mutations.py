@@ -1,9 +1,5 @@
-"""No single edit of a run talks the gate round: any one leaf of its file is changed, and the gate does not pass.
+"""No single edit of a run talks the gate round: any one leaf of its file is changed, and the gate does not pass."""
 
-The leaves are walked: a field that records get is edited without a word here.
-"""
-
-import copy
 import json
 import os
 import re
@@ -16,9 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from msgspec import Struct
 from msgspec.structs import replace
 
+from tiebreak.defects.mutations import GONE, alike, edited, edits, found, leaves, name_of, plain_of
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.consistency import WORDS
 from tiebreak.reports.gate.gate import gate
@@ -38,8 +34,6 @@ from tiebreak.reports.records.record import (
 )
 
 Make = Callable[..., Record]
-Step = str | int
-_GONE = object()
 EXAMPLES = int(os.environ.get("TIEBREAK_FUZZ", "3"))
 
 #: Paths of leaves that may be edited, and why that does not matter.
@@ -81,66 +75,6 @@ ACROSS = {
 }
 
 
-def leaves(value: Any, at: tuple[Step, ...] = ()) -> Iterator[tuple[Step, ...]]:
-    """The path of every leaf, and of everything that can be taken out."""
-    if isinstance(value, (dict, list)):
-        for step, part in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(part, (*at, step))
-    if at:
-        yield at
-
-
-def found(plain: Any, path: tuple[Step, ...]) -> Any:
-    for step in path:
-        plain = plain[step]
-    return plain
-
-
-def name_of(path: tuple[Step, ...]) -> str:
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)[1:]
-
-
-def edits(value: Any, others: list[Any], chance: Random) -> list[Any]:
-    """Other values for a leaf, by its type; `others` are those of its kind elsewhere in the file."""
-    swapped = [chance.choice(others)] if others else []
-    if isinstance(value, bool):
-        return [not value, None, _GONE]
-    if isinstance(value, (int, float)):
-        sizes = [-value, 0, value + 1, value * 2, value * 1e6, value / 3, None, "NaN"]
-        return [chance.choice(sizes), *swapped, _GONE]
-    if isinstance(value, str):
-        return [chance.choice([f"{value}x", "", value[:-1], None]), *swapped, _GONE]
-    if value is None:
-        return [chance.choice([0.0, "x", True, 1]), *swapped]
-    return [_GONE, type(value)()]
-
-
-def alike(plain: Any, path: tuple[Step, ...]) -> list[Any]:
-    """What stands at the same place in other records."""
-    if path[0] != "records" or len(path) < 3:
-        return []
-    values = []
-    for record in plain["records"]:
-        try:
-            values.append(found(record, path[2:]))
-        except (KeyError, IndexError, TypeError):
-            continue
-    return [value for value in values if value != found(plain, path)]
-
-
-def edited(plain: dict[str, Any], path: tuple[Step, ...], value: Any) -> dict[str, Any]:
-    made = copy.copy(plain)
-    at: Any = made
-    for step in path[:-1]:
-        at[step] = copy.copy(at[step])
-        at = at[step]
-    if value is _GONE:
-        del at[path[-1]]
-    else:
-        at[path[-1]] = value
-    return made
-
-
 def parsed(plain: Mapping[str, Any]) -> Run:
     return store.parse(json.dumps(plain).encode(), Path("new.json"))
 
@@ -174,24 +108,15 @@ def judged(record: Make, fallen: Make, skip: Make, trained: Make, run: Callable[
                plans={"flash@paper": PlanRecord("safe")})  # fmt: skip
 
 
-def whole(value: Any) -> Any:
-    """Plain values, fields at their defaults too."""
-    if isinstance(value, Struct):
-        return {name: whole(getattr(value, name)) for name in value.__struct_fields__}
-    if isinstance(value, Mapping):
-        return {name: whole(part) for name, part in value.items()}
-    return [whole(part) for part in value] if isinstance(value, tuple) else value
-
-
 def survivors(baseline: Run, new: Run, chance: Random, *, across: bool) -> Iterator[tuple[str, Any]]:
     """Edits of one leaf with which the gate holds."""
-    plain = json.loads(json.dumps(whole(new)))
+    plain = json.loads(json.dumps(plain_of(new)))
     assert gate(baseline, parsed(plain), Limits(), across=across).held, "unedited it holds"
     for path in leaves(plain):
         value = found(plain, path)
         for other in edits(value, alike(plain, path), chance):
             if passes(baseline, new, edited(plain, path, other), across=across):
-                yield name_of(path), "gone" if other is _GONE else other
+                yield name_of(path), "gone" if other is GONE else other
 
 
 def allowed(baseline: Run, name: str, value: Any, lists: Sequence[Mapping[str, str]]) -> bool:
@@ -241,6 +166,6 @@ def test_no_edit_of_one_leaf_passes(judged: Run, record: Make, across: bool, new
 @pytest.mark.parametrize("lists", [FREE, UNTOLD, ACROSS])
 def test_the_lists_have_no_more_than_they_need(lists: Mapping[str, str], judged: Run) -> None:
     """Of every entry some leaf of the file is; a name that is gone goes from here too."""
-    names = [name_of(path) for path in leaves(json.loads(json.dumps(whole(judged))))]
+    names = [name_of(path) for path in leaves(json.loads(json.dumps(plain_of(judged))))]
     words = {f"*.{word}" for word in WORDS}
     assert [pattern for pattern in lists.keys() - words if not any(fnmatchcase(name, pattern) for name in names)] == []

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tiebreak.matrix.recording import blank_record
-from tiebreak.matrix.run import judging
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.settings import Settings
 from tiebreak.programs.profiles import PROFILES, profile
@@ -21,7 +20,7 @@ def records(selection: Selection) -> list[Record]:
 def missing(records: list[Record], name: str, kernel: str | None = None) -> list[str]:
     """The cells that a profile misses in a run of these records, by their ids."""
     run = Run({"commit": "c" * 40}, {"kernel": kernel}, tuple(records))
-    lines = of_runs({"run.json": run}, profile(name), judging())
+    lines = of_runs({"run.json": run}, profile(name))
     return [line.removeprefix("missing: ").split(",")[0] for line in lines if line.startswith("missing: ")]
 
 

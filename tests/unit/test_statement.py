@@ -1,23 +1,33 @@
 """Statements: what they refuse to be, and what verifying finds of one that was made up."""
 
+import dataclasses
 import json
+import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
+from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.backends.platform import describe
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.case import Case
+from tiebreak.cases.measures import core, row_coherence
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.formats import BF16
+from tiebreak.defects.mutations import GONE, alike, edited, edits, found, leaves, name_of, plain_of
+from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.formats import BF16, Format
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
@@ -25,14 +35,15 @@ from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.record_collector import described
 from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
-from tiebreak.programs import profiles
-from tiebreak.programs import rejudgement as rejudging
+from tiebreak.matrix.workbench import CaseBench, Workbench
+from tiebreak.programs import profiles, verification
 from tiebreak.programs import statement as program
+from tiebreak.programs.verification import judged, recomputed, sample
 from tiebreak.reports.cli import main
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import SKIPPED, Answer, Estimate, Record, Run, Shown
+from tiebreak.reports.records.record import SKIPPED, Answer, Estimate, Record, Run
 from tiebreak.reports.schemas import schema_of
 from tiebreak.reports.statement import folder as statements
 
@@ -43,6 +54,11 @@ WHEEL = f"1.0 sha256:{'a' * 64}"
 OURS = "emulation-flash@paper-tied_maxima[k=2]-bf16"
 DEVICE = "cpu-flash@paper-tied_maxima[k=2]-bf16"
 VENDORS = "cpu-sdpa_math-no_tail-bf16"
+KERNEL = """
+def mine(q, k, v, *, causal=False, scale=None):
+    scores = q.float() @ k.float().mT * scale
+    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+"""
 WAIVER = '[[expected]]\ncells = "cpu-sdpa_math-*"\ncheck = "repeatable"\nreason = "issue 12"\nexpires = 2999-01-31\n'
 
 
@@ -63,11 +79,27 @@ def ran() -> Run:
     return described(made, {cell.id: cell for cell in cells})
 
 
+@pytest.fixture(scope="module")
+def users(ran: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A kernel of one's own on the same cases."""
+    path = tmp_path_factory.mktemp("users") / "mine.py"
+    path.write_text(KERNEL)
+    kernel = dataclasses.replace(
+        external_kernel(f"{path}:mine", "flash@fp32_inside"), origin=("--kernel", "mine.py:mine")
+    )
+    offered = {input.name: input for input in kinds()["call"].offered(None, cases_named=True)}
+    cells = [Cell(CPU, kernel, offered[case], BF16) for case in CASES]
+    bench = Workbench(Settings())
+    records = tuple(run_cell(cell, bench) for cell in cells)
+    made = replace(ran, records=records, run="b" * 32, options={**ran.options, "kernel": "mine.py:mine"})
+    return described(made, {cell.id: cell for cell in cells})
+
+
 @pytest.fixture(autouse=True)
 def small_profile(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A profile of those cells."""
     monkeypatch.setattr(Call, "tags", property(lambda call: frozenset({call.name})))
-    asks = {"small": profiles.Selector("two cases", frozenset(CASES), KERNELS)}
+    asks = {"small": profiles.Selector("two cases", frozenset(CASES), KERNELS, recomputed=2)}
     for module in (profiles, program):
         monkeypatch.setattr(module, "PROFILES", asks)
     profiles.profile.cache_clear()
@@ -115,9 +147,10 @@ def forge(folder: Path, change: Callable[[Run], Run]) -> None:
     """Change the records, and make all else that the statement says as if they had been so."""
     path = folder / "records-1.json"
     store.write(change(store.read(path)), path)
-    run, asked = store.read(path), profiles.profile("small")
-    made = statements.derive([run], [path.read_bytes()], [path.name], asked, statements.read(folder).waivers)
-    for name, content in program._texts(made, [run], asked).items():
+    asked = profiles.profile("small")
+    made = statements.of_files({path.name: path.read_bytes()}, asked, statements.read(folder).waivers)
+    (folder / "statement.json").write_text(statements.as_text(made))
+    for name, content in program.summary_pages(made, [store.read(path)], asked).items():
         (folder / name).write_bytes(content)
 
 
@@ -137,13 +170,6 @@ def measured(name: str, **measures: Any) -> Callable[[Run], Run]:
     return changing(name, lambda cell: replace(cell, measures={**cell.measures, **measures}))
 
 
-def without(name: str, check: str) -> Callable[[Run], Run]:
-    return changing(
-        name,
-        lambda cell: replace(cell, answers={key: answer for key, answer in cell.answers.items() if key != check}),
-    )
-
-
 def answered(name: str, check: str, met: bool, **fields: Any) -> Callable[[Run], Run]:
     def change(record: Record) -> Record:
         why = "" if met else "it is not"
@@ -153,16 +179,23 @@ def answered(name: str, check: str, met: bool, **fields: Any) -> Callable[[Run],
     return changing(name, change)
 
 
-def test_a_statement_of_a_run_verifies_and_says_what_was_not_shown(
+def test_a_statement_of_a_run_verifies_and_says_what_nobody_can_check(
     stated: Path, verified: Callable[..., tuple[int, list[str]]]
 ) -> None:
     names = ["records-1.json", "statement.json", "summary.html", "summary.md"]
     assert sorted(path.name for path in stated.iterdir()) == names
-    code, (told,) = verified(stated, "--sample", "99")
+    code, (told, *unchecked) = verified(stated, "--sample", "99")
     assert code == 0
     assert told.startswith("verified: profile small, 10 cells: ")
     assert "of 10 cells that the emulation can tell of 10 recomputed (4 its own, 6 predictions of a device's)" in told
-    assert told.endswith("NOT shown: that the records came from the device that they name")
+    assert unchecked == ["NOT checked: that the records came from the device that they name; that its bits repeat"]
+
+
+def test_a_profile_says_how_many_cells_are_recomputed(
+    stated: Path, verified: Callable[..., tuple[int, list[str]]]
+) -> None:
+    assert "2 recomputed" in verified(stated)[1][0]
+    assert verified(stated, "--sample", "1") == (1, ["refused: 1 cell recomputed; profile small asks for 2"])
 
 
 def test_what_an_installed_wheel_ran_is_a_statement_and_fits_the_published_schema(
@@ -172,9 +205,9 @@ def test_what_an_installed_wheel_ran_is_a_statement_and_fits_the_published_schem
     records = keep(platform={**ran.platform, "commit": None, "wheel": WHEEL})
     assert main(["statement", str(records), "-o", str(folder), "--profile", "small"]) == 0
     plain = json.loads((folder / "statement.json").read_text(encoding="utf-8"))
-    assert plain["suite"] == f"wheel {WHEEL}"
     jsonschema.Draft202012Validator(schema_of("statement")).validate(plain)
-    assert verified(folder, "--sample", "1")[0] == 0
+    assert f"wheel | {WHEEL}" in re.sub(" +", " ", (folder / "summary.md").read_text(encoding="utf-8"))
+    assert verified(folder)[0] == 0
 
 
 def test_the_summary_has_platform_profile_counts_and_biased_cells(stated: Path) -> None:
@@ -185,54 +218,26 @@ def test_the_summary_has_platform_profile_counts_and_biased_cells(stated: Path) 
     assert "<script" not in page
 
 
-# A record that was changed and whose file has the digest of the change: by what it is found out all the same.
+def predicted_otherwise(record: Record) -> Record:
+    """As if the plan had predicted a bias that is 0.01 ulp further off, well within the margin."""
+    bias = record.measures["bias"]
+    assert isinstance(bias, Estimate)
+    assert bias.mean is not None
+    measures = {"predicted_bias": Estimate(bias.mean - 0.01, 0.01), "prediction_difference": Estimate(0.01, 0.001)}
+    return replace(record, measures={**record.measures, **measures})
+
+
+# What no edit of one leaf comes to: a record that was made up so that it goes together, and by what it is found out.
 FORGED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
-    "bias": (measured(DEVICE, bias=Estimate(0.001, 0.001)), f"{DEVICE}: verdict: biased, and its bias comes to unb"),
-    "shown": (
-        changing(DEVICE, lambda cell: replace(cell, shown=Shown("bias", 0.0))),
-        f"{DEVICE}: shown: '+0.00', and its measures",
-    ),
-    "verdict": (changing(DEVICE, lambda cell: replace(cell, verdict="unbiased")), f"{DEVICE}: verdict: unbiased, and"),
-    "where a bias goes": (
-        changing(DEVICE, lambda cell: replace(cell, in_training="unbiased")),
-        f"{DEVICE}: in_training: unbiased, and its measures come to None",
-    ),
-    "where a bias comes from": (
-        changing(DEVICE, lambda cell: replace(cell, tied=True)),
-        f"{DEVICE}: tied: True, and its measures come to None",
-    ),
-    "difference": (
-        measured(DEVICE, prediction_difference=Estimate(0.01, 0.001)),
-        f"{DEVICE}: measures: bias less predicted_bias is not prediction_difference",
-    ),
-    "bound": (measured(DEVICE, error_over_bound=3.0), f"{DEVICE}: answers.bound: met, and its measures say not met"),
-    "bound not asked": (
-        lambda run: without(VENDORS, "bound")(measured(VENDORS, error_over_bound=3.0)(run)),
-        f"{VENDORS}: answers.bound: not asked, and its measures do not meet it",
-    ),
-    "claim not asked": (without(DEVICE, "claim"), f"{DEVICE}: answers.claim: None, and the case claims biased away"),
-    "claim": (
+    "an answer, and the outcome with it": (
         answered(DEVICE, "claim", met=False, outcome="fell"),
         f"{DEVICE}: answers.claim: not met, and its measures say met",
     ),
-    "prediction": (
-        answered(DEVICE, "prediction", met=False, outcome="fell"),
-        f"{DEVICE}: answers.prediction: not met, and its measures say met",
-    ),
-    "prediction not asked": (without(DEVICE, "prediction"), f"{DEVICE}: answers.prediction: not asked, and the kernel"),
-    "outcome": (
-        answered(VENDORS, "repeatable", met=False),
-        f"{VENDORS}: outcome: held, and its answers come to fell: was the file edited?",
-    ),
-    "plan": (changing(DEVICE, lambda cell: replace(cell, plan="flash@fused")), f"{DEVICE}: plan: flash@fused, and fla"),
-    "case_version": (
-        changing(VENDORS, lambda cell: replace(cell, case_version=7)),
-        f"{VENDORS}: case_version: 7, profile small asks for 1",
-    ),
-    "seed": (changing(VENDORS, lambda cell: replace(cell, seed=7)), f"{VENDORS}: seed: 7, profile small asks for 1"),
-    "missing": (
-        lambda run: replace(run, records=tuple(record for record in run.records if record.id != OURS)),
-        f"missing: {OURS}, which profile small asks for",
+    "a bound that is not asked for": (
+        lambda run: changing(VENDORS, lambda cell: replace(cell, answers={"claim": cell.answers["repeatable"]}))(
+            measured(VENDORS, error_over_bound=3.0)(run)
+        ),
+        f"{VENDORS}: answers.bound: not asked, and such a cell is: largest error is 3 times",
     ),
     "missing of the backend's own": (
         lambda run: replace(run, records=tuple(record for record in run.records if record.id != VENDORS)),
@@ -240,32 +245,40 @@ FORGED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
     ),
     "format": (
         changing(VENDORS, lambda cell: replace(cell, format="bf17", id=cell.id.replace("bf16", "bf17"))),
-        "format: bf17: no kernel is run in it",
+        f"{VENDORS.replace('bf16', 'bf17')}: format: bf17: no kernel is run in it",
     ),
     "backend": (
-        changing(VENDORS, lambda cell: replace(cell, backend="zzz", id=cell.id.replace("cpu-", "zzz-"))),
-        "backend: unknown backend 'zzz'",
+        changing(VENDORS, lambda cell: replace(cell, backend="zzz")),
+        f"{VENDORS}: backend: unknown backend 'zzz'",
     ),
     "nothing ran": (
         lambda run: replace(run, records=tuple(map(left_out, run.records))),
         "0 of 10 cells ran; profile small asks for 90% of them",
     ),
-    "a cell of the emulation that did not run": (
-        changing(OURS, left_out),
-        f"{OURS}: skipped (no device), and the emulation can run it",
+    "a cell of the suite that did not run": (
+        changing(DEVICE, left_out),
+        f"{DEVICE}: skipped: no device, and it can be run",
     ),
-    "no heads": (changing(DEVICE, lambda cell: replace(cell, heads=0)), f"{DEVICE}: heads: 0, and there is a result"),
+    "an excuse for a skip": (
+        changing(VENDORS, lambda cell: replace(left_out(cell), excused="known")),
+        f"{VENDORS}: excused: and nothing fell",
+    ),
+    "no heads": (
+        changing(DEVICE, lambda cell: replace(cell, heads=0)),
+        f"{DEVICE}: heads: 0, and a cell draws 256, 512, 1024, 2048",
+    ),
     "another command": (
         changing(DEVICE, lambda cell: replace(cell, command="rm -rf /")),
-        f"{DEVICE}: command: not one that runs the cell again",
+        f"{DEVICE}: command: rm -rf /, and its cell has pytest tests/matrix --backend cpu --kernels flash@paper",
     ),
-    "an excuse for nothing": (
-        changing(DEVICE, lambda cell: replace(cell, excused="known")),
-        f"{DEVICE}: excused: and nothing fell",
+    "other commands": (
+        lambda run: replace(run, records=tuple(replace(record, command=record.command.replace("pytest", "pytest /x"))
+                                               for record in run.records)),
+        "command: pytest /x tests/matrix: not where the cells are",
     ),
-    "garbage for a plan": (
-        changing(VENDORS, lambda cell: replace(cell, plan="x")),
-        f"{VENDORS}: plan: unknown plan 'x'",
+    "another description": (
+        lambda run: replace(run, checks={**run.checks, "claim": replace(run.checks["claim"], judges=False)}),
+        "checks.claim: not as the suite describes it",
     ),
     "dirty": (
         lambda run: replace(run, platform={**run.platform, "commit": f"{COMMIT}-dirty"}),
@@ -279,40 +292,20 @@ FORGED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
         lambda run: replace(run, platform={**run.platform, "commit": None, "wheel": f"{WHEEL}-dirty"}),
         f"platform.wheel: {WHEEL}-dirty: files differ from the wheel; install it anew",
     ),
-    "no commit": (
-        lambda run: replace(run, platform={**run.platform, "commit": "xyz"}),
-        "platform.commit: 'xyz': not a commit's 40 hexadecimal digits",
+    # What contradicts nothing in its own file: the emulation does.
+    "digest of the emulation": (
+        changing(OURS, lambda cell: replace(cell, digest="0" * 16)),
+        f"{OURS}: digest: 0000000000000000, recomputed ",
     ),
-    "interrupted": (lambda run: replace(run, complete=False), "complete: the run was interrupted"),
-    "heads": (
-        lambda run: replace(run, options={**run.options, "heads": "32"}),
-        "options.heads: 32, profile small asks for 256",
-    ),
-}  # fmt: skip
-
-
-def predicted_otherwise(record: Record) -> Record:
-    """As if the plan had predicted a bias that is 0.01 ulp further off, well within the margin."""
-    bias = record.measures["bias"]
-    assert isinstance(bias, Estimate)
-    assert bias.mean is not None
-    measures = {"predicted_bias": Estimate(bias.mean - 0.01, 0.01), "prediction_difference": Estimate(0.01, 0.001)}
-    return replace(record, measures={**record.measures, **measures})
-
-
-# What contradicts nothing in its own file: the emulation does.
-RECOMPUTED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
-    "digest of the emulation": (changing(OURS, lambda cell: replace(cell, digest="0" * 16)), f"{OURS}: digest: 0000"),
-    "a measure of the emulation": (measured(OURS, max_ulps=0.8), f"{OURS}: measures.max_ulps: 0.8, recomputed 0.9"),
-    "heads without end": (
-        changing(DEVICE, lambda cell: replace(cell, heads=10**12)),
-        f"{DEVICE}: heads: 1000000000000, and a cell draws at most 2048",
+    "a measure of the emulation": (
+        measured(OURS, max_ulps=0.8),
+        f"{OURS}: measures.max_ulps: 0.8, recomputed 0.9",
     ),
     "an error where bits are equal": (
         measured("cpu-flash@paper-no_tail-bf16", rms_ulps=0.2),
         "cpu-flash@paper-no_tail-bf16: measures.rms_ulps: 0.2, recomputed 0.",
     ),
-    "another prediction": (changing(DEVICE, predicted_otherwise), f"{DEVICE}: measures.predicted_bias: "),
+    "another prediction": (changing(DEVICE, predicted_otherwise), f"{DEVICE}: measures.predicted_bias.mean: "),
 }  # fmt: skip
 
 
@@ -321,29 +314,11 @@ def test_an_edited_record_with_a_digest_of_its_own_is_found_out(
     change: Callable[[Run], Run], message: str, stated: Path, verified: Callable[..., tuple[int, list[str]]]
 ) -> None:
     forge(stated, change)
-    code, lines = verified(stated, "--sample", "0")
+    code, lines = verified(stated, "--sample", "99")
     assert code == 1
     assert any(message in line for line in lines), lines
     assert all(line.startswith("refused: ") for line in lines)
     assert not [line for line in lines if "SHA-256" in line or "not what the records come to" in line]
-
-
-@pytest.mark.parametrize(("change", "message"), RECOMPUTED.values(), ids=RECOMPUTED)
-def test_a_record_made_up_without_a_contradiction_is_found_out_where_it_is_in_the_sample(
-    change: Callable[[Run], Run], message: str, stated: Path, verified: Callable[..., tuple[int, list[str]]]
-) -> None:
-    forge(stated, change)
-    assert verified(stated, "--sample", "0")[0] == 0
-    code, lines = verified(stated, "--sample", "99")
-    assert code == 1
-    assert any(message in line for line in lines), lines
-
-
-def test_digests_of_a_cell_that_agrees_with_the_emulation_to_the_bit_are_the_emulations(ran: Run) -> None:
-    record = next(cell for cell in ran.records if cell.id == "cpu-flash@paper-no_tail-bf16")
-    assert record.number("equal_bits") == 1.0
-    assert not list(rejudging.recomputed(record, 256))
-    assert next(rejudging.recomputed(replace(record, digest="f" * 16), 256)).startswith("digest: ffffffffffffffff, and")
 
 
 SEEDS = 12  # over which every scripted case has its turn
@@ -353,8 +328,10 @@ NAN_OF_TWO_SIGNS = (9, 10, 12)  # seeds at which they came of nan_in_q
 
 def round_trip(seed: int, kernels: Sequence[Kernel]) -> Iterator[tuple[Case, Kernel]]:
     """The cases whose turn it is at a seed, with the kernel whose turn it is; all where NaN came of two signs."""
+    twice = next(case for case in SCRIPTED if case.name == "nan_in_q")
     for kernel in kernels if seed in NAN_OF_TWO_SIGNS else ():
-        yield next(case for case in SCRIPTED if case.name == "nan_in_q"), kernel
+        if kernel.unsuited(twice.formats(BF16)) is None:
+            yield twice, kernel
     for turn, case in enumerate(OF_RUNS[seed % SEEDS :: SEEDS], start=seed):
         able = [kernel for kernel in kernels if kernel.unsuited(case.formats(BF16)) is None]
         if case.only_claimed:
@@ -372,17 +349,18 @@ def test_what_a_device_has_come_to_contradicts_nothing(name: str, seed: int) -> 
     backend.set_up()
     named = () if slow else ("stabilized@fused", "standard")
     kernels = (*map(composed_kernel, named), *backend.vendor_kernels())
-    recomputed = 0
-    for case, kernel in islice(round_trip(seed, kernels), 2 if slow else None):
-        record = run_cell(Cell(backend, kernel, Call(case), BF16), bench)
-        assert list(rejudging.contradictions(record)) == [], record.id
-        if rejudging.recomputable(record):
-            recomputed += 1
-            assert list(rejudging.recomputed(record, 16, verifying)) == [], record.id
-    assert recomputed
+    turns = islice(round_trip(seed, kernels), 2 if slow else None)
+    cells = {cell.id: cell for case, kernel in turns for cell in [Cell(backend, kernel, Call(case), BF16)]}
+    records = tuple(run_cell(cell, bench) for cell in cells.values())
+    run = described(Run({}, {"seed": seed, "heads": 16}, records), cells)
+    known, problems = judged(run, dataclasses.replace(profiles.profile("small"), seed=seed, heads=16))
+    assert problems == []
+    able = [each for each in known if each.recomputable]
+    assert able
+    assert [text for each in able for text in recomputed(each, verifying)] == []
 
 
-def edited(folder: Path, name: str, old: str, new: str) -> None:
+def edited_by_hand(folder: Path, name: str, old: str, new: str) -> None:
     path = folder / name
     text = path.read_text(encoding="utf-8")
     assert old in text
@@ -394,15 +372,6 @@ def edited(folder: Path, name: str, old: str, new: str) -> None:
     [
         ("records-1.json", '"met": true', '"met": true ', "records-1.json: SHA-256 is not as in statement.json"),
         ("statement.json", '"profile_hash": "', '"profile_hash": "0', "statement.json: of profile small, 0"),
-        (
-            "statement.json",
-            '"profile": "small"',
-            '"profile": "large"',
-            "statement.json: unknown profile 'large': known",
-        ),
-        ("statement.json", '"result": "held"', '"result": "fell"', "statement.json: result: not what the records come"),
-        ("statement.json", '"machine": "', '"machine": "x', "statement.json: platform: not what the records come to"),
-        ("statement.json", '"cells": 10', '"cells": 11', "statement.json: files: cells: not what the records come to"),
         ("summary.md", "10 cells", "9 cells", "summary.md: not what the records come to"),
         ("summary.html", "10 cells", "9 cells", "summary.html: not what the records come to"),
     ],
@@ -410,16 +379,16 @@ def edited(folder: Path, name: str, old: str, new: str) -> None:
 def test_what_was_edited_by_hand_is_one_line(
     name: str, old: str, new: str, message: str, stated: Path, verified: Callable[..., tuple[int, list[str]]]
 ) -> None:
-    edited(stated, name, old, new)
-    code, (line,) = verified(stated, "--sample", "0")
+    edited_by_hand(stated, name, old, new)
+    code, (line,) = verified(stated)
     assert code == 1
     assert line.startswith(f"refused: {message}")
 
 
 @pytest.mark.parametrize("name", ["../records-1.json", "records-1.json/../../secret.json", "statement.json"])
 def test_a_file_elsewhere_is_not_read(name: str, stated: Path, verified: Callable[..., tuple[int, list[str]]]) -> None:
-    edited(stated, "statement.json", '"name": "records-1.json"', f'"name": "{name}"')
-    code, lines = verified(stated, "--sample", "0")
+    edited_by_hand(stated, "statement.json", '"name": "records-1.json"', f'"name": "{name}"')
+    code, lines = verified(stated)
     assert code == 1
     assert "refused: records-1.json: not a file of the statement" in lines
     assert not any("secret" in line and "SHA" in line for line in lines)
@@ -431,18 +400,18 @@ def test_a_statement_of_another_profile_than_the_wanted_one_is_refused(
     both = {**profiles.PROFILES, "other": profiles.Selector("one case", frozenset({"no_tail"}), KERNELS)}
     for module in (profiles, program):
         monkeypatch.setattr(module, "PROFILES", both)
-    assert verified(stated, "--profile", "small", "--sample", "0")[0] == 0
+    assert verified(stated, "--profile", "small")[0] == 0
     message = "refused: statement.json: of profile small, not of other"
-    assert verified(stated, "--profile", "other", "--sample", "0") == (1, [message])
+    assert verified(stated, "--profile", "other") == (1, [message])
 
 
 def test_other_files_and_lost_ones_are_found(stated: Path, verified: Callable[..., tuple[int, list[str]]]) -> None:
     (stated / "note.txt").write_text("x")
     (stated / "summary.md").unlink()
     expected = ["refused: note.txt: not a file of the statement", "refused: summary.md: missing"]
-    assert verified(stated, "--sample", "0") == (1, expected)
+    assert verified(stated) == (1, expected)
     (stated / "records-1.json").unlink()
-    assert "refused: records-1.json: missing" in verified(stated, "--sample", "0")[1]
+    assert "refused: records-1.json: missing" in verified(stated)[1]
 
 
 @pytest.mark.parametrize(
@@ -484,8 +453,8 @@ def test_what_fell_makes_the_statement_fall_whatever_excused_it_in_the_run(
 ) -> None:
     folder = tmp_path / "handed_in"
     assert state(failing(keep, ran), folder) == 1
-    assert json.loads((folder / "statement.json").read_text())["counts"]["fell"] == 1
-    assert verified(folder, "--sample", "0") == (1, [f"refused: fell, and no waiver: {VENDORS}: other bits"])
+    assert "10 cells: 9 held, 1 fell" in (folder / "summary.md").read_text()
+    assert verified(folder) == (1, [f"refused: fell, and no waiver: {VENDORS}: other bits"])
 
 
 def test_a_waiver_covers_what_fell_until_its_last_day(
@@ -495,9 +464,9 @@ def test_a_waiver_covers_what_fell_until_its_last_day(
     waivers.write_text(WAIVER)
     assert state(failing(keep, ran), folder, waivers) == 0
     assert "issue 12" in (folder / "summary.md").read_text()
-    assert verified(folder, "--sample", "0", "--as-of", "2999-01-31")[0] == 0
+    assert verified(folder, "--as-of", "2999-01-31")[0] == 0
     message = "refused: waiver cpu-sdpa_math-*, repeatable: expired on 2999-01-31"
-    assert verified(folder, "--sample", "0", "--as-of", "2999-02-01") == (1, [message])
+    assert verified(folder, "--as-of", "2999-02-01") == (1, [message])
 
 
 @pytest.mark.parametrize(
@@ -536,7 +505,7 @@ def test_a_waiver_slipped_in_later_is_found_to_cover_nothing(
     waiver = {"cells": "cpu-*", "check": "claim", "reason": "x", "expires": "2999-01-31"}
     plain = json.loads((stated / "statement.json").read_text())
     (stated / "statement.json").write_text(json.dumps(plain | {"waivers": [waiver]}))
-    code, lines = verified(stated, "--sample", "0")
+    code, lines = verified(stated)
     assert code == 1
     assert any("waiver cpu-*, claim: covers nothing" in line for line in lines)
 
@@ -546,7 +515,7 @@ def test_a_waiver_slipped_in_later_is_found_to_cover_nothing(
     [
         ({OURS: None}, {}, f"missing: {OURS}, which profile small asks for"),
         ({}, {"complete": False}, "complete: the run was interrupted"),
-        ({OURS: {"outcome": "fell"}}, {}, f"{OURS}: outcome: fell, and its answers come to held"),
+        ({OURS: {"outcome": "fell"}}, {}, f"{OURS}: says fell, and its answers come to held"),
         ({}, {"options": {"seed": "2", "heads": "256"}}, "options.seed: 2, profile small asks"),
     ],
 )
@@ -582,14 +551,14 @@ def test_two_files_make_one_statement_if_no_cell_is_in_both(
     assert main(["statement", str(first), str(other), *words]) == 2
     assert "platform.cpu: 'another'" in capsys.readouterr().err
     assert main(["statement", str(first), str(second), *words]) == 0
-    assert verified(tmp_path / "handed_in", "--sample", "0")[0] == 0
+    assert verified(tmp_path / "handed_in")[0] == 0
 
 
 def test_a_folder_with_something_else_is_left_alone_and_an_older_statement_is_replaced(
     stated: Path, keep: Callable[..., Path], ran: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert state(failing(keep, ran), stated) == 1
-    assert json.loads((stated / "statement.json").read_text())["result"] == "fell"
+    assert "on cpu, emulation: fell" in (stated / "summary.md").read_text()
     (stated / "thesis.tex").write_text("years of work")
     capsys.readouterr()
     assert state(keep(), stated) == 2
@@ -613,27 +582,133 @@ def test_a_folder_that_cannot_be_written_leaves_nothing(
 
 
 def test_a_users_kernel_has_every_kind_of_input_and_the_suites_kernels_need_not_be_there(
-    keep: Callable[..., Path], ran: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    verified: Callable[..., tuple[int, list[str]]],
-) -> None:  # fmt: skip
-    others = {record.id: None for record in ran.records if record.kernel != "sdpa_math"}
-    options = {"seed": "1", "heads": "256", "kernel": "mine.py:sdpa_math"}
-    assert state(keep({**others, VENDORS: None}, options=options), tmp_path / "handed_in") == 2
-    assert f"missing: {VENDORS}" in capsys.readouterr().err
-    assert state(keep(others, options=options), tmp_path / "handed_in") == 0
-    plain = json.loads((tmp_path / "handed_in" / "statement.json").read_text())
-    assert (plain["kernels"], plain["users"]) == ({"cpu": ["sdpa_math"]}, ["sdpa_math"])
-    assert verified(tmp_path / "handed_in", "--sample", "0")[0] == 0
+    users: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], verified: Callable[..., tuple[int, list[str]]]
+) -> None:
+    path, folder = tmp_path / "mine.json", tmp_path / "handed_in"
+    store.write(replace(users, records=users.records[:1]), path)
+    assert state(path, folder) == 2
+    error = capsys.readouterr().err
+    assert "missing: cpu-mine-no_tail-bf16" in error
+    assert "; a complete record: pytest -n auto tests/matrix --backend cpu --kernel mine.py:mine --seed 1" in error
+    store.write(users, path)
+    assert state(path, folder) == 0
+    assert "mine (given by --kernel)" in (folder / "summary.md").read_text()
+    code, lines = verified(folder)
+    assert code == 0
+    assert lines[2].startswith("NOT checked: the numbers of 2 cells, which no emulation computes: training runs, and")
 
 
 def test_the_sample_is_drawn_by_its_seed(ran: Run) -> None:
-    one, again, other = (rejudging.sample(list(ran.records), 4, seed) for seed in (1, 1, 2))
+    known, _ = judged(ran, profiles.profile("small"))
+    one, again, other = ([each.record.id for each in sample(known, 4, seed)] for seed in (1, 1, 2))
     assert one == again != other
-    assert len(rejudging.sample(list(ran.records), 99, 1)) == 10
+    assert len(sample(known, 99, 1)) == 10
 
 
 def test_a_day_can_be_named(stated: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check = program.Verification(stated, None, date(2026, 1, 1), 0, 1)
-    assert check.findings() == []
     assert main(["statement", "--verify", str(stated), "--as-of", "soon"]) == 2
     assert "expected a day such as 2027-06-30" in capsys.readouterr().err
+
+
+EXAMPLES = int(os.environ.get("TIEBREAK_FUZZ", "10"))
+LEAVES = 4  # of an example
+BASELINE = Path(__file__).parents[2] / "reports" / "baselines" / "emulation.json"  # which has training runs
+
+#: Paths of leaves that may be edited, and why that does not matter, or nobody can tell.
+FREE = {
+    "run": "a name that tells runs apart",
+    "seconds*": "how long cells took: nothing is held to it",
+    "unavailable*": "why a backend could not run: its cells are missing all the same",
+    "narrowing*": "what a run left out: the profile says what must be there",
+    "explanations*": "made of the records' evidence, for the report: the records are judged",
+    "plans*": "which rule a plan has, for the report",
+    "platform.*": "which machine it was, who hands the records in says; the summary shows it",
+    "options.*": "what was typed: what came of it is in the records",
+    "records[[]10]": "a training run, for which this profile does not ask",
+    "records*.why": "words",
+    "records*.evidence*": "drawn: nothing is decided by it; the emulation's own is compared",
+    "records*.answers.accuracy.asked": "which plan a kernel that declares none was held to is not recorded",
+    "records*.answers.accuracy.source": "the same",
+}
+#: The same of what is not run again: nobody knows without the device, or without the kernel.
+UNKNOWN = {
+    "records*.measures.*": "a number that fits its verdict and its answers",
+    "records*.digest": "bits",
+    "records*.answers.claim": "of a user's kernel: which tiles it works in, and so what is claimed, is not recorded",
+}
+OF_GRADIENTS = frozenset(verification._OF_GRADIENTS)  # what equal bits of O tell nothing of
+
+
+@pytest.fixture
+def whole(ran: Run, users: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Run]:
+    """The runs of a statement with a bit of everything, what the emulation makes of their cells being kept."""
+    kept: dict[str, Record] = {}
+    benches: dict[str, CaseBench] = {}
+
+    def run_once(cell: Cell, bench: Workbench) -> Record:
+        if cell.id not in kept:
+            kept[cell.id] = run_cell(cell, bench)
+        return kept[cell.id]
+
+    def case_once(bench: Workbench, case: Case, fmt: Format) -> CaseBench:
+        return benches.setdefault(case.name, CaseBench(case, fmt, bench.settings))
+
+    monkeypatch.setattr(verification, "run_cell", run_once)
+    monkeypatch.setattr(Workbench, "case", case_once)
+    trained = next(record for record in store.read(BASELINE).records if record.case == "train_drift")
+    (cell,) = (each for each in cells(Selection("emulation", trained.kernel, trained.case))[0])
+    known, _ = judged(ran, profiles.profile("small"))
+    by_id = {each.record.id: each.cell for each in known} | {cell.id: cell}
+    return described(replace(ran, records=(*ran.records, trained)), by_id), users
+
+
+@settings(
+    max_examples=EXAMPLES,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(seed=st.integers(0, 2**32))
+def test_no_edit_of_one_leaf_verifies(whole: tuple[Run, Run], seed: int) -> None:
+    chance = Random(seed)
+    place = chance.randrange(2)
+    plain = json.loads(json.dumps(plain_of(whole[place])))
+    for path in chance.sample([*leaves(plain)], LEAVES):
+        for value in edits(found(plain, path), alike(plain, path), chance):
+            if verifies(whole, place, edited(plain, path, value)):
+                assert allowed(plain, path, value), f"{name_of(path)} = {'gone' if value is GONE else value!r} verifies"
+
+
+def verifies(runs: Sequence[Run], place: int, plain: Mapping[str, Any]) -> bool:
+    """Whether a statement holds in which one run is edited; one that reads as the unedited is no edit."""
+    try:
+        run = store.parse(json.dumps(plain).encode(), Path("records.json"))
+    except store.UnreadableRecordsError:
+        return False
+    named = {f"records-{at}.json": run if at == place else each for at, each in enumerate(runs)}
+    problems, _ = program.problems_of_records(named, (), profiles.profile("small"), date(2026, 1, 1), 99, 1)
+    return run != runs[place] and not problems
+
+
+def allowed(plain: Mapping[str, Any], path: Sequence[str | int], value: Any) -> bool:
+    """Whether a list has a leaf; a number of what is run again only where it is the same but for noise."""
+    name, before = name_of(tuple(path)), found(plain, tuple(path))
+    if any(fnmatchcase(name, pattern) for pattern in FREE):
+        return True
+    if path[0] != "records" or not any(fnmatchcase(name, pattern) for pattern in UNKNOWN):
+        return False
+    record = plain["records"][path[1]]
+    if path[2] == "answers" and record["kernel"] != "mine":
+        return False
+    bits = record["measures"].get("equal_bits") == 1.0 and record["kernel"] != "mine"
+    again = record["backend"] == "emulation" and record["experiment"] == "call"
+    of_o = path[2] == "digest" or path[3] in {measure.name for measure in (*core.MEASURES, *row_coherence.MEASURES)}
+    if again or (bits and of_o and path[-2] not in OF_GRADIENTS and path[-1] not in OF_GRADIENTS):
+        return (
+            isinstance(value, float)
+            and isinstance(before, float)
+            and math.isclose(value, before, rel_tol=1e-4, abs_tol=1e-6)
+        )
+    return True

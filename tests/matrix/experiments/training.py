@@ -141,13 +141,9 @@ class TrainingRun(Experiment):
         variant = _variant(cell.kernel, settings)
         with cell.backend.in_use():
             outcome = run_snippet(snippet, variant, cell.backend.arithmetic, settings.seed, cell.backend.device)
-        drifts = snippet.drifts(outcome.measures)
-        return Result(
-            measures={**outcome.measures, "steps": float(snippet.steps)},
-            in_training=None if drifts is None else drifts.value,
-            shown=records.Shown.of(snippet.headline, outcome.measures[snippet.headline], spec=snippet.spec),
-            claims=_claims(outcome),
-            contract=cell.kernel.external,
+        measures = {**outcome.measures, "steps": float(snippet.steps)}
+        return replace(
+            training_result(snippet, cell.kernel, settings, measures),
             digest=hashlib.sha256(repr(outcome.losses).encode()).hexdigest()[:16],
             evidence=_evidence(outcome),
         )
@@ -178,16 +174,31 @@ def _untrainable(kernel: Kernel) -> str | None:
     return f"{kernel.name} has no backward pass: --backward emulated trains it with the suite's"
 
 
-def _claims(result: SnippetResult) -> tuple[Claimed, ...]:
-    return tuple(
-        Claimed(
-            judged.claim.text,
-            judged.claim.source,
-            judged.held,
-            f"{judged.claim.measure} = {result.measures[judged.claim.measure]:.3g}",
-            judged.claim.waives,
-        )
-        for judged in result.verdicts
+def training_result(snippet: Snippet, kernel: Kernel, settings: Settings, measures: Mapping[str, float]) -> Result:
+    """Return what the measures of a training run come to.
+
+    Args:
+        snippet: its recipe.
+        kernel: that it trained with.
+        settings: of the run.
+        measures: all of `MEASURED`, NaN where there is no number.
+    """
+    drifts = snippet.drifts(measures)
+    return Result(
+        measures=measures,
+        in_training=None if drifts is None else drifts.value,
+        shown=records.Shown.of(snippet.headline, measures[snippet.headline], spec=snippet.spec),
+        claims=tuple(
+            Claimed(
+                claim.text,
+                claim.source,
+                claim.held(measures),
+                f"{claim.measure} = {measures[claim.measure]:.3g}",
+                claim.waives,
+            )
+            for claim in snippet.claims_about(_variant(kernel, settings))
+        ),
+        contract=kernel.external,
     )
 
 

@@ -1,0 +1,93 @@
+"""Edits of any one leaf of a file: what a gate, or whoever verifies a statement, has to find out.
+
+The leaves are walked: a field that records get is edited without a word here.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from random import Random
+from typing import Any
+
+from msgspec import Struct
+
+Step = str | int
+Path = tuple[Step, ...]
+GONE = object()  # in the place of a value: the leaf is taken out
+
+
+def plain_of(value: Any) -> Any:
+    """Return what JSON has of data, fields at their defaults too."""
+    if isinstance(value, Struct):
+        return {name: plain_of(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, Mapping):
+        return {name: plain_of(part) for name, part in value.items()}
+    return [plain_of(part) for part in value] if isinstance(value, tuple) else value
+
+
+def leaves(value: Any, at: Path = ()) -> Iterator[Path]:
+    """Walk the path of every leaf, and of everything that can be taken out, of what JSON has."""
+    if isinstance(value, (dict, list)):
+        for step, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(part, (*at, step))
+    if at:
+        yield at
+
+
+def found(plain: Any, path: Path) -> Any:
+    """Return the value at a path."""
+    for step in path:
+        plain = plain[step]
+    return plain
+
+
+def name_of(path: Path) -> str:
+    """Return a path as messages have it, such as `records[3].measures.bias`."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)[1:]
+
+
+def edits(value: Any, others: list[Any], chance: Random) -> list[Any]:
+    """Draw other values for a leaf, by its type.
+
+    Args:
+        value: of the leaf.
+        others: values of its kind elsewhere in the file.
+        chance: decides.
+    """
+    swapped = [chance.choice(others)] if others else []
+    if isinstance(value, bool):
+        return [not value, None, GONE]
+    if isinstance(value, (int, float)):
+        sizes = [-value, 0, value + 1, value * 2, value * 1e6, value / 3, None, "NaN"]
+        return [chance.choice(sizes), *swapped, GONE]
+    if isinstance(value, str):
+        return [chance.choice([f"{value}x", "", value[:-1], None]), *swapped, GONE]
+    if value is None:
+        return [chance.choice([0.0, "x", True, 1]), *swapped]
+    return [GONE, type(value)()]
+
+
+def alike(plain: Any, path: Path) -> list[Any]:
+    """Return what stands at the same place in other records."""
+    if path[0] != "records" or len(path) < 3:
+        return []
+    values = []
+    for record in plain["records"]:
+        try:
+            values.append(found(record, path[2:]))
+        except (KeyError, IndexError, TypeError):
+            continue
+    return [value for value in values if value != found(plain, path)]
+
+
+def edited(plain: dict[str, Any], path: Path, value: Any) -> dict[str, Any]:
+    """Return a copy with another value at a path, or with none."""
+    made = copy.copy(plain)
+    at: Any = made
+    for step in path[:-1]:
+        at[step] = copy.copy(at[step])
+        at = at[step]
+    if value is GONE:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = value
+    return made

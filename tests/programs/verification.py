@@ -1,0 +1,372 @@
+"""Judging records without their device: by the suite's own checks of their numbers, and by the emulation."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from random import Random
+from types import SimpleNamespace
+from typing import NoReturn, cast
+
+from msgspec import structs
+
+from tiebreak.backends.backend import EMULATION, Backend
+from tiebreak.backends.registry import BACKENDS
+from tiebreak.cases.bounds import UNDECLARED
+from tiebreak.cases.case import HEADS_PER_BATCH, JOINED, Case
+from tiebreak.cases.claims import ROWS_ERR_APART, ROWS_ERR_TOGETHER, predicted
+from tiebreak.cases.errors import Errors, merge
+from tiebreak.cases.gpt2.snippets import MEASURED
+from tiebreak.cases.measures import core, gradients
+from tiebreak.cases.verdicts import LOOKS, Interval, Verdict, judge
+from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.formats import Format
+from tiebreak.kernels.inputs import TORCH_DTYPES
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.matrix.candidates import tilings
+from tiebreak.matrix.checks import accuracy, ask_all, contract, repeatable
+from tiebreak.matrix.checks.gradients import CHECK as GRADIENTS
+from tiebreak.matrix.experiment import Cell, Experiment
+from tiebreak.matrix.experiments import kinds
+from tiebreak.matrix.experiments.call import Call, shown, where_bias_is
+from tiebreak.matrix.experiments.training import TrainingRun, training_result
+from tiebreak.matrix.record_collector import described
+from tiebreak.matrix.recording import blank_record
+from tiebreak.matrix.result import Claimed, Predicted, Result
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.gate.consistency import contradictions, differing
+from tiebreak.reports.names import unknown
+from tiebreak.reports.records.record import CLAIM, NONFINITE, PREDICTION, SKIPPED, Estimate, Record, Run, Value
+from tiebreak.reports.statement.folder import Profile, is_users
+
+_IDENTITY = ("id", "case_version", "seed", "plan", "command")  # of a record: what follows from its cell
+_CLONE = frozenset({"", ".", "..", "tests", "matrix"})  # parts of the path by which pytest finds the cells in a clone
+_INSTALLED = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix")  # how it finds them elsewhere
+_AFTER_KERNEL = frozenset({"--fair", "--no-worse-than", "--rules", "--cases"})  # what a command has behind --kernel
+_OF_PREDICTION = frozenset({"predicted_bias", "prediction_difference", "equal_bits"})
+_OF_GRADIENTS = frozenset({"delta_bias", *(measure.name for measure in gradients.MEASURES)})
+_NOISE = 1e-6  # what fp64 sums leave of a number that should be 0
+_MET = {True: "met", False: "not met", None: "not told"}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A record beside the cell that it says it is of."""
+
+    record: Record
+    cell: Cell
+    settings: Settings  # of its run
+
+    @property
+    def predicted(self) -> bool:
+        """Whether it is of a call on a device, held to what its plan predicts."""
+        call, declared = self.cell.experiment, self.cell.kernel.declaration
+        if not isinstance(call, Call) or declared is None:
+            return False
+        return not (self.cell.backend.predicts or call.case.cancels or call.case.chaotic)
+
+    @property
+    def recomputable(self) -> bool:
+        """Whether the emulation can tell of its numbers: it is of a call of a kernel of the suite, with a result."""
+        emulated = self.cell.backend.predicts and isinstance(self.cell.experiment, Call)
+        return self.record.shown is not None and not self.cell.kernel.external and (emulated or self.predicted)
+
+
+def judged(run: Run, asked: Profile) -> tuple[list[Judged], list[str]]:
+    """Find the cells of a run's records, and what is wrong with it, a line each.
+
+    Args:
+        run: of the release that judges it.
+        asked: the profile, which says seed and heads.
+    """
+    settings, kernels = _settings(run, asked), dict[tuple[str, str], Kernel]()
+    known: list[Judged] = []
+    found: list[str] = []
+    for record in run.records:
+        try:
+            known.append(Judged(record, _cell(record, run, kernels), settings))
+        except ValueError as error:
+            found.append(f"{record.id}: {error}")
+    found += _of_run(run, known)
+    return known, found + [f"{each.record.id}: {text}" for each in known for text in _of_record(each, run)]
+
+
+def _settings(run: Run, asked: Profile) -> Settings:
+    """What the command line of a run said of every cell."""
+    words = run.records[0].command.split() if run.records else []
+    where = words[1 : words.index("--backend")] if "--backend" in words else []
+    fair, rounded = bool(run.options.get("fair")), run.options.get("no-worse-than") == "rounded"
+    timeout = str(run.options.get("cell-timeout") or "")
+    seconds = float(timeout) if re.fullmatch(r"[0-9]+(\.[0-9]+)?", timeout) else None
+    return Settings(asked.seed, asked.heads, fair, rounded, "--rules" in words, seconds, tuple(where))
+
+
+def _cell(record: Record, run: Run, kernels: dict[tuple[str, str], Kernel]) -> Cell:
+    """Return the cell of a record.
+
+    Args:
+        record: whose.
+        run: that it is of.
+        kernels: of the run so far: of one that is not here the first record says what it declares.
+
+    Raises:
+        ValueError: there is no such cell; one line with the field.
+    """
+    if record.backend not in BACKENDS:
+        raise ValueError(f"backend: {unknown('backend', record.backend, BACKENDS, '')}")
+    if record.experiment not in kinds():
+        raise ValueError(f"experiment: {unknown('kind of experiment', record.experiment, kinds(), '')}")
+    fmt = next((fmt for fmt in TORCH_DTYPES if fmt.name == record.format), None)
+    if fmt is None:
+        raise ValueError(f"format: {record.format}: no kernel is run in it")
+    name, *features = record.case.split(JOINED)
+    experiment = _offered(record.experiment).get(name)
+    if experiment is not None and features:
+        experiment = experiment.with_features(features)
+    if experiment is None:
+        raise ValueError(f"case: {record.case}: not one of the suite's, so nobody else can verify it")
+    backend, card = BACKENDS[record.backend], run.options.get("as")
+    backend = backend.assuming(str(card)) if card else backend
+    key = record.backend, record.kernel
+    kernels[key] = kernels.get(key) or _kernel(record, backend)
+    return Cell(backend, kernels[key], experiment, fmt)
+
+
+@cache
+def _offered(kind: str) -> Mapping[str, Experiment]:
+    return {each.name: each for each in kinds()[kind].offered(None, cases_named=True)}
+
+
+def _kernel(record: Record, backend: Backend) -> Kernel:
+    """Return the kernel of a record; a user's, or another machine's, is stood in for by what it declares."""
+    words = record.command.split()
+    origin: Sequence[str] = ()
+    if is_users(record):
+        begins = words.index("--kernel")
+        ends = next((at for at, word in enumerate(words) if at > begins and word in _AFTER_KERNEL), len(words))
+        origin = words[begins:ends]
+    try:
+        named = kinds()[record.experiment].kernels(backend).get(record.kernel)
+        own = Kernel("", _absent, None) if origin else named or backend.kernel(record.kernel)
+    except ValueError:
+        own = Kernel("", _absent, None)
+    if own.composed:
+        return own
+    declared = own.declaration
+    if record.plan != (declared and declared.label):  # as a vendor's may on another processor
+        declared = None if record.plan is None else parse_declaration(record.plan)
+    return replace(own, name=record.kernel, declaration=declared, external=bool(origin), origin=tuple(origin))
+
+
+def _absent(*_: object) -> NoReturn:
+    raise NotImplementedError("a kernel that is not here")
+
+
+def _of_run(run: Run, known: Sequence[Judged]) -> Iterator[str]:
+    """What a run says of itself, and neither its records nor the suite do."""
+    where = known[0].settings.matrix if known else _INSTALLED
+    if where != _INSTALLED and (len(where) != 1 or {*where[0].split("/")} - _CLONE):
+        yield f"command: pytest {' '.join(where)}: not where the cells are"
+    brought = any(map(is_users, run.records))
+    if bool(run.options.get("kernel")) is not brought:
+        yield f"options.kernel: {run.options.get('kernel')}, and {'a' if brought else 'no'} record is of such a kernel"
+    if len(known) == len(run.records):  # else it can't be described
+        own = described(run, {each.record.id: each.cell for each in known})
+        for table in ("measures", "checks", "cases", "experiments"):
+            ours, theirs = getattr(own, table), getattr(run, table)
+            names = [name for name in ours if ours[name] != theirs.get(name)]
+            yield from (f"{table}.{name}: not as the suite describes it" for name in names)
+
+
+def _of_record(judged: Judged, run: Run) -> Iterator[str]:
+    """What a record says, and neither its cell nor its own numbers do."""
+    record, cell, settings = judged.record, judged.cell, judged.settings
+    blank = blank_record(cell, settings, record.outcome)
+    for name in _IDENTITY:
+        if getattr(record, name) != getattr(blank, name):
+            yield f"{name}: {getattr(record, name)}, and its cell has {getattr(blank, name)}"
+    yield from contradictions(record, run)
+    if record.excused is not None and all(answer.met for answer in record.answers.values()):
+        yield "excused: and nothing fell"
+    if record.outcome == SKIPPED and cell.kernel.composed:
+        here = replace(cell, backend=replace(cell.backend, device="cpu"))
+        if cell.experiment.refusal(here, Workbench(Settings(settings.seed, HEADS_PER_BATCH))) != record.skipped:
+            yield f"skipped: {record.skipped}, and it can be run"
+    if record.shown is None:
+        return
+    if record.digest is None:
+        yield "digest: missing"
+    if isinstance(cell.experiment, Call):
+        yield from _of_numbers(judged, cell.experiment.case)
+        yield from _of_answers(record, _call_result(judged, cell.experiment.case))
+    elif isinstance(cell.experiment, TrainingRun):
+        yield from (f"measures.{name}: missing" for name in sorted(MEASURED.keys() - record.measures.keys()))
+        measures = {name: _number(record, name) for name in MEASURED}
+        yield from _of_answers(record, training_result(cell.experiment.snippet, cell.kernel, settings, measures))
+
+
+def _of_numbers(judged: Judged, case: Case) -> Iterator[str]:
+    """Where the numbers of a call do not go together."""
+    record = judged.record
+    needed = {measure.name for measure in core.MEASURES} | (_OF_PREDICTION if judged.predicted else frozenset())
+    yield from (f"measures.{name}: missing" for name in sorted(needed - record.measures.keys()))
+    drawn = [_at_once(case, judged.settings) << look for look in range(LOOKS)]
+    if record.heads not in drawn:
+        yield f"heads: {record.heads}, and a cell draws {', '.join(map(str, drawn))}"
+    elif record.number("elements") != record.heads * _elements(case, judged.cell.fmt):
+        yield f"measures.elements: {record.number('elements')}, and {record.heads} heads have others"
+    if judged.predicted and not record.number(NONFINITE):
+        bias, foretold, apart = (_number(record, name) for name in ("bias", "predicted_bias", "prediction_difference"))
+        if abs(bias - foretold - apart) > _NOISE:
+            yield "measures: bias less predicted_bias is not prediction_difference"
+
+
+def _at_once(case: Case, settings: Settings) -> int:
+    """How many heads a cell draws at once."""
+    return settings.heads if case.most_heads is None else min(settings.heads, case.most_heads)
+
+
+@cache
+def _elements(case: Case, fmt: Format) -> int:
+    """How many elements of O a head has."""
+    return math.prod(case.make(1, 0, HEADS_PER_BATCH, fmt).do.shape[2:])
+
+
+def _of_answers(record: Record, result: Result) -> Iterator[str]:
+    """Where a record is not what its own numbers come to."""
+    for name in ("verdict", "tied", "in_training", "shown", "heads"):
+        if getattr(record, name) != getattr(result, name):
+            yield f"{name}: {getattr(record, name)}, and its measures come to {getattr(result, name)}"
+    answers = ask_all(result)
+    yield from (f"answers.{name}: asked, and such a cell is not" for name in record.answers if name not in answers)
+    for name, answer in answers.items():
+        told = record.answers.get(name)
+        if told is None:
+            yield f"answers.{name}: not asked, and such a cell is: {answer.why or answer.asked}"
+        elif told.met is not answer.met:
+            yield f"answers.{name}: {_MET[told.met]}, and its measures say {_MET[answer.met]}"
+        elif (told.asked, told.source) != (answer.asked, answer.source) and name != accuracy.CHECK.name:
+            yield f"answers.{name}: asks for {told.asked}, and such a cell for {answer.asked}"
+
+
+def _call_result(judged: Judged, case: Case) -> Result:
+    """What the measures of a call come to; what its device alone can tell is as the record has it."""
+    record, cell, declared = judged.record, judged.cell, judged.cell.kernel.declaration
+    measures = {name: _interval(it) if isinstance(it, Estimate) else it for name, it in record.measures.items()}
+    nonfinite, bias = record.number(NONFINITE) or 0.0, _interval(record.measures.get("bias"))
+    verdict = None if case.cancels else (Verdict.NONFINITE if nonfinite else judge(bias)).value
+    tied, in_training = where_bias_is(verdict, measures, case.formats(cell.fmt).output)
+    backward, kept = record.answers.get(GRADIENTS.name), record.answers.get(contract.CHECK.name)
+    raised = backward is not None and backward.met is False and "gradients_nonfinite" not in measures
+    return Result(
+        measures=measures,
+        shown=shown(nonfinite, _number(record, "gain"), bias.mean, verdict),
+        verdict=verdict,
+        tied=tied,
+        in_training=in_training,
+        claims=tuple(_claims(judged, case)),
+        prediction=_prediction(record, declared.label) if judged.predicted and declared is not None else None,
+        backward_error=backward.why if backward is not None and raised else None,
+        repeatable=None if cell.backend.repeats(cell.kernel) else record.met(repeatable.CHECK.name) is True,
+        failure=case.failure,
+        contract=cell.kernel.external,
+        leaks=None if kept is None or kept.met else kept.why,
+        bound_of=(declared or UNDECLARED).plan.name,
+        heads=record.heads,
+    )
+
+
+def _claims(judged: Judged, case: Case) -> Iterator[Claimed]:
+    """What a case claims of a kernel. Which tiles a user's works in, which may decide that, a record does not tell."""
+    record, kernel, told = judged.record, judged.cell.kernel, judged.record.answers.get(CLAIM)
+    tiled = tilings(kernel.declaration) if kernel.declaration is not None and kernel.external else [kernel.declaration]
+    claims = [claim for each in tiled if (claim := case.claim_about(each, judged.cell.fmt)) is not None]
+    if kernel.external:
+        claims = [claim for claim in claims if told is not None and told.asked == claim.expectation.name]
+    for claim in claims[:1]:
+        expectation = claim.expectation
+        # Of rows a record has the means alone, without their interval.
+        rows = expectation in (ROWS_ERR_TOGETHER, ROWS_ERR_APART)
+        met = record.met(CLAIM) if rows else expectation.met(_errors(record))
+        yield Claimed(expectation.name, claim.source, met, "", expectation.waives)
+    held_to_more = judged.settings.fair or judged.settings.as_rounded
+    if kernel.external and told is not None and not claims and held_to_more:
+        yield Claimed(told.asked, told.source or "", told.met, told.why)  # what it was compared with is not recorded
+
+
+def _errors(record: Record) -> Errors:
+    """What claims ask of errors, from the numbers of a record; NaN where it has none."""
+    numbers = {each.name: _number(record, each.name) for each in fields(Errors)}
+    # Of the sizes claims ask for their ratio, and whether that of O is 0.
+    numbers |= {name: _number(record, "gain") for name in ("gain", "output_size")}
+    return cast(Errors, SimpleNamespace(**numbers, bias=_interval(record.measures.get("bias"))))
+
+
+def _prediction(record: Record, plan: str) -> Predicted:
+    # How many elements of the prediction are lost is not recorded.
+    lost, apart = bool(record.number(NONFINITE)), _interval(record.measures.get("prediction_difference"))
+    return Predicted(plan, record.met(PREDICTION) if lost else predicted(apart), "")
+
+
+def _number(record: Record, name: str) -> float:
+    number = record.number(name)
+    return math.nan if number is None else number
+
+
+def _interval(value: Value) -> Interval:
+    mean, width = (value.mean, value.half_width) if isinstance(value, Estimate) else (None, None)
+    return Interval(math.nan if mean is None else mean, math.inf if width is None else width)
+
+
+def sample(known: Iterable[Judged], size: int, seed: int) -> list[Judged]:
+    """Draw some of the records that the emulation can tell of, case by case.
+
+    Args:
+        known: of a statement.
+        size: how many at most.
+        seed: another one draws others.
+    """
+    able = sorted((each for each in known if each.recomputable), key=lambda each: each.record.id)
+    chosen = Random(seed).sample(able, min(size, len(able)))
+    return sorted(chosen, key=lambda each: (each.record.case, each.record.id))
+
+
+def recomputed(judged: Judged, bench: Workbench) -> Iterator[str]:
+    """Run the cell of a record again on the emulation, and tell where that comes to something else, a line each.
+
+    Of a device's cell it comes to what the plan predicts; where all bits are equal, to all that was measured of O.
+
+    Args:
+        judged: one that is `recomputable`, and in which nothing else is wrong.
+        bench: shares inputs with other records.
+    """
+    record, cell = judged.record, replace(judged.cell, backend=EMULATION)
+    if judged.cell.backend.predicts:
+        again = run_cell(cell, bench)
+        drawn = {name: value for name, value in record.evidence.items() if name in again.evidence}
+        record = structs.replace(record, evidence=drawn)
+    else:
+        told: dict[str, Value] = {"predicted_bias": _predicted_bias(judged, bench)}
+        again = record
+        if record.number("equal_bits") == 1.0:
+            again = run_cell(cell, bench)
+            told |= {name: value for name, value in again.measures.items() if name not in _OF_GRADIENTS}
+        of_o = {name: getattr(again, name) for name in ("digest", "heads", "verdict", "shown")}
+        again = structs.replace(record, measures=told, **of_o)
+        record = structs.replace(record, measures={name: record.measures.get(name) for name in told})
+    for at, ours, theirs in differing(again, record):
+        yield f"{at[1:]}: {theirs}, recomputed {ours}"
+
+
+def _predicted_bias(judged: Judged, bench: Workbench) -> Estimate:
+    """The bias of the plan that a kernel declares, on the heads that its cell has drawn."""
+    call, declared = judged.cell.experiment, judged.cell.kernel.declaration
+    assert isinstance(call, Call)
+    assert declared is not None
+    batches = judged.record.heads // _at_once(call.case, bench.settings)
+    case = bench.case(call.case, judged.cell.fmt)
+    bias = merge([case.emulated(index, declared)[1] for index in range(batches)]).bias
+    return Estimate.of(bias.mean, bias.half_width)
