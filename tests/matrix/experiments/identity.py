@@ -48,7 +48,7 @@ class Identification(Experiment):
     def run(self, cell: Cell, bench: Workbench) -> Result:
         """As `Experiment.run`."""
         try:
-            identity = identify(cell.backend, cell.kernel, cell.fmt, bench.settings.seed)
+            identity = identify(cell.backend, cell.kernel, cell.fmt, bench.settings.seed, beyond_known=False)
         except UnidentifiedError as error:
             raise CannotRunError(str(error)) from error
         share = identity.share or 0.0

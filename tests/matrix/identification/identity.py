@@ -124,7 +124,13 @@ class UnidentifiedError(Exception):
 
 
 def identify(
-    backend: Backend, kernel: Kernel, fmt: Format, seed: int = 1, tell: Callable[[str], None] = lambda line: None
+    backend: Backend,
+    kernel: Kernel,
+    fmt: Format,
+    seed: int = 1,
+    tell: Callable[[str], None] = lambda line: None,
+    *,
+    beyond_known: bool = True,
 ) -> Identity:
     """Find the plan that a kernel follows, from its outputs alone.
 
@@ -134,6 +140,7 @@ def identify(
         fmt: format of q, k and v.
         seed: of the inputs by which no plan is chosen.
         tell: how far it is.
+        beyond_known: whether to look for a nearer plan where a known one explains every designed input.
 
     Raises:
         UnidentifiedError: it does not give the same bits twice, nothing finite, or takes too few of the inputs.
@@ -144,7 +151,8 @@ def identify(
         answers = _answers(asked, tell)
         shown = [answer for answer in answers if answer.name not in OF_SUMS]
         eight_bits = [kernel.declaration for kernel in eight_bit_kernels() if kernel.declaration is not None]
-        search = Search(shown, fmt, [*on_device(backend).values(), *eight_bits], tell)
+        known = [*on_device(backend).values(), *eight_bits]
+        search = Search(shown, fmt, known, tell, enough=lambda plan: not (beyond_known or _unexplained(answers, plan)))
         nearest = search.nearest()
         tried, stopped = search.tried, search.stopped
         plan, alike = _settled(asked, answers, nearest, tell)

@@ -47,6 +47,7 @@ class Search:
     fmt: Format  # of the call
     known: Iterable[Declaration]  # plans to start from
     tell: Callable[[str], None]  # how far it is
+    enough: Callable[[Declaration], bool] = lambda plan: False  # whether a known plan ends the search
     costs: dict[Declaration, float] = field(default_factory=dict)  # of plans that were tried on all answers
     _shown: dict[str, list[float]] = field(default_factory=dict)  # by input: costs of plans there, their number
 
@@ -106,6 +107,8 @@ class Search:
         """The plan with the least cost: from the best known one, as long as a group of plans near it leads on."""
         starts = [forward_alone(known, self.fmt) for known in self.known]
         self._try(starts, _FEW)
+        if self.enough(self._best):
+            return self._best
         self._cast_o(starts)
         if self._hidden(self._best):
             self._try(combined(map(parse_declaration, _STARTS), self.fmt, _RULES, {"s"}, usual=True), _FEW)
