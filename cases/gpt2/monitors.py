@@ -235,8 +235,10 @@ def spectral_norms(block: Block) -> Tensor:
     NaN where a part is not finite, which torch would raise at.
     """
     parts = block.wq.weight.detach().reshape(block.heads, -1, block.wq.weight.shape[1])
-    nan = parts.new_tensor(math.nan)
-    return torch.stack([torch.linalg.matrix_norm(part, 2) if bool(part.isfinite().all()) else nan for part in parts])
+    finite = torch.isfinite(parts).all(-1).all(-1)
+    norms = torch.full((len(parts),), torch.nan, dtype=parts.dtype, device=parts.device)
+    norms[finite] = torch.linalg.matrix_norm(parts[finite], 2)
+    return norms
 
 
 def alignment(weight: Tensor, x: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """`--rules` in a run, and `tiebreak rules`: what records, verdict and table say; the gate takes no notice."""
 
+import base64
+import gzip
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +76,9 @@ def test_the_table_has_a_row_a_rule_below_the_suites_own_word(asked: Path, capsy
 def test_the_page_says_it_of_a_cell(asked: Path, tmp_path: Path) -> None:
     assert cli.main(["page", str(asked), "-o", str(tmp_path / "page")]) == 0
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
+    data = re.search(r'<script type="application/gzip" id="data">(.*?)</script>', page)
+    assert data is not None
+    page = gzip.decompress(base64.b64decode(data[1])).decode()
     assert re.search(r"passes \d+ of \d+ acceptance rules; turned down by [^\"]*signed_mean", page)
 
 

@@ -428,7 +428,7 @@ return plain(q, k, v, causal=causal, scale=scale)
         # One group: the cell that waits comes after the one that is done.
         cases = ("--cases", "random_odd,random,random_causal", "--heads", "16", "-n", workers)
         code, output = interrupted("--kernel", spec, *PLAN, *cases)
-        assert code == pytest.ExitCode.INTERRUPTED
+        assert code == pytest.ExitCode.INTERRUPTED, output
         run = kept()
         assert not run.complete
         assert "random_odd" not in outcomes(run)
