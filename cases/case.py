@@ -109,6 +109,11 @@ class Case:
     only_claimed: bool = False  # whether kernels of a roster's plan of which it claims nothing run by name alone
 
     @property
+    def bits_tell(self) -> bool:
+        """Whether a plan predicts the bits of O: not where O cancels, or is chaotic."""
+        return not (self.cancels or self.chaotic)
+
+    @property
     def version(self) -> int:
         """Records of other versions are not comparable: the recipe's revision, or the checksum of what is at hand."""
         return self.revision if self.fixed_heads is None else self.fixed_heads.checksum()

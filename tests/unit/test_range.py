@@ -18,7 +18,7 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
-from tiebreak.matrix import sampling
+from tiebreak.matrix import attribution
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
@@ -49,7 +49,7 @@ def zeros(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> Atten
 @pytest.fixture(autouse=True)
 def unattributed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros follow no plan, and to try them all takes a hundred times the cell."""
-    monkeypatch.setattr(sampling, "fits", lambda *_: {})
+    monkeypatch.setattr(attribution, "fits", lambda *_: {})
 
 
 ZEROS = Kernel("zeros", zeros, None, has_backward=False, takes=frozenset(FEATURES))

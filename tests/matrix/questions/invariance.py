@@ -20,7 +20,8 @@ from tiebreak.kernels.features import CAUSAL
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel, composed
-from tiebreak.matrix.attribution import drawn, equal_bits
+from tiebreak.matrix.bits import equal_bits
+from tiebreak.matrix.candidates import drawn
 from tiebreak.matrix.questions import session as sessions
 from tiebreak.matrix.questions.answers import DQ, OF_QUERIES, Answers, Cut, O, joined
 from tiebreak.matrix.questions.materials import cancelling
