@@ -37,7 +37,6 @@ class Measure:
     per: str | None = None  # the measure that it is held as a share of
     portable: bool = False  # whether it is held between platforms too
     column: bool = False  # whether the page's table of all cells has a column of it
-    term: str = ""  # what the field calls it, for docs/words.md; empty: nothing
 
 
 @dataclass(frozen=True)

@@ -44,21 +44,14 @@ def _error_of(name: str, observed: Observed) -> Value:
 
 
 MEASURES = (
-    *(
-        CallMeasure(name, about, worse="more", term="relative error", of=partial(_error_of, name))
-        for name, about in _RELATIVE.items()
-    ),
-    *(
-        CallMeasure(name, about, term="cosine similarity", of=partial(_error_of, name))
-        for name, about in _COSINES.items()
-    ),
+    *(CallMeasure(name, about, worse="more", of=partial(_error_of, name)) for name, about in _RELATIVE.items()),
+    *(CallMeasure(name, about, of=partial(_error_of, name)) for name, about in _COSINES.items()),
     *(
         CallMeasure(
             f"{name}_ulps",
             f"root mean square error of d{name[1].upper()}, in ulps of the largest element of its row",
             "ulp",
             worse="more",
-            term="RMS error",
             of=partial(_ulps, at),
         )
         for at, name in enumerate(_NAMES)
@@ -67,21 +60,18 @@ MEASURES = (
         "delta_bias_in_dq",
         "mean error of delta as the error of dQ shows it (paper, equation 1), relative to mean |delta|",
         worse="farther",
-        term="relative mean error",
         of=_delta,
     ),
     CallMeasure(
         "gradients_nonfinite",
         "elements of dQ, dK, dV that are NaN or Inf, the reference's are finite",
         worse="more",
-        term="NaN count",
         of=lambda observed: observed.gradient_faults.get("nonfinite"),
     ),
     CallMeasure(
         "dsink_relative_error",
         "norm of the error of dSink, of a learned sink, over the norm of dSink",
         worse="more",
-        term="relative error",
         of=_sink,
     ),
     # No check and no limit: most kernels add up dQ by atomics.
@@ -89,14 +79,12 @@ MEASURES = (
         "gradients_repeated",
         "share of elements of dQ, dK, dV that a second run gives to the bit: chance where atomics add them up",
         worse="less",
-        term="determinism of the backward pass",
         of=lambda observed: observed.equal_gradients,
     ),
     CallMeasure(
         "gradient_error_over_bound",
         "largest error of dQ, dK and dV as a share of its rounding-error bound",
         worse="more",
-        term="a priori error bound",
         of=lambda observed: observed.gradient_faults.get("over_bound"),
     ),
 )

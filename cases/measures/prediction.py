@@ -21,14 +21,12 @@ MEASURES = (
         "bias less the predicted one, paired head by head",
         "ulp",
         worse="farther",
-        term="paired difference",
         of=lambda observed: None if observed.predicted is None else difference(observed.errors, observed.predicted),
     ),
     CallMeasure(
         "equal_bits",
         "share of elements of O that agree with the prediction to the bit",
         worse="less",
-        term="bitwise agreement",
         of=lambda observed: observed.equal_bits,
     ),
 )

@@ -11,7 +11,6 @@ MEASURES = (
         "outside_values",
         "largest distance of O from the range of V, as a share of what the plan's rounding allows",
         worse="more",
-        term="violated convex combination",
         of=lambda observed: observed.errors.outside_values,
     ),
 )

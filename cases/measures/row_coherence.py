@@ -9,7 +9,6 @@ MEASURES = (
         "mean over rows of the absolute mean signed error of a row: what delta, a sum over it, feels",
         "ulp",
         worse="more",
-        term="correlated rounding errors",
         of=lambda observed: coherence(observed.row_errors).nanmean().item(),
     ),
     CallMeasure(
