@@ -14,7 +14,7 @@ what the statement must catch, from the other side, is not claimed of; nor is on
 import csv
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from pathlib import Path
@@ -28,10 +28,8 @@ FILE = Path(__file__).with_name("spread.csv")
 LEAST = 8  # seeds of a bound: fewer say too little of what one more gives
 _DIGITS = 3  # of a bound, rounded outwards
 
-
-_Scale = Callable[[float], float]
 #: What makes a measure about normal, and the way back; of all others, as they are.
-SCALES: Mapping[str, tuple[_Scale, _Scale]] = {
+SCALES: Mapping[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
     "wq_norm_growth": (math.log, math.exp),
     "loss_rise": (math.cbrt, lambda root: root**3),  # 0 in half of the runs whose loss only falls
 }
@@ -51,12 +49,12 @@ class SnippetClaim:
     waives: frozenset[str] = frozenset()  # names of checks that need not be met: that they are not is what is claimed
 
     def held(self, measures: Mapping[str, float]) -> bool:
-        """Return whether the measure lies between the bounds; NaN does not."""
+        """Whether the measure lies between the bounds; NaN does not."""
         return self.low < measures[self.measure] < self.high
 
     @property
     def text(self) -> str:
-        """Return the claim in words, as reports print it."""
+        """The claim in words, as reports print it."""
         low = "" if self.low == -math.inf else f"{self.low:g} < "
         high = "" if self.high == math.inf else f" < {self.high:g}"
         return f"{low}{self.measure}{high}"
@@ -83,7 +81,7 @@ class Spread:
     highest: float  # of the measure itself
 
     def margin(self, p: float) -> float:
-        """Return how far from the mean one more run lies with a probability of p, to one side."""
+        """How far from the mean one more run lies with a probability of p, to one side."""
         return student(self.n - 1, p) * self.sd * math.sqrt(1 + 1 / self.n)
 
 
@@ -99,36 +97,23 @@ class BoundRule:
 
     @property
     def bounds(self) -> int:
-        """Return how many bounds it has: a run can fall at each."""
+        """How many bounds it has: a run can fall at each."""
         return 2 if self.side == "within" else 1
 
     def outward(self, value: float) -> float:
-        """Return a value, or a mean, so that more of it is further out."""
+        """A value, or a mean, so that more of it is further out."""
         return {"above": -value, "below": value, "within": abs(value)}[self.side]
 
-
-@dataclass(frozen=True)
-class Weighed:
-    """A statement about one variant, with the runs it rests on."""
-
-    statement: BoundRule
-    variant: str  # by full name
-    own: Spread | None  # of the variant; None: not run at two seeds
-    other: Spread | None  # of what the statement must catch
-    bound: float | None  # of the measure; within: to both sides; None: it does not separate
-
-    @property
-    def distance(self) -> float:
-        """Return how far it is from the bound to the mean of what it must catch, in standard deviations of that one."""
-        assert self.bound is not None
-        assert self.other is not None
-        bound = scaled(self.statement.measure, self.bound)
-        gap = self.statement.outward(self.other.mean) - self.statement.outward(bound)
-        return gap / self.other.sd if self.other.sd else math.inf
+    def limit(self, edge: float) -> float:
+        """The bound that lies this far out, as a number of the measure with few digits, rounded outwards."""
+        value = self.outward(edge) if self.side == "above" else edge
+        value = SCALES[self.measure][1](value) if self.measure in SCALES else value
+        rounding = ROUND_FLOOR if self.side == "above" else ROUND_CEILING
+        return float(Context(prec=_DIGITS, rounding=rounding).create_decimal_from_float(value))
 
 
 def student(freedom: int, p: float) -> float:
-    """Return Student's quantile: what is exceeded with a probability of p, under a half.
+    """Student's quantile: what is exceeded with a probability of p, under a half.
 
     By the finite sums for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4), bisected.
 
@@ -145,7 +130,7 @@ def student(freedom: int, p: float) -> float:
 
 
 def _beyond(freedom: int, angle: float) -> float:
-    """Return the probability of more than t = sqrt(freedom) tan(angle)."""
+    """The probability of more than t = sqrt(freedom) tan(angle)."""
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2 == 1
     term = total = (cosine if freedom > 1 else 0.0) if odd else 1.0
@@ -157,20 +142,12 @@ def _beyond(freedom: int, angle: float) -> float:
 
 
 def scaled(measure: str, value: float) -> float:
-    """Return a measure on the scale on which its mean and standard deviation are taken."""
+    """A measure on the scale on which its mean and standard deviation are taken."""
     return SCALES[measure][0](value) if measure in SCALES else value
 
 
-def spread(measure: str, values: Sequence[float]) -> Spread:
-    """Return the spread of two values or more; NaN where one of them is no number."""
-    numbers = [scaled(measure, value) for value in values]
-    mean = math.fsum(numbers) / len(numbers)
-    sd = math.sqrt(math.fsum((number - mean) ** 2 for number in numbers) / (len(numbers) - 1))
-    return Spread(len(values), mean, sd, min(values), max(values))
-
-
 def read_spreads(path: Path = FILE) -> Mapping[Ran, Spread]:
-    """Return what a data file has."""
+    """What a data file has."""
     with path.open(encoding="utf-8", newline="") as file:
         next(file)
         return {
@@ -181,89 +158,43 @@ def read_spreads(path: Path = FILE) -> Mapping[Ran, Spread]:
         }
 
 
-def write_spreads(spreads: Mapping[Ran, Spread], commit: str, path: Path = FILE) -> None:
-    """Make a data file, a row a distribution, behind a line with the commit they were measured at."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        file.write(f"# measured at {commit}\n")
-        lines = csv.writer(file, lineterminator="\n")
-        lines.writerow([*Ran._fields, *(field.name for field in fields(Spread))])
-        for ran, spread in sorted(spreads.items()):
-            figures = (f"{value:.6g}" for value in (spread.mean, spread.sd, spread.lowest, spread.highest))
-            lines.writerow([*ran, spread.n, *figures])
-
-
 #: The committed runs.
 SPREADS = read_spreads()
 
 
-def weighed(
-    snippet: str, version: int, statements: Iterable[BoundRule], spreads: Mapping[Ran, Spread] = SPREADS
-) -> tuple[Weighed, ...]:
-    """Return every statement about every variant, with its bound if it separates."""
-    rules = tuple(statements)
-    shares = Counter(variant for rule in rules for variant in rule.variants for _ in range(rule.bounds))
-
-    def spread(variant: str, measure: str) -> Spread | None:
-        return spreads.get(Ran(snippet, version, EMULATION, variant, measure))
-
-    def weigh(statement: BoundRule) -> list[Weighed]:
-        rows = [
-            (name, spread(name, statement.measure), spread(statement.against, statement.measure))
-            for name in statement.variants
-        ]
-        # How far out a variant comes, and how far in what the statement must catch does.
-        edges = {
-            name: (statement.outward(own.mean) + own.margin(p), statement.outward(other.mean) - other.margin(p))
-            for name, own, other in rows
-            if own is not None and other is not None and min(own.n, other.n) >= LEAST
-            for p in [ALARMS / shares[name]]
-        }
-        edges = {name: (own, other) for name, (own, other) in edges.items() if own < other}
-        bound = _bound(statement, max(own for own, _ in edges.values())) if edges else math.nan
-        reach = statement.outward(scaled(statement.measure, bound)) if edges else math.nan
-        apart = {name for name, (_, other) in edges.items() if reach < other}
-        return [Weighed(statement, name, own, other, bound if name in apart else None) for name, own, other in rows]
-
-    return tuple(row for statement in rules for row in weigh(statement))
-
-
-def _bound(statement: BoundRule, edge: float) -> float:
-    """Return the furthest edge as a number of the measure with few digits, rounded outwards."""
-    value = statement.outward(edge) if statement.side == "above" else edge
-    value = SCALES[statement.measure][1](value) if statement.measure in SCALES else value
-    rounding = ROUND_FLOOR if statement.side == "above" else ROUND_CEILING
-    return float(Context(prec=_DIGITS, rounding=rounding).create_decimal_from_float(value))
-
-
 def bounded(
-    snippet: str, version: int, statements: Iterable[BoundRule], spreads: Mapping[Ran, Spread] = SPREADS
+    snippet: str, version: int, rules: Iterable[BoundRule], spreads: Mapping[Ran, Spread] = SPREADS
 ) -> tuple[SnippetClaim, ...]:
-    """Return the claims that statements amount to: those that do not separate are left out."""
-    bounds_by_rule: dict[BoundRule, dict[str, float]] = {}
-    for row in weighed(snippet, version, statements, spreads):
-        if row.bound is not None:
-            bounds_by_rule.setdefault(row.statement, {})[row.variant] = row.bound
+    """The claims that rules amount to, each about those of its variants that separate from what it must catch."""
+    rules = tuple(rules)
+    shares = Counter(variant for each in rules for variant in each.variants for _ in range(each.bounds))
     claims = []
-    for statement, bounds in bounds_by_rule.items():
-        (bound,) = set(bounds.values())
-        low = {"above": bound, "below": -math.inf, "within": -bound}[statement.side]
-        high = math.inf if statement.side == "above" else bound
-        claims.append(SnippetClaim(frozenset(bounds), statement.measure, statement.source, low, high))
+    for each in rules:
+        names = (*each.variants, each.against)
+        of = {name: spreads.get(Ran(snippet, version, EMULATION, name, each.measure)) for name in names}
+        caught = of[each.against]
+        edges = {}  # by variant: how far out its runs come, and how far in those of what the rule must catch
+        for name in each.variants:
+            own, p = of[name], ALARMS / shares[name]
+            if own is None or caught is None or min(own.n, caught.n) < LEAST:
+                continue
+            out, reached = each.outward(own.mean) + own.margin(p), each.outward(caught.mean) - caught.margin(p)
+            if out < reached:
+                edges[name] = out, reached
+        if not edges:
+            continue
+        bound = each.limit(max(out for out, _ in edges.values()))
+        place = each.outward(scaled(each.measure, bound))
+        if apart := frozenset(name for name, (_, reached) in edges.items() if place < reached):
+            low = {"above": bound, "below": -math.inf, "within": -bound}[each.side]
+            high = math.inf if each.side == "above" else bound
+            claims.append(SnippetClaim(apart, each.measure, each.source, low, high))
     return tuple(claims)
 
 
 def rule(
     side: Side, variants: str, measure: str, source: str, *, against: str, rounded: bool | None = None
 ) -> BoundRule:
-    """Return a statement about variants by their short names, space-separated.
-
-    Args:
-        side: where the measure lies.
-        variants: short names; with l from rounded P-bar, unrounded, or both.
-        measure: a name of SnippetResult.measures.
-        source: of the statement.
-        against: the variant that it must catch, by full name.
-        rounded: which l; None: both.
-    """
+    """A rule about variants by their short names, space-separated; `rounded` is as `variant_names` takes it."""
     names = (name for short in variants.split() for name in variant_names(short, rounded=rounded))
     return BoundRule(tuple(names), measure, source, side, against)

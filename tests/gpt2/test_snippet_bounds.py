@@ -17,13 +17,11 @@ from tiebreak.cases.gpt2.bounds import (
     bounded,
     read_spreads,
     rule,
-    spread,
     student,
-    weighed,
-    write_spreads,
 )
 from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS
 from tiebreak.studies import spread as program
+from tiebreak.studies.spread import spread, write_spreads
 
 ABOVE = BoundRule(("flash@train",), "row_max_rise", "a test", "above", "fair@train")
 BELOW = BoundRule(("fair@train",), "row_max_rise", "a test", "below", "flash@train")
@@ -86,7 +84,6 @@ def test_several_variants_share_the_widest_and_those_that_do_not_separate_are_le
     (alone,) = bounded("a", 1, [replace(BELOW, variants=("wide@train",))], found)
     assert claim.variants == {"fair@train", "wide@train"}
     assert claim.high == alone.high
-    assert [row.bound is None for row in weighed("a", 1, [four], found)] == [False, False, True, True, True]
 
 
 def test_nothing_is_claimed_of_a_recipe_without_runs_or_of_runs_without_a_number() -> None:

@@ -5,20 +5,16 @@ often; the others follow. `--write` puts n, mean and sd into cases/gpt2/spread.c
 `tiebreak.cases.gpt2.bounds` derives the bounds.
 """
 
+import csv
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.backends.provenance import commit
-from tiebreak.cases.gpt2.bounds import (
-    Ran,
-    Spread,
-    bounded,
-    read_spreads,
-    spread,
-    write_spreads,
-)
+from tiebreak.cases.gpt2.bounds import FILE, Ran, Spread, bounded, read_spreads, scaled
 from tiebreak.cases.gpt2.snippets import SNIPPETS, Snippet, run_snippet
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.reports.cli import count
@@ -96,6 +92,25 @@ def spreads(runs: Runs) -> dict[Ran, Spread]:
             ran = Ran(task.snippet, task.version, task.backend, task.variant, measure)
             values.setdefault(ran, []).append(each.measures[measure])
     return {ran: spread(ran.measure, each) for ran, each in values.items() if len(each) > 1}
+
+
+def spread(measure: str, values: Sequence[float]) -> Spread:
+    """The spread of two values or more; NaN where one of them is no number."""
+    numbers = [scaled(measure, value) for value in values]
+    mean = math.fsum(numbers) / len(numbers)
+    sd = math.sqrt(math.fsum((number - mean) ** 2 for number in numbers) / (len(numbers) - 1))
+    return Spread(len(values), mean, sd, min(values), max(values))
+
+
+def write_spreads(spreads: Mapping[Ran, Spread], commit: str, path: Path = FILE) -> None:
+    """Make a data file, a row a distribution, behind a line with the commit they were measured at."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        file.write(f"# measured at {commit}\n")
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow([*Ran._fields, *(field.name for field in fields(Spread))])
+        for ran, found in sorted(spreads.items()):
+            figures = (f"{value:.6g}" for value in (found.mean, found.sd, found.lowest, found.highest))
+            lines.writerow([*ran, found.n, *figures])
 
 
 def _current(runs: Runs) -> Runs:
