@@ -34,7 +34,7 @@ def clip(block: Block, largest: Tensor, tau: float) -> None:
 
 
 class QKClip:
-    """Watches the largest logits of a step, as a model's observer, and clips the weights after it."""
+    """Watches the largest logits of a step, as one of a model's observers, and clips the weights after it."""
 
     def __init__(self, tau: float) -> None:
         """Let no logit stay above `tau`."""

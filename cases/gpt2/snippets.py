@@ -7,12 +7,13 @@ Every snippet trains the same small GPT-2 on the same batches with a head script
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
+import torch
 from torch import Tensor, nn
 
 from tiebreak.cases.gpt2 import scripting
-from tiebreak.cases.gpt2.attention import HeadKernel, Heads, Kernels, together
+from tiebreak.cases.gpt2.attention import HeadKernel, Heads, Kernels
 from tiebreak.cases.gpt2.bounds import BoundRule, SnippetClaim, bounded, rule
 from tiebreak.cases.gpt2.data import Batches, corpus
 from tiebreak.cases.gpt2.mitigations import QKClip
@@ -105,22 +106,11 @@ class Snippet:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A claim and whether it held."""
-
-    claim: SnippetClaim
-    held: bool
-
-
-@dataclass(frozen=True)
 class SnippetResult:
     """What one run of a snippet measured."""
 
-    snippet: str  # its name
     variant: Variant  # what it trained with
-    seed: int  # of weights and noise
     measures: Mapping[str, float]  # by name; see `MEASURED`
-    verdicts: tuple[Judged, ...]  # of the claims that concern the variant
     losses: tuple[float, ...]  # in nats, one a step; cut short by the first that is not finite
     steps: tuple[int, ...]  # at which monitors were read
     series: Mapping[str, tuple[float, ...]]  # of the scripted head at those steps: delta_error, row_max, wq_norm
@@ -380,9 +370,7 @@ MEASURED: Mapping[str, Measure] = {
 def run_snippet(
     snippet: Snippet, variant: Variant, arithmetic: Arithmetic, seed: int, device: str = "cpu"
 ) -> SnippetResult:
-    """Train for a moment and judge what came of it.
-
-    `MEASURED` describes the measures, all of the scripted head.
+    """Train for a moment and measure the scripted head; `MEASURED` describes the measures.
 
     Args:
         snippet: the recipe.
@@ -390,24 +378,17 @@ def run_snippet(
         arithmetic: what attention runs on; everything else runs in fp32.
         seed: of weights and noise. The batches are the same for all seeds.
         device: torch's name of the device that all of it runs on.
-
-    Returns:
-        Measures and verdicts.
     """
-    model = _model(snippet, variant, arithmetic, seed).to(device)
-    if snippet.trained:
-        _keep_script(model)
+    model = _model(snippet, variant, arithmetic, seed, device)
     recorder = Recorder({**_READ, "direction_cosine": direction_cosine()}, [LAYER], HEAD)
     losses, steps, norms = _train(snippet, model, recorder, variant.mitigation.clipper())
     read = {name: recorder.series(name, LAYER, HEAD) for name in (*_READ, "direction_cosine")}
-    measures = _measures(read, losses, norms)
-    verdicts = tuple(Judged(claim, claim.held(measures)) for claim in snippet.claims_about(variant))
     series = {"delta_error": read["delta_error"], "row_max": read["row_max"], "wq_norm": tuple(norms)}
-    return SnippetResult(snippet.name, variant, seed, measures, verdicts, tuple(losses), tuple(steps), series)
+    return SnippetResult(variant, _measures(read, losses, norms), tuple(losses), tuple(steps), series)
 
 
 def _kernels(snippet: Snippet, variant: Variant, configuration: Configuration) -> Kernels:
-    """Return the variant's kernels, with S in the snippet's format where they say what they round it to."""
+    """The variant's kernels, with S in the snippet's format where they say what they round it to."""
 
     def head(implementation: Declaration | Kernel) -> HeadKernel:
         if isinstance(implementation, Kernel) or not snippet.amplified:
@@ -422,7 +403,7 @@ def _kernels(snippet: Snippet, variant: Variant, configuration: Configuration) -
     return (*(before for _ in range(LAYER)), scripted, *(behind for _ in range(LAYER + 1, configuration.layers)))
 
 
-def _model(snippet: Snippet, variant: Variant, arithmetic: Arithmetic, seed: int) -> GPT2:
+def _model(snippet: Snippet, variant: Variant, arithmetic: Arithmetic, seed: int, device: str) -> GPT2:
     vocabulary = len(corpus().vocabulary) + scripting.DEAD_TOKENS
     configuration = variant.mitigation.configured(
         replace(PRESETS["tiny"], layers=snippet.layers, vocabulary=vocabulary)
@@ -430,25 +411,21 @@ def _model(snippet: Snippet, variant: Variant, arithmetic: Arithmetic, seed: int
     model = GPT2(configuration, _kernels(snippet, variant, configuration), arithmetic, seed)
     scripting.apply(snippet.script, model, seed)
     variant.mitigation.adapt(model, snippet.script)
+    model.to(device)
     if snippet.trained:
-        trained = (*snippet.trained, *variant.mitigation.trained)
+        trained, scripted = (*snippet.trained, *variant.mitigation.trained), scripting.frozen(model)
         for name, weight in model.named_parameters():
             weight.requires_grad_(name in trained)
+            if name in trained and name in scripted:  # the failing state is to last
+                hide = partial(torch.masked_fill, mask=scripted[name], value=0.0)
+                weight.register_hook(hide)  # type: ignore[no-untyped-call]
     return model
-
-
-def _keep_script(model: GPT2) -> None:
-    """Hide the gradient of scripted weights, so that the failing state lasts."""
-    parameters = dict(model.named_parameters())
-    for name, mask in scripting.frozen(model).items():
-        if parameters[name].requires_grad:
-            parameters[name].register_hook(lambda gradient, mask=mask: gradient.masked_fill(mask, 0.0))  # type: ignore[no-untyped-call]
 
 
 def _train(
     snippet: Snippet, model: GPT2, recorder: Recorder, clipper: QKClip | None
 ) -> tuple[list[float], list[int], list[float]]:
-    """Train; return losses, one a step; the steps of the readings, and the scripted head's norm of W_Q at each."""
+    """Train: losses, one a step; the steps of the readings, and the scripted head's norm of W_Q at each."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = LightAdamW(weights, snippet.rate, snippet.epsilon)
     losses: list[float] = []
@@ -456,7 +433,7 @@ def _train(
     norms: list[float] = []
     for step in range(snippet.steps):
         reading = step % snippet.every == 0 or step == snippet.steps - 1
-        model.observer = together([look for look in (recorder if reading else None, clipper) if look is not None])
+        model.observers = [look for look in (recorder if reading else None, clipper) if look is not None]
         tokens, targets = (part.to(weights[0].device) for part in _batch(model.configuration.context, step))
         loss = model.loss(tokens, targets, step)
         optimizer.zero_grad()

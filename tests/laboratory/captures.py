@@ -30,7 +30,7 @@ class Captures:
         self.kept.append((step, {}))
 
     def __call__(self, observation: Observation) -> None:
-        """Keep one call of attention; a model's observer."""
+        """Keep one call of attention; one of a model's observers."""
         tensors, inputs = self.kept[-1][1], observation.inputs
         for name, tensor in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("do", inputs.do)):
             sequences = max(1, _KEPT_ELEMENTS // tensor[0].numel())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tiebreak.cases.gpt2.attention import Observation
 from tiebreak.cases.gpt2.model import GPT2
-from tiebreak.cases.gpt2.monitors import MEASURES, View, alignment, sign_diversity
+from tiebreak.cases.gpt2.monitors import MEASURES, View, sign_diversity
 from tiebreak.laboratory.ranks import Ranks
 
 # arXiv 2510.04202 calls the collapse of the sign diversity an early warning. The numbers are this suite's: six sound
@@ -63,7 +63,7 @@ class EarlyWarning:
 
 @dataclass
 class Readings:
-    """Reads the monitors of one step, part by part of its batch; a model's observer."""
+    """Reads the monitors of one step, part by part of its batch; one of a model's observers."""
 
     model: GPT2
     drift: Tensor = field(init=False)  # by layer and head, fp64
@@ -84,11 +84,8 @@ class Readings:
         self.max_logit = torch.maximum(self.max_logit, MEASURES["max_logit"](view).max().cpu())
         if layer not in self._seen:
             self._seen.add(layer)
-            self.sign_diversity = min(self.sign_diversity, self._diversity(layer, observation.x))
-
-    def _diversity(self, layer: int, x: Tensor) -> float:
-        weight = self.model.block(layer).wq.weight
-        return sign_diversity(alignment(weight, x)) if bool(torch.isfinite(weight).all()) else math.nan
+            diversity = sign_diversity(self.model.block(layer).wq.weight, observation.x)
+            self.sign_diversity = min(self.sign_diversity, diversity)
 
     def report(self, step: int, loss: float, rate: float, ranks: Ranks) -> Progress:
         """Return what the monitors of all processes read together."""

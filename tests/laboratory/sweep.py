@@ -296,7 +296,7 @@ def _seconds(sweep: Sweep, task: Task) -> float | None:
 
 @dataclass
 class _Logits:
-    """The largest logit of a step: a model's observer."""
+    """The largest logit of a step: one of a model's observers."""
 
     largest: float = -math.inf
 

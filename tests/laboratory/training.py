@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiebreak.cases.gpt2.attention import Observer, together
+from tiebreak.cases.gpt2.attention import Observer
 from tiebreak.cases.gpt2.data import Batches
 from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.optimizers import CLIP, Schedule, optimizers
@@ -110,7 +110,7 @@ class Steps:
     def _part(self, step: int, part: int, observers: Sequence[Observer]) -> Tensor:
         """Compute forward and backward pass of one part; return its share of the loss."""
         parts = self.recipe.parts
-        self.model.observer = together(observers)
+        self.model.observers = observers
         tokens, targets = (tensor.to(self._device) for tensor in self._batches.batch(step, part, parts))
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
             # Parts are numbered like steps: each has noise of its own.

@@ -311,7 +311,7 @@ def _gpt2(kernel: str) -> GPT2:
 def _step(model: GPT2) -> list[Observation]:
     """Forward and backward pass; what attention saw, the last layer first."""
     seen: list[Observation] = []
-    model.observer = seen.append
+    model.observers = [seen.append]
     tokens = torch.arange(16).view(2, 8) % SMALL.vocabulary
     model.loss(tokens, tokens.flip(0), 0).backward()  # type: ignore[no-untyped-call]
     return seen
