@@ -12,8 +12,18 @@ import torch
 from torch import Tensor
 
 from tiebreak.laboratory import sharpness as program
-from tiebreak.laboratory.sharpness_run import BACK, ON, TRAINED, Point, Run, Settings, Task, run_one, sharpness
-from tiebreak.laboratory.sharpness_tables import summary
+from tiebreak.laboratory.sharpness import (
+    BACK,
+    ON,
+    TRAINED,
+    Point,
+    Run,
+    Settings,
+    Task,
+    run_one,
+    sharpness,
+    summary,
+)
 from tiebreak.reports.cli import main
 
 SETTINGS = Settings("flash@fused", "same", 2, 2, "E8M7", 1, 1e-2, 2, 4, [5e-4, 1e-2])
@@ -61,7 +71,7 @@ def test_what_has_no_sharpness_is_refused() -> None:
     with pytest.raises(ValueError, match="epsilon must be above 0"):
         sharpness(torch.zeros(1, 2), torch.tensor([0]), 0.0)
     with pytest.raises(ValueError, match="NaN or Inf"):
-        sharpness(torch.tensor([[0.0, math.nan]]), torch.tensor([0]))
+        sharpness(torch.tensor([[0.0, math.nan]]), torch.tensor([0]), 0.01)
 
 
 def test_a_run_goes_on_from_one_state() -> None:

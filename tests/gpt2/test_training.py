@@ -321,7 +321,7 @@ def test_heads_of_several_kernels_are_kept_in_their_order(tmp_path: Path) -> Non
     captures, kernels = Captures(), [HeadKernel(composed_kernel(name)) for name in ("fair", "flash@paper")]
     captures.begin(1)
     tensors = torch.arange(3.0)[None, :, None, None].expand(1, 3, 2, 8)  # each head holds its own number
-    call = Call(CPU.arithmetic, 0, 1, captures, torch.zeros(1, 2, 8))
+    call = Call(CPU.arithmetic, 0, 1, (captures,), torch.zeros(1, 2, 8))
     leaf = tensors.clone().requires_grad_()
     attend(leaf, tensors, tensors, (kernels[0], kernels[1], kernels[0]), call).sum().backward()  # type: ignore[no-untyped-call]
     (path,) = captures.write(tmp_path, {})

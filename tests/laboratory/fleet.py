@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tiebreak.backends.levels import LEVELS
-from tiebreak.laboratory.options import Options, parser, takes_folder
+from tiebreak.laboratory.options import FOLDER, Options, parser
 from tiebreak.laboratory.ray_cluster import RAY, Cluster, Node, connected, first_line, is_address
 from tiebreak.programs.levels import environment
 from tiebreak.programs.resumable import show_progress
@@ -37,7 +37,7 @@ came are kept"""
 _OPTIONS: Options = {
     "--on": {"required": True, "metavar": "WHERE", "help": "ray://HOST:PORT, HOST:PORT, or ray: here alone"},
     "--labels": {"default": "", "metavar": "NAMES", "help": "labels that make a kind (default: all of them)"},
-    "--out": takes_folder("for the records and the page", Path("out", "fleet")),
+    "--out": {**FOLDER, "default": Path("out", "fleet"), "help": "for the records and the page"},
 }
 
 

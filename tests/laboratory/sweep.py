@@ -8,10 +8,11 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec import structs
@@ -27,9 +28,10 @@ from tiebreak.kernels.formats import FP32, TF32
 from tiebreak.laboratory import ray_cluster as on_ray
 from tiebreak.laboratory.options import (
     ATTENTION,
+    FOLDER,
     LENGTH,
     MODEL,
-    WORKERS,
+    NUMBER,
     Options,
     above_zero,
     comma_list,
@@ -37,9 +39,7 @@ from tiebreak.laboratory.options import (
     emulated_kernel,
     fill,
     parser,
-    takes_folder,
-    takes_name,
-    takes_number,
+    reduction_name,
 )
 from tiebreak.laboratory.progress import EXPLOSION_NATS, EXPLOSION_STEPS, LARGEST_LOGIT, Divergence
 from tiebreak.laboratory.ranks import Ranks
@@ -127,26 +127,32 @@ def _stabiliser(name: str) -> str:
 
 
 _ABOUT = "; ".join(f"{name}: {each.about}" for name, each in STABILISERS.items())
+
+
+def _names(kind: str, parse: Callable[[str], Any], default: str, about: str) -> Mapping[str, Any]:
+    return {"type": comma_list(kind, parse), "metavar": "LIST", "default": default, "help": about}
+
+
 _AXES: Options = {
-    "--seeds": takes_number("how many, from 1", default=20),
-    "--lr": takes_name("learning rates", "4e-4,4e-3,1e-2", "RATES", type=comma_list("learning rate", above_zero)),
-    "--formats": takes_name(
-        "of linear layers' products; E8M7 is bf16, E8M5:zero truncates",
+    "--seeds": {**NUMBER, "default": 20, "help": "how many, from 1"},
+    "--lr": _names("learning rate", above_zero, "4e-4,4e-3,1e-2", "learning rates"),
+    "--formats": _names(
+        "format",
+        reduction_name,
         "E8M7,E8M5:zero,E8M4:zero",
-        "NAMES",
-        type=comma_list("format", lambda text: parse_reduction(text).name),
+        "of linear layers' products; E8M7 is bf16, E8M5:zero truncates",
     ),
     **ATTENTION,
-    "--kernels": takes_name(
-        "of attention", "flash@paper,stabilized@paper,fair", "NAMES", type=comma_list("kernel", emulated_kernel)
-    ),
-    "--stabiliser": takes_name(f"each alone. {_ABOUT}", "none", "NAMES", type=comma_list("stabiliser", _stabiliser)),
+    "--kernels": _names("kernel", emulated_kernel, "flash@paper,stabilized@paper,fair", "of attention"),
+    "--stabiliser": _names("stabiliser", _stabiliser, "none", f"each alone. {_ABOUT}"),
 }
 _WHERE: Options = {
-    "--out": takes_folder(
-        "the sweep's folder, a file a run; a sweep that was stopped goes on there", Path("out", "sweep")
-    ),
-    "--workers": WORKERS,
+    "--out": {
+        **FOLDER,
+        "default": Path("out", "sweep"),
+        "help": "the sweep's folder, a file a run; a sweep that was stopped goes on there",
+    },
+    "--workers": {**NUMBER, "help": "processes (default: as many as the machine carries)"},
     "--on": {"metavar": "WHERE", "help": "ray: Ray on this machine; ray://HOST:PORT or HOST:PORT: a Ray cluster"},
     "--gpus-per-run": {
         "type": float,
@@ -294,27 +300,8 @@ def _seconds(sweep: Sweep, task: Task) -> float | None:
     return run(task, _TRIAL_STEPS).seconds / _TRIAL_STEPS * task.steps
 
 
-@dataclass
-class _Logits:
-    """The largest logit of a step: one of a model's observers."""
-
-    largest: float = -math.inf
-
-    def __call__(self, observation: Observation) -> None:
-        """Look at one call of attention."""
-        self.largest = max(self.largest, MEASURES["max_logit"](View(observation)).max().item())
-
-
 def run(task: Task, steps: int | None = None) -> SweepRun:
-    """Do a run on one core.
-
-    Args:
-        task: what to train.
-        steps: to stop after; None: those of the task.
-
-    Raises:
-        DataError: no data, or other data than the sweep's.
-    """
+    """Do a run on one core, of `steps` in the place of the task's; DataError: no data, or others than the sweep's."""
     torch.set_num_threads(1)
     started, place = time.perf_counter(), task.place
     if task.batches(1).digest(1) != task.digest:
@@ -327,15 +314,20 @@ def run(task: Task, steps: int | None = None) -> SweepRun:
     losses, largest, diverged = list[float](), -math.inf, None
     divergence, clipper = Divergence(limit=LARGEST_LOGIT), stabiliser.mitigation.clipper()
     reduction, attention = parse_reduction(place.format), parse_attention(task.attention)
+    logits: list[float] = []  # the largest of each call of a step that is looked at
+
+    def look(observation: Observation) -> None:
+        logits.append(MEASURES["max_logit"](View(observation)).max().item())
+
     with reduced_gpt2(model, reduction, stabiliser.otherwise, attention):
         for step in range(task.steps if steps is None else steps):
-            looking = _Logits() if (step + 1) % LOOK_EVERY == 0 else None
-            losses.append(taken.take(step, [each for each in (looking, clipper) if each is not None]).loss)
+            logits.clear()
+            observers = [look] if (step + 1) % LOOK_EVERY == 0 else []
+            losses.append(taken.take(step, observers if clipper is None else [*observers, clipper]).loss)
             if clipper is not None:
                 clipper.after_step(model)
-            logit = math.nan if looking is None else looking.largest
-            largest = max(largest, logit)
-            diverged = divergence.after(losses[-1], logit)
+            largest = max(largest, *logits, -math.inf)
+            diverged = divergence.after(losses[-1], max(logits, default=math.nan))
             if diverged is not None:
                 break
     tail = losses[-math.ceil(len(losses) / _END) :]

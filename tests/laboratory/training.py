@@ -41,10 +41,6 @@ class Recipe:
     parts: int = 1  # of a batch, equal; one forward and backward pass each, their gradients added up
 
 
-def _never() -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class StepResult:
     """What a step came to, of all processes together."""
@@ -55,20 +51,12 @@ class StepResult:
 
 
 class Steps:
-    """Takes a run's steps: the forward and backward pass of every part of a batch, then the optimisers."""
+    """Takes a run's steps: the forward and backward pass of every part of a batch, then the optimisers.
+
+    Batches are divisible into the recipe's parts, and their number by that of the ranks, which share them.
+    """
 
     def __init__(self, model: GPT2, batches: Batches, recipe: Recipe, ranks: Ranks) -> None:
-        """Set up the optimisers.
-
-        Args:
-            model: with its kernels and arithmetic, on its device.
-            batches: the data, of any step, divisible into the recipe's parts.
-            recipe: how steps are taken.
-            ranks: the processes that share a batch's parts; their number divides that of the parts.
-
-        Raises:
-            ValueError: no such optimiser.
-        """
         self.model, self._batches, self.recipe, self.ranks = model, batches, recipe, ranks
         self.weights = list(model.parameters())
         self._device = self.weights[0].device
@@ -79,7 +67,7 @@ class Steps:
         step: int,
         observers: Sequence[Observer],
         of_first: Sequence[Observer] = (),
-        stop: Callable[[], bool] = _never,
+        stop: Callable[[], bool] = bool,
     ) -> StepResult:
         """Take one step.
 
@@ -108,7 +96,7 @@ class Steps:
         return StepResult(sums[0].item(), rate, sums[1].item() > 0)
 
     def _part(self, step: int, part: int, observers: Sequence[Observer]) -> Tensor:
-        """Compute forward and backward pass of one part; return its share of the loss."""
+        """One part's share of the loss, after its backward pass."""
         parts = self.recipe.parts
         self.model.observers = observers
         tokens, targets = (tensor.to(self._device) for tensor in self._batches.batch(step, part, parts))
@@ -123,7 +111,7 @@ class Training:
     """A run that can be stopped at any step and resumed to the bit."""
 
     def __init__(self, steps: Steps, run: RunSettings, folder: Path) -> None:
-        """Set up a run at step 0.
+        """Start at step 0.
 
         Args:
             steps: how they are taken, of which model.
@@ -142,20 +130,16 @@ class Training:
         return sum(weight.numel() for weight in self._steps.weights)
 
     def resume(self) -> None:
-        """Go on where the folder's checkpoint was taken; what the log says of later steps is forgotten.
-
-        Raises:
-            CheckpointError: as `load`.
-        """
+        """Go on where the folder's checkpoint was taken, as `load` has it; the log forgets later steps."""
         checkpoint = load(self._folder, self._run)
         self._steps.model.load_state_dict(checkpoint["model"])
         for optimizer, state in zip(self._steps.optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         self._divergence, self.done = Divergence(*checkpoint["watch"]), checkpoint["step"]
-        if self._steps.ranks.first:
-            _forget_after(self.done, self._folder / LOG)
+        if self._steps.ranks.first and (self._folder / LOG).is_file():
+            os.truncate(self._folder / LOG, checkpoint["log"])
 
-    def reports(self, every: int, checkpoint_every: int, stop: Callable[[], bool] = _never) -> Iterator[Progress]:
+    def reports(self, every: int, checkpoint_every: int, stop: Callable[[], bool]) -> Iterator[Progress]:
         """Train to the end or to an explosion, telling of every `every`-th step and of the last.
 
         Args:
@@ -171,8 +155,9 @@ class Training:
         while self.done < steps and not self.exploded and not self.interrupted:
             last = self.done + 1 == steps
             readings = Readings(self._steps.model) if (self.done + 1) % every == 0 or last else None
-            result = self._step(readings, stop)
-            self.interrupted = result.stop
+            self._captures.begin(self.done + 1)
+            result = self._steps.take(self.done, [] if readings is None else [readings], [self._captures], stop)
+            self.done, self.interrupted = self.done + 1, result.stop
             if self.done == 1 and not math.isfinite(result.loss):
                 raise ValueError(f"the loss of the first step is {result.loss}: check the kernel and data")
             self.exploded = self._divergence.after(result.loss) is not None
@@ -186,17 +171,10 @@ class Training:
             if progress is not None:
                 yield progress
 
-    def _step(self, readings: Readings | None, stop: Callable[[], bool]) -> StepResult:
-        """Take a step, under the eyes of captures and monitors."""
-        self._captures.begin(self.done + 1)
-        result = self._steps.take(self.done, [] if readings is None else [readings], [self._captures], stop)
-        self.done += 1
-        return result
-
     def _keep(self, progress: Progress | None, *, checkpoint: bool) -> None:
         """Write what a step leaves in the folder; the log first, a kill in between leaves it no gap."""
-        if progress is not None:
-            with (self._folder / LOG).open("a") as log:
+        with (self._folder / LOG).open("a") as log:
+            if progress is not None:
                 log.write(json.dumps(progress.record) + "\n")
         if self.exploded:
             settings = {name: str(self._run[name]) for name in _CAPTURED if name in self._run}
@@ -204,6 +182,7 @@ class Training:
         elif checkpoint:
             state = {
                 "step": self.done,
+                "log": (self._folder / LOG).stat().st_size,
                 "run": self._run,
                 "model": self._steps.model.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in self._steps.optimizers],
@@ -213,11 +192,7 @@ class Training:
 
 
 def _save(state: dict[str, Any], folder: Path) -> None:
-    """Replace the folder's checkpoint; a kill in between leaves the former.
-
-    Raises:
-        CheckpointError: it can't be written, the disk is full for instance; the former is left.
-    """
+    """Replace the folder's checkpoint; a kill in between leaves the former, and so does a full disk."""
     partial = folder / f"{CHECKPOINT}.partial"
     try:
         torch.save(state, partial)
@@ -231,13 +206,9 @@ def _save(state: dict[str, Any], folder: Path) -> None:
 def load(folder: Path, run: RunSettings) -> dict[str, Any]:
     """Return the folder's checkpoint, for a run that is told the same.
 
-    Args:
-        folder: of the run.
-        run: what this run is told.
-
-    Returns:
-        All that a run needs to go on to the bit; batches and noise follow from `step`, the steps done. `run` is what it
-        was told, `model` and `optimizers` are their states, `watch` the state of `Divergence`.
+    It has all that a run needs to go on to the bit: batches and noise follow from `step`, the steps done. `log` is the
+    length of the log then, `run` what the run was told, `model` and `optimizers` are their states, `watch` that of
+    `Divergence`.
 
     Raises:
         CheckpointError: none there, cut short, not a checkpoint, or of a run that was told otherwise.
@@ -256,21 +227,3 @@ def load(folder: Path, run: RunSettings) -> dict[str, Any]:
         if there[name] != value:
             raise CheckpointError(f"{path}: was written with {name} = {there[name]}, not {value}")
     return state
-
-
-def _forget_after(step: int, log: Path) -> None:
-    """Leave out what a log says of later steps, and a line that a kill has cut."""
-    if not log.is_file():
-        return
-    partial = log.with_name(f"{LOG}.partial")
-    lines = [line for line in log.read_text().splitlines() if _step_of(line) <= step]
-    partial.write_text("".join(f"{line}\n" for line in lines))
-    os.replace(partial, log)
-
-
-def _step_of(line: str) -> float:
-    """Return the step of a log line; a line cut by a kill counts as later than any."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
