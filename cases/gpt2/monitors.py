@@ -260,5 +260,5 @@ def sign_diversity(weight: Tensor, x: Tensor) -> float:
         cosines = (x @ torch.linalg.svd(weight, full_matrices=False)[2][0]) / x.norm(dim=-1)
     if not torch.isfinite(cosines).all():
         return math.nan
-    positive = int((cosines > 0).sum()) / cosines.numel()
+    positive: float = int((cosines > 0).sum()) / cosines.numel()
     return 2 * min(positive, 1 - positive)
