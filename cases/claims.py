@@ -156,10 +156,10 @@ class Claim:
 def claim(
     expectation: Expectation,
     source: str,
-    *,
     rules: str = "",
     plans: str = "",
     formats: str = "bf16",
+    *,
     tiled: bool | None = None,
 ) -> Claim:
     """A claim about the shift rules, plans and formats named, space-separated.
@@ -167,11 +167,29 @@ def claim(
     No rules or no plans named means all. Formats are bf16 by default: that is what the papers speak of. In fp16 some
     of it is otherwise (docs/science.md).
     """
-    return Claim(expectation, _words(rules), _words(plans), _words(formats), source, tiled)
+    about, at, among = (frozenset(words.split()) for words in (rules, plans, formats))
+    return Claim(expectation, about, at, among, source, tiled)
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+# What the modules of scripted inputs share.
+PAPER = "arXiv 2510.04212"
+OWN = "this suite"
+FUSED = "fused fused_contracted"
+# fair = dithered + fused_stochastic; each of its halves is claimed only where it is sound on its own.
+FAIR = claim(UNBIASED, f"{OWN}: the cure", "dithered", "fused_stochastic", "bf16 fp16")
+# bf16(e^-1) = 0.3672 is 1.9e-3 too small in every row, 0.3 ulp of O where l sums P-bar before its cast.
+OFFSET_HARMS = claim(
+    BIASED_TOWARD, f"{PAPER} v1, appendix C: fixed offset; {OWN}: e^-1 rounds down", "fixed_offset", "paper"
+)
+# Where r_m is drawn from [1, 6); docs/science.md derives it.
+V1_IN_FP16 = claim(
+    shrinks(0.18, 0.59),
+    f"{OWN}: beta = 7 leaves exp(-6 r_m), 0 in fp16 from r_m = 2.9 on",
+    "stabilized_v1",
+    "paper fused",
+    "fp16",
+    tiled=False,
+)
 
 
 def predicted(difference: Interval) -> bool | None:
