@@ -22,7 +22,7 @@ def _backward_ratio(name: str, observed: Observed) -> Value:
 
 
 def _gain(at: int, observed: Observed) -> Value:
-    errors = observed.gradient_differences
+    errors = observed.gradient_errors
     if errors is None or observed.held_to is None or not observed.normal:
         return None
     batch = observed.batches[0]
