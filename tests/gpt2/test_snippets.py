@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,6 @@ from tiebreak.cases.gpt2.attention import HeadKernel
 from tiebreak.cases.gpt2.bounds import SnippetClaim
 from tiebreak.cases.gpt2.data import Batches, corpus
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, everywhere
-from tiebreak.cases.gpt2.monitors import Measure, Recorder
 from tiebreak.cases.gpt2.scripting import DEAD_TOKENS, HEAD, LAYER, Script
 from tiebreak.cases.gpt2.snippets import (
     AMPLIFIED,
@@ -69,12 +67,11 @@ def test_every_snippet_of_the_papers_chain_says_something_of_flash_and_of_every_
         assert named <= set(VARIANTS)
         for short in ("flash", "stabilized", "o_fp32", "standard", "fair"):
             assert named.issuperset(variant_names(short, rounded=True))
-
-
-def test_every_cell_of_a_default_run_has_a_claim() -> None:
     for snippet in SNIPPETS.values():
         for name in snippet.roster:
             assert snippet.claims_about(VARIANTS[name]), f"nothing is claimed of {name} in {snippet.name}"
+    kernels = {(variant.scripted, variant.before, variant.head, variant.mitigation) for variant in ROUNDED.values()}
+    assert len(kernels) == len(ROUNDED), "each change of section 3.2 is one"
 
 
 SHORT = replace(DRIFT, steps=12)
@@ -87,60 +84,30 @@ def test_the_drift_has_the_sign_of_w_o_and_that_of_v() -> None:
     assert measures["direction_cosine"] < -0.9
     both_signs = _run(replace(SHORT, script=Script(sink_value=0.0, value=0.0)), ROUNDED["flash"]).measures
     assert abs(both_signs["delta_error_mean"]) < 1e-4
+    # The native arithmetic of this CPU drifts too.
+    assert fell(SHORT, _run(SHORT, ROUNDED["flash"], arithmetic=CPU.arithmetic)) == []
 
 
-def test_the_native_arithmetic_of_this_cpu_drifts_too() -> None:
-    result = _run(SHORT, ROUNDED["flash"], arithmetic=CPU.arithmetic)
-    assert fell(SHORT, result) == []
-
-
-def test_a_seed_gives_the_same_run_to_the_bit() -> None:
+def test_a_seed_gives_the_same_run_to_the_bit_and_s_is_kept_in_the_snippet_s_format() -> None:
     short = replace(RUNAWAY, steps=5, every=2)
     once, again, other = (_run(short, ROUNDED["fair"], seed=seed) for seed in (0, 0, 1))
     assert once.losses == again.losses
     assert once.measures == again.measures
     assert once.losses != other.losses
-
-
-def test_a_run_pays_for_no_monitor_that_its_result_does_not_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    paid: set[tuple[str, int | None]] = set()
-    monitored: set[tuple[str, int | None]] = set()
-
-    class Spy(Recorder):
-        def __init__(self, measures: Mapping[str, Measure], layers: Iterable[int], head: int | None = None) -> None:
-            paid.update((name, head) for name in measures)
-            super().__init__(measures, layers, head)
-
-        def series(self, measure: str, layer: int, head: int) -> tuple[float, ...]:
-            monitored.add((measure, head))
-            return super().series(measure, layer, head)
-
-    monkeypatch.setattr("tiebreak.cases.gpt2.snippets.Recorder", Spy)
-    _run(replace(SHORT, steps=1), ROUNDED["flash"])
-    assert paid == monitored
-
-
-def test_batches_are_made_once_and_are_those_of_the_text() -> None:
-    batch = snippets._batch(64, 3)
-    assert batch is snippets._batch(64, 3)
-    made = Batches(corpus().tokens, sequences=8, context=64, seed=7).batch(3)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(batch, made, strict=True))
+    amplified = replace(SNIPPETS["train_amplified"], steps=2)
+    narrow, bf16 = (_run(each, ROUNDED["flash"]).losses for each in (amplified, replace(amplified, scores=BF16)))
+    assert narrow != bf16
+    tokens, _ = snippets._batch(64, 3)
+    assert torch.equal(tokens, Batches(corpus().tokens, sequences=8, context=64, seed=7).batch(3)[0])
 
 
 def test_only_what_the_snippet_trains_changes_and_the_script_stays() -> None:
     """One LM step: the scripted elements keep their values, the rest of the second layer learns."""
-    models: list[GPT2] = []
-
-    class Keeping(GPT2):
-        def loss(self, tokens: torch.Tensor, targets: torch.Tensor, step: int) -> torch.Tensor:
-            models.append(self)
-            return super().loss(tokens, targets, step)
-
     snippet = replace(SNIPPETS["train_lm"], steps=2)
+    trained = snippets._model(snippet, ROUNDED["o_fp32"], EMULATION.arithmetic, 0, "cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tiebreak.cases.gpt2.snippets.GPT2", Keeping)
+        patch.setattr(snippets, "_model", lambda *_: trained)
         _run(snippet, ROUNDED["o_fp32"])
-    trained = models[0]
     fresh = _fresh(snippet.script)
     changed = {
         name: before != after
@@ -206,17 +173,6 @@ def test_variants_are_what_their_names_say(name: str) -> None:
         assert plan.s.narrows
         assert plan.p_bar.narrows
         assert plan.o.narrows == (name != "o_fp32")
-
-
-def test_the_amplified_snippet_keeps_s_in_a_narrower_format() -> None:
-    short = replace(SNIPPETS["train_amplified"], steps=2)
-    narrow, bf16 = (_run(snippet, ROUNDED["flash"]).losses for snippet in (short, replace(short, scores=BF16)))
-    assert narrow != bf16
-
-
-def test_every_single_change_of_section_3_2_is_a_change() -> None:
-    kernels = {(variant.scripted, variant.before, variant.head, variant.mitigation) for variant in ROUNDED.values()}
-    assert len(kernels) == len(ROUNDED)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_is_counted() -> None:

@@ -15,16 +15,7 @@ from tiebreak.reports.records.record import RuleAnswer
 from tiebreak.reports.verdict import verdicts
 
 MatrixRun = Callable[..., pytest.RunResult]
-CELLS = (
-    "--backend",
-    "emulation",
-    "--kernels",
-    "flash@paper",
-    "--cases",
-    "tied_maxima[k=2],random_causal",
-    "--heads",
-    "32",
-)
+CELLS = ("--backend=emulation", "--kernels=flash@paper", "--cases=tied_maxima[k=2],random_causal", "--heads=32")
 
 
 @pytest.fixture
