@@ -259,21 +259,15 @@ def test_gradients_are_clipped_and_the_rate_follows_the_schedule(
     assert seen == pytest.approx([1.0, 5e-4, 1.0, 1e-3], rel=1e-4)  # warmed up in two steps
 
 
-def test_a_collapse_of_the_sign_diversity_is_told_once(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_lasting_collapse_of_the_sign_diversity_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{PROGRESS}.COLLAPSED_DIVERSITY", 1.1)
-    assert _train(tmp_path, "--report-every", "1", steps=COLLAPSED_REPORTS + 2) == 0
-    assert capsys.readouterr().out.count("early warning") == 1
-
-
-def test_only_a_lasting_collapse_warns() -> None:
     warning, low, high = EarlyWarning(), Progress(1, 2.0, 1e-3, sign_diversity=0.01), Progress(1, 2.0, 1e-3)
     dip = [low] * (COLLAPSED_REPORTS - 1) + [high]
     assert not any(warning.due(progress) for progress in dip * 2)
-    assert [warning.due(low) for _ in range(COLLAPSED_REPORTS + 5)].count(True) == 1
+    monkeypatch.setattr(f"{PROGRESS}.COLLAPSED_DIVERSITY", 1.1)
+    assert _train(tmp_path, "--report-every", "1", steps=COLLAPSED_REPORTS + 2) == 0
+    assert capsys.readouterr().out.count("early warning") == 1
 
 
 def test_an_explosion_ends_the_run_and_keeps_its_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,22 +281,12 @@ def test_an_explosion_ends_the_run_and_keeps_its_inputs(tmp_path: Path, capsys: 
     with safe_open(tmp_path / "run" / files[-1], framework="pt") as file:
         names = file.keys()
         assert sorted(names) == [f"layer{layer}.{name}" for layer in (0, 1) for name in ("do", "k", "q", "v")]
-        assert file.metadata() == {
-            "step": str(last),
-            "layers": "2",
-            "causal": "true",
-            "kernel": "fair",
-            "preset": "tiny",
-            "seed": "3",
-        }
+        told = {"layers": "2", "causal": "true", "kernel": "fair", "preset": "tiny", "seed": "3"}
+        assert file.metadata() == {"step": str(last), **told}
         tensors = {name: file.get_tensor(name) for name in names}
     assert {tuple(tensor.shape) for tensor in tensors.values()} == {(2, 4, 64, 16)}
-    assert {name: tensor.dtype for name, tensor in tensors.items() if name.startswith("layer1")} == {
-        "layer1.q": torch.bfloat16,
-        "layer1.k": torch.bfloat16,
-        "layer1.v": torch.bfloat16,
-        "layer1.do": torch.float32,
-    }
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items() if name.startswith("layer1")}
+    assert dtypes == {f"layer1.{name}": torch.bfloat16 for name in "qkv"} | {"layer1.do": torch.float32}
 
 
 def test_kernels_are_chosen_by_layer_and_by_head(tmp_path: Path) -> None:
@@ -329,29 +313,34 @@ def test_heads_of_several_kernels_are_kept_in_their_order(tmp_path: Path) -> Non
         assert file.get_tensor("layer0.q")[0, :, 0, 0].tolist() == [0.0, 1.0, 2.0]
 
 
-def test_inputs_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_ends_the_run_without_its_inputs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with _loss(lambda loss, now: loss * (math.nan if now == 3 else 1.0)):
-        assert _train(tmp_path) == 1
-    assert sorted(path.name for path in tmp_path.glob("inputs-*")) == [
-        f"inputs-{step:06d}.safetensors" for step in (1, 2, 3)
-    ]
-    assert _log(tmp_path)[-1]["step"] == 4
-
-
-def test_the_first_loss_must_be_a_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert _train(tmp_path / "fourth") == 1
+    kept = [f"inputs-{step:06d}.safetensors" for step in (1, 2, 3)]
+    assert sorted(path.name for path in (tmp_path / "fourth").glob("inputs-*")) == kept
+    assert _log(tmp_path / "fourth")[-1]["step"] == 4
     with _loss(lambda loss, now: loss * math.nan):
-        assert _train(tmp_path / "run") == 2
+        assert _train(tmp_path / "first") == 2
     assert "the loss of the first step is nan" in capsys.readouterr().err
 
 
-def test_a_users_kernel_trains(tmp_path: Path) -> None:
+def test_a_users_kernel_trains_and_a_preset_is_written_with_either_dash(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = tmp_path / "mine.py"
     source.write_text(
         "import torch\n"
         "def attention(q, k, v, *, causal=False, scale=None):\n"
         "    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)\n"
     )
-    assert _train(tmp_path / "run", "--kernel", f"{source}:attention", steps=2) == 0
+    small = ["--layers", "1", "--heads", "2", "--width", "4", "--context", "4", "--steps", "1", "--sequences", "2"]
+    given = ["--kernel", f"{source}:attention", "--preset", "gpt2-small", *small, "--out", str(tmp_path / "run")]
+    assert main(given) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("gpt2_small: 1 layers, 2 heads, width 4, ")
+    assert "linear layers in bf16" in printed
 
 
 @pytest.mark.parametrize(
@@ -392,14 +381,6 @@ def test_safetensors_is_missed_before_the_run(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_preset_is_written_with_either_dash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--layers", "1", "--heads", "2", "--width", "4", "--context", "4", "--steps", "1", "--sequences", "2"]
-    assert main(["--preset", "gpt2-small", *small, "--out", str(tmp_path / "run")]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("gpt2_small: 1 layers, 2 heads, width 4, ")
-    assert "linear layers in bf16" in printed
-
-
 def test_checkpoints_of_another_run_or_cut_short_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -409,6 +390,9 @@ def test_checkpoints_of_another_run_or_cut_short_are_refused(
         assert f"was written with {name}, not {value}" in capsys.readouterr().err
     assert _train(tmp_path, steps=2) == 2
     assert "holds a run already" in capsys.readouterr().err
+    np.arange(200, dtype="<u2").__mod__(43).tofile(tmp_path / "train.bin")
+    assert _train(tmp_path, "--resume", "--data", str(tmp_path), steps=2) == 2
+    assert "was written with data = " in capsys.readouterr().err
     whole = (tmp_path / CHECKPOINT).read_bytes()
     for size in (0, 100, len(whole) // 2, len(whole) - 1):
         (tmp_path / CHECKPOINT).write_bytes(whole[:size])
@@ -416,30 +400,13 @@ def test_checkpoints_of_another_run_or_cut_short_are_refused(
         assert "not a whole checkpoint" in capsys.readouterr().err
 
 
-def test_other_data_is_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        np.arange(200, dtype="<u2").__mod__(len(name) + 40).tofile(tmp_path / name / "train.bin")
-    assert _train(tmp_path / "run", "--data", str(tmp_path / "one"), steps=2) == 0
-    assert _train(tmp_path / "run", "--data", str(tmp_path / "other"), "--resume", steps=2) == 2
-    assert "was written with data = " in capsys.readouterr().err
-
-
-def test_the_watch_waits_for_a_loss_that_stays_high() -> None:
+def test_a_run_diverges_by_a_loss_that_stays_high_or_is_no_number_and_by_its_logits_where_a_limit_is_set() -> None:
     watch = Divergence()
     losses = (9.0, 4.0, 6.5, 6.5, 6.5, 6.5, 5.0, 6.5, 6.5, 6.5, 6.5)
     assert [watch.after(loss) for loss in losses] == [None] * len(losses)
     assert watch.after(6.5) == EXPLODED
-
-
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_has_diverged_at_once(loss: float) -> None:
-    assert Divergence().after(loss) == NOT_FINITE
-
-
-def test_logits_count_where_a_limit_is_set() -> None:
+    assert Divergence().after(math.nan) == Divergence().after(math.inf) == NOT_FINITE
     watch = Divergence(limit=LARGEST_LOGIT)
-    assert watch.after(3.0, LARGEST_LOGIT) is None
-    assert watch.after(3.0, math.nan) is None
-    assert watch.after(3.0, 2 * LARGEST_LOGIT) == LOGITS
+    logits = (LARGEST_LOGIT, math.nan, 2 * LARGEST_LOGIT)
+    assert [watch.after(3.0, logit) for logit in logits] == [None, None, LOGITS]
     assert Divergence().after(3.0, 2 * LARGEST_LOGIT) is None

@@ -299,6 +299,7 @@ class TestRuns:
         assert {record.outcome for record in records.values()} == {MEASURED}  # nothing is claimed of captured tensors
         tied, fair = records["0", "flash@paper", "bf16"], records["0", "fair", "bf16"]
         assert (tied.verdict, fair.verdict) == ("biased", "unbiased")
+        assert tied.case_version == captured_cases(pytester.path)[0].version > 1
         assert [fair.heads, records["1", "fair", "bf16"].heads] == [256, 12]
         assert kept().options["captured"] == "./"
         assert re.search(r"--captured \.", fair.command)
