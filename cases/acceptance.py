@@ -131,12 +131,7 @@ class Rule:
 
 
 def answers(output: Compared, gradients: Sequence[Compared] = ()) -> Iterator[tuple[str, Answer]]:
-    """What every rule says, by its name, and of gradients by that with `OF_GRADIENTS` behind it.
-
-    Args:
-        output: O.
-        gradients: dQ, dK and dV, where there are.
-    """
+    """What every rule says, by its name; of dQ, dK and dV, where there are, with `OF_GRADIENTS` behind it."""
     for name, rule in RULES.items():
         yield name, rule.ask(output)
         if gradients and rule.gradients:

@@ -56,15 +56,9 @@ def _confident(samples: torch.Tensor) -> float:
 
 
 def square_ratio(ours: Errors, plans: Errors) -> Interval | None:
-    """Mean squared error over that of a plan on the same heads.
+    """Mean squared error over that of a plan on the same heads; None where fewer than two heads can be compared.
 
-    Args:
-        ours: errors of the output in question.
-        plans: errors of the plan's emulation.
-
-    Returns:
-        The ratio; the half width is that of a one-sided interval for one question of a run. None where fewer than two
-        heads can be compared.
+    The half width is that of a one-sided interval for one question of a run.
     """
     return ratio_of_means(ours.head_square, plans.head_square, ROUNDED_ONCE)
 
@@ -72,10 +66,7 @@ def square_ratio(ours: Errors, plans: Errors) -> Interval | None:
 def ratio_of_means(ours: torch.Tensor, theirs: torch.Tensor, floor: float = 0.0) -> Interval | None:
     """Ratio of two means over the same heads, (heads,) each, with its one-sided interval (delta method).
 
-    Args:
-        ours: samples of the numerator; NaN and Inf are left out in pairs.
-        theirs: of the denominator.
-        floor: the least that the denominator counts as.
+    NaN and Inf are left out in pairs; the denominator counts as at least `floor`.
     """
     both = torch.isfinite(ours) & torch.isfinite(theirs)
     if int(both.sum()) < 2:
@@ -96,15 +87,12 @@ def bias_apart(ours: Errors, plans: Errors) -> Interval | None:
 
 
 def gain_error(along: torch.Tensor, squares: torch.Tensor, groups: int) -> Interval | None:
-    """How much too large a gradient is on the whole, with its one-sided interval.
+    """How much too large a gradient is on the whole: 0.01 of one per cent, with its one-sided interval.
 
     Args:
         along: mean product of the error of dQ, dK or dV with the reference's, by key head, fp64, (heads,).
         squares: mean square of the reference's, by head.
         groups: heads that share a key head, and so are no samples of their own.
-
-    Returns:
-        0.01 for a gradient that is one per cent too large; None where fewer than two heads have one.
     """
     share = along / squares.reshape(-1, groups).mean(1)
     share = share[torch.isfinite(share)]

@@ -65,17 +65,13 @@ class _Layer:
 
 
 def captured_cases(folder: Path) -> tuple[Case, ...]:
-    """A case for every layer in every file of captured tensors in a folder, by step, rank and layer.
-
-    Only the files' headers are read.
+    """A case for every layer in every file of captured tensors in a folder, by step, rank and layer; reads headers.
 
     Args:
-        folder: with at least one file `inputs-STEP.safetensors` or `inputs-STEP-rankR.safetensors`; others in it are
-            ignored.
+        folder: with `inputs-STEP.safetensors` or `inputs-STEP-rankR.safetensors`; other files in it are ignored.
 
     Raises:
-        CapturedError: no such folder or file, an unreadable file, or layers that are no call of attention; also where
-            safetensors is not installed.
+        CapturedError: no such folder or file, an unreadable one, layers that are no call of attention, no safetensors.
     """
     if not folder.is_dir():
         raise CapturedError(f"--captured {folder}: no such folder")
@@ -91,8 +87,7 @@ def layer_checksum(tensors: Mapping[str, Tensor], causal: bool, scale: float | N
 
     Args:
         tensors: q, k, v and do, and o where it is kept, by these names, on the host.
-        causal: as the file says.
-        scale: as in the file; None where the file has none.
+        causal, scale: as the file says; None where it has no scale.
     """
     crc = zlib.crc32(f"causal={causal} scale={scale!r}".encode())
     for name, tensor in sorted(tensors.items()):
@@ -108,12 +103,6 @@ def without_cancelled(errors: Errors, output: Tensor, inputs: AttentionInputs, r
     in proportion, and an error in ulps of O shows by how much they cancelled, not how the kernel rounds. So the bias,
     the squares and the largest error are over the elements of at least `CANCELLED` times sum P |V|; the others count as
     left out. All else, the bound among it, is still over all elements.
-
-    Args:
-        errors: measures of `output`, with all elements.
-        output: O as the kernel returned it, (batch, heads, queries, d).
-        inputs: of the kernel.
-        ref: the fp64 reference.
     """
     cancelled = ref.o.abs() < CANCELLED * ref.magnitude
     error = signed_error_ulps(output, ref.o, inputs.formats.output).masked_fill(cancelled, torch.nan)

@@ -205,27 +205,15 @@ def predicted(difference: Interval) -> bool | None:
 def of_tied_outputs(bias: Interval, rounded: Interval) -> bool:
     """Whether a bias is there because O itself ties: no deterministic cast of O is without it.
 
-    Args:
-        bias: of an output.
-        rounded: of a correctly rounded O on the same heads.
-
-    Returns:
-        True where a correctly rounded O is biased to the same side, and by no less beyond the margin.
+    That is so where a correctly rounded O on the same heads, whose bias is `rounded`, is biased to the same side, and
+    by no less beyond the margin.
     """
     same_side = bias.mean * rounded.mean > 0
     return judge(rounded) is Verdict.BIASED and same_side and abs(bias.mean) - abs(rounded.mean) <= MARGIN_ULPS
 
 
 def no_worse(ours: Errors, theirs: Errors) -> bool | None:
-    """Whether one output is no more biased than another on the same heads, beyond the margin.
-
-    Args:
-        ours: errors of the output in question.
-        theirs: errors of what it is compared with.
-
-    Returns:
-        True, False, or None where the heads do not decide it.
-    """
+    """Whether one output is no more biased than another on the same heads, beyond the margin; None: not decided yet."""
     if ours.nonfinite > theirs.nonfinite:
         return False
     verdict, apart = judge(ours.bias), difference(ours, theirs)

@@ -15,15 +15,12 @@ from tiebreak.kernels.reference import Reference
 
 
 def signed_error_ulps(out: Tensor, ref: Tensor, fmt: Format) -> Tensor:
-    """sign(ref) * (out - ref) / ulp(ref): positive is away from zero.
+    """sign(ref) * (out - ref) / ulp(ref) in fp64: positive is away from zero.
 
     Args:
         out: a kernel's output.
         ref: the reference, fp64, same shape.
-        fmt: the output's format, whose ulp at `ref` is the unit.
-
-    Returns:
-        fp64, same shape; NaN where `ref` is 0 (no sign) or either is not finite.
+        fmt: the output's format, whose ulp at `ref` is the unit; NaN where `ref` is 0 or either is not finite.
     """
     return in_units(out.double() - ref, _units(ref, fmt))
 
@@ -158,9 +155,6 @@ def measure(
         ref: the fp64 reference.
         bound: rounding-error bound of every element of O (`tiebreak.cases.bounds`).
         yardstick: the reference's, if at hand.
-
-    Returns:
-        The batch's measures.
     """
     yardstick = yardstick or Yardstick.of(ref, inputs.formats.output)
     finite_out = torch.isfinite(output)

@@ -107,14 +107,9 @@ def _softcap_near_ties(draw: Draw) -> AttentionInputs:
 
 
 def _equal_keys(draw: Draw, keys: int, d: int, apart: float, jitters: int) -> AttentionInputs:
-    """One query and equal keys.
+    """One query and equal keys; from one column of V to the next the mean, which is -2.45 or above, grows by `apart`.
 
-    Args:
-        draw: of the batch.
-        keys: how many.
-        d: columns.
-        apart: from one column of V to the next, the mean, which is -2.45 or above.
-        jitters: by how much of `apart` above it: random numbers, one a column or one a head.
+    `jitters`: numbers that say by how much of `apart` it lies above: one a column or one a head.
     """
     q, k = draw.normal(1, draw.heads, 1, d), draw.normal(1, draw.heads, 1, d)
     means = -2.45 + apart * (torch.arange(d) + draw.uniform(0.0, 1.0, 1, draw.heads, 1, jitters))

@@ -110,13 +110,7 @@ def equation_cosines(
     """How much of dQ's and of dW_Q's error is the error of delta: cosines of each with what an equation makes of it.
 
     Equation 1: dQ_hp - dQ_lp = alpha diag(delta_lp - delta_hp) P K; equation 2 is its sum over tokens against X. X is
-    taken as Q, that is W_Q = 1. hp is the fp64 reference.
-
-    Args:
-        output: of the kernel, with gradients.
-        dq_error: dQ of the kernel less the reference's.
-        inputs: what it was given.
-        ref: the fp64 reference.
+    taken as Q, that is W_Q = 1. hp is the fp64 reference; `dq_error` is dQ less the reference's.
     """
     delta = None if output.gradients is None else output.gradients.delta
     if delta is None:
@@ -127,12 +121,7 @@ def equation_cosines(
 
 
 def row_units(exact: Tensor, fmt: Format) -> Tensor:
-    """An ulp of the largest element of each row of a gradient, fp64, (..., N, 1); Inf in a row of zeros.
-
-    Args:
-        exact: the reference's dQ, dK or dV, (..., N, d).
-        fmt: the format that the gradient is returned in.
-    """
+    """An ulp of the largest element of each row of a gradient in a format, fp64, (..., N, 1); Inf in a row of zeros."""
     largest = exact.abs().amax(-1, keepdim=True)
     unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1 - fmt.mantissa_bits)
     return unit.masked_fill(largest == 0, torch.inf)
@@ -154,16 +143,10 @@ def ulps_of_rows(rows: Tensor, units: Tensor, d: int) -> float:
 
 
 def delta_error_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: Tensor) -> Interval:
-    """Mean error of delta, relative to mean |delta|, read off the error of dQ (paper, equation 1).
+    """Mean error of delta, relative to mean |delta|, read off dQ and the reference's (paper, equation 1).
 
     dQ_hp - dQ_lp = alpha diag(delta_lp - delta_hp) P K: the part of dQ's error along P K is delta's error. What else
     the kernel rounds in its backward pass counts too, where it falls along P K.
-
-    Args:
-        dq: the kernel's, (batch, heads, queries, d).
-        inputs: what it was given.
-        ref: the fp64 reference.
-        exact: the reference's dQ.
     """
     along = ((exact - dq.double()) * ref.pk).sum(-1, keepdim=True) / (
         inputs.scale * ref.pk.square().sum(-1, keepdim=True)
@@ -174,14 +157,9 @@ def delta_error_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: T
 
 
 def contains_bias(delta: Interval, fmt: Format) -> Verdict:
-    """Whether gradients contain a bias of O: delta, a product of O, then errs by as much.
+    """Whether gradients contain a bias of O: delta, a product of O, then errs by as much (`delta_error_of`).
 
-    Args:
-        delta: its error as a share, `delta_error_of`.
-        fmt: of O. A bias of the margin, in ulps, is at least as many unit roundoffs of O's size.
-
-    Returns:
-        Biased: they contain it; unbiased: they don't.
+    A bias of the margin, in ulps of O's format, is at least as many unit roundoffs of O's size. Biased: they do.
     """
     return judge(delta, MARGIN_ULPS * fmt.unit_roundoff)
 
@@ -196,14 +174,7 @@ class Faults(NamedTuple):
 def gradient_faults(
     gradients: Gradients, errors: GradientErrors, exact: ExactGradients, bounds: GradientBounds
 ) -> Faults:
-    """What is wrong with dQ, dK, dV and, where a kernel tells it, dSink.
-
-    Args:
-        gradients: of a kernel.
-        errors: of them.
-        exact: the reference's.
-        bounds: of their errors.
-    """
+    """What is wrong with dQ, dK, dV and, where a kernel tells it, dSink, by their errors and the bounds of these."""
     faults = [sink_faults(gradients.dsink, exact.sink, bounds.sink)]
     made = (gradients.dq, gradients.dk, gradients.dv)
     for ours, theirs, error, norm in zip(made, exact.gradients, errors.each, bounds.norms, strict=True):

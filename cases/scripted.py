@@ -321,11 +321,8 @@ def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> t
 
     Contracted, P-bar of the maxima is 2^e, e the rounding error of m c: up to half an ulp of it, 2^-22, 2^-18 and 2^-15
     here. The cast makes P-bar 1, l has it as it is, and all ties of a row break to the side of -e. Which side that is
-    depends on r_m, so rows err together and heads do not. A row with one maximum has no tie: O is one row of V.
-
-    Args:
-        at_60: what scaled shifts come to at repeated maxima of about 60.
-        at_600: the same at 600.
+    depends on r_m, so rows err together and heads do not. A row with one maximum has no tie: O is one row of V. What
+    scaled shifts come to at repeated maxima of about 60 and 600 is given.
     """
     together = claim(ROWS_ERR_TOGETHER, f"{OWN}: m c is rounded and S c is not", "safe", "fused_contracted")
     apart = claim(ROWS_ERR_APART, f"{_COMMENTARY}: eliminating the remainder", f"{_PLAIN} lazy")

@@ -116,12 +116,9 @@ def hugging_face_call(
     is_causal: bool | None = None,
     **more: Any,
 ) -> AttentionCall:
-    """A call of one of Hugging Face's attention functions, by the arguments that they share.
+    """A call of one of Hugging Face's attention functions; NotHeldError: the format can't hold it.
 
     Called `eager` it gets a causal mask as a mask alone; all others have a flag too, the module's if the call has none.
-
-    Raises:
-        NotHeldError: the format can't hold it.
     """
     for word, reason in _UNHELD_WORDS.items():
         if more.get(word) is not None:

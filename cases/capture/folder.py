@@ -37,13 +37,12 @@ class Folder:
 
         Args:
             path: of the folder; made if it is not there.
-            budget: of the whole folder, bytes.
+            budget: of the whole folder, bytes; the ranks have equal shares.
             rank: this process's number, from 0.
             ranks: how many processes share the folder.
 
         Raises:
-            CaptureError: safetensors is missing, the folder can't be written to, or what is in it, and is not of
-                `capture`, leaves no room.
+            CaptureError: no safetensors, no right to write, or no room beside files that are not of `capture`.
         """
         try:
             self._save = import_module("safetensors.torch").save_file
@@ -94,10 +93,7 @@ class Folder:
         return self.bytes - weaker + size + _HEADER <= self.budget
 
     def write(self, step: int, layers: Sequence[Candidate]) -> Path | None:
-        """Write a capture, then let others give way.
-
-        Returns:
-            The file; None where an earlier run has left one of this name, which stays as it is.
+        """Write a capture, then let others give way; None where there is a file of this name, which stays.
 
         Raises:
             CaptureError: it can't be written; what was there stays.

@@ -82,16 +82,14 @@ def noise_seed(seed: int, step: int, layer: int) -> int:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: Call) -> Tensor:
-    """Causal attention, every head with its own kernel.
+    """Causal attention, every head with its own kernel: O, (batch, heads, tokens, d), differentiable.
+
+    The gradient passes the rounding of q, k and v unchanged, as that of a cast does.
 
     Args:
         q, k, v: (batch, heads, tokens, d), fp32, not yet rounded.
         kernels: one a head.
         call: arithmetic, place and observers.
-
-    Returns:
-        O, (batch, heads, tokens, d), differentiable; the gradient passes the rounding of q, k and v unchanged, as that
-        of a cast does.
     """
     if kernels.count(kernels[0]) == len(kernels):  # hashing them takes longer than comparing what is mostly one object
         return _apply(q, k, v, kernels[0], tuple(range(len(kernels))), call)

@@ -113,12 +113,9 @@ class BoundRule:
 
 
 def student(freedom: int, p: float) -> float:
-    """Student's quantile: what is exceeded with a probability of p, under a half.
+    """Student's quantile: what is exceeded with a probability of p, under a half; ValueError: freedom below 1.
 
     By the finite sums for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4), bisected.
-
-    Raises:
-        ValueError: no degree of freedom is left.
     """
     if freedom < 1:
         raise ValueError(f"freedom = {freedom}: a spread takes two seeds or more")

@@ -140,9 +140,6 @@ class GPT2(nn.Module):
             kernels: of every head of every layer.
             arithmetic: what attention runs on.
             seed: of the weights and of the kernels' noise.
-
-        Raises:
-            ValueError: not one kernel for every head.
         """
         super().__init__()
         if len(kernels) != configuration.layers or any(len(layer) not in (0, configuration.heads) for layer in kernels):

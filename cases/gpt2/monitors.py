@@ -132,9 +132,8 @@ class View:
         """delta_lp - delta_hp of every row (paper, equation 1), fp64 (batch, heads, tokens).
 
         hp is `delta`, and delta_lp counts with the sum of the backward pass's P, which is 1 but for rounding: so it is
-        -rowsum(dS), exactly what the query weights feel. Of a kernel that keeps delta
-        to itself it is what the error of dQ says: that error's part along P K (equation 1), so it counts what else the
-        kernel rounds in its backward pass.
+        -rowsum(dS), exactly what the query weights feel. Of a kernel that keeps delta to itself it is the part of dQ's
+        error along P K (equation 1), so it counts what else the kernel rounds in its backward pass.
         """
         inputs, delta = self.inputs, self.gradients.delta
         if delta is not None:
@@ -244,15 +243,8 @@ def spectral_norms(block: Block) -> Tensor:
 def sign_diversity(weight: Tensor, x: Tensor) -> float:
     """Whether tokens point both ways: 1, or all one way along the weight's main direction: 0 (arXiv 2510.04202).
 
-    It is twice the share of the rarer sign of the products with the weight's principal right singular vector. Its
-    collapse is the paper's early warning.
-
-    Args:
-        weight: (out, in).
-        x: (..., in), the input that it multiplies.
-
-    Returns:
-        A share, NaN where the weight or a token has no direction.
+    It is twice the share of the rarer sign of x, (..., in), times the principal right singular vector of the weight,
+    (out, in). Its collapse is the paper's early warning. NaN where the weight or a token has no direction.
     """
     if not bool(torch.isfinite(weight).all()):
         return math.nan

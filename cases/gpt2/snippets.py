@@ -82,11 +82,9 @@ class Snippet:
         return self.scores not in TORCH_DTYPES
 
     def drifts(self, measures: Mapping[str, float]) -> Verdict | None:
-        """Return whether a run went as those of kernels whose bias training feels do.
+        """Whether a run went as those of kernels whose bias training feels do.
 
-        Returns:
-            Biased: it did; unbiased: it went as those of sound kernels; inconclusive: as neither. None: in this snippet
-            nothing tells the two apart.
+        Biased: it did; unbiased: it went as those of sound kernels; inconclusive: as neither. None: nobody can tell.
         """
         claims = [claim for claim in self.claims if claim.measure == self.headline]
         drifting, sound = (
@@ -372,12 +370,8 @@ def run_snippet(
 ) -> SnippetResult:
     """Train for a moment and measure the scripted head; `MEASURED` describes the measures.
 
-    Args:
-        snippet: the recipe.
-        variant: the kernels, and a change beside them.
-        arithmetic: what attention runs on; everything else runs in fp32.
-        seed: of weights and noise. The batches are the same for all seeds.
-        device: torch's name of the device that all of it runs on.
+    Attention runs on `arithmetic`, everything else in fp32, all of it on `device`, torch's name. The seed is that of
+    weights and noise: the batches are the same for all.
     """
     model = _model(snippet, variant, arithmetic, seed, device)
     recorder = Recorder({**_READ, "direction_cosine": direction_cosine()}, [LAYER], HEAD)

@@ -41,14 +41,8 @@ class Captures:
         """Write one file a step, `inputs-STEP.safetensors`, its keys `layer0.q`, `layer0.k`, `layer0.v`, `layer0.do`.
 
         Tensors are (sequences, heads, tokens, d), in bf16 if that holds all their values, else in fp32. Steps with an
-        element that is not finite are left out: after the explosion there is nothing to learn from them.
-
-        Args:
-            folder: where to.
-            metadata: what the files say beside step, layers and causal.
-
-        Returns:
-            The files.
+        element that is not finite are left out: after the explosion there is nothing to learn from them. The files say
+        `metadata` beside step, layers and causal.
         """
         from safetensors.torch import save_file
 

@@ -59,14 +59,7 @@ class MatrixResult:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The verb `fleet`; see `tiebreak.reports.cli.main`.
-
-    Returns:
-        0 if every kind held, 1 if something fell or a kind gave no records, 130 after Ctrl-C.
-
-    Raises:
-        UsageError: bad usage, or a cluster that does not answer; one line.
-    """
+    """The verb `fleet`: 0 if every kind held, 1 if something fell or a kind gave no records, 130 after Ctrl-C."""
     given = list(argv)
     at = given.index("--") if "--" in given else len(given)
     options, matrix = parser("fleet", _ABOUT, _EPILOG, where=_OPTIONS).parse_args(given[:at]), given[at + 1 :]
@@ -92,12 +85,7 @@ def main(argv: Sequence[str]) -> int:
 def kinds(nodes: Sequence[Node], labels: Sequence[str] = ()) -> list[MachineGroup]:
     """Return which machines of a cluster are alike: those with one type of accelerator and the same labels.
 
-    Args:
-        nodes: of the cluster.
-        labels: the names of those that count; none: all that Ray has not set itself.
-
-    Raises:
-        UsageError: a label that no node has.
+    The labels that count are those named; none: all that Ray has not set itself. UsageError: a label that no node has.
     """
     for name in labels:
         if not any(name in node.labels for node in nodes):
@@ -181,9 +169,7 @@ def _bring(result: MatrixResult, out: Path, kind: MachineGroup, home: dict[str, 
 def on_node(matrix: Sequence[str], level: str | None) -> MatrixResult:
     """Run the matrix in a process of its own, with this machine's Python and PyTorch: what a node does.
 
-    Args:
-        matrix: arguments for pytest.
-        level: the instruction-set level to force; None: as the machine is.
+    `level`: the instruction-set level to force; None: as the machine is.
     """
     forced = [each for each in LEVELS if each.name == level]
     environ = environment(forced[0]) if forced else os.environ

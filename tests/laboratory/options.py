@@ -53,14 +53,7 @@ class _Parser(Parser):
 
 
 def parser(verb: str, description: str, epilog: str, **options: Options) -> Parser:
-    """Return the parser of a verb.
-
-    Args:
-        verb: its name.
-        description: what it does.
-        epilog: what --help ends with.
-        options: by the heading of their group, its words joined by `_`; the help says the default.
-    """
+    """Return the parser of a verb; options by the heading of their group, its words joined by `_`."""
     made = _Parser(
         prog=f"tiebreak lab {verb}",
         description=description,

@@ -112,12 +112,7 @@ class Divergence:
     limit: float = math.inf  # of the largest logit; infinite: none
 
     def after(self, loss: float, max_logit: float = math.nan) -> str | None:
-        """Return how the run has diverged, given one more step; None: it has not.
-
-        Args:
-            loss: of the step, in nats.
-            max_logit: of the step, over all layers, heads and sequences; NaN where nobody looked.
-        """
+        """Return how the run has diverged, given one more step; None: it has not. NaN: nobody looked at the logits."""
         if not math.isfinite(loss):
             return NOT_FINITE
         self.above = self.above + 1 if loss > self.lowest + EXPLOSION_NATS else 0

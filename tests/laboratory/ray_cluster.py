@@ -70,10 +70,7 @@ class Cluster:
     def run(self, function: Callable[[_Task], _Result], tasks: Sequence[_Task], *, gpus: float) -> Iterator[_Result]:
         """Run tasks wherever there is room, and give each result as it comes; one whose node dies is run again.
 
-        Args:
-            function: runs one task; imported by the nodes, which need the same tiebreak.
-            tasks: what to run.
-            gpus: share of GPUs of each.
+        The nodes import the function: they need the same tiebreak. `gpus` is each task's share.
 
         Raises:
             UsageError: in the end, if some did not finish; those that did have been given.

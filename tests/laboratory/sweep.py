@@ -230,14 +230,7 @@ def settings(options: argparse.Namespace) -> Settings:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what is left of a sweep; see `tiebreak.reports.cli.main`.
-
-    Returns:
-        0 when all runs are done, 130 after Ctrl-C.
-
-    Raises:
-        UsageError, UnreadableRecordsError, UnwritableFolderError: as the command tells in one line.
-    """
+    """Run what is left of a sweep: 0 when all runs are done, 130 after Ctrl-C."""
     gc.enable()  # the command turns it off, for verbs that end in a second
     options = parse(argv)
     try:

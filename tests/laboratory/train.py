@@ -122,11 +122,7 @@ _RUN: Options = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train; see `tiebreak.reports.cli.main`.
-
-    Returns:
-        0 after the last step, 1 if the loss exploded, 2 on bad usage, data or checkpoint, 130 after Ctrl-C.
-    """
+    """Train: 0 after the last step, 1 if the loss exploded, 2 on bad usage, data or checkpoint, 130 after Ctrl-C."""
     gc.enable()  # the command turns it off, for verbs that end in a second
     try:
         with joined() as ranks, ctrl_c(once=ranks.size == 1) as asked:
@@ -270,12 +266,7 @@ def _model(options: argparse.Namespace, sizes: Configuration, backend: Backend) 
 
 
 def _head(flag: str, name: str, options: argparse.Namespace, sizes: Configuration, backend: Backend) -> HeadKernel:
-    """Return a kernel as heads of these sizes use it.
-
-    Raises:
-        UsageError: it does not take such heads.
-        ValueError: the backend has no such kernel, or a user's own can't be loaded.
-    """
+    """Return a kernel as heads of these sizes use it; UsageError, ValueError: there is none that takes such heads."""
     kernel: Kernel = external_kernel(name) if ":" in name else backend.kernel(name)
     if ":" in name and options.backward == "emulated":
         kernel = replace(kernel, has_backward=False)

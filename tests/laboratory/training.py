@@ -69,10 +69,10 @@ class Steps:
         of_first: Sequence[Observer] = (),
         stop: Callable[[], bool] = bool,
     ) -> StepResult:
-        """Take one step.
+        """Take one step of the run, from 0.
 
         Args:
-            step: of the run, from 0.
+            step: its number.
             observers: of all calls of attention.
             of_first: of those of the batch's first part, beside.
             stop: whether this process was asked to stop; asked once, at the end.
@@ -111,13 +111,7 @@ class Training:
     """A run that can be stopped at any step and resumed to the bit."""
 
     def __init__(self, steps: Steps, run: RunSettings, folder: Path) -> None:
-        """Start at step 0.
-
-        Args:
-            steps: how they are taken, of which model.
-            run: what the run was told, kept in its checkpoints.
-            folder: for the log, checkpoints and, after an explosion, the last steps' attention inputs.
-        """
+        """Start at step 0; `run`, what it was told, is kept in its checkpoints, and `folder` has all that it leaves."""
         self._steps, self._run, self._folder = steps, run, folder
         self._divergence, self._captures = Divergence(), Captures()
         self.done = 0  # steps
@@ -142,10 +136,7 @@ class Training:
     def reports(self, every: int, checkpoint_every: int, stop: Callable[[], bool]) -> Iterator[Progress]:
         """Train to the end or to an explosion, telling of every `every`-th step and of the last.
 
-        Args:
-            every: steps between two reports.
-            checkpoint_every: steps between two checkpoints; the last step has one too.
-            stop: asked in every step; a yes of any process ends the run after it, with a checkpoint.
+        The last step has a checkpoint too. `stop` is asked in every step; a yes of any process ends the run after it, with a checkpoint.
 
         Raises:
             ValueError: the very first loss is NaN or Inf.
@@ -204,14 +195,11 @@ def _save(state: dict[str, Any], folder: Path) -> None:
 
 
 def load(folder: Path, run: RunSettings) -> dict[str, Any]:
-    """Return the folder's checkpoint, for a run that is told the same.
+    """Return the folder's checkpoint, for a run that is told the same; CheckpointError: there is none.
 
     It has all that a run needs to go on to the bit: batches and noise follow from `step`, the steps done. `log` is the
     length of the log then, `run` what the run was told, `model` and `optimizers` are their states, `watch` that of
     `Divergence`.
-
-    Raises:
-        CheckpointError: none there, cut short, not a checkpoint, or of a run that was told otherwise.
     """
     path = folder / CHECKPOINT
     if not path.is_file():
