@@ -136,7 +136,7 @@ class Training:
     def reports(self, every: int, checkpoint_every: int, stop: Callable[[], bool]) -> Iterator[Progress]:
         """Train to the end or to an explosion, telling of every `every`-th step and of the last.
 
-        The last step has a checkpoint too. `stop` is asked in every step; a yes of any process ends the run after it, with a checkpoint.
+        The last step has a checkpoint too, and so has one in which any process says that it is to `stop`.
 
         Raises:
             ValueError: the very first loss is NaN or Inf.
