@@ -12,7 +12,7 @@ from typing import Any
 
 from tiebreak.backends.levels import LEVELS
 from tiebreak.laboratory.options import FOLDER, Options, parser
-from tiebreak.laboratory.ray_cluster import RAY, Cluster, Node, connected, first_line, is_address
+from tiebreak.laboratory.ray_cluster import Cluster, Node, address_of, connected, first_line
 from tiebreak.programs.levels import environment
 from tiebreak.programs.resumable import show_progress
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED
@@ -63,15 +63,14 @@ def main(argv: Sequence[str]) -> int:
     given = list(argv)
     at = given.index("--") if "--" in given else len(given)
     options, matrix = parser("fleet", _ABOUT, _EPILOG, where=_OPTIONS).parse_args(given[:at]), given[at + 1 :]
-    if options.on != RAY and not is_address(options.on):
-        raise UsageError(f"--on {options.on}: expected ray://HOST:PORT, HOST:PORT or ray")
+    address = address_of(options.on)
     for word in matrix:
         if word.split("=")[0] in _OF_A_RUN:
             raise UsageError(f"{word.split('=')[0]} goes before --: the fleet names the records after the machines")
     store.check_writable(options.out)
     home: dict[str, Path] = {}
     try:
-        with connected(None if options.on == RAY else options.on) as cluster:
+        with connected(address) as cluster:
             groups = kinds(cluster.nodes, split(options.labels))
             if not groups:
                 raise UsageError(f"--on {options.on}: the cluster has no node with a core")

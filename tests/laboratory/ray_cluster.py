@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.tables.run import counted
 
-RAY = "ray"  # what --on says of this machine alone
 _ADDRESS = re.compile(r"(?:ray://)?[\w.-]+:[0-9]{1,5}")
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
@@ -105,9 +104,11 @@ class Cluster:
                     yield reference, error
 
 
-def is_address(text: str) -> bool:
-    """Return whether it can be that of a Ray cluster."""
-    return _ADDRESS.fullmatch(text) is not None
+def address_of(on: str) -> str | None:
+    """Return the address that --on says; None: Ray on this machine alone. UsageError: it can be none of a cluster."""
+    if on != "ray" and _ADDRESS.fullmatch(on) is None:
+        raise UsageError(f"--on {on}: expected ray, ray://HOST:PORT or HOST:PORT")
+    return None if on == "ray" else on
 
 
 @contextlib.contextmanager

@@ -43,7 +43,6 @@ from tiebreak.laboratory.options import (
 )
 from tiebreak.laboratory.progress import EXPLOSION_NATS, EXPLOSION_STEPS, LARGEST_LOGIT, Divergence
 from tiebreak.laboratory.ranks import Ranks
-from tiebreak.laboratory.ray_cluster import RAY, is_address
 from tiebreak.laboratory.reduced import Otherwise, Reduction, parse_reduction
 from tiebreak.laboratory.reduced_gpt2 import NO_RANGE, SAME, emulated_gpt2, parse_attention, reduced_gpt2
 from tiebreak.laboratory.training import Recipe, Steps
@@ -61,7 +60,6 @@ LOOK_EVERY = 10  # steps, at the largest logit
 _FIRST_BLOCKS = "blocks.[01]"
 _END = 10  # the loss of a run is the mean over one in so many of its steps, the last
 _WORKER_GIB = 1.0
-_TRIAL_STEPS = 3
 DIVERGED = (
     f"its loss was NaN or Inf, or in {EXPLOSION_STEPS} steps in a row {EXPLOSION_NATS:g} nats above its lowest, or a"
     f" logit beyond {LARGEST_LOGIT:g} (looked at every {LOOK_EVERY} steps)"
@@ -164,11 +162,7 @@ _WHERE: Options = {
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options, those not given at the preset's defaults.
-
-    Raises:
-        UsageError: one line that names the option.
-    """
+    """Return the options, those not given at the preset's defaults; UsageError: one line that names the option."""
     options = fill(
         parser(
             "sweep",
@@ -179,8 +173,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             where_and_how=_WHERE,
         ).parse_args(argv)
     )
-    if options.on is not None and options.on != RAY and not is_address(options.on):
-        raise UsageError(f"--on {options.on}: expected ray, ray://HOST:PORT or HOST:PORT")
+    if options.on is not None:
+        on_ray.address_of(options.on)
     if not 0 <= options.gpus_per_run < math.inf:
         raise UsageError(f"--gpus-per-run must be 0 or more, not {options.gpus_per_run:g}")
     if options.gpus_per_run and options.on is None:
@@ -195,11 +189,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def tasks(options: argparse.Namespace, places: Sequence[Place]) -> list[Task]:
-    """Return what processes are given to run these places.
-
-    Raises:
-        DataError: no data to train on.
-    """
+    """Return what processes are given to run these places; DataError: no data to train on."""
     data, device = options.data and options.data.resolve(), "cuda" if options.gpus_per_run else "cpu"
     lengths = options.steps, options.warm_up, options.sequences, options.attention
     sizes = configuration(options)
@@ -208,11 +198,7 @@ def tasks(options: argparse.Namespace, places: Sequence[Place]) -> list[Task]:
 
 
 def settings(options: argparse.Namespace) -> Settings:
-    """Return the sweep that the options describe.
-
-    Raises:
-        DataError: no data to train on.
-    """
+    """Return the sweep that the options describe; DataError: no data to train on."""
     (task,) = tasks(options, [Place("", 0.0, "", "", 1)])
     recipe = {
         "preset": options.preset,
@@ -257,7 +243,7 @@ def _run_all(options: argparse.Namespace, sweep: Sweep, left: Sequence[Task]) ->
         print(_outlook(sweep, left, workers, "here"), flush=True)
         _show(map(run, left) if workers == 1 else in_processes(run, left, workers), options.out, len(left))
         return
-    with on_ray.connected(None if options.on == RAY else options.on, options.workers) as cluster:
+    with on_ray.connected(on_ray.address_of(options.on), options.workers) as cluster:
         slots = cluster.slots(options.gpus_per_run)
         print(_outlook(sweep, left, min(slots, len(left)), f"on Ray, {cluster.about}"), flush=True)
         _show(cluster.run(run, left, gpus=options.gpus_per_run), options.out, len(left))
@@ -276,25 +262,14 @@ def _show(runs: Iterable[SweepRun], folder: Path, total: int) -> None:
 
 
 def _outlook(sweep: Sweep, left: Sequence[Task], workers: int, where: str) -> str:
-    each = _seconds(sweep, left[0])
-    time = "" if each is None else f": {expected(each * len(left) / workers)}"
-    done = counted(len(sweep.runs), "run")
-    return f"{done} kept, {len(left)} to run, {workers} at a time {where}{time}"
-
-
-def _seconds(sweep: Sweep, task: Task) -> float | None:
-    """Return what a run takes, by those that are done or a few steps; None: they can't be taken on this machine."""
     steps = sum(each.steps for each in sweep.runs)
-    if steps:
-        return sum(each.seconds for each in sweep.runs) / steps * task.steps
-    if task.device == "cuda" and not torch.cuda.is_available():
-        return None
-    run(task, 1)  # the first step of a process takes longer
-    return run(task, _TRIAL_STEPS).seconds / _TRIAL_STEPS * task.steps
+    each = sum(each.seconds for each in sweep.runs) / steps * left[0].steps if steps else 0.0
+    time = f": {expected(each * len(left) / workers)}" if steps else ""
+    return f"{counted(len(sweep.runs), 'run')} kept, {len(left)} to run, {workers} at a time {where}{time}"
 
 
-def run(task: Task, steps: int | None = None) -> SweepRun:
-    """Do a run on one core, of `steps` in the place of the task's; DataError: no data, or others than the sweep's."""
+def run(task: Task) -> SweepRun:
+    """Do a run on one core; DataError: no data, or others than the sweep's."""
     torch.set_num_threads(1)
     started, place = time.perf_counter(), task.place
     if task.batches(1).digest(1) != task.digest:
@@ -313,7 +288,7 @@ def run(task: Task, steps: int | None = None) -> SweepRun:
         logits.append(MEASURES["max_logit"](View(observation)).max().item())
 
     with reduced_gpt2(model, reduction, stabiliser.otherwise, attention):
-        for step in range(task.steps if steps is None else steps):
+        for step in range(task.steps):
             logits.clear()
             observers = [look] if (step + 1) % LOOK_EVERY == 0 else []
             losses.append(taken.take(step, observers if clipper is None else [*observers, clipper]).loss)

@@ -160,7 +160,7 @@ def test_no_cluster_is_one_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--on", "here"], "--on here: expected ray://HOST:PORT"),
+        (["--on", "here"], "--on here: expected ray, ray://HOST:PORT"),
         (["--on", "h:1", "--", "--save", "x"], "--save goes before --"),
     ],
 )

@@ -72,12 +72,11 @@ def test_a_stop_loses_the_run_in_hand_and_the_same_command_goes_on(
 ) -> None:
     ran: list[int] = []
 
-    def stopped(task: Task, steps: int | None = None) -> SweepRun:
-        if steps is None:
-            ran.append(task.place.seed)
-            if task.place.seed == 2 and len(ran) == 2:
-                raise KeyboardInterrupt
-        return run(task, steps)
+    def stopped(task: Task) -> SweepRun:
+        ran.append(task.place.seed)
+        if task.place.seed == 2 and len(ran) == 2:
+            raise KeyboardInterrupt
+        return run(task)
 
     monkeypatch.setattr(program, "run", stopped)
     assert swept(tmp_path) == 130
@@ -122,7 +121,7 @@ def _masks(monkeypatch: pytest.MonkeyPatch, stabiliser: str) -> dict[str, list[s
 
     monkeypatch.setattr(Reduction, "mask", told)
     monkeypatch.setattr("tiebreak.cases.gpt2.model.attend", attended)
-    run(task(stabiliser=stabiliser), 1)
+    run(task(stabiliser=stabiliser, steps=1))
     return seen
 
 
@@ -153,7 +152,7 @@ def test_a_stabiliser_changes_the_model(monkeypatch: pytest.MonkeyPatch, stabili
         return made[0]
 
     monkeypatch.setattr(program, "emulated_gpt2", noted)
-    run(task(stabiliser=stabiliser), 1)
+    run(task(stabiliser=stabiliser, steps=1))
     assert getattr(made[0].block(0), more) is not None
 
 
