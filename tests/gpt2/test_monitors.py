@@ -123,9 +123,6 @@ def test_the_gradient_direction_is_that_of_the_first_step(drawn: View) -> None:
     cosine = (error * r).sum() / np.linalg.norm(error) / np.linalg.norm(r)
     assert direction(drawn)[1].item() == pytest.approx(cosine)
     assert direction(opposite)[1].item() == pytest.approx(-cosine)
-
-
-def test_drift_by_hand() -> None:
     assert drift((1.0, -1.0, 2.0)) == 0.5
     assert math.isnan(drift((0.0, 0.0)))
 

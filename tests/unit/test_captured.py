@@ -161,11 +161,8 @@ class TestMetadata:
         assert case.make(1, 0, 2, BF16).scale == 0.5
         if edited in layer:
             layer[edited].view(-1)[-1] += 1
-        keep(
-            tmp_path,
-            {"0": layer},
-            metadata=metadata | {"causal": {"causal": "true"}, "scale": {"scale": "0.25"}}.get(edited, {}),
-        )
+        other = {"causal": "true"} if edited == "causal" else {"scale": "0.25"} if edited == "scale" else {}
+        keep(tmp_path, {"0": layer}, metadata=metadata | other)
         (case,) = captured_cases(tmp_path)
         captured._load.cache_clear()
         with pytest.raises(CapturedError, match=rf"^{path}: layer0 is not what was captured: its checksum differs; "):
@@ -189,7 +186,6 @@ class TestVersion:
         cell = Cell(EMULATION, composed_kernel("standard"), Call(case), BF16)
         record = run_cell(cell, Workbench(Settings()))
         assert (record.outcome, record.case_version) == (CRASHED, 0)
-        captured._load.cache_clear()
         assert re.search(r"CapturedError: .*inputs-000007.safetensors: cannot be read", record.reasons[0])
 
 
