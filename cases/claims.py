@@ -32,36 +32,27 @@ class Expectation:
     text: Callable[[Errors], str] = bias_text  # the measured number, in words
 
 
-def _bias_is(verdict: Verdict, sign: int = 0) -> Callable[[Errors], bool | None]:
+def _judged(
+    verdict: Verdict, sign: int = 0, of: Callable[[Errors], Interval] = lambda measures: measures.bias
+) -> Callable[[Errors], bool | None]:
+    """Whether a mean, that of the signed errors or another, is judged so, and of this sign."""
+
     def met(measures: Errors) -> bool | None:
         if measures.nonfinite:
             return False
-        bias = measures.bias
-        if math.isnan(bias.mean):  # nothing could be compared
+        estimate = of(measures)
+        if math.isnan(estimate.mean):  # nothing could be compared
             return False
-        judgement = judge(bias)
+        judgement = judge(estimate)
         if judgement is Verdict.INCONCLUSIVE:
             return None
-        return judgement is verdict and (sign == 0 or bias.mean * sign > 0)
+        return judgement is verdict and (sign == 0 or estimate.mean * sign > 0)
 
     return met
 
 
-def _gain(low: float, high: float) -> Callable[[Errors], bool | None]:
-    def met(measures: Errors) -> bool | None:
-        return measures.nonfinite == 0 and low <= measures.gain <= high
-
-    return met
-
-
-def _rows(verdict: Verdict) -> Callable[[Errors], bool | None]:
-    def met(measures: Errors) -> bool | None:
-        if measures.nonfinite:
-            return False
-        judgement = judge(measures.coherence_excess)
-        return None if judgement is Verdict.INCONCLUSIVE else judgement is verdict
-
-    return met
+def _rows_err(verdict: Verdict) -> Callable[[Errors], bool | None]:
+    return _judged(verdict, of=lambda measures: measures.coherence_excess)
 
 
 def _rows_text(measures: Errors) -> str:
@@ -69,13 +60,13 @@ def _rows_text(measures: Errors) -> str:
     return f"row coherence {excess.mean:+.3f} +- {excess.half_width:.3f} ulp from that of independent errors"
 
 
-UNBIASED = Expectation("unbiased", _bias_is(Verdict.UNBIASED))
-BIASED = Expectation("biased", _bias_is(Verdict.BIASED))
-BIASED_AWAY = Expectation("biased away from zero", _bias_is(Verdict.BIASED, +1))
-BIASED_TOWARD = Expectation("biased toward zero", _bias_is(Verdict.BIASED, -1))
+UNBIASED = Expectation("unbiased", _judged(Verdict.UNBIASED))
+BIASED = Expectation("biased", _judged(Verdict.BIASED))
+BIASED_AWAY = Expectation("biased away from zero", _judged(Verdict.BIASED, +1))
+BIASED_TOWARD = Expectation("biased toward zero", _judged(Verdict.BIASED, -1))
 # Held to a bias' own margin: what a row's errors have in common is a bias, of that row.
-ROWS_ERR_TOGETHER = Expectation("the errors of a row agree in sign", _rows(Verdict.BIASED), text=_rows_text)
-ROWS_ERR_APART = Expectation("the errors of a row are independent", _rows(Verdict.UNBIASED), text=_rows_text)
+ROWS_ERR_TOGETHER = Expectation("the errors of a row agree in sign", _rows_err(Verdict.BIASED), text=_rows_text)
+ROWS_ERR_APART = Expectation("the errors of a row are independent", _rows_err(Verdict.UNBIASED), text=_rows_text)
 ACCURATE = Expectation("accurate", lambda measures: measures.nonfinite == 0)
 # Harm that a rule does: such a cell is held to nothing else.
 BREAKS_DOWN = Expectation(
@@ -105,7 +96,11 @@ FLUSHED_OR_ACCURATE = Expectation(
 
 def shrinks(low: float, high: float) -> Expectation:
     """The output keeps only a share of its size, between `low` and `high`, without a NaN."""
-    return Expectation(f"output shrinks to {low:g} .. {high:g}", _gain(low, high), waives=_ACCURACY)
+    return Expectation(
+        f"output shrinks to {low:g} .. {high:g}",
+        lambda measures: measures.nonfinite == 0 and low <= measures.gain <= high,
+        waives=_ACCURACY,
+    )
 
 
 def within(times: float) -> Expectation:

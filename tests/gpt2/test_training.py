@@ -210,11 +210,11 @@ def test_monitors_look_at_the_reported_steps_only_and_each_part_has_noise_of_its
 ) -> None:
     seeds: list[int] = []
 
-    def view(observation: Observation) -> View:
+    def view(observation: Observation, head: int | None) -> View:
         seeds.append(observation.inputs.noise_seed)
-        return View(observation)
+        return View(observation, head)
 
-    monkeypatch.setattr(f"{PROGRESS}.View", view)
+    monkeypatch.setattr("tiebreak.cases.gpt2.monitors.View", view)
     assert _train(tmp_path / "run", "--at-once", "1", steps=3) == 0
     assert len(seeds) == len(set(seeds)) == 2 * 2 * 2  # reports, parts, layers
 
@@ -229,15 +229,15 @@ def test_bf16_rounds_the_linear_layers_but_neither_weights_nor_attention(
         dtypes.add((self.weight.dtype, out.dtype))
         return out
 
-    def view(observation: Observation) -> View:
+    def view(observation: Observation, head: int | None) -> View:
         q, k, v = (getattr(observation.inputs, name).double() for name in ("q", "k", "v"))
         exact = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         # A product that autocast rounds would be off by 1e-3.
         assert (observation.output.o - exact).abs().max() < 1e-5 * exact.abs().max()
-        return View(observation)
+        return View(observation, head)
 
     monkeypatch.setattr(nn.Linear, "forward", linear)
-    monkeypatch.setattr(f"{PROGRESS}.View", view)
+    monkeypatch.setattr("tiebreak.cases.gpt2.monitors.View", view)
     assert _train(tmp_path / "run", "--precision", "bf16", "--kernel", "flash@fp32", steps=2) == 0
     assert dtypes == {(torch.float32, torch.bfloat16)}
     assert {weight.dtype for weight in _weights(tmp_path / "run").values()} == {torch.float32}
