@@ -11,7 +11,7 @@ import torch
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.gpt2 import scripting, snippets
 from tiebreak.cases.gpt2.attention import HeadKernel
-from tiebreak.cases.gpt2.bounds import SnippetClaim
+from tiebreak.cases.gpt2.claims import SnippetClaim
 from tiebreak.cases.gpt2.data import Batches, corpus
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, everywhere
 from tiebreak.cases.gpt2.scripting import DEAD_TOKENS, HEAD, LAYER, Script
@@ -63,7 +63,7 @@ def fell(snippet: Snippet, result: SnippetResult) -> list[str]:
 # That the claims hold is what the cells of the matrix test.
 def test_every_snippet_of_the_papers_chain_says_something_of_flash_and_of_every_fix() -> None:
     for snippet in (DRIFT, RUNAWAY, LANGUAGE_MODEL, AMPLIFIED):
-        named = {name for statement in snippet.rules for name in statement.variants}
+        named = {name for each in snippet.claims for name in each.variants}
         assert named <= set(VARIANTS)
         for short in ("flash", "stabilized", "o_fp32", "standard", "fair"):
             assert named.issuperset(variant_names(short, rounded=True))
@@ -150,7 +150,7 @@ def test_the_script_puts_two_sinks_a_gap_above_the_rest() -> None:
 
 def test_a_claim_speaks_of_its_variants_alone_and_a_user_s_kernel_can_be_held_to_it() -> None:
     claim = SnippetClaim(frozenset({"fair@train"}), "loss_rise", "a test", high=1.0)
-    snippet, own = replace(DRIFT, rules=(), own_claims=(claim,)), Variant("mine", ROUNDED["flash"].scripted)
+    snippet, own = replace(DRIFT, name="a test", own_claims=(claim,)), Variant("mine", ROUNDED["flash"].scripted)
     for held in (UNROUNDED["fair"], replace(own, held_to="fair@train")):
         assert snippet.claims_about(held) == (claim,)
     assert snippet.claims_about(ROUNDED["fair"]) == snippet.claims_about(own) == ()
@@ -178,10 +178,10 @@ def test_variants_are_what_their_names_say(name: str) -> None:
 def test_a_loss_that_is_no_number_ends_the_run_and_is_counted() -> None:
     """The claim of the large logits, on a loss that is NaN at once and on one that never is, where it falls by name."""
     claim = SnippetClaim(frozenset({ROUNDED["o_fp32"].name}), "finite_steps", "a test", high=3.5)
-    broken = replace(SHORT, rules=(), own_claims=(claim,), script=Script(key=1e30, query=1e30))  # beyond fp32
+    broken = replace(SHORT, name="a test", own_claims=(claim,), script=Script(key=1e30, query=1e30))  # beyond fp32
     result = _run(broken, ROUNDED["o_fp32"])
     assert (len(result.losses), result.measures["finite_steps"], fell(broken, result)) == (1, 0.0, [])
-    sound = replace(SHORT, rules=(), own_claims=(claim,), steps=4)
+    sound = replace(SHORT, name="a test", own_claims=(claim,), steps=4)
     assert fell(sound, _run(sound, ROUNDED["o_fp32"])) == ["finite_steps < 3.5"]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tiebreak.backends.backend import CPU, EMULATION, Backend
-from tiebreak.cases.gpt2.bounds import SnippetClaim
+from tiebreak.cases.gpt2.claims import SnippetClaim
 from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.kernels.external import external_kernel
@@ -157,7 +157,7 @@ def test_a_run_that_drifts_as_claimed_holds() -> None:
 
 def test_a_run_that_breaks_its_claim_falls_with_the_number() -> None:
     claim = SnippetClaim(frozenset({FAIR.name}), "delta_error_mean", "a test", low=1.0)
-    snippet = replace(SHORT, rules=(), own_claims=(claim, replace(claim, low=-1.0, high=2.0)))
+    snippet = replace(SHORT, name="a test", own_claims=(claim, replace(claim, low=-1.0, high=2.0)))
     record = run(Cell(EMULATION, FAIR, TrainingRun(snippet), BF16))
     assert record.outcome == FELL
     assert record.met(CLAIM) is False

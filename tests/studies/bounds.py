@@ -1,7 +1,7 @@
 """Bounds of short training runs, derived by one rule from what many seeds measured; their table is in docs/training.md.
 
-A snippet states which variants drift, run away or are fixed, on which side, and which variant the statement must catch.
-No number is written there: a bound is a one-sided Student prediction limit for one more run,
+`RULES` states which variants drift, run away or are fixed in which snippet, on which side, and which variant the
+statement must catch. No number is written there: a bound is a one-sided Student prediction limit for one more run,
 
     mean +- t(n - 1, 1 - p) * sd * sqrt(1 + 1/n),
 
@@ -14,17 +14,19 @@ what the statement must catch, from the other side, is not claimed of; nor is on
 import csv
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from tiebreak.cases.gpt2.claims import FILE, Claims, SnippetClaim
+from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.gpt2.variants import variant_names
 
 ALARMS = 1e-5  # of the runs of a cell may fall by chance
 EMULATION = "emulation"  # the backend that bounds come from
-FILE = Path(__file__).with_name("spread.csv")
+SPREAD = Path(__file__).with_name("spread.csv")
 LEAST = 8  # seeds of a bound: fewer say too little of what one more gives
 _DIGITS = 3  # of a bound, rounded outwards
 
@@ -35,29 +37,6 @@ SCALES: Mapping[str, tuple[Callable[[float], float], Callable[[float], float]]] 
 }
 
 Side = Literal["above", "below", "within"]  # within: as small as this, whichever its sign
-
-
-@dataclass(frozen=True)
-class SnippetClaim:
-    """Bounds of one measure, for some variants."""
-
-    variants: frozenset[str]  # by full name; none: whatever trains
-    measure: str  # a name of SnippetResult.measures
-    source: str  # who claims it
-    low: float = -math.inf  # the measure must be above
-    high: float = math.inf  # the measure must be below
-    waives: frozenset[str] = frozenset()  # names of checks that need not be met: that they are not is what is claimed
-
-    def held(self, measures: Mapping[str, float]) -> bool:
-        """Whether the measure lies between the bounds; NaN does not."""
-        return self.low < measures[self.measure] < self.high
-
-    @property
-    def text(self) -> str:
-        """The claim in words, as reports print it."""
-        low = "" if self.low == -math.inf else f"{self.low:g} < "
-        high = "" if self.high == math.inf else f" < {self.high:g}"
-        return f"{low}{self.measure}{high}"
 
 
 class Ran(NamedTuple):
@@ -143,7 +122,7 @@ def scaled(measure: str, value: float) -> float:
     return SCALES[measure][0](value) if measure in SCALES else value
 
 
-def read_spreads(path: Path = FILE) -> Mapping[Ran, Spread]:
+def read_spreads(path: Path = SPREAD) -> Mapping[Ran, Spread]:
     """What a data file has."""
     with path.open(encoding="utf-8", newline="") as file:
         next(file)
@@ -153,6 +132,25 @@ def read_spreads(path: Path = FILE) -> Mapping[Ran, Spread]:
             )
             for row in csv.DictReader(file)
         }
+
+
+def spread(measure: str, values: Sequence[float]) -> Spread:
+    """The spread of two values or more; NaN where one of them is no number."""
+    numbers = [scaled(measure, value) for value in values]
+    mean = math.fsum(numbers) / len(numbers)
+    sd = math.sqrt(math.fsum((number - mean) ** 2 for number in numbers) / (len(numbers) - 1))
+    return Spread(len(values), mean, sd, min(values), max(values))
+
+
+def write_spreads(spreads: Mapping[Ran, Spread], commit: str, path: Path = SPREAD) -> None:
+    """Make a data file, a row a distribution, behind a line with the commit they were measured at."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        file.write(f"# measured at {commit}\n")
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow([*Ran._fields, *(field.name for field in fields(Spread))])
+        for ran, found in sorted(spreads.items()):
+            figures = (f"{value:.6g}" for value in (found.mean, found.sd, found.lowest, found.highest))
+            lines.writerow([*ran, found.n, *figures])
 
 
 #: The committed runs.
@@ -195,3 +193,98 @@ def rule(
     """A rule about variants by their short names, space-separated; `rounded` is as `variant_names` takes it."""
     names = (name for short in variants.split() for name in variant_names(short, rounded=rounded))
     return BoundRule(tuple(names), measure, source, side, against)
+
+
+# What the paper says is stable. With l from unrounded P-bar it is not always: see docs/training.md.
+_FIXED = "stabilized o_fp32 standard"
+_SECTION_3_2 = "standard_in_layer_2 delta_from_dp o_recomputed o_fp32_in_worst_head"  # said to be stable, beside _FIXED
+_MITIGATED = "flash_qk_norm flash_qk_clip flash_gated"
+_PAPER = "arXiv 2510.04212, section 3; margins of this suite"
+_SUITE = "this suite"
+_ERROR, _GROWTH, _RISE = "delta_error_mean", "wq_norm_growth", "row_max_rise"
+# What statements must catch.
+_FLASH, _FAIR = "flash@train_l_rounded", "fair@train_l_rounded"
+_FLASH_UNROUNDED, _FAIR_UNROUNDED, _FUSED = "flash@train", "fair@train", "flash_fused@train"
+_BASE_2, _CONTRACTED = "flash_base_2@train", "flash_contracted@train"
+#: What is said of a snippet's runs, by its name.
+RULES: Mapping[str, tuple[BoundRule, ...]] = {
+    "train_drift": (
+        rule("above", "flash", _ERROR, _PAPER, against=_FAIR_UNROUNDED),
+        rule("within", _FIXED, _ERROR, _PAPER, against=_FLASH, rounded=True),
+        # Its O errs as flash's does.
+        rule("above", "standard", "output_delta_error_mean", _SUITE, against="o_fp32@train_l_rounded"),
+        # Beyond the paper.
+        rule("above", "flash_fused", _ERROR, _SUITE, against=_FAIR_UNROUNDED),
+        rule("above", "dithered_fused", _ERROR, _SUITE, against=_FAIR_UNROUNDED, rounded=True),
+        rule("below", "stabilized stabilized_fused", _ERROR, _SUITE, against=_FAIR_UNROUNDED, rounded=False),
+        rule("within", "dithered dithered_fused", _ERROR, _SUITE, against=_FLASH, rounded=False),
+        rule("within", "dithered stochastic_fused", _ERROR, _SUITE, against=_FLASH, rounded=True),
+        rule("within", "fair", _ERROR, _SUITE, against=_FUSED),
+        # What acts on logits and sinks leaves the rounding as it is.
+        rule("above", _MITIGATED, _ERROR, _SUITE, against=_FAIR_UNROUNDED),
+    ),
+    "train_runaway": (
+        rule("above", "flash", _GROWTH, _PAPER, against=_FAIR),
+        rule("below", _FIXED, _GROWTH, _PAPER, against=_FLASH, rounded=True),
+        rule("above", "flash_fused", _GROWTH, _SUITE, against=_FAIR),
+        rule("above", "dithered_fused", _GROWTH, _SUITE, against=_FAIR, rounded=True),
+        rule("below", "dithered_fused", _GROWTH, _SUITE, against=_FUSED, rounded=False),
+        rule("below", "dithered", _GROWTH, _SUITE, against=_FLASH),
+        rule("below", "stochastic_fused fair", _GROWTH, _SUITE, against=_FUSED),
+        rule("above", "flash_in_layer_2", _GROWTH, _PAPER, against=_FAIR),
+        rule("above", "flash_tiled", _GROWTH, _PAPER, against=_FAIR),
+        rule("below", _SECTION_3_2, _GROWTH, _PAPER, against=_FLASH),
+        # The paper says that it is stable: see docs/training.md.
+        rule("above", "pv_fp32", _GROWTH, _SUITE, against=_FAIR),
+        # QK-norm's gains grow instead of W_Q; QK-clip caps the logits and W_Q grows; the gate shuts the head.
+        rule("above", "flash_qk_norm", _RISE, _SUITE, against=_FAIR),
+        rule("above", "flash_qk_clip", _GROWTH, _SUITE, against=_FAIR),
+        rule("below", "flash_qk_clip", _RISE, _SUITE, against=_FLASH),
+        rule("below", "flash_gated", _GROWTH, _SUITE, against=_FLASH),
+    ),
+    "train_lm": (
+        rule("above", "flash", _RISE, _PAPER, against=_FAIR),
+        rule("below", _FIXED, _RISE, _PAPER, against=_FLASH, rounded=True),
+        rule("below", "dithered stochastic_fused fair", _RISE, _SUITE, against=_FLASH),
+    ),
+    "train_amplified": (
+        rule("above", "flash", "loss_rise", _PAPER, against=_FAIR, rounded=True),
+        rule("below", _FIXED, "loss_rise", _PAPER, against=_FLASH, rounded=True),
+        rule("below", "dithered stochastic_fused fair", "loss_rise", _SUITE, against=_FLASH, rounded=True),
+    ),
+    "train_gap_11": (
+        rule("above", "flash", _ERROR, _SUITE, against=_FAIR_UNROUNDED, rounded=False),
+        rule("below", "stabilized", _ERROR, _SUITE, against=_FAIR_UNROUNDED, rounded=False),
+        rule("within", "fair", _ERROR, _SUITE, against=_FLASH_UNROUNDED),
+    ),
+    "train_one_sink": (
+        rule("below", "flash stabilized", _ERROR, _SUITE, against=_FAIR),
+        rule("within", "fair", _ERROR, _SUITE, against=_FLASH, rounded=True),
+    ),
+    "train_no_tail": (
+        rule("above", "flash_contracted", _ERROR, _SUITE, against=_BASE_2, rounded=False),
+        rule("within", "flash_base_2", _ERROR, _SUITE, against=_CONTRACTED),
+        # l sums what the cast has made 1 again.
+        rule("within", "flash_contracted", _ERROR, _SUITE, against=_CONTRACTED, rounded=True),
+    ),
+}
+
+
+def claims(spreads: Mapping[Ran, Spread]) -> Claims:
+    """The claims about every snippet, of its recipe as it is now."""
+    return {
+        (name, SNIPPETS[name].version): bounded(name, SNIPPETS[name].version, rules, spreads)
+        for name, rules in RULES.items()
+    }
+
+
+def write_claims(claims: Claims, commit: str, path: Path = FILE) -> None:
+    """Make a data file, a row a claim, behind a line with the commit at which the spreads were measured."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        file.write(f"# of spreads measured at {commit}\n")
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow(("snippet", "version", "variants", "measure", "source", "low", "high"))
+        for of, each in claims.items():
+            lines.writerows(
+                [*of, " ".join(sorted(one.variants)), one.measure, one.source, one.low, one.high] for one in each
+            )
