@@ -19,6 +19,7 @@ from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 CASES = {case.name: case for case in SCRIPTED}
 HEADS = 32
+LONG = {case.name for case in SCRIPTED if case.most_heads is not None}  # rows of which few heads say enough
 
 each_case = pytest.mark.parametrize("case", SCRIPTED, ids=lambda case: case.name)
 each_format = pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
@@ -26,7 +27,7 @@ each_format = pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.n
 
 @cache
 def _made(name: str, fmt: Format = BF16, seed: int = 0, batch: int = 0) -> AttentionInputs:
-    return CASES[name].make(seed, batch, HEADS, fmt)
+    return CASES[name].make(seed, batch, 2 if name in LONG else HEADS, fmt)
 
 
 def _tensors(inputs: AttentionInputs) -> dict[str, Tensor]:
@@ -40,7 +41,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 @each_format
 @each_case
 def test_a_seed_gives_the_same_bits_again(case: Case, fmt: Format) -> None:
-    first, again = _made(case.name, fmt), case.make(0, 0, HEADS, fmt)
+    first, again = _made(case.name, fmt), case.make(0, 0, 2 if case.name in LONG else HEADS, fmt)
     for field in fields(AttentionInputs):
         before, after = getattr(first, field.name), getattr(again, field.name)
         assert torch.equal(before.isnan(), after.isnan()) if isinstance(before, Tensor) else before == after, field.name
