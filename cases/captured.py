@@ -263,13 +263,8 @@ def _checksum(layer: _Layer) -> int:
         tensors, padding = _load(layer)
     except CapturedError:
         return 0
-    crc = zlib.crc32(b"causal" if layer.causal else b"")
-    crc = crc if layer.scale is None else zlib.crc32(f"scale={layer.scale!r}".encode(), crc)
-    crc = zlib.crc32(f"made order={layer.order}".encode(), crc) if layer.made else crc
-    crc = crc if padding is None else zlib.crc32(padding.numpy().tobytes(), crc)
-    for tensor in tensors.values():
-        crc = zlib.crc32(tensor.contiguous().numpy().tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode(), crc))
-    return crc
+    parts = tensors if padding is None else {**tensors, "key_padding": padding}
+    return zlib.crc32(f"{layer_checksum(parts, layer.causal, layer.scale)} {layer.order}".encode())
 
 
 def _inputs(draw: Draw, layer: _Layer, fixed_heads: FixedHeads) -> AttentionInputs:

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw as adamw_update
 
@@ -77,25 +76,22 @@ class LightAdamW:
 
     def step(self) -> None:
         """Update the weights that have a gradient."""
-        state: list[tuple[Tensor, ...]] = [
-            (weight, weight.grad, first, second, steps)
-            for weight, first, second, steps in zip(self._weights, self._first, self._second, self._steps, strict=True)
-            if weight.grad is not None
-        ]
-        weights, gradients, firsts, seconds, counts = ([entry[at] for entry in state] for at in range(5))
+        moments = zip(self._weights, self._first, self._second, self._steps, strict=True)
         with torch.no_grad():
-            adamw_update(
-                weights,
-                gradients,
-                firsts,
-                seconds,
-                [],
-                counts,
-                amsgrad=False,
-                beta1=_BETAS[0],
-                beta2=_BETAS[1],
-                lr=self._rate,
-                weight_decay=0.0,
-                eps=self._epsilon,
-                maximize=False,
-            )
+            for weight, first, second, steps in moments:
+                if weight.grad is not None:
+                    adamw_update(
+                        [weight],
+                        [weight.grad],
+                        [first],
+                        [second],
+                        [],
+                        [steps],
+                        amsgrad=False,
+                        beta1=_BETAS[0],
+                        beta2=_BETAS[1],
+                        lr=self._rate,
+                        weight_decay=0.0,
+                        eps=self._epsilon,
+                        maximize=False,
+                    )
