@@ -77,7 +77,7 @@ def test_the_list_has_formula_and_source_of_every_rule(capsys: pytest.CaptureFix
     assert cli.main(["rules"]) == 0
     printed = capsys.readouterr().out
     for rule in RULES.values():
-        assert all(text in printed for text in (rule.name, rule.formula, f"{rule.source} ({rule.version})", rule.note))
+        assert all(text in printed for text in (rule.name, rule.formula, rule.source, rule.note))
     assert cli.main(["rules", "ascend_l*"]) == 0
     assert capsys.readouterr().out.count("commercial_standard.md") == 3
 
