@@ -155,28 +155,6 @@ def test_a_file_of_other_settings_is_refused_and_left(kept: Path, capsys: pytest
     assert kept.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (["--formats", "E1M0"], "unknown format 'E1M0'"),
-        (["--formats", "E9M30"], "unknown format 'E9M30'"),
-        (["--formats", "E8M3:inner=4:outer=3"], "the range is empty"),
-        (["--steps", "3", "--every", "2"], "--steps 3 and --more 2 must be multiples of --every 2"),
-        (["--rate", "0"], "argument --rate: expected a number above 0, not 0"),
-        (["--seeds", "0"], "argument --seeds: must be at least 1"),
-        (["--workers", "0"], "argument --workers: must be at least 1"),
-        (["--eps", "0"], "argument --eps: expected a number above 0, not 0"),
-        (["--kernel", "nonsense"], "unknown kernel 'nonsense'"),
-    ],
-)
-def test_bad_usage_is_one_line(flags: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*_argv(tmp_path / "none.jsonl"), *flags]) == 2
-    error = capsys.readouterr().err
-    assert told in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "none.jsonl").exists()
-
-
 def test_without_scipy_it_says_what_to_install(
     kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -343,35 +343,6 @@ def test_a_users_kernel_trains_and_a_preset_is_written_with_either_dash(
     assert "linear layers in bf16" in printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data", "nowhere"], "train.bin: no such file"),
-        (["--resume"], "checkpoint.pt: no such file; start without --resume"),
-        (["--kernel", "flsh@paper"], "unknown kernel 'flsh@paper'"),
-        (["--kernel", "nowhere.py:attention"], "no such file: nowhere.py"),
-        (["--steps", "0"], "argument --steps: must be at least 1, not 0"),
-        (["--at-once", "4"], "--at-once 4 does not divide the 2 sequences of a process"),
-        (["--heads", "5"], "width 64 is no multiple of 5 heads"),
-        (["--rate", "nan"], "argument --rate: expected a number above 0, not nan"),
-        (["--seed", "-1"], "argument --seed: must be in [0, 2**32), not -1"),
-        (["--preset", "gpt3"], "argument --preset: invalid choice: 'gpt3'"),
-        (["--in-layers", "2"], "--in-layers 2: expected LAYER=KERNEL or LAYER.HEAD=KERNEL"),
-        (["--in-layers", "3=fair"], "--in-layers 3=fair: the model has 2 layers of 4 heads, from 1"),
-        (["--in-layers", "1.5=fair"], "--in-layers 1.5=fair: the model has 2 layers of 4 heads, from 1"),
-    ],
-)
-def test_bad_usage_is_one_clear_line_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert _train(tmp_path / "run", *arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("tiebreak lab train: ")
-    assert message in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "run").exists()
-
-
 def test_safetensors_is_missed_before_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,40 +33,6 @@ def task(fmt: str = "E8M4", rate: float = 1e-2, stabiliser: str = "none", steps:
     return tasks(options, [Place(fmt, rate, "flash@paper", stabiliser, seed)])[0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--lr", "0"], "argument --lr: expected a number above 0, not 0"),
-        (["--lr", "1e-3,nan"], "argument --lr: expected a number above 0, not nan"),
-        (["--formats", "E1M0"], "argument --formats: unknown format 'E1M0'"),
-        (["--formats", "E9M30"], "argument --formats: unknown format 'E9M30'"),
-        (["--formats", "E8M7:inner=-20", "--attention", "same"], "--formats: E8M7:inner=-20: attention has no range"),
-        (["--attention", "E8M7:inner=-20"], "argument --attention: E8M7:inner=-20: attention has no range of its own"),
-        (["--formats", ","], "argument --formats: no format named"),
-        (["--kernels", "flash@nowhere"], "argument --kernels: unknown kernel 'flash@nowhere'"),
-        (["--stabiliser", "qk_nrm"], "argument --stabiliser: unknown stabiliser 'qk_nrm': did you mean qk_norm"),
-        (["--stabiliser", "tf32_first", "--layers", "2"], "--stabiliser tf32_first: a model of 2 layers has no other"),
-        (
-            ["--stabiliser", "tf32_first", "--formats", "tf32"],
-            "--stabiliser tf32_first: tf32 has no more bits than tf32",
-        ),
-        (["--seeds", "0"], "argument --seeds: must be at least 1"),
-        (["--on", "slrum"], "--on slrum: expected ray, ray://"),
-        (["--gpus-per-run", "0.5"], "--gpus-per-run: --on ray shares out"),
-        (["--data", "nowhere"], "nowhere/train.bin: no such file"),
-    ],
-)
-def test_bad_input_is_one_line_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: Sequence[str], message: str
-) -> None:
-    assert swept(tmp_path / "out", *arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("tiebreak lab sweep: ")
-    assert message in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_stop_loses_the_run_in_hand_and_the_same_command_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
