@@ -180,27 +180,15 @@ def _run(mitigation: Mitigation) -> SnippetResult:
     return run_snippet(snippet, variant, EMULATION.arithmetic, 0)
 
 
-@pytest.fixture(scope="module")
-def plain() -> SnippetResult:
-    return _run(NO_MITIGATION)
-
-
-def test_a_snippet_clips_after_every_step(plain: SnippetResult) -> None:
-    """The first step, before any clip, is that of plain attention."""
-    clipped = _run(Mitigation(tau=20.0))
+def test_a_snippet_trains_with_each_mitigation() -> None:
+    plain, clipped, normed, gated = map(_run, (NO_MITIGATION, Mitigation(tau=20.0), QK_NORM, GATED))
+    # It clips after every step: the first, before any clip, is that of plain attention.
     assert clipped.series["row_max"][0] == plain.series["row_max"][0] > 25.0
     assert max(clipped.series["row_max"][1:]) < 20.5 < min(plain.series["row_max"])
-
-
-def test_a_snippet_starts_from_the_same_scores_under_qk_norm(plain: SnippetResult) -> None:
-    normed = _run(QK_NORM)
+    # Under QK-norm it starts from the same scores.
     assert normed.series["row_max"][0] == pytest.approx(plain.series["row_max"][0], rel=0.01)
     assert normed.losses[0] == pytest.approx(plain.losses[0], abs=1e-3)
     assert normed.losses[1:] != plain.losses[1:]
-
-
-def test_a_snippet_trains_the_gate(plain: SnippetResult) -> None:
-    """The scripted head does nothing but harm: as its gate shuts the loss falls, which no W_Q can do."""
-    gated = _run(GATED)
+    # The scripted head does nothing but harm: as its gate shuts the loss falls, which no W_Q can do.
     assert gated.losses[0] == plain.losses[0]
     assert gated.losses[-1] < plain.losses[-1] - 0.5
