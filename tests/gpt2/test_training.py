@@ -22,7 +22,6 @@ from tiebreak.cases.gpt2.attention import Call, HeadKernel, Observation, attend
 from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.monitors import View
 from tiebreak.kernels.roster import composed_kernel
-from tiebreak.laboratory.captures import KEPT_STEPS, Captures
 from tiebreak.laboratory.progress import (
     COLLAPSED_REPORTS,
     EXPLODED,
@@ -35,7 +34,7 @@ from tiebreak.laboratory.progress import (
     Progress,
 )
 from tiebreak.laboratory.train import main
-from tiebreak.laboratory.training import CHECKPOINT, LOG
+from tiebreak.laboratory.training import CHECKPOINT, KEPT_STEPS, LOG, Captures
 
 TOY = ["--sequences", "2", "--report-every", "2", "--checkpoint-every", "2", "--warm-up", "2", "--kernel", "fair"]
 PROGRESS = "tiebreak.laboratory.progress"

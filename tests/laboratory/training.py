@@ -5,24 +5,27 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tiebreak.cases.gpt2.attention import Observer
+from tiebreak.cases.gpt2.attention import Observation, Observer
 from tiebreak.cases.gpt2.data import Batches
 from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.optimizers import CLIP, Schedule, optimizers
-from tiebreak.laboratory.captures import Captures
 from tiebreak.laboratory.progress import Divergence, Progress, Readings
 from tiebreak.laboratory.ranks import Ranks
 
 PRECISIONS = ("bf16", "fp32")
 LOG, CHECKPOINT = "log.jsonl", "checkpoint.pt"
+KEPT_STEPS = 8  # more than an explosion takes to be one: some of the steps that led to it are among them
+# Heads are the samples of what the matrix measures: of a small model more sequences are kept than of a large one.
+_KEPT_ELEMENTS = 2**20  # of each tensor, about
 _CAPTURED = ("kernel", "preset", "seed")  # what kept attention inputs say of their run
 RunSettings = dict[str, str | int | float]  # what a run was told
 
@@ -105,6 +108,50 @@ class Steps:
             loss = self.model.loss(tokens, targets, step * parts + part) / parts
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+
+@dataclass
+class Captures:
+    """Keeps q, k, v and dO of the first sequences of the last steps' batches: `pytest --captured DIR` runs them."""
+
+    # By step: by layer and name, by heads (those that share a kernel come together), (sequences, heads, tokens, d).
+    kept: deque[tuple[int, dict[str, dict[tuple[int, ...], Tensor]]]] = field(
+        default_factory=lambda: deque(maxlen=KEPT_STEPS)
+    )
+
+    def begin(self, step: int) -> None:
+        """Start with a step, from 1; the oldest is forgotten."""
+        self.kept.append((step, {}))
+
+    def __call__(self, observation: Observation) -> None:
+        """Keep one call of attention; one of a model's observers."""
+        tensors, inputs = self.kept[-1][1], observation.inputs
+        for name, tensor in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("do", inputs.do)):
+            sequences = max(1, _KEPT_ELEMENTS // tensor[0].numel())
+            layer = tensors.setdefault(f"layer{observation.layer}.{name}", {})
+            layer[observation.heads] = tensor[:sequences].clone()
+
+    def write(self, folder: Path, metadata: Mapping[str, str]) -> list[Path]:
+        """Write one file a step, `inputs-STEP.safetensors`, its keys `layer0.q`, `layer0.k`, `layer0.v`, `layer0.do`.
+
+        Tensors are (sequences, heads, tokens, d), in bf16 if that holds all their values, else in fp32. Steps with an
+        element that is not finite are left out: after the explosion there is nothing to learn from them. The files say
+        `metadata` beside step, layers and causal.
+        """
+        from safetensors.torch import save_file
+
+        paths: list[Path] = []
+        for step, parts in self.kept:
+            tensors = {name: _in_order(heads) for name, heads in parts.items()}
+            if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+                continue
+            path = folder / f"inputs-{step:06d}.safetensors"
+            partial = path.with_suffix(".partial")
+            labels = {**metadata, "step": str(step), "layers": str(len(tensors) // 4), "causal": "true"}
+            save_file({name: _narrowed(tensor) for name, tensor in tensors.items()}, partial, labels)
+            os.replace(partial, path)
+            paths.append(path)
+        return paths
 
 
 class Training:
@@ -215,3 +262,14 @@ def load(folder: Path, run: RunSettings) -> dict[str, Any]:
         if there[name] != value:
             raise CheckpointError(f"{path}: was written with {name} = {there[name]}, not {value}")
     return state
+
+
+def _in_order(parts: Mapping[tuple[int, ...], Tensor]) -> Tensor:
+    """Return all heads of a layer, put together from those of each kernel."""
+    order = torch.tensor([head for heads in parts for head in heads]).argsort()
+    return torch.cat(list(parts.values()), 1)[:, order]
+
+
+def _narrowed(tensor: Tensor) -> Tensor:
+    narrow = tensor.bfloat16()
+    return (narrow if torch.equal(narrow.float(), tensor) else tensor).cpu().contiguous()
