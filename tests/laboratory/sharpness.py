@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -167,64 +167,55 @@ def run_one(task: Task) -> Run:
     model = emulated_gpt2(settings.kernel, sizes, task.seed)
     recipe = Recipe(Schedule(settings.steps + settings.more, settings.rate, _WARM_UP))
     steps = Steps(model, Batches(learnt, settings.sequences, sizes.context, task.seed), recipe, Ranks())
-    trained = _Stretch(settings, steps, kept_apart, TRAINED, own, Divergence())
-    trained.take(range(settings.steps))
-    points, exploded = trained.points, trained.exploded
-    state = deepcopy((model.state_dict(), steps.optimizers[0].state_dict(), trained.divergence))
+    points, divergence = list[Point](), Divergence()
+    exploded = _take(settings, steps, range(settings.steps), own, divergence, points, TRAINED, kept_apart)
+    state = deepcopy((model.state_dict(), steps.optimizers[0].state_dict(), divergence))
     # A run in the other format already has nothing to go back to.
     phases = ((ON, own), *(((BACK, other),) if own != other else ())) if settings.more and exploded is None else ()
     for phase, reduction in phases:
         weights, moments, divergence = deepcopy(state)
         model.load_state_dict(weights)
         steps.optimizers[0].load_state_dict(moments)
-        more = _Stretch(settings, steps, kept_apart, phase, reduction, divergence)
-        more.take(range(settings.steps, settings.steps + settings.more))
-        points += more.points
-        exploded = more.exploded if phase == ON else exploded
+        span = range(settings.steps, settings.steps + settings.more)
+        end = _take(settings, steps, span, reduction, divergence, points, phase, kept_apart)
+        exploded = end if phase == ON else exploded
     seconds = round(time.monotonic() - started, 1)
     return Run(asdict(settings), task.reduction, task.seed, seconds, exploded, [asdict(point) for point in points])
 
 
-@dataclass
-class _Stretch:
-    """Steps of a run that are taken in one format."""
-
-    settings: Settings
-    steps: Steps
-    text: Tensor  # that is measured on
-    phase: str
-    reduction: Reduction
-    divergence: Divergence
-    points: list[Point] = field(default_factory=list)
-    exploded: int | None = None  # the step at which the loss did
-
-    def take(self, span: range) -> None:
-        """Take the steps, and measure every so many of them; an explosion ends it."""
-        attention = parse_attention(self.settings.attention)
-        for start in span[:: self.settings.every]:
-            loss = math.nan
-            with reduced_gpt2(self.steps.model, self.reduction, attention=attention):
-                for step in range(start, start + self.settings.every):
-                    loss = self.steps.take(step, []).loss
-                    if self.divergence.after(loss) is not None:
-                        self.exploded = step + 1
-                        return
-            self.points.append(self._point(start + self.settings.every, loss))
-
-    def _point(self, done: int, loss: float) -> Point:
-        model, text = self.steps.model, self.text
-        with torch.no_grad(), reduced_gpt2(model, self.reduction, attention=parse_attention(self.settings.attention)):
-            masked = model(text[:, :-1], 0)
+def _take(
+    settings: Settings,
+    steps: Steps,
+    span: range,
+    reduction: Reduction,
+    divergence: Divergence,
+    points: list[Point],
+    phase: str,
+    text: Tensor,
+) -> int | None:
+    """Take steps in one format, and measure every so many of them; return the step at which the loss exploded."""
+    model, attention = steps.model, parse_attention(settings.attention)
+    for start in span[:: settings.every]:
+        loss = math.nan
+        with reduced_gpt2(model, reduction, attention=attention):
+            for step in range(start, start + settings.every):
+                loss = steps.take(step, []).loss
+                if divergence.after(loss) is not None:
+                    return step + 1
+            with torch.no_grad():
+                masked = model(text[:, :-1], 0)
         with torch.no_grad(), reduced_gpt2(model, Reduction(FP32)):
             unmasked = model(text[:, :-1], 0)[:, -1]
         norms = [model.block(layer).wq.weight.norm().item() for layer in range(model.configuration.layers)]
         sharp = [
-            {f"{epsilon:g}": sharpness(logits, text[:, -1], epsilon) for epsilon in self.settings.epsilons}
+            {f"{epsilon:g}": sharpness(logits, text[:, -1], epsilon) for epsilon in settings.epsilons}
             for logits in (masked[:, -1], unmasked)
         ]
         held_out = functional.cross_entropy(masked.flatten(0, 1), text[:, 1:].flatten()).item()
         logit = masked[:, -1].abs().mean().item()
-        return Point(self.phase, done, loss, held_out, statistics.fmean(norms), logit, *sharp)
+        done = start + settings.every
+        points.append(Point(phase, done, loss, held_out, statistics.fmean(norms), logit, *sharp))
+    return None
 
 
 def texts(tokens: Tokens, sizes: Configuration, sequences: int) -> tuple[Tokens, Tensor]:
