@@ -131,12 +131,8 @@ class Case:
         Args:
             seed: of the run.
             batch: index of the batch; each has its own random stream.
-            heads: query heads, split over the batch dimension; a batch of a long row may have fewer,
-                and so may the last of a fixed_heads.
-            fmt: format of q and k; the others follow by `formats`.
-
-        Raises:
-            ValueError: the format is none that torch devices compute in.
+            heads: query heads, split over the batch dimension; fewer of long rows, and at the end of fixed heads.
+            fmt: format of q and k; the others follow by `formats`. ValueError: none that torch devices compute in.
         """
         if fmt not in TORCH_DTYPES:
             raise ValueError(f"cases come in {', '.join(f.name for f in TORCH_DTYPES)}, not in {fmt.name}")

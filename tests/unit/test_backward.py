@@ -18,7 +18,7 @@ from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.batch import Batch
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.errors import Errors, measure
-from tiebreak.cases.gradients import cosine, gradient_measures, weight_gradient
+from tiebreak.cases.gradients import cosine, equation_cosines, weight_gradient
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import Verdict, judge
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
@@ -231,7 +231,11 @@ def _measured(name: str) -> dict[str, float]:
     assert declaration is not None
     bounds = batch.gradient_bounds.of(declaration)
     errors = batch.gradients.errors(output.gradients, bounds, inputs.groups)
-    return gradient_measures(output, inputs, ref, batch.gradients, errors)
+    relative = zip(("dq", "dk", "dv"), errors.each, batch.gradients.norms, strict=True)
+    cosines = equation_cosines(output, errors.dq, inputs, ref)
+    return {f"{gradient}_relative_error": float(error.rows.norm() / norm) for gradient, error, norm in relative} | dict(
+        zip(("equation_1_cosine", "equation_2_cosine"), cosines, strict=True)
+    )
 
 
 def test_gradient_measures_report_both_equations() -> None:

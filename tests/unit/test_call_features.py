@@ -200,9 +200,9 @@ def test_rounded_plans_keep_within_their_bounds(features: tuple[Feature, ...], p
     if inputs.sink is not None:
         assert output.gradients.dsink is not None
         of_sink = sink_faults(output.gradients.dsink, batch.gradients.sink, bounds.sink)
-        assert 0.0 < of_sink["over_bound"] <= 1.0
+        assert 0.0 < of_sink.over_bound <= 1.0
         wrong = sink_faults(-output.gradients.dsink, batch.gradients.sink, bounds.sink)
-        assert wrong["over_bound"] > 1.0, "a sign that is wrong is beyond"
+        assert wrong.over_bound > 1.0, "a sign that is wrong is beyond"
 
 
 @pytest.mark.parametrize(

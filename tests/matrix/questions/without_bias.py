@@ -35,7 +35,6 @@ MEASURES = (
         worse="more",
         limit=0.0,
         share=0.1,
-        term="batch invariance",
     ),
     Measure(
         _DIFFERENCE,
