@@ -3,7 +3,9 @@
 import importlib
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tiebreak.kernels.external.adapters.foreign import Foreign, environment, needs
 from tiebreak.kernels.external.options import NO_BACKWARD, kernel
@@ -199,7 +201,11 @@ def liger(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Any:
 
 
 @needs(FLA)
-@kernel(layout="bnhd", takes="gqa", causal="always")
-def fla(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Any:
-    """flash-linear-attention's parallel_attn, softmax attention, always causal."""
-    return FLA(q, k, v, scale=scale)
+@kernel(layout="bnhd", takes="gqa")
+def fla(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> Any:
+    """flash-linear-attention's parallel_attn, always causal: without a mask every row is a sequence's last."""
+    if is_causal:
+        return FLA(q, k, v, scale=scale)
+    rows = (pad(row, (0, 0, 0, 0, k.shape[1] - 1, 0)) for row in torch.split(q, 1, 1))
+    with torch.no_grad():  # autograd would add up dK and dV in the format of q
+        return torch.cat([FLA(row, k, v, scale=scale)[:, -1:] for row in rows], 1)
