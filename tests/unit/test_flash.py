@@ -254,7 +254,7 @@ def test_lazy_rescaling_follows_from_two_to_the_eighth_on(maxima: tuple[float, .
 @each_setting
 def test_standard_in_fp32_is_right(name: str, queries: int) -> None:
     inputs = _inputs(SETTINGS[name])
-    output = standard(inputs, replace(STANDARD, p_bar=Cast(FP32), o=Cast(FP32)), ARITHMETIC, Block(queries, 1))
+    output = standard(inputs, replace(STANDARD, p_bar=Cast(FP32), o=Cast(FP32)), SAFE, ARITHMETIC, Block(queries, 1))
     _assert_accurate(output, inputs, EVERYTHING)
 
 
@@ -295,7 +295,7 @@ def test_a_wholly_masked_row_gives_zero_and_gradient_zero(kernel: str, name: str
     if declaration.algorithm.tiled:
         output = flash(inputs, plan, rule, ARITHMETIC, block)
     else:
-        output = standard(inputs, plan, ARITHMETIC, block)
+        output = standard(inputs, plan, SAFE, ARITHMETIC, block)
     gradients = backward(inputs, output, plan, ARITHMETIC, block)
     assert blind.any()
     assert (output.o[blind] == 0).all()
