@@ -1,5 +1,6 @@
 """Kernels under test: an implementation, and the declaration of how it rounds."""
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -56,8 +57,19 @@ Undeclared = Callable[[AttentionInputs], str | None]
 Unsuited = Callable[[Formats], str | None]
 
 
+class Whose(enum.Enum):
+    """Whose it is that a call gives no answer."""
+
+    CALL = "call"  # it is none for this kernel, or not here: its cell is skipped
+    KERNEL = "kernel"  # the kernel breaks its contract: its cell falls
+
+
 class CannotRunError(Exception):
-    """A kernel refuses the inputs of a call, in one line. The cell is skipped."""
+    """A call that gives no answer: why, in one line, and whose that is."""
+
+    def __init__(self, reason: str, whose: Whose = Whose.CALL) -> None:
+        super().__init__(reason)
+        self.whose = whose
 
 
 def _nothing(inputs: object) -> None:

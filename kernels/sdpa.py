@@ -40,10 +40,6 @@ _FUSED_OPERATORS = "aten::_scaled_dot_product_"
 _COMPOSED_OPERATOR = "aten::_scaled_dot_product_attention_math"
 
 
-class NotTheOneForcedError(RuntimeError):
-    """PyTorch ran another implementation than the one that was forced."""
-
-
 @dataclass(frozen=True)
 class Implementation:
     """One implementation behind `scaled_dot_product_attention`. It computes attention, forced, if it is called."""
@@ -64,8 +60,7 @@ class Implementation:
         """Compute attention by it: `Compute` of a kernel.
 
         Raises:
-            NotTheOneForcedError: another implementation ran.
-            RuntimeError: PyTorch has none to run: the forced one can't take the inputs.
+            RuntimeError: another implementation ran, or PyTorch has none to run: the forced one can't take the inputs.
         """
         return through_autograd(self._o, inputs, arithmetic, gradients)
 
@@ -93,7 +88,7 @@ class Implementation:
         fused = {name for name in ran.names if name.startswith(_FUSED_OPERATORS) and name != _COMPOSED_OPERATOR}
         if fused != {self.operator} - {None}:
             names = ", ".join(sorted(fused)) or "the composed implementation"
-            raise NotTheOneForcedError(f"{self.backend.name} was forced, but PyTorch ran {names}")
+            raise RuntimeError(f"{self.backend.name} was forced, but PyTorch ran {names}")
         return out
 
     def missing_requirement(self, inputs: AttentionInputs) -> str | None:

@@ -10,17 +10,23 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.external.conventions import Convention
-from tiebreak.kernels.external.errors import ContractError, ShapeError
 from tiebreak.kernels.external.options import AUTOGRAD
 from tiebreak.kernels.features import ALWAYS_GIVEN, CAUSAL, Feature
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
+from tiebreak.kernels.kernel import CannotRunError, Whose
 
 FULL = "bhnd"  # a layout without a dimension left out
+SHAPE = "returned shape"  # how a contract is broken by an O that is too large or too small
 
 Triple = tuple[Tensor, Tensor, Tensor]
 Made = tuple[Tensor, ...]  # dQ, dK and dV and, where autograd gives it, dSink
 #: Gives the same numbers in a place of its own: other strides, or a storage that goes on behind them.
 Placing = Callable[[Tensor], Tensor]
+
+
+def broken(how: str) -> CannotRunError:
+    """What a kernel that breaks its contract is refused with; `how` goes on after `it`."""
+    return CannotRunError(how, Whose.KERNEL)
 
 
 @dataclass(frozen=True)
@@ -39,10 +45,6 @@ class Places:
 
 
 CONTIGUOUS = Places()
-
-
-class NoGradientsError(Exception):
-    """What a backward pass has returned is no dQ, dK and dV of its inputs; the message goes on after `it`."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Call:
         """O in the kernel's layout, one call for every index of the dimensions that it leaves out.
 
         Raises:
-            ContractError: no tensor, or not as O has to be.
+            CannotRunError: no tensor, or not as O has to be.
             Exception: whatever the kernel raises.
         """
         inputs = self.inputs if placed.sink is None else replace(self.inputs, sink=placed.sink)
@@ -191,7 +193,7 @@ class Call:
         """dQ, dK and dV in the kernel's layout; None where it has no backward pass, or K and V take no gradient.
 
         Raises:
-            NoGradientsError: it has returned something else.
+            CannotRunError: it has returned something else.
             Exception: whatever it raises.
         """
         backward = self.convention.options.backward
@@ -204,9 +206,9 @@ class Call:
         for name, gradient, leaf in zip("QKV", gradients[:3], placed.arguments, strict=True):
             if not isinstance(gradient, Tensor) or gradient.shape != leaf.shape:
                 received = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
-                raise NoGradientsError(f"returned {received} for d{name}, expected {tuple(leaf.shape)}")
+                raise broken(f"returned {received} for d{name}, expected {tuple(leaf.shape)}")
             if gradient.dtype != leaf.dtype:
-                raise NoGradientsError(f"returned {gradient.dtype} for d{name}, expected {leaf.dtype}")
+                raise broken(f"returned {gradient.dtype} for d{name}, expected {leaf.dtype}")
         return gradients
 
     def _by_autograd(self, placed: Placed, o: Tensor) -> Made:
@@ -215,33 +217,33 @@ class Call:
         names = ("q", "k", "v", "the sink")
         missing = [name for name, gradient in zip(names, gradients, strict=False) if gradient is None]
         if missing:
-            raise NoGradientsError(f"has no gradient of {' and '.join(missing)}")
+            raise broken(f"has no gradient of {' and '.join(missing)}")
         return gradients
 
     def _by_function(self, backward: Callable[..., Any], placed: Placed, o: Tensor) -> Made:
         after, keywords = self.convention.arguments(self.keywords(self.inputs))
         gradients = backward(placed.do, *placed.arguments, o, *after, **keywords)
         if not isinstance(gradients, (tuple, list)) or len(gradients) < 3:
-            raise NoGradientsError("returned no (dQ, dK, dV)")
+            raise broken("returned no (dQ, dK, dV)")
         return tuple(gradients[: 3 if self.inputs.sink is None else 4])
 
     def _checked(self, returned: object, arguments: Sequence[Tensor], expected: tuple[int, ...]) -> Tensor:
         """O of what was returned: it, or the first of several, such as (O, log-sum-exp).
 
         Raises:
-            ContractError: no tensor, or not as O has to be.
+            CannotRunError: no tensor, or not as O has to be.
         """
         q = arguments[0]
         out = returned[0] if isinstance(returned, (tuple, list)) and returned else returned
         if not isinstance(out, Tensor):
-            raise ContractError(f"returned {type(returned).__name__}, not a tensor")
+            raise broken(f"returned {type(returned).__name__}, not a tensor")
         if out.shape != expected:
-            raise ShapeError(f"returned shape {tuple(out.shape)}, expected {expected}")
+            raise broken(f"{SHAPE} {tuple(out.shape)}, expected {expected}")
         if out.dtype != q.dtype:
-            raise ContractError(f"returned {out.dtype}, expected {q.dtype}")
+            raise broken(f"returned {out.dtype}, expected {q.dtype}")
         if out.device != q.device:
-            raise ContractError(f"returned a tensor on {out.device}, expected {q.device}")
+            raise broken(f"returned a tensor on {out.device}, expected {q.device}")
         for name, argument in zip("qkv", arguments, strict=True):
             if out.numel() and out.untyped_storage().data_ptr() == argument.untyped_storage().data_ptr():
-                raise ContractError(f"returned a view of its input {name}")
+                raise broken(f"returned a view of its input {name}")
         return out

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.external.call import Call, Made, NoGradientsError, Placed
+from tiebreak.kernels.external.call import Call, Made, Placed, broken
 from tiebreak.kernels.external.clock import CLOCK
 from tiebreak.kernels.external.conventions import Convention
 from tiebreak.kernels.external.dummies import Arranged, arrange
-from tiebreak.kernels.external.errors import ContractError
 from tiebreak.kernels.external.isolation import kept_state
 from tiebreak.kernels.external.options import AUTOGRAD, KernelOptions
 from tiebreak.kernels.features import OBLONG_CAUSAL
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
-from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.kernels.kernel import CannotRunError, Whose
 
 _USUAL_D, _USUAL_KEYS = 64, 64  # the head dimension, and what the number of keys is a multiple of, in most cases
 _NO_DRIVER = "0 active drivers"  # Triton's message on a machine without a GPU
@@ -89,8 +88,7 @@ class Caller:
             O in fp32 and, if wanted and if it has a backward pass, the gradients.
 
         Raises:
-            ContractError: the function broke its contract.
-            CannotRunError: the function raised NotImplementedError, or needs a GPU.
+            CannotRunError: the function broke its contract, raised NotImplementedError, or needs a GPU.
             Exception: whatever else the function raises.
         """
         run = self.started(inputs, gradients=gradients)
@@ -135,8 +133,7 @@ class Caller:
             A list that holds, once all is done, the names of what the calls had changed.
 
         Raises:
-            ContractError: it called sys.exit.
-            CannotRunError: it raised NotImplementedError, or needs a GPU.
+            CannotRunError: it called sys.exit, raised NotImplementedError, or needs a GPU.
         """
         # Outside: that the kernel changes the grad mode is to be seen.
         with (
@@ -155,7 +152,7 @@ class Caller:
                     raise CannotRunError(reason) from error
                 raise
             except SystemExit as error:
-                raise ContractError(f"called sys.exit({error.code!r})") from error
+                raise broken(f"called sys.exit({error.code!r})") from error
 
 
 @dataclass(frozen=True)
@@ -202,21 +199,20 @@ class StartedRun:
             return self.call.backward(placed, self.returned), None
         except NotImplementedError:
             raise
-        except CannotRunError:  # nothing is known of its gradients, and its O stands
-            return None, None
+        except CannotRunError as error:  # of another call nothing is known of its gradients, and its O stands
+            return None, str(error) if error.whose is Whose.KERNEL else None
         except Exception as error:  # its O is its own: what is wrong with the backward pass is the gradients' matter
-            kind = "" if isinstance(error, NoGradientsError) else f"raised {type(error).__name__}: "
-            return None, " ".join(f"{kind}{error}".split())
+            return None, " ".join(f"raised {type(error).__name__}: {error}".split())
 
     def check_inputs(self) -> None:
-        """Raise ContractError where the kernel has written into its arguments."""
+        """Raise CannotRunError where the kernel has written into its arguments."""
         for name, now, before in zip("qkv", self.placed.arguments, self.copies, strict=True):
             # Bits, so that NaN inputs compare equal to themselves.
             bits = _BITS[now.element_size()]
             if not bool((now.detach().view(bits) == before.view(bits)).all()):
-                raise ContractError(f"changed its input {name}")
+                raise broken(f"changed its input {name}")
 
 
 def _refuse(changed: list[str]) -> None:
     if changed:
-        raise ContractError(f"changed {', '.join(changed)}")
+        raise broken(f"changed {', '.join(changed)}")
