@@ -126,13 +126,11 @@ def _zeroed(x: Tensor, where: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """A forward pass, tile by tile: what its algorithms have in common."""
+class _Tiled:
+    """What both passes have in common, which go over a call tile by tile."""
 
     operands: Operands
-    shift_rule: ShiftRule
     block: Block
-    noise: Noise
 
     @property
     def plan(self) -> RoundingPlan:
@@ -148,6 +146,14 @@ class _Pass:
 
     def row_sum(self, x: Tensor) -> Tensor:
         return self.arithmetic.row_sum(x, self.plan.accumulator)
+
+
+@dataclass(frozen=True)
+class _Pass(_Tiled):
+    """A forward pass: what its algorithms have in common."""
+
+    shift_rule: ShiftRule
+    noise: Noise
 
     def sum_cast(self, x: Tensor) -> Tensor:
         return self.arithmetic.cast(x, self.plan.row_sum)
@@ -187,7 +193,7 @@ def _tile_by_tile(algorithm: Callable[[_Pass, slice], tuple[Tensor, Tensor]]) ->
         inputs: AttentionInputs, plan: RoundingPlan, shift_rule: ShiftRule, arithmetic: Arithmetic, block: Block
     ) -> AttentionOutput:
         operands = Operands.of(inputs, plan, arithmetic)
-        going = _Pass(operands, shift_rule, block, Noise(inputs.noise_seed, inputs.q.shape[1]))
+        going = _Pass(operands, block, shift_rule, Noise(inputs.noise_seed, inputs.q.shape[1]))
         outputs, sums = [], []
         for rows in operands.query_tiles(block.queries):
             o, lse = algorithm(going, rows)
@@ -369,7 +375,7 @@ def backward(
         dQ, dK, dV and delta.
     """
     operands = Operands.of(inputs, plan, arithmetic, output.tiles)
-    tape = _Tape(operands, output, block)
+    tape = _Tape(operands, block, output)
     delta = tape.delta()
     dq, dk, dv = (
         torch.zeros_like(tensor) if needed else tensor.new_full((), torch.nan).expand(tensor.shape)
@@ -402,24 +408,10 @@ def backward(
 
 
 @dataclass(frozen=True)
-class _Tape:
+class _Tape(_Tiled):
     """The tiles that the backward pass recomputes."""
 
-    operands: Operands
     output: AttentionOutput
-    block: Block
-
-    @property
-    def plan(self) -> RoundingPlan:
-        return self.operands.plan
-
-    @property
-    def arithmetic(self) -> Arithmetic:
-        return self.operands.arithmetic
-
-    @cached_property
-    def softmax(self) -> Softmax:
-        return Softmax(self.operands.unit, self.plan, self.arithmetic)
 
     @property
     def _lse(self) -> Tensor:
@@ -516,18 +508,13 @@ class _Tape:
         if self.operands.sink is None:
             return None
         of_heads = (self._p_of_sink(slice(None)) * delta).transpose(0, 1).flatten(1)
-        total = self.arithmetic.row_sum(of_heads, self.plan.accumulator)[:, 0]
-        return self.arithmetic.cast(-total, self.plan.gradients)
+        return self.arithmetic.cast(-self.row_sum(of_heads)[:, 0], self.plan.gradients)
 
     def add_by_key(self, total: Tensor, added: Tensor) -> None:
         """To dK or dV, which has every head's sum, or that of a key head."""
-        groups = added.shape[1] // total.shape[1]
+        groups, of_groups = added.shape[1] // total.shape[1], self.plan.group_sums
         for member in range(groups):
-            self.add(
-                total,
-                added[:, member::groups],
-                self.plan.group_sums if self.plan.group_sums.narrows else self.plan.sums,
-            )
+            self.add(total, added[:, member::groups], of_groups if of_groups.narrows else self.plan.sums)
 
     def add(self, total: Tensor, added: Tensor, cast: Cast) -> None:
         total.add_(added)
@@ -546,18 +533,17 @@ class _Tape:
         do, source = self.operands.do, self.plan.delta_from
         if source in (DeltaSource.OUTPUT, DeltaSource.UNNORMALISED):
             o = self._o_bar() / self._l if self._unnormalised else self.output.o.float()
-            total = self.arithmetic.row_sum(do * o, self.plan.accumulator)
-            return self.arithmetic.cast(total, self.plan.delta)
+            return self.arithmetic.cast(self.row_sum(do * o), self.plan.delta)
         tiles = []
         for rows in self.operands.query_tiles(self.block.queries):
             total = torch.zeros_like(do[:, :, rows, :1])
             for keys in self.operands.key_tiles(self.block.keys):
                 p = self.arithmetic.cast(self.p(rows, keys), self.plan.p_of_ds)
                 if source is DeltaSource.PROBABILITIES:
-                    total = total + self.arithmetic.row_sum(p * self.dp(rows, keys), self.plan.accumulator)
+                    total = total + self.row_sum(p * self.dp(rows, keys))
                 else:
                     pv = self.product(p, self.operands.v[:, :, keys])
-                    total = total + self.arithmetic.row_sum(do[:, :, rows] * pv, self.plan.accumulator)
+                    total = total + self.row_sum(do[:, :, rows] * pv)
             tiles.append(total)
         return self.arithmetic.cast(torch.cat(tiles, 2), self.plan.delta)
 
