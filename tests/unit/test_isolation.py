@@ -1,6 +1,5 @@
 """A kernel under test that changes its process: it falls for it, and no other cell has anything of it."""
 
-import math
 import os
 import random
 from collections.abc import Mapping
@@ -211,11 +210,3 @@ def test_random_numbers_from_a_seed_are_the_same_and_the_streams_go_on_as_before
             inside.append(draw())
     assert [*draws, draw()] == undisturbed
     assert inside[0] == inside[1] != inside[2]
-
-
-def test_what_flushes_is_found_out_and_put_back() -> None:
-    with kept_state() as changed:
-        torch.set_flush_denormal(True)
-        assert (torch.full((1,), 2.0**-140) * 1.0).item() == 0.0
-    assert changed == ["torch's flushing of subnormals"]
-    assert math.isclose((torch.full((1,), 2.0**-140) * 1.0).item(), 2.0**-140)
