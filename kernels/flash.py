@@ -83,7 +83,7 @@ class Softmax:
         """What 1 in a natural logarithm is in the exponential's, contracted."""
         return math.log2(math.e) if self.plan.exponential.base_two else 1.0
 
-    def of(self, s: Tensor, shift: Tensor) -> Tensor:
+    def p_bar(self, s: Tensor, shift: Tensor) -> Tensor:
         """2^offset exp(S - shift), as the plan casts it."""
         return self.arithmetic.cast(self._exp(s, shift, self.plan.exponential, self.plan.offset), self.plan.exp)
 
@@ -101,13 +101,13 @@ class Softmax:
             return self.arithmetic.exp_of_fma(apart, self.factor, torch.zeros_like(apart), self.rescale)
         return self._exp(earlier, shift, self.rescale)
 
-    def of_probabilities(self, s: Tensor, lse: Tensor) -> Tensor:
+    def p(self, s: Tensor, lse: Tensor) -> Tensor:
         """exp(S - log-sum-exp) of a backward pass, the log-sum-exp a natural logarithm."""
         if self.plan.contracted:
             return self.arithmetic.exp_of_fma(s, self.factor, lse * -self.unit, self.rescale)
         return self.arithmetic.exp(s - lse, self.rescale)
 
-    def of_sink(self, sink: Tensor, shift: Tensor) -> Tensor:
+    def p_of_sink(self, sink: Tensor, shift: Tensor) -> Tensor:
         """2^offset exp(sink - shift), as the row sum takes it, of a sink as a logit."""
         if self.plan.contracted:  # FlashAttention-3: exp2(sink log2 e - m c)
             p = self.arithmetic.exp_of_fma(sink.expand_as(shift), self.unit, shift * -self.factor, self.rescale)
@@ -189,35 +189,29 @@ def _tile_by_tile(algorithm: Callable[[_Pass, slice], tuple[Tensor, Tensor]]) ->
     """A forward pass, of what gives O before its cast, and the log-sum-exp, for some rows."""
 
     @wraps(algorithm)
-    def forward(
+    def run(
         inputs: AttentionInputs, plan: RoundingPlan, shift_rule: ShiftRule, arithmetic: Arithmetic, block: Block
     ) -> AttentionOutput:
-        operands = Operands.of(inputs, plan, arithmetic)
-        going = _Pass(operands, block, shift_rule, Noise(inputs.noise_seed, inputs.q.shape[1]))
+        operands = Operands.from_call(inputs, plan, arithmetic)
+        forward = _Pass(operands, block, shift_rule, Noise(inputs.noise_seed, inputs.q.shape[1]))
         outputs, sums = [], []
         for rows in operands.query_tiles(block.queries):
-            o, lse = algorithm(going, rows)
-            outputs.append(going.final(o, rows))
+            o, lse = algorithm(forward, rows)
+            outputs.append(forward.final(o, rows))
             sums.append(lse)
         return AttentionOutput(torch.cat(outputs, 2), torch.cat(sums, 2), tiles=operands.tiles)
 
-    return forward
+    return run
 
 
 @_tile_by_tile
-def flash(going: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
+def flash(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     """Tiled attention with a running shift (paper, algorithm 1)."""
-    operands, plan, softmax, rule, sink = (
-        going.operands,
-        going.plan,
-        going.softmax,
-        going.shift_rule,
-        going.operands.sink,
-    )
-    q = operands.q[:, :, rows]
-    m, l, o_bar = going.begun(rows)
-    dither = going.noise.dither(q.shape, rows.start, q.device) if rule.dithered else torch.zeros_like(m)
-    for keys in operands.key_tiles(going.block.keys):
+    operands, plan, softmax, rule = forward.operands, forward.plan, forward.softmax, forward.shift_rule
+    q, sink = operands.q[:, :, rows], operands.sink
+    m, l, o_bar = forward.begun(rows)
+    dither = forward.noise.dither(q.shape, rows.start, q.device) if rule.dithered else torch.zeros_like(m)
+    for keys in operands.key_tiles(forward.block.keys):
         s = operands.scores(rows, keys)
         row_max = s.amax(-1, keepdim=True)
         proposed = rule.propose(s, row_max, dither, softmax.logit)
@@ -226,29 +220,29 @@ def flash(going: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
         if rule.lag:
             new_m = torch.where(new_m - m <= rule.lag * softmax.logit, m, new_m)
         shift = torch.where(new_m == -torch.inf, torch.zeros_like(new_m), new_m)
-        p = softmax.of(s, shift)
+        p = softmax.p_bar(s, shift)
         p_bar = operands.p_bar(p)
-        block_sum = going.row_sum(_summed(p, p_bar, plan))
+        block_sum = forward.row_sum(_summed(p, p_bar, plan))
         if rule.row_sum_floor:
             block_sum = block_sum.clamp(min=rule.row_sum_floor)
-        block_sum = going.sum_cast(block_sum)
+        block_sum = forward.sum_cast(block_sum)
         pv = operands.weighted(p_bar, keys, plan.o_bar)
         if keys.start == 0 and sink is None:  # there is nothing to rescale yet; a sum with 0 has no -0
             l, o_bar = block_sum, pv + 0.0
         else:
             alpha = softmax.between(m, shift)
-            l = going.sum_cast(going.sum_cast(alpha * l) + block_sum)
-            o_bar = going.o_bar_cast(going.o_bar_cast(alpha * o_bar) + pv)
+            l = forward.sum_cast(forward.sum_cast(alpha * l) + block_sum)
+            o_bar = forward.o_bar_cast(forward.o_bar_cast(alpha * o_bar) + pv)
         m = new_m
     if sink is not None and plan.sink in (SinkEntry.MAXIMUM, SinkEntry.LAST):
         # Of a row without a visible key the sink is all there is.
         m = torch.where(m == -torch.inf, sink * softmax.logit, m)
-        l = going.sum_cast(l + softmax.of_sink(sink, m))
+        l = forward.sum_cast(l + softmax.p_of_sink(sink, m))
     o = operands.unscaled(o_bar / l)
     lse = softmax.natural(m) + torch.log(l) - plan.offset * _LN_2
     if sink is None or plan.sink is not SinkEntry.AFTERWARDS:
         return o, lse
-    return going.final(o, rows) * torch.sigmoid(lse - sink), torch.logaddexp(lse, sink.expand_as(lse))
+    return forward.final(o, rows) * torch.sigmoid(lse - sink), torch.logaddexp(lse, sink.expand_as(lse))
 
 
 def _summed(p: Tensor, p_bar: Scaled, plan: RoundingPlan) -> Tensor:
@@ -263,7 +257,7 @@ def _summed(p: Tensor, p_bar: Scaled, plan: RoundingPlan) -> Tensor:
 
 
 @_tile_by_tile
-def flash_1(going: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
+def flash_1(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     """Tiled attention whose running O is normalised after every tile, and whose P is before its cast.
 
     FlashAttention-1 (arXiv 2205.14135, algorithm 1), in the order of SGLang's prefill kernel, which has it from
@@ -271,84 +265,84 @@ def flash_1(going: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     O' = (l / l' alpha) O + cast(exp(S - m~) (beta / l')) V. `p_bar` of the plan casts the normalised P, `o_bar` is the
     running O's; l sums P before its cast, always. Each tile is shifted by its maximum.
     """
-    operands, plan, softmax = going.operands, going.plan, going.softmax
-    m, l, o = going.begun(rows)
-    for keys in operands.key_tiles(going.block.keys):
+    operands, plan, softmax = forward.operands, forward.plan, forward.softmax
+    m, l, o = forward.begun(rows)
+    for keys in operands.key_tiles(forward.block.keys):
         s = operands.scores(rows, keys)
         row_max = s.amax(-1, keepdim=True)
         new_m = torch.maximum(m, row_max)
         # A wholly masked tile has no maximum to shift by, and weighs nothing.
         own, shift = (torch.where(top == -torch.inf, torch.zeros_like(top), top) for top in (row_max, new_m))
-        p = softmax.of(s, own)
+        p = softmax.p_bar(s, own)
         alpha, beta = (softmax.between(maximum, shift) for maximum in (m, row_max))
-        block_sum = going.sum_cast(going.row_sum(p))
-        new_l = going.sum_cast(going.sum_cast(alpha * l) + going.sum_cast(beta * block_sum))
+        block_sum = forward.sum_cast(forward.row_sum(p))
+        new_l = forward.sum_cast(forward.sum_cast(alpha * l) + forward.sum_cast(beta * block_sum))
         # No key has been visible yet: a row of zeros stays one.
         divisor = torch.where(new_l == 0.0, torch.ones_like(new_l), new_l)
-        p = going.arithmetic.cast(p * (beta / divisor), plan.p_bar)
-        pv = going.arithmetic.matmul(p, operands.taken[2].values[:, :, keys], plan.o_bar, plan.accumulator)
-        o = going.o_bar_cast(going.o_bar_cast(o * (l / divisor * alpha)) + pv)
+        p = forward.arithmetic.cast(p * (beta / divisor), plan.p_bar)
+        pv = forward.arithmetic.matmul(p, operands.taken[2].values[:, :, keys], plan.o_bar, plan.accumulator)
+        o = forward.o_bar_cast(forward.o_bar_cast(o * (l / divisor * alpha)) + pv)
         m, l = new_m, new_l
     return operands.unscaled(o), softmax.natural(m) + torch.log(l)
 
 
 @_tile_by_tile
-def split(going: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
+def split(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     """Every tile of keys by itself, then their normalised O weighted by their log-sum-exp: split-KV decoding.
 
     Flash-Decoding (https://pytorch.org/blog/flash-decoding), and the decode kernels of vLLM, SGLang and FlashInfer.
     `o_bar` of the plan casts the O of a tile, as it is stored in between; `row_sum` casts l and the sum of the weights.
     Each tile is shifted by its maximum.
     """
-    tiles = going.operands.key_tiles(going.block.keys)
-    parts = [_split(going, rows, keys, going.operands.sink if keys is tiles[0] else None) for keys in tiles]
+    tiles = forward.operands.key_tiles(forward.block.keys)
+    parts = [_split(forward, rows, keys, forward.operands.sink if keys is tiles[0] else None) for keys in tiles]
     # Their mean, weighted by the exponentials of their log-sum-exps, in fp32, one after the other.
     top = torch.stack([lse for _, lse in parts]).amax(0)
     shift = top.masked_fill(top == -torch.inf, 0.0)
     o, total = torch.zeros_like(parts[0][0]), torch.zeros_like(top)
     for part, lse in parts:
-        weight = going.arithmetic.exp(lse - shift, _NATURAL)
-        o, total = o + weight * part, going.sum_cast(total + weight)
+        weight = forward.arithmetic.exp(lse - shift, _NATURAL)
+        o, total = o + weight * part, forward.sum_cast(total + weight)
     return o / total.masked_fill(total == 0.0, 1.0), top + torch.log(total)
 
 
-def _split(going: _Pass, rows: slice, keys: slice, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def _split(forward: _Pass, rows: slice, keys: slice, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """O and the log-sum-exp of one split; 0 and -Inf in rows that see none of its keys.
 
     A sink is that of the first split, as in vLLM's unified kernel.
     """
-    operands, softmax = going.operands, going.softmax
+    operands, softmax = forward.operands, forward.softmax
     s = operands.scores(rows, keys)
     m = s.amax(-1, keepdim=True)
     if sink is not None:
         m = torch.maximum(m, sink * softmax.logit)
     blind = m == -torch.inf
     shift = m.masked_fill(blind, 0.0)
-    p = softmax.of(s, shift)
+    p = softmax.p_bar(s, shift)
     p_bar = operands.p_bar(p)
-    l = going.sum_cast(going.row_sum(_summed(p, p_bar, going.plan)))
+    l = forward.sum_cast(forward.row_sum(_summed(p, p_bar, forward.plan)))
     if sink is not None:
-        l = going.sum_cast(l + softmax.of_sink(sink, shift))
+        l = forward.sum_cast(l + softmax.p_of_sink(sink, shift))
     o = operands.unscaled(operands.weighted(p_bar, keys, _FP32) / l.masked_fill(blind, 1.0))
-    return going.o_bar_cast(o), softmax.natural(m) + torch.log(l) - going.plan.offset * _LN_2
+    return forward.o_bar_cast(o), softmax.natural(m) + torch.log(l) - forward.plan.offset * _LN_2
 
 
 @_tile_by_tile
-def standard(going: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
+def standard(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     """Standard attention: softmax over the whole row, shifted by its maximum and normalised before P is cast.
 
     `p_bar` of the plan casts the normalised P, `exp` and `row_sum` what it is divided from; `o_bar` is the product's.
     Rows are processed in tiles to bound memory.
     """
-    operands, plan, softmax = going.operands, going.plan, going.softmax
+    operands, plan, softmax = forward.operands, forward.plan, forward.softmax
     every_key = slice(0, operands.k.shape[-2])
     s = operands.with_sink(operands.scores(rows, every_key), softmax.logit)
     row_max = s.amax(-1, keepdim=True)
     shift = torch.where(row_max == -torch.inf, torch.zeros_like(row_max), row_max)
-    p = softmax.of(s, shift)
-    l = going.sum_cast(going.row_sum(p))
-    p = going.arithmetic.cast(p[..., every_key] / l, plan.p_bar)
-    o = operands.unscaled(going.arithmetic.matmul(p, operands.taken[2].values, plan.o_bar, plan.accumulator))
+    p = softmax.p_bar(s, shift)
+    l = forward.sum_cast(forward.row_sum(p))
+    p = forward.arithmetic.cast(p[..., every_key] / l, plan.p_bar)
+    o = operands.unscaled(forward.arithmetic.matmul(p, operands.taken[2].values, plan.o_bar, plan.accumulator))
     return o, softmax.natural(shift) + torch.log(l)
 
 
@@ -374,7 +368,7 @@ def backward(
     Returns:
         dQ, dK, dV and delta.
     """
-    operands = Operands.of(inputs, plan, arithmetic, output.tiles)
+    operands = Operands.from_call(inputs, plan, arithmetic, output.tiles)
     tape = _Tape(operands, block, output)
     delta = tape.delta()
     dq, dk, dv = (
@@ -433,7 +427,7 @@ class _Tape(_Tiled):
             p = self.arithmetic.exp((s - lse * LOG2_E) * _LN_2, _NATURAL)
         else:
             s = self.operands.scores(rows, keys)
-            p = self.softmax.of_probabilities(s, shift)
+            p = self.softmax.p(s, shift)
         # A row without a visible key has log-sum-exp -inf and no probabilities.
         return _zeroed(p, lse == -torch.inf)
 

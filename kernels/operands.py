@@ -77,7 +77,7 @@ class Operands:
     taken: tuple[Scaled, Scaled, Scaled]  # q, K and V as products take them
 
     @classmethod
-    def of(
+    def from_call(
         cls, inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, tiles: Tiles | None = None
     ) -> "Operands":
         """Those of a call.

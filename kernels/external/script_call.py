@@ -34,7 +34,7 @@ class ScriptCall:
     caller: Caller  # how it is called
 
     @classmethod
-    def of(cls, target: str) -> "ScriptCall":
+    def from_target(cls, target: str) -> "ScriptCall":
         """The script's call of the function that a target names.
 
         Raises:

@@ -58,7 +58,7 @@ class Call:
     algorithm: str  # its name
 
     @classmethod
-    def of(cls, inputs: AttentionInputs, declaration: Declaration) -> "Call":
+    def from_inputs(cls, inputs: AttentionInputs, declaration: Declaration) -> "Call":
         """The call that a declaration makes of some inputs, whose tensors may be of any type.
 
         Raises:
@@ -281,7 +281,7 @@ def run(inputs: AttentionInputs, declaration: Declaration, *, gradients: bool) -
     Raises:
         ValueError: no triton, or inputs that the kernels or the device can't take.
     """
-    call = Call.of(inputs, declaration)
+    call = Call.from_inputs(inputs, declaration)
     o, lse = forward(call)
     made, of_rows = None, (*call.shape[:3], 1)
     if gradients:

@@ -386,7 +386,7 @@ def test_the_bits_depend_neither_on_the_query_block_nor_on_the_heads_a_program_t
     for queries in (16, 32):
         assert torch.equal(_run(inputs, replace(declaration, block=Block(queries, 64))).o, together)
     monkeypatch.setattr("tiebreak.kernels.triton.launch._TILE_ELEMENTS", 1)
-    assert Call.of(inputs, declaration).tiled(declaration.block, 4)[0].heads == 1
+    assert Call.from_inputs(inputs, declaration).tiled(declaration.block, 4)[0].heads == 1
     assert torch.equal(_run(inputs, declaration).o, together)
 
 

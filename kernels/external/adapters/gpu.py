@@ -11,29 +11,31 @@ from tiebreak.kernels.external.adapters.foreign import Foreign, environment, nee
 from tiebreak.kernels.external.options import NO_BACKWARD, kernel
 
 _ALL = -1, -1  # a window of all keys
+_CUDA = ("cuda",)
+_FLASH = ("softmax_scale", "causal", "window_size", "softcap", "deterministic")
 
 FLASH_ATTN = Foreign(
     "flash_attn:flash_attn_func",
     "flash-attn",
     "2.8",
-    ("softmax_scale", "causal", "window_size", "softcap", "deterministic"),
+    _FLASH,
     install="pip install flash-attn --no-build-isolation",
-    devices=("cuda",),
+    devices=_CUDA,
 )
 FLASH_ATTN_CUTE = Foreign(
     "flash_attn.cute:flash_attn_func",
     "flash-attn-4",
     "4.0",
-    ("softmax_scale", "causal", "window_size", "softcap", "deterministic"),
+    _FLASH,
     install="pip install --pre flash-attn-4",
-    devices=("cuda",),
+    devices=_CUDA,
 )
 XFORMERS = Foreign(
     "xformers.ops.fmha:memory_efficient_attention",
     "xformers",
     "0.0.35",
     ("attn_bias", "scale", "op"),
-    devices=("cuda",),
+    devices=_CUDA,
 )
 XFORMERS_OP = Foreign("xformers.ops.fmha:MemoryEfficientAttentionCutlassOp", "xformers", "0.0.35")
 XFORMERS_MASK = Foreign("xformers.ops.fmha.attn_bias:LowerTriangularFromBottomRightMask", "xformers", "0.0.35")
@@ -42,17 +44,17 @@ FLASHINFER = Foreign(
     "flashinfer-python",
     "0.6",
     ("causal", "kv_layout", "sm_scale", "logits_soft_cap", "backend"),
-    devices=("cuda",),
+    devices=_CUDA,
 )
 SAGEATTENTION = Foreign(
-    "sageattention:sageattn", "sageattention", "2.2", ("tensor_layout", "is_causal", "sm_scale"), devices=("cuda",)
+    "sageattention:sageattn", "sageattention", "2.2", ("tensor_layout", "is_causal", "sm_scale"), devices=_CUDA
 )
 AITER = Foreign(
     "aiter:flash_attn_func",
     "amd-aiter",
     "0.1.20",
     ("softmax_scale", "causal", "deterministic", "how_v3_bf16_cvt"),
-    devices=("cuda",),
+    devices=_CUDA,
 )
 TRANSFORMER_ENGINE = Foreign(
     "transformer_engine.pytorch:DotProductAttention",
@@ -60,7 +62,7 @@ TRANSFORMER_ENGINE = Foreign(
     "2.18",
     ("num_gqa_groups", "attention_dropout", "qkv_format", "attn_mask_type", "softmax_scale"),
     install="pip install --no-build-isolation transformer-engine[pytorch]",
-    devices=("cuda",),
+    devices=_CUDA,
 )
 FLAG_GEMS = Foreign(
     "flag_gems:scaled_dot_product_attention",
@@ -76,7 +78,7 @@ LIGER = Foreign(
     ("kernel_size", "scale"),
     devices=("cuda", "npu"),
 )
-FLA = Foreign("fla.ops.attn:parallel_attn", "flash-linear-attention", "0.5", ("scale",), devices=("cuda",))
+FLA = Foreign("fla.ops.attn:parallel_attn", "flash-linear-attention", "0.5", ("scale",), devices=_CUDA)
 
 
 @needs(FLASH_ATTN)
