@@ -31,11 +31,7 @@ FLASH_ATTN_CUTE = Foreign(
     devices=_CUDA,
 )
 XFORMERS = Foreign(
-    "xformers.ops.fmha:memory_efficient_attention",
-    "xformers",
-    "0.0.35",
-    ("attn_bias", "scale", "op"),
-    devices=_CUDA,
+    "xformers.ops.fmha:memory_efficient_attention", "xformers", "0.0.35", ("attn_bias", "scale", "op"), devices=_CUDA
 )
 XFORMERS_OP = Foreign("xformers.ops.fmha:MemoryEfficientAttentionCutlassOp", "xformers", "0.0.35")
 XFORMERS_MASK = Foreign("xformers.ops.fmha.attn_bias:LowerTriangularFromBottomRightMask", "xformers", "0.0.35")
