@@ -85,9 +85,7 @@ class Kernel:
     declaration: Declaration | None  # what it claims to do; None where nobody knows
     has_backward: bool = True  # whether it can return gradients
     takes: frozenset[Feature] = frozenset()  # what inputs may ask of it: inputs that ask for more are skipped
-    missing_requirement: MissingRequirement = (
-        _nothing  # what it misses here: a package, a head dimension, a format, PyTorch's consent
-    )
+    missing_requirement: MissingRequirement = _nothing  # what it lacks here: a package, a format, PyTorch's consent
     undeclared: Undeclared = _nothing  # what is tried on a small call first: where that fails, the cell is skipped
     external: bool = False  # a user's own: held to the contract of `tiebreak.kernels.external`
     origin: tuple[str, ...] = ()  # of a user's own: the words of the command line that bring it in

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.external.call import Call, Made, Placed, broken
 from tiebreak.kernels.external.clock import CLOCK
 from tiebreak.kernels.external.conventions import Convention
@@ -77,11 +78,12 @@ class Caller:
         """A call that needs no dummies, to be made step by step."""
         return Call(self.function, self.convention, inputs)
 
-    def run(self, inputs: AttentionInputs, *, gradients: bool) -> AttentionOutput:
-        """Call it.
+    def compute(self, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
+        """Call it: `Compute` of a kernel.
 
         Args:
             inputs: q, k, v, dO and masks, on the device; they are copied.
+            arithmetic: not used: the function brings its own.
             gradients: whether its backward pass is wanted too.
 
         Returns:
@@ -91,14 +93,15 @@ class Caller:
             CannotRunError: the function broke its contract, raised NotImplementedError, or needs a GPU.
             Exception: whatever else the function raises.
         """
+        del arithmetic
         run = self.started(inputs, gradients=gradients)
         return run.finished() if gradients else AttentionOutput(run.o)
 
     def started(self, inputs: AttentionInputs, *, gradients: bool) -> "StartedRun":
-        """Its forward pass, after which its backward pass may follow whenever it will; it raises what `run` does.
+        """Its forward pass, after which its backward pass may follow whenever it will; it raises what `compute` does.
 
         Args:
-            inputs: as of `run`.
+            inputs: as of `compute`.
             gradients: whether a backward pass will.
         """
         arranged = self.arranged(inputs)
@@ -173,7 +176,7 @@ class StartedRun:
         return self.call.restored(self.returned)[:, :, self.arranged.rows]
 
     def finished(self, do: Tensor | None = None) -> AttentionOutput:
-        """O and, if it has a backward pass, the gradients; it raises what `Caller.run` does.
+        """O and, if it has a backward pass, the gradients; it raises what `Caller.compute` does.
 
         Args:
             do: another dO than that of the inputs.

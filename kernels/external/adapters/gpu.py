@@ -1,13 +1,15 @@
 """Attention kernels for GPUs. None of them was run on one yet: their signatures and documents were read."""
 
 import importlib
+import os
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tiebreak.kernels.external.adapters.foreign import Foreign, environment, needs
+from tiebreak.kernels.external.adapters.foreign import Foreign, needs
 from tiebreak.kernels.external.options import NO_BACKWARD, kernel
 
 _ALL = -1, -1  # a window of all keys
@@ -168,7 +170,7 @@ def aiter(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float
 def transformer_engine(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float) -> Any:
     """DotProductAttention by its fused kernels, which are cuDNN's: the other two are switched off, so it raises."""
     switches = {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
-    with environment(**switches, NVTE_ALLOW_NONDETERMINISTIC_ALGO="0"):
+    with patch.dict(os.environ, {**switches, "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}):
         layer = TRANSFORMER_ENGINE(
             q.shape[2],
             q.shape[3],
