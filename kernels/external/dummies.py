@@ -51,13 +51,13 @@ def arrange(inputs: AttentionInputs, convention: Convention) -> Arranged:
     if inputs.causal:
         rows = columns
     if columns > keys and not (inputs.causal and inputs.key_padding is None):
-        inputs = _hiding(inputs, columns, convention)
+        inputs = _with_hidden_keys(inputs, columns, convention)
     q, do = (pad(x, (0, 0, before, rows - queries - before)) for x in (inputs.q, inputs.do))
     k, v = (pad(x, (0, 0, 0, columns - keys)) for x in (inputs.k, inputs.v))
     return Arranged(replace(inputs, q=q, k=k, v=v, do=do), slice(before, before + queries), slice(0, keys))
 
 
-def _hiding(inputs: AttentionInputs, columns: int, convention: Convention) -> AttentionInputs:
+def _with_hidden_keys(inputs: AttentionInputs, columns: int, convention: Convention) -> AttentionInputs:
     """The inputs with a mask that hides all keys beyond their own."""
     batch, _, keys, _ = inputs.k.shape
     if convention.mask is None:
