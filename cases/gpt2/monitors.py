@@ -99,7 +99,7 @@ class View:
         """P as the backward pass recomputes it from the log-sum-exp, fp64 of an fp32 exponential."""
         lse = self.observation.output.lse
         assert lse is not None
-        return self.wide(self._softmax.of_probabilities(self._kept, self._of(lse)))
+        return self.wide(self._softmax.p(self._kept, self._of(lse)))
 
     @cached_property
     def p_bar(self) -> Tensor:
@@ -109,7 +109,7 @@ class View:
         dither = self._of(noise.dither(observed.inputs.q.shape, 0, self.s.device))
         top = self._kept.amax(-1, keepdim=True)
         shift = observed.kernel.declaration.shift_rule.propose(self._kept, top, dither, softmax.logit)
-        return observed.arithmetic.cast(softmax.of(self._kept, shift), self._plan.p_bar)
+        return observed.arithmetic.cast(softmax.p_bar(self._kept, shift), self._plan.p_bar)
 
     @cached_property
     def output_error(self) -> Tensor:

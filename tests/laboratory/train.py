@@ -23,7 +23,7 @@ from tiebreak.cases.gpt2.attention import HeadKernel
 from tiebreak.cases.gpt2.data import Batches, batches_of
 from tiebreak.cases.gpt2.model import GPT2, Configuration
 from tiebreak.cases.gpt2.optimizers import OPTIMIZERS, Schedule
-from tiebreak.kernels.external import ContractError, external_kernel
+from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel
@@ -132,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
             options, training = made
             _train(training, options, ranks, asked)
             return _end(training, options, ranks)
-    except (ValueError, OSError, ContractError, CannotRunError) as error:
+    except (ValueError, OSError, CannotRunError) as error:
         if os.environ.get("RANK", "0") == "0":  # all processes say the same, or it is the first that writes files
             _tell(error)
         return USAGE

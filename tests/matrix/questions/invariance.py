@@ -168,7 +168,7 @@ def _splitting(session: Session) -> Callable[[int, int], Kernel]:
     if isinstance(kernel, UserKernel):
         keyword = kernel.caller.convention.splits
         if keyword is None:
-            raise CannotRunError("no parameter num_splits, and no option splits=NAME that names it")
+            raise CannotRunError("no parameter num_splits or num_kv_splits")
         return lambda number, keys: kernel.given(**{keyword: number})
     declared = kernel.declaration
     if not kernel.composed or declared is None or declared.algorithm is not SPLIT_ATTENTION:
