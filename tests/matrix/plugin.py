@@ -41,7 +41,6 @@ _WORTH = 120.0  # a quarter of a minute: for less the CPU time of n starts is no
 _SHARED_CORE = 0.75  # of a core's speed that is left where all are busy: 0.6 where two share their units, 1 of its own
 _PRINTED = 10_000  # characters of what a cell prints that are kept, the last
 _NO_RUN = ("help", "collectonly", "markers", "showfixtures")  # pytest's options that run no cell
-_WORKED_EXAMPLES = Path(__file__).with_name("test_worked_examples.py")
 _ENVIRONMENT = "tiebreak_environment"  # of a worker's input: what to add to its environment, for its device
 
 WATCH = pytest.StashKey[Watch]()
@@ -56,7 +55,7 @@ _excuses = pytest.StashKey[Excuses]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the matrix."""
     group = parser.getgroup("tiebreak", "tiebreak: the matrix (lists are comma-separated, globs allowed)")
-    for option in OPTIONS:
+    for option in OPTIONS.values():
         group.addoption(option.flag, **option.parsing)
 
 
@@ -281,13 +280,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the worked examples out of a run of some cells: they are about every backend, and a whole run has them.
-
-    With a budget the cells that tell most come first.
-    """
-    left = [item for item in items if item.path == _WORKED_EXAMPLES]
-    if left and len(left) < len(items) and not options.is_whole(config.getoption):
-        items[:] = [item for item in items if item.path != _WORKED_EXAMPLES]
+    """With a budget, put the cells that tell most first."""
     if config.getoption("budget") is not None:
         named = config.stash[_cells]
         ranks = {item: budget.rank(cell) for item in items if (cell := named.get(cell_id(item.nodeid))) is not None}

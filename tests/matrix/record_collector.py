@@ -233,7 +233,7 @@ class RecordCollector:
         """Write the records. A run of skips fails the session, and so does an excuse that excuses nothing any more."""
         if not (self.records or self.collected) or self.config.getoption("collectonly"):
             return
-        whole = options.is_whole_of_subject(self.config.getoption) and self.expected.keys() <= self.records.keys()
+        whole = options.is_whole(self.config.getoption, of_subject=True) and self.expected.keys() <= self.records.keys()
         self.fallen = self.excuses.stale(self.records.values(), whole=whole)
         self.fallen += [
             f"fell: {name} was asked for and can't run here: {self.unavailable[name]}; --allow-missing {name} lets the"

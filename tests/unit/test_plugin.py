@@ -73,26 +73,6 @@ def cpu_as_it_was() -> Iterator[None]:
     vars(CPU).update(fields)
 
 
-class TestWorkedExamples:
-    """They are about every backend's additions, whatever cells are run."""
-
-    FOLDER = ROOT / "tests" / "matrix"
-    COLLECT = ("-p", "no:cacheprovider", "--collect-only", "-q")
-
-    @pytest.mark.parametrize(
-        "narrowed", [("--cases", "random"), ("--kernels", "standard"), ("--backend", "cpu"), ("--experiments", "call")]
-    )
-    def test_a_narrowed_run_has_its_cells_alone(self, pytester: pytest.Pytester, narrowed: tuple[str, ...]) -> None:
-        out = pytester.runpytest_inprocess(self.FOLDER, *self.COLLECT, *narrowed).stdout.str()
-        assert "::test_cell[" in out
-        assert "test_worked_examples" not in out
-
-    def test_a_whole_run_has_them_and_so_has_one_of_their_file(self, pytester: pytest.Pytester) -> None:
-        assert "test_worked_examples" in pytester.runpytest_inprocess(self.FOLDER, *self.COLLECT).stdout.str()
-        named = (self.FOLDER / "test_worked_examples.py", *self.COLLECT, "--backend", "cpu")
-        assert "test_worked_examples" in pytester.runpytest_inprocess(*named).stdout.str()
-
-
 class TestCells:
     def test_ids_are_readable(self, matrix: MatrixRun) -> None:
         result = matrix(*FEW, "--collect-only", "-q")
