@@ -8,7 +8,7 @@ from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate import expected, gate, step_summary
-from tiebreak.reports.gate.limits import Limits, limits
+from tiebreak.reports.gate.settings import Limits, limits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Run
 

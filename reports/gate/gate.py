@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.consistency import check_described, contradictions, same_bits
 from tiebreak.reports.gate.expected import PLAN, Expected
-from tiebreak.reports.gate.limits import Limits
+from tiebreak.reports.gate.settings import Limits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import (
     CRASHED,

@@ -118,11 +118,11 @@ def of_waivers(runs: Sequence[Run], waivers: Sequence[Waiver], checks: Collectio
     records = [record for run in runs for record in run.records]
     for waiver in waivers:
         name = f"waiver {waiver.cells}, {waiver.check}"
-        if waiver.entry.expired(today):
+        if waiver.expired(today):
             yield f"{name}: expired on {waiver.expires}"
         if waiver.check not in checks:
             yield f"{name}: unknown check"
-        elif not any(map(waiver.entry.excuses, records)):
+        elif not any(map(waiver.excuses, records)):
             yield f"{name}: covers nothing: every cell that it names meets the check, or it names none"
 
 

@@ -13,7 +13,7 @@ from tiebreak.matrix.record_collector import RecordCollector, measures
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate import gate, step_summary
 from tiebreak.reports.gate.annotations import Place, annotations
-from tiebreak.reports.gate.limits import Limits, limits
+from tiebreak.reports.gate.settings import Limits, limits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Run
 

@@ -21,7 +21,6 @@ from tiebreak.programs.profiles import PROFILES, profile
 from tiebreak.programs.verification import Judged, judged, recomputed, sample
 from tiebreak.reports.cli import FELL, HELD, Parser, count
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.gate import expected
 from tiebreak.reports.names import first_few, unknown
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import SKIPPED, Run
@@ -61,8 +60,7 @@ def state(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     asked = _profile(options.profile)
-    entries = () if options.waivers is None else expected.waivers(options.waivers, checks())
-    waivers = [statements.waiver(entry) for entry in entries]
+    waivers = [] if options.waivers is None else statements.read_waivers(options.waivers, checks())
     runs = write(options.files, options.output, asked, waivers, date.today())
     records = waived(runs, waivers)
     result = summaries.result(records)

@@ -12,7 +12,7 @@ from tiebreak.reports.cli import main
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.expected import PLAN, Expected
 from tiebreak.reports.gate.gate import gate, update
-from tiebreak.reports.gate.limits import Limits, limits
+from tiebreak.reports.gate.settings import Limits, limits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import (
     CLAIM,
@@ -519,7 +519,7 @@ def test_another_declared_plan_is_worse_until_it_is_accepted(run: MakeRun, recor
     old, new = run(record(), record(case="b")), run(record(plan=None, digest="q"), record(case="b"))
     worse = gate(old, new, Limits()).worse
     assert [change.text for change in worse] == ["declares no plan, flash@paper in the baseline"]
-    entry = Expected("cpu-flash@paper-random-*", PLAN, "we undeclare it", "pyproject.toml: expected[0]")
+    entry = Expected("cpu-flash@paper-random-*", PLAN, "we undeclare it", where="pyproject.toml: expected[0]")
     accepted = gate(old, new, Limits(), expected=[entry])
     assert accepted.held
     told = "cpu-flash@paper declares no plan, flash@paper in the baseline: accepted: we undeclare it (1 cell)"

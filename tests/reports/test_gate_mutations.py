@@ -18,7 +18,7 @@ from tiebreak.defects.mutations import GONE, alike, edited, edits, found, leaves
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.consistency import WORDS
 from tiebreak.reports.gate.gate import gate
-from tiebreak.reports.gate.limits import Limits
+from tiebreak.reports.gate.settings import Limits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import (
     PREDICTION,

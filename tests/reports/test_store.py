@@ -11,7 +11,7 @@ import pytest
 from tiebreak.reports.cli import main
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.gate import gate, report
-from tiebreak.reports.gate.limits import Limits
+from tiebreak.reports.gate.settings import Limits
 from tiebreak.reports.page.command import page
 from tiebreak.reports.page.figures import figures
 from tiebreak.reports.records import store
