@@ -11,48 +11,28 @@ tell, and the same bits have to come with the same numbers.
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.consistency import check_described, contradictions, same_bits
 from tiebreak.reports.gate.expected import PLAN, Expected
 from tiebreak.reports.gate.settings import Limits
+from tiebreak.reports.records import record as records
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import (
-    CRASHED,
-    DRAWN,
-    FARTHER,
-    FELL,
-    HELD,
-    IMPLIED,
-    INCONCLUSIVE,
-    LESS,
-    MEASURED,
-    MORE,
-    PASSING,
-    PREDICTION,
-    REPLACED,
-    SKIPPED,
-    TIMED_OUT,
-    UNBIASED,
-    VERDICTS,
-    Answer,
-    Estimate,
-    MeasureRecord,
-    Narrowing,
-    Record,
-    Run,
-    Value,
-    number_of,
-)
-from tiebreak.reports.tables.rerun import runnable
+from tiebreak.reports.records.record import Answer, Estimate, MeasureRecord, Narrowing, Record, Run, Value, number_of
 from tiebreak.reports.tables.run import counted
 
-_SEVERITY = {HELD: 0, MEASURED: 0, INCONCLUSIVE: 1, FELL: 2, CRASHED: 3, TIMED_OUT: 3, SKIPPED: 4}
+_SEVERITY = {
+    **dict.fromkeys(records.PASSING, 0),
+    records.INCONCLUSIVE: 1,
+    records.FELL: 2,
+    **dict.fromkeys((records.CRASHED, records.TIMED_OUT), 3),
+    records.SKIPPED: 4,
+}
 # A baseline is there to see these change.
 _SOFTWARE = (
     *("python", "torch", "numpy", "os", "gpu_driver", "cuda", "hip", "cudnn", "triton"),
@@ -113,17 +93,13 @@ def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mappin
         if old != new:
             raise UsageError(f"options.{name}: {old} in the baseline, {new} in the new run; run with --{name} {old}")
     kinds = (baseline.platform.keys() | platform.keys()) - {*_SOFTWARE, *_CAPACITY, _FINGERPRINT}
-    for name in sorted(kinds):
-        old, new = (_plain(described.get(name)) for described in (baseline.platform, platform))
-        if old != new and not across:
+    for name in sorted(kinds) if not across else ():
+        before, after = (msgspec.to_builtins(each.get(name)) for each in (baseline.platform, platform))
+        if before != after:
             raise UsageError(
-                f"platform.{name}: {old!r} in the baseline, {new!r} in the new run: a baseline of another platform;"
+                f"platform.{name}: {before!r} in the baseline, {after!r} in the new run: a baseline of another platform;"
                 " --across compares all but bits and what has no interval"
             )
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def gate(
@@ -165,18 +141,13 @@ def gate(
     worse = {change.record.id for change in changes if change.worse}
     changes += [Change(record, True, f"{text}: was the file edited?") for name, record in new.items()
                 if name not in worse for text in contradictions(record, known)]  # fmt: skip
-    first = sum(old[name].outcome == SKIPPED != new[name].outcome for name in compared)
+    first = sum(old[name].outcome == records.SKIPPED != new[name].outcome for name in compared)
     notes += _notes(baseline, run, len(fresh) + first, len(gone) - len(asked))
     notes += [] if compared else ["no cell is in both"]
     changed = sum(old[name].digest != new[name].digest for name in compared)
     if changed:
         notes.append(f"{counted(changed, 'cell')} with other bits than in the baseline")
-    return Outcome(len(compared), tuple(changes), tuple(notes), _ended(run))
-
-
-def _ended(run: Run) -> bool:
-    """Whether a run came to its end, with nothing left to do."""
-    return run.complete and not run.not_run and not run.running
+    return Outcome(len(compared), tuple(changes), tuple(notes), run.ended)
 
 
 def _plans(
@@ -190,7 +161,9 @@ def _plans(
     Raises:
         UsageError: an entry accepts what there is not.
     """
-    changed = [(old, new) for old, new in pairs if old.plan != new.plan and not old.outcome == SKIPPED != new.outcome]
+    changed = [
+        (old, new) for old, new in pairs if old.plan != new.plan and not old.outcome == records.SKIPPED != new.outcome
+    ]
     entries = [entry for entry in expected if entry.check == PLAN]
     for entry in entries:
         if any(entry.concerns(new.id) for _, new in pairs) and not any(entry.concerns(new.id) for _, new in changed):
@@ -200,7 +173,7 @@ def _plans(
     for old, new in changed:
         text = f"declares {new.plan or 'no plan'}, {old.plan or 'no plan'} in the baseline"
         accepted = next((entry.reason for entry in entries if entry.concerns(new.id)), None)
-        if accepted is None and not (across and new.verdict in (UNBIASED, None)):
+        if accepted is None and not (across and new.verdict in (records.UNBIASED, None)):
             worse.append(Change(new, True, text))
         else:
             told = f"{new.backend}-{new.kernel} {text}" + (f": accepted: {accepted}" if accepted else "")
@@ -222,17 +195,16 @@ def _notes(baseline: Run, run: Run, fresh: int, outside: int) -> Iterator[str]:
     if fresh:
         yield f"{counted(fresh, 'cell')} not in the baseline, or skipped there; --update-baseline adds what is new"
     if outside:
-        yield f"{counted(outside, 'cell')} of the baseline NOT compared: outside {_words(run.narrowing)}"
-    if not _ended(run):
+        yield f"{counted(outside, 'cell')} of the baseline NOT compared: outside {_options(run.narrowing)}"
+    if not run.ended:
         yield "the new run was interrupted: it does not hold"
 
 
 def _asked_for(record: Record, narrowing: Collection[Narrowing]) -> bool:
-    """Whether a run's command line asked for a cell."""
     return all(each.leaves_in(record) for each in narrowing)
 
 
-def _words(narrowing: Collection[Narrowing]) -> str:
+def _options(narrowing: Collection[Narrowing]) -> str:
     return " ".join(dict.fromkeys(words for each in narrowing for words in each.given))
 
 
@@ -242,9 +214,9 @@ def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], acr
         return
     outcome = list(_outcome(old, new))
     yield from outcome
-    if old.outcome == SKIPPED:
+    if old.outcome == records.SKIPPED:
         return  # it is as good as new
-    if new.shown is None and new.outcome not in PASSING:
+    if new.shown is None and new.outcome not in records.PASSING:
         return  # the outcome says it
     reasons = new.reasons if outcome else ()
     for name, asked in old.answers.items():
@@ -252,7 +224,9 @@ def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], acr
         if answer is None or answer.met is True or answer.why not in reasons:
             yield from _answer(name, asked, answer, replanned=across and old.plan != new.plan)
     # Of another platform's arithmetic, such as subnormals that it flushes, or plan the emulation knows what follows.
-    foretold = across and old.plan == new.plan and old.met(PREDICTION) is True and new.met(PREDICTION) is True
+    foretold = (
+        across and old.plan == new.plan and old.met(records.PREDICTION) is True and new.met(records.PREDICTION) is True
+    )
     yield from _verdicts(old, new, foretold=foretold)
     lost = [name for name in old.measures if name not in new.measures]
     lost += [text for name, value in new.measures.items() for text in _lost(name, old.measures.get(name), value)]
@@ -288,9 +262,9 @@ def _lost(name: str, old: Value, new: Value) -> Iterator[str]:
 
 
 def _outcome(old: Record, new: Record) -> Iterator[_Judgement]:
-    if new.outcome == SKIPPED and old.outcome != SKIPPED:
+    if new.outcome == records.SKIPPED and old.outcome != records.SKIPPED:
         yield True, f"turned into a skip ({new.skipped}), {old.outcome} in the baseline"
-    elif old.outcome == SKIPPED:
+    elif old.outcome == records.SKIPPED:
         if new.fails:
             yield True, f"{new.outcome}, skipped in the baseline"
     elif _SEVERITY[old.outcome] != _SEVERITY[new.outcome]:
@@ -307,7 +281,7 @@ def _answer(name: str, old: Answer, new: Answer | None, *, replanned: bool) -> I
             other things of another plan, and what is met there is no worse.
     """
     if new is None:
-        if name not in IMPLIED:
+        if name not in records.IMPLIED:
             yield True, f"{name} no longer asked: {old.asked}, in the baseline"
     elif old.asked != new.asked and old.source is not None and not (replanned and new.met is True):
         yield True, f"{name}: asks {new.asked}, {old.asked} in the baseline"
@@ -320,13 +294,13 @@ def _answer(name: str, old: Answer, new: Answer | None, *, replanned: bool) -> I
 def _verdicts(old: Record, new: Record, *, foretold: bool) -> Iterator[_Judgement]:
     """On the bias, and on whether gradients contain it; of what is foretold only that there is one."""
     measured = old.shown is not None and new.in_training is not None
-    contained = old.in_training or (UNBIASED if measured else None)
+    contained = old.in_training or (records.UNBIASED if measured else None)
     for what, before, after in (("", old.verdict, new.verdict), ("in training ", contained, new.in_training)):
         if before is not None and before != after and not (foretold and after is not None):
-            worse = after is None or VERDICTS.index(after) > VERDICTS.index(before)
+            worse = after is None or records.VERDICTS.index(after) > records.VERDICTS.index(before)
             yield worse, f"{what}verdict {after or 'none'}, {before} in the baseline"
     kinds = [record.shown.kind for record in (old, new) if record.shown is not None]
-    if not foretold and len(set(kinds)) > 1 and kinds[1] in REPLACED:
+    if not foretold and len(set(kinds)) > 1 and kinds[1] in records.REPLACED:
         yield True, f"shows {kinds[1]}, {kinds[0]} in the baseline"
 
 
@@ -357,7 +331,7 @@ def _of_whole(measure: MeasureRecord, record: Record) -> str:
 
 def _badness(measure: MeasureRecord, value: float) -> float:
     """A number that is larger where the measure is worse."""
-    return {MORE: value, LESS: -value, FARTHER: abs(value)}[measure.worse or MORE]
+    return {records.MORE: value, records.LESS: -value, records.FARTHER: abs(value)}[measure.worse or records.MORE]
 
 
 def _half_width(value: Value) -> float:
@@ -371,21 +345,6 @@ def _text(value: Value) -> str:
     if isinstance(value, Estimate):
         return f"{value.mean:+.4f} ±{value.half_width:.4f}"
     return f"{value:.4g}"
-
-
-def report(outcome: Outcome, baseline: Path) -> str:
-    """What the gate found, as text: a line for the whole, then what is worse, what is better, and notes."""
-    word = "held" if outcome.held else "FELL"
-    lines = [
-        f"gate {word}: {counted(outcome.compared, 'cell')} compared with {baseline}:"
-        f" {len(outcome.worse)} worse, {len(outcome.better)} better"
-    ]
-    for name, changes in groupby(outcome.worse, lambda change: change.record.id):
-        cell = list(changes)
-        lines += [f"worse   {name}: {'; '.join(change.text for change in cell)}"]
-        lines += [f"        rerun: {runnable(cell[0].record.command)}"]
-    lines += [f"better  {better.record.id}: {better.text}" for better in outcome.better]
-    return "\n".join([*lines, *(f"note    {note}" for note in outcome.notes)])
 
 
 def update(run: Run, path: Path) -> None:
@@ -411,10 +370,9 @@ def check_update(baseline: Run, path: Path, narrowing: Collection[Narrowing]) ->
     """
     outside = [record for record in baseline.records if not _asked_for(record, narrowing)]
     if outside:
-        lost = f"{len(outside)} of its cells lie outside this run's {_words(narrowing)}"
+        lost = f"{len(outside)} of its cells lie outside this run's {_options(narrowing)}"
         raise UsageError(f"{path}: not updated: {lost}; run all of them, or delete the file to begin anew")
 
 
 def _compact(record: Record) -> Record:
-    """Without what is there to be drawn alone."""
-    return replace(record, evidence={name: part for name, part in record.evidence.items() if name not in DRAWN})
+    return replace(record, evidence={name: part for name, part in record.evidence.items() if name not in records.DRAWN})

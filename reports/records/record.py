@@ -431,6 +431,11 @@ class Run(FileData, frozen=True):
         return None if kind is None or kind.headline is None else record.number(kind.headline)
 
     @property
+    def ended(self) -> bool:
+        """Tell whether it came to its end, with nothing left to do."""
+        return self.complete and not self.not_run and not self.running
+
+    @property
     def own(self) -> bool:
         """Tell whether a user's own kernel was run."""
         return bool(self.options.get("kernel"))

@@ -30,7 +30,7 @@ def of_runs(runs: Mapping[str, Run], profile: Profile) -> Iterator[str]:
     """
     yield from _of_one_platform(runs)
     for name, run in runs.items():
-        if not run.complete or run.not_run or run.running:
+        if not run.ended:
             yield f"{name}: complete: the run was interrupted"
         if not run.records:
             yield f"{name}: records: none"

@@ -11,8 +11,8 @@ import pytest
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.matrix.record_collector import RecordCollector, measures
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.gate import gate, step_summary
-from tiebreak.reports.gate.annotations import Place, annotations
+from tiebreak.reports.gate import gate, report
+from tiebreak.reports.gate.report import Place, annotations
 from tiebreak.reports.gate.settings import Limits, limits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Run
@@ -73,7 +73,7 @@ class Gatekeeper:
         """Judge the run; the collector has put it together before."""
         run = self.collector.run
         if run is not None:
-            self._summarise(step_summary.of_run(run, [verdict.text for verdict in self.collector.verdicts(run)]))
+            self._summarise(report.summary_of_run(run, [verdict.text for verdict in self.collector.verdicts(run)]))
             self._annotate(run, None)
         if self.path is None or session.config.getoption("collectonly"):
             return
@@ -100,8 +100,8 @@ class Gatekeeper:
                 raise UsageError(f"--baseline {path}: {error}") from error
             self.lines.append(f"not compared: {error}")
             return
-        self.lines.append(gate.report(outcome, path))
-        self._summarise(step_summary.of_gate(outcome, path))
+        self.lines.append(report.report(outcome, path))
+        self._summarise(report.summary_of_gate(outcome, path))
         self._annotate(run, outcome)
         if not outcome.held and not self.update:
             self._fall(session, pytest.ExitCode.TESTS_FAILED)
@@ -114,7 +114,7 @@ class Gatekeeper:
 
     def _summarise(self, text: str) -> None:
         try:
-            step_summary.append(text)
+            report.append_summary(text)
         except OSError as error:
             self.lines.append(f"GITHUB_STEP_SUMMARY: {error.strerror or error}")
 

@@ -10,7 +10,8 @@ import pytest
 
 from tiebreak.reports.cli import main
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.gate.gate import gate, report
+from tiebreak.reports.gate.gate import gate
+from tiebreak.reports.gate.report import report
 from tiebreak.reports.gate.settings import Limits
 from tiebreak.reports.page.command import page
 from tiebreak.reports.page.figures import figures
