@@ -187,8 +187,7 @@ def complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> st
 
 def summary_pages(statement: Statement, runs: Sequence[Run], asked: Profile) -> dict[str, bytes]:
     """Return the summary of a statement as its folder has it, by the names of the files."""
-    pages = (summaries.markdown(statement, runs, asked), summaries.html(statement, runs, asked))
-    return {name: text.encode() for name, text in zip(SUMMARIES, pages, strict=True)}
+    return {name: text.encode() for name, text in zip(SUMMARIES, summaries.pages(statement, runs, asked), strict=True)}
 
 
 def _check_free(folder: Path) -> None:
