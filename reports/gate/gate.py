@@ -97,8 +97,8 @@ def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mappin
         before, after = (msgspec.to_builtins(each.get(name)) for each in (baseline.platform, platform))
         if before != after:
             raise UsageError(
-                f"platform.{name}: {before!r} in the baseline, {after!r} in the new run: a baseline of another platform;"
-                " --across compares all but bits and what has no interval"
+                f"platform.{name}: {before!r} in the baseline, {after!r} in the new run: a baseline of another"
+                " platform; --across compares all but bits and what has no interval"
             )
 
 
