@@ -16,8 +16,7 @@ from msgspec.structs import asdict, replace
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.expected import Excuses, Expected, of_file
 from tiebreak.reports.gate.settings import Excuse
-from tiebreak.reports.records import store
-from tiebreak.reports.records.decode import SCHEMA, Data, FileData, Schema, encode
+from tiebreak.reports.records.decode import SCHEMA, Data, FileData, Schema
 from tiebreak.reports.records.record import Record, Run
 
 FILE = "statement.json"
@@ -104,17 +103,3 @@ def waived(runs: Iterable[Run], waivers: Sequence[Waiver]) -> list[Record]:
 def is_users(record: Record) -> bool:
     """Return whether --kernel has brought in the kernel of a record, as the command that runs it again tells."""
     return "--kernel" in record.command.split()
-
-
-def as_text(statement: Statement) -> str:
-    """The content of `statement.json`."""
-    return encode(statement, indent=1) + "\n"
-
-
-def read(folder: Path) -> Statement:
-    """Read a statement's file.
-
-    Raises:
-        UnreadableRecordsError: as `tiebreak.reports.records.store.load`.
-    """
-    return store.load(folder / FILE, Statement)

@@ -8,7 +8,6 @@ from itertools import combinations, product
 from statistics import median
 
 from tiebreak.reports.page.svg import Figure, Series
-from tiebreak.reports.records.decode import encode
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.sweeps.intervals import CONFIDENCE, wilson
 from tiebreak.reports.sweeps.store import Settings, Sweep, SweepRun
@@ -137,11 +136,6 @@ def csv_grid(sweep: Sweep) -> Grid:
         shares = (len(group.runs), group.diverged, *group.interval)
         rows.append([group.format, group.rate, first.kernel, first.stabiliser, *shares, *numbers, largest])
     return Grid(names, rows)
-
-
-def as_json(sweep: Sweep) -> str:
-    """Return the settings and every run."""
-    return encode(sweep, indent=1) + "\n"
 
 
 def sweep_figures(sweep: Sweep, label: str) -> list[Figure]:

@@ -90,7 +90,7 @@ def verify(arguments: Sequence[str]) -> int:
     wanted = None if options.profile is None else _profile(options.profile)
     torch.set_num_threads(1)  # as the cells were run: sums are added in one order
     keep_memory()
-    statement = statements.read(options.folder)
+    statement = store.load(options.folder / FILE, Statement)
     asked = wanted or _profile(statement.profile, FILE)
     found, told = problems(
         options.folder, statement, asked, options.as_of or date.today(), options.sample, options.seed
@@ -133,11 +133,9 @@ def write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence
     """
     _check_free(folder)
     contents = [store.content_of(path) for path in files]
-    runs: dict[str, Run] = {}
-    for path, content in zip(files, contents, strict=True):
-        run = store.parse(content, path)
-        store.refuse_repeated(run, path, zip(files, runs.values(), strict=False))
-        runs[str(path)] = run
+    read = [(path, store.parse(content, path)) for path, content in zip(files, contents, strict=True)]
+    store.refuse_repeated(read)
+    runs = {str(path): run for path, run in read}
     known, found = of_records(runs, asked, waivers, today)
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -145,7 +143,7 @@ def write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence
     copies = {f"records-{number}.json": content for number, content in enumerate(contents, 1)}
     statement = statements.of_files(copies, asked, waivers)
     pages = summary_pages(statement, list(runs.values()), asked)
-    _write_whole(folder, {**copies, FILE: statements.as_text(statement).encode(), **pages})
+    _write_whole(folder, {**copies, FILE: store.as_text(statement).encode(), **pages})
     return list(runs.values())
 
 

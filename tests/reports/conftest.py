@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.reports.audit import record as records
 from tiebreak.reports.audit.record import Audit, Audits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import SCHEMA
@@ -250,7 +249,7 @@ def keep_audits(tmp_path: Path) -> Callable[[Audits, str], Path]:
 
     def write(audits: Audits, name: str) -> Path:
         path = tmp_path / f"{name}.json"
-        records.write(audits, path)
+        store.write(audits, path)
         return path
 
     return write

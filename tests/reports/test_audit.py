@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.reports.audit import record as records
 from tiebreak.reports.audit.record import Audit, Audits, check_update, differences
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Run
 from tiebreak.reports.records.store import UnreadableRecordsError, UnwritableFolderError
 
@@ -20,7 +20,7 @@ SKIP = Audit.skip("sm_80", "fp8/forward", "no fp8 there")
 
 
 def test_a_file_comes_back_as_it_was_written(audits: Audits, keep_audits: KeepAudits) -> None:
-    assert records.read(keep_audits(audits, "audit")) == audits
+    assert store.load(keep_audits(audits, "audit"), Audits) == audits
     assert audits.kernels == ["flash/forward", "fp8/forward"]
 
 
@@ -47,7 +47,7 @@ def test_a_file_with_a_wrong_field_is_refused(
     change(plain)
     path.write_text(json.dumps(plain))
     with pytest.raises(UnreadableRecordsError) as refused:
-        records.read(path)
+        store.load(path, Audits)
     assert str(refused.value).startswith(f"{path}: {message}")
     assert len(str(refused.value).splitlines()) == 1
 
@@ -55,7 +55,7 @@ def test_a_file_with_a_wrong_field_is_refused(
 def test_records_of_a_run_are_refused_as_such(telling: Run, keep: Callable[[Run, str], Path]) -> None:
     path = keep(telling, "run")
     with pytest.raises(UnreadableRecordsError) as refused:
-        records.read(path)
+        store.load(path, Audits)
     assert str(refused.value).startswith(f"{path}: records of a run: tiebreak show, page, ")
 
 

@@ -11,7 +11,6 @@ import pytest
 from msgspec.structs import replace
 
 import tiebreak.reports
-from tiebreak.reports.audit import record as records
 from tiebreak.reports.audit.record import Audits
 from tiebreak.reports.audit.tables import HEADERS, LEGEND, audit_tables
 from tiebreak.reports.cli import main
@@ -82,7 +81,7 @@ def test_show_takes_an_audit_in_every_format(
     assert show("--format", "json") == path.read_text(encoding="utf-8")
     assert "flash/forward" not in show("--kernels", "fp8*")
     (path.parent / "again.json").write_text(show("--format", "json", "--kernels", "fp8*"), encoding="utf-8")
-    assert {record.kernel for record in records.read(path.parent / "again.json").audits} == {"fp8/forward"}
+    assert {record.kernel for record in store.load(path.parent / "again.json", Audits).audits} == {"fp8/forward"}
 
 
 def test_csv_has_a_line_a_target_and_kernel(
@@ -151,9 +150,9 @@ def test_the_same_audit_or_run_twice_is_refused(
     one, two, run = keep_audits(audits, "one"), keep_audits(audits, "two"), keep(telling, "run")
     output = ["-o", str(tmp_path / "page")]
     assert main(["page", str(one), str(two), *output]) == 2
-    assert f"{two}: audits: the same as in {one}" in capsys.readouterr().err
+    assert f"{two}: the same as in {one}" in capsys.readouterr().err
     assert main(["page", str(run), str(one), str(run), *output]) == 2
-    assert f"{run}: run: the same run as in {run}" in capsys.readouterr().err
+    assert f"{run}: the same as in {run}" in capsys.readouterr().err
     assert not (tmp_path / "page").exists()
 
 
@@ -222,6 +221,6 @@ def test_the_committed_audit_is_shown(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["show", str(COMMITTED)]) == 0
     assert "gfx950 (MI350)" in capsys.readouterr().out
     assert main(["page", str(COMMITTED), "-o", str(tmp_path)]) == 0
-    kept = records.read(COMMITTED)
+    kept = store.load(COMMITTED, Audits)
     shown = tables((tmp_path / "index.html").read_text(encoding="utf-8"))
     assert [len(rows) for rows in shown] == [1 + len(kept.cards)] * len(kept.kernels)

@@ -205,7 +205,7 @@ def test_the_command(run: MakeRun, record: Make, keep: Keep, capsys: pytest.Capt
 def test_the_same_run_twice_is_refused(keep: Keep, run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     path = keep(run(), "a")
     assert main(["compare", str(path), str(path)]) == 2
-    assert "run: the same run as in" in capsys.readouterr().err
+    assert "the same as in" in capsys.readouterr().err
 
 
 def test_an_old_kernel_stands_beside_a_new_one(

@@ -188,10 +188,10 @@ def test_the_same_run_twice_is_refused(run: Callable[..., Run], keep: Callable[.
     store.read_all([first, other])
     copy = tmp_path / "copy.json"
     copy.write_bytes(first.read_bytes())
-    with pytest.raises(UnreadableRecordsError, match=r"copy\.json: run: the same run as in .*first\.json"):
+    with pytest.raises(UnreadableRecordsError, match=r"copy\.json: the same as in .*first\.json"):
         store.read_all([first, other, copy])
     baseline = keep(run(run=None), "baseline")
-    with pytest.raises(UnreadableRecordsError, match="the same run as in"):
+    with pytest.raises(UnreadableRecordsError, match="the same as in"):
         store.read_all([baseline, baseline])
 
 

@@ -148,8 +148,10 @@ def forge(folder: Path, change: Callable[[Run], Run]) -> None:
     path = folder / "records-1.json"
     store.write(change(store.read(path)), path)
     asked = profiles.profile("small")
-    made = statements.of_files({path.name: path.read_bytes()}, asked, statements.read(folder).waivers)
-    (folder / "statement.json").write_text(statements.as_text(made))
+    made = statements.of_files(
+        {path.name: path.read_bytes()}, asked, store.load(folder / "statement.json", statements.Statement).waivers
+    )
+    (folder / "statement.json").write_text(store.as_text(made))
     for name, content in program.summary_pages(made, [store.read(path)], asked).items():
         (folder / name).write_bytes(content)
 
@@ -545,7 +547,7 @@ def test_two_files_make_one_statement_if_no_cell_is_in_both(
     assert main(["statement", str(first), str(whole), *words]) == 2
     assert "a second record of this cell, the first is in" in capsys.readouterr().err
     assert main(["statement", str(first), str(first), *words]) == 2
-    assert "the same run as in" in capsys.readouterr().err
+    assert "the same as in" in capsys.readouterr().err
     other = keep(emulated, "other", platform={**ran.platform, "cpu": "another"})
     assert main(["statement", str(first), str(other), *words]) == 2
     assert "platform.cpu: 'another'" in capsys.readouterr().err
