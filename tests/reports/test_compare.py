@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from tiebreak.defects.made_up import record, run, skip
 from tiebreak.reports.cli import main
 from tiebreak.reports.records.order import case_places, kernel_places
 from tiebreak.reports.records.record import CaseRecord, Estimate, PlanRecord, Record, Run
@@ -13,11 +14,9 @@ from tiebreak.reports.tables.compare import DIFFERING, cell_texts, parts
 from tiebreak.reports.tables.comparison import Agreement, Row, compare, platform_labels
 
 Keep = Callable[[Run, str], Path]
-Make = Callable[..., Record]
-MakeRun = Callable[..., Run]
 
 
-def one_row(run: MakeRun, *records: Record | None, other: Record, **fields: Any) -> Row:
+def one_row(*records: Record | None, other: Record, **fields: Any) -> Row:
     """The row of the first cell, in runs that each have `other` as well."""
     runs = [run(*([record] if record else []), other, **fields) for record in records]
     comparison = compare(runs, [str(number) for number in range(len(runs))])
@@ -40,49 +39,49 @@ def one_row(run: MakeRun, *records: Record | None, other: Record, **fields: Any)
         ({"case_version": 2, "digest": "f" * 16, "verdict": "biased"}, Agreement.NOT_COMPARABLE),
     ],
 )
-def test_what_two_runs_agree_on(run: MakeRun, record: Make, there: dict[str, Any], expected: Agreement) -> None:
-    row = one_row(run, record(), record(**there), other=record(case="other"))
+def test_what_two_runs_agree_on(there: dict[str, Any], expected: Agreement) -> None:
+    row = one_row(record(), record(**there), other=record(case="other"))
     assert row.agreement is expected
 
 
-def test_a_cell_that_one_side_lacks_is_shown_and_never_equal(run: MakeRun, record: Make, skip: Make) -> None:
+def test_a_cell_that_one_side_lacks_is_shown_and_never_equal() -> None:
     other = record(case="other")
-    lacking = one_row(run, record(), None, other=other)
+    lacking = one_row(record(), None, other=other)
     assert (lacking.agreement, cell_texts(lacking)[1]) == (Agreement.LACKING, "missing")
-    skipped = one_row(run, record(), skip(), other=other)
+    skipped = one_row(record(), skip(), other=other)
     assert (skipped.agreement, cell_texts(skipped)[1]) == (Agreement.LACKING, "skip")
-    nowhere = one_row(run, skip(), skip(), other=other)
+    nowhere = one_row(skip(), skip(), other=other)
     assert nowhere.agreement is Agreement.LACKING
-    crashed = one_row(run, skip(outcome="crashed"), skip(outcome="crashed"), other=other)
+    crashed = one_row(skip(outcome="crashed"), skip(outcome="crashed"), other=other)
     assert (crashed.agreement, cell_texts(crashed)) == (Agreement.VERDICT, ["!crash!", "!crash!"])
 
 
-def test_a_disagreement_is_not_hidden_by_a_third_run_that_lacks_the_cell(run: MakeRun, record: Make) -> None:
-    row = one_row(run, record(), None, record(verdict="biased"), other=record(case="other"))
+def test_a_disagreement_is_not_hidden_by_a_third_run_that_lacks_the_cell() -> None:
+    row = one_row(record(), None, record(verdict="biased"), other=record(case="other"))
     assert row.agreement is Agreement.DISAGREE
 
 
-def test_other_numbers_of_heads_are_other_inputs(run: MakeRun, record: Make) -> None:
+def test_other_numbers_of_heads_are_other_inputs() -> None:
     comparison = compare([run(record()), run(record(), options={"heads": "64"})], ["a", "b"])
     assert comparison.rows[0].agreement is Agreement.NOT_COMPARABLE
     assert cell_texts(comparison.rows[0])[1].startswith("case v1, seed 1, 64 heads")
 
 
-def test_letters_tell_bits_apart(run: MakeRun, record: Make) -> None:
+def test_letters_tell_bits_apart() -> None:
     digests = ["p", "q", "p", None, "r"]
-    row = one_row(run, *(record(digest=digest) for digest in digests), other=record(case="other"))
+    row = one_row(*(record(digest=digest) for digest in digests), other=record(case="other"))
     assert row.letters == ("a", "b", "a", "", "c")
 
 
-def test_texts_have_bias_interval_verdict_and_largest_error(run: MakeRun, record: Make) -> None:
+def test_texts_have_bias_interval_verdict_and_largest_error() -> None:
     held = record(verdict="biased", measures={"bias": Estimate(0.2314, 0.0071), "max_ulps": 1.953})
-    nan = {"verdict": "nonfinite", "measures": {"nonfinite": 3, "max_ulps": None}, "digest": "q"}
+    nan: dict[str, Any] = {"verdict": "nonfinite", "measures": {"nonfinite": 3, "max_ulps": None}, "digest": "q"}
     fell, excused = record(**nan, outcome="fell"), record(**nan, outcome="fell", excused="known")
-    row = one_row(run, held, fell, excused, replace(held, outcome="inconclusive"), other=record(case="other"))
+    row = one_row(held, fell, excused, replace(held, outcome="inconclusive"), other=record(case="other"))
     assert cell_texts(row) == ["a +0.231±0.007 B max 1.95", "b !NaN!", "b (NaN)", "a ?+0.231±0.007 B max 1.95?"]
 
 
-def test_rows_that_agree_to_the_bit_are_left_out_unless_asked_for(run: MakeRun, record: Make) -> None:
+def test_rows_that_agree_to_the_bit_are_left_out_unless_asked_for() -> None:
     same, other = record(case="same_bits"), record(case="other_bits")
     comparison = compare([run(same, other), run(same, record(case="other_bits", digest="q"))], ["x", "y"])
     short, long = (grids.text(parts(comparison, shown)) for shown in (DIFFERING, set(Agreement)))
@@ -97,7 +96,7 @@ def test_rows_that_agree_to_the_bit_are_left_out_unless_asked_for(run: MakeRun, 
     [("agree", "a"), ("bits", "b"), ("different", "c"), ("missing", "d"), ("incomparable", "e")],
 )
 def test_only_shows_one_agreement_and_counts_all(
-    only: str, case: str, run: MakeRun, record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
+    only: str, case: str, keep: Keep, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there = [
         record(case="a"),
@@ -117,7 +116,7 @@ def test_only_shows_one_agreement_and_counts_all(
     assert "left out: 4 rows; --all shows all" in out
 
 
-def test_all_and_only_exclude_one_another(run: MakeRun, keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_and_only_exclude_one_another(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(keep(run(), name)) for name in "xy"]
     assert main(["compare", *files, "--all", "--only", "agree"]) == 2
     assert capsys.readouterr().err == "tiebreak compare: --all and --only exclude one another: give one of them\n"
@@ -127,7 +126,7 @@ def grouped(**groups: str) -> dict[str, CaseRecord]:
     return {name: CaseRecord(name, group=group) for name, group in groups.items()}
 
 
-def test_cases_stand_group_after_group_and_those_of_none_last(run: MakeRun, record: Make) -> None:
+def test_cases_stand_group_after_group_and_those_of_none_last() -> None:
     cases = grouped(zebra="ties", odd="", ant="range", yak="ties")
     ours = run(*(record(case=name) for name in ("ant", "odd", "yak", "zebra")), cases=cases)
     old = run(record(case="zebra"), record(case="older"), cases=grouped(zebra="", older=""))
@@ -151,12 +150,12 @@ def test_cases_stand_group_after_group_and_those_of_none_last(run: MakeRun, reco
         (["native", "native"], ["x/a.json", "y/a.json"], ["Made-up 9000 (x/a.json)", "Made-up 9000 (y/a.json)"]),
     ],
 )
-def test_labels_differ(run: MakeRun, levels: list[str], names: list[str], expected: list[str]) -> None:
+def test_labels_differ(levels: list[str], names: list[str], expected: list[str]) -> None:
     runs = [run(platform={"level": level}) for level in levels]
     assert platform_labels(runs, [Path(name) for name in names]) == expected
 
 
-def test_what_tells_platforms_of_one_processor_apart_is_in_their_labels(run: MakeRun) -> None:
+def test_what_tells_platforms_of_one_processor_apart_is_in_their_labels() -> None:
     gpu = {"gpu": "Made-up GPU"}
     runs = [run(platform=fields) for fields in (gpu, gpu | {"torch": "2.14"}, {"torch": "2.14"})]
     assert platform_labels(runs, [Path(name) for name in ("a", "b", "c")]) == [
@@ -166,7 +165,7 @@ def test_what_tells_platforms_of_one_processor_apart_is_in_their_labels(run: Mak
     ]
 
 
-def test_an_emulated_processor_is_named_with_its_architecture(run: MakeRun) -> None:
+def test_an_emulated_processor_is_named_with_its_architecture() -> None:
     qemu = {"machine": "aarch64", "emulated": "QEMU", "level": "aarch64-max"}
     runs = [run(platform=qemu | {"cpu": f"{name} (emulated processor)"}) for name in ("max", "aarch64")]
     assert platform_labels(runs, [Path("a"), Path("b")]) == [
@@ -175,9 +174,7 @@ def test_an_emulated_processor_is_named_with_its_architecture(run: MakeRun) -> N
     ]
 
 
-def test_kernels_stand_with_the_users_first_then_the_named_then_the_composed_in_the_suites_order(
-    run: MakeRun, record: Make
-) -> None:
+def test_kernels_stand_with_the_users_first_then_the_named_then_the_composed_in_the_suites_order() -> None:
     names = ("always@b", "flash@a", "mine", "sdpa")
     plans = {name: PlanRecord("flash") for name in ("flash@a", "always@b")}
     ran = run(*map(record, names), plans=plans)
@@ -187,7 +184,7 @@ def test_kernels_stand_with_the_users_first_then_the_named_then_the_composed_in_
     assert [row.record.kernel for row in compare([ran, ran], ["x", "y"]).rows] == order
 
 
-def test_the_command(run: MakeRun, record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
     first = keep(run(record(), record(case="other")), "first")
     second = keep(run(record(digest="q"), complete=False, platform={"level": "avx2"}), "second")
     assert main(["compare", str(first), str(second)]) == 0
@@ -202,15 +199,13 @@ def test_the_command(run: MakeRun, record: Make, keep: Keep, capsys: pytest.Capt
     assert "unknown case 'nope': known are other, random" in capsys.readouterr().err
 
 
-def test_the_same_run_twice_is_refused(keep: Keep, run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_run_twice_is_refused(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
     path = keep(run(), "a")
     assert main(["compare", str(path), str(path)]) == 2
     assert "the same as in" in capsys.readouterr().err
 
 
-def test_an_old_kernel_stands_beside_a_new_one(
-    run: MakeRun, record: Make, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_old_kernel_stands_beside_a_new_one(keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each file's own kernel; one that both have stays what it is."""
     suite = record("flash@fused")
     old = keep(run(record("mine"), suite), "old")
@@ -227,7 +222,7 @@ def test_an_old_kernel_stands_beside_a_new_one(
 
 @pytest.mark.parametrize("verb", ["compare", "page"])
 def test_kernels_of_which_it_is_not_clear_which_is_which_are_refused(
-    verb: str, run: MakeRun, record: Make, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    verb: str, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old, new = keep(run(record("mine")), "old"), keep(run(record("yours"), record("theirs")), "new")
     words = [] if verb == "compare" else ["-o", str(tmp_path)]

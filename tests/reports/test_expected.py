@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from tiebreak.defects.made_up import fallen, record, run, skip
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.expected import Excuses, Expected, check_used, of_baseline, read
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import Answer, Record, Run
+from tiebreak.reports.records.record import Answer, Record
 from tiebreak.reports.tables.marks import plain_text
-
-Make = Callable[..., Record]
-MakeRun = Callable[..., Run]
 
 CHECKS = ("runs", "in_time", "claim", "repeatable")
 ENTRY = '[[expected]]\ncells = "cpu-x-*"\ncheck = "claim"\nreason = "known"\n'
@@ -115,7 +113,7 @@ class TestTheFile:
 
 
 class TestWhatIsExcused:
-    def test_the_named_check_of_the_named_cells_and_no_other(self, fallen: Make) -> None:
+    def test_the_named_check_of_the_named_cells_and_no_other(self) -> None:
         excuses = Excuses([entry("cpu-flash@paper-*", reason="why not")])
         record = fallen()
         assert excuses.excuse(record) == replace(record, excused="why not")
@@ -125,18 +123,18 @@ class TestWhatIsExcused:
             assert excuses.excuse(other) is other
         assert Excuses([entry("*", reason="one"), entry("*", "repeatable", "two")]).excuse(both).excused == "two; one"
 
-    def test_what_the_data_do_not_tell_and_what_crashed(self, record: Make, skip: Make) -> None:
+    def test_what_the_data_do_not_tell_and_what_crashed(self) -> None:
         untold = record(outcome="inconclusive", answers={"claim": Answer(None, "unbiased", "few heads")})
         assert Excuses([entry("*")]).excuse(untold).excused == "known"
         crashed = skip(outcome="crashed")
         assert Excuses([entry("*")]).excuse(crashed).excused is None
         assert Excuses([entry("*", "runs")]).excuse(crashed).excused == "known"
 
-    def test_what_holds_and_what_is_skipped_is_never_excused(self, record: Make, skip: Make) -> None:
+    def test_what_holds_and_what_is_skipped_is_never_excused(self) -> None:
         for cell in (record(), skip()):
             assert Excuses([entry("*")]).excuse(cell) is cell
 
-    def test_an_entry_that_excuses_nothing_is_stale(self, record: Make, fallen: Make, skip: Make) -> None:
+    def test_an_entry_that_excuses_nothing_is_stale(self) -> None:
         excuses, cell = Excuses([entry("cpu-flash@paper-*")]), "cpu-flash@paper-random-bf16"
         assert excuses.stale([record()], whole=True) == [
             f"e.toml: expected[0]: no longer fails: {cell} meets the check claim: remove the entry"
@@ -147,14 +145,12 @@ class TestWhatIsExcused:
         assert excuses.stale([skip()], whole=True) == [], "it has not run"
         assert excuses.stale([skip(outcome="crashed")], whole=True) == [], "it was not asked"
 
-    def test_in_a_part_of_a_run_a_pattern_is_not_called_stale(self, record: Make) -> None:
+    def test_in_a_part_of_a_run_a_pattern_is_not_called_stale(self) -> None:
         """Where it holds may be what the run leaves out; what names one cell is known."""
         assert Excuses([entry("cpu-flash@paper-*")]).stale([record()], whole=False) == []
         assert Excuses([entry("cpu-flash@paper-random-bf16")]).stale([record()], whole=False)
 
-    def test_a_baseline_excuses_the_checks_that_it_does_not_meet(
-        self, run: MakeRun, record: Make, fallen: Make
-    ) -> None:
+    def test_a_baseline_excuses_the_checks_that_it_does_not_meet(self) -> None:
         before = of_baseline(run(fallen(), record(case="b")), Path("base.json"))
         excuses = Excuses((), before)
         assert excuses.excuse(fallen()).excused == "so it is in base.json"

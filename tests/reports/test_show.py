@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from tiebreak.defects.made_up import fallen, record, run
 from tiebreak.reports.cli import main
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import OUTCOMES, CaseRecord, Record, Run
+from tiebreak.reports.records.record import OUTCOMES, CaseRecord, Run
 from tiebreak.reports.tables import run as tables
 from tiebreak.reports.tables.rerun import runnable
 
 Keep = Callable[[Run, str], Path]
-Make = Callable[..., Record]
 
 
 @pytest.fixture
@@ -47,9 +47,7 @@ def test_training_runs_have_a_table_of_their_own(show: Callable[..., str]) -> No
     assert show("--cases", "train_drift").startswith("training, cpu, seed 1")
 
 
-def test_csv_has_intervals_answers_and_excuses(
-    run: Callable[..., Run], record: Make, fallen: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_csv_has_intervals_answers_and_excuses(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
     path = keep(run(record(), fallen(case="b", excused="known", answers={"repeatable": None})), "a")
     assert main(["show", str(path), "--format", "csv"]) == 0
     held, fell = csv.DictReader(io.StringIO(capsys.readouterr().out))
@@ -60,9 +58,7 @@ def test_csv_has_intervals_answers_and_excuses(
     assert (fell["excused"], fell["reasons"], held["excused"]) == ("known", "claim fell: unbiased", "")
 
 
-def test_excused_cells_stand_in_parentheses_with_their_reasons(
-    run: Callable[..., Run], record: Make, fallen: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_excused_cells_stand_in_parentheses_with_their_reasons(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
     path = keep(run(record(), fallen(case="b", excused="known")), "a")
     assert main(["show", str(path)]) == 0
     out = capsys.readouterr().out
@@ -99,9 +95,7 @@ def test_an_unknown_name_lists_the_known_ones_where_they_are_few(
     assert capsys.readouterr().err == f"tiebreak show: {flag}: unknown {kind} 'nope': {hint}\n"
 
 
-def test_cases_stand_in_the_order_of_their_groups(
-    run: Callable[..., Run], record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cases_stand_in_the_order_of_their_groups(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
     cases = {name: CaseRecord(name, group=group) for name, group in (("zebra", "ties"), ("ant", "range"))}
     made = run(record(case="ant"), record(case="zebra"))
     assert main(["show", str(keep(replace(made, cases=cases), "a"))]) == 0
@@ -124,15 +118,13 @@ def test_csv_has_a_line_a_cell_and_leaves_missing_numbers_empty(show: Callable[.
     assert show("--format", "csv", "--only", "timed_out") == "id\n"
 
 
-def test_counts_know_every_outcome(record: Make) -> None:
+def test_counts_know_every_outcome() -> None:
     records = [record(case=name, outcome=name) for name in OUTCOMES]
     expected = "7 cells: 1 held, 1 measured, 1 fell, 1 inconclusive, 1 crashed, 1 timed out, 1 skipped"
     assert tables.counts(records) == expected
 
 
-def test_an_interrupted_run_is_called_so(
-    run: Callable[..., Run], keep: Keep, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_run_is_called_so(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
     path = keep(run(complete=False), "a")
     assert main(["show", str(path)]) == 0
     assert "INCOMPLETE" in capsys.readouterr().out

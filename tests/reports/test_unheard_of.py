@@ -16,6 +16,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tiebreak.defects.made_up import run
 from tiebreak.matrix.record_collector import properties
 from tiebreak.reports.cli import main
 from tiebreak.reports.records import store
@@ -60,7 +61,7 @@ def swing(wobble: float = 1.0, flips: float = 2.0, *, met: bool = True, **fields
 
 
 @pytest.fixture
-def kept(keep: Callable[[Run, str], Path], run: Callable[..., Run]) -> Callable[..., Path]:
+def kept(keep: Callable[[Run, str], Path]) -> Callable[..., Path]:
     """Keeps a run of such cells, with what the file says of them."""
 
     def write(name: str, *records: Record) -> Path:
