@@ -249,7 +249,7 @@ def _seeds(grid: TrainingGrid, case: str) -> Figure:
     return Figure(
         title=f"{grid.backend}, {grid.heading(case)}",
         note="",
-        x_label=grid.headline(case) or "",
+        x_label=grid.described[case].headline or "",
         y_label="kernel",
         series=tuple(Series(label, (), tuple(points)) for label, points in marks.items() if points),
         rows=tuple(row.removesuffix("@train") for row in rows),
