@@ -2,8 +2,8 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -211,3 +211,14 @@ ONE = Audit(
     separate=7,
 )
 CARDS = {"sm_80": "A100", "sm_90": "H100, H200", "gfx942": "MI300"}
+
+
+class Told(NamedTuple):
+    """What a call of the command came to."""
+
+    code: int
+    out: str
+    err: str
+
+
+Call = Callable[..., Told]

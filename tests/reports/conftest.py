@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.defects.made_up import CARDS, ONE, fallen, record, run, skip, trained
+from tiebreak.defects.made_up import CARDS, ONE, Call, Told, fallen, record, run, skip, trained
+from tiebreak.reports import cli
 from tiebreak.reports.audit.record import Audit, Audits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import SCHEMA
@@ -21,27 +22,8 @@ def audits() -> Audits:
     products = ("mfma k8 bf16*bf16 -> f32", "mfma k8 f16*f16 -> f32")
     amd = replace(ONE, target="gfx942", products=products, output_casts=("v_add3_u32 0x7fff + last bit",))
     skip = Audit.skip("sm_80", "fp8/forward", "no fp8 there")
-    audited = (
-        replace(ONE, target="sm_80"),
-        skip,
-        ONE,
-        replace(ONE, kernel="fp8/forward"),
-        amd,
-        replace(amd, kernel="fp8/forward"),
-    )
-    return Audits(SCHEMA, "3.9.0", CARDS, audited)
-
-
-@pytest.fixture
-def keep_audits(tmp_path: Path) -> Callable[[Audits, str], Path]:
-    """Writes audits under a name."""
-
-    def write(audits: Audits, name: str) -> Path:
-        path = tmp_path / f"{name}.json"
-        store.write(audits, path)
-        return path
-
-    return write
+    one, other = (replace(each, kernel="fp8/forward") for each in (ONE, amd))
+    return Audits(SCHEMA, "3.9.0", CARDS, (replace(ONE, target="sm_80"), skip, ONE, one, amd, other))
 
 
 @pytest.fixture
@@ -73,15 +55,33 @@ def telling() -> Run:
 
 
 @pytest.fixture
-def keep(tmp_path: Path) -> Callable[[Run, str], Path]:
-    """Writes a run under a name; each gets a name of its own, as runs do."""
+def keep(tmp_path: Path) -> Callable[[Run | Audits, str], Path]:
+    """Writes a run, or audits, under a name; each run gets a name of its own, as runs do."""
 
-    def write(run: Run, name: str) -> Path:
+    def write(data: Run | Audits, name: str) -> Path:
         path = tmp_path / f"{name}.json"
-        store.write(run if run.run != "a" * 32 else replace(run, run=name), path)
+        store.write(replace(data, run=name) if isinstance(data, Run) and data.run == "a" * 32 else data, path)
         return path
 
     return write
+
+
+@pytest.fixture
+def tiebreak(
+    keep: Callable[[Run | Audits, str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Call:
+    """Calls the command in a folder of its own; data among its words is in a file there, by its place: 1.json."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: Any) -> Told:
+        named = [keep(word, str(at)).name if isinstance(word, Run | Audits) else word for at, word in enumerate(words)]
+        capsys.readouterr()
+        return Told(cli.main([str(word) for word in named]), *capsys.readouterr())
+
+    return call
 
 
 def rewrite(path: Path, steps: Sequence[str | int], value: Any) -> None:

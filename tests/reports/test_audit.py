@@ -19,8 +19,8 @@ KeepAudits = Callable[[Audits, str], Path]
 SKIP = Audit.skip("sm_80", "fp8/forward", "no fp8 there")
 
 
-def test_a_file_comes_back_as_it_was_written(audits: Audits, keep_audits: KeepAudits) -> None:
-    assert store.load(keep_audits(audits, "audit"), Audits) == audits
+def test_a_file_comes_back_as_it_was_written(audits: Audits, keep: KeepAudits) -> None:
+    assert store.load(keep(audits, "audit"), Audits) == audits
     assert audits.kernels == ["flash/forward", "fp8/forward"]
 
 
@@ -40,9 +40,9 @@ def test_a_file_comes_back_as_it_was_written(audits: Audits, keep_audits: KeepAu
     ],
 )
 def test_a_file_with_a_wrong_field_is_refused(
-    change: Callable[[dict[str, Any]], object], message: str, audits: Audits, keep_audits: KeepAudits
+    change: Callable[[dict[str, Any]], object], message: str, audits: Audits, keep: KeepAudits
 ) -> None:
-    path = keep_audits(audits, "audit")
+    path = keep(audits, "audit")
     plain = json.loads(path.read_text())
     change(plain)
     path.write_text(json.dumps(plain))
@@ -94,9 +94,9 @@ def test_a_skip_on_one_side_is_no_pass() -> None:
     assert differences([skip], [ONE]) == ["sm_90 flash/forward: skipped: was no ptxas, is no"]
 
 
-def test_an_update_takes_all_that_the_file_has(audits: Audits, keep_audits: KeepAudits, tmp_path: Path) -> None:
+def test_an_update_takes_all_that_the_file_has(audits: Audits, keep: KeepAudits, tmp_path: Path) -> None:
     coming = {(audit.target, audit.kernel) for audit in audits.audits}
-    path = keep_audits(audits, "audit")
+    path = keep(audits, "audit")
     check_update(path, coming)
     check_update(path, coming | {("sm_121", "flash/forward")})
     check_update(tmp_path / "new" / "audit.json", coming)

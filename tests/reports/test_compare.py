@@ -1,19 +1,15 @@
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.defects.made_up import record, run, skip
-from tiebreak.reports.cli import main
+from tiebreak.defects.made_up import Call, record, run, skip
 from tiebreak.reports.records.order import case_places, kernel_places
-from tiebreak.reports.records.record import CaseRecord, Estimate, PlanRecord, Record, Run
+from tiebreak.reports.records.record import CaseRecord, Estimate, PlanRecord, Record
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.compare import DIFFERING, cell_texts, parts
 from tiebreak.reports.tables.comparison import Agreement, Row, compare, platform_labels
-
-Keep = Callable[[Run, str], Path]
 
 
 def one_row(*records: Record | None, other: Record, **fields: Any) -> Row:
@@ -95,18 +91,10 @@ def test_rows_that_agree_to_the_bit_are_left_out_unless_asked_for() -> None:
     ("only", "case"),
     [("agree", "a"), ("bits", "b"), ("different", "c"), ("missing", "d"), ("incomparable", "e")],
 )
-def test_only_shows_one_agreement_and_counts_all(
-    only: str, case: str, keep: Keep, capsys: pytest.CaptureFixture[str]
-) -> None:
-    there = [
-        record(case="a"),
-        record(case="b", digest="q"),
-        record(case="c", verdict="biased"),
-        record(case="e", seed=2),
-    ]
-    files = [keep(run(*(record(case=name) for name in "abcde")), "x"), keep(run(*there), "y")]
-    assert main(["compare", *map(str, files), "--only", only]) == 0
-    out = capsys.readouterr().out
+def test_only_shows_one_agreement_and_counts_all(only: str, case: str, tiebreak: Call) -> None:
+    changed = {"a": {}, "b": {"digest": "q"}, "c": {"verdict": "biased"}, "e": {"seed": 2}}
+    there = [record(case=name, **fields) for name, fields in changed.items()]
+    out = tiebreak("compare", run(*(record(case=name) for name in "abcde")), run(*there), "--only", only).out
     # A row stands twice where the terminal is too narrow for all of it.
     assert {line.split()[2] for line in out.splitlines() if " flash@paper " in line} == {case}
     assert (
@@ -116,10 +104,9 @@ def test_only_shows_one_agreement_and_counts_all(
     assert "left out: 4 rows; --all shows all" in out
 
 
-def test_all_and_only_exclude_one_another(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [str(keep(run(), name)) for name in "xy"]
-    assert main(["compare", *files, "--all", "--only", "agree"]) == 2
-    assert capsys.readouterr().err == "tiebreak compare: --all and --only exclude one another: give one of them\n"
+def test_all_and_only_exclude_one_another(tiebreak: Call) -> None:
+    refused = tiebreak("compare", run(), run(), "--all", "--only", "agree")
+    assert refused == (2, "", "tiebreak compare: --all and --only exclude one another: give one of them\n")
 
 
 def grouped(**groups: str) -> dict[str, CaseRecord]:
@@ -155,20 +142,15 @@ def test_labels_differ(levels: list[str], names: list[str], expected: list[str])
     assert platform_labels(runs, [Path(name) for name in names]) == expected
 
 
-def test_what_tells_platforms_of_one_processor_apart_is_in_their_labels() -> None:
+def test_what_tells_platforms_of_one_processor_apart_and_an_architecture_is_in_their_labels() -> None:
     gpu = {"gpu": "Made-up GPU"}
-    runs = [run(platform=fields) for fields in (gpu, gpu | {"torch": "2.14"}, {"torch": "2.14"})]
-    assert platform_labels(runs, [Path(name) for name in ("a", "b", "c")]) == [
+    qemu = {"machine": "aarch64", "emulated": "QEMU", "level": "aarch64-max"}
+    emulated = [qemu | {"cpu": f"{name} (emulated processor)"} for name in ("max", "aarch64")]
+    runs = [run(platform=fields) for fields in (gpu, gpu | {"torch": "2.14"}, {"torch": "2.14"}, *emulated)]
+    assert platform_labels(runs, [Path(name) for name in "abcde"]) == [
         "Made-up 9000, Made-up GPU, torch 2.13.0",
         "Made-up 9000, Made-up GPU, torch 2.14",
         "Made-up 9000",
-    ]
-
-
-def test_an_emulated_processor_is_named_with_its_architecture() -> None:
-    qemu = {"machine": "aarch64", "emulated": "QEMU", "level": "aarch64-max"}
-    runs = [run(platform=qemu | {"cpu": f"{name} (emulated processor)"}) for name in ("max", "aarch64")]
-    assert platform_labels(runs, [Path("a"), Path("b")]) == [
         "aarch64 max (emulated processor)",
         "aarch64 (emulated processor)",
     ]
@@ -184,49 +166,36 @@ def test_kernels_stand_with_the_users_first_then_the_named_then_the_composed_in_
     assert [row.record.kernel for row in compare([ran, ran], ["x", "y"]).rows] == order
 
 
-def test_the_command(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
-    first = keep(run(record(), record(case="other")), "first")
-    second = keep(run(record(digest="q"), complete=False, platform={"level": "avx2"}), "second")
-    assert main(["compare", str(first), str(second)]) == 0
-    out = capsys.readouterr().out
-    assert "second.json, 1 cell, torch 2.13.0, numpy 2.4.6, INCOMPLETE" in out
-    assert "2 cells on 2 platforms" in out
-    assert "missing" in out
-    assert main(["compare", str(first), str(second), "--cases", "rand*", "--format", "github"]) == 0
-    assert "1 cell on 2 platforms" in (out := capsys.readouterr().out)
+def test_the_command(tiebreak: Call) -> None:
+    files = run(record(), record(case="other")), run(record(digest="q"), complete=False, platform={"level": "avx2"})
+    out = tiebreak("compare", *files).out
+    for told in ("2.json, 1 cell, torch 2.13.0, numpy 2.4.6, INCOMPLETE", "2 cells on 2 platforms", "missing"):
+        assert told in out
+    out = tiebreak("compare", *files, "--cases", "rand*", "--format", "github").out
+    assert "1 cell on 2 platforms" in out
     assert "| kernel, case" in out
-    assert main(["compare", str(first), str(second), "--cases", "nope"]) == 2
-    assert "unknown case 'nope': known are other, random" in capsys.readouterr().err
+    refused = tiebreak("compare", *files, "--cases", "nope")
+    assert refused.code == 2
+    assert "unknown case 'nope': known are other, random" in refused.err
 
 
-def test_the_same_run_twice_is_refused(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
-    path = keep(run(), "a")
-    assert main(["compare", str(path), str(path)]) == 2
-    assert "the same as in" in capsys.readouterr().err
-
-
-def test_an_old_kernel_stands_beside_a_new_one(keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_old_kernel_stands_beside_a_new_one(tiebreak: Call) -> None:
     """Each file's own kernel; one that both have stays what it is."""
     suite = record("flash@fused")
-    old = keep(run(record("mine"), suite), "old")
-    new = keep(run(record("yours", measures={"bias": Estimate(0.2, 0.01)}), suite), "new")
-    assert main(["compare", str(old), str(new), "--all"]) == 0
-    assert "3 cells on 2 platforms: 1 agree to the bit, 2 missing or skipped somewhere" in capsys.readouterr().out
-    assert main(["compare", str(old), str(new), "--all", "--match", "kernel"]) == 0
-    out = capsys.readouterr().out
+    files = run(record("mine"), suite), run(record("yours", measures={"bias": Estimate(0.2, 0.01)}), suite)
+    out = tiebreak("compare", *files, "--all").out
+    assert "3 cells on 2 platforms: 1 agree to the bit, 2 missing or skipped somewhere" in out
+    out = tiebreak("compare", *files, "--all", "--match", "kernel").out
     assert "2 cells on 2 platforms: 1 agree to the bit, 1 disagree in verdict or outcome" in out
     assert "! mine -> yours random" in out
-    assert main(["page", str(old), str(new), "--match", "kernel", "-o", str(tmp_path)]) == 0
-    assert "mine -&gt; yours" in (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert tiebreak("page", *files, "--match", "kernel", "-o", ".").code == 0
+    assert "mine -&gt; yours" in Path("index.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("verb", ["compare", "page"])
-def test_kernels_of_which_it_is_not_clear_which_is_which_are_refused(
-    verb: str, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old, new = keep(run(record("mine")), "old"), keep(run(record("yours"), record("theirs")), "new")
-    words = [] if verb == "compare" else ["-o", str(tmp_path)]
-    assert main([verb, str(old), str(new), "--match", "kernel", *words]) == 2
+def test_kernels_of_which_it_is_not_clear_which_is_which_are_refused(verb: str, tiebreak: Call) -> None:
+    files = run(record("mine")), run(record("yours"), record("theirs"))
+    refused = tiebreak(verb, *files, "--match", "kernel", *([] if verb == "compare" else ["-o", "."]))
     message = "--match kernel: file 2 has theirs, yours; expected one kernel of its own in each file"
-    assert capsys.readouterr().err == f"tiebreak {verb}: {message}\n"
-    assert main(["compare", str(old), str(new), "--match", "kernel", "--kernels", "mine,theirs"]) == 0
+    assert refused == (2, "", f"tiebreak {verb}: {message}\n")
+    assert tiebreak("compare", *files, "--match", "kernel", "--kernels", "mine,theirs").code == 0

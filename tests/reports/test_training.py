@@ -1,18 +1,14 @@
 """Tables and the figure of training runs over seeds."""
 
-from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from tiebreak.defects.made_up import record, run, skip, trained
-from tiebreak.reports.cli import main
+from tiebreak.defects.made_up import Call, record, run, skip, trained
 from tiebreak.reports.records.record import Run
 from tiebreak.reports.tables.grids import text as as_text
 from tiebreak.reports.tables.training import training_tables
-
-Keep = Callable[[Run, str], Path]
 
 
 def table(*runs: Run, tablefmt: str = "simple") -> str:
@@ -75,45 +71,34 @@ def test_columns_are_headed_and_explained_by_what_the_file_says_of_its_cases() -
     assert "What differs is the kernel." in text
 
 
-def test_the_command_takes_several_files_and_draws(
-    keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = [
-        str(keep(run(trained(seed=seed, value=seed * 1e-3), trained("sdpa", seed=seed), run="ab"[seed - 1] * 32), name))
-        for seed, name in ((1, "a"), (2, "b"))
-    ]
-    figure = tmp_path / "new" / "figure.svg"
-    assert main(["show", *files, "--figure", str(figure), "--kernels", "flash*"]) == 0
-    assert rows(capsys.readouterr().out) == {"flash@train": ["+1.0e-03 to +2.0e-03 ·", "fails"]}
-    drawn = ElementTree.fromstring(figure.read_text(encoding="utf-8"))
+def test_the_command_takes_several_files_and_draws(tiebreak: Call) -> None:
+    runs = [run(trained(seed=seed, value=seed * 1e-3), trained("sdpa", seed=seed)) for seed in (1, 2)]
+    told = tiebreak("show", *runs, "--figure", "new/figure.svg", "--kernels", "flash*")
+    assert rows(told.out) == {"flash@train": ["+1.0e-03 to +2.0e-03 ·", "fails"]}
+    drawn = ElementTree.fromstring(Path("new/figure.svg").read_text(encoding="utf-8"))
     marks = drawn.findall(".//{*}circle[@r='4']")
     _of_legend, first, second = (float(mark.get("cx", "nan")) for mark in marks)
     texts = {text.text: float(text.get("x", "nan")) for text in drawn.findall(".//{*}text")}
     assert texts["0"] < first < second <= texts["0.002"]
 
 
-def test_files_of_two_platforms_are_no_seeds(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
-    one, other = keep(run(trained()), "a"), keep(run(trained(), platform={"cpu": "Another"}, run="b" * 32), "b")
-    assert main(["show", str(one), str(other)]) == 2
-    error = capsys.readouterr().err
-    message = f"platform.cpu is 'Another', 'Made-up 9000' in {one}; compare puts them side by side"
-    assert error == f"tiebreak show: {other}: {message}\n"
-
-
-def test_files_without_training_runs_are_refused(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [str(keep(run(record(), run=name * 32), name)) for name in "ab"]
-    assert main(["show", *files]) == 2
-    assert "no training runs in there" in capsys.readouterr().err
-
-
-def test_an_unknown_kind_of_figure_is_refused_in_one_line(
-    keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("files", "words", "message"),
+    [
+        ([run(trained()), run(trained(), platform={"cpu": "Another"})], [],
+         "2.json: platform.cpu is 'Another', 'Made-up 9000' in 1.json; compare puts them side by side\n"),
+        ([run(record()), run(record())], [], "1.json: no training runs in there, and compare puts calls side by side"),
+        ([run(trained())], ["--figure", "x.docx"], "--figure x.docx: "),
+        ([run(trained()), run(trained())], ["--format", "csv"], "--format csv: the table over seeds is simple, "),
+    ],
+)  # fmt: skip
+def test_what_is_no_table_over_seeds_is_refused(
+    files: list[Run], words: list[str], message: str, tiebreak: Call
 ) -> None:
-    assert main(["show", str(keep(run(trained()), "a")), "--figure", str(tmp_path / "x.docx")]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"tiebreak show: --figure {tmp_path / 'x.docx'}: ")
-    assert len(error.splitlines()) == 1
-    assert not (tmp_path / "x.docx").exists()
+    refused = tiebreak("show", *files, *words)
+    assert (refused.code, refused.out, refused.err.count("\n")) == (2, "" if "x.docx" not in words else refused.out, 1)
+    assert refused.err.startswith(f"tiebreak show: {message}")
+    assert not Path("x.docx").exists()
 
 
 def test_what_the_paper_says_comes_from_any_seed_that_ran() -> None:
