@@ -3,6 +3,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -114,12 +115,7 @@ def test_a_reader_that_has_had_enough_changes_no_exit_code(telling: Run, keep: K
     ],
 )
 def test_colours_only_on_a_terminal_that_wants_them(
-    tty: bool,
-    environment: dict[str, str],
-    expected: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    telling: Run,
-    tiebreak: Call,
+    tty: bool, environment: dict[str, str], expected: bool, telling: Run, tiebreak: Call, monkeypatch: Any
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in environment.items():

@@ -92,7 +92,7 @@ def test_rows_that_agree_to_the_bit_are_left_out_unless_asked_for() -> None:
     [("agree", "a"), ("bits", "b"), ("different", "c"), ("missing", "d"), ("incomparable", "e")],
 )
 def test_only_shows_one_agreement_and_counts_all(only: str, case: str, tiebreak: Call) -> None:
-    changed = {"a": {}, "b": {"digest": "q"}, "c": {"verdict": "biased"}, "e": {"seed": 2}}
+    changed: dict[str, dict[str, Any]] = {"a": {}, "b": {"digest": "q"}, "c": {"verdict": "biased"}, "e": {"seed": 2}}
     there = [record(case=name, **fields) for name, fields in changed.items()]
     out = tiebreak("compare", run(*(record(case=name) for name in "abcde")), run(*there), "--only", only).out
     # A row stands twice where the terminal is too narrow for all of it.
