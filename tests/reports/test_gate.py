@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,7 @@ from msgspec.structs import replace
 
 from tiebreak.cases.verdicts import MARGIN_ULPS, Interval
 from tiebreak.cases.verdicts import judge as judge_interval
-from tiebreak.defects.made_up import fallen, record, run, skip, trained
-from tiebreak.reports.cli import main
+from tiebreak.defects.made_up import Call, fallen, record, run, skip, trained
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.expected import PLAN, Expected
 from tiebreak.reports.gate.gate import gate, update
@@ -29,16 +27,25 @@ from tiebreak.reports.records.record import (
 )
 from tiebreak.reports.tables.rerun import runnable
 
-Keep = Callable[[Run, str], Path]
 
-BIASED: dict[str, Any] = {"verdict": "biased", "measures": {"bias": Estimate(0.2, 0.01)}}
+def measured(**measures: Any) -> dict[str, Any]:
+    return {"measures": measures}
+
+
+def answered(check: str, *answer: Any, **fields: Any) -> dict[str, Any]:
+    """An answer; without any words it was not asked for."""
+    return {"answers": {check: Answer(*answer) if answer else None}, **fields}
+
+
+def bias(mean: float | None, half_width: float | None) -> dict[str, Any]:
+    return measured(bias=Estimate(mean, half_width))
+
+
+BIASED: dict[str, Any] = {"verdict": "biased", **bias(0.2, 0.01)}
 NAN: dict[str, Any] = {"bias": Estimate(None, None), "nonfinite": 5}
-NARROW: dict[str, Any] = {"measures": {"bias": Estimate(0.01, 0.001)}}
-COUNTED: dict[str, Any] = {"verdict": None, "measures": {"nonfinite": 0}}
+NARROW = bias(0.01, 0.001)
 SHOWN = Shown("bias", None, verdict="unbiased")
 TWICE = "the same bits twice"
-
-
 BIAS = MeasureRecord("a bias", "ulp", worse="farther", limit=0.02)
 LARGEST = MeasureRecord("an error", "ulp", worse="more", limit=1.0, share=0.1)
 
@@ -58,55 +65,35 @@ def judge(old: Record, new: Record, *, across: bool = False, fail: Limits | None
         ({}, {"verdict": "inconclusive"}, "verdict inconclusive, unbiased in the baseline"),
         ({}, {"verdict": None}, "verdict none, unbiased in the baseline"),
         ({"verdict": "biased"}, {"verdict": "nonfinite"}, "verdict nonfinite, biased in the baseline"),
-        (NARROW, {"measures": {"bias": Estimate(0.0321, 0.001)}}, "bias +0.0321 ±0.0010 ulp, +0.0100 ±0.0010"),
-        (NARROW, {"measures": {"bias": Estimate(-0.0321, 0.001)}}, "bias -0.0321 ±0.0010 ulp, +0.0100 ±0.0010"),
+        (NARROW, bias(0.0321, 0.001), "bias +0.0321 ±0.0010 ulp, +0.0100 ±0.0010"),
+        (NARROW, bias(-0.0321, 0.001), "bias -0.0321 ±0.0010 ulp, +0.0100 ±0.0010"),
+        (BIASED, {"verdict": "biased", **bias(5.0, 4.9)}, "bias +5.0000 ±4.9000 not told, +0.2"),
+        (NARROW, bias(0.01, 0.021), "bias +0.0100 ±0.0210 not told, +0.0100 ±0.0010 in"),
+        ({}, measured(max_ulps=2.6), "max_ulps 2.6 ulp, 1.5 in the baseline"),
+        (measured(max_ulps=50.0), measured(max_ulps=55.1), "max_ulps 55.1 ulp, 50 in the"),
+        ({}, answered("repeatable", False, TWICE, "they differ"), "repeatable no longer met: they differ"),
+        ({}, answered("repeatable", None, TWICE), f"repeatable no longer met: {TWICE}"),
+        ({}, answered("repeatable"), f"repeatable no longer asked: {TWICE}, in the baseline"),
         (
-            BIASED,
-            {"verdict": "biased", "measures": {"bias": Estimate(5.0, 4.9)}},
-            "bias +5.0000 ±4.9000 not told, +0.2",
-        ),
-        (NARROW, {"measures": {"bias": Estimate(0.01, 0.021)}}, "bias +0.0100 ±0.0210 not told, +0.0100 ±0.0010 in"),
-        ({}, {"measures": {"max_ulps": 2.6}}, "max_ulps 2.6 ulp, 1.5 in the baseline"),
-        ({"measures": {"max_ulps": 50.0}}, {"measures": {"max_ulps": 55.1}}, "max_ulps 55.1 ulp, 50 in the"),
-        ({}, {"answers": {"repeatable": Answer(False, TWICE, "they differ")}}, "repeatable no longer met: they differ"),
-        ({}, {"answers": {"repeatable": Answer(None, TWICE)}}, f"repeatable no longer met: {TWICE}"),
-        ({}, {"answers": {"repeatable": None}}, f"repeatable no longer asked: {TWICE}, in the baseline"),
-        (
-            COUNTED,
-            {"measures": {"nonfinite": 1}, "verdict": None, "shown": SHOWN},
+            {"verdict": None, **measured(nonfinite=0)},
+            {"verdict": None, "shown": SHOWN, **measured(nonfinite=1)},
             "nonfinite 1 of 65536 elements, 0 of 65536 elements in the baseline",
         ),
-        ({"measures": {"nonfinite": 5}}, {"measures": {"nonfinite": 6}}, "nonfinite 6 of 65536 elements, 5 of 65536"),
-        (
-            {"measures": {"nonfinite": 5}},
-            {"measures": {"nonfinite": 5, "elements": 512}},
-            "nonfinite 5 of 512 elements",
-        ),
-        (
-            {},
-            {"verdict": "unbiased", "measures": {"bias": Estimate(None, None)}, "shown": SHOWN},
-            "NaN or missing: bias, interval of bias; a number",
-        ),
-        (
-            {},
-            {"verdict": "unbiased", "measures": {"bias": Estimate(0.01, None)}},
-            "NaN or missing: interval of bias; a number",
-        ),
-        ({}, {"measures": {"max_ulps": None, "gain": None}}, "NaN or missing: max_ulps, gain; a number"),
-        ({}, {"measures": {"dq_relative_error": None}}, "NaN or missing: dq_relative_error; a number"),
-        ({}, {"measures": {"delta_bias": 1e-5}}, "NaN or missing: interval of delta_bias; a number"),
-        (
-            {},
-            {"answers": {"extra": Answer(False, "more", "why")}, "outcome": "fell"},
-            "fell, held in the baseline: why",
-        ),
+        (measured(nonfinite=5), measured(nonfinite=6), "nonfinite 6 of 65536 elements, 5 of 65536"),
+        (measured(nonfinite=5), measured(nonfinite=5, elements=512), "nonfinite 5 of 512 elements"),
+        ({}, {"verdict": "unbiased", "shown": SHOWN, **bias(None, None)}, "NaN or missing: bias, interval of bias; a"),
+        ({}, {"verdict": "unbiased", **bias(0.01, None)}, "NaN or missing: interval of bias; a number"),
+        ({}, measured(max_ulps=None, gain=None), "NaN or missing: max_ulps, gain; a number"),
+        ({}, measured(dq_relative_error=None), "NaN or missing: dq_relative_error; a number"),
+        ({}, measured(delta_bias=1e-5), "NaN or missing: interval of delta_bias; a number"),
+        ({}, answered("extra", False, "more", "why", outcome="fell"), "fell, held in the baseline: why"),
         ({}, {"outcome": "inconclusive"}, "inconclusive, held in the baseline"),
         ({"outcome": "fell"}, {"outcome": "timed_out"}, "timed_out, fell in the baseline"),
-        ({}, {"answers": {CLAIM: None}}, "claim no longer asked: unbiased, in the baseline"),
-        ({}, {"answers": {CLAIM: Answer(True, "any", source="us")}}, "claim: asks any, unbiased in the baseline"),
-        ({}, {"answers": {CLAIM: Answer(None, "unbiased", "few heads", "us")}}, "claim no longer met: few heads"),
-        ({}, {"answers": {PREDICTION: None}}, "prediction no longer asked: what flash@paper predicts"),
-        ({}, {"answers": {PREDICTION: Answer(False, "what it predicts", "off")}}, "prediction no longer met: off"),
+        ({}, answered(CLAIM), "claim no longer asked: unbiased, in the baseline"),
+        ({}, answered(CLAIM, True, "any", "", "us"), "claim: asks any, unbiased in the baseline"),
+        ({}, answered(CLAIM, None, "unbiased", "few heads", "us"), "claim no longer met: few heads"),
+        ({}, answered(PREDICTION), "prediction no longer asked: what flash@paper predicts"),
+        ({}, answered(PREDICTION, False, "what it predicts", "off"), "prediction no longer met: off"),
         ({}, {"case_version": 2}, "not comparable: case_version 2, 1 in the baseline"),
     ],
 )
@@ -118,66 +105,56 @@ def test_what_makes_the_gate_fall(old: Any, new: Any, message: str) -> None:
 
 def test_a_pass_that_its_own_answers_contradict_falls() -> None:
     """Though the baseline has the same answers: nothing in it got worse."""
-    missed: dict[str, Any] = {"answers": {CLAIM: Answer(False, "unbiased", "+0.2", "us")}}
+    missed = answered(CLAIM, False, "unbiased", "+0.2", "us")
     assert judge(record(outcome="fell", **missed), record(outcome="fell", **missed)) == []
     comparison = judge(record(**missed), record(**missed))
     assert comparison == [(True, "says held, and its answers come to fell: was the file edited?")]
 
 
 def test_a_pass_without_a_result_falls() -> None:
-    empty = replace(record(), shown=None, measures={})
-    assert [worse for worse, _ in judge(record(), empty)] == [True]
-    assert judge(record(), empty)[0][1].startswith("NaN or missing: bias, ")
+    ((worse, text),) = judge(record(), replace(record(), shown=None, measures={}))
+    assert worse
+    assert text.startswith("NaN or missing: bias, ")
 
 
 @pytest.mark.parametrize(
-    "new",
+    ("old", "new"),
     [
-        {},
-        {"measures": {"bias": Estimate(0.0299, 0.02)}},
-        {"measures": {"max_ulps": 2.4}},
-        {"digest": "q"},
-        {"measures": {"bias": Estimate(-0.01, 0.02)}},
-    ],
-)
-def test_what_does_not(new: Any) -> None:
-    assert judge(record(), record(**new)) == []
-
-
-def test_a_large_error_has_to_grow_by_more_than_a_tenth() -> None:
-    assert judge(record(measures={"max_ulps": 50.0}), record(measures={"max_ulps": 54.9})) == []
-
-
-def test_nan_that_the_baseline_has_is_not_new() -> None:
-    nan = record(verdict="nonfinite", measures=NAN)
-    assert judge(nan, nan) == []
-
-
-def test_a_case_that_cancels_has_no_bias_to_speak_of() -> None:
-    old = record(verdict=None, measures={"max_ulps": 1e4})
-    new = record(verdict=None, measures={"max_ulps": 3e4, "bias": Estimate(0.9, 0.1)})
-    assert judge(old, new) == []
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "messages"),
-    [
-        (BIASED, {}, ["verdict unbiased, biased in the baseline", "bias +0.0100 ±0.0200 ulp, +0.2000 ±0.0100"]),
-        ({"measures": {"max_ulps": 9.0}}, {}, ["max_ulps 1.5 ulp, 9 in the baseline"]),
-        ({"answers": {"repeatable": Answer(False, TWICE, "no")}}, {}, [f"repeatable is met now: {TWICE}"]),
+        ({}, {}),
+        ({}, bias(0.0299, 0.02)),
+        ({}, measured(max_ulps=2.4)),
+        ({}, {"digest": "q"}),
+        ({}, bias(-0.01, 0.02)),
+        # A large error has to grow by more than a tenth; NaN that the baseline has is not new; a case that cancels has
+        # no bias to speak of.
+        (measured(max_ulps=50.0), measured(max_ulps=54.9)),
+        ({"verdict": "nonfinite", "measures": NAN}, {"verdict": "nonfinite", "measures": NAN}),
         (
-            {"measures": {"nonfinite": 5}},
-            {},
-            [
-                "verdict unbiased, nonfinite in the baseline",
-                "nonfinite 0 of 65536 elements, 5 of 65536 elements in the",
-            ],
+            {"verdict": None, **measured(max_ulps=1e4)},
+            {"verdict": None, **measured(max_ulps=3e4, bias=Estimate(0.9, 0.1))},
         ),
-        ({"outcome": "fell"}, {}, ["held, fell in the baseline"]),
+        ({}, answered("brand_new", True, "something")),  # a new check is no loss
     ],
 )
-def test_improvements_are_listed(old: Any, new: Any, messages: list[str]) -> None:
-    comparison = judge(record(**old), record(**{"digest": "other bits", **new}))
+def test_what_does_not(old: Any, new: Any) -> None:
+    assert judge(record(**old), record(**new)) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "messages"),
+    [
+        (BIASED, ["verdict unbiased, biased in the baseline", "bias +0.0100 ±0.0200 ulp, +0.2000 ±0.0100"]),
+        (measured(max_ulps=9.0), ["max_ulps 1.5 ulp, 9 in the baseline"]),
+        (answered("repeatable", False, TWICE, "no"), [f"repeatable is met now: {TWICE}"]),
+        (
+            measured(nonfinite=5),
+            ["verdict unbiased, nonfinite in the baseline", "nonfinite 0 of 65536 elements, 5 of 65536 elements in"],
+        ),
+        ({"outcome": "fell"}, ["held, fell in the baseline"]),
+    ],
+)
+def test_improvements_are_listed(old: Any, messages: list[str]) -> None:
+    comparison = judge(record(**old), record(digest="other bits"))
     assert all(not worse for worse, _ in comparison)
     assert all(text.startswith(start) for (_, text), start in zip(comparison, messages, strict=True))
 
@@ -394,10 +371,8 @@ def test_a_check_that_the_baseline_does_not_meet_may_not_be_dropped() -> None:
     assert (True, "claim no longer asked: unbiased, in the baseline") in dropped
 
 
-def test_a_new_check_is_no_loss_and_has_to_hold() -> None:
-    more: dict[str, Any] = {"brand_new": Answer(True, "something")}
-    assert judge(record(), record(answers=more)) == []
-    fell = record(answers={"brand_new": Answer(False, "something", "not so")}, outcome="fell")
+def test_a_new_check_has_to_hold() -> None:
+    fell = record(**answered("brand_new", False, "something", "not so"), outcome="fell")
     assert judge(record(), fell) == [(True, "fell, held in the baseline: not so")]
 
 
@@ -414,33 +389,20 @@ def test_an_excuse_will_do_for_a_cell_that_the_baseline_has_not_run() -> None:
     assert not any(worse for worse, _ in judge(skip(), fallen(excused="known")))
 
 
-def test_limits_are_used(tmp_path: Path) -> None:
-    old, new = record(**BIASED), record(measures={"bias": Estimate(0.5, 0.02), "max_ulps": 9.0})
-    assert judge(old, new, fail=limits("bias:1,max_ulps:10", tmp_path)) == []
-    assert len(judge(old, new, fail=limits("bias:1,max_ulps:10,max_ulps_share:0", tmp_path))) == 0
-    assert len(judge(old, new, fail=limits("bias:0.1,max_ulps:7", tmp_path))) == 2
-
-
-def test_the_command_falls_with_exit_code_1_and_the_way_to_rerun(
-    keep: Keep, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old, new = keep(run(record(), record(case="b")), "old"), keep(run(record(**BIASED), record(case="b")), "new")
-    assert main(["gate", str(old), str(new)]) == 1
-    out = capsys.readouterr().out
-    assert out.startswith(f"gate FELL: 2 cells compared with {old}: 2 worse, 0 better\nworse   cpu-flash@paper-random")
-    assert f"        rerun: {runnable('pytest tests/matrix --kernels flash@paper')}" in out
-    assert main(["gate", str(new), str(old)]) == 0
-    assert main(["gate", str(old), str(new), "--across"]) == 0
-    assert main(["gate", str(old), str(keep(run(platform={"level": "avx2"}), "other"))]) == 2
-    assert f"tiebreak gate: {old}: platform.level" in capsys.readouterr().err
-
-
-def test_the_command_uses_the_limits(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = keep(run(record(**BIASED)), "old"), keep(run(record(measures={"bias": Estimate(0.5, 0.01)})), "new")
-    assert main(["gate", str(old), str(new)]) == 1
-    assert main(["gate", str(old), str(new), "--fail", "bias:0.5"]) == 0
-    assert main(["gate", str(old), str(new), "--fail", "bais:0.5"]) == 2
-    assert capsys.readouterr().err.startswith("tiebreak gate: --fail: unknown limit 'bais': known are bias, ")
+def test_the_command_falls_with_exit_code_1_and_the_way_to_rerun(tiebreak: Call) -> None:
+    old, new = run(record(), record(case="b")), run(record(**BIASED), record(case="b"))
+    fell = tiebreak("gate", old, new)
+    assert fell.code == 1
+    first = "gate FELL: 2 cells compared with 1.json: 2 worse, 0 better\nworse   cpu-flash@paper-random"
+    assert fell.out.startswith(first)
+    assert f"        rerun: {runnable('pytest tests/matrix --kernels flash@paper')}" in fell.out
+    assert [tiebreak("gate", *words).code for words in ((new, old), (old, new, "--across"))] == [0, 0]
+    assert tiebreak("gate", old, new, "--fail", "bias:0.5,bais:1").err.startswith(
+        "tiebreak gate: --fail: unknown limit 'bais': known are bias, "
+    )
+    refused = tiebreak("gate", old, run(platform={"level": "avx2"}))
+    assert refused.code == 2
+    assert "tiebreak gate: 1.json: platform.level" in refused.err
 
 
 def test_an_updated_baseline_has_a_stable_order_and_nothing_that_changes_by_itself(
@@ -457,17 +419,17 @@ def test_an_updated_baseline_has_a_stable_order_and_nothing_that_changes_by_itse
     assert gate(kept, telling, Limits()).changes == ()
 
 
-def test_the_command_updates_the_baseline(keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    baseline, new = tmp_path / "base" / "line.json", keep(run(record()), "new")
-    assert main(["gate", str(baseline), str(new), "--update-baseline"]) == 0
-    worse = keep(run(record(**BIASED)), "worse")
-    assert main(["gate", str(baseline), str(worse)]) == 1
-    assert main(["gate", str(baseline), str(worse), "--update-baseline"]) == 0
-    assert "2 worse" in capsys.readouterr().out
-    assert main(["gate", str(baseline), str(worse)]) == 0
-    elsewhere = keep(run(record(), options={"seed": "9"}), "elsewhere")
-    assert main(["gate", str(baseline), str(elsewhere), "--update-baseline"]) == 0
-    assert "not compared: options.seed" in capsys.readouterr().out
+def test_the_command_updates_the_baseline(tiebreak: Call) -> None:
+    baseline, worse, update = "base/line.json", run(record(**BIASED)), "--update-baseline"
+    assert tiebreak("gate", baseline, run(record()), update).code == 0
+    assert tiebreak("gate", baseline, worse).code == 1
+    updated = tiebreak("gate", baseline, worse, update)
+    assert updated.code == 0
+    assert "2 worse" in updated.out
+    assert tiebreak("gate", baseline, worse).code == 0
+    elsewhere = tiebreak("gate", baseline, run(record(), options={"seed": "9"}), update)
+    assert elsewhere.code == 0
+    assert "not compared: options.seed" in elsewhere.out
 
 
 @pytest.mark.parametrize(
@@ -489,12 +451,12 @@ def test_a_baseline_is_not_replaced_by_less(fields: dict[str, Any], message: str
     assert path.read_bytes() == before
 
 
-def test_github_gets_the_findings(keep: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
-    old = keep(run(*(record(case=f"c{number}") for number in range(30))), "old")
-    new = keep(run(*(fallen(case=f"c{number}", why="<b>") for number in range(30))), "new")
-    assert main(["gate", str(old), str(new)]) == 1
-    text = (tmp_path / "summary.md").read_text(encoding="utf-8")
+def test_github_gets_the_findings(tiebreak: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
+    cases = [f"c{number}" for number in range(30)]
+    old, new = run(*(record(case=case) for case in cases)), run(*(fallen(case=case, why="<b>") for case in cases))
+    assert tiebreak("gate", old, new).code == 1
+    text = Path("summary.md").read_text(encoding="utf-8")
     assert text.startswith("### tiebreak: the gate fell (30 cells compared")
     assert text.count("- worse:") == 20
     assert "- and 10 more" in text
@@ -515,18 +477,14 @@ def test_another_declared_plan_is_worse_until_it_is_accepted() -> None:
         gate(old, old, Limits(), expected=[entry])
 
 
-def test_the_command_reads_which_plans_are_accepted(
-    keep: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old, new = keep(run(record()), "old"), keep(run(record(plan=None, digest="q")), "new")
-    monkeypatch.chdir(tmp_path)
-    assert main(["gate", str(old), str(new)]) == 1
-    (tmp_path / "pyproject.toml").write_text(
+def test_the_command_reads_which_plans_are_accepted(tiebreak: Call) -> None:
+    old, new = run(record()), run(record(plan=None, digest="q"))
+    assert tiebreak("gate", old, new).code == 1
+    Path("pyproject.toml").write_text(
         '[[tool.tiebreak.expected]]\ncells = "cpu-*"\ncheck = "plan"\nreason = "undeclared"\n'
         '[[tool.tiebreak.expected]]\ncells = "cpu-*"\ncheck = "of_no_cell_here"\nreason = "another file\'s"\n'
     )
-    assert main(["gate", str(old), str(new)]) == 0
-    assert main(["gate", str(old), str(old)]) == 2
+    assert [tiebreak("gate", old, each).code for each in (new, old)] == [0, 2]
 
 
 def test_a_verdict_is_recomputed_as_the_suite_judges() -> None:
