@@ -112,27 +112,32 @@ NARROWED = {
     "--deselect": (["--deselect", f"tests/matrix/test_cells.py::test_cell[{IDS[0]}]"], "outside --deselect *"),
     "--cases": (["--cases", "random"], "outside *--cases random*"),
 }
+HELD = "gate held: 1 cell compared*"
+LESS = "*base.json: not updated: 1 of its cells lie {}; run all of them, or delete*"
 
 
 @pytest.mark.parametrize(("way", "workers"), [("-k", 1), *((way, 0) for way in (*NARROWED, "PYTEST_ADDOPTS"))])
 def test_a_narrowed_run_compares_its_own_cells_and_updates_nothing(
     way: str, workers: int, matrix: Matrix, baseline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By pytest's own options as by the matrix'."""
+    """By pytest's own options as by the matrix', which are seen before the run."""
     words, told = NARROWED["-k" if way == "PYTEST_ADDOPTS" else way]
     if way == "PYTEST_ADDOPTS":
         monkeypatch.setenv("PYTEST_ADDOPTS", " ".join(words))
         words = []
     cells = QUICK if way == "--cases" else (*QUICK, *CASES)
     before = baseline.read_bytes()
-    held = matrix("--baseline", str(baseline), *words, cells=cells, workers=workers)
-    assert held.ret == 0
-    held.stdout.fnmatch_lines(["gate held: 1 cell compared*", f"note    1 cell of the baseline NOT compared: {told}"])
-    refused = matrix("--baseline", str(baseline), "--update-baseline", *words, cells=cells, workers=workers)
-    assert refused.ret == 2
-    text = refused.stderr if way == "--cases" else refused.stdout
-    lie = told.replace("outside ", "outside this run's *")
-    text.fnmatch_lines([f"*base.json: not updated: 1 of its cells lie {lie}; run all of them, or delete*"])
+    Path("out/last.json").unlink()
+    updating = matrix("--baseline", str(baseline), "--update-baseline", *words, cells=cells, workers=workers)
+    assert updating.ret == 2
+    ran = updating
+    if way == "--cases":
+        assert not Path("out/last.json").exists()
+        ran = matrix("--baseline", str(baseline), *words, cells=cells, workers=workers)
+        assert ran.ret == 0
+    ran.stdout.fnmatch_lines([HELD, f"note    1 cell of the baseline NOT compared: {told}"])
+    text = updating.stderr if way == "--cases" else updating.stdout
+    text.fnmatch_lines([LESS.format(told.replace("outside ", "outside this run's *"))])
     assert baseline.read_bytes() == before
 
 
@@ -155,12 +160,15 @@ def test_a_run_that_stopped_falls_and_updates_nothing(
     assert matrix("--baseline", "base.json", "--update-baseline", cells=cells).ret == 0
     before = Path("base.json").read_bytes()
     pytester.makepyfile(mine=KERNEL.format(body="if not causal: raise ValueError('no')"))
-    fell = matrix("--baseline", "base.json", stop, cells=cells, workers=workers)
-    assert fell.ret != 0
-    fell.stdout.fnmatch_lines(["gate FELL: 1 cell compared*", "note    the new run was interrupted: it does not hold"])
     refused = matrix("--baseline", "base.json", "--update-baseline", stop, cells=cells, workers=workers)
     assert refused.ret == 2
-    refused.stdout.fnmatch_lines(["base.json: not updated: the run was interrupted"])
+    refused.stdout.fnmatch_lines(
+        [
+            "gate FELL: 1 cell compared*",
+            "note    the new run was interrupted: it does not hold",
+            "base.json: not updated: the run was interrupted",
+        ]
+    )
     assert Path("base.json").read_bytes() == before
 
 
@@ -213,7 +221,12 @@ def test_an_interrupted_run_keeps_what_was_done_and_no_baseline(pytester: pytest
     assert not Path("base.json").exists()
 
 
-def test_records_are_kept_on_the_way(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("pause", "expected"), [(0.0, [(1, False), (2, False), (2, True)]), (3600.0, [(2, True)])], ids=["short", "long"]
+)
+def test_records_are_kept_on_the_way_now_and_then(
+    pause: float, expected: list[tuple[int, bool]], matrix: Matrix, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept: list[tuple[int, bool]] = []
     write = store.write
 
@@ -221,19 +234,11 @@ def test_records_are_kept_on_the_way(matrix: Matrix, monkeypatch: pytest.MonkeyP
         kept.append((len(run.records), run.complete))
         write(run, path)
 
-    monkeypatch.setattr("tiebreak.matrix.record_file._EVERY", 0.0)
+    monkeypatch.setattr("tiebreak.matrix.record_file._EVERY", pause)
     monkeypatch.setattr("tiebreak.matrix.record_file._SHARE", 0.0)
     monkeypatch.setattr(store, "write", note)
     assert matrix().ret == 0
-    assert kept == [(1, False), (2, False), (2, True)]
-
-
-def test_between_two_copies_on_the_way_some_time_passes(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[Path] = []
-    monkeypatch.setattr("tiebreak.matrix.record_file._EVERY", 3600.0)
-    monkeypatch.setattr(store, "write", lambda _, path: written.append(path))
-    matrix()
-    assert written == [Path("out/last.json")]
+    assert kept == expected
 
 
 def test_a_baseline_is_not_where_the_run_writes(matrix: Matrix, pytester: pytest.Pytester) -> None:
@@ -247,14 +252,6 @@ def test_a_baseline_is_not_where_the_run_writes(matrix: Matrix, pytester: pytest
     refused = matrix("--baseline", "out/new.json", "--save", "new", "--update-baseline")
     assert refused.ret == 2
     assert not Path("out/new.json").exists()
-
-
-def test_a_baseline_is_not_replaced_by_a_narrower_run_which_is_told_before_it(matrix: Matrix, baseline: Path) -> None:
-    Path("out/last.json").unlink()
-    refused = matrix("--baseline", str(baseline), "--update-baseline", cells=(*QUICK, "--cases", "random"))
-    assert refused.ret == 2
-    refused.stderr.fnmatch_lines(["*base.json: not updated: 1 of its cells lie outside this run's *--cases random*"])
-    assert not Path("out/last.json").exists()
 
 
 class Rerunning:
