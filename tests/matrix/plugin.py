@@ -108,13 +108,12 @@ def _where(config: pytest.Config) -> tuple[str, ...]:
 
 
 def _selection(config: pytest.Config) -> Selection:
-    value = config.getoption
-    return Selection(
-        *(value(name) for name in ("backend", "kernels", "cases", "dtype")),
-        *(tuple(value(name)) for name in ("kernel", "declare")),
-        *(value(name) for name in ("plan", "captured", "experiments", "as", "features")),
-        value("backward") == "emulated",
-    )
+    alike = ("kernels", "cases", "plan", "captured", "experiments", "features")
+    fields: dict[str, Any] = {name: config.getoption(name) for name in alike}
+    fields |= {name: tuple(config.getoption(name)) for name in ("kernel", "declare")}
+    backends, formats, card = (config.getoption(name) for name in ("backend", "dtype", "as"))
+    emulated = config.getoption("backward") == "emulated"
+    return Selection(backends=backends, formats=formats, card=card, emulated_backward=emulated, **fields)
 
 
 def _choose(config: pytest.Config) -> tuple[list[Cell], dict[str, str]]:
