@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.defects.made_up import fallen, record, run, trained
-from tiebreak.reports.cli import main
+from tiebreak.defects.made_up import Call, fallen, record, run, trained
 from tiebreak.reports.page.command import page
 from tiebreak.reports.page.figures import figures
 from tiebreak.reports.page.svg import draw, ticks
@@ -221,18 +220,13 @@ def test_a_drawing_puts_every_point_inside(telling: Run) -> None:
         assert all(0 <= x <= width and 0 <= y <= height for x, y in places)
 
 
-def test_the_command_writes_the_page(telling: Run, keep: Keep, tmp_path: Path) -> None:
-    assert main(["page", str(keep(telling, "a")), "-o", str(tmp_path / "deep" / "page")]) == 0
-    assert [file.name for file in (tmp_path / "deep" / "page").iterdir()] == ["index.html"]
-
-
-def test_nothing_is_written_where_input_cannot_be_read(
-    telling: Run, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "bad.json").write_text("{")
-    assert main(["page", str(keep(telling, "a")), str(tmp_path / "bad.json"), "-o", str(tmp_path / "page")]) == 2
-    assert "bad.json: not JSON" in capsys.readouterr().err
-    assert not (tmp_path / "page").exists()
+def test_the_command_writes_the_page_unless_its_input_cannot_be_read(telling: Run, tiebreak: Call) -> None:
+    Path("bad.json").write_text("{")
+    refused = tiebreak("page", telling, "bad.json", "-o", "deep/page")
+    assert (refused.code, "bad.json: not JSON" in refused.err) == (2, True)
+    assert not Path("deep").exists()
+    assert tiebreak("page", telling, "-o", "deep/page").code == 0
+    assert [file.name for file in Path("deep/page").iterdir()] == ["index.html"]
 
 
 DRIFT = SeriesFigure("delta_error", "delta's error", "Summed up.", "sum", summed=True)  # of `run`'s own case
