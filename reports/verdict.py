@@ -130,10 +130,12 @@ class _Kernel:
         self.cells, self.run = cells, run
         self.explanation = run.explanations.get(f"{backend}-{kernel}")
         self.ran = [cell for cell in cells if cell.outcome != records.SKIPPED]
-        self.asked = [cell for cell in self.ran if run.cases[cell.case].failure]
+        self.failure = {name for name, case in run.cases.items() if case.failure}
+        backward = {name for name, case in run.cases.items() if case.backward}
+        self.asked = [cell for cell in self.ran if cell.case in self.failure]
         self.biased = [cell for cell in self.asked if cell.verdict == records.BIASED]
         self.nonfinite = [cell for cell in self.asked if cell.verdict == records.NONFINITE]
-        self.ran_backward = [cell for cell in self.ran if run.cases[cell.case].backward]
+        self.ran_backward = [cell for cell in self.ran if cell.case in backward]
         self.fell = [cell for cell in cells if cell.fails]
         wrong = {name for name, check in run.checks.items() if check.wrong}
         self.wrong = [cell for cell in self.fell if wrong & set(_unmet(cell))]
@@ -257,7 +259,7 @@ class _Kernel:
         ended = [
             cell for cell in self.cells if cell.outcome in (records.CRASHED, records.TIMED_OUT)
         ]  # without a result
-        elsewhere = [cell for cell in self.ran if cell.verdict in failing and not self.run.cases[cell.case].failure]
+        elsewhere = [cell for cell in self.ran if cell.verdict in failing and cell.case not in self.failure]
         found = [
             Finding("looks like", self._slip()),
             Finding("fell", self._unmet_checks() if ran else ""),
@@ -353,7 +355,7 @@ class _Kernel:
 
     def _number(self, cell: Record, role: str) -> float | None:
         """Return the number of the measure that has a role in a cell's kind of experiment, such as `carried`."""
-        name: str | None = getattr(self.run.experiments[cell.experiment], role)
+        name: str | None = getattr(self.run.experiments.get(cell.experiment), role, None)
         return cell.number(name) if name else None
 
     def _in_runs(self) -> str:
