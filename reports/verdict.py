@@ -151,7 +151,7 @@ class _Kernel:
         self.predicted = [cell for cell in cells if records.PREDICTION in cell.answers]
         plans = {cell.plan for cell in self.predicted}
         self.declared = plans.pop() if len(plans) == 1 else None
-        shares = [share for cell in self.predicted if (share := self._number(cell, "agreement")) is not None]
+        shares = [share for cell in self.predicted if (share := run.number(cell, "agreement")) is not None]
         self.agreed = sum(shares) / len(shares) if shares else None
         self.severity = self._severity()
 
@@ -351,12 +351,7 @@ class _Kernel:
 
     def _carried(self, cell: Record) -> float | None:
         """Return how much of a bias of O its gradients contain, as a share."""
-        return self._number(cell, "carried")
-
-    def _number(self, cell: Record, role: str) -> float | None:
-        """Return the number of the measure that has a role in a cell's kind of experiment, such as `carried`."""
-        name: str | None = getattr(self.run.experiments.get(cell.experiment), role, None)
-        return cell.number(name) if name else None
+        return self.run.number(cell, "carried")
 
     def _in_runs(self) -> str:
         """Return whether short training runs drift as with kernels whose bias training feels."""

@@ -116,7 +116,7 @@ def mechanism(runs: Sequence[Run]) -> tuple[Side, Side] | None:
 
 
 def _sides(run: Run, records: Sequence[Record]) -> list[Side]:
-    drawn = ((record, record.evidence.get("histogram"), run.headline(record)) for record in records)
+    drawn = ((record, record.evidence.get("histogram"), run.number(record, "headline")) for record in records)
     return [
         Side(record.kernel, errors, bias)
         for record, errors, bias in drawn
@@ -141,7 +141,7 @@ def _different(traced: Sequence[tuple[Record, TraceRecord]]) -> list[Record]:
 
 def _size(run: Run, record: Record) -> float:
     """|bias|; without one a kernel is the last to be called fair."""
-    mean = run.headline(record)
+    mean = run.number(record, "headline")
     return math.inf if mean is None else abs(mean)
 
 
@@ -189,7 +189,11 @@ def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
     places = {name: about.at for name, about in run.cases.items() if about.family == family and about.at is not None}
     points: dict[tuple[str, str], dict[float, float]] = {(record.backend, record.kernel): {} for record in chosen}
     for record in run.records:
-        line, place, bias = points.get((record.backend, record.kernel)), places.get(record.case), run.headline(record)
+        line, place, bias = (
+            points.get((record.backend, record.kernel)),
+            places.get(record.case),
+            run.number(record, "headline"),
+        )
         if family and line is not None and place is not None and place > 0 and bias is not None:
             line[place] = bias
     maxima = sorted({k for line in points.values() for k in line})

@@ -1,16 +1,16 @@
 """The summary of a statement: one page, as Markdown and as HTML."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 from tiebreak.reports.names import first_few
 from tiebreak.reports.page.document import document
 from tiebreak.reports.records.order import grouped
-from tiebreak.reports.records.record import BIASED, FELL, HELD, NONFINITE, OUTCOMES, SKIPPED, Record, Run
+from tiebreak.reports.records.record import BIASED, FELL, HELD, NONFINITE, SKIPPED, Record, Run
 from tiebreak.reports.records.store import one_line
 from tiebreak.reports.statement.folder import Profile, Statement, is_users, waived
 from tiebreak.reports.tables import grids
+from tiebreak.reports.tables import run as tables
 from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.marks import plain_text
 from tiebreak.reports.tables.run import counted
@@ -32,10 +32,8 @@ def result(records: Iterable[Record]) -> str:
 
 
 def counts(records: Sequence[Record]) -> str:
-    """Return how many cells there are of each outcome; those that are waived count as waived alone."""
-    found = Counter("waived" if record.excused is not None else record.outcome for record in records)
-    told = (f"{found[name]} {name.replace('_', ' ')}" for name in (*OUTCOMES, "waived") if found[name])
-    return f"{counted(len(records), 'cell')}: {', '.join(told)}"
+    """Return how many cells there are of each outcome, or waived."""
+    return tables.counts(records, "waived")
 
 
 def pages(statement: Statement, runs: Sequence[Run], profile: Profile) -> tuple[str, str]:

@@ -18,9 +18,9 @@ def raised(error: Exception, kernel: Kernel) -> str:
     at = place_of(error, code.co_filename if code else "")
     if code and isinstance(error, ContractError):
         at = f" ({Path(code.co_filename).name}, line {code.co_firstlineno})"
-    return noted(f"{type(error).__name__}: {first_line(error)}{at}", error)
+    return with_notes(f"{type(error).__name__}: {first_line(error)}{at}", error)
 
 
-def noted(text: str, error: Exception) -> str:
+def with_notes(text: str, error: Exception) -> str:
     """With what is known of the error's cause."""
     return "; ".join([text, *getattr(error, "__notes__", ())])

@@ -15,7 +15,7 @@ from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Cell, Experiment, Pair, SelectionContext, UnusableExperimentError
 from tiebreak.matrix.experiments import kinds
-from tiebreak.reports.names import first_few, matching, none_named, split, unknown
+from tiebreak.reports.names import first_few, matching, none_named, pick, split, unknown
 
 _T = TypeVar("_T")
 
@@ -231,18 +231,13 @@ def _pick(flag: str, kind: str, names: str | None, known: Mapping[str, _T]) -> l
     """The values whose names are listed, all without a list."""
     if names is None:
         return list(known.values())
-    listed = f"`tiebreak list {kind}s` names"
-    chosen: dict[str, _T] = {}
     for name in split(names):
-        matches = matching(name, known)
-        if not matches:
-            if COMMONLY.get(name) in known:
-                raise SelectionError(f"{flag}: {kind} {name!r} is called {COMMONLY[name]}; all: {', '.join(known)}")
-            raise SelectionError(f"{flag}: {unknown(kind, name, known, listed)}")
-        chosen.update({match: known[match] for match in matches})
-    if not chosen:
-        raise SelectionError(f"{flag}: {none_named(kind, known, listed)}")
-    return list(chosen.values())
+        if COMMONLY.get(name) in known and not matching(name, known):
+            raise SelectionError(f"{flag}: {kind} {name!r} is called {COMMONLY[name]}; all: {', '.join(known)}")
+    try:
+        return [known[name] for name in pick(kind, names, known, f"`tiebreak list {kind}s` names")]
+    except ValueError as error:
+        raise SelectionError(f"{flag}: {error}") from None
 
 
 def _is_glob(name: str) -> bool:
