@@ -119,7 +119,9 @@ def gate(
     check_comparable(baseline, run.platform, run.options, across=across)
     check_described(baseline, run)
     known = replace(run, measures={**run.measures, **baseline.measures}, checks={**run.checks, **baseline.checks})
-    held_to = {name: limits.of(name, measure) for name, measure in known.measures.items() if measure.worse is not None}
+    held_to = {
+        name: limits.held_to(name, measure) for name, measure in known.measures.items() if measure.worse is not None
+    }
     old, new = ({record.id: record for record in each.records} for each in (baseline, run))
     pairs = [(old[name], new[name]) for name in sorted(old.keys() & new.keys())]
     changes: list[Change] = []

@@ -108,7 +108,7 @@ class Limits:
     given: Mapping[str, float] = field(default_factory=dict)  # by measure, in its unit, or with _SHARE, of itself
     places: Mapping[str, str] = field(default_factory=dict)  # where each was given, for a message
 
-    def of(self, name: str, measure: MeasureRecord) -> MeasureRecord:
+    def held_to(self, name: str, measure: MeasureRecord) -> MeasureRecord:
         """A measure's description with the limits in force."""
         limit, share = self.given.get(name, measure.limit), self.given.get(name + _SHARE, measure.share)
         return replace(measure, limit=limit, share=share)

@@ -18,9 +18,5 @@ def raised(error: Exception, kernel: Kernel) -> str:
     at = place_of(error, code.co_filename if code else "")
     if code and isinstance(error, ContractError):
         at = f" ({Path(code.co_filename).name}, line {code.co_firstlineno})"
-    return with_notes(f"{type(error).__name__}: {first_line(error)}{at}", error)
-
-
-def with_notes(text: str, error: Exception) -> str:
-    """With what is known of the error's cause."""
-    return "; ".join([text, *getattr(error, "__notes__", ())])
+    what = f"{type(error).__name__}: {first_line(error)}{at}"
+    return "; ".join([what, *getattr(error, "__notes__", ())])  # with what is known of the cause

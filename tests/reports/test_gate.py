@@ -281,7 +281,7 @@ def test_an_interrupted_baseline_is_refused() -> None:
 def test_limits_come_from_the_flag_over_the_file_over_the_default(tmp_path: Path) -> None:
     def held_to(flag: str | None) -> tuple[float | None, float | None, float]:
         allowed = limits(flag, deeper)
-        bias, largest = allowed.of("bias", BIAS), allowed.of("max_ulps", LARGEST)
+        bias, largest = allowed.held_to("bias", BIAS), allowed.held_to("max_ulps", LARGEST)
         return bias.limit, largest.limit, largest.share
 
     deeper = tmp_path / "a" / "b"
