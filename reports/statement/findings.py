@@ -21,7 +21,7 @@ _SHAPES = {
 }
 
 
-def of_runs(runs: Mapping[str, Run], profile: Profile) -> Iterator[str]:
+def faults_of_runs(runs: Mapping[str, Run], profile: Profile) -> Iterator[str]:
     """Why some runs, by the names of their files, are no statement of a profile.
 
     Returns:
@@ -113,7 +113,9 @@ def has_suite(runs: Sequence[Run], profile: Profile) -> bool:
     return any(True for _ in _asked_of_suite(runs, profile))
 
 
-def of_waivers(runs: Sequence[Run], waivers: Sequence[Waiver], checks: Collection[str], today: date) -> Iterator[str]:
+def faults_of_waivers(
+    runs: Sequence[Run], waivers: Sequence[Waiver], checks: Collection[str], today: date
+) -> Iterator[str]:
     """Why waivers do not hold on a day, a line each: expired, about an unknown check, or covering nothing."""
     records = [record for run in runs for record in run.records]
     for waiver in waivers:
@@ -126,7 +128,7 @@ def of_waivers(runs: Sequence[Run], waivers: Sequence[Waiver], checks: Collectio
             yield f"{name}: covers nothing: every cell that it names meets the check, or it names none"
 
 
-def of_outcomes(runs: Sequence[Run], waivers: Sequence[Waiver]) -> Iterator[str]:
+def unwaived(runs: Sequence[Run], waivers: Sequence[Waiver]) -> Iterator[str]:
     """The cells that fell, or are not settled, without a waiver, a line each."""
     for record in waived(runs, waivers):
         if record.fails:

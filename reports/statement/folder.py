@@ -88,7 +88,7 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def of_files(contents: Mapping[str, bytes], profile: Profile, waivers: Sequence[Waiver]) -> Statement:
+def statement_of(contents: Mapping[str, bytes], profile: Profile, waivers: Sequence[Waiver]) -> Statement:
     """Return the statement of files of records, by their names in the folder."""
     files = tuple(StatedFile(name, digest(content)) for name, content in contents.items())
     return Statement(SCHEMA, profile.name, profile.hash, files, tuple(waivers))

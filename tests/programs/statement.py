@@ -24,7 +24,7 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import first_few, unknown
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import SKIPPED, Run
-from tiebreak.reports.statement import findings as of_statements
+from tiebreak.reports.statement import findings
 from tiebreak.reports.statement import folder as statements
 from tiebreak.reports.statement import summary as summaries
 from tiebreak.reports.statement.folder import FILE, SUMMARIES, Profile, Statement, Waiver, waived
@@ -141,7 +141,7 @@ def write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise UsageError(store.one_line(f"{found[0]}{more}; {complete(known, list(runs.values()), asked)}"))
     copies = {f"records-{number}.json": content for number, content in enumerate(contents, 1)}
-    statement = statements.of_files(copies, asked, waivers)
+    statement = statements.statement_of(copies, asked, waivers)
     pages = summary_pages(statement, list(runs.values()), asked)
     _write_whole(folder, {**copies, FILE: store.as_text(statement).encode(), **pages})
     return list(runs.values())
@@ -161,13 +161,13 @@ def of_records(
     Returns:
         Records with their cells, and a line for each thing that is wrong, whoever hands them in.
     """
-    found = list(of_statements.of_runs(runs, asked))
+    found = list(findings.faults_of_runs(runs, asked))
     known: list[Judged] = []
     for name, run in runs.items():
         own, texts = judged(run, asked)
         known += own
         found += [f"{name}: {text}" for text in texts]
-    found += of_statements.of_waivers(list(runs.values()), waivers, checks(), today)
+    found += findings.faults_of_waivers(list(runs.values()), waivers, checks(), today)
     return known, found
 
 
@@ -279,8 +279,8 @@ def problems_of_records(
 ) -> tuple[list[str], list[str]]:
     """Say what is wrong with the records of a statement, by the names of their files; see `problems`."""
     known, found = of_records(runs, asked, waivers, today)
-    found += of_statements.of_outcomes(list(runs.values()), waivers)
-    needed = asked.recomputed if of_statements.has_suite(list(runs.values()), asked) else 0
+    found += findings.unwaived(list(runs.values()), waivers)
+    needed = asked.recomputed if findings.has_suite(list(runs.values()), asked) else 0
     chosen = sample(known, asked.recomputed if size is None else size, seed)
     if len(chosen) < needed:
         found.append(f"{counted(len(chosen), 'cell')} recomputed; profile {asked.name} asks for {needed}")

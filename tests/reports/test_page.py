@@ -17,12 +17,14 @@ from tiebreak.reports.page.command import page
 from tiebreak.reports.page.figures import figures
 from tiebreak.reports.page.svg import draw, ticks
 from tiebreak.reports.records.record import (
+    IDENTITY,
     SHRUNK,
     Answer,
     CaseRecord,
     CheckRecord,
     Estimate,
     ExperimentRecord,
+    Explanation,
     HistogramRecord,
     MeasureRecord,
     Record,
@@ -267,3 +269,9 @@ def test_training_runs_have_a_map_of_their_own_and_their_strings_are_escaped() -
     assert EVIL not in html
     assert '<div id="pooled-map">' in html
     assert 'id="pooled"' not in page([run()], ["a"], [])
+
+
+def test_what_a_search_for_a_plan_came_to_is_shown() -> None:
+    found = record(evidence={IDENTITY: Explanation("follows", ("flash@fused",), 3)})
+    ((name, text),) = data_of(page([run(found)], ["a"], []))["cells"][0]["records"][0]["evidence"]["more"]
+    assert (name, json.loads(text)["plans"]) == (IDENTITY, ["flash@fused"])

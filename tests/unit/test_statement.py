@@ -148,7 +148,7 @@ def forge(folder: Path, change: Callable[[Run], Run]) -> None:
     path = folder / "records-1.json"
     store.write(change(store.read(path)), path)
     asked = profiles.profile("small")
-    made = statements.of_files(
+    made = statements.statement_of(
         {path.name: path.read_bytes()}, asked, store.load(folder / "statement.json", statements.Statement).waivers
     )
     (folder / "statement.json").write_text(store.as_text(made))
