@@ -85,7 +85,8 @@ def test_a_verdict_stands_behind_the_bias() -> None:
 def test_what_is_shown_is_written_as_it_says() -> None:
     """The number's own way, its unit, and what stands in the place of one."""
     shown = (Shown("rise", -0.00129, spec="+.1e"), Shown("flips", 42.0, "flips", spec=".0f"),
-             Shown(records.SHRUNK, 0.283), Shown(records.NO_NUMBER), Shown.of("rise", math.inf), Shown("rise"))  # fmt: skip
+             Shown(records.SHRUNK, 0.283), Shown(records.NO_NUMBER), Shown.of("rise", math.inf),
+             Shown("rise"))  # fmt: skip
     assert list(map(shown_text, shown)) == ["-1.3e-03", "42 flips", "x0.28", "none", "NaN", "none"]
 
 
