@@ -171,7 +171,7 @@ def _kernels(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
     external = _external(selection, backends) if selection.kernel else []
     if external and selection.kernels is None:
         return external
-    pairs = [(backend, kernel) for backend in backends for kernel in _of(backend, selection.kernels)]
+    pairs = [(backend, kernel) for backend in backends for kernel in _kernels_of(backend, selection.kernels)]
     names = {kernel.name for _, kernel in pairs}
     if selection.kernels is not None:
         _refuse_unknown(selection.kernels, names, backends)
@@ -196,7 +196,7 @@ def _external(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
     return [(backend, kernel) for backend in devices for kernel in kernels]
 
 
-def _of(backend: Backend, names: str | None) -> list[Kernel]:
+def _kernels_of(backend: Backend, names: str | None) -> list[Kernel]:
     """A backend's kernels under these names: its default ones by glob, and any composed one by its full name."""
     default = {kernel.name: kernel for kernel in backend.kernels()}
     if names is None:
