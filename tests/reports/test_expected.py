@@ -234,40 +234,26 @@ class TestUnderPytest:
         assert record_of().excused is None
 
     def test_an_entry_that_is_not_needed_any_more_is_red(self, restless: Pytest, excuse: Callable[..., str]) -> None:
+        """But for a pattern: a narrowed run has a part of its cells, and can't tell that it is stale."""
         result = restless("--expected", excuse(), body="")
         assert result.ret == 1
         result.assert_outcomes(passed=1)
         result.stdout.fnmatch_lines([f"e.toml: expected[[]0]: no longer fails: {CELL} meets the check repeatable: *"])
-
-    def test_a_pattern_is_judged_by_all_of_its_cells(self, restless: Pytest, excuse: Callable[..., str]) -> None:
-        """A narrowed run has a part of them: it can't tell that the entry is stale."""
         assert restless("--expected", excuse(cells="cpu-mine-*"), body="").ret == 0
 
     def test_pyproject_has_entries_too(self, restless: Pytest, excuse: Callable[..., str]) -> None:
         excuse()
-        Path("pyproject.toml").write_text('[tool.tiebreak]\nexpected = "e.toml"\n')
-        assert restless().ret == 0
         Path("pyproject.toml").write_text(Path("e.toml").read_text().replace("[[expected", "[[tool.tiebreak.expected"))
         assert restless().ret == 0
         assert record_of().excused == "https://bug/1"
 
-    @pytest.mark.parametrize(
-        ("fields", "message"),
-        [
-            ({"check": "clime"}, "e.toml: expected[0].check: unknown check 'clime': known are runs, in_time, "),
-            ({"reason": " "}, "e.toml: expected[0].reason: expected some text"),
-        ],
-    )
-    def test_a_wrong_entry_is_refused_before_any_work(
-        self, restless: Pytest, excuse: Callable[..., str], fields: dict[str, str], message: str
+    def test_a_wrong_entry_is_refused_before_any_work_and_one_without_a_cell_in_a_whole_run(
+        self, restless: Pytest, matrix: Pytest, excuse: Callable[..., str]
     ) -> None:
-        refused(restless("--expected", excuse(**fields)), message)
-
-    def test_a_pattern_without_a_cell_is_refused_in_a_whole_run(
-        self, matrix: Pytest, excuse: Callable[..., str]
-    ) -> None:
-        result = matrix("--expected", excuse(cells="cpu-spda*"))
-        refused(result, "e.toml: expected[0].cells: 'cpu-spda*' is about none of the ")
+        message = "e.toml: expected[0].check: unknown check 'clime': known are runs, in_time, "
+        refused(restless("--expected", excuse(check="clime")), message)
+        message = "e.toml: expected[0].cells: 'cpu-spda*' is about none of the "
+        refused(matrix("--expected", excuse(cells="cpu-spda*")), message)
 
     def test_a_kernel_that_takes_its_worker_with_it_can_be_excused(
         self, restless: Pytest, excuse: Callable[..., str]
