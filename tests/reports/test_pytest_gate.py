@@ -22,6 +22,7 @@ MATRIX = Path(__file__).parents[1] / "matrix" / "test_cells.py"
 QUICK = ["--backend", "cpu", "--kernels", "flash@paper", "--heads", "16", "--out", "out"]
 CASES = ["--cases", "tied_maxima[k=2],random"]
 IDS = ["cpu-flash@paper-tied_maxima[k=2]-bf16", "cpu-flash@paper-random-bf16"]
+OWN = ["--kernel", "mine.py:attention", "--heads", "16", "--out", "out"]  # and cases
 KERNEL = """
 import pytest
 import torch
@@ -156,7 +157,7 @@ def test_a_run_that_stopped_falls_and_updates_nothing(
     stop: str, workers: int, matrix: Matrix, pytester: pytest.Pytester
 ) -> None:
     pytester.makepyfile(mine=KERNEL.format(body="pass"))
-    cells = ["--kernel", "mine.py:attention", "--cases", "random,random_causal", "--heads", "16", "--out", "out"]
+    cells = [*OWN, "--cases", "random,random_causal"]
     assert matrix("--baseline", "base.json", "--update-baseline", cells=cells).ret == 0
     before = Path("base.json").read_bytes()
     pytester.makepyfile(mine=KERNEL.format(body="if not causal: raise ValueError('no')"))
@@ -212,7 +213,7 @@ def test_bad_usage_is_refused_before_any_work(matrix: Matrix, arguments: list[st
 
 def test_an_interrupted_run_keeps_what_was_done_and_no_baseline(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(mine=KERNEL.format(body="if causal: raise KeyboardInterrupt"))
-    cells = ["--kernel", "mine.py:attention", "--cases", "random,random_causal", "--heads", "16", "--out", "out"]
+    cells = [*OWN, "--cases", "random,random_causal"]
     arguments = [str(MATRIX), "-p", "no:cacheprovider", *cells, "--baseline", "base.json", "--update-baseline"]
     assert pytester.inline_run(*arguments, no_reraise_ctrlc=True).ret == 2
     run = store.read(Path("out/last.json"))
@@ -270,8 +271,7 @@ class Rerunning:
 def test_a_rerun_takes_back_no_failure(matrix: Matrix, pytester: pytest.Pytester) -> None:
     once = "import os; there = os.path.exists('ran'); open('ran', 'w').close()\n    assert there, 'once'"
     pytester.makepyfile(mine=KERNEL.format(body=once))
-    cells = ["--kernel", "mine.py:attention", "--cases", "random", "--heads", "16", "--out", "out"]
-    ran = matrix(cells=cells, plugins=[Rerunning()])
+    ran = matrix(cells=[*OWN, "--cases", "random"], plugins=[Rerunning()])
     assert ran.ret == 1
     ran.assert_outcomes(passed=1)
     ran.stdout.fnmatch_lines(["fell: cpu-attention-random-bf16 crashed at first, whatever came of it when it was run*"])
@@ -342,8 +342,7 @@ def test_sigterm_keeps_what_is_done_and_says_what_was_not(pytester: pytest.Pytes
 
 def test_a_time_out_is_an_outcome_of_its_own(matrix: Matrix, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(mine=KERNEL.format(body='pytest.fail("Timeout (>1.0s) from pytest-timeout.")'))
-    cells = ["--kernel", "mine.py:attention", "--cases", "random", "--heads", "16", "--out", "out"]
-    assert matrix(cells=cells).ret == 1
+    assert matrix(cells=[*OWN, "--cases", "random"]).ret == 1
     (record,) = store.read(Path("out/last.json")).records
     assert record.outcome == "timed_out"
     assert record.reasons[0].endswith("Failed: Timeout (>1.0s) from pytest-timeout.")

@@ -42,7 +42,7 @@ PLAN = ("--plan", "fp32_inside")  # of `plain`: to find it takes longer than a c
 SUMMARY = re.compile(r"^(\d+) cells?: (.*)$")
 
 
-def user_kernel(pytester: pytest.Pytester, body: str) -> str:
+def user_kernel(pytester: pytest.Pytester, body: str = "return plain(q, k, v, causal=causal, scale=scale)") -> str:
     """A file with a function `mine`, written around `plain`; what --kernel takes."""
     lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
     source = f"{HEADER}\ndef mine(q, k, v, *, causal=False, scale=None):\n{lines}"
@@ -168,7 +168,7 @@ class TestBadInput:
 
     @pytest.fixture(autouse=True)
     def files(self, pytester: pytest.Pytester) -> set[Path]:
-        user_kernel(pytester, "return plain(q, k, v, causal=causal, scale=scale)")
+        user_kernel(pytester)
         with (pytester.path / "mine.py").open("a") as file:
             file.write("\nN = 3\n\ndef fair(q, k, v):\n    return q\n")
         (pytester.path / "imports.py").write_text("import no_such_module\n")
@@ -346,14 +346,14 @@ class TestUserKernel:
     def test_it_runs_beside_kernels_that_are_named(
         self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester
     ) -> None:
-        spec = user_kernel(pytester, "return plain(q, k, v, causal=causal, scale=scale)")
+        spec = user_kernel(pytester)
         options = ("--kernel", spec, *PLAN, "--backend", "cpu,emulation", "--kernels", "standard")
         matrix(*options, "--cases", "random", "--heads", "16")
         names = {(record.backend, record.kernel) for record in kept().records}
         assert names == {("cpu", "mine"), ("cpu", "standard"), ("emulation", "standard")}
 
     def test_what_does_not_run_does_not_pass(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
-        spec = user_kernel(pytester, "return plain(q, k, v, causal=causal, scale=scale)")
+        spec = user_kernel(pytester)
         result = matrix("--kernel", spec, "--cases", "padded", "--heads", "16")
         assert result.ret == 1
         result.stdout.fnmatch_lines(["fell: no cell ran*"])
@@ -456,7 +456,7 @@ class TestWorkers:
         """How many workers it carries, what each of them sees, how it is set up there, and what is recorded of it."""
         monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
         vars(CPU)["worker_limit"] = lambda: 1
-        spec = user_kernel(pytester, "return plain(q, k, v, causal=causal, scale=scale)")
+        spec = user_kernel(pytester)
         on_import(
             pytester,
             f"""
