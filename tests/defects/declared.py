@@ -40,16 +40,6 @@ class NarrowAccumulator(EmulatedArithmetic):
         return super().cast(total, cast)
 
 
-class NoiseMaskedTo(EmulatedArithmetic):
-    """A device whose stochastic casts see these of their 32 random bits, and 0 for the others."""
-
-    def __init__(self, mask: int) -> None:
-        self.mask = mask
-
-    def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
-        return super().cast(x, cast, None if random is None else random & self.mask)
-
-
 class NoiseOfTheFirst(EmulatedArithmetic):
     """A device on which all elements of a tile share one random number."""
 
