@@ -57,11 +57,8 @@ class Cells:
     seed: int = 1
 
 
-@dataclass(frozen=True)
-class Outcomes:
-    """What became of each kernel."""
-
-    of: dict[str, list[str]]  # its outcome, the heads that it drew, the checks that were not met
+#: Of each kernel its outcome, the heads that it drew, and the checks that were not met.
+Outcomes = dict[str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -88,15 +85,15 @@ class TwinRow:
 
 def run_cells(task: Cells) -> Outcomes:
     """Run kernels in one case."""
-    bench, outcomes = Workbench(Settings(seed=task.seed, heads=task.heads)), {}
+    bench, outcomes = Workbench(Settings(seed=task.seed, heads=task.heads)), Outcomes()
     for kernel in task.kernels.split():
         record = run_one(kernel, task.case, task.fmt, bench)
         unmet = [name for name, answer in record.answers.items() if answer.met is False]
         outcomes[kernel] = [record.outcome, str(record.heads or task.heads), *unmet]
-    return Outcomes(outcomes)
+    return outcomes
 
 
-STUDY = Study("power", run_cells, Cells, Outcomes, seconds=10.0)
+STUDY = Study("power", run_cells, seconds=10.0)
 
 
 def run_one(name: str, case: str, fmt: str, bench: Workbench) -> Record:
@@ -120,7 +117,7 @@ def caught(results: Mapping[Cells, Outcomes]) -> dict[str, Caught]:
     """Return, of each defect that falls: in which case with the fewest heads, and by which checks."""
     found: dict[str, tuple[tuple[int, int], Caught]] = {}
     for task, outcomes in results.items():
-        for defect, (outcome, drawn, *unmet) in outcomes.of.items():
+        for defect, (outcome, drawn, *unmet) in outcomes.items():
             place = (int(drawn), _PLACES[task.case])
             if outcome in _BLAMED and (defect not in found or place < found[defect][0]):
                 found[defect] = place, Caught(task.case, " ".join(unmet), task.heads)
@@ -145,7 +142,7 @@ def twin_rows(results: Mapping[Cells, Outcomes]) -> list[TwinRow]:
     """Return a row for every sound twin: its cells over all seeds, and how they came out."""
     outcomes: dict[tuple[str, int], list[tuple[Cells, str]]] = {}
     for task, each in results.items():
-        for name, (outcome, *_) in each.of.items():
+        for name, (outcome, *_) in each.items():
             outcomes.setdefault((name, task.heads), []).append((task, outcome))
     rows = []
     for (name, heads), cells in sorted(outcomes.items()):

@@ -16,7 +16,7 @@ from tiebreak.studies.study import Study
 
 def ran(case: str, *outcome: str, kernel: str = "scaled_twice", heads: int = 16) -> dict[Cells, Outcomes]:
     """What a study has where one kernel ran in one case."""
-    return {Cells(case, "bf16", kernel, heads): Outcomes({kernel: list(outcome)})}
+    return {Cells(case, "bf16", kernel, heads): {kernel: list(outcome)}}
 
 
 def test_a_defect_is_caught_where_it_takes_the_fewest_heads() -> None:
@@ -49,8 +49,7 @@ def test_a_twin_goes_through_the_first_cases_of_its_defects_users_kernels_with_t
 def test_a_twin_that_is_blamed_is_counted() -> None:
     outcomes = ["measured", "fell", "inconclusive", "held", "crashed", "skipped"]
     results = {
-        Cells("random", "bf16", "tiled", 16, seed): Outcomes({"tiled": [outcome, "16"]})
-        for seed, outcome in enumerate(outcomes)
+        Cells("random", "bf16", "tiled", 16, seed): {"tiled": [outcome, "16"]} for seed, outcome in enumerate(outcomes)
     }
     assert twin_rows(results) == [TwinRow("tiled", heads=16, cases=1, seeds=6, cells=5, blamed=2, undecided=1)]
 
@@ -63,8 +62,8 @@ def test_defects_that_a_level_misses_go_through_the_next(
     def results(self: object, tasks: Iterable[Cells], options: object) -> dict[Cells, Outcomes]:
         cells = list(tasks)
         asked.extend((cell.kernels, cell.heads) for cell in cells)
-        fell = Outcomes({"scaled_twice": ["fell", "16"]})
-        return {cell: fell if "scaled_twice" in cell.kernels else Outcomes({}) for cell in cells}
+        fell = {"scaled_twice": ["fell", "16"]}
+        return {cell: fell if "scaled_twice" in cell.kernels else {} for cell in cells}
 
     monkeypatch.setattr(power, "DEFECTS", {name: DEFECTS[name] for name in ("scaled_twice", "added_mask")})
     monkeypatch.setattr(power, "EXPERIMENTS", {"random": power.EXPERIMENTS["random"]})
@@ -75,7 +74,7 @@ def test_defects_that_a_level_misses_go_through_the_next(
 
 
 def test_a_task_runs_its_kernels_in_its_case() -> None:
-    outcomes = power.run_cells(Cells("random", "bf16", "scaled_twice tiled", 16)).of
+    outcomes = power.run_cells(Cells("random", "bf16", "scaled_twice tiled", 16))
     assert (outcomes["scaled_twice"][0], outcomes["tiled"][0]) == ("fell", "held")
 
 
@@ -100,5 +99,5 @@ def test_every_defect_is_named_within_a_minute() -> None:
 @pytest.mark.parametrize("defect", ["noise_shared", "rounded_o_bar"])
 def test_what_a_budget_names_first_is_what_the_table_says(defect: str) -> None:
     (row,) = [row for row in read_rows(budget.NAMED, budget.NamedRow) if row.defect == defect]
-    again = budget.run_until_named(budget.Planted(defect))
+    again = budget.run_until_named(defect)
     assert (again.case, again.cells) == (row.case, row.cells)
