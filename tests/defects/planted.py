@@ -17,7 +17,6 @@ from tiebreak.defects.declared import (
     NoiseOfTheFirst,
     doing,
     honest,
-    on_other_inputs,
 )
 from tiebreak.defects.kernel import SOUND, Attention, Request, Sums, Switch, truncated
 from tiebreak.kernels.arithmetic import Arithmetic
@@ -32,7 +31,6 @@ from tiebreak.kernels.plans import FEXP_U20, Cast, SumOf
 from tiebreak.matrix.questions.placements import read_as_contiguous
 
 _GITHUB = "https://github.com/"
-_LOW = Cast(BF16)
 _VECTOR = 16  # numbers that a vector has
 _FAST_AT_0 = 1.0 - 2.0**-14.2  # what PyTorch's fast exponential has at 0
 
@@ -97,6 +95,21 @@ def _row(
     """A defect of a user's kernel: what is put in the place of some steps of its twin, or of its constants."""
     make = partial(users, partial(SOUND[twin], **switches), **(options or {}))
     return Defect(name, wrong, _GITHUB + bug, twin, make, *caught, heads, slip, fmt=fmt)
+
+
+def _declaring(
+    name: str,
+    wrong: str,
+    bug: str,
+    caught: tuple[str, str],
+    twin: str = "flash@fused",
+    done: str = "",
+    arithmetic: Arithmetic = EXACT,
+    **changes: Any,
+) -> Defect:
+    """A defect of a kernel that declares its twin's plan and does another, or the same with changes, or on a device."""
+    make = partial(doing, twin, done or twin, **changes)
+    return Defect(name, wrong, bug if "://" in bug else _GITHUB + bug, twin, make, *caught, arithmetic=arithmetic)
 
 
 def _asking(**changes: Any) -> Switch:
@@ -444,44 +457,36 @@ _OF_USERS = (
          "intel/torch-xpu-ops/pull/3328", ("invariance[memory]", "invariance"),
          p_bar=lambda sound, p, request: sound(p, request) if request.v.data_ptr() % 16 == 0 else truncated(p)),
 )
-_FLASH, _PAPER = "flash@fused", "https://arxiv.org/abs/2510.04212"
-# Kernels that declare a plan, and do otherwise.
+_PAPER = "https://arxiv.org/abs/2510.04212"
 _OF_A_PLAN = (
-    Defect("as_printed_v1", "line 10 of v1 takes max(m, r_m): nothing changes", f"{_PAPER}v1", "stabilized@paper",
-           doing("stabilized@paper", "as_printed_v1@paper"), "tied_maxima_positive_v", "claim prediction"),
-    Defect("as_printed_v2", "line 10 of v2 takes m': the negative branch is lost", f"{_PAPER}v2", "stabilized@paper",
-           doing("stabilized@paper", "as_printed_v2@paper"), "repeated_negative", "claim prediction"),
-    Defect("truncating_cast", "every cast truncates", f"{_GITHUB}sgl-project/sglang/pull/28650", _FLASH,
-           doing(_FLASH, _FLASH), "tied_maxima[k=2]", "accuracy claim gradients prediction",
-           arithmetic=CastingIn(Rounding.TOWARD_ZERO)),
-    Defect("ties_away_cast", "every cast rounds ties away from zero", f"{_GITHUB}pytorch/FBGEMM/pull/786", _FLASH,
-           doing(_FLASH, _FLASH), "no_tail", "claim prediction", arithmetic=CastingIn(Rounding.TIES_AWAY)),
-    Defect("narrow_accumulator", "matrix products are added up in bf16", f"{_GITHUB}Xilinx/mlir-air/pull/1606", _FLASH,
-           doing(_FLASH, _FLASH), "repeated_large[r=10000]", "accuracy bound claim prediction",
-           arithmetic=NarrowAccumulator()),
-    Defect("rounded_o_bar", "O of every tile is stored in bf16", f"{_GITHUB}zhuzilin/ring-flash-attention/issues/22",
-           _FLASH, doing(_FLASH, "flash@paper"), "tied_maxima[k=2]", "claim prediction"),
-    Defect("partial_o_cast", "O of a split is stored in the format of the call",
-           f"{_GITHUB}flashinfer-ai/flashinfer/issues/5107", "split@fused",
-           doing("split@fused", "split@fused", o_bar=_LOW), "split_tie", "accuracy claim prediction"),
-    Defect("row_sum_of_rounded", "l sums P after its cast", _PAPER, "dithered@fused",
-           doing("dithered@fused", "dithered@fused", row_sum_of=SumOf.ROUNDED), "sink_tie", "prediction"),
-    Defect("fast_exponential", "an exponential of 20 bits, whose value at 0 is not 1",
-           f"{_GITHUB}pytorch/pytorch/pull/151441", _FLASH, doing(_FLASH, _FLASH, exponential=FEXP_U20),
-           "tied_maxima_positive_v", "claim prediction"),
+    _declaring("as_printed_v1", "line 10 of v1 takes max(m, r_m): nothing changes", f"{_PAPER}v1",
+               ("tied_maxima_positive_v", "claim prediction"), "stabilized@paper", "as_printed_v1@paper"),
+    _declaring("as_printed_v2", "line 10 of v2 takes m': the negative branch is lost", f"{_PAPER}v2",
+               ("repeated_negative", "claim prediction"), "stabilized@paper", "as_printed_v2@paper"),
+    _declaring("truncating_cast", "every cast truncates", "sgl-project/sglang/pull/28650",
+               ("tied_maxima[k=2]", "accuracy claim gradients prediction"), arithmetic=CastingIn(Rounding.TOWARD_ZERO)),
+    _declaring("ties_away_cast", "every cast rounds ties away from zero", "pytorch/FBGEMM/pull/786",
+               ("no_tail", "claim prediction"), arithmetic=CastingIn(Rounding.TIES_AWAY)),
+    _declaring("narrow_accumulator", "matrix products are added up in bf16", "Xilinx/mlir-air/pull/1606",
+               ("repeated_large[r=10000]", "accuracy bound claim prediction"), arithmetic=NarrowAccumulator()),
+    _declaring("rounded_o_bar", "O of every tile is stored in bf16", "zhuzilin/ring-flash-attention/issues/22",
+               ("tied_maxima[k=2]", "claim prediction"), done="flash@paper"),
+    _declaring("partial_o_cast", "O of a split is stored in the format of the call",
+               "flashinfer-ai/flashinfer/issues/5107", ("split_tie", "accuracy claim prediction"), "split@fused",
+               o_bar=Cast(BF16)),
+    _declaring("row_sum_of_rounded", "l sums P after its cast", _PAPER, ("sink_tie", "prediction"), "dithered@fused",
+               row_sum_of=SumOf.ROUNDED),
+    _declaring("fast_exponential", "an exponential of 20 bits, whose value at 0 is not 1",
+               "pytorch/pytorch/pull/151441", ("tied_maxima_positive_v", "claim prediction"), exponential=FEXP_U20),
     # Unbiased over heads, and so predicted: a row's own bias gives it away.
-    Defect("contracted", "S c - m c is one fused multiply-add", f"{_GITHUB}pytorch/pytorch/issues/121558", _FLASH,
-           doing(_FLASH, "flash@fused_contracted"), "inexact_ties[r=6]", "claim"),
-    Defect("not_contracted", "S c is rounded before m c is subtracted", f"{_GITHUB}deepseek-ai/FlashMLA/pull/68",
-           "flash@fused_contracted", doing("flash@fused_contracted", _FLASH), "inexact_ties[r=6]", "claim"),
-    Defect("noise_shared", "all elements are rounded with one random number", f"{_GITHUB}karpathy/llm.c/pull/432",
-           "flash@fused_stochastic", doing("flash@fused_stochastic", "flash@fused_stochastic"), "tied_maxima[k=2]",
-           "claim prediction", arithmetic=NoiseOfTheFirst()),
-    Defect("dither_without_noise", "the dither and the stochastic cast are left out",
-           f"{_GITHUB}AMD-AGI/Primus-Turbo/pull/365", "fair", doing("fair", _FLASH), "sink_tie", "claim prediction"),
-    Defect("scale_forgotten", "scores are not scaled", f"{_GITHUB}pytorch/torchtitan/pull/2173", _FLASH,
-           on_other_inputs(_FLASH, lambda inputs: replace(inputs, q=inputs.q / inputs.scale)), "tied_p_bar",
-           "bound claim prediction"),
+    _declaring("contracted", "S c - m c is one fused multiply-add", "pytorch/pytorch/issues/121558",
+               ("inexact_ties[r=6]", "claim"), done="flash@fused_contracted"),
+    _declaring("not_contracted", "S c is rounded before m c is subtracted", "deepseek-ai/FlashMLA/pull/68",
+               ("inexact_ties[r=6]", "claim"), "flash@fused_contracted", "flash@fused"),
+    _declaring("noise_shared", "all elements are rounded with one random number", "karpathy/llm.c/pull/432",
+               ("tied_maxima[k=2]", "claim prediction"), "flash@fused_stochastic", arithmetic=NoiseOfTheFirst()),
+    _declaring("dither_without_noise", "the dither and the stochastic cast are left out",
+               "AMD-AGI/Primus-Turbo/pull/365", ("sink_tie", "claim prediction"), "fair", "flash@fused"),
 )
 # fmt: on
 
