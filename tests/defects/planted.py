@@ -97,7 +97,7 @@ def _row(
     return Defect(name, wrong, _GITHUB + bug, twin, make, *caught, heads, slip, fmt=fmt)
 
 
-def _declaring(
+def _plan_row(
     name: str,
     wrong: str,
     bug: str,
@@ -459,34 +459,34 @@ _OF_USERS = (
 )
 _PAPER = "https://arxiv.org/abs/2510.04212"
 _OF_A_PLAN = (
-    _declaring("as_printed_v1", "line 10 of v1 takes max(m, r_m): nothing changes", f"{_PAPER}v1",
-               ("tied_maxima_positive_v", "claim prediction"), "stabilized@paper", "as_printed_v1@paper"),
-    _declaring("as_printed_v2", "line 10 of v2 takes m': the negative branch is lost", f"{_PAPER}v2",
-               ("repeated_negative", "claim prediction"), "stabilized@paper", "as_printed_v2@paper"),
-    _declaring("truncating_cast", "every cast truncates", "sgl-project/sglang/pull/28650",
-               ("tied_maxima[k=2]", "accuracy claim gradients prediction"), arithmetic=CastingIn(Rounding.TOWARD_ZERO)),
-    _declaring("ties_away_cast", "every cast rounds ties away from zero", "pytorch/FBGEMM/pull/786",
-               ("no_tail", "claim prediction"), arithmetic=CastingIn(Rounding.TIES_AWAY)),
-    _declaring("narrow_accumulator", "matrix products are added up in bf16", "Xilinx/mlir-air/pull/1606",
-               ("repeated_large[r=10000]", "accuracy bound claim prediction"), arithmetic=NarrowAccumulator()),
-    _declaring("rounded_o_bar", "O of every tile is stored in bf16", "zhuzilin/ring-flash-attention/issues/22",
-               ("tied_maxima[k=2]", "claim prediction"), done="flash@paper"),
-    _declaring("partial_o_cast", "O of a split is stored in the format of the call",
-               "flashinfer-ai/flashinfer/issues/5107", ("split_tie", "accuracy claim prediction"), "split@fused",
-               o_bar=Cast(BF16)),
-    _declaring("row_sum_of_rounded", "l sums P after its cast", _PAPER, ("sink_tie", "prediction"), "dithered@fused",
-               row_sum_of=SumOf.ROUNDED),
-    _declaring("fast_exponential", "an exponential of 20 bits, whose value at 0 is not 1",
-               "pytorch/pytorch/pull/151441", ("tied_maxima_positive_v", "claim prediction"), exponential=FEXP_U20),
+    _plan_row("as_printed_v1", "line 10 of v1 takes max(m, r_m): nothing changes", f"{_PAPER}v1",
+              ("tied_maxima_positive_v", "claim prediction"), "stabilized@paper", "as_printed_v1@paper"),
+    _plan_row("as_printed_v2", "line 10 of v2 takes m': the negative branch is lost", f"{_PAPER}v2",
+              ("repeated_negative", "claim prediction"), "stabilized@paper", "as_printed_v2@paper"),
+    _plan_row("truncating_cast", "every cast truncates", "sgl-project/sglang/pull/28650",
+              ("tied_maxima[k=2]", "accuracy claim gradients prediction"), arithmetic=CastingIn(Rounding.TOWARD_ZERO)),
+    _plan_row("ties_away_cast", "every cast rounds ties away from zero", "pytorch/FBGEMM/pull/786",
+              ("no_tail", "claim prediction"), arithmetic=CastingIn(Rounding.TIES_AWAY)),
+    _plan_row("narrow_accumulator", "matrix products are added up in bf16", "Xilinx/mlir-air/pull/1606",
+              ("repeated_large[r=10000]", "accuracy bound claim prediction"), arithmetic=NarrowAccumulator()),
+    _plan_row("rounded_o_bar", "O of every tile is stored in bf16", "zhuzilin/ring-flash-attention/issues/22",
+              ("tied_maxima[k=2]", "claim prediction"), done="flash@paper"),
+    _plan_row("partial_o_cast", "O of a split is stored in the format of the call",
+              "flashinfer-ai/flashinfer/issues/5107", ("split_tie", "accuracy claim prediction"), "split@fused",
+              o_bar=Cast(BF16)),
+    _plan_row("row_sum_of_rounded", "l sums P after its cast", _PAPER, ("sink_tie", "prediction"), "dithered@fused",
+              row_sum_of=SumOf.ROUNDED),
+    _plan_row("fast_exponential", "an exponential of 20 bits, whose value at 0 is not 1",
+              "pytorch/pytorch/pull/151441", ("tied_maxima_positive_v", "claim prediction"), exponential=FEXP_U20),
     # Unbiased over heads, and so predicted: a row's own bias gives it away.
-    _declaring("contracted", "S c - m c is one fused multiply-add", "pytorch/pytorch/issues/121558",
-               ("inexact_ties[r=6]", "claim"), done="flash@fused_contracted"),
-    _declaring("not_contracted", "S c is rounded before m c is subtracted", "deepseek-ai/FlashMLA/pull/68",
-               ("inexact_ties[r=6]", "claim"), "flash@fused_contracted", "flash@fused"),
-    _declaring("noise_shared", "all elements are rounded with one random number", "karpathy/llm.c/pull/432",
-               ("tied_maxima[k=2]", "claim prediction"), "flash@fused_stochastic", arithmetic=NoiseOfTheFirst()),
-    _declaring("dither_without_noise", "the dither and the stochastic cast are left out",
-               "AMD-AGI/Primus-Turbo/pull/365", ("sink_tie", "claim prediction"), "fair", "flash@fused"),
+    _plan_row("contracted", "S c - m c is one fused multiply-add", "pytorch/pytorch/issues/121558",
+              ("inexact_ties[r=6]", "claim"), done="flash@fused_contracted"),
+    _plan_row("not_contracted", "S c is rounded before m c is subtracted", "deepseek-ai/FlashMLA/pull/68",
+              ("inexact_ties[r=6]", "claim"), "flash@fused_contracted", "flash@fused"),
+    _plan_row("noise_shared", "all elements are rounded with one random number", "karpathy/llm.c/pull/432",
+              ("tied_maxima[k=2]", "claim prediction"), "flash@fused_stochastic", arithmetic=NoiseOfTheFirst()),
+    _plan_row("dither_without_noise", "the dither and the stochastic cast are left out",
+              "AMD-AGI/Primus-Turbo/pull/365", ("sink_tie", "claim prediction"), "fair", "flash@fused"),
 )
 # fmt: on
 
