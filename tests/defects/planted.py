@@ -44,9 +44,9 @@ class Defect:
     stands_for: str  # where such a bug was reported
     twin: str  # the sound kernel that it is otherwise
     make: Callable[[str], Kernel]  # a fresh kernel of this name: some keep state from call to call
-    case: str  # the first that catches it with the fewest heads
+    case: str  # one that shows what is wrong
     checks: str  # those that it does not meet there, with spaces between
-    heads: int = 16  # that the case needs
+    heads: int = 16  # that it needs
     slip: str = ""  # the usual mistake that a verdict names it as, if it is one
     arithmetic: Arithmetic = EXACT  # where it runs
     fmt: Format = BF16  # of q, k, v and O

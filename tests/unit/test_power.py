@@ -10,7 +10,7 @@ from tiebreak.defects.planted import DEFECTS
 from tiebreak.matrix.budget import ORDER_FILE
 from tiebreak.studies import budget, power
 from tiebreak.studies.pages import read_rows
-from tiebreak.studies.power import Caught, Cells, Outcomes, TwinRow, caught, corrections, twin_rows
+from tiebreak.studies.power import Caught, Cells, Outcomes, TwinRow, caught, first_catches, twin_rows
 from tiebreak.studies.study import Study
 
 
@@ -29,12 +29,12 @@ def test_what_did_not_fall_is_not_caught(outcome: str) -> None:
     assert caught(ran("random", outcome, "16")) == {}
 
 
-def test_a_row_that_says_something_else_is_told() -> None:
+def test_what_is_missed_or_falls_sooner_than_in_its_row_is_told() -> None:
     found = {name: Caught(defect.case, defect.checks, defect.heads) for name, defect in DEFECTS.items()}
-    assert [*corrections(found)] == []
+    assert [*first_catches(found)] == []
     del found["scaled_twice"]
-    told = [*corrections(found | {"added_mask": Caught("random", "bound", 64)})]
-    assert told == ["added_mask is caught in random by bound, with 64 heads", "scaled_twice is missed"]
+    told = [*first_catches(found | {"added_mask": Caught("random", "bound", 64)})]
+    assert told == ["added_mask falls first in random by bound, with 64 heads", "scaled_twice is missed"]
 
 
 def test_a_twin_goes_through_the_first_cases_of_its_defects_users_kernels_with_the_fewest_heads() -> None:
