@@ -248,7 +248,7 @@ class Attention:
         s = self.scores(request, keys)
         m = self.largest(sums, s, request, keys)
         p, alpha = self.exp(s, m), self.exp(sums.m, m)
-        added = self.p_bar(p, request) @ self.wide(request.v, request)[:, :, keys]
+        added = self.p_bar(p, request) @ self.wide(request.v[:, :, keys], request)
         return Sums(m, self.row_sum(alpha * sums.l, p, m), alpha * sums.o_bar + added)
 
     def scores(self, request: Request, keys: slice) -> Tensor:
@@ -258,7 +258,7 @@ class Attention:
 
     def product(self, request: Request, keys: slice) -> Tensor:
         """A tile of Q K^T, (batch, heads, queries, keys), scaled."""
-        return request.q.float() @ self.wide(request.k, request)[:, :, keys].mT * request.factor
+        return request.q.float() @ self.wide(request.k[:, :, keys], request).mT * request.factor
 
     def wide(self, x: Tensor, request: Request) -> Tensor:
         """K or V in fp32, each key head repeated for its query heads."""
@@ -375,7 +375,7 @@ class Flash1(Attention):
         p, alpha = self.exp(s, m), self.exp(sums.m, m)
         l = self.row_sum(alpha * sums.l, p, m)
         divisor = torch.where(l == 0.0, 1.0, l)
-        added = self.p_bar(p / divisor, request) @ self.wide(request.v, request)[:, :, keys]
+        added = self.p_bar(p / divisor, request) @ self.wide(request.v[:, :, keys], request)
         return Sums(m, l, sums.o_bar * (sums.l / divisor * alpha) + added)
 
     def normalised(self, sums: Sums) -> Tensor:
