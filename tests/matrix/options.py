@@ -133,7 +133,7 @@ OPTIONS = (
     Option(
         "declare",
         "what the signature of your own kernel does not tell: layout=bnhd, takes=gqa, square=true, multiple_of=64,"
-        " head_dims=[64,128], causal=NAME, scale=NAME, options.NAME=VALUE, backward=none (docs/your-kernel.md)",
+        " head_dims=[64,128], options.NAME=VALUE, backward=none (docs/your-kernel.md)",
         metavar="WORD=VALUE",
         repeats=True,
         recorded=True,

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from tiebreak.kernels.external.errors import ContractError, place_of
+from tiebreak.kernels.external.errors import place_of
 from tiebreak.kernels.external.kernels import UserKernel
-from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.kernel import CannotRunError, Kernel
 
 
 def first_line(error: Exception) -> str:
@@ -16,8 +16,9 @@ def raised(error: Exception, kernel: Kernel) -> str:
     """What was raised, and the deepest line of the kernel's own file that did; of a broken contract, the kernel's."""
     code = kernel.caller.code if isinstance(kernel, UserKernel) else None
     at = place_of(error, code.co_filename if code else "")
-    if code and isinstance(error, ContractError):
-        at = f" ({Path(code.co_filename).name}, line {code.co_firstlineno})"
+    if isinstance(error, CannotRunError):
+        at = f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else at
+        return f"{first_line(error)}{at}"
     return noted(f"{type(error).__name__}: {first_line(error)}{at}", error)
 
 

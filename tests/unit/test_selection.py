@@ -10,7 +10,7 @@ import pytest
 
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.backends.interpreter import INTERPRETER
-from tiebreak.cases.eight_bits import eight_bits
+from tiebreak.cases.eight_bits import EIGHT_BITS
 from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel, eight_bit_kernels
@@ -45,7 +45,7 @@ def test_all_of_everything_is_chosen_once() -> None:
     of_triton = 0 if INTERPRETER.unavailable() else len(INTERPRETER.kernels())
     in_8_bits = 2 if of_triton else 0
     own = of_triton - in_8_bits
-    in_e4m3 = len(eight_bits()) * (len(eight_bit_kernels()) + in_8_bits)
+    in_e4m3 = len(EIGHT_BITS) * (len(eight_bit_kernels()) + in_8_bits)
     roster = [composed_kernel(name).declaration for name in DEFAULT_ROSTER]
     in_triton = [kernel.declaration for kernel in INTERPRETER.kernels() if "fp8" not in kernel.name] if own else []
     left_out = [
@@ -61,7 +61,7 @@ def test_all_of_everything_is_chosen_once() -> None:
 @pytest.mark.skipif(INTERPRETER.unavailable() is not None, reason="no Triton")
 def test_a_kernel_of_eight_bits_meets_a_v_that_it_can_hold() -> None:
     assert chosen(Selection(kernels="triton_fp8")) == [
-        f"interpreter-triton_fp8-{case.name}-bf16" for case in eight_bits()
+        f"interpreter-triton_fp8-{case.name}-bf16" for case in EIGHT_BITS
     ]
     with pytest.raises(
         SelectionError, match=r"^no cell is left: .*triton_fp8 runs in the cases called fp8_\.\.\. alone"

@@ -23,7 +23,7 @@ from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.backends.platform import describe
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.case import Case
-from tiebreak.cases.measures import core, row_coherence
+from tiebreak.cases.measures import core
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.defects.mutations import GONE, alike, edited, edits, found, leaves, name_of, plain_of
 from tiebreak.kernels.external import external_kernel
@@ -636,6 +636,7 @@ UNKNOWN = {
     "records*.digest": "bits",
     "records*.answers.claim": "of a user's kernel: which tiles it works in, and so what is claimed, is not recorded",
 }
+OF_O = {"row_coherence", "row_coherence_independent", *(measure.name for measure in core.MEASURES)}
 OF_GRADIENTS = frozenset(verification._OF_GRADIENTS)  # what equal bits of O tell nothing of
 
 
@@ -704,7 +705,7 @@ def allowed(plain: Mapping[str, Any], path: Sequence[str | int], value: Any) -> 
         return False
     bits = record["measures"].get("equal_bits") == 1.0 and record["kernel"] != "mine"
     again = record["backend"] == "emulation" and record["experiment"] == "call"
-    of_o = path[2] == "digest" or path[3] in {measure.name for measure in (*core.MEASURES, *row_coherence.MEASURES)}
+    of_o = path[2] == "digest" or path[3] in OF_O
     if again or (bits and of_o and path[-2] not in OF_GRADIENTS and path[-1] not in OF_GRADIENTS):
         return (
             isinstance(value, float)
