@@ -19,9 +19,5 @@ def raised(error: Exception, kernel: Kernel) -> str:
     if isinstance(error, CannotRunError):
         at = f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else at
         return f"{first_line(error)}{at}"
-    return noted(f"{type(error).__name__}: {first_line(error)}{at}", error)
-
-
-def noted(text: str, error: Exception) -> str:
-    """With what is known of the error's cause."""
-    return "; ".join([text, *getattr(error, "__notes__", ())])
+    what = f"{type(error).__name__}: {first_line(error)}{at}"
+    return "; ".join([what, *getattr(error, "__notes__", ())])  # with what is known of the cause

@@ -18,7 +18,7 @@ import pytest
 from tiebreak.kernels.external.adapters import ADAPTERS
 from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.matrix.gatekeeper import Gatekeeper
-from tiebreak.matrix.options import OPTIONS, refuse_twice
+from tiebreak.matrix.options import FORWARDED, refuse_twice
 from tiebreak.matrix.plugin import WATCH, faster_alone
 from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.scheduling import cell_id
@@ -41,7 +41,6 @@ _ALONE = (
     *("-c", os.devnull, "--noconftest", "--import-mode=importlib", "-q", "-p", "no:cacheprovider"),
     *("-p", "no:randomly", "-p", "no:cov", "-p", "no:rerunfailures", "-p", "no:timeout"),
 )
-_FORWARDED = [option for option in OPTIONS if option.forwarded]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -129,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,  # so that an option that stands twice is seen
     )
     parser.add_argument("targets", nargs="+", metavar="TARGET", help=EXPECTED.removeprefix("expected "))
-    for option in _FORWARDED:
+    for option in FORWARDED.values():
         parser.add_argument(option.flag, **option.parsing | {"default": None})
     parser.add_argument(
         "-n",
@@ -158,8 +157,8 @@ def _words(options: argparse.Namespace) -> list[str]:
     words = [*_ALONE, *CELLS, "-n", str(options.workers)]
     for target in options.targets:
         words += ["--kernel", target]
-    for option in _FORWARDED:
-        words += option.words(getattr(options, option.dest))
+    for dest, option in FORWARDED.items():
+        words += option.words(getattr(options, dest))
     return words
 
 

@@ -365,7 +365,9 @@ def test_the_backward_pass_whose_bits_the_gradients_have_is_named(shares: tuple[
     )
     evidence = zip("ab", cells, strict=True)
     records = tuple(replace(record(case, UNBIASED, 0.0), evidence={"backward": bits}) for case, bits in evidence)
-    (verdict,) = verdicts(Run({}, {}, records=records))
+    cases = dict.fromkeys("ab", CaseRecord(""))
+    experiments = {"call": ExperimentRecord("")}
+    (verdict,) = verdicts(Run({}, {}, records=records, cases=cases, experiments=experiments))
     assert f"backward    {told}" in verdict.text
 
 
