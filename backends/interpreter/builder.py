@@ -4,7 +4,7 @@ Only what upstream's builder does otherwise is here: it holds bf16 and the forma
 casts, products, sums, comparisons and negations are those of integers; its exponentials are as exact as numpy's fp32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -289,14 +289,15 @@ def _elementwise(function: Callable[[Array], Array]) -> Callable[[FaithfulBuilde
     return lambda self, arg: self.unary_op(arg, partial(_in_fp64, function))
 
 
-for _name, _function in {
+_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
     "log": np.log,
     "log2": np.log2,
     "sin": np.sin,
     "cos": np.cos,
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "erf": lambda x: torch.erf(torch.from_numpy(x)).numpy(),
-}.items():
+}
+for _name, _function in _FUNCTIONS.items():
     setattr(FaithfulBuilder, f"create_{_name}", _elementwise(_function))
 
 
