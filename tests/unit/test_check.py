@@ -192,11 +192,11 @@ def test_what_ends_the_one_process_is_told_from_what_ends_it_as_it_is_imported(
     code: int,
     message: str,
 ) -> None:
-    def gone(options: argparse.Namespace, teller: Any) -> int | None:
-        if teller.loaded is None:
+    def gone(options: argparse.Namespace, follower: Any) -> int | None:
+        if follower.loaded is None:
             return 7
         if imported:
-            teller.pytest_configure(SimpleNamespace(stash={}))
+            follower.pytest_configure(SimpleNamespace(stash={}))
         return None
 
     monkeypatch.setattr(forked, "possible", lambda: True)
