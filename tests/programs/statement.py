@@ -4,12 +4,11 @@ import argparse
 import os
 import re
 import shlex
-import shutil
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -63,7 +62,7 @@ def state(arguments: Sequence[str]) -> int:
     asked = _profile(options.profile)
     entries = () if options.waivers is None else expected.waivers(options.waivers, checks())
     waivers = [statements.waiver(entry) for entry in entries]
-    runs = write(options.files, options.output, asked, waivers, date.today())
+    runs = _write(options.files, options.output, asked, waivers)
     records = waived(runs, waivers)
     result = summaries.result(records)
     print(f"statement: {options.output}: profile {asked.name}, {summaries.counts(records)}: {result}")
@@ -94,9 +93,8 @@ def verify(arguments: Sequence[str]) -> int:
     keep_memory()
     statement = statements.read(options.folder)
     asked = wanted or _profile(statement.profile, FILE)
-    found, told = problems(
-        options.folder, statement, asked, options.as_of or date.today(), options.sample, options.seed
-    )
+    day = options.as_of or date.today()
+    found, told = _problems(options.folder, statement, asked, day, options.sample, options.seed)
     print("\n".join(map(store.one_line, [f"refused: {text}" for text in found] or told)))
     return FELL if found else HELD
 
@@ -114,22 +112,12 @@ def _day(text: str) -> date:
         raise argparse.ArgumentTypeError(f"{text}: expected a day such as 2027-06-30") from None
 
 
-def write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence[Waiver], today: date) -> Sequence[Run]:
-    """Write a statement, whole or not at all.
-
-    Args:
-        files: of records.
-        folder: to write; may be an older statement's, which is replaced.
-        asked: the profile.
-        waivers: what excuses cells.
-        today: the day on which they have to hold.
-
-    Returns:
-        The runs of the files.
+def _write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence[Waiver]) -> list[Run]:
+    """Write a statement of files of records, whole or not at all, and return their runs.
 
     Raises:
-        UsageError: the records are no statement of the profile, a waiver does not hold, or there is something else in
-            the folder.
+        UsageError: the records are no statement of the profile, a waiver does not hold today, or there is something
+            else in the folder than an older statement.
         tiebreak.reports.records.store.UnreadableRecordsError: a file can't be read.
         tiebreak.reports.records.store.UnwritableFolderError: the folder can't be written.
     """
@@ -140,10 +128,10 @@ def write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence
         run = store.parse(content, path)
         store.refuse_repeated(run, path, zip(files, runs.values(), strict=False))
         runs[str(path)] = run
-    known, found = of_records(runs, asked, waivers, today)
+    known, found = _judged(runs, asked, waivers, date.today())
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise UsageError(store.one_line(f"{found[0]}{more}; {complete(known, list(runs.values()), asked)}"))
+        raise UsageError(store.one_line(f"{found[0]}{more}; {_complete(known, list(runs.values()), asked)}"))
     copies = {f"records-{number}.json": content for number, content in enumerate(contents, 1)}
     statement = statements.of_files(copies, asked, waivers)
     pages = summary_pages(statement, list(runs.values()), asked)
@@ -151,20 +139,10 @@ def write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence
     return list(runs.values())
 
 
-def of_records(
+def _judged(
     runs: Mapping[str, Run], asked: Profile, waivers: Sequence[Waiver], today: date
 ) -> tuple[list[Judged], list[str]]:
-    """Judge records as far as that needs no kernel to be run.
-
-    Args:
-        runs: by the names of their files.
-        asked: the profile.
-        waivers: what excuses cells.
-        today: the day on which they have to hold.
-
-    Returns:
-        Records with their cells, and a line for each thing that is wrong, whoever hands them in.
-    """
+    """Records, by the names of their files, with their cells, and what is wrong that needs no kernel to be run."""
     found = list(of_statements.of_runs(runs, asked))
     known: list[Judged] = []
     for name, run in runs.items():
@@ -175,8 +153,8 @@ def of_records(
     return known, found
 
 
-def complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> str:
-    """Return the command that makes a complete record of what some runs were pointed at."""
+def _complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> str:
+    """The command that makes a complete record of what some runs were pointed at."""
     where = known[0].settings.matrix if known else ("tests/matrix",)
     backends = ",".join(sorted({record.backend for run in runs for record in run.records}))
     words = ["--backend", backends] if backends else []
@@ -188,7 +166,7 @@ def complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> st
 
 
 def summary_pages(statement: Statement, runs: Sequence[Run], asked: Profile) -> dict[str, bytes]:
-    """Return the summary of a statement as its folder has it, by the names of the files."""
+    """The summary of a statement as its folder has it, by the names of the files."""
     pages = (summaries.markdown(statement, runs, asked), summaries.html(statement, runs, asked))
     return {name: text.encode() for name, text in zip(SUMMARIES, pages, strict=True)}
 
@@ -210,36 +188,26 @@ def _ours(name: str) -> bool:
 def _write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Write through a folder beside it: a reader never sees half of a statement."""
     folder = folder.absolute()
-    part, old = (folder.with_name(f".{folder.name}-{uuid.uuid4().hex}") for _ in range(2))
     try:
-        part.mkdir(parents=True)
-        for name, content in contents.items():
-            (part / name).write_bytes(content)
-        if folder.exists():
-            os.replace(folder, old)
-        os.replace(part, folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
+            whole = Path(beside, "whole")
+            whole.mkdir()
+            for name, content in contents.items():
+                (whole / name).write_bytes(content)
+            if folder.exists():
+                os.replace(folder, Path(beside, "older"))
+            os.replace(whole, folder)
     except OSError as error:
-        shutil.rmtree(part, ignore_errors=True)
         raise store.UnwritableFolderError(f"cannot write {folder}: {error.strerror or error}") from error
-    shutil.rmtree(old, ignore_errors=True)
 
 
-def problems(
+def _problems(
     folder: Path, statement: Statement, asked: Profile, today: date, size: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
-    """Say what is wrong with a statement.
+    """What is wrong with a statement; if nothing is, what was checked and what nobody can check.
 
-    Args:
-        folder: that it is in.
-        statement: what its file says.
-        asked: the profile that it has to be of.
-        today: the day on which waivers have to hold.
-        size: how many records to recompute; None: as many as the profile asks for.
-        seed: another one recomputes others.
-
-    Returns:
-        A line for each thing that is wrong; what makes all else senseless stands alone. If there is none: what was
-        checked, and what nobody can check.
+    What makes all else senseless stands alone. `problems_of_records` has the arguments.
     """
     if statement.profile != asked.name:
         return [f"{FILE}: of profile {statement.profile}, not of {asked.name}"], []
@@ -282,8 +250,17 @@ def _of_files(statement: Statement, there: Mapping[str, bytes]) -> Iterator[str]
 def problems_of_records(
     runs: Mapping[str, Run], waivers: Sequence[Waiver], asked: Profile, today: date, size: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
-    """Say what is wrong with the records of a statement, by the names of their files; see `problems`."""
-    known, found = of_records(runs, asked, waivers, today)
+    """Say what is wrong with the records of a statement; if nothing is, what was checked and what nobody can check.
+
+    Args:
+        runs: by the names of their files.
+        waivers: what excuses cells.
+        asked: the profile that it has to be of.
+        today: the day on which waivers have to hold.
+        size: how many records to recompute; None: as many as the profile asks for.
+        seed: another one recomputes others.
+    """
+    known, found = _judged(runs, asked, waivers, today)
     found += of_statements.of_outcomes(list(runs.values()), waivers)
     needed = asked.recomputed if of_statements.has_suite(list(runs.values()), asked) else 0
     chosen = sample(known, asked.recomputed if size is None else size, seed)

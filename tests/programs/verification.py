@@ -105,12 +105,7 @@ def _settings(run: Run, asked: Profile) -> Settings:
 
 
 def _cell(record: Record, run: Run, kernels: dict[tuple[str, str], Kernel]) -> Cell:
-    """Return the cell of a record.
-
-    Args:
-        record: whose.
-        run: that it is of.
-        kernels: of the run so far: of one that is not here the first record says what it declares.
+    """The cell of a record; `kernels` are those of the run so far: the first record of one says what it declares.
 
     Raises:
         ValueError: there is no such cell; one line with the field.
