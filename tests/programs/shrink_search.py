@@ -149,8 +149,9 @@ class Shrinker:
     def __post_init__(self) -> None:
         batch, heads, queries, d = self.inputs.q.shape
         groups, keys = self.inputs.groups, self.inputs.k.shape[2]
-        places = [tuple(range(count)) for count in (batch, heads // groups, groups, queries, keys, d)]
-        self.part = Part(*places, self.inputs.causal)  # type: ignore[arg-type]  # six of them
+        sizes = dict(zip(AXES, (batch, heads // groups, groups, queries, keys, d), strict=True))
+        places: dict[str, Any] = {axis: tuple(range(size)) for axis, size in sizes.items()}
+        self.part = Part(**places, causal=self.inputs.causal)
 
     def seen(self, part: Part) -> Seen:
         """Run the kernel on a part.
