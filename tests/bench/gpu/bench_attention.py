@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from tiebreak.backends.cuda import unavailable
-from tiebreak.backends.cuda import describe_gpu
+from tiebreak.backends.cuda import describe_gpu, unavailable
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.triton import launch
