@@ -141,20 +141,20 @@ class FaithfulBuilder(InterpreterBuilder):
 
     def create_addptr(self, ptr: Handle, offset: Handle) -> Handle:
         """Pointers so many elements further on."""
-        return _keeping(ptr, super().create_addptr(ptr, offset))
+        return _remembering(ptr, super().create_addptr(ptr, offset))
 
     def create_splat(self, ret_ty: tl.dtype, arg: Handle) -> Handle:
         """One number everywhere, in memory once."""
         number = arg.data.reshape((1,) * len(ret_ty.shape))
-        return _keeping(arg, TensorHandle(np.broadcast_to(number, ret_ty.shape), arg.dtype.scalar))
+        return _remembering(arg, TensorHandle(np.broadcast_to(number, ret_ty.shape), arg.dtype.scalar))
 
     def create_expand_dims(self, arg: Handle, axis: int) -> Handle:
         """One more dimension."""
-        return _keeping(arg, super().create_expand_dims(arg, axis))
+        return _remembering(arg, super().create_expand_dims(arg, axis))
 
     def create_broadcast(self, arg: Handle, shape: list[int]) -> Handle:
         """A larger shape."""
-        return _keeping(arg, super().create_broadcast(arg, shape))
+        return _remembering(arg, super().create_broadcast(arg, shape))
 
     # Sums and products, which a card may contract.
 
@@ -301,7 +301,7 @@ for _name, _function in _FUNCTIONS.items():
     setattr(FaithfulBuilder, f"create_{_name}", _elementwise(_function))
 
 
-def _keeping(arg: Handle, shaped: Handle) -> Handle:
+def _remembering(arg: Handle, shaped: Handle) -> Handle:
     """What an array remembers, in its new shape."""
     if "argument" in arg.attr:
         shaped.attr["argument"] = arg.attr["argument"]

@@ -55,9 +55,8 @@ def state(arguments: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write")
     profiles = "; ".join(f"{name}: {selector.about}" for name, selector in PROFILES.items())
     parser.add_argument("--profile", required=True, metavar="NAME", help=f"which cells must be there: {profiles}")
-    parser.add_argument(
-        "--waivers", type=Path, metavar="FILE", help="TOML file of expected failures, each with a last day"
-    )
+    waivers_help = "TOML file of expected failures, each with a last day"
+    parser.add_argument("--waivers", type=Path, metavar="FILE", help=waivers_help)
     options = parser.parse_args(arguments)
     asked = _profile(options.profile)
     entries = () if options.waivers is None else expected.waivers(options.waivers, checks())
@@ -77,16 +76,10 @@ def verify(arguments: Sequence[str]) -> int:
     """
     parser = Parser(prog="tiebreak statement --verify", description="Whether a statement holds. No device is needed.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="what `tiebreak statement` has written")
-    parser.add_argument(
-        "--profile", metavar="NAME", help="the profile that it has to be of (default: that which it names)"
-    )
-    parser.add_argument(
-        "--sample", type=count, metavar="N", help="records to recompute (default: as many as the profile asks for)"
-    )
+    parser.add_argument("--profile", metavar="NAME", help="that it has to be of (default: that which it names)")
+    parser.add_argument("--sample", type=count, metavar="N", help="records to recompute (default: the profile's)")
     parser.add_argument("--seed", type=count, default=1, metavar="N", help="another one draws others (default: 1)")
-    parser.add_argument(
-        "--as-of", type=_day, default=None, metavar="DAY", help="the day on which waivers have to hold (default: today)"
-    )
+    parser.add_argument("--as-of", type=_day, metavar="DAY", help="when waivers have to hold (default: today)")
     options = parser.parse_args(arguments)
     wanted = None if options.profile is None else _profile(options.profile)
     torch.set_num_threads(1)  # as the cells were run: sums are added in one order
@@ -217,7 +210,7 @@ def _problems(
             f" tiebreak is {asked.hash[:16]}: verify with the release that it was made with"
         ], []
     there = {path.name: path.read_bytes() if path.is_file() else b"" for path in folder.iterdir()}
-    found = list(_of_files(statement, there))
+    found = list(_file_faults(statement, there))
     runs: dict[str, Run] = {}
     for name in [file.name for file in statement.files if _COPY.fullmatch(file.name) and file.name in there]:
         try:
@@ -232,7 +225,7 @@ def _problems(
     return found + in_records, told
 
 
-def _of_files(statement: Statement, there: Mapping[str, bytes]) -> Iterator[str]:
+def _file_faults(statement: Statement, there: Mapping[str, bytes]) -> Iterator[str]:
     """Files that are not as the statement lists them."""
     listed = {file.name: file.sha256 for file in statement.files}
     if len(listed) < len(statement.files):
@@ -269,10 +262,10 @@ def problems_of_records(
     if not found:  # what contradicts itself is not worth the time
         bench = Workbench(Settings(asked.seed, asked.heads))
         found = [f"{each.record.id}: {text}" for each in chosen for text in recomputed(each, bench)]
-    return found, [] if found else list(_told(known, chosen, asked))
+    return found, [] if found else list(_checked_lines(known, chosen, asked))
 
 
-def _told(known: Sequence[Judged], chosen: Sequence[Judged], asked: Profile) -> Iterator[str]:
+def _checked_lines(known: Sequence[Judged], chosen: Sequence[Judged], asked: Profile) -> Iterator[str]:
     """What was checked of a statement that holds, and what nobody can check without its device."""
     able, own = sum(each.recomputable for each in known), sum(each.cell.backend.predicts for each in chosen)
     yield (
